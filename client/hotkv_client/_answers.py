@@ -18,6 +18,7 @@ from hotkv_client.types import (
     GroupHashes,
     LayerHotSet,
     LeaseGrant,
+    ResidencyOpened,
     SequenceCreated,
     SequenceState,
     TransferResult,
@@ -64,9 +65,10 @@ class Opened:
     has_descriptor_socket: bool
     wants_token_ids: bool
     salts: tuple[int, ...]
+    has_residency: bool
 
 
-NOT_OPENED = Opened("", 0, 0, False, False, ())
+NOT_OPENED = Opened("", 0, 0, False, False, (), False)
 
 
 def opened(response: Response | None) -> Opened:
@@ -75,14 +77,15 @@ def opened(response: Response | None) -> Opened:
     if response is None or response.WhichOneof("body") != "session_opened":
         raise SessionLostError("the server did not open the session")
     message = response.session_opened
-    has_salts = Feature.TABLE_SALTS in agreed_features(message.features)
+    features = agreed_features(message.features)
     return Opened(
         message.session_id,
         message.protocol_version,
         message.epoch,
         message.has_descriptor_socket,
         message.wants_token_ids,
-        tuple(map(unsigned_salt, message.salts)) if has_salts else (),
+        tuple(map(unsigned_salt, message.salts)) if Feature.TABLE_SALTS in features else (),
+        Feature.RESIDENCY in features,
     )
 
 
@@ -103,6 +106,13 @@ def result(response: Response, lease_id: str = "") -> Any:
             return tuple(
                 np.frombuffer(run.results, np.uint8) for run in response.reserve_blocks.runs
             )
+        case "open_residency":
+            room = response.open_residency
+            return ResidencyOpened(
+                room.residency_id, room.word_index, room.word_value, room.generation
+            )
+        case "extend_residency":
+            return np.frombuffer(response.extend_residency.offsets, "<i8").astype(np.int64)
         case "flushed":
             return response.flushed.block_count
         case "memory_registered":
@@ -162,11 +172,26 @@ def _link_response(packet: bytes) -> session_pb2.LinkResponse:
     return response
 
 
-def link_sizes(packet: bytes) -> tuple[int, int]:
-    """(arena bytes, table bytes) of a link's answer; 0 for what this session may not map. Raises
-    HotKVError if it was refused."""
+@dataclass(frozen=True, slots=True)
+class LinkSizes:
+    """What a link hands out, in bytes: 0 for what this session may not map. `num_words` begin at
+    `words_offset_bytes` of the arena's file."""
+
+    arena_bytes: int
+    table_bytes: int
+    words_offset_bytes: int
+    num_words: int
+
+
+def link_sizes(packet: bytes) -> LinkSizes:
+    """The sizes of a link's answer. Raises HotKVError if it was refused."""
     response = _link_response(packet)
-    return response.arena_byte_count, response.table_byte_count
+    return LinkSizes(
+        response.arena_byte_count,
+        response.table_byte_count,
+        response.word_byte_offset,
+        response.word_count,
+    )
 
 
 def ticket(packet: bytes) -> bytes:

@@ -3,7 +3,7 @@
 With `_answers`, `_sparse_wire` and `_admin_wire` the only modules of the client that see protobuf.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -16,7 +16,7 @@ from hotkv.keys import KeySpace
 from hotkv.layout import Layout
 from hotkv.order import DeviceOrder
 from hotkv.retention import NO_RETENTION, Retention
-from hotkv.v1 import cache_pb2, layout_pb2, session_pb2, session_pb2_grpc
+from hotkv.v1 import cache_pb2, layout_pb2, residency_pb2, session_pb2, session_pb2_grpc
 from hotkv.versions import FEATURES, NEWEST_VERSION, OLDEST_VERSION
 from hotkv_client.types import (
     After,
@@ -258,6 +258,40 @@ def release(lease_id: str) -> Request:
     return Request(release_lease=cache_pb2.ReleaseLeaseRequest(lease_id=lease_id))
 
 
+def open_residency(residency_id: str, num_blocks: Mapping[int, int]) -> Request:
+    """Reserves room for a request."""
+    groups = [
+        residency_pb2.ResidencyGroup(group_index=group, block_count=count)
+        for group, count in num_blocks.items()
+    ]
+    return Request(
+        open_residency=residency_pb2.OpenResidencyRequest(residency_id=residency_id, groups=groups)
+    )
+
+
+def extend_residency(
+    residency_id: str,
+    group_index: int,
+    first_position: int,
+    hashes: Sequence[bytes],
+    hash_bytes: int,
+) -> Request:
+    """Pins blocks of a residency."""
+    return Request(
+        extend_residency=residency_pb2.ExtendResidencyRequest(
+            residency_id=residency_id,
+            group_index=group_index,
+            first_position=first_position,
+            hashes=pack(hashes, hash_bytes),
+        )
+    )
+
+
+def close_residency(residency_id: str) -> Request:
+    """Gives a residency back."""
+    return Request(close_residency=residency_pb2.CloseResidencyRequest(residency_id=residency_id))
+
+
 def load(
     transfer_id: str,
     lease_id: str,
@@ -295,6 +329,7 @@ def store(
     fence_index: int,
     hash_bytes: int,
     after: After | None = None,
+    residency_id: str = "",
 ) -> Request:
     """Copies blocks from engine memory."""
     return Request(
@@ -306,6 +341,7 @@ def store(
             fence_index=fence_index,
             retention=_retention(retention),
             after=_mark(after),
+            residency_id=residency_id,
         )
     )
 

@@ -1,8 +1,9 @@
 """The server's arena in this process: read-only memory that a session's link hands out.
 
 Always true: nobody writes through it; it stays mapped as long as somebody holds it or a view of its
-`memory`, even after session and server have ended. A block may be read only under a lease: slots
-are used again. If a mapping outlives its server for good, it keeps that server's memory.
+`memory`, even after session and server have ended. A block may be read only under a lease or in a
+residency: slots are used again. If a mapping outlives its server for good, it keeps that server's
+memory.
 """
 
 import os
@@ -10,22 +11,44 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv.words import GENERATION
 from hotkv_client.mapping import map_file
+from hotkv_client.types import ResidencyOpened
 
 
 class Arena:
-    """`memory` uint8 [bytes], read-only. `file_id`: (device, inode) of its file.
+    """`memory` uint8 [bytes], read-only. `words` uint64 [n], read-only: see `hotkv.words`; none from
+    a server without residencies. `file_id`: (device, inode) of its file.
 
     A server that takes over the arena of an earlier one has the same `file_id`: memory that was
     registered with a device can stay registered.
     """
 
-    def __init__(self, fd: int, num_bytes: int) -> None:
+    def __init__(
+        self, fd: int, num_bytes: int, words_offset_bytes: int = 0, num_words: int = 0
+    ) -> None:
         """Maps the file; `fd` stays the caller's. Raises OSError if the system refuses, or the
         file is shorter."""
         status = os.fstat(fd)
         self.file_id = (status.st_dev, status.st_ino)
-        self.memory: NDArray[np.uint8] = map_file(fd, num_bytes)
+        end = words_offset_bytes + 8 * num_words
+        mapped = map_file(fd, max(num_bytes, end))
+        self.memory: NDArray[np.uint8] = mapped[:num_bytes]
+        self.words: NDArray[np.uint64] = mapped[words_offset_bytes:end].view("<u8")
+
+    def holds(self, opened: ResidencyOpened) -> bool:
+        """True if all that a residency has pinned was pinned until now: what was copied out of
+        `memory` before this call is what was stored. Never True again once it was False.
+
+        The copy must be complete before the words are read. On x86-64 that is so in program order;
+        elsewhere the caller needs an acquire fence between the two.
+        """
+        words = self.words
+        return bool(
+            len(words)
+            and words[GENERATION] <= opened.generation
+            and words[opened.word_index] == opened.word_value
+        )
 
     def __repr__(self) -> str:
         return (

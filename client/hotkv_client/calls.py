@@ -21,9 +21,11 @@ from hotkv_client.types import (
     BoolMask,
     GroupHashes,
     Int32s,
+    Int64s,
     LayerHotSet,
     LeaseGrant,
     RequestReport,
+    ResidencyOpened,
     SelectConfig,
     SequenceCreated,
     SequenceState,
@@ -40,6 +42,10 @@ class Calls(ABC):
     @abstractmethod
     def _call(self, build: Callable[[], _wire.Request], *, lease_id: str = "") -> "Future[Any]":
         """Sends a request. The future gets its answer, or why it was not sent."""
+
+    @abstractmethod
+    def _resident(self, build: Callable[[], _wire.Request]) -> "Future[Any]":
+        """As `_call`, but fails as VERSION_MISMATCH if the server has no residencies."""
 
     @abstractmethod
     def _send_only(self, request: _wire.Request) -> None:
@@ -84,6 +90,39 @@ class Calls(ABC):
     def release(self, lease_id: str) -> None:
         """Gives a lease back. There is no answer: without a connection the lease has ended."""
         self._send_only(_wire.release(lease_id))
+
+    def open_residency(
+        self, residency_id: str, num_blocks: Mapping[int, int]
+    ) -> "Future[ResidencyOpened]":
+        """Reserves room in the arena for a request: the most blocks that it will ever keep, by
+        group index, and their representations of the kinds that this session declares.
+
+        The same call again gets the same answer. The residency belongs to the engine and ends with
+        this session. Fails as NO_ROOM_FOR_RESIDENCY if others hold the room; as
+        RESIDENCY_TOO_LARGE if there can never be enough; as NOT_ALLOWED if there is no `arena()`.
+        """
+        return self._resident(lambda: _wire.open_residency(residency_id, num_blocks))
+
+    def extend_residency(
+        self, residency_id: str, group_index: int, first_position: int, hashes: Sequence[bytes]
+    ) -> "Future[Int64s]":
+        """Pins those of the blocks that are ready; int64 [n]: bytes from the start of `arena()` to
+        each block's slot, -1 if it is not pinned.
+
+        `first_position`: of the first block in the request, counted in blocks. A block that the
+        residency has already keeps its offset. Blocks of an earlier server are compared with their
+        check values first. Fails as UNKNOWN_RESIDENCY if the residency has ended.
+        """
+        return self._resident(
+            lambda: _wire.extend_residency(
+                residency_id, group_index, first_position, hashes, self._hash_bytes
+            )
+        )
+
+    def close_residency(self, residency_id: str) -> None:
+        """Gives a residency back: its blocks may have been read for the last time. There is no
+        answer: without a connection it has ended."""
+        self._send_only(_wire.close_residency(residency_id))
 
     def report_use(self, groups: Sequence[GroupHashes]) -> None:
         """Tells the server which blocks the engine used from its own device cache."""

@@ -49,7 +49,7 @@ class Link:
         """Raises OSError if nobody answers, HotKVError if the server refuses."""
         self._lock = threading.Lock()
         self._arena: Arena | None = None
-        self._arena_fd, self._arena_bytes = -1, 0
+        self._arena_fd, self._sizes = -1, _answers.LinkSizes(0, 0, 0, 0)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.settimeout(timeout_s)
@@ -65,16 +65,18 @@ class Link:
                     raise ConnectionError(
                         "the server closed the descriptor socket without an answer"
                     )
-                arena_bytes, table_bytes = _answers.link_sizes(answer)
-                if len(received) != bool(arena_bytes) + bool(table_bytes):
+                sizes = _answers.link_sizes(answer)
+                if len(received) != bool(sizes.arena_bytes) + bool(sizes.table_bytes):
                     raise ConnectionError(
                         f"the server sent {len(received)} descriptors, not one for each size"
                     )
                 self.table = (
-                    BlockTable.open(map_file(received[-1], table_bytes)) if table_bytes else None
+                    BlockTable.open(map_file(received[-1], sizes.table_bytes))
+                    if sizes.table_bytes
+                    else None
                 )
-                if arena_bytes:
-                    self._arena_fd, self._arena_bytes = os.dup(received[0]), arena_bytes
+                if sizes.arena_bytes:
+                    self._arena_fd, self._sizes = os.dup(received[0]), sizes
             finally:
                 for fd in received:
                     os.close(fd)
@@ -88,7 +90,10 @@ class Link:
         link is closed. Raises OSError."""
         with self._lock:
             if self._arena is None and self._arena_fd >= 0:
-                self._arena = Arena(self._arena_fd, self._arena_bytes)
+                sizes = self._sizes
+                self._arena = Arena(
+                    self._arena_fd, sizes.arena_bytes, sizes.words_offset_bytes, sizes.num_words
+                )
             return self._arena
 
     def _let_go_of_arena(self) -> None:

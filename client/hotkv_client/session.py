@@ -97,6 +97,11 @@ class Session(Calls):
         return self._life.opened.wants_token_ids
 
     @property
+    def has_residency(self) -> bool:
+        """True if the server last connected to has residencies; False before."""
+        return self._life.opened.has_residency
+
+    @property
     def order_kind(self) -> OrderKind:
         """The kind of mark that transfers take (`After`): the server chose it from the memory's
         order. HOST without a connection or an order."""
@@ -127,8 +132,8 @@ class Session(Calls):
     def arena(self) -> Arena | None:
         """Returns the server's arena, which is mapped at the first call and stays the same for the
         connection; None without a connection, and if this session may not map it.
-        `LeaseGrant.offsets` says where leased blocks lie in it. Raises OSError if the system
-        refuses.
+        `LeaseGrant.offsets` and `extend_residency` say where blocks lie in it. Raises OSError if
+        the system refuses.
         """
         connection = self._connection
         return (
@@ -163,13 +168,15 @@ class Session(Calls):
         retention: Retention = NO_RETENTION,
         after: After | None = None,
         fence_index: int = 0,
+        residency_id: str = "",
     ) -> "Future[TransferResult]":
         """Copies blocks out of the registered memory and commits them.
 
         The first store under a lease id reserves, and its `retention` counts; other ranks join.
         `after`: nothing is read before; `timeout_s` counts from there. `fence_index`: if the memory
         came with a fence, the word that revokes this store, and ValueError without one; else
-        ignored.
+        ignored. `residency_id`: of a residency of this engine that is open; it pins what this
+        store makes ready from that moment on, and what is ready from the start of the store on.
         """
         connection, fence = self._connection, self._life.fence
         if isinstance(fence, SharedFence):
@@ -187,6 +194,7 @@ class Session(Calls):
                 fence_index,
                 self._hash_bytes,
                 after,
+                residency_id,
             ),
             transfer_id=transfer_id,
             fence_index=fence_index,
@@ -250,6 +258,19 @@ class Session(Calls):
             if self._life.fence is not None:
                 self._life.fence.give_back(fence_index)
             future.set_exception(why_not)
+        return future
+
+    def _resident(self, build: Callable[[], _wire.Request]) -> "Future[Any]":
+        connection = self._connection
+        if connection is None or not self.connected or connection.opened.has_residency:
+            return self._call(build)
+        future: Future[Any] = Future()
+        future.set_exception(
+            HotKVError(
+                Reason.VERSION_MISMATCH,
+                f"the server at {self.config.target} has no residencies; upgrade it",
+            )
+        )
         return future
 
     def _no_server(self) -> SessionLostError:

@@ -127,6 +127,17 @@ class LeaseGrant:
 
 
 @dataclass(frozen=True, slots=True)
+class ResidencyOpened:
+    """A residency holds: room in the arena is reserved for it. The rest is for `Arena.holds`: the
+    session's word and its value, and the generation under which it was opened."""
+
+    residency_id: str
+    word_index: int
+    word_value: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class TransferResult:
     """How a transfer ended. Nothing is being read or written for it any more.
 

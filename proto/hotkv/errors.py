@@ -29,6 +29,9 @@ class Reason(enum.IntEnum):
     DRAINING = 16
     INTERNAL = 19
     UNAUTHENTICATED = 20
+    NO_ROOM_FOR_RESIDENCY = 21
+    RESIDENCY_TOO_LARGE = 22
+    UNKNOWN_RESIDENCY = 23
 
 
 RETRYABLE: Final[dict[Reason, bool]] = {
@@ -49,6 +52,9 @@ RETRYABLE: Final[dict[Reason, bool]] = {
     Reason.DRAINING: True,
     Reason.INTERNAL: False,
     Reason.UNAUTHENTICATED: False,
+    Reason.NO_ROOM_FOR_RESIDENCY: True,
+    Reason.RESIDENCY_TOO_LARGE: False,
+    Reason.UNKNOWN_RESIDENCY: False,
 }
 """Whether the same call, unchanged, may succeed later. Total over `Reason`; a test proves it.
 docs/wire.md says for each reason what to do instead."""

@@ -21,6 +21,8 @@ class Feature(enum.IntEnum):
 
     TABLE_SALTS = 1
     """The server gives the salts of the block table."""
+    RESIDENCY = 2
+    """The server reserves and pins a request's blocks, and has words behind its arena."""
 
 
 FEATURES: Final = frozenset(Feature)

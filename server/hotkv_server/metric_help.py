@@ -52,6 +52,19 @@ HELP: dict[str, str] = {
     "free_slabs": "Slabs that are lent to no slot size.",
     "ready_blocks": "Blocks that engines can load.",
     "representation_bytes": "Bytes of representations for sparse decode.",
+    # Residencies
+    "residencies": "Requests whose blocks stay in the arena as long as they run.",
+    "residencies_opened_total": "Residencies that were opened.",
+    "residencies_refused_total": "Times that a residency was refused. It grows while requests wait "
+    "for room; `hotkv residencies` says for how much.",
+    "residencies_waiting": "Engines whose last residency was refused. If it stays above 0, the "
+    "arena is too small for their requests.",
+    "residency_pinned_bytes": "Bytes of the arena that residencies pin.",
+    "residency_promised_bytes": "Bytes of the arena that are reserved for what residencies do not "
+    "pin yet.",
+    "residency_bound_bytes": "Most that pinned and promised bytes of residencies may come to.",
+    "residency_grace_bytes": "Bytes that are kept after a restart for engines that read them under "
+    "the server before. It falls to 0 after residency.grace_s.",
     # Eviction and retention
     "evicted_blocks_total": "Blocks that were evicted to make room.",
     "flushed_blocks_total": "Blocks that were dropped because an engine or operator flushed their "

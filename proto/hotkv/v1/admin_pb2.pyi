@@ -671,6 +671,7 @@ class SessionInfo(google.protobuf.message.Message):
     DEVICE_ORDER_FIELD_NUMBER: builtins.int
     SESSION_ROLE_FIELD_NUMBER: builtins.int
     DEVICE_ORDER_KIND_FIELD_NUMBER: builtins.int
+    RESIDENCY_COUNT_FIELD_NUMBER: builtins.int
     session_number: builtins.int
     """Number in this server."""
     engine_id: builtins.str
@@ -701,6 +702,8 @@ class SessionInfo(google.protobuf.message.Message):
     """What it does in its engine."""
     device_order_kind: hotkv.v1.layout_pb2.DeviceOrderKind.ValueType
     """How marks of its device are made; unspecified before memory is registered."""
+    residency_count: builtins.int
+    """Residencies that it has opened."""
     def __init__(
         self,
         *,
@@ -719,8 +722,9 @@ class SessionInfo(google.protobuf.message.Message):
         device_order: builtins.str = ...,
         session_role: hotkv.v1.session_pb2.SessionRole.ValueType = ...,
         device_order_kind: hotkv.v1.layout_pb2.DeviceOrderKind.ValueType = ...,
+        residency_count: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "client_name", b"client_name", "device_allocation_count", b"device_allocation_count", "device_order", b"device_order", "device_order_kind", b"device_order_kind", "engine_id", b"engine_id", "key_space_id", b"key_space_id", "lease_count", b"lease_count", "loaded_byte_count", b"loaded_byte_count", "memory_byte_count", b"memory_byte_count", "role", b"role", "session_number", b"session_number", "session_role", b"session_role", "stored_byte_count", b"stored_byte_count", "transfer_count", b"transfer_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "client_name", b"client_name", "device_allocation_count", b"device_allocation_count", "device_order", b"device_order", "device_order_kind", b"device_order_kind", "engine_id", b"engine_id", "key_space_id", b"key_space_id", "lease_count", b"lease_count", "loaded_byte_count", b"loaded_byte_count", "memory_byte_count", b"memory_byte_count", "residency_count", b"residency_count", "role", b"role", "session_number", b"session_number", "session_role", b"session_role", "stored_byte_count", b"stored_byte_count", "transfer_count", b"transfer_count"]) -> None: ...
 
 Global___SessionInfo: typing_extensions.TypeAlias = SessionInfo
 
@@ -1240,3 +1244,163 @@ class ListSparseLayersResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["layers", b"layers"]) -> None: ...
 
 Global___ListSparseLayersResponse: typing_extensions.TypeAlias = ListSparseLayersResponse
+
+@typing.final
+class ListResidenciesRequest(google.protobuf.message.Message):
+    """Asks for the residencies."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    page_size: builtins.int
+    """Most residencies to return, those with the most room first; zero for 100, at most 1,000."""
+    def __init__(
+        self,
+        *,
+        page_size: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size"]) -> None: ...
+
+Global___ListResidenciesRequest: typing_extensions.TypeAlias = ListResidenciesRequest
+
+@typing.final
+class Residency(google.protobuf.message.Message):
+    """One residency."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    RESIDENCY_ID_FIELD_NUMBER: builtins.int
+    KEY_SPACE_ID_FIELD_NUMBER: builtins.int
+    SESSION_NUMBER_FIELD_NUMBER: builtins.int
+    AGE_S_FIELD_NUMBER: builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    RESERVED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    PINNED_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    PROMISED_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    """Its engine."""
+    residency_id: builtins.str
+    """Its id."""
+    key_space_id: builtins.int
+    """Its key space."""
+    session_number: builtins.int
+    """The session that opened it."""
+    age_s: builtins.float
+    """Seconds since it opened."""
+    block_count: builtins.int
+    """Blocks that it pins."""
+    reserved_block_count: builtins.int
+    """Most blocks that it may pin."""
+    pinned_byte_count: builtins.int
+    """Bytes of what it pins, representations included; some may be pinned by others, too."""
+    promised_byte_count: builtins.int
+    """Bytes that are reserved for what it does not pin yet."""
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        residency_id: builtins.str = ...,
+        key_space_id: builtins.int = ...,
+        session_number: builtins.int = ...,
+        age_s: builtins.float = ...,
+        block_count: builtins.int = ...,
+        reserved_block_count: builtins.int = ...,
+        pinned_byte_count: builtins.int = ...,
+        promised_byte_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "block_count", b"block_count", "engine_id", b"engine_id", "key_space_id", b"key_space_id", "pinned_byte_count", b"pinned_byte_count", "promised_byte_count", b"promised_byte_count", "reserved_block_count", b"reserved_block_count", "residency_id", b"residency_id", "session_number", b"session_number"]) -> None: ...
+
+Global___Residency: typing_extensions.TypeAlias = Residency
+
+@typing.final
+class ResidencyRefusal(google.protobuf.message.Message):
+    """The last residency that an engine was refused for want of room, and has not opened since."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    RESIDENCY_ID_FIELD_NUMBER: builtins.int
+    AGE_S_FIELD_NUMBER: builtins.int
+    ASKED_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    AVAILABLE_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    ATTEMPT_COUNT_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    """The engine."""
+    residency_id: builtins.str
+    """The residency."""
+    age_s: builtins.float
+    """Seconds since the last attempt."""
+    asked_byte_count: builtins.int
+    """Bytes that it asked for."""
+    available_byte_count: builtins.int
+    """Bytes that could have been reserved for it."""
+    attempt_count: builtins.int
+    """Attempts so far."""
+    message: builtins.str
+    """Why, in a sentence."""
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        residency_id: builtins.str = ...,
+        age_s: builtins.float = ...,
+        asked_byte_count: builtins.int = ...,
+        available_byte_count: builtins.int = ...,
+        attempt_count: builtins.int = ...,
+        message: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "asked_byte_count", b"asked_byte_count", "attempt_count", b"attempt_count", "available_byte_count", b"available_byte_count", "engine_id", b"engine_id", "message", b"message", "residency_id", b"residency_id"]) -> None: ...
+
+Global___ResidencyRefusal: typing_extensions.TypeAlias = ResidencyRefusal
+
+@typing.final
+class ListResidenciesResponse(google.protobuf.message.Message):
+    """The residencies."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESIDENCIES_FIELD_NUMBER: builtins.int
+    REFUSALS_FIELD_NUMBER: builtins.int
+    RESIDENCY_COUNT_FIELD_NUMBER: builtins.int
+    PINNED_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    PROMISED_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    BOUND_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    GRACE_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    GRACE_S_FIELD_NUMBER: builtins.int
+    residency_count: builtins.int
+    """How many residencies there are."""
+    pinned_byte_count: builtins.int
+    """Bytes that they pin, each counted once."""
+    promised_byte_count: builtins.int
+    """Bytes that are reserved for what they do not pin yet."""
+    bound_byte_count: builtins.int
+    """Most that both may come to."""
+    grace_byte_count: builtins.int
+    """Bytes that are kept for readers of the server before this one; zero once its grace is over."""
+    grace_s: builtins.float
+    """Seconds until that is over."""
+    @property
+    def residencies(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Residency]:
+        """Those with the most room first."""
+
+    @property
+    def refusals(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ResidencyRefusal]:
+        """Requests that wait, the longest refused first."""
+
+    def __init__(
+        self,
+        *,
+        residencies: collections.abc.Iterable[Global___Residency] | None = ...,
+        refusals: collections.abc.Iterable[Global___ResidencyRefusal] | None = ...,
+        residency_count: builtins.int = ...,
+        pinned_byte_count: builtins.int = ...,
+        promised_byte_count: builtins.int = ...,
+        bound_byte_count: builtins.int = ...,
+        grace_byte_count: builtins.int = ...,
+        grace_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bound_byte_count", b"bound_byte_count", "grace_byte_count", b"grace_byte_count", "grace_s", b"grace_s", "pinned_byte_count", b"pinned_byte_count", "promised_byte_count", b"promised_byte_count", "refusals", b"refusals", "residencies", b"residencies", "residency_count", b"residency_count"]) -> None: ...
+
+Global___ListResidenciesResponse: typing_extensions.TypeAlias = ListResidenciesResponse

@@ -90,6 +90,11 @@ class AdminServiceStub(object):
                 request_serializer=hotkv_dot_v1_dot_admin__pb2.ListSparseLayersRequest.SerializeToString,
                 response_deserializer=hotkv_dot_v1_dot_admin__pb2.ListSparseLayersResponse.FromString,
                 _registered_method=True)
+        self.ListResidencies = channel.unary_unary(
+                '/hotkv.v1.AdminService/ListResidencies',
+                request_serializer=hotkv_dot_v1_dot_admin__pb2.ListResidenciesRequest.SerializeToString,
+                response_deserializer=hotkv_dot_v1_dot_admin__pb2.ListResidenciesResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -176,6 +181,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListResidencies(self, request, context):
+        """Residencies, and which engines wait for room.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -233,6 +245,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListSparseLayers,
                     request_deserializer=hotkv_dot_v1_dot_admin__pb2.ListSparseLayersRequest.FromString,
                     response_serializer=hotkv_dot_v1_dot_admin__pb2.ListSparseLayersResponse.SerializeToString,
+            ),
+            'ListResidencies': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListResidencies,
+                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.ListResidenciesRequest.FromString,
+                    response_serializer=hotkv_dot_v1_dot_admin__pb2.ListResidenciesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -533,6 +550,33 @@ class AdminService(object):
             '/hotkv.v1.AdminService/ListSparseLayers',
             hotkv_dot_v1_dot_admin__pb2.ListSparseLayersRequest.SerializeToString,
             hotkv_dot_v1_dot_admin__pb2.ListSparseLayersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListResidencies(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hotkv.v1.AdminService/ListResidencies',
+            hotkv_dot_v1_dot_admin__pb2.ListResidenciesRequest.SerializeToString,
+            hotkv_dot_v1_dot_admin__pb2.ListResidenciesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -201,7 +201,23 @@ _AdminServiceListSparseLayersType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceListTiersType, _AdminServiceListKeySpacesType, _AdminServiceListSessionsType, _AdminServiceListBlocksType, _AdminServiceEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType, _AdminServiceListSparseLayersType]):
+_AdminServiceListResidenciesType = typing_extensions.TypeVar(
+    '_AdminServiceListResidenciesType',
+    grpc.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.ListResidenciesRequest,
+        hotkv.v1.admin_pb2.ListResidenciesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.ListResidenciesRequest,
+        hotkv.v1.admin_pb2.ListResidenciesResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.ListResidenciesRequest,
+        hotkv.v1.admin_pb2.ListResidenciesResponse,
+    ],
+)
+
+class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceListTiersType, _AdminServiceListKeySpacesType, _AdminServiceListSessionsType, _AdminServiceListBlocksType, _AdminServiceEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType, _AdminServiceListSparseLayersType, _AdminServiceListResidenciesType]):
     """For operators: what the server holds, and levers."""
 
     @typing.overload
@@ -249,6 +265,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
         grpc.UnaryUnaryMultiCallable[
             hotkv.v1.admin_pb2.ListSparseLayersRequest,
             hotkv.v1.admin_pb2.ListSparseLayersResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            hotkv.v1.admin_pb2.ListResidenciesRequest,
+            hotkv.v1.admin_pb2.ListResidenciesResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -298,6 +318,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
             hotkv.v1.admin_pb2.ListSparseLayersRequest,
             hotkv.v1.admin_pb2.ListSparseLayersResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            hotkv.v1.admin_pb2.ListResidenciesRequest,
+            hotkv.v1.admin_pb2.ListResidenciesResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     GetInfo: _AdminServiceGetInfoType
@@ -337,6 +361,9 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
 
     ListSparseLayers: _AdminServiceListSparseLayersType
     """What engines report of their sparse decode, per layer."""
+
+    ListResidencies: _AdminServiceListResidenciesType
+    """Residencies, and which engines wait for room."""
 
 AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -382,6 +409,10 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         hotkv.v1.admin_pb2.ListSparseLayersRequest,
         hotkv.v1.admin_pb2.ListSparseLayersResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.ListResidenciesRequest,
+        hotkv.v1.admin_pb2.ListResidenciesResponse,
     ],
 ]
 
@@ -480,5 +511,13 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[hotkv.v1.admin_pb2.ListSparseLayersResponse, collections.abc.Awaitable[hotkv.v1.admin_pb2.ListSparseLayersResponse]]:
         """What engines report of their sparse decode, per layer."""
+
+    @abc.abstractmethod
+    def ListResidencies(
+        self,
+        request: hotkv.v1.admin_pb2.ListResidenciesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[hotkv.v1.admin_pb2.ListResidenciesResponse, collections.abc.Awaitable[hotkv.v1.admin_pb2.ListResidenciesResponse]]:
+        """Residencies, and which engines wait for room."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -670,6 +670,7 @@ class StoreRequest(google.protobuf.message.Message):
     FENCE_INDEX_FIELD_NUMBER: builtins.int
     RETENTION_FIELD_NUMBER: builtins.int
     AFTER_FIELD_NUMBER: builtins.int
+    RESIDENCY_ID_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The asking session; its registered memory is the source."""
     transfer_id: builtins.str
@@ -683,6 +684,12 @@ class StoreRequest(google.protobuf.message.Message):
     fence_index: builtins.int
     """Word of the session's fence that revokes this store; zero for none. The server reads it after
     the copy and before the commit. Refused if the session has linked no fence.
+    """
+    residency_id: builtins.str
+    """A residency of the engine; empty for none. Blocks that this store makes ready are pinned in it
+    from the same moment on, those that are ready already from the start of the store on. The room
+    that was reserved for it counts for the store. If the residency is not open any more, the store
+    is as any other. Positions are those of the chain (BlockRun.depth).
     """
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockRun]:
@@ -707,9 +714,10 @@ class StoreRequest(google.protobuf.message.Message):
         fence_index: builtins.int = ...,
         retention: Global___Retention | None = ...,
         after: hotkv.v1.layout_pb2.DeviceMark | None = ...,
+        residency_id: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["after", b"after", "retention", b"retention"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "fence_index", b"fence_index", "lease_id", b"lease_id", "retention", b"retention", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "transfer_id", b"transfer_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "fence_index", b"fence_index", "lease_id", b"lease_id", "residency_id", b"residency_id", "retention", b"retention", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "transfer_id", b"transfer_id"]) -> None: ...
 
 Global___StoreRequest: typing_extensions.TypeAlias = StoreRequest
 

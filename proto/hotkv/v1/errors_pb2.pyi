@@ -62,6 +62,14 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """A defect in the server. INTERNAL."""
     ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 20
     """The peer has not proven who it is, or the proof is no longer good. UNAUTHENTICATED."""
+    ERROR_REASON_NO_ROOM_FOR_RESIDENCY: _ErrorReason.ValueType  # 21
+    """The arena has no room for this residency now; others hold it. RESOURCE_EXHAUSTED."""
+    ERROR_REASON_RESIDENCY_TOO_LARGE: _ErrorReason.ValueType  # 22
+    """The residency asks for more than the server may ever reserve; the message names the setting.
+    FAILED_PRECONDITION.
+    """
+    ERROR_REASON_UNKNOWN_RESIDENCY: _ErrorReason.ValueType  # 23
+    """No residency with this id, or it has ended with its session. NOT_FOUND."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call was refused. Each reason has exactly one canonical gRPC code."""
@@ -102,6 +110,14 @@ ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 19
 """A defect in the server. INTERNAL."""
 ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 20
 """The peer has not proven who it is, or the proof is no longer good. UNAUTHENTICATED."""
+ERROR_REASON_NO_ROOM_FOR_RESIDENCY: ErrorReason.ValueType  # 21
+"""The arena has no room for this residency now; others hold it. RESOURCE_EXHAUSTED."""
+ERROR_REASON_RESIDENCY_TOO_LARGE: ErrorReason.ValueType  # 22
+"""The residency asks for more than the server may ever reserve; the message names the setting.
+FAILED_PRECONDITION.
+"""
+ERROR_REASON_UNKNOWN_RESIDENCY: ErrorReason.ValueType  # 23
+"""No residency with this id, or it has ended with its session. NOT_FOUND."""
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 
 @typing.final

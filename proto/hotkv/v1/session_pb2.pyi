@@ -12,6 +12,7 @@ import google.protobuf.message
 import hotkv.v1.cache_pb2
 import hotkv.v1.errors_pb2
 import hotkv.v1.layout_pb2
+import hotkv.v1.residency_pb2
 import hotkv.v1.sparse_pb2
 import sys
 import typing
@@ -61,6 +62,10 @@ class _FeatureEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """Ignored."""
     FEATURE_TABLE_SALTS: _Feature.ValueType  # 1
     """SessionOpened.salts is filled."""
+    FEATURE_RESIDENCY: _Feature.ValueType  # 2
+    """Residencies: requests whose blocks stay pinned in the arena as long as they run, and the words
+    behind the arena (LinkResponse.word_byte_offset).
+    """
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
     """Something that a session does only if both sides know it. Numbers that a side does not know are
@@ -71,6 +76,10 @@ FEATURE_UNSPECIFIED: Feature.ValueType  # 0
 """Ignored."""
 FEATURE_TABLE_SALTS: Feature.ValueType  # 1
 """SessionOpened.salts is filled."""
+FEATURE_RESIDENCY: Feature.ValueType  # 2
+"""Residencies: requests whose blocks stay pinned in the arena as long as they run, and the words
+behind the arena (LinkResponse.word_byte_offset).
+"""
 Global___Feature: typing_extensions.TypeAlias = Feature
 
 @typing.final
@@ -394,6 +403,9 @@ class ConnectRequest(google.protobuf.message.Message):
     APPEND_BLOCKS_FIELD_NUMBER: builtins.int
     DELETE_SEQUENCE_FIELD_NUMBER: builtins.int
     REPORT_SPARSE_FIELD_NUMBER: builtins.int
+    OPEN_RESIDENCY_FIELD_NUMBER: builtins.int
+    EXTEND_RESIDENCY_FIELD_NUMBER: builtins.int
+    CLOSE_RESIDENCY_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """Chosen by the client, repeated in the answer; zero if no answer is wanted."""
     @property
@@ -460,6 +472,18 @@ class ConnectRequest(google.protobuf.message.Message):
     def report_sparse(self) -> hotkv.v1.sparse_pb2.ReportSparse:
         """Reports what sparse decode did."""
 
+    @property
+    def open_residency(self) -> hotkv.v1.residency_pb2.OpenResidencyRequest:
+        """Reserves room for a request."""
+
+    @property
+    def extend_residency(self) -> hotkv.v1.residency_pb2.ExtendResidencyRequest:
+        """Pins blocks of a request, and says where they lie."""
+
+    @property
+    def close_residency(self) -> hotkv.v1.residency_pb2.CloseResidencyRequest:
+        """Gives the room and the pins of a request back."""
+
     def __init__(
         self,
         *,
@@ -480,10 +504,13 @@ class ConnectRequest(google.protobuf.message.Message):
         append_blocks: hotkv.v1.sparse_pb2.AppendBlocksRequest | None = ...,
         delete_sequence: hotkv.v1.sparse_pb2.DeleteSequenceRequest | None = ...,
         report_sparse: hotkv.v1.sparse_pb2.ReportSparse | None = ...,
+        open_residency: hotkv.v1.residency_pb2.OpenResidencyRequest | None = ...,
+        extend_residency: hotkv.v1.residency_pb2.ExtendResidencyRequest | None = ...,
+        close_residency: hotkv.v1.residency_pb2.CloseResidencyRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_session", b"open_session", "ping", b"ping", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_sparse", b"report_sparse", "report_use", b"report_use", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_session", b"open_session", "ping", b"ping", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_sparse", b"report_sparse", "report_use", b"report_use", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open_session", "register_memory", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "report_use", "ping", "flush", "create_sequence", "append_blocks", "delete_sequence", "report_sparse"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "extend_residency", b"extend_residency", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_residency", b"open_residency", "open_session", b"open_session", "ping", b"ping", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_sparse", b"report_sparse", "report_use", b"report_use", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "extend_residency", b"extend_residency", "flush", b"flush", "load", b"load", "lookup", b"lookup", "open_residency", b"open_residency", "open_session", b"open_session", "ping", b"ping", "register_memory", b"register_memory", "release_lease", b"release_lease", "report_sparse", b"report_sparse", "report_use", b"report_use", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "store", b"store"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["open_session", "register_memory", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "report_use", "ping", "flush", "create_sequence", "append_blocks", "delete_sequence", "report_sparse", "open_residency", "extend_residency", "close_residency"] | None: ...
 
 Global___ConnectRequest: typing_extensions.TypeAlias = ConnectRequest
 
@@ -551,6 +578,9 @@ class ConnectResponse(google.protobuf.message.Message):
     CREATE_SEQUENCE_FIELD_NUMBER: builtins.int
     APPEND_BLOCKS_FIELD_NUMBER: builtins.int
     DELETE_SEQUENCE_FIELD_NUMBER: builtins.int
+    OPEN_RESIDENCY_FIELD_NUMBER: builtins.int
+    EXTEND_RESIDENCY_FIELD_NUMBER: builtins.int
+    CLOSE_RESIDENCY_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """The request answered, or zero."""
     @property
@@ -621,6 +651,18 @@ class ConnectResponse(google.protobuf.message.Message):
     def delete_sequence(self) -> hotkv.v1.sparse_pb2.DeleteSequenceResponse:
         """The sequence has ended."""
 
+    @property
+    def open_residency(self) -> hotkv.v1.residency_pb2.OpenResidencyResponse:
+        """The room is reserved."""
+
+    @property
+    def extend_residency(self) -> hotkv.v1.residency_pb2.ExtendResidencyResponse:
+        """Which blocks are pinned."""
+
+    @property
+    def close_residency(self) -> hotkv.v1.residency_pb2.CloseResidencyResponse:
+        """The residency is closed."""
+
     def __init__(
         self,
         *,
@@ -642,10 +684,13 @@ class ConnectResponse(google.protobuf.message.Message):
         create_sequence: hotkv.v1.sparse_pb2.CreateSequenceResponse | None = ...,
         append_blocks: hotkv.v1.sparse_pb2.AppendBlocksResponse | None = ...,
         delete_sequence: hotkv.v1.sparse_pb2.DeleteSequenceResponse | None = ...,
+        open_residency: hotkv.v1.residency_pb2.OpenResidencyResponse | None = ...,
+        extend_residency: hotkv.v1.residency_pb2.ExtendResidencyResponse | None = ...,
+        close_residency: hotkv.v1.residency_pb2.CloseResidencyResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "pong", b"pong", "release_lease", b"release_lease", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "pong", b"pong", "release_lease", b"release_lease", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["error", "session_opened", "memory_registered", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "pong", "eviction_notice", "drain_notice", "flushed", "create_sequence", "append_blocks", "delete_sequence"] | None: ...
+    def HasField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "extend_residency", b"extend_residency", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "open_residency", b"open_residency", "pong", b"pong", "release_lease", b"release_lease", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acquire_lease", b"acquire_lease", "append_blocks", b"append_blocks", "body", b"body", "cancel_transfer", b"cancel_transfer", "close_residency", b"close_residency", "create_sequence", b"create_sequence", "delete_sequence", b"delete_sequence", "drain_notice", b"drain_notice", "error", b"error", "eviction_notice", b"eviction_notice", "extend_residency", b"extend_residency", "flushed", b"flushed", "load", b"load", "lookup", b"lookup", "memory_registered", b"memory_registered", "open_residency", b"open_residency", "pong", b"pong", "release_lease", b"release_lease", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "session_opened", b"session_opened", "store", b"store"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["error", "session_opened", "memory_registered", "lookup", "acquire_lease", "reserve_blocks", "release_lease", "load", "store", "cancel_transfer", "pong", "eviction_notice", "drain_notice", "flushed", "create_sequence", "append_blocks", "delete_sequence", "open_residency", "extend_residency", "close_residency"] | None: ...
 
 Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
 
@@ -698,6 +743,8 @@ class LinkResponse(google.protobuf.message.Message):
     TABLE_BYTE_COUNT_FIELD_NUMBER: builtins.int
     TICKET_FIELD_NUMBER: builtins.int
     LINKED_FIELD_NUMBER: builtins.int
+    WORD_BYTE_OFFSET_FIELD_NUMBER: builtins.int
+    WORD_COUNT_FIELD_NUMBER: builtins.int
     arena_byte_count: builtins.int
     """Size of the arena; zero if this session may not map it."""
     table_byte_count: builtins.int
@@ -706,6 +753,12 @@ class LinkResponse(google.protobuf.message.Message):
     """The ticket, if the request wants one."""
     linked: builtins.bool
     """True if the session is linked."""
+    word_byte_offset: builtins.int
+    """Where the words lie in the arena's file, behind its blocks: bytes from the start, a multiple of
+    4096. Zero if this session may not map the arena.
+    """
+    word_count: builtins.int
+    """How many words of 64 bits there are."""
     @property
     def error(self) -> hotkv.v1.errors_pb2.ErrorDetail:
         """Set if the link or ticket was refused."""
@@ -718,8 +771,10 @@ class LinkResponse(google.protobuf.message.Message):
         table_byte_count: builtins.int = ...,
         ticket: builtins.bytes = ...,
         linked: builtins.bool = ...,
+        word_byte_offset: builtins.int = ...,
+        word_count: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arena_byte_count", b"arena_byte_count", "error", b"error", "linked", b"linked", "table_byte_count", b"table_byte_count", "ticket", b"ticket"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_byte_count", b"arena_byte_count", "error", b"error", "linked", b"linked", "table_byte_count", b"table_byte_count", "ticket", b"ticket", "word_byte_offset", b"word_byte_offset", "word_count", b"word_count"]) -> None: ...
 
 Global___LinkResponse: typing_extensions.TypeAlias = LinkResponse

@@ -6,12 +6,20 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from hotkv.table import BlockTable
 from hotkv_server.core.bounds import Account, FairBound
 from hotkv_server.core.catalog import Catalog
+from hotkv_server.core.grace import Marks
 from hotkv_server.core.leases import LeaseBook
+from hotkv_server.core.pin_budget import PinBudget
 from hotkv_server.core.pins import RetentionPins
 from hotkv_server.core.policies.protocol import Policy
+from hotkv_server.core.reader_words import ReaderWords, Uint64s, no_words
+from hotkv_server.core.residencies import Residencies
+from hotkv_server.core.residency_book import ResidencyBook
+from hotkv_server.core.residency_bound import ResidencyBound
 from hotkv_server.core.sessions import SessionBook
 from hotkv_server.core.space import Space
 from hotkv_server.core.transfers import TransferBook
@@ -31,10 +39,19 @@ class CacheBooks:
     leases: LeaseBook
     transfers: TransferBook
     retention_pins: RetentionPins
+    pin_budget: PinBudget
+    residencies: Residencies
 
 
-def make_books(config: CoreConfig, block_table: BlockTable, policy: Policy) -> CacheBooks:
-    """Books of a cache that is empty."""
+def make_books(
+    config: CoreConfig,
+    block_table: BlockTable,
+    policy: Policy,
+    words: Uint64s | None = None,
+    marks: Marks | None = None,
+) -> CacheBooks:
+    """Books of a cache that is empty. `words`, `marks`: what readers of the arena see, and what the
+    next server finds; None if there are neither."""
     space = Space(
         block_table,
         config.arena_bytes,
@@ -46,14 +63,26 @@ def make_books(config: CoreConfig, block_table: BlockTable, policy: Policy) -> C
     )
     catalog = Catalog(space, len(config.tenants))
     client_memory = FairBound(config.client_memory_bytes)
+    sessions, pin_budget = SessionBook(catalog, space.tenants), PinBudget(space.tenants)
+    residencies = Residencies(
+        config,
+        space,
+        sessions,
+        ResidencyBook(Account(client_memory)),
+        ResidencyBound(space.tenants, pin_budget, config.residency_share, config.slab_bytes),
+        ReaderWords(no_words() if words is None else words),
+        np.zeros(space.index.capacity + 1, np.uint8) if marks is None else marks,
+    )
     return CacheBooks(
         config,
         Counters(),
         space,
         catalog,
-        SessionBook(catalog, space.tenants),
+        sessions,
         client_memory,
         LeaseBook(config.max_leases, Account(client_memory)),
         TransferBook(),
-        RetentionPins(space.index, space.tenants, config.held_share),
+        RetentionPins(space.index, space.tenants, config.held_share, pin_budget),
+        pin_budget,
+        residencies,
     )

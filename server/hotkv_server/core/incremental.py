@@ -15,6 +15,7 @@ from hotkv.keys import MAX_GROUPS
 from hotkv.retention import Retention
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.leases import Lease, WriteLease, num_listed
+from hotkv_server.core.residency import Residency
 from hotkv_server.core.sessions import check_named
 from hotkv_server.core.space import MAX_REFRESHED
 from hotkv_server.core.values import Entries, HashList, Run
@@ -24,12 +25,16 @@ LEASED_BLOCKS = 1 << 16
 LEASE_BLOCKS = 1 << 10
 """Blocks that a lease counts as, besides those that it lists."""
 BLOCKS = 1 << 12
+RESIDENT_BLOCKS = 1 << 14
+"""Blocks of a residency that one part unpins."""
 SCANNED_ENTRIES = 1 << 17
 
 
 def expire(core: CacheCore, now_s: float) -> Iterator[None]:
-    """Ends leases and holds whose time is up; leases with copies in flight end with the copies."""
+    """Ends leases and holds whose time is up, and the grace of an earlier server's readers; leases
+    with copies in flight end with the copies."""
     yield from core.retention_pins.expire(now_s)
+    yield from core.residencies.expire_grace(now_s)
     for part in _portions([lease for lease in core.leases.expired(now_s) if not lease.released]):
         core.counters.expired_leases += _end(core, part)
         yield
@@ -39,6 +44,21 @@ def end_leases(core: CacheCore, session_number: int) -> Iterator[None]:
     """Ends the leases of a session that is about to be closed and takes no new ones."""
     for part in _portions(core.leases.of_session(session_number)):
         _end(core, part)
+        yield
+
+
+def close_residency(core: CacheCore, residency: Residency) -> Iterator[None]:
+    """Gives a residency back that its engine has closed."""
+    core.residencies.begin_closing(residency)
+    while not core.residencies.give_back(residency, RESIDENT_BLOCKS):
+        yield
+
+
+def end_residencies(core: CacheCore, session_number: int) -> Iterator[None]:
+    """Ends the residencies of a session that is about to be closed and opens no new ones; its
+    readers are told first."""
+    for residency in core.residencies.begin_ending(core.sessions.record(session_number)):
+        yield from close_residency(core, residency)
         yield
 
 
@@ -115,12 +135,14 @@ def use(
             core.hold(session_number, part, now_s + retention.ttl_s)
 
 
-def make_room(core: CacheCore, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:
+def make_room(
+    core: CacheCore, key_space_id: int, runs: Sequence[Run], *, has_promise: bool = False
+) -> Iterator[None]:
     """Makes room for those blocks of the runs that are not there, as reserving them would; no part
     if little is to be done.
 
     For a core whose `makes_room` is False: the runs are reserved right after the last step. Does
-    nothing for runs that the core would refuse.
+    nothing for runs that the core would refuse. `has_promise`: as in `Space.insert`.
     """
     record, index = core.catalog.record(key_space_id), core.space.index
     wanted: dict[tuple[int, int], int] = {}
@@ -143,7 +165,9 @@ def make_room(core: CacheCore, key_space_id: int, runs: Sequence[Run]) -> Iterat
     staying = np.concatenate(kept) if kept else np.empty(0, np.uint32)
     generations = index.table.records[staying, table.W_GENERATION]
     for (slot_bytes, is_kind), count in wanted.items():
-        making = core.space.make_room(key_space_id, is_kind * MAX_GROUPS, slot_bytes, count)
+        making = core.space.make_room(
+            key_space_id, is_kind * MAX_GROUPS, slot_bytes, count, has_promise=has_promise
+        )
         while True:
             if len(staying):
                 same = (

@@ -143,11 +143,7 @@ class BlockIndex:
     def detach(self, entries: Entries) -> None:
         """Takes ready entries out of the table; their numbers and slots stay taken until
         `remove_detached`."""
-        groups = self.table.records[entries, table.W_GROUP_STATE] & np.uint32(0xFFFF)
-        self._unlink(entries, self.mixed(entries))
-        self.table.records[entries, table.W_GROUP_STATE] = groups | np.uint32(
-            table.STATE_DETACHED << 16
-        )
+        self._unlink(entries, self.mixed(entries), table.STATE_DETACHED)
         self.table.records[entries, table.W_REPRESENTATION] = 0
 
     def remove_detached(self, entries: Entries) -> None:
@@ -158,10 +154,12 @@ class BlockIndex:
         self.table.records[entries, table.W_GROUP_STATE] = 0
         self._release(entries)
 
-    def _unlink(self, entries: Entries, keys: Keys) -> Words:
+    def _unlink(self, entries: Entries, keys: Keys, state: int = 0) -> Words:
         rows = np.empty((len(entries), table.RECORD_WORDS), np.uint32)
         done = int(
-            self._kernels.unlink(self.table.buckets, self.table.records, keys, entries, rows)
+            self._kernels.unlink(
+                self.table.buckets, self.table.records, keys, entries, rows, np.uint32(state)
+            )
         )
         assert done == len(entries), "removed an entry that is not in the table"
         return rows

@@ -294,13 +294,16 @@ def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -
 
 
 @numba.njit(
-    "int64(uint32[:, ::1], uint32[:, ::1], uint64[::1], uint32[::1], uint32[:, ::1])",
+    "int64(uint32[:, ::1], uint32[:, ::1], uint64[::1], uint32[::1], uint32[:, ::1], uint32)",
     nogil=True,
     cache=True,
 )
-def unlink(buckets: Any, records: Any, mixed: Any, entries: Any, rows: Any) -> int:
-    """Takes entries out of the table and clears their state; `rows` gets their records as they
-    were. Returns how many were found."""
+def unlink(buckets: Any, records: Any, mixed: Any, entries: Any, rows: Any, state: Any) -> int:
+    """Takes entries out of the table and gives them another state, 0 for free; `rows` gets their
+    records as they were. Returns how many were found.
+
+    A server that is killed must never leave a detached entry as a free one, hence one write.
+    """
     done = 0
     for i in range(mixed.shape[0]):
         if i + AHEAD < mixed.shape[0]:
@@ -315,7 +318,8 @@ def unlink(buckets: Any, records: Any, mixed: Any, entries: Any, rows: Any) -> i
         store32(buckets, bucket, SEQ, seq + np.uint32(1))
         buckets[bucket, ENTRIES + way] = np.uint32(0)
         buckets[bucket, TAGS + way] = np.uint32(0)
-        records[entry, GROUP_STATE] = np.uint32(0)
+        group = records[entry, GROUP_STATE] & np.uint32(0xFFFF)
+        records[entry, GROUP_STATE] = group | state << np.uint32(16) if state else np.uint32(0)
         store32(buckets, bucket, SEQ, seq + np.uint32(2))
         _count_overflow(buckets, home_bucket(mixed[i], buckets.shape[0]), distance, -1)
         done += 1

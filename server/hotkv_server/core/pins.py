@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from hotkv_server.core.index import BlockIndex
+from hotkv_server.core.pin_budget import PinBudget
 from hotkv_server.core.tenants import TenantBook
 from hotkv_server.core.values import Entries
 
@@ -22,8 +23,10 @@ class RetentionPins:
     """End of each entry's hold: float64 by entry number, seconds of `now_s`, 0 for none. No hold
     ends before `_next_end_s`."""
 
-    def __init__(self, index: BlockIndex, tenants: TenantBook, share: float) -> None:
-        self.held_bytes = 0
+    def __init__(
+        self, index: BlockIndex, tenants: TenantBook, share: float, budget: PinBudget | None = None
+    ) -> None:
+        self._budget = budget or PinBudget(tenants)
         self._index = index
         self._tenants = tenants
         self._share = share
@@ -34,6 +37,11 @@ class RetentionPins:
         self._next_end_s = np.inf
         # As `_next_end_s`, of holds that began since `expire` did.
         self._next_new_end_s = np.inf
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the slots that are held."""
+        return self._budget.held_bytes
 
     @property
     def budget_bytes(self) -> int:
@@ -67,7 +75,7 @@ class RetentionPins:
 
     def _count(self, tenant: int, num_entries: int, num_bytes: int) -> None:
         self._num_held += num_entries
-        self.held_bytes += num_bytes
+        self._budget.held_bytes += num_bytes
         self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + num_bytes
 
     def _tenant(self, entries: Entries) -> int:
@@ -80,7 +88,7 @@ class RetentionPins:
 
     def _room_bytes(self, fresh: Entries) -> int:
         """Bytes that may still be held for the tenant of these entries."""
-        room_bytes = self.budget_bytes - self.held_bytes
+        room_bytes = min(self.budget_bytes - self.held_bytes, self._budget.for_others)
         if not self._tenants.is_used or not len(fresh):
             return room_bytes
         tenant = self._tenant(fresh)

@@ -6,6 +6,7 @@ without a load pin no more than `unadmitted_share` of what is surely their tenan
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hotkv import table
 from hotkv.errors import HotKVError, Reason
@@ -90,6 +91,7 @@ class ReadLeases:
         budget = int(
             self._books.config.unadmitted_share * tenants.surely_bytes(tenant)
         ) - self._unadmitted.get(tenant, 0)
+        budget = min(budget, self._books.pin_budget.for_others)
         pinned: list[tuple[int, Entries]] = []
         total = 0
         for g in groups:
@@ -146,11 +148,15 @@ class ReadLeases:
     def _count_unadmitted(self, lease: ReadLease, num_bytes: int) -> None:
         tenant = self._books.space.tenants.number(lease.key_space_id)
         self._unadmitted[tenant] = self._unadmitted.get(tenant, 0) + num_bytes
+        self._books.pin_budget.unadmitted_bytes += num_bytes
 
-    def check_invariants(self) -> None:
-        """Raises AssertionError if pins or budgets disagree with the leases. Linear in capacity."""
+    def check_invariants(self, others: NDArray[np.int64]) -> None:
+        """Raises AssertionError if pins or budgets disagree with the leases. Linear in capacity.
+
+        `others` [capacity + 1]: pins by entry number that are neither leases' nor holds'.
+        """
         index, tenants = self._books.space.index, self._books.space.tenants
-        pins = np.zeros(index.capacity + 1, np.int64)
+        pins = others.copy()
         unadmitted: dict[int, int] = {}
         for lease in self._books.leases.all():
             if isinstance(lease, ReadLease):
@@ -163,6 +169,9 @@ class ReadLeases:
         assert all(
             unadmitted.get(tenant, 0) == count for tenant, count in self._unadmitted.items()
         ), "unadmitted bytes miscounted"
+        assert self._books.pin_budget.unadmitted_bytes == sum(unadmitted.values()), (
+            "unadmitted bytes of all tenants miscounted"
+        )
 
 
 def _grant(lease: ReadLease, now_s: float) -> Grant:

@@ -185,7 +185,9 @@ def publish(buckets: Words, records: Words, mixed: Mixed, entries: Words, checks
     return done
 
 
-def unlink(buckets: Words, records: Words, mixed: Mixed, entries: Words, rows: Words) -> int:
+def unlink(
+    buckets: Words, records: Words, mixed: Mixed, entries: Words, rows: Words, state: int
+) -> int:
     """Reference of `kernels.unlink`."""
     homes = home_buckets(mixed, len(buckets))
     done = 0
@@ -197,7 +199,8 @@ def unlink(buckets: Words, records: Words, mixed: Mixed, entries: Words, rows: W
         buckets[bucket, SEQ] += 1
         buckets[bucket, ENTRIES + way] = 0
         buckets[bucket, TAGS + way] = 0
-        records[entry, W_GROUP_STATE] = 0
+        group = records[entry, W_GROUP_STATE] & 0xFFFF
+        records[entry, W_GROUP_STATE] = group | state << 16 if state else 0
         buckets[bucket, SEQ] += 1
         for passed in passed_buckets:
             _write(buckets, passed, OVERFLOW, buckets[passed, OVERFLOW] - 1)

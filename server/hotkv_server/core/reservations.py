@@ -47,8 +47,10 @@ class Reservations:
         ttl_s: float,
         now_s: float,
         retention: Retention = NO_RETENTION,
+        *,
+        has_promise: bool = False,
     ) -> Reservation:
-        """As `CacheCore.reserve`."""
+        """As `CacheCore.reserve`. `has_promise`: as in `Space.insert`."""
         books = self._books
         record = books.catalog.record(session.key_space_id)
         lease, listed = self._of_call(session, record, lease_id, runs)
@@ -57,7 +59,7 @@ class Reservations:
         if lease is None:
             lease = self._new_lease(session, lease_id, record, listed, now_s + ttl_s, retention)
         answers = {
-            at: self._reserve_run(lease, record, runs[at], deciding, now_s)
+            at: self._reserve_run(lease, record, runs[at], deciding, now_s, has_promise)
             for at in blocks_first([r.group_index for r in runs])
         }
         if deciding and (len(lease.entries) or record.key_space.num_shards > 1):
@@ -141,7 +143,13 @@ class Reservations:
         )
 
     def _reserve_run(
-        self, lease: WriteLease, record: KeySpaceRecord, run: Run, deciding: bool, now_s: float
+        self,
+        lease: WriteLease,
+        record: KeySpaceRecord,
+        run: Run,
+        deciding: bool,
+        now_s: float,
+        has_promise: bool,
     ) -> tuple[NDArray[np.uint8], Entries]:
         """BlockResult values and entry numbers of one run."""
         index, is_block = self._books.space.index, run.group_index < MAX_GROUPS
@@ -169,7 +177,7 @@ class Reservations:
                 # A hash listed twice is reserved once; the second is in flight.
                 results[absent] = BlockResult.IN_FLIGHT
                 results[wanted] = BlockResult.NO_SPACE
-            self._insert(lease, record, run, wanted, present, results, words)
+            self._insert(lease, record, run, wanted, present, results, words, has_promise)
         return results, words
 
     def _insert(
@@ -181,6 +189,7 @@ class Reservations:
         present: Entries,
         results: NDArray[np.uint8],
         words: Entries,
+        has_promise: bool,
     ) -> None:
         """Reserves the wanted places of a run, as many as find room, and writes them into `results`
         and `words`. `present`: entries of the run that are ready."""
@@ -201,6 +210,7 @@ class Reservations:
             record.shape(run.group_index).slot_bytes,
             run.depth + wanted,
             lease.number,
+            has_promise=has_promise,
         )
         index.pin(staying, -1)
         words[wanted[: len(entries)]] = entries

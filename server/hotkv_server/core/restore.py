@@ -1,10 +1,10 @@
 """Restoring: a new core takes over the block table of an old one, however that one ended.
 
-Always true: only ready entries come back, each under its own key and in its own slot; a record that
-contradicts the key spaces, the arena or another entry is dropped, never guessed at. The records of
-the old table are read, its buckets are not; the new table is another file, so a restore that is
-killed has changed nothing. Bytes of slots are not read here: every entry comes back as not
-verified.
+Always true: only ready entries come back, each under its own key and in its own slot, and those
+that are detached for readers of the arena (`restore_kept`); a record that contradicts the key
+spaces, the arena or another entry is dropped, never guessed at. The records of the old table are
+read, its buckets are not; the new table is another file, so a restore that is killed has changed
+nothing. Bytes of slots are not read here: every entry comes back as not verified.
 
 One word of an old record says whether to trust it: a server marks a record ready after everything
 else in it is written, and clears the mark before its slot is used again. So a kill leaves no entry
@@ -21,6 +21,7 @@ from hotkv import table
 from hotkv.keys import MAX_GROUPS
 from hotkv.table import SLOT_ALIGN, Words
 from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.restore_kept import keep_for_readers, kept_rows, link_detached
 from hotkv_server.core.slabs import aligned
 from hotkv_server.core.values import BoolMask, Entries, Int64s
 
@@ -30,8 +31,14 @@ ADMIT_PARTS = 64
 
 @dataclass(slots=True)
 class Restored:
-    """How many blocks and representations came back, and what was dropped, by reason."""
+    """How many blocks and representations came back, and what was dropped, by reason.
 
+    `kept`: entries that the old server's residencies had pinned. `lost_readers`: one of them could
+    not be kept, so that none is, and readers have been told.
+    """
+
+    kept: int = 0
+    lost_readers: bool = False
     blocks: int = 0
     representations: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
@@ -48,27 +55,33 @@ def restore(
     key_spaces: Mapping[int, int],
     last_used_s: NDArray[np.float64] | None,
     now_s: float,
+    marks: NDArray[np.uint8] | None = None,
 ) -> Restored:
     """Fills an empty core from the records [n, 18] of an old table.
 
     `key_spaces`: number in the old table to number in this core, whose catalog knows them with
     their representations in the old order. `last_used_s` float64 [n] by old entry number, in
-    seconds of `now_s`, nan for entries that are newer; None if it is not known.
+    seconds of `now_s`, nan for entries that are newer; None if it is not known. `marks` by old
+    entry number: 1 for what the old server's residencies had pinned; None if its table has none.
     """
     assert not core.space.index.num_entries, "restored into a core that is in use"
     report = Restored()
     states = old[:, table.W_GROUP_STATE] >> np.uint32(16)
-    report.drop(
-        "unfinished", int(np.isin(states, (table.STATE_RESERVED, table.STATE_DETACHED)).sum())
-    )
-    rows = np.flatnonzero(states == table.STATE_READY)
+    pinned = kept_rows(core, states, marks)
+    is_kept = np.zeros(len(old), np.bool_)
+    is_kept[pinned] = True
+    stays = (states == table.STATE_READY) | is_kept
+    report.drop("unfinished", int(((states != 0) & ~stays).sum()))
+    rows = np.flatnonzero(stays)
     numbers = _new_numbers(old[rows, table.W_KEY_SPACE], key_spaces)
     rows, numbers = _kept(
         report, "misshapen", rows, numbers, _well_shaped(core, old[rows], numbers)
     )
     rows, numbers = _kept(report, "overlapping", rows, numbers, _apart(core, old[rows]))
     new_of = np.zeros(len(old), np.uint32)
-    _link_entries(core, old, rows, numbers, new_of)
+    is_ready = states[rows] == table.STATE_READY
+    link_detached(core, old, rows[~is_ready], numbers[~is_ready], new_of)
+    _link_entries(core, old, rows[is_ready], numbers[is_ready], new_of)
     came = rows[new_of[rows] != 0]
     report.drop("duplicate or beyond capacity", len(rows) - len(came))
     for size in np.unique(old[came, table.W_SIZE]).tolist():
@@ -76,7 +89,9 @@ def restore(
         core.space.pool.claim(
             size * SLOT_ALIGN, old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
         )
-    _publish(core, old, came, new_of, last_used_s, now_s, report)
+    ready = came[states[came] == table.STATE_READY]
+    _publish(core, old, ready, new_of, last_used_s, now_s, report)
+    report.kept, report.lost_readers = keep_for_readers(core, new_of[pinned])
     core.space.room.keep_bounds()
     return report
 

@@ -77,15 +77,19 @@ class Space:
         slot_bytes: int,
         depths: Int64s,
         lease: int,
+        *,
+        has_promise: bool = False,
     ) -> Entries:
         """Reserves slots for keys that are not in the index; as many as possible, from the first
         on.
 
         Evicts for them if this space makes room; else only if the tenant's burst bound asks for it.
-        While the arena grows, fewer are reserved: see `grow`.
+        While the arena grows, fewer are reserved: see `grow`; not if `has_promise`, for blocks that
+        a residency was promised room for.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
-        hashes = hashes[: len(hashes) - self.room.refuse_coming(size, len(hashes))]
+        if not has_promise:
+            hashes = hashes[: len(hashes) - self.room.refuse_coming(size, len(hashes))]
         hashes = hashes[: self.room.within_bound(taker, size, len(hashes))]
         if self.room.at_insert:
             is_block = group_index < MAX_GROUPS
@@ -101,12 +105,19 @@ class Space:
         return entries
 
     def make_room(
-        self, key_space_id: int, group_index: int, slot_bytes: int, count: int
+        self,
+        key_space_id: int,
+        group_index: int,
+        slot_bytes: int,
+        count: int,
+        *,
+        has_promise: bool = False,
     ) -> Iterator[None]:
         """Makes room for an `insert` of `count` keys, in parts; no part if there is room already or
         little to do."""
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
-        count -= self.room.coming_slots(size, count)
+        if not has_promise:
+            count -= self.room.coming_slots(size, count)
         count = self.room.within_bound(taker, size, count)
         return self.room.make(size, count, taker, is_block=group_index < MAX_GROUPS)
 

@@ -21,9 +21,18 @@ from hotkv_server.core.cache_books import CacheBooks
 from hotkv_server.core.leases import WriteLease
 from hotkv_server.core.representations import blocks_first
 from hotkv_server.core.reservations import Reservations
+from hotkv_server.core.residency import Residency
 from hotkv_server.core.transfers import StoreTransfer
 from hotkv_server.core.uses import Uses
-from hotkv_server.core.values import BoolMask, Entries, Int64s, Run, SessionRecord, SlotRun
+from hotkv_server.core.values import (
+    BoolMask,
+    Entries,
+    Int64s,
+    Reservation,
+    Run,
+    SessionRecord,
+    SlotRun,
+)
 from hotkv_server.integrity.check_values import Sums, sealed
 
 ABORTED_MARK = 1 << 31
@@ -48,6 +57,7 @@ class Stores:
         ttl_s: float,
         now_s: float,
         retention: Retention = NO_RETENTION,
+        residency: Residency | None = None,
     ) -> list[SlotRun]:
         """As `CacheCore.begin_store`."""
         books, owner = self._books, self._books.sessions.owner(session)
@@ -60,10 +70,12 @@ class Stores:
             )
         books.sessions.check_takes_new("starts no new transfers")
         joined = books.leases.get(session.engine_id, lease_id) is not None
-        reservation = self._reservations.reserve(session, lease_id, runs, ttl_s, now_s, retention)
+        reservation = self._reservations.reserve(
+            session, lease_id, runs, ttl_s, now_s, retention, has_promise=residency is not None
+        )
         lease = books.leases.get(session.engine_id, lease_id)
         writes = lease if isinstance(lease, WriteLease) else None
-        transfer = StoreTransfer(session.number, owner, transfer_id, writes, shard_index)
+        transfer = StoreTransfer(session.number, owner, transfer_id, writes, shard_index, residency)
         busy = (
             books.transfers.entries_being_written(writes, shard_index)
             if joined
@@ -78,13 +90,31 @@ class Stores:
                 positions = _skip_busy(busy, words, positions, results)
             entries = words[positions]
             busy = np.concatenate((busy, entries)) if len(runs) > 1 else busy
-            transfer.add_run(run.group_index, entries, positions, results)
+            transfer.add_run(run.group_index, entries, positions, results, run.depth)
             offsets = books.space.index.offsets(entries)
             slots.append(SlotRun(run.group_index, positions, offsets, entries))
         if writes is not None:
             writes.num_copies += 1
         books.transfers.add(transfer)
+        if residency is not None:
+            self._pin_present(residency, runs, reservation)
         return slots
+
+    def _pin_present(self, residency: Residency, runs: list[Run], reservation: Reservation) -> None:
+        """Pins blocks that are ready already in the residency of a store. One that has not been
+        compared with its check value is not pinned."""
+        index, residencies = self._books.space.index, self._books.residencies
+        for run, results in zip(runs, reservation.results, strict=True):
+            present = np.flatnonzero(results == BlockResult.PRESENT)
+            if run.group_index >= MAX_GROUPS or not len(present):
+                continue
+            # Anew: a later run may have taken their room.
+            words = index.find(residency.key_space_id, run.group_index, run.hashes[present])
+            good = table.is_ready(words)
+            good[good] = ~index.unverified[words[good]]
+            positions = run.depth + present[good]
+            residencies.pin(residency, run.group_index, positions, words[good])
+            residencies.pin_linked(residency, run.group_index, positions)
 
     def _skip_done(
         self, shard_index: int, words: Entries, positions: Int64s, results: NDArray[np.uint8]
@@ -143,8 +173,22 @@ class Stores:
         checks = sealed(total, keys, self._books.config.check_stride)
         if transfer.groups[at] < MAX_GROUPS:
             self._publish_blocks(lease, done, keys, checks, now_s)
+            if transfer.residency is not None:
+                self._books.residencies.pin(
+                    transfer.residency,
+                    transfer.groups[at],
+                    transfer.depths[at] + positions[complete],
+                    done,
+                )
         else:
             kept = self._publish_representations(lease, done, checks)
+            if transfer.residency is not None:
+                record = self._books.catalog.record(lease.key_space_id)
+                self._books.residencies.pin_linked(
+                    transfer.residency,
+                    record.block_group(transfer.groups[at]),
+                    transfer.depths[at] + positions[complete][kept],
+                )
             masks[complete] |= np.where(kept, np.uint32(0), np.uint32(ABORTED_MARK))
             complete[complete] = kept
         results[positions] = BlockResult.STORED

@@ -35,12 +35,12 @@ class TenantBook:
     """Bytes by tenant and by key space. `is_used`: False if no shares are configured; then there is
     one tenant, of everything.
 
-    `capacity_bytes`: of the arena as far as it has memory.
+    `capacity_bytes`: of the arena as far as it has memory; `arena_bytes`: of all of it.
     """
 
     def __init__(self, shares: Mapping[str, TenantShare], arena_bytes: int) -> None:
         self.is_used = bool(shares)
-        self.capacity_bytes = arena_bytes
+        self.capacity_bytes = self.arena_bytes = arena_bytes
         self._names = [*shares]
         self._guaranteed = np.array([share.guaranteed_bytes for share in shares.values()], np.int64)
         self._burst = np.array(
@@ -113,7 +113,7 @@ class TenantBook:
 
     def burst_bytes(self, tenant: int) -> int:
         """Most bytes that the tenant may hold."""
-        return int(self._burst[tenant])
+        return int(self._burst[tenant]) if self.is_used else self.arena_bytes
 
     def room_bytes(self, tenant: int) -> int:
         """Bytes that the tenant may still take under its burst bound."""
@@ -126,6 +126,18 @@ class TenantBook:
             return self.capacity_bytes
         others = int(self._guaranteed.sum() - self._guaranteed[tenant])
         return max(0, int(min(self._burst[tenant], self.capacity_bytes - others)))
+
+    def kept_for_others(self, tenant: int, share: float, taken: Mapping[int, int]) -> int:
+        """Bytes that the other tenants have taken, or a share of their guarantees if that is
+        more."""
+        others = {*range(len(self._guaranteed)), *taken} - {tenant}
+        return sum(
+            max(
+                taken.get(other, 0),
+                int(share * self._guaranteed[other]) if other < len(self._guaranteed) else 0,
+            )
+            for other in others
+        )
 
     def may_give(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
         """Which entries with these owners [n] may each be evicted, alone, for one of tenant

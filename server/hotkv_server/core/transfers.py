@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from hotkv.errors import HotKVError, Reason
 from hotkv_server.core.bounds import FairBound
 from hotkv_server.core.leases import Lease, ReadLease, WriteLease
+from hotkv_server.core.residency import Residency
 from hotkv_server.core.values import MAX_TRANSFERS, Entries, Int64s
 
 
@@ -31,7 +32,8 @@ class LoadTransfer:
 class StoreTransfer:
     """A store of one shard; `lease` is None if no block was reserved.
 
-    Per run: its group, the entries that are written, their positions, results so far.
+    Per run: its group, the entries that are written, their positions, results so far, the depth of
+    its first block. `residency`: pins the blocks that the store makes ready.
     """
 
     session_number: int
@@ -39,15 +41,23 @@ class StoreTransfer:
     transfer_id: str
     lease: WriteLease | None
     shard_index: int
+    residency: Residency | None = None
     groups: list[int] = field(default_factory=list)
     entries: list[Entries] = field(default_factory=list)
     positions: list[Int64s] = field(default_factory=list)
     results: list[NDArray[np.uint8]] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
 
     def add_run(
-        self, group_index: int, entries: Entries, positions: Int64s, results: NDArray[np.uint8]
+        self,
+        group_index: int,
+        entries: Entries,
+        positions: Int64s,
+        results: NDArray[np.uint8],
+        depth: int,
     ) -> None:
         """Adds the next run in the order of the call."""
+        self.depths.append(depth)
         self.groups.append(group_index)
         self.entries.append(entries)
         self.positions.append(positions)

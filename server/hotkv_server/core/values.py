@@ -36,8 +36,10 @@ class CoreConfig:
     """Settings of the core; times in seconds.
 
     `unadmitted_share`: most of the arena that leases without a load may pin; `held_share`: most
-    that requests may ask to keep. `client_memory_bytes`: most that clients' leases, transfers and
-    sequences take besides the arena. `check_stride`: of check values, see `checks`; 0 for none.
+    that requests may ask to keep; `residency_share`: most that residencies may be promised and pin;
+    `residency_grace_s`: how long an earlier server's readers may go on. `client_memory_bytes`: most
+    that clients' leases, transfers and sequences take besides the arena. `check_stride`: of check
+    values, see `checks`; 0 for none.
     `tenants`: shares by name; a tenant that is not named has none of its own and no bound.
     `is_backed`: False if the arena has no memory yet; `CacheCore.grow` says how much has.
     `makes_room`: False if room is made before each reservation, see `incremental.make_room`.
@@ -52,6 +54,8 @@ class CoreConfig:
     held_share: float = 0.25
     max_blocks_per_call: int = 1 << 18
     max_leases: int = 60_000
+    residency_share: float = 0.8
+    residency_grace_s: float = 10.0
     client_memory_bytes: int = 96 << 20
     check_stride: int = 0
     tenants: Mapping[str, TenantShare] = field(default_factory=dict)
@@ -103,6 +107,16 @@ class Grant:
 
     pinned: tuple[BoolMask, ...]
     ttl_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedResidency:
+    """Answer to opening a residency: the reader's word and its value, and the generation."""
+
+    residency_id: str
+    word_index: int
+    word_value: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)

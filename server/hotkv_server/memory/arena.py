@@ -23,6 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.table import BlockTable, TableGeometry
+from hotkv.words import WORD_BYTES, file_bytes
+from hotkv_server.memory import readers
 from hotkv_server.memory.filling import Filling, read_note
 from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.memory.records import FIRST_ENTRIES, RecordsMemory
@@ -69,11 +71,12 @@ class BusyError(OSError):
 @dataclass(frozen=True, slots=True)
 class Leftover:
     """What an old server left. `last_used_s` float64 by entry number, in seconds of the monotonic
-    clock, nan for entries that are newer."""
+    clock, nan for entries that are newer. `marks` by entry number, until `adopt`: see `readers`."""
 
     table: BlockTable
     state: ServerState
     last_used_s: NDArray[np.float64] | None
+    marks: readers.Marks | None
 
 
 @dataclass(slots=True)
@@ -82,6 +85,7 @@ class NodeMemory:
     there is none, empty on a fresh directory.
 
     `arena.huge_bytes` says how much of it lies in huge pages, `filling` how much has memory.
+    `words`, `marks`: see `readers`.
     """
 
     directory: Path
@@ -91,6 +95,8 @@ class NodeMemory:
     table: BlockTable
     filling: Filling
     records: RecordsMemory
+    words: NDArray[np.uint64]
+    marks: readers.Marks
     leftover: Leftover | None = None
     why_empty: str = ""
     _lock_fd: int = -1
@@ -123,13 +129,10 @@ class NodeMemory:
                 _remove_files(directory)
             epoch = fresh_epoch if leftover is None else leftover.table.geometry.epoch
             geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
+            table_bytes = readers.table_file_bytes(geometry)
             # The next start has two tables for a moment, and should not fail if this one does not.
-            _check_room(
-                directory,
-                geometry.file_bytes
-                + (arena_bytes + geometry.file_bytes if leftover is None else 0),
-                arena_bytes,
-            )
+            needed_bytes = arena_bytes + 2 * table_bytes if leftover is None else table_bytes
+            _check_room(directory, needed_bytes + WORD_BYTES, arena_bytes)
             arena_path = directory / ARENA_FILE
             if leftover is None:
                 arena = FileMapping.create(arena_path, arena_bytes, mode)
@@ -137,13 +140,15 @@ class NodeMemory:
                 arena_fd = _open_own(arena_path, os.O_RDWR)
                 arena = FileMapping(arena_fd, arena_bytes, str(arena_path), exclusive=True)
             table_path = directory / (TABLE_FILE if leftover is None else NEW_TABLE_FILE)
-            table_file = FileMapping.create(table_path, geometry.file_bytes, mode)
+            words = readers.map_words(arena.fd, arena_bytes)
+            table_file = FileMapping.create(table_path, table_bytes, mode)
         except BaseException:
             os.close(lock_fd)
             raise
         view = table_file.array()
         view[: len(geometry.pack())] = memoryview(geometry.pack())
-        table = BlockTable(view, geometry)
+        table, marks = BlockTable(view, geometry), readers.marks_of(view, geometry)
+        assert marks is not None, "the file was made with marks"
         filled_bytes = arena_bytes
         if prefault and (leftover is None or arena.has_holes()):
             filled_bytes = 0 if leftover is None else read_note(directory / FILLED_FILE, arena)
@@ -157,6 +162,8 @@ class NodeMemory:
             table,
             filling,
             records,
+            words,
+            marks,
             leftover,
             why_empty,
             lock_fd,
@@ -168,6 +175,8 @@ class NodeMemory:
             if prefault:
                 table_file.make_huge(0, TABLE_HUGE_S)
                 os.posix_fallocate(table_file.fd, 0, geometry.records_offset_bytes)
+                start = readers.marks_offset_bytes(geometry)
+                os.posix_fallocate(table_file.fd, start, table_bytes - start)
                 records.back(FIRST_ENTRIES)
                 filling.fill_for(FIRST_FILL_S, FIRST_FILL_BYTES)
         except BaseException:
@@ -355,20 +364,20 @@ def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Lefto
     found = _open_own(directory / ARENA_FILE, os.O_RDWR)
     size = os.fstat(found).st_size
     os.close(found)
-    if size != arena_bytes:
-        raise StateError(f"arena.bytes was {size} and is {arena_bytes} now")
     fd = _open_own(directory / TABLE_FILE, os.O_RDWR)
     mapping = FileMapping(fd, os.fstat(fd).st_size, str(directory / TABLE_FILE))
     try:
         old = BlockTable.open(mapping.array())
         if old.geometry.arena_bytes != arena_bytes:
-            raise StateError(
-                f"the block table is that of an arena of {old.geometry.arena_bytes} bytes"
-            )
+            raise StateError(f"arena.bytes was {old.geometry.arena_bytes} and is {arena_bytes} now")
+        # Without words it is that of an older server.
+        if size not in (arena_bytes, file_bytes(arena_bytes)):
+            raise StateError(f"the arena's file has {size} bytes, not those of its block table")
     except BaseException:
         mapping.close()
         raise
-    return Leftover(old, state, _read_use(directory / USE_FILE, old.geometry)), mapping
+    marks = readers.marks_of(mapping.array(), old.geometry)
+    return Leftover(old, state, _read_use(directory / USE_FILE, old.geometry), marks), mapping
 
 
 def _read_use(path: Path, geometry: TableGeometry) -> NDArray[np.float64] | None:

@@ -10,11 +10,12 @@ import hotkv
 from hotkv import table, versions
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, layout_pb2
-from hotkv_server.core import inspect
+from hotkv_server.core import inspect, inspect_residencies
 from hotkv_server.rpc import convert, space_convert, sparse_convert
 from hotkv_server.rpc.device_report import device_report
 from hotkv_server.rpc.errors import answer
 from hotkv_server.rpc.explain import explain
+from hotkv_server.rpc.residency_report import list_residencies
 from hotkv_server.rpc.watch import watch_requests
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.stats import census, counters, gauges
@@ -115,6 +116,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.ListSessionsResponse:
         now_s = time.monotonic()
         held = inspect.leases_of_engines(self._node.core)
+        resident = inspect_residencies.counts_by_session(self._node.core)
         return admin_pb2.ListSessionsResponse(
             sessions=[
                 admin_pb2.SessionInfo(
@@ -135,6 +137,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     device_order_kind=space_convert.order_kind(s.memory.order.kind)
                     if s.memory
                     else layout_pb2.DEVICE_ORDER_KIND_UNSPECIFIED,
+                    residency_count=resident.get(s.record.number, 0),
                 )
                 for s in sorted(self._node.sessions, key=lambda s: s.record.number)
             ]
@@ -252,6 +255,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 for engine_id, growth in self._node.sparse.figures.rows()
             ]
         )
+
+    async def ListResidencies(
+        self, request: admin_pb2.ListResidenciesRequest, context: Any
+    ) -> admin_pb2.ListResidenciesResponse:
+        async def call() -> admin_pb2.ListResidenciesResponse:
+            return list_residencies(self._node, request)
+
+        return await answer(self._node, context, call)
 
     async def Explain(
         self, request: admin_pb2.ExplainRequest, context: Any

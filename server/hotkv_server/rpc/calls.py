@@ -179,7 +179,8 @@ async def store(
     timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
     transfer_id, lease_id = _transfer_id(request.transfer_id), _lease_id(request.lease_id)
     contents = [convert.run_content(run, session.key_space) for run in request.runs]
-    await node.make_room(session, lease_id, runs)
+    residency_id = convert.name("residency_id", request.residency_id)
+    await node.make_room(session, lease_id, runs, residency_id)
     return node.transfers.store(
         session,
         transfer_id,
@@ -192,6 +193,7 @@ async def store(
         contents,
         space_convert.device_mark(request),
         request.ByteSize(),
+        residency_id,
     )
 
 

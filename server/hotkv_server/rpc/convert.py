@@ -78,7 +78,7 @@ def int32s(field: str, packed: bytes) -> NDArray[np.int64]:
     return np.frombuffer(packed, "<i4").astype(np.int64)
 
 
-def _check_lists(field: str, messages: Sequence[object]) -> None:
+def check_lists(field: str, messages: Sequence[object]) -> None:
     if len(messages) > MAX_LISTS:
         raise HotKVError(
             Reason.TOO_LARGE,
@@ -93,7 +93,7 @@ def hash_lists(
     groups: Sequence[cache_pb2.GroupHashes], hash_bytes: int, group_index: GroupIndex
 ) -> list[HashList]:
     """Hashes per group."""
-    _check_lists("groups", groups)
+    check_lists("groups", groups)
     return [
         HashList(group_index(g.group_index), hashes("groups.hashes", g.hashes, hash_bytes))
         for g in groups
@@ -104,7 +104,7 @@ def runs(
     messages: Sequence[cache_pb2.BlockRun], hash_bytes: int, group_index: GroupIndex
 ) -> list[Run]:
     """Chains of blocks."""
-    _check_lists("runs", messages)
+    check_lists("runs", messages)
     num_blocks = sum(len(m.hashes) for m in messages) // hash_bytes
     if num_blocks > MAX_STORED_BLOCKS:
         raise HotKVError(
@@ -191,7 +191,7 @@ def load_runs(
     messages: Sequence[cache_pb2.LoadRun], group_index: GroupIndex
 ) -> tuple[list[LoadPositions], list[NDArray[np.int64]]]:
     """Positions in the lease and block ids, a pair a run."""
-    _check_lists("runs", messages)
+    check_lists("runs", messages)
     num_blocks = sum(len(m.lease_positions) for m in messages) // 4
     if num_blocks > MAX_LOADED_BLOCKS:
         raise HotKVError(

@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import session_pb2
+from hotkv.words import WORD_COUNT, words_offset_bytes
 from hotkv_server.rpc import convert, peers
 from hotkv_server.rpc.errors import as_refusal, detail
 from hotkv_server.runtime.node import Node
@@ -250,6 +251,8 @@ class DescriptorServer:
             response = session_pb2.LinkResponse(linked=True)
             if session.maps_arena:
                 response.arena_byte_count = memory.arena.num_bytes
+                response.word_byte_offset = words_offset_bytes(memory.arena.num_bytes)
+                response.word_count = WORD_COUNT
                 fds.append(arena)
             if session.maps_table:
                 response.table_byte_count = memory.table.geometry.file_bytes

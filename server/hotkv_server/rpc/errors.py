@@ -24,6 +24,7 @@ from hotkv.v1 import (
     errors_pb2,
     events_pb2,
     layout_pb2,
+    residency_pb2,
     session_pb2,
     sparse_pb2,
 )
@@ -50,6 +51,9 @@ CODES: dict[Reason, grpc.StatusCode] = {
     Reason.DRAINING: grpc.StatusCode.UNAVAILABLE,
     Reason.INTERNAL: grpc.StatusCode.INTERNAL,
     Reason.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    Reason.NO_ROOM_FOR_RESIDENCY: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Reason.RESIDENCY_TOO_LARGE: grpc.StatusCode.FAILED_PRECONDITION,
+    Reason.UNKNOWN_RESIDENCY: grpc.StatusCode.NOT_FOUND,
 }
 """Total over `Reason`; a test proves it."""
 
@@ -122,7 +126,15 @@ def detail(error: HotKVError) -> errors_pb2.ErrorDetail:
 @cache
 def _field_names() -> frozenset[str]:
     """Names of all fields of the wire, and of what stands for one of several."""
-    files = (admin_pb2, cache_pb2, events_pb2, layout_pb2, session_pb2, sparse_pb2)
+    files = (
+        admin_pb2,
+        cache_pb2,
+        events_pb2,
+        layout_pb2,
+        residency_pb2,
+        session_pb2,
+        sparse_pb2,
+    )
     messages = [m for f in files for m in f.DESCRIPTOR.message_types_by_name.values()]
     return frozenset(
         item.name for message in messages for item in (*message.fields, *message.oneofs)

@@ -1,8 +1,8 @@
 """The calls of one session's stream: which function serves which message, and when it is answered.
 
 Always true: a call that names a request id is answered once. Transfers are answered when they end,
-and leases whose blocks are compared with their check values first when that is done; all others at
-once.
+and leases and residencies whose blocks are compared with their check values first when that is
+done; all others at once.
 """
 
 import asyncio
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from functools import partial
 
 from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import cache_pb2, session_pb2
-from hotkv_server.rpc import calls, convert, space_convert
+from hotkv.v1 import cache_pb2, residency_pb2, session_pb2
+from hotkv_server.rpc import calls, convert, residency_calls, space_convert
 from hotkv_server.rpc.errors import as_refusal, detail
 from hotkv_server.rpc.throttle import Pace
 from hotkv_server.runtime.node import Node
@@ -105,6 +105,24 @@ class SessionCalls:
             case "report_sparse":
                 calls.report_sparse(node, session, request.report_sparse)
                 return None
+            case "open_residency":
+                return session_pb2.ConnectResponse(
+                    open_residency=residency_calls.open_residency(
+                        node, session, request.open_residency
+                    )
+                )
+            case "extend_residency":
+                extended = residency_calls.extend_residency(node, session, request.extend_residency)
+                if not isinstance(extended, asyncio.Task):
+                    return session_pb2.ConnectResponse(extend_residency=extended)
+                extended.add_done_callback(partial(self._answer_residency, request.request_id))
+                return None
+            case "close_residency":
+                return session_pb2.ConnectResponse(
+                    close_residency=await residency_calls.close_residency(
+                        node, session, request.close_residency
+                    )
+                )
             case "flush":
                 return session_pb2.ConnectResponse(flushed=await calls.flush(node, session))
             case "ping":
@@ -139,14 +157,31 @@ class SessionCalls:
         request: session_pb2.ConnectRequest,
         done: "asyncio.Task[cache_pb2.AcquireLeaseResponse]",
     ) -> None:
-        if done.cancelled():
-            return
+        def answer() -> session_pb2.ConnectResponse:
+            return session_pb2.ConnectResponse(acquire_lease=done.result())
+
+        if not done.cancelled():
+            self._answer_later(request.request_id, answer)
+
+    def _answer_residency(
+        self, request_id: int, done: "asyncio.Task[residency_pb2.ExtendResidencyResponse]"
+    ) -> None:
+        def answer() -> session_pb2.ConnectResponse:
+            return session_pb2.ConnectResponse(extend_residency=done.result())
+
+        if not done.cancelled():
+            self._answer_later(request_id, answer)
+
+    def _answer_later(
+        self, request_id: int, answer: Callable[[], session_pb2.ConnectResponse]
+    ) -> None:
+        """Sends what a task has come to."""
         try:
-            answer = session_pb2.ConnectResponse(acquire_lease=done.result())
+            response = answer()
         except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
-            answer = self.refused(error)
-        answer.request_id = request.request_id
-        self._send(answer)
+            response = self.refused(error)
+        response.request_id = request_id
+        self._send(response)
 
     def _answer_load(
         self, request_id: int, transfer_id: str, done: "asyncio.Future[TransferEnd]"

@@ -32,6 +32,7 @@ from hotkv_server.runtime.lag import LoopLag
 from hotkv_server.runtime.persistence import Persistence
 from hotkv_server.runtime.removals import Removals
 from hotkv_server.runtime.reports import Reports
+from hotkv_server.runtime.residencies import Residencies
 from hotkv_server.runtime.session import Drain, LiveSession
 from hotkv_server.runtime.sessions import Sessions
 from hotkv_server.runtime.slices import slices
@@ -77,6 +78,7 @@ class Node:
         self._effects = Effects(core, self.events, lambda: self.sessions, self.drained)
         self._persistence = Persistence(core, memory)
         self.in_place = InPlace(core, self.verifier, self._effects.run)
+        self.residencies = Residencies(core, self.verifier, self._effects.run)
         self.sparse = SparseDecode(core, memory.arena.array(), self.verifier)
         self.transfers = Transfers(
             core, arena, copy_engine, self.verifier, self.events, self.health, self._effects.run
@@ -98,6 +100,7 @@ class Node:
     def start(self, scrub_bytes_per_s: float = 0.0) -> None:
         """Starts the timer, and the scrubber unless it may read nothing."""
         self.lag.start()
+        self.residencies.start()
         self._persistence.start()
         for number, record in self.core.key_spaces.items():
             self.events.add_key_space(number, record.key_space)
@@ -147,13 +150,22 @@ class Node:
 
     # Room for stores
 
-    async def make_room(self, session: LiveSession, lease_id: str, runs: Sequence[Run]) -> None:
+    async def make_room(
+        self, session: LiveSession, lease_id: str, runs: Sequence[Run], residency_id: str = ""
+    ) -> None:
         """Makes room for what this call is about to reserve or store, in this turn of the loop; a
-        lease that exists has its room. Others are served meanwhile."""
+        lease that exists has its room. Others are served meanwhile. `residency_id`: whose promise
+        the call uses."""
+        residency = self.core.residencies.get(session.record, residency_id)
         is_first = self.core.leases.get(session.record.engine_id, lease_id) is None
         if is_first and not self.core.config.makes_room and not self.core.draining:
             async for _ in slices(
-                incremental.make_room(self.core, session.record.key_space_id, runs)
+                incremental.make_room(
+                    self.core,
+                    session.record.key_space_id,
+                    runs,
+                    has_promise=residency is not None,
+                )
             ):
                 self._effects.run()
 

@@ -47,14 +47,11 @@ def take_over(
                     known.key_space.model,
                     error.message,
                 )
-        num_ready = int(
-            np.count_nonzero(
-                left.table.records[:, table.W_GROUP_STATE] >> np.uint32(16) == table.STATE_READY
-            )
-        )
-        memory.records.back(num_ready)
+        states = left.table.records[:, table.W_GROUP_STATE] >> np.uint32(16)
+        num_back = int(np.isin(states, (table.STATE_READY, table.STATE_DETACHED)).sum())
+        memory.records.back(num_back)
         core.back_entries(memory.records.num_entries)
-        restored = restore(core, left.table.records, numbers, left.last_used_s, began_s)
+        restored = restore(core, left.table.records, numbers, left.last_used_s, began_s, left.marks)
         _prefault_claimed(core.space.pool, memory)
         is_renumbered = any(old_number != number for old_number, number in numbers.items())
         memory.adopt(state_of(core, memory.slab_bytes), is_renumbered=is_renumbered)
@@ -82,15 +79,18 @@ def _prefault_claimed(pool: SlabPool, memory: NodeMemory) -> None:
 
 
 def _log(restored: Restored, verifier: Verifier, num_later: int, took_s: float) -> None:
+    if restored.lost_readers:
+        log.warning("blocks of residencies could not be kept: their engines have been told")
     dropped = (f"{why.replace(' ', '_')}:{count}" for why, count in restored.dropped.items())
     log.info(
-        "restored blocks=%d representations=%d verified=%d condemned=%d unverified=%d dropped=%s "
-        "took_s=%.2f",
+        "restored blocks=%d representations=%d verified=%d condemned=%d unverified=%d kept=%d "
+        "dropped=%s took_s=%.2f",
         restored.blocks,
         restored.representations,
         verifier.verified_blocks,
         verifier.condemned_blocks,
         num_later,
+        restored.kept,
         ",".join(dropped) or "0",
         took_s,
     )

@@ -128,6 +128,8 @@ class Sessions:
             await asyncio.get_running_loop().run_in_executor(None, session.memory.close)
             session.memory = None
         session.release_memory()
+        async for _ in slices(incremental.end_residencies(self._core, session.record.number)):
+            pass
         async for _ in slices(incremental.end_leases(self._core, session.record.number)):
             pass
         self._core.close_session(session.record.number, time.monotonic())
@@ -135,6 +137,8 @@ class Sessions:
         engine_id = session.record.engine_id
         is_last = all(other.record.engine_id != engine_id for other in self)
         self._sparse.close_session(session, is_last=is_last)
+        if is_last:
+            self._core.residencies.book.forget_engine(engine_id)
         self._run_effects()
         log.info("session closed number=%d engine=%s", session.record.number, engine_id)
 

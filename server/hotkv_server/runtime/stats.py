@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import asdict
 
-from hotkv_server.core import inspect
+from hotkv_server.core import inspect, inspect_residencies
 from hotkv_server.core.census import Census
 from hotkv_server.runtime.node import Node
 
@@ -38,6 +38,9 @@ def counters(node: Node) -> dict[str, float]:
         (f"sparse_{name}_total", float(value))
         for name, value in asdict(node.sparse.counters).items()
     )
+    resident = inspect_residencies.totals(node.core)
+    values["residencies_opened_total"] = float(resident.num_opened)
+    values["residencies_refused_total"] = float(resident.num_refused)
     values["sparse_served_selects_total"] = float(node.sparse.selections.num_served)
     return values
 
@@ -46,6 +49,7 @@ def gauges(node: Node, counted: Census) -> dict[str, float]:
     """Gauges by their metric names, without the `hotkv_` prefix."""
     host, live = inspect.tier(node.core, counted), inspect.counts(node.core)
     pool, lag = host.pool, node.lag.read()
+    resident = inspect_residencies.totals(node.core)
     return {
         "loop_lag_p50_seconds": lag.p50_s,
         "loop_lag_p99_seconds": lag.p99_s,
@@ -71,6 +75,12 @@ def gauges(node: Node, counted: Census) -> dict[str, float]:
         "device_allocations_open": float(node.devices.num_open),
         "arena_huge_page_bytes": float(node.memory.arena.huge_bytes),
         "free_slabs": float(host.num_free_slabs),
+        "residencies": float(resident.count),
+        "residency_pinned_bytes": float(resident.pinned_bytes),
+        "residency_promised_bytes": float(resident.promised_bytes),
+        "residency_bound_bytes": float(resident.bound_bytes),
+        "residency_grace_bytes": float(resident.grace_bytes),
+        "residencies_waiting": float(resident.num_waiting),
         "draining": float(node.core.draining),
         "held_bytes": float(live.held_bytes),
         "held_budget_bytes": float(live.held_budget_bytes),

@@ -124,12 +124,13 @@ class Transfers:
         contents: Sequence[RunContent] = (),
         after: DeviceMark | None = None,
         message_bytes: int = 0,
+        residency_id: str = "",
     ) -> "asyncio.Future[TransferEnd]":
         """Starts a store. The future is done when the blocks are committed or refused and nothing
         is read any more.
 
         `contents`: one a run, for events; or none. `after`: nothing is read before this mark has
-        passed. `message_bytes`: of the request.
+        passed. `message_bytes`: of the request. `residency_id`: as `CacheCore.begin_store`.
         """
         groups = [run.group_index for run in runs]
         call = self._admit(session, transfer_id, groups, block_ids, timeout_s, after, message_bytes)
@@ -138,7 +139,15 @@ class Transfers:
         ttl_s, shard_index = max(timeout_s, 0.0) * 2, call.memory.layout.shard_index
         number, sums = session.record.number, list[Sums]()
         slots = self._core.begin_store(
-            number, transfer_id, lease_id, runs, shard_index, ttl_s, time.monotonic(), retention
+            number,
+            transfer_id,
+            lease_id,
+            runs,
+            shard_index,
+            ttl_s,
+            time.monotonic(),
+            retention,
+            residency_id,
         )
 
         def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:

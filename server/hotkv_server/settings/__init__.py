@@ -30,7 +30,12 @@ from pydantic_settings import (
 from hotkv_server.settings.copies import CopySettings
 from hotkv_server.settings.outlets import EventSettings, HttpSettings
 from hotkv_server.settings.security import SecuritySettings
-from hotkv_server.settings.storage import ArenaSettings, IntegritySettings, LeaseSettings
+from hotkv_server.settings.storage import (
+    ArenaSettings,
+    IntegritySettings,
+    LeaseSettings,
+    ResidencySettings,
+)
 
 MIB = 1 << 20
 
@@ -69,6 +74,7 @@ class Settings(BaseSettings):
     arena: ArenaSettings = Field(default_factory=lambda: ArenaSettings())  # type: ignore[call-arg]
     integrity: IntegritySettings = Field(default_factory=lambda: IntegritySettings())  # type: ignore[call-arg]
     leases: LeaseSettings = Field(default_factory=lambda: LeaseSettings())  # type: ignore[call-arg]
+    residency: ResidencySettings = Field(default_factory=lambda: ResidencySettings())  # type: ignore[call-arg]
     # An alias has no prefix in the environment by itself.
     copy_: CopySettings = Field(
         default_factory=lambda: CopySettings(),  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""Settings of the arena, of check values and of leases."""
+"""Settings of the arena, of check values, of leases and of residencies."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -136,5 +136,24 @@ class LeaseSettings(BaseModel, extra="forbid"):
         description=(
             "Largest share of the arena that requests may ask to keep (retention with pin). 0: "
             "none."
+        ),
+    )
+
+
+class ResidencySettings(BaseModel, extra="forbid"):
+    """Residencies: requests whose blocks stay in the arena as long as they run."""
+
+    share: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.8,
+        description=(
+            "Largest share of the arena that residencies may be promised and pin. With tenants: of "
+            "what is surely a tenant's. A sixteenth of the arena stays for others at any rate."
+        ),
+    )
+    grace_s: Annotated[float, Field(ge=0, le=600)] = Field(
+        10.0,
+        description=(
+            "How long a server that takes over an arena keeps what residencies of the one before "
+            "had pinned, in seconds: longer than engines need to come back."
         ),
     )

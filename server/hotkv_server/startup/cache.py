@@ -35,13 +35,16 @@ def open_cache(settings: Settings, memory: NodeMemory) -> tuple[CacheCore, Verif
         unadmitted_share=settings.leases.unadmitted_share,
         held_share=settings.leases.held_share,
         max_blocks_per_call=MAX_BLOCKS_PER_CALL,
+        residency_share=settings.residency.share,
+        residency_grace_s=settings.residency.grace_s,
         client_memory_bytes=settings.client_memory_bytes,
         check_stride=settings.integrity.stride,
         tenants=tenant_shares(settings.security),
         is_backed=False,
         makes_room=False,
     )
-    core = CacheCore(config, memory.table, POLICIES[settings.policy](config.capacity))
+    policy = POLICIES[settings.policy](config.capacity)
+    core = CacheCore(config, memory.table, policy, memory.words, memory.marks)
     verifier = Verifier(core, Region(memory.arena.address, memory.arena.num_bytes, "the arena"))
     check_s = settings.integrity.start_check_s if settings.integrity.stride else None
     try:

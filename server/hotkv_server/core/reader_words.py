@@ -1,0 +1,97 @@
+"""The words in which readers of the arena see whether their residencies still hold (`hotkv.words`).
+
+Always true: a session's word is odd from its first residency on and even once one of them has ended
+otherwise than by its engine; no word ever has the same odd value twice. A word of an earlier
+server's session stays as it is, and is given to nobody, until that server's readers may read no
+more. Whoever unpins something that a reader may still read changes its word first.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.words import GENERATION, LATEST, MAX_SESSION_WORD, WORD_COUNT
+
+Uint64s = NDArray[np.uint64]
+
+
+def no_words() -> Uint64s:
+    """Words that nobody reads, for a core without an arena."""
+    return np.zeros(WORD_COUNT, np.uint64)
+
+
+class ReaderWords:
+    """Writes the words. `generation`: of the residencies that are opened here.
+
+    `has_earlier_readers`: an earlier server's residencies may still be read.
+    """
+
+    def __init__(self, words: Uint64s) -> None:
+        self._words = words
+        self.generation = 1 + int(max(words[GENERATION], words[LATEST]))
+        self._earlier = 1 + np.flatnonzero(words[1 : MAX_SESSION_WORD + 1] & np.uint64(1))
+        self._of_session: dict[int, int] = {}
+        taken = set(self._earlier.tolist())
+        # Low words first: they share pages.
+        self._free = [index for index in range(MAX_SESSION_WORD, 0, -1) if index not in taken]
+        # Before any residency has it: the next server gives out a higher one.
+        words[LATEST] = self.generation
+        if not len(self._earlier):
+            words[GENERATION] = self.generation
+
+    def __repr__(self) -> str:
+        return (
+            f"ReaderWords(generation {self.generation}, {len(self._of_session)} sessions, "
+            f"{len(self._earlier)} of an earlier server)"
+        )
+
+    @property
+    def has_earlier_readers(self) -> bool:
+        return bool(len(self._earlier))
+
+    def check_room(self, session_number: int) -> None:
+        """Raises OVERLOADED unless the session has a word or can get one."""
+        if session_number not in self._of_session and not self._free:
+            raise HotKVError(
+                Reason.OVERLOADED,
+                f"residency_id: all {MAX_SESSION_WORD} words of readers are in use, "
+                f"{len(self._earlier)} of them by an earlier server's; wait for its grace to end",
+            )
+
+    def of_session(self, session_number: int) -> tuple[int, int]:
+        """Index and value of a session's word, which it gets now if it has none."""
+        if session_number not in self._of_session:
+            index = self._of_session[session_number] = self._free.pop()
+            self._words[index] += np.uint64(1)
+        index = self._of_session[session_number]
+        return index, int(self._words[index])
+
+    def revoke(self, session_number: int) -> None:
+        """Tells a session's readers that nothing they have is sure; no error if it has no word."""
+        index = self._of_session.pop(session_number, 0)
+        if index:
+            self._words[index] += np.uint64(1)
+            self._free.append(index)
+
+    def revoke_earlier(self) -> None:
+        """Tells the readers of earlier servers the same; their words are free then."""
+        self._words[GENERATION] = self.generation
+        self._words[self._earlier] += np.uint64(1)
+        self._free += self._earlier.tolist()
+        self._earlier = self._earlier[:0]
+
+    def check_invariants(self, in_sessions: set[int]) -> None:
+        """Raises AssertionError if words disagree. `in_sessions`: those that have residencies."""
+        assert in_sessions <= set(self._of_session), "a session with residencies has no word"
+        in_use = [*self._of_session.values(), *self._earlier.tolist()]
+        assert sorted([*in_use, *self._free]) == list(range(1, MAX_SESSION_WORD + 1)), (
+            "words are lost or given twice"
+        )
+        assert np.all(self._words[in_use] & np.uint64(1)), "a word in use is even"
+        assert not np.any(self._words[self._free] & np.uint64(1)), "a free word is odd"
+        assert self._words[LATEST] == self.generation >= self._words[GENERATION], (
+            "generations disagree"
+        )
+        assert self.has_earlier_readers or self._words[GENERATION] == self.generation, (
+            "an old generation that nobody has"
+        )

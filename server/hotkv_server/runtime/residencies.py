@@ -1,0 +1,98 @@
+"""Residencies of a node: the core's decisions, with blocks of an earlier server compared first.
+
+Always true: a client learns no offset of a block that came back from an old server before its bytes
+have been compared and agree; while they are compared the blocks are pinned, and the session that
+asks is not closed. A residency is given back in parts, and others are served between two. On the
+event loop only.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+
+from hotkv.table import Words
+from hotkv_server.core import incremental
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.values import Entries, Int64s, OpenedResidency
+from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.runtime.session import LiveSession
+from hotkv_server.runtime.slices import slices
+
+
+class Residencies:
+    """See the module. `tell` is called when blocks have been condemned."""
+
+    def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:
+        self._core = core
+        self._verifier = verifier
+        self._tell = tell
+
+    def __repr__(self) -> str:
+        return f"Residencies({self._core.residencies!r})"
+
+    def start(self) -> None:
+        """From now on engines can come back: the grace of an earlier server's readers begins."""
+        grace = self._core.residencies.grace
+        if grace.is_on:
+            grace.until_s = time.monotonic() + self._core.config.residency_grace_s
+
+    def open(
+        self, session: LiveSession, residency_id: str, num_blocks: Mapping[int, int]
+    ) -> OpenedResidency:
+        """As `CacheCore.open_residency`."""
+        return self._core.open_residency(
+            session.record.number, residency_id, num_blocks, time.monotonic()
+        )
+
+    def extend(
+        self,
+        session: LiveSession,
+        residency_id: str,
+        group_index: int,
+        first_position: int,
+        hashes: Words,
+    ) -> "Int64s | asyncio.Task[Int64s]":
+        """As `CacheCore.extend_residency`, at once if all blocks have been compared."""
+
+        def extended() -> Int64s:
+            return self._core.extend_residency(
+                session.record.number,
+                residency_id,
+                group_index,
+                first_position,
+                hashes,
+                time.monotonic(),
+            )
+
+        waiting = self._core.residencies.begin_comparing(
+            session.record, residency_id, group_index, hashes
+        )
+        if not len(waiting):
+            return extended()
+        session.num_reads += 1
+        comparing = asyncio.create_task(self._compare(session, waiting))
+        return asyncio.create_task(_after(comparing, extended))
+
+    async def _compare(self, session: LiveSession, entries: Entries) -> None:
+        try:
+            if len(await self._verifier.compare(entries)):
+                self._tell()
+        finally:
+            self._core.residencies.end_comparing(entries)
+            session.num_reads -= 1
+            session.settled.set()
+
+    async def close(self, session: LiveSession, residency_id: str) -> bool:
+        """Gives a residency back. Returns False if there is none."""
+        residency = self._core.residencies.get(session.record, residency_id)
+        if residency is None:
+            return False
+        async for _ in slices(incremental.close_residency(self._core, residency)):
+            pass
+        return True
+
+
+async def _after(comparing: "asyncio.Task[None]", extended: Callable[[], Int64s]) -> Int64s:
+    # Shielded: what reads the arena runs to its end even if the client leaves.
+    await asyncio.shield(comparing)
+    return extended()
