@@ -26,4 +26,4 @@ def decoded(model: Llama, tokens: Sequence[int], num_compared: int, setup: Setup
             "file": [file.layers.get(DENSE_LAYERS + layer) for layer in range(len(dense.keys_LHSD))]
         }
     variant = Variant(scorer, setup.budget_ratio, setup.block_tokens, True, LRU, setup.corrections)
-    return Decode(model, dense, given, Calibration(dense.moments_L, centres), [variant]).run()[0]
+    return Decode(model, dense, given, Calibration(centres), [variant]).run()[0]
