@@ -86,7 +86,7 @@ def build_reference(y_HBTD: F32, axes: Axes, num_tokens_B: I32) -> U8:
         axis=-1,
     )
     return np.ascontiguousarray(
-        packed.reshape(kv_heads, num_blocks, -1).transpose(1, 0, 2), np.uint8
+        packed.reshape(kv_heads, num_blocks, runs * packed.shape[-1]).transpose(1, 0, 2), np.uint8
     )
 
 
@@ -106,8 +106,8 @@ def unpack(packed_BHN: U8, head_size: int) -> tuple[I8, F32]:
     sigma = np.ascontiguousarray(runs[..., step - 2 * RUN_TOKENS :]).view(np.float16)
     levels = (2 * codes.astype(np.int32) - offsets_of(head_size)).astype(np.int8)
     return (
-        levels.reshape(*lead, -1, levels.shape[-1]),
-        sigma.astype(np.float32).reshape(*lead, -1),
+        levels.reshape(*lead, runs.shape[-2] * RUN_TOKENS, levels.shape[-1]),
+        sigma.astype(np.float32).reshape(*lead, runs.shape[-2] * RUN_TOKENS),
     )
 
 

@@ -76,8 +76,8 @@ def measured_bias(
     scale: float | None = None,
     axes: Axes | None = None,
 ) -> float:
-    """By how much token format `name` with centre `mu_HD` (and `axes`) overestimates a block's log mass, in
-    nats; its own bias if nothing has mass.
+    """By how much token format `name` with centre `mu_HD` and `axes` overestimates a block's log
+    mass, in nats; its own bias if nothing has mass.
 
     Mean of estimated minus exact log mass over blocks of 16 tokens and query heads, weighted by
     exact mass. `keys_SHD` float32 are those of a context from its first token on, `queries_NQD`

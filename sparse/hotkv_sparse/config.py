@@ -31,9 +31,9 @@ class SparseConfig:
     `sparse_topk`: the budget of a sequence and layer, always kept tokens included; an int counts
     tokens, a float is a share of the context. `adaptive_p`: attention mass to reach; the budget is
     then a ceiling. None: always the whole budget. `scorer`, `scorer_of_layer`: a representation's
-    name, for all layers and for single ones. `first_layers_factor`: the budget of the model's first
-    `FIRST_LAYERS` layers in budgets of the others; their attention is the most spread. `fusion`: scorer to exponent; a weighted geometric
-    mean of several scorers in place of `scorer`. Empty: no fusion. `sink_tokens`, `recent_tokens`:
+    name, for all layers and for single ones. `first_layers_factor`: how many budgets each of the
+    model's first `FIRST_LAYERS` layers has. `fusion`: scorer to exponent; a weighted geometric mean
+    of several scorers in place of `scorer`. Empty: no fusion. `sink_tokens`, `recent_tokens`:
     always attended at the two ends of the context; the partial block is always kept too.
     `dense_layers`: attended whole. `max_correction_blocks`: blocks a set may load per layer and
     step with the fresh query. `residency_prior`: a resident block's weight counts 1 + this; used by
@@ -128,8 +128,8 @@ class SparseConfig:
                     where,
                     name,
                     (
-                        "adaptive_p needs a scorer that estimates mass: rot1u, rot2u, rot3u or mix2; or "
-                        "leave adaptive_p out"
+                        "adaptive_p needs a scorer that estimates mass: rot1u, rot2u, rot3u or "
+                        "mix2; or leave adaptive_p out"
                     ),
                 )
         for layer in self.scorer_of_layer:
@@ -193,8 +193,8 @@ class SparseConfig:
     def budget_blocks(
         self, context_tokens: int, block_tokens: int, layer: int = FIRST_LAYERS
     ) -> int:
-        """Blocks a sequence of `context_tokens` may select in `layer` (any but the first ones unless
-        given), always kept ones included; never more than it has."""
+        """Blocks a sequence of `context_tokens` may select in `layer` (by default one behind the
+        first), always kept ones included; never more than it has."""
         budget_tokens = (
             self.sparse_topk if type(self.sparse_topk) is int else self.sparse_topk * context_tokens
         )

@@ -117,7 +117,7 @@ def token_scorer(name: str) -> bool:
 
 
 def needs_axes(name: str) -> bool:
-    """True if keys and queries of the format need `hotkv_sparse.axes.Axes`, which are calibrated."""
+    """True if the format needs `hotkv_sparse.axes.Axes`, which are calibrated."""
     return format_named(name).by_axes
 
 
@@ -133,8 +133,8 @@ def num_runs(block_tokens: int) -> int:
 
 
 def padded_channels(form: Format, head_size: int) -> int:
-    """Channels that have a code, with their padding: whole lines of codes, or whole 32-byte steps of
-    a part."""
+    """Channels that have a code, with their padding: whole lines of codes, or whole 32-byte steps
+    of a part."""
     if form.by_axes:
         fine, coarse = num_lines(head_size)
         return fine * FINE_CHANNELS + coarse * COARSE_CHANNELS

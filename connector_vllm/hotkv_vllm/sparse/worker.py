@@ -6,7 +6,7 @@ tokens of that one count. Where hot set and context are the same, the row is lef
 that covers the context is exact.
 
 Dense are: prefill, contexts below `min_context_tokens`, rows the scheduler has not named, layers
-that were not attached.
+that were not attached, layers whose representations are not calibrated yet.
 
 Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a block.
 """
@@ -22,6 +22,7 @@ from hotkv_sparse import SparseConfig, span
 from hotkv_vllm.sparse.batch import Batch, Plan, Rewrite, Row, SparseLayer
 from hotkv_vllm.sparse.counters import LayerCounters
 from hotkv_vllm.sparse.faults import Faults
+from hotkv_vllm.sparse.first_prompt import FirstPrompt
 from hotkv_vllm.sparse.pool import BlockReprManager
 from hotkv_vllm.sparse.recall import measure
 from hotkv_vllm.sparse.rows import SparseRows
@@ -61,6 +62,14 @@ class SparseWorker:
         self._reprs = BlockReprManager(
             {layer.index: layer.shape for layer in layers},
             {layer.index: layer.keys_of for layer in layers},
+        )
+        self.first_prompt = FirstPrompt(
+            {
+                layer.index: (layer.shape.kv_heads, layer.shape.head_size)
+                for layer in layers
+                if not layer.shape.is_calibrated
+            },
+            self._reprs.calibrate,
         )
         self._sequences: dict[str, _Sequence] = {}
         self._request_of: dict[int, str] = {}
@@ -192,7 +201,7 @@ class SparseWorker:
         if plan is None or plan.key is not key:
             plan = self._plans[layer.group] = self._planned(layer, key, batch())
         self._update(layer.index, plan.complete)
-        if not plan.rows:
+        if not plan.rows or not self._reprs.is_calibrated(layer.index):
             return None
         began_s = time.perf_counter()
         chosen = [(row, self._select(layer, row, query_of(row.token))) for row in plan.rows]
