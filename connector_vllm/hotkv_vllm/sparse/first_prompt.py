@@ -8,14 +8,14 @@ and tell nothing. Nothing here is shared: other engines see other prompts.
 Shapes: N tokens of a step, R rows, H KV heads, Q query heads, D channels.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from hotkv_sparse.axes import Axes, AxesEstimate
 from hotkv_sparse.centre import FIRST_TOKENS
-from hotkv_vllm.sparse.batch import Batch
+from hotkv_vllm.sparse.batch import Batch, SparseLayer
 
 F32 = npt.NDArray[np.float32]
 Calibrated = Callable[[int, F32, Axes], None]
@@ -30,6 +30,14 @@ class FirstPrompt:
     def __init__(self, shapes: Mapping[int, tuple[int, int]], then: Calibrated) -> None:
         self.waiting = {index: AxesEstimate(*shape) for index, shape in shapes.items()}
         self._then = then
+
+    @staticmethod
+    def of(layers: Iterable[SparseLayer], then: Calibrated) -> "FirstPrompt":
+        """For those of the layers that are not calibrated."""
+        shapes = {layer.index: layer.shape for layer in layers if not layer.shape.is_calibrated}
+        return FirstPrompt(
+            {index: (shape.kv_heads, shape.head_size) for index, shape in shapes.items()}, then
+        )
 
     def __repr__(self) -> str:
         return f"FirstPrompt({len(self.waiting)} layers wait)"

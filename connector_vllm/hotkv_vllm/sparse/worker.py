@@ -63,14 +63,7 @@ class SparseWorker:
             {layer.index: layer.shape for layer in layers},
             {layer.index: layer.keys_of for layer in layers},
         )
-        self.first_prompt = FirstPrompt(
-            {
-                layer.index: (layer.shape.kv_heads, layer.shape.head_size)
-                for layer in layers
-                if not layer.shape.is_calibrated
-            },
-            self._reprs.calibrate,
-        )
+        self.first_prompt = FirstPrompt.of(layers, self._reprs.calibrate)
         self._sequences: dict[str, _Sequence] = {}
         self._request_of: dict[int, str] = {}
         self._plans: dict[int, Plan] = {}
@@ -240,16 +233,9 @@ class SparseWorker:
                 num_tokens = len(always) * block_tokens - (
                     len(blocks) * block_tokens - context_tokens
                 )
+                token = int(batch.starts[row])
                 plan.rows.append(
-                    Row(
-                        row,
-                        int(batch.starts[row]),
-                        request_id,
-                        context_tokens,
-                        blocks,
-                        always,
-                        num_tokens,
-                    )
+                    Row(row, token, request_id, context_tokens, blocks, always, num_tokens)
                 )
         return plan
 
