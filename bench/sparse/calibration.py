@@ -1,11 +1,11 @@
-"""What variants know of a model before they see a text: centres of its keys, with their biases, and
-the moments that `mix` takes.
+"""What variants know of a model before they see a text: centres of its keys with their biases, and
+their axes.
 
-A centre's name is what follows the `+` of a scorer's name:
+A calibration's name is what follows the `+` of a scorer's name:
 - `mu`: from another text, all of it.
-- `mu2k`: from the first 2048 tokens of that other text.
-- `own`: from the first 2048 tokens of the text itself, as an engine could take it from the prompt
-  that it has just computed.
+- `mu2k`: from the first 2048 tokens of that other text, as an engine takes it from the first prompt
+  it sees.
+- `own`: from the first 2048 tokens of the text itself: that first prompt is the one at hand.
 - `file`: from a file that `hotkv_vllm.sparse.calibrate` wrote.
 
 Shapes: H KV heads, Q query heads, D channels, S tokens, N sampled tokens.
@@ -14,27 +14,22 @@ Shapes: H KV heads, Q query heads, D channels, S tokens, N sampled tokens.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.sparse.llama import Dense
-from bench.sparse.mixed import Moments
+from bench.sparse.llama import SHORT_TOKENS, Dense
+from hotkv_sparse.axes import AxesEstimate
 from hotkv_sparse.centre import FIRST_TOKENS, TOKEN_FORMATS, Centres, LayerCentre, measured_bias
-
-SHORT_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """For each sparse layer in order: `moments_L`, and the centres by name (None: 0)."""
+    """Centres by name, for each sparse layer in order (None: 0)."""
 
-    moments_L: Sequence[Moments]
     centres: Mapping[str, Sequence[LayerCentre | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What one text gives: centres from all of it and from its beginning, and the moments of
-    all."""
+    """What one text gives: centres from all of it and from its beginning."""
 
-    moments_L: Sequence[Moments]
     whole_L: Sequence[LayerCentre]
     short_L: Sequence[LayerCentre]
 
@@ -43,26 +38,32 @@ class Own:
         """Statistics of a dense pass."""
         num_tokens = dense.keys_LHSD[0].shape[1]
         return Own(
-            dense.moments_L,
-            _centres(dense, num_tokens),
-            _centres(dense, min(SHORT_TOKENS, num_tokens)),
+            _centres(dense, dense.moments_L, num_tokens),
+            _centres(dense, dense.short_moments_L, min(SHORT_TOKENS, num_tokens)),
         )
 
 
-def _centres(dense: Dense, num_tokens: int) -> tuple[LayerCentre, ...]:
+def _centres(
+    dense: Dense, moments_L: Sequence[AxesEstimate], num_tokens: int
+) -> tuple[LayerCentre, ...]:
     positions = [position for position in dense.sampled_N if position < num_tokens]
     found = []
-    for keys_HSD, query_QND in zip(dense.keys_LHSD, dense.sampled_queries_LQND, strict=True):
+    for keys_HSD, query_QND, moments in zip(
+        dense.keys_LHSD, dense.sampled_queries_LQND, moments_L, strict=True
+    ):
         keys_SHD = keys_HSD[:, :num_tokens].transpose(0, 1).contiguous().numpy()
         queries_NQD = query_QND[:, : len(positions)].transpose(0, 1).contiguous().numpy()
         mu_HD = keys_SHD[FIRST_TOKENS:].mean(axis=0)
+        calibrated = moments.axes(min_tokens=1)
+        axes = None if calibrated is None else calibrated[1]
         found.append(
             LayerCentre(
                 mu_HD,
                 {
-                    name: measured_bias(name, mu_HD, keys_SHD, queries_NQD, positions)
+                    name: measured_bias(name, mu_HD, keys_SHD, queries_NQD, positions, axes=axes)
                     for name in TOKEN_FORMATS
                 },
+                axes,
             )
         )
     return tuple(found)
@@ -86,4 +87,4 @@ def calibration(other: Own, own: Own, file: Centres | None, first_layer: int) ->
                     f"--centres: a layer has {list(layer.mu.shape)} channels, the model "
                     f"{list(mine.mu.shape)}; calibrate this model"
                 )
-    return Calibration(other.moments_L, centres)
+    return Calibration(centres)

@@ -127,7 +127,15 @@ class Decode:
             known = built[key]
             scorer = known.copy() if known else None
             self.choosers.append(
-                Chooser(variant, num_layers, kv_heads, self.num_shared, self.max_tokens, scorer)
+                Chooser(
+                    variant,
+                    num_layers,
+                    kv_heads,
+                    self.num_shared,
+                    self.max_tokens,
+                    scorer,
+                    dense.first_layer,
+                )
             )
         self.tallies = [Tally() for _ in variants]
 

@@ -1,54 +1,79 @@
-"""Teacher-forced decode in a real vLLM engine on CPU, attending to everything and to hot sets, over
-the same prompt and its same KV.
+"""Decode in a real vLLM engine on CPU, attending to everything and to hot sets, over the same
+prompt and its same KV.
 
 The engine runs in this process, so nothing may have loaded numba before. The prompt is computed
 once, and every run finds it in the engine's own prefix cache, all but its last block: runs differ
-by what decode attends to, and by nothing else.
+by what decode attends to, and by nothing else. `use` changes the settings of sparse decode between
+runs, which a real engine cannot: representations are built anew then, and what the engine has
+calibrated from its first prompt stays.
 
 Shapes: N compared tokens, W words.
 """
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hotkv_sparse.config import SparseConfig
+
 KV_CACHE_BYTES = 1 << 30
+CALIBRATING = "mix2"
+"""The scorer that the engine starts with: it calibrates itself."""
 _taken: list[torch.Tensor] = []
 _forced: list[int] = []
+_then_free: list[bool] = [False]
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Settings of both the engine and the offline decode."""
+    """Settings of an engine. `dense_layers`: so many layers from the first on. `budget`: a share of
+    the context (float) or tokens (int)."""
 
     block_tokens: int = 32
-    budget_ratio: float = 0.1
+    budget: int | float = 0.1
     scorer: str = "rot2u"
     corrections: int = 4
+    dense_layers: int = 2
+    first_factor: float = 1.0
+    dtype: str = "auto"
+    min_tokens: int = 2048
     centres: Path | None = None
 
+    def sparse_config(self) -> SparseConfig:
+        """The same to hotkv_sparse."""
+        return SparseConfig(
+            sparse_topk=self.budget,
+            scorer=self.scorer,
+            max_correction_blocks=self.corrections,
+            dense_layers=tuple(range(self.dense_layers)),
+            first_layers_factor=self.first_factor,
+            min_context_tokens=self.min_tokens,
+        )
+
     def extra_config(self) -> dict[str, Any]:
-        """`kv_connector_extra_config`; there is no server."""
+        """`kv_connector_extra_config`, in which all layers calibrate themselves; there is no
+        server."""
         sparse = {
-            "sparse_topk": self.budget_ratio,
-            "scorer": self.scorer,
-            "max_correction_blocks": self.corrections,
+            "sparse_topk": 0.5,
+            "scorer": CALIBRATING,
+            "dense_layers": [],
+            "min_context_tokens": self.min_tokens,
         }
         extra = {
             "hotkv.target": "unix:/nonexistent/hotkv.sock",
             "hotkv.startup_wait_s": 0.0,
+            "hotkv.sparse_recall_steps": 0,
             "hotkv.sparse": sparse,
         }
         return extra | ({"hotkv.sparse_centre": str(self.centres)} if self.centres else {})
 
 
 class Forced:
-    """Takes down what the model says and makes it say the text's next token. A vLLM logits
-    processor."""
+    """Takes down what the model says and makes it say the given tokens. A vLLM logits processor."""
 
     def __init__(self, *_: Any) -> None:
         """vLLM passes its config, a device and whether to pin memory."""
@@ -61,6 +86,8 @@ class Forced:
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         _taken.append(logits[0].float().log_softmax(dim=-1))
+        if _then_free[0] and len(_taken) > len(_forced):
+            return logits
         forced = torch.full_like(logits, -torch.inf)
         # Asynchronous scheduling may begin a step after the last one.
         forced[:, _forced[min(len(_taken), len(_forced)) - 1]] = 0.0
@@ -68,7 +95,7 @@ class Forced:
 
 
 class Engine:
-    """`prefill`, then `run` as often as wanted; `close` ends the engine."""
+    """`prefill`, then `use`, `run` and `answer` as often as wanted; `close` ends the engine."""
 
     def __init__(self, model: Path, context_tokens: int, setup: Setup) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -85,6 +112,7 @@ class Engine:
         }
         self._llm = LLM(
             str(model),
+            dtype=setup.dtype,
             block_size=setup.block_tokens,
             max_model_len=context_tokens,
             max_num_seqs=1,
@@ -97,35 +125,83 @@ class Engine:
         )
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        self._worker: Any = get_kv_transfer_group()._sparse
-        self._attend = self._worker.attend
+        from hotkv_vllm.compat.sparse_layers import full_attention_layers
+
+        rank: Any = get_kv_transfer_group()._worker.sparse
+        found = full_attention_layers(rank._vllm_config, rank._kv_cache_config)
+        self._impls: dict[str, Any] = {layer.name: layer.impl for layer in found}
+        self._rank, self._first = rank, rank.worker
+
+    def use(self, setup: Setup | None) -> None:
+        """Decodes with these settings from now on (None: attends to everything). Settings of the
+        engine itself, as its dtype, stay."""
+        from hotkv_vllm.sparse.worker import SparseWorker
+
+        if setup is None:
+            # Nothing is sparse where no context is long enough.
+            config = replace(self._first._config, min_context_tokens=1 << 30)
+        else:
+            config = setup.sparse_config()
+        layers = []
+        for layer in self._first.layers.values():
+            names = tuple(config.scorers_of(layer.index))
+            if names:
+                known = self._first.representations.shape(layer.index)
+                shape = replace(
+                    known, formats=names, mu=known.mu if self._knows_mu(names) else None
+                )
+                layers.append(replace(layer, shape=shape))
+        self._rank.worker = worker = SparseWorker(config, layers)
+        of_name = {layer.name: layer for layer in layers}
+        for name, impl in self._impls.items():
+            impl._sparse = (worker, of_name[name]) if name in of_name else None
+
+    def _knows_mu(self, names: Sequence[str]) -> bool:
+        """Returns True for the formats that the engine itself would give a centre: those that it
+        calibrates, and all with a file."""
+        return CALIBRATING in names or self._rank.centres is not None
+
+    def calibrate(self, tokens: Sequence[int]) -> None:
+        """Computes a prompt, from which the engine calibrates itself if no other has been."""
+        self._rank.worker = self._first
+        for name, layer in self._first.layers.items():
+            self._impls[name].attach(self._first, layer)
+        self.prefill(tokens)
+        assert not self._first.first_prompt.waiting, "the prompt is too short to calibrate from"
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Computes a prompt."""
-        self._generate(tokens, [0], 1)
+        self._generate(tokens, [0], 1, then_free=False)
 
-    def run(self, tokens: Sequence[int], num_compared: int, *, sparse: bool) -> torch.Tensor:
+    def run(self, tokens: Sequence[int], num_compared: int) -> torch.Tensor:
         """Log probabilities [N, W] of the last N tokens of a text, each from a decode step; its
         other tokens have been prefilled."""
         num_prompt = len(tokens) - num_compared - 1
-        self._worker.attend = self._attend if sparse else _everything
-        self._generate(tokens[:num_prompt], tokens[num_prompt:], num_compared + 1)
+        self._generate(tokens[:num_prompt], tokens[num_prompt:], num_compared + 1, then_free=False)
         # The first token comes from the prompt's last block, which is dense.
         return torch.stack(_taken[1 : num_compared + 1])
 
-    def _generate(self, prompt: Sequence[int], forced: Sequence[int], max_tokens: int) -> None:
+    def answer(self, tokens: Sequence[int], num_answered: int) -> list[int]:
+        """The tokens that the model says next, greedily, each from a decode step: the prompt's last
+        token is decoded, too."""
+        said = self._generate(tokens[:-1], tokens[-1:], num_answered + 1, then_free=True)
+        return said[1:]
+
+    def _generate(
+        self, prompt: Sequence[int], forced: Sequence[int], max_tokens: int, *, then_free: bool
+    ) -> list[int]:
         from vllm import SamplingParams
 
         _taken.clear()
         _forced[:] = forced
+        _then_free[0] = then_free
         parameters = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
-        self._llm.generate([{"prompt_token_ids": list(prompt)}], parameters, use_tqdm=False)
+        (found,) = self._llm.generate(
+            [{"prompt_token_ids": list(prompt)}], parameters, use_tqdm=False
+        )
+        return list(found.outputs[0].token_ids)
 
     def close(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
-
-
-def _everything(*_: Any) -> None:
-    """In place of `SparseWorker.attend`: nothing is left out."""

@@ -17,9 +17,11 @@ import torch
 from safetensors import safe_open
 from torch.nn import functional
 
-from bench.sparse.mixed import Moments
+from hotkv_sparse.axes import AxesEstimate
 from hotkv_sparse.centre import FIRST_TOKENS
 
+SHORT_TOKENS = 2048
+"""Tokens of a prompt after which an engine calibrates itself."""
 SAMPLE_EVERY_TOKENS = 256
 """Of the queries, which centres' biases are measured with, one is kept of so many tokens."""
 
@@ -142,7 +144,8 @@ class Dense:
 
     `keys_LHSD`, `values_LHSD`: of all tokens, in the layers from `first_layer` on. `inputs_NE`:
     what enters layer `first_layer` for the last N tokens; `log_probs_NW`: what the model then says.
-    `moments_L`: of queries and keys, in the same layers. `sampled_queries_LQND`: queries of the
+    `moments_L`: of queries and keys in the same layers, of all tokens; `short_moments_L`: of the
+    first `SHORT_TOKENS`. `sampled_queries_LQND`: queries of the
     tokens `sampled_N`, ascending.
     """
 
@@ -151,9 +154,21 @@ class Dense:
     values_LHSD: tuple[torch.Tensor, ...]
     inputs_NE: torch.Tensor
     log_probs_NW: torch.Tensor
-    moments_L: tuple[Moments, ...]
+    moments_L: tuple[AxesEstimate, ...]
+    short_moments_L: tuple[AxesEstimate, ...]
     sampled_N: tuple[int, ...]
     sampled_queries_LQND: tuple[torch.Tensor, ...]
+
+
+def _moments(keys_HSD: torch.Tensor, query_QSD: torch.Tensor, num_tokens: int) -> AxesEstimate:
+    """Of one layer's first `num_tokens` tokens but the very first ones."""
+    kv_heads, _, head_size = keys_HSD.shape
+    estimate = AxesEstimate(kv_heads, head_size)
+    keys, queries = (
+        part[:, FIRST_TOKENS:num_tokens].transpose(0, 1).numpy() for part in (keys_HSD, query_QSD)
+    )
+    estimate.add(keys, queries)
+    return estimate
 
 
 def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_layer: int) -> Dense:
@@ -163,7 +178,8 @@ def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_la
     sampled = tuple(
         range(min(SAMPLE_EVERY_TOKENS, len(tokens_S)) - 1, len(tokens_S), SAMPLE_EVERY_TOKENS)
     )
-    keys, values, moments, queries, x = [], [], [], [], model.embed(tokens_S)
+    keys, values, queries, x = [], [], [], model.embed(tokens_S)
+    moments, short_moments = [], []
     inputs = x[-num_compared:]
     for layer in range(shape.num_layers):
         if layer == first_layer:
@@ -176,7 +192,8 @@ def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_la
         if layer >= first_layer:
             keys.append(key[0])
             values.append(value[0])
-            moments.append(Moments.of(query[0, :, FIRST_TOKENS:], key[0, :, FIRST_TOKENS:]))
+            moments.append(_moments(key[0], query[0], len(tokens_S)))
+            short_moments.append(_moments(key[0], query[0], SHORT_TOKENS))
             queries.append(query[0, :, sampled].clone())
         x = model.after_attention(layer, x, attended[0].transpose(0, 1))
     return Dense(
@@ -186,6 +203,7 @@ def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_la
         inputs,
         model.log_probs(x[-num_compared:]),
         tuple(moments),
+        tuple(short_moments),
         sampled,
         tuple(queries),
     )

@@ -4,26 +4,53 @@ from collections.abc import Sequence
 
 import torch
 
-from bench.sparse.calibration import Calibration
+from bench.sparse.calibration import Calibration, Own
 from bench.sparse.decode import Decode, Outcome
-from bench.sparse.engine import Setup
-from bench.sparse.llama import Llama, dense_pass
+from bench.sparse.engine import CALIBRATING, Setup
+from bench.sparse.llama import Dense, Llama, dense_pass
 from bench.sparse.variants import CENTRED, LRU, Variant
+from hotkv_sparse.centre import LayerCentre
 from hotkv_sparse.centre_file import read_centres
 
-DENSE_LAYERS = 2
 
+class Offline:
+    """Calibrated, as an engine is, by the first text that it sees: all of it, since the engine
+    computes its prompt in one step; or by the file of the settings."""
 
-def decoded(model: Llama, tokens: Sequence[int], num_compared: int, setup: Setup) -> Outcome:
-    """Dense pass and sparse decode of a text's last tokens."""
-    given = torch.tensor(tokens)
-    dense = dense_pass(model, given[:-1], num_compared, DENSE_LAYERS)
-    scorer, centres = setup.scorer, {}
-    if setup.centres:
-        file = read_centres(setup.centres)
-        scorer = f"{scorer}{CENTRED}file"
-        centres = {
-            "file": [file.layers.get(DENSE_LAYERS + layer) for layer in range(len(dense.keys_LHSD))]
-        }
-    variant = Variant(scorer, setup.budget_ratio, setup.block_tokens, True, LRU, setup.corrections)
-    return Decode(model, dense, given, Calibration(dense.moments_L, centres), [variant]).run()[0]
+    def __init__(self, model: Llama) -> None:
+        self._model = model
+        self._first: Sequence[LayerCentre] | None = None
+
+    def dense(self, tokens: Sequence[int], num_compared: int, setup: Setup) -> Dense:
+        """The dense pass over a text."""
+        dense = dense_pass(self._model, torch.tensor(tokens)[:-1], num_compared, setup.dense_layers)
+        if self._first is None:
+            self._first = Own.of(dense).whole_L
+        return dense
+
+    def decoded(
+        self, dense: Dense, tokens: Sequence[int], setups: Sequence[Setup]
+    ) -> list[Outcome]:
+        """Sparse decode of a text's last tokens in each of the settings, which have the same dense
+        layers and file."""
+        assert self._first is not None
+        centres: Sequence[LayerCentre | None] = self._first
+        if file := setups[0].centres:
+            layers, first_layer = read_centres(file).layers, dense.first_layer
+            centres = [layers.get(first_layer + layer) for layer in range(len(dense.keys_LHSD))]
+        variants = [
+            Variant(
+                f"{setup.scorer}{CENTRED}first"
+                if setup.centres or setup.scorer == CALIBRATING
+                else setup.scorer,
+                setup.budget,
+                setup.block_tokens,
+                True,
+                LRU,
+                setup.corrections,
+                setup.first_factor,
+            )
+            for setup in setups
+        ]
+        given = torch.tensor(tokens)
+        return Decode(self._model, dense, given, Calibration({"first": centres}), variants).run()

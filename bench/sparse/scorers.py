@@ -1,11 +1,9 @@
-"""Scores of a variant's blocks, by their compact keys: packed representations of
-hotkv_sparse, or rebuilt keys of a code on trial.
+"""Scores of a variant's blocks, by their compact keys: packed representations of hotkv_sparse.
 
 Shapes: L layers, B blocks, S tokens or candidate blocks, T tokens of a block, H KV heads, Q query
 heads, D channels, N bytes.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,9 +13,9 @@ import numpy.typing as npt
 import torch
 
 from bench.sparse.calibration import Calibration
-from bench.sparse.mixed import BIAS, Mixed, codes
 from bench.sparse.variants import CENTRED, Variant
 from hotkv_sparse import FORMATS, build, prepare, score
+from hotkv_sparse.axes import Axes
 from hotkv_sparse.centre import LayerCentre
 
 F32 = npt.NDArray[np.float32]
@@ -52,14 +50,14 @@ class Packed:
             keys_THD[None],
             _mu(self.centres_L[layer]),
             out=self.pools[layer][block : block + 1],
+            axes=_axes(self.centres_L[layer]),
         )
 
     def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
         centre = self.centres_L[layer]
         bias = None if centre is None else centre.bias.get(self.name)
-        return score(
-            prepare(self.name, query_QD, _mu(centre), bias=bias), self.pools[layer], candidates_S
-        )
+        query = prepare(self.name, query_QD, _mu(centre), bias=bias, axes=_axes(centre))
+        return score(query, self.pools[layer], candidates_S)
 
     def copy(self) -> "Packed":
         return Packed(self.name, [pool.copy() for pool in self.pools], self.centres_L)
@@ -69,39 +67,8 @@ def _mu(centre: LayerCentre | None) -> F32 | None:
     return None if centre is None else centre.mu
 
 
-@dataclass(frozen=True, slots=True)
-class Rebuilt:
-    """A code on trial: the keys that it gives back, [L][H, S, D]."""
-
-    name: str
-    codes: list[Mixed]
-    keys: list[torch.Tensor]
-    block_tokens: int
-
-    def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
-        keys_HTD = torch.from_numpy(keys_THD).transpose(0, 1)
-        first = block * self.block_tokens
-        self.keys[layer][:, first : first + self.block_tokens] = self.codes[layer].rebuilt(keys_HTD)
-
-    def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
-        keys = self.keys[layer]
-        query_HGD = torch.from_numpy(query_QD).unflatten(0, (len(keys), -1)) / math.sqrt(
-            keys.shape[2]
-        )
-        tokens = slice(
-            int(candidates_S[0]) * self.block_tokens, int(candidates_S[-1] + 1) * self.block_tokens
-        )
-        token_scores = query_HGD @ keys[:, tokens].transpose(1, 2)
-        mass: F32 = (
-            token_scores.unflatten(-1, (-1, self.block_tokens)).logsumexp(dim=-1).flatten(0, 1)
-            - BIAS[self.name]
-        ).numpy()
-        return mass
-
-    def copy(self) -> "Rebuilt":
-        return Rebuilt(
-            self.name, self.codes, [keys.clone() for keys in self.keys], self.block_tokens
-        )
+def _axes(centre: LayerCentre | None) -> Axes | None:
+    return None if centre is None else centre.axes
 
 
 def scorer_of(
@@ -113,21 +80,6 @@ def scorer_of(
 ) -> Scorer | None:
     """A scorer that knows the first `num_shared` keys and has room for `max_tokens`; None if a
     variant needs none."""
-    if variant.scorer in BIAS:
-        mixed = codes(variant.scorer, calibration.moments_L)
-        room = [
-            keys.new_zeros(keys.shape[0], max_tokens - num_shared, keys.shape[2])
-            for keys in keys_LHSD
-        ]
-        known = [
-            code.rebuilt(keys[:, :num_shared]) for code, keys in zip(mixed, keys_LHSD, strict=True)
-        ]
-        return Rebuilt(
-            variant.scorer,
-            mixed,
-            [torch.cat(pair, dim=1) for pair in zip(known, room, strict=True)],
-            variant.block_tokens,
-        )
     name, _, centre = variant.scorer.partition(CENTRED)
     if name not in FORMATS:
         return None
@@ -142,7 +94,12 @@ def scorer_of(
             .transpose(0, 1)
             .reshape(-1, variant.block_tokens, kv_heads, head_size)
         )
-        known_blocks = build(name, keys_BTHD.contiguous().numpy(), _mu(centres[layer]))
+        known_blocks = build(
+            name,
+            keys_BTHD.contiguous().numpy(),
+            _mu(centres[layer]),
+            axes=_axes(centres[layer]),
+        )
         pool = np.zeros((-(-max_tokens // variant.block_tokens), *known_blocks.shape[1:]), np.uint8)
         pool[: len(known_blocks)] = known_blocks
         pools.append(pool)

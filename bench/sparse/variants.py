@@ -13,23 +13,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotkv_sparse import FORMATS, SparseConfig
+from hotkv_sparse.config import MAX_FACTOR
 
 ORACLE, ENDS, CENTRED = "oracle", "ends", "+"
 """Beside the formats of `hotkv_sparse`: exact block mass; nothing but sinks and recent window; what
 stands before a centre's name."""
+DENSE = MAX_FACTOR
+"""As `first_factor`: more than any context."""
 FRESH, PREVIOUS, LRU = "fresh", "previous", "lru"
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """See the module. `budget_ratio` is the share of the context, always kept tokens included."""
+    """See the module. `budget` is a share of the context (float) or tokens (int), always kept
+    tokens included; the first layers have `first_factor` times that, `DENSE` for all of the
+    context."""
 
     scorer: str
-    budget_ratio: float
+    budget: int | float
     block_tokens: int
     shared: bool
     freshness: str = FRESH
     corrections: int = 0
+    first_factor: float = 1.0
+
+    @property
+    def budget_label(self) -> str:
+        """The budget as tables name it."""
+        label = f"{self.budget:.0%}" if isinstance(self.budget, float) else str(self.budget)
+        if self.first_factor == DENSE:
+            return f"{label}, first dense"
+        return label if self.first_factor == 1.0 else f"{label}, first x {self.first_factor:g}"
 
     @property
     def sets(self) -> str:
@@ -46,13 +60,18 @@ class Variant:
         """The name of its figures in JSON, such as `rot2u_10_32_shared_lru_2`."""
         freshness = f"{LRU}_{self.corrections}" if self.freshness == LRU else self.freshness
         sets = self.sets.replace(" ", "_")
-        return f"{self.scorer}_{self.budget_ratio * 100:g}_{self.block_tokens}_{sets}_{freshness}"
+        budget = f"{self.budget * 100:g}" if isinstance(self.budget, float) else f"{self.budget}t"
+        key = f"{self.scorer}_{budget}_{self.block_tokens}_{sets}_{freshness}"
+        return key if self.first_factor == 1.0 else f"{key}_first_{self.first_factor:g}"
 
     def config(self) -> SparseConfig:
         """The same to hotkv_sparse; scorers that it does not have play no part there."""
         scorer = self.scorer if self.scorer in FORMATS else "rot2u"
         return SparseConfig(
-            sparse_topk=self.budget_ratio, scorer=scorer, max_correction_blocks=self.corrections
+            sparse_topk=self.budget,
+            scorer=scorer,
+            max_correction_blocks=self.corrections,
+            first_layers_factor=self.first_factor,
         )
 
 
@@ -63,8 +82,7 @@ SCORERS = (
     "rot2u+mu",
     "rot1u",
     "rot1u+mu",
-    "mix2",
-    "mix1.5",
+    "mix2+mu",
     "cuboid",
     "mean",
     "quest",
@@ -77,16 +95,24 @@ SERVED = (0.10, 32, True)
 
 TIGHT_SCORERS = (
     *(ORACLE, "rot3u", "rot2u", "rot2u+mu", "rot2u+mu2k", "rot2u+own", "rot1u", "rot1u+mu"),
-    *("mix2", "mix1.5", "cuboid", "mean", "quest", ENDS),
+    *("mix2+mu", "mix2+mu2k", "mix2+own", "cuboid", "mean", "quest", ENDS),
 )
-SERVED_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "rot1u+mu", "mix2", "cuboid", "mean", "quest")
-FROM_FILE = "rot2u+file"
+SERVED_SCORERS = (
+    *(ORACLE, "rot2u", "rot2u+mu", "rot1u+mu", "mix2+mu", "mix2+mu2k", "mix2+own"),
+    *("cuboid", "mean", "quest"),
+)
+FROM_FILE = ("rot2u+file", "mix2+file")
+RESIDENT = (32, True, LRU, 4)
+"""Block size, sharing and freshness of residency, which has no dense layers."""
+RESIDENT_BUDGETS = (0.10, 0.05, 1024, 512, 256)
+RESIDENT_SCORERS = ("rot2u", "mix2+mu2k", "mix2+own")
+FIRST_FACTORS = (1.0, 2.0, 4.0, 8.0, DENSE)
 
 
 def default_variants(*, with_file: bool = False) -> list[Variant]:
     """What the targets name, beside exact scores, summaries, codes on trial, and sinks and recent
     window alone."""
-    more = (FROM_FILE,) if with_file else ()
+    more = FROM_FILE if with_file else ()
     tight = [Variant(scorer, *TIGHT) for scorer in (*TIGHT_SCORERS, *more)]
     served = [Variant(scorer, *SERVED, LRU, 2) for scorer in (*SERVED_SCORERS, *more)]
     return [
@@ -94,7 +120,26 @@ def default_variants(*, with_file: bool = False) -> list[Variant]:
         *served,
         Variant("rot2u", *SERVED, LRU, 4),
         Variant("rot2u+mu", *SERVED, LRU, 4),
+        Variant("mix2+mu2k", *SERVED, LRU, 4),
     ]
+
+
+def resident_variants(*, with_file: bool = False) -> list[Variant]:
+    """What residency does: sparse in every layer, at shares of the context and at absolute budgets,
+    with more of it in the first layers or not."""
+    more = FROM_FILE if with_file else ()
+    rows = [
+        Variant(scorer, budget, *RESIDENT)
+        for budget in RESIDENT_BUDGETS
+        for scorer in (ORACLE, *RESIDENT_SCORERS, *more)
+    ]
+    rows += [
+        Variant(scorer, budget, *RESIDENT, factor)
+        for budget in (0.10, 512, 256)
+        for scorer in ("rot2u", "mix2+mu2k")
+        for factor in FIRST_FACTORS
+    ]
+    return list(dict.fromkeys(rows))
 
 
 def all_variants(*, with_file: bool = False) -> list[Variant]:
@@ -110,7 +155,7 @@ def all_variants(*, with_file: bool = False) -> list[Variant]:
     stale = [
         Variant(scorer, 0.10, block_tokens, shared, *way)
         for block_tokens, shared in ((16, False), (32, True))
-        for scorer in (ORACLE, "rot2u", "rot2u+mu", "rot1u", "mix2", "quest")
+        for scorer in (ORACLE, "rot2u", "rot2u+mu", "rot1u", "mix2+mu", "quest")
         for way in ways
     ]
     rows = [*fresh, *stale, *default_variants(with_file=with_file)]

@@ -54,6 +54,7 @@ def _select_message(value: SelectConfig) -> sparse_pb2.SelectConfig:
         scale=value.scale or 0.0,
         hot_block_count=value.hot_blocks,
         centres=_centre_messages(value),
+        first_layers_factor=config.first_layers_factor,
     )
     if isinstance(config.sparse_topk, int):
         message.sparse_topk_token_count = config.sparse_topk

@@ -3,6 +3,7 @@
 From unpacked keys to a selection, in the order of a step: `representations.build` when a block
 fills; `scores.prepare` and `scores.score` with a step's query; `weights.aggregate` (if scorers
 are fused, after `weights.fuse`); `topk.span` and `topk.select`; `hotset.HotSet.step`.
+`axes.AxesEstimate` and `centre` calibrate.
 `config.SparseConfig` says how, `budget.AdaptiveCapacity` how large, `superblocks` scores summaries
 in two levels, `torch_ops` is the same on a GPU.
 
@@ -10,6 +11,7 @@ No I/O but in `centre_file`, no clock, no threads. numpy is enough; numba makes 
 loaded on first use.
 """
 
+from hotkv_sparse.axes import Axes
 from hotkv_sparse.budget import AdaptiveCapacity
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.formats import FORMATS, bytes_per_block, version
@@ -24,6 +26,7 @@ from hotkv_sparse.weights import Weights, aggregate, fuse
 __all__ = [
     "FORMATS",
     "AdaptiveCapacity",
+    "Axes",
     "Growth",
     "HotMap",
     "HotSet",

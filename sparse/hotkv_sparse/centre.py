@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv.errors import HotKVError, Reason
+from hotkv_sparse.axes import Axes
 from hotkv_sparse.formats import FORMATS, RUN_TOKENS, format_named
 from hotkv_sparse.representations import build
 from hotkv_sparse.scores import prepare, score
@@ -73,9 +74,10 @@ def measured_bias(
     queries_NQD: F32,
     positions_N: Sequence[int],
     scale: float | None = None,
+    axes: Axes | None = None,
 ) -> float:
-    """By how much token format `name` with centre `mu_HD` overestimates a block's log mass, in
-    nats; its own bias if nothing has mass.
+    """By how much token format `name` with centre `mu_HD` and `axes` overestimates a block's log
+    mass, in nats; its own bias if nothing has mass.
 
     Mean of estimated minus exact log mass over blocks of 16 tokens and query heads, weighted by
     exact mass. `keys_SHD` float32 are those of a context from its first token on, `queries_NQD`
@@ -95,6 +97,7 @@ def measured_bias(
             num_blocks, RUN_TOKENS, kv_heads, head_size
         ),
         mu_HD,
+        axes=axes,
     )
     keys_HDS = keys_SHD.transpose(1, 2, 0)
     first, excess, mass = SINK_TOKENS // RUN_TOKENS, 0.0, 0.0
@@ -116,7 +119,8 @@ def measured_bias(
             .sum(axis=2)
         )
         candidates = np.arange(first, last, dtype=np.int32)
-        estimated_QB = score(prepare(name, query_QD, mu_HD, scale, 0.0), packed, candidates) - peak
+        query = prepare(name, query_QD, mu_HD, scale, 0.0, axes)
+        estimated_QB = score(query, packed, candidates) - peak
         share_of_all_QB = share_QB / share_QS.sum(axis=1, keepdims=True)
         exact_QB = np.log(np.maximum(share_QB, np.float32(1e-30)))
         excess += float((share_of_all_QB * (estimated_QB - exact_QB)).sum())
@@ -131,10 +135,11 @@ TOKEN_FORMATS = tuple(name for name, form in FORMATS.items() if form.bits)
 @dataclass(frozen=True, slots=True)
 class LayerCentre:
     """One layer's calibration: `mu` float32 [H, D]; `bias` by token format: how much block log mass
-    is overestimated with it, in nats."""
+    is overestimated with it, in nats; `axes` for the formats that need them, if known."""
 
     mu: F32
     bias: Mapping[str, float]
+    axes: Axes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +183,11 @@ class Centres:
         found = self.layers.get(layer)
         return None if found is None else found.bias.get(name)
 
+    def axes(self, layer: int) -> Axes | None:
+        """The axes of a layer's keys, all heads; None: not calibrated."""
+        found = self.layers.get(layer)
+        return None if found is None else found.axes
+
 
 def _check_layer(index: int, layer: LayerCentre) -> None:
     mu = layer.mu
@@ -188,6 +198,11 @@ def _check_layer(index: int, layer: LayerCentre) -> None:
         )
     if not np.isfinite(mu).all():
         raise _refuse(f"mu of layer {index}", "has values that are not finite")
+    if layer.axes is not None and layer.axes.into.shape[:2] != mu.shape:
+        raise _refuse(
+            f"axes of layer {index}",
+            f"are of {list(layer.axes.into.shape[:2])}, its mu is {list(mu.shape)}",
+        )
     for name, bias in layer.bias.items():
         if name not in TOKEN_FORMATS:
             raise _refuse(

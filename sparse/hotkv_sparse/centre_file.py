@@ -6,7 +6,8 @@ INVALID_FIELD, which names file and problem. A file appears whole or not at all.
 
 Arrays: `format_version` int64 [], `model` text [], `num_tokens` int64 [], `layers` int64 [L],
 ascending; `formats` text [F] and `bias` float64 [L, F], NaN if not measured; `mu_<layer>`
-float32 [H, D] of each layer.
+float32 [H, D] of each layer; of layers with axes `into_<layer>` float32 [H, D, D] and `rms_<layer>`
+float32 [H, 2]. Files of version 1 have no axes and are read as they are.
 """
 
 import io
@@ -20,9 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv.errors import HotKVError, Reason
+from hotkv_sparse.axes import Axes
 from hotkv_sparse.centre import TOKEN_FORMATS, Centres, LayerCentre
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_READ_VERSIONS = (1, 2)
 MAX_FILE_BYTES = 1 << 30
 """No model's centres are nearly as large."""
 
@@ -62,6 +65,9 @@ def write_centres(path: str | os.PathLike[str], centres: Centres) -> None:
         "bias": np.array(bias, np.float64),
     }
     arrays |= {f"mu_{layer}": centres.layers[layer].mu for layer in layers}
+    for layer in layers:
+        if (axes := centres.axes(layer)) is not None:
+            arrays |= {f"into_{layer}": axes.into, f"rms_{layer}": axes.rms}
     descriptor, building = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -140,10 +146,18 @@ def _array(arrays: dict[str, Array], name: str, kind: str, num_axes: int) -> Arr
     return array
 
 
+def _axes(arrays: dict[str, Array], layer: int) -> Axes | None:
+    if f"into_{layer}" not in arrays:
+        return None
+    into, rms = (np.ascontiguousarray(arrays[f"{part}_{layer}"]) for part in ("into", "rms"))
+    return Axes(into, rms)
+
+
 def _centres(arrays: dict[str, Array]) -> Centres:
     version = int(_scalar(arrays, "format_version", "i"))
-    if version != FORMAT_VERSION:
-        raise ValueError(f"its format_version is {version}, this hotkv reads {FORMAT_VERSION}")
+    if version not in _READ_VERSIONS:
+        known = " and ".join(map(str, _READ_VERSIONS))
+        raise ValueError(f"its format_version is {version}, this hotkv reads {known}")
     layers = _array(arrays, "layers", "i", 1).tolist()
     formats = _array(arrays, "formats", "U", 1).tolist()
     bias = np.asarray(_array(arrays, "bias", "f", 2), np.float64)
@@ -165,6 +179,7 @@ def _centres(arrays: dict[str, Array]) -> Centres:
                 for name, value in zip(formats, row, strict=True)
                 if not np.isnan(value)
             },
+            _axes(arrays, layer),
         )
         for layer, row in zip(layers, bias, strict=True)
     }

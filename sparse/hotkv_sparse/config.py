@@ -14,6 +14,9 @@ from hotkv_sparse.formats import FORMATS, token_scorer
 COPY_METHODS = ("memcpy", "batch", "kernel", "auto")
 RESIDENCIES = ("off", "host")
 CACHE_POLICIES = ("lru", "clock", "lru_prior", "none")
+FIRST_LAYERS = 2
+"""The layers whose budget `first_layers_factor` raises: 0 and 1."""
+MAX_FACTOR = 1000.0
 MIN_ADAPTIVE_TOKENS = 128
 """Adaptive selections keep at least this many tokens beside the always kept ones."""
 
@@ -29,8 +32,9 @@ class SparseConfig:
     `sparse_topk`: the budget of a sequence and layer, always kept tokens included; an int counts
     tokens, a float is a share of the context. `adaptive_p`: attention mass to reach; the budget is
     then a ceiling. None: always the whole budget. `scorer`, `scorer_of_layer`: a representation's
-    name, for all layers and for single ones. `fusion`: scorer to exponent; a weighted geometric
-    mean of several scorers in place of `scorer`. Empty: no fusion. `sink_tokens`, `recent_tokens`:
+    name, for all layers and for single ones. `first_layers_factor`: how many budgets each of the
+    model's first `FIRST_LAYERS` layers has. `fusion`: scorer to exponent; a weighted geometric mean
+    of several scorers in place of `scorer`. Empty: no fusion. `sink_tokens`, `recent_tokens`:
     always attended at the two ends of the context; the partial block is always kept too.
     `dense_layers`: attended whole. `max_correction_blocks`: blocks a set may load per layer and
     step with the fresh query. `residency_prior`: a resident block's weight counts 1 + this; used by
@@ -50,6 +54,7 @@ class SparseConfig:
     residency_prior: float = 0.5
     min_context_tokens: int = 4096
     residency: str = "off"
+    first_layers_factor: int | float = 1.0
     scorer_of_layer: Mapping[int, str] = field(default_factory=dict)
     fusion: Mapping[str, float] = field(default_factory=dict)
 
@@ -118,6 +123,9 @@ class SparseConfig:
                 "those two"
             )
             raise _refuse("sparse_topk", topk, fix)
+        factor = self.first_layers_factor
+        if type(factor) not in (int, float) or not 1.0 <= factor <= MAX_FACTOR:
+            raise _refuse("first_layers_factor", factor, f"use a number from 1 to {MAX_FACTOR:g}")
         if self.adaptive_p is not None and not 0.0 < self.adaptive_p < 1.0:
             raise _refuse(
                 "adaptive_p",
@@ -139,8 +147,8 @@ class SparseConfig:
                     where,
                     name,
                     (
-                        "adaptive_p needs a scorer that estimates mass: rot1u, rot2u or rot3u; or "
-                        "leave adaptive_p out"
+                        "adaptive_p needs a scorer that estimates mass: rot1u, rot2u, rot3u or "
+                        "mix2; or leave adaptive_p out"
                     ),
                 )
         for layer in self.scorer_of_layer:
@@ -201,12 +209,16 @@ class SparseConfig:
             + 1
         )
 
-    def budget_blocks(self, context_tokens: int, block_tokens: int) -> int:
-        """Blocks a sequence of `context_tokens` may select per layer, always kept ones included;
-        never more than it has."""
+    def budget_blocks(
+        self, context_tokens: int, block_tokens: int, layer: int = FIRST_LAYERS
+    ) -> int:
+        """Blocks a sequence of `context_tokens` may select in `layer` (by default one behind the
+        first), always kept ones included; never more than it has."""
         budget_tokens = (
             self.sparse_topk if type(self.sparse_topk) is int else self.sparse_topk * context_tokens
         )
+        if layer < FIRST_LAYERS:
+            budget_tokens *= self.first_layers_factor
         return min(math.ceil(budget_tokens / block_tokens), -(-context_tokens // block_tokens))
 
     def scorers_of(self, layer: int) -> Mapping[str, float]:

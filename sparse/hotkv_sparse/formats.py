@@ -1,7 +1,7 @@
 """The byte formats of representations: one block's keys of one KV head and layer, small enough to
 score every step.
 
-Two kinds. A *token* format keeps a code of 1, 2 or 3 bits per channel and a scale per token; a
+Two kinds. A *token* format keeps a code of some bits per channel and a scale per token; a
 *summary* format keeps one or two vectors per block. Byte order is little-endian. These bytes are
 stored beside blocks and read by other engines, so any change of them changes `LAYOUT_VERSION`.
 
@@ -14,6 +14,12 @@ Token formats are ceil(tokens / 16) runs of 16 tokens, each:
   sigma       float16 [16]                  scale per token; negative if there is no token
 A shift and a mask turn a line of 64 bytes into four channels of sixteen tokens, which is what a
 four-way byte product takes. Channels are padded to whole lines; padding means nothing.
+
+mix2 is a token format whose channels are a head's principal axes (`hotkv_sparse.axes`), strongest
+first, in lines as above: fine lines of w = 4 bits, 8 channels each, then coarse lines of w = 2
+bits, 16 channels each. The weakest channels have no code. A head has as many lines as with rot2u,
+half of them fine (rounded down), and so the same bytes. Codes are evenly spaced: code c stands for
+(c - (2^w - 1) / 2) steps.
 
 Summary formats: parts uint8 [parts][D padded to 32], value + 128 with 128 in the padding, then
 float32 [parts], the scales; a scale is negative if there is no token. quest: max, min. cuboid:
@@ -33,6 +39,9 @@ LAYOUT_VERSION = 1
 RUN_TOKENS = 16
 LINE_BYTES = 64
 PART_ALIGN = 32
+FINE_CHANNELS, COARSE_CHANNELS = 8, 16
+"""Channels of a line of 4-bit and of 2-bit codes."""
+AXES_KERNEL = 42
 NO_TOKEN = -1.0
 """Stored in place of a scale if there is no token."""
 
@@ -43,7 +52,8 @@ class Format:
 
     `levels`: the integer that each code stands for, ascending; `level_unit`: integer steps per unit
     of a rotated key's rms; `offset`: added to a level to make it an unsigned byte; `bias`: how much
-    the log mass of a block is overestimated, in nats.
+    the log mass of a block is overestimated, in nats. `by_axes`: codes are of principal axes, with
+    `bits` of them a channel in the mean and no table of levels.
     """
 
     name: str
@@ -53,11 +63,17 @@ class Format:
     offset: int = 128
     bias: float = 0.0
     parts: int = 0
+    by_axes: bool = False
 
     @property
     def kind(self) -> int:
         """The number by which kernels know a summary format."""
         return ("quest", "cuboid", "mean").index(self.name)
+
+    @property
+    def kernel(self) -> int:
+        """The number by which `score_tokens` knows a token format: its bits, or `AXES_KERNEL`."""
+        return AXES_KERNEL if self.by_axes else self.bits
 
 
 # Lloyd-Max levels of the normal distribution (SPARSE.md: ±.7979; ±.4528, ±1.510; ±.2451, ±.7560,
@@ -77,6 +93,7 @@ FORMATS: dict[str, Format] = {
         level_unit=127 / 2.152,
         bias=0.09,
     ),
+    "mix2": Format("mix2", bits=2, bias=0.05, by_axes=True),
     "quest": Format("quest", parts=2),
     "cuboid": Format("cuboid", parts=2),
     "mean": Format("mean", parts=1),
@@ -99,19 +116,36 @@ def token_scorer(name: str) -> bool:
     return format_named(name).bits > 0
 
 
+def needs_axes(name: str) -> bool:
+    """True if the format needs `hotkv_sparse.axes.Axes`, which are calibrated."""
+    return format_named(name).by_axes
+
+
+def num_lines(head_size: int) -> tuple[int, int]:
+    """Fine and coarse lines of a run in mix2."""
+    total = -(-head_size // COARSE_CHANNELS)
+    return total // 2, total - total // 2
+
+
 def num_runs(block_tokens: int) -> int:
     """Runs of 16 tokens in a block."""
     return -(-block_tokens // RUN_TOKENS)
 
 
 def padded_channels(form: Format, head_size: int) -> int:
-    """Channels with their padding: whole lines of codes, or whole 32-byte steps of a part."""
+    """Channels that have a code, with their padding: whole lines of codes, or whole 32-byte steps
+    of a part."""
+    if form.by_axes:
+        fine, coarse = num_lines(head_size)
+        return fine * FINE_CHANNELS + coarse * COARSE_CHANNELS
     step = {0: PART_ALIGN, 1: 32, 2: 16, 3: 32}[form.bits]
     return -(-head_size // step) * step
 
 
 def run_bytes(form: Format, head_size: int) -> int:
     """Bytes of one run of 16 tokens in a token format."""
+    if form.by_axes:
+        return LINE_BYTES * sum(num_lines(head_size)) + 2 * RUN_TOKENS
     return RUN_TOKENS * (padded_channels(form, head_size) * form.bits // 8 + 2)
 
 
@@ -128,11 +162,16 @@ def bytes_per_block(name: str, block_tokens: int, kv_heads: int, head_size: int)
     return kv_heads * head_bytes(name, block_tokens, head_size)
 
 
-def version(name: str, head_size: int, mu_HD: npt.NDArray[np.float32] | None) -> int:
+def version(
+    name: str,
+    head_size: int,
+    mu_HD: npt.NDArray[np.float32] | None,
+    axes_bytes: bytes = b"",
+) -> int:
     """63-bit id of everything that gives the bytes their meaning; representations of unlike
     versions are never scored together.
 
-    It covers layout, format, levels, signs and centre `mu_HD` (None: 0).
+    It covers layout, format, levels, signs, centre `mu_HD` (None: 0) and `Axes.to_bytes()`.
     """
     form = format_named(name)
     digest = hashlib.sha256(f"hotkv-representation-{LAYOUT_VERSION}:{form!r}:{head_size}:".encode())
@@ -140,4 +179,5 @@ def version(name: str, head_size: int, mu_HD: npt.NDArray[np.float32] | None) ->
         digest.update(signs(head_size).tobytes())
     if mu_HD is not None and np.any(mu_HD):
         digest.update(np.ascontiguousarray(mu_HD, dtype="<f4").tobytes())
+    digest.update(axes_bytes)
     return int.from_bytes(digest.digest()[:8], "little") >> 1

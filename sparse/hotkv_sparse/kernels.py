@@ -6,6 +6,7 @@ have them all. numba's disk cache notices a change of the file that defines a ke
 of the files that this kernel calls into (`*_lanes`, `key_order_kernels`): clear the cache then.
 """
 
+from hotkv_sparse.axis_kernels import build_axes, prepare_axes
 from hotkv_sparse.build_kernels import build_parts, build_tokens, prepare
 from hotkv_sparse.choice_kernels import aggregate, choose, top
 from hotkv_sparse.hotset_kernels import (
@@ -20,6 +21,7 @@ from hotkv_sparse.score_kernels import page_log_mass, score_parts, score_tokens
 __all__ = [
     "REFUSED",
     "aggregate",
+    "build_axes",
     "build_parts",
     "build_tokens",
     "choose",
@@ -29,6 +31,7 @@ __all__ = [
     "hot_step",
     "page_log_mass",
     "prepare",
+    "prepare_axes",
     "score_parts",
     "score_tokens",
     "top",

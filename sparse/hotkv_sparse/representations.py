@@ -9,14 +9,17 @@ of 16 tokens, L lines.
 """
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 
 from hotkv import native
 from hotkv.errors import HotKVError, Reason
-from hotkv_sparse import formats
-from hotkv_sparse.formats import LINE_BYTES, NO_TOKEN, RUN_TOKENS, Format
+from hotkv_sparse import axis_codes, formats
+from hotkv_sparse.axes import Axes, run_channels
+from hotkv_sparse.formats import NO_TOKEN, RUN_TOKENS, Format
+from hotkv_sparse.lines import pack_lines, unpack_lines
 from hotkv_sparse.rotation import factors, pass_arrays, rotate
 
 F32 = npt.NDArray[np.float32]
@@ -61,12 +64,14 @@ def build(
     mu_HD: F32 | None = None,
     num_tokens_B: I32 | None = None,
     out: U8 | None = None,
+    axes: Axes | None = None,
 ) -> U8:
     """Representations uint8 [B, H, N] of keys float32 [B, T, H, D]; centre `mu_HD` (None: 0), valid
-    tokens `num_tokens_B` (None: all).
+    tokens `num_tokens_B` (None: all). mix2 needs `axes`, the other formats have none.
 
     Token formats: x = k − mu, y = rotated x, codes nearest to y / rms(y), sigma = |y|² / (y ·
-    level) (SPARSE.md, rot2u; of the RaBitQ and TurboQuant family). Summaries: quest min and max
+    level) (SPARSE.md, rot2u; of the RaBitQ and TurboQuant family). mix2: the same of principal
+    axes (`axes`, `axis_codes`). Summaries: quest min and max
     (Quest), cuboid centre (min + max) / 2 and radius mean |k − c| (ArkVale), mean. `out` may be any
     array with contiguous last axis. Raises INVALID_FIELD. Does not block; compiled code runs
     without the GIL.
@@ -86,6 +91,16 @@ def build(
             ),
         )
     kernels = native.load("hotkv_sparse.kernels")
+    if form.by_axes:
+        _build_by_axes(
+            kernels,
+            keys_BTHD,
+            mu_HD,
+            num_tokens_B,
+            out,
+            checked_axes(name, axes, keys_BTHD.shape[2:]),
+        )
+        return out
     if kernels is None:
         out[...] = build_reference(form, keys_BTHD, mu_HD, num_tokens_B)
         return out
@@ -106,6 +121,44 @@ def build(
     else:
         kernels.build_parts(keys_BTHD, mu_HD, num_tokens_B, form.kind, channels, out)
     return out
+
+
+def checked_axes(name: str, axes: Axes | None, shape: tuple[int, ...]) -> Axes:
+    """Axes for format `name` that fit keys of `shape` = (kv_heads, head_size), or INVALID_FIELD."""
+    if axes is None:
+        raise HotKVError(Reason.INVALID_FIELD, f"{name} has no axes; calibrate them first")
+    if axes.into.shape[:2] != shape:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"axes are of {list(axes.into.shape[:2])}; {name} of these keys needs {list(shape)}",
+        )
+    return axes
+
+
+def _build_by_axes(
+    kernels: ModuleType | None, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32, out: U8, axes: Axes
+) -> None:
+    y_HBTD = axis_codes.channels_of(keys_BTHD, mu_HD, axes)
+    if kernels is None:
+        out[...] = axis_codes.build_reference(y_HBTD, axes, num_tokens_B)
+        return
+    num_blocks, block_tokens, kv_heads, head_size = keys_BTHD.shape
+    runs, (num_fine, num_coarse) = formats.num_runs(block_tokens), run_channels(head_size)
+    sigma = np.empty((num_blocks, kv_heads, runs, RUN_TOKENS), np.float32)
+    kernels.build_axes(
+        y_HBTD,
+        np.ascontiguousarray(axes.rms),
+        axis_codes.half_steps(axes),
+        axis_codes.offsets_of(head_size),
+        num_tokens_B,
+        num_fine,
+        num_fine + num_coarse,
+        sigma,
+        out,
+    )
+    step, halves = out.shape[2] // runs, sigma.astype(np.float16).view(np.uint8)
+    for run in range(runs):
+        out[:, :, (run + 1) * step - 2 * RUN_TOKENS : (run + 1) * step] = halves[:, :, run]
 
 
 def build_reference(form: Format, keys_BTHD: F32, mu_HD: F32, num_tokens_B: I32) -> U8:
@@ -142,33 +195,12 @@ def _pack_tokens(form: Format, x_BHTD: F32, valid_BT: npt.NDArray[np.bool_]) -> 
     sigma = np.where(present, np.minimum(sigma, 65504.0), NO_TOKEN).astype(np.float16)
     codes_BHRTD = codes.reshape(num_blocks, kv_heads, runs, RUN_TOKENS, channels)
     sigma_BHRT = sigma.reshape(num_blocks, kv_heads, runs, RUN_TOKENS)
-    lines = [_pack_lines(codes_BHRTD & np.uint8(3), min(form.bits, 2))]
+    lines = [pack_lines(codes_BHRTD & np.uint8(3), min(form.bits, 2))]
     if form.bits == 3:
-        lines.append(_pack_lines(codes_BHRTD >> np.uint8(2), 1))
+        lines.append(pack_lines(codes_BHRTD >> np.uint8(2), 1))
     packed: U8 = np.concatenate([*lines, np.ascontiguousarray(sigma_BHRT).view(np.uint8)], axis=-1)
     result: U8 = packed.reshape(num_blocks, kv_heads, packed.shape[-1] * runs)
     return result
-
-
-def _pack_lines(codes: U8, width: int) -> U8:
-    """Codes uint8 [..., 16, channels] of `width` bits in lines of 64 bytes, uint8 [..., lines *
-    64]."""
-    lead, planes = codes.shape[:-2], 8 // width
-    num_lines = codes.shape[-1] // (4 * planes)
-    codes = codes.reshape(*lead, RUN_TOKENS, num_lines, planes, 4)
-    shifts = (np.arange(planes, dtype=np.uint8) * width)[:, None]
-    merged = np.bitwise_or.reduce(codes << shifts, axis=-2)
-    return np.ascontiguousarray(np.moveaxis(merged, -3, -2)).reshape(*lead, num_lines * LINE_BYTES)
-
-
-def _unpack_lines(data: U8, width: int) -> U8:
-    """The inverse of `_pack_lines`."""
-    lead, planes = data.shape[:-1], 8 // width
-    num_lines = data.shape[-1] // LINE_BYTES
-    lines = np.moveaxis(data.reshape(*lead, num_lines, RUN_TOKENS, 4), -2, -3)
-    shifts = (np.arange(planes, dtype=np.uint8) * width)[:, None]
-    codes = (lines[..., None, :] >> shifts) & np.uint8((1 << width) - 1)
-    return codes.reshape(*lead, RUN_TOKENS, num_lines * planes * 4).astype(np.uint8)
 
 
 def _pack_summary(form: Format, x_BHTD: F32, valid_BT: npt.NDArray[np.bool_]) -> U8:
@@ -225,7 +257,7 @@ class Tokens:
     """An unpacked token format: `levels` int8 [B, H, R * 16, channels], `sigma` float32 [B, H, R *
     16], negative if there is no token.
 
-    A rotated key is about sigma · level / `level_unit`.
+    A rotated key is about sigma · level / `level_unit`; of mix2, levels are in half steps.
     """
 
     levels: npt.NDArray[np.int8]
@@ -235,6 +267,8 @@ class Tokens:
 def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
     """A token format's bytes uint8 [B, H, N]; padding channels mean nothing."""
     form = formats.format_named(name)
+    if form.by_axes:
+        return Tokens(*axis_codes.unpack(packed, head_size))
     lead = packed.shape[:-1]
     channels, step = formats.padded_channels(form, head_size), formats.run_bytes(form, head_size)
     num_runs = packed.shape[-1] // step
@@ -243,9 +277,9 @@ def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
         np.ascontiguousarray(runs[..., step - 2 * RUN_TOKENS :]).view(np.float16).astype(np.float32)
     )
     low_bytes = RUN_TOKENS * channels * min(form.bits, 2) // 8
-    codes = _unpack_lines(runs[..., :low_bytes], min(form.bits, 2))
+    codes = unpack_lines(runs[..., :low_bytes], min(form.bits, 2))
     if form.bits == 3:
-        codes |= _unpack_lines(runs[..., low_bytes : step - 2 * RUN_TOKENS], 1) << 2
+        codes |= unpack_lines(runs[..., low_bytes : step - 2 * RUN_TOKENS], 1) << 2
     levels = np.array(form.levels, np.int8)[codes]
     num_tokens = num_runs * RUN_TOKENS
     return Tokens(levels.reshape(*lead, num_tokens, channels), sigma.reshape(*lead, num_tokens))

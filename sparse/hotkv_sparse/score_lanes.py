@@ -72,6 +72,64 @@ def _codes(builder: Any, bits: int, low: Any, high: Any, plane: int) -> Any:
     return builder.bitcast(looked_up, INTS)
 
 
+def _store_scores(
+    builder: Any, totals: list[Any], sigma: Any, factor: Any, out: Any, out_stride: Any
+) -> None:
+    """Writes total * sigma * factor of sixteen tokens for each head, MIN_SCORE if there is no
+    token; `sigma` is the address of their float16 scales."""
+    halves = load(builder, sigma, ir.VectorType(ir.HalfType(), LANES))
+    scales = builder.fpext(halves, FLOATS)
+    absent = builder.fcmp_ordered("<", scales, floats(0.0))
+    for h, total in enumerate(totals):
+        unit = splat(builder, load(builder, offset(builder, factor, h, 4), F32), FLOATS)
+        product = builder.fmul(builder.sitofp(total, FLOATS), builder.fmul(scales, unit))
+        score = builder.select(absent, floats(MIN_SCORE), product)
+        store(builder, score, builder.add(out, builder.mul(out_stride, I64(h))))
+
+
+def _axes_scores(num_heads: int) -> Any:
+    """As the operations of `_run_scores`, for mix2: (run, num_lines, ...), the first half of the
+    lines fine.
+
+    A code is taken out of its line doubled, so that a level in half steps is the byte less its
+    offset, and needs no table.
+    """
+
+    def emit(builder: Any, args: Any) -> None:
+        run, num_lines, query, query_stride, bias, factor, out, out_stride = args
+        totals = [
+            variable(builder, splat(builder, load(builder, offset(builder, bias, h, 4), I32), INTS))
+            for h in range(num_heads)
+        ]
+        num_fine = builder.lshr(num_lines, I64(1))
+        num_coarse = builder.sub(num_lines, num_fine)
+        lines, channels = run, query
+        for count, width, mask in ((num_fine, 4, 0x1E1E1E1E), (num_coarse, 2, 0x06060606)):
+            planes = 8 // width
+            with cgutils.for_range(builder, count, intp=I64) as loop:
+                line = load(builder, offset(builder, lines, loop.index, LINE_BYTES), INTS)
+                for plane in range(planes):
+                    moved = (
+                        builder.lshr(line, ints(plane * width - 1))
+                        if plane
+                        else builder.shl(line, ints(1))
+                    )
+                    codes = builder.and_(moved, ints(mask))
+                    place = offset(builder, channels, loop.index, 4 * planes)
+                    for h, total in enumerate(totals):
+                        own = builder.add(
+                            offset(builder, place, plane, 4), builder.mul(query_stride, I64(h))
+                        )
+                        four = splat(builder, load(builder, own, I32), INTS)
+                        builder.store(dot4(builder, builder.load(total), codes, four), total)
+            lines = offset(builder, lines, count, LINE_BYTES)
+            channels = offset(builder, channels, count, 4 * planes)
+        sums = [builder.load(total) for total in totals]
+        _store_scores(builder, sums, lines, factor, out, out_stride)
+
+    return operation(8, emit)
+
+
 def _run_scores(bits: int, num_heads: int) -> Any:
     """(run, num_steps, query, query_stride, bias, factor, out, out_stride): scores of one run of 16
     tokens for `num_heads` query heads.
@@ -122,22 +180,9 @@ def _run_scores(bits: int, num_heads: int) -> Any:
                         splat(builder, channels, INTS),
                     )
                     builder.store(total, sums[plane % 2][h])
-        halves = load(
-            builder,
-            offset(builder, high_base, num_steps, high_lines * LINE_BYTES),
-            ir.VectorType(ir.HalfType(), LANES),
-        )
-        sigma = builder.fpext(halves, FLOATS)
-        absent = builder.fcmp_ordered("<", sigma, floats(0.0))
-        for h in heads:
-            total = builder.sitofp(
-                builder.add(builder.load(sums[0][h]), builder.load(sums[1][h])), FLOATS
-            )
-            scale = splat(builder, load(builder, offset(builder, factor, h, 4), F32), FLOATS)
-            score = builder.select(
-                absent, floats(MIN_SCORE), builder.fmul(total, builder.fmul(sigma, scale))
-            )
-            store(builder, score, builder.add(out, builder.mul(out_stride, I64(h))))
+        sigma = offset(builder, high_base, num_steps, high_lines * LINE_BYTES)
+        totals = [builder.add(*(builder.load(sums[chain][h]) for chain in (0, 1))) for h in heads]
+        _store_scores(builder, totals, sigma, factor, out, out_stride)
 
     return operation(8, emit)
 
@@ -333,6 +378,7 @@ def _emit_finish(builder: Any, args: Any) -> None:
 
 RUN_1_1, RUN_1_2, RUN_1_3, RUN_1_4 = (_run_scores(1, heads) for heads in (1, 2, 3, 4))
 RUN_2_1, RUN_2_2, RUN_2_3, RUN_2_4 = (_run_scores(2, heads) for heads in (1, 2, 3, 4))
+AXES_1, AXES_2, AXES_3, AXES_4 = (_axes_scores(heads) for heads in (1, 2, 3, 4))
 RUN_3_1, RUN_3_2, RUN_3_3, RUN_3_4 = (_run_scores(3, heads) for heads in (1, 2, 3, 4))
 BF16_KEYS, F16_KEYS = (
     [_key_scores(16, True, 1, h) for h in (1, 4)],

@@ -11,15 +11,17 @@ padding, P parts, B blocks of a pool, S scored blocks, N bytes of a block and he
 """
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 
 from hotkv import native
 from hotkv.errors import HotKVError, Reason
-from hotkv_sparse import formats
+from hotkv_sparse import axis_codes, formats
+from hotkv_sparse.axes import Axes
 from hotkv_sparse.formats import Format
-from hotkv_sparse.representations import Tokens, unpack_tokens
+from hotkv_sparse.representations import Tokens, checked_axes, unpack_tokens
 from hotkv_sparse.rotation import factors, pass_arrays, rotate
 
 F32 = npt.NDArray[np.float32]
@@ -52,10 +54,11 @@ def prepare(
     mu_HD: F32 | None = None,
     scale: float | None = None,
     bias: float | None = None,
+    axes: Axes | None = None,
 ) -> Query:
     """float32 query [Q, D] (after RoPE) for format `name`; `scale` of attention, 1 / sqrt(D) unless
-    given; `bias` in nats as calibrated with the centre, else the format's. INVALID_FIELD on bad
-    shapes.
+    given; `bias` in nats as calibrated with the centre, else the format's. mix2 needs the `axes` of
+    its keys. INVALID_FIELD on bad shapes.
 
     int8 queries lose under 1 % of a rotated query's norm, far less than the codes do.
     """
@@ -80,9 +83,13 @@ def prepare(
         (num_heads, max(form.parts, 1), formats.padded_channels(form, head_size)), np.int8
     )
     kernels = native.load("hotkv_sparse.kernels")
-    if kernels is None:
+    unit = form.level_unit if form.bits else 1.0
+    if form.by_axes:
+        unit = 1.0
+        peak, offsets = _prepare_by_axes(kernels, name, query_QD, codes[:, 0], axes)
+    elif kernels is None:
         peak = _prepare_reference(form, query_QD, codes)
-        sums = codes.sum(axis=2, dtype=np.int32)
+        offsets = codes.sum(axis=2, dtype=np.int32) * np.int32(-form.offset)
     else:
         peak, sums = np.empty(num_heads, np.float32), np.zeros(codes.shape[:2], np.int32)
         starts, sizes = pass_arrays(head_size)
@@ -98,8 +105,7 @@ def prepare(
             sums,
             codes,
         )
-    offsets = sums * np.int32(-form.offset)
-    unit = form.level_unit if form.bits else 1.0
+        offsets = sums * np.int32(-form.offset)
     factor = (peak * np.float32(scale / (127.0 * unit))).astype(np.float32)
     return Query(
         form,
@@ -109,6 +115,33 @@ def prepare(
         factor,
         (shift - np.float32(form.bias if bias is None else bias)).astype(np.float32),
     )
+
+
+def _prepare_by_axes(
+    kernels: ModuleType | None,
+    name: str,
+    query_QD: F32,
+    codes_QC: npt.NDArray[np.int8],
+    axes: Axes | None,
+) -> tuple[F32, I32]:
+    """Fills the codes; returns the peaks float32 [Q] and the offsets int32 [Q, 1]."""
+    num_heads, head_size = query_QD.shape
+    kv_heads = 1 if axes is None else len(axes.into)
+    if num_heads % kv_heads:
+        raise HotKVError(
+            Reason.INVALID_FIELD, f"axes are of {kv_heads} KV heads, the query has {num_heads}"
+        )
+    found = checked_axes(name, axes, (kv_heads, head_size))
+    if kernels is None:
+        peak, sums = axis_codes.prepare_reference(query_QD, found, codes_QC)
+    else:
+        peak, sums = np.empty(num_heads, np.float32), np.empty(num_heads, np.int32)
+        query, offsets = (
+            np.ascontiguousarray(query_QD, np.float32),
+            axis_codes.offsets_of(head_size),
+        )
+        kernels.prepare_axes(query, found.weights, offsets, peak, sums, codes_QC)
+    return peak, sums[:, None]
 
 
 def _prepare_reference(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32:
@@ -189,7 +222,7 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
         kernels.score_tokens(
             packed_BHN,
             rows_S,
-            query.form.bits,
+            query.form.kernel,
             run_bytes,
             query.codes,
             query.offsets[:, 0].copy(),

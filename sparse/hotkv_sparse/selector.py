@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from hotkv import native
 from hotkv.errors import HotKVError, Reason
+from hotkv_sparse.axes import Axes
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.scores import Query, prepare, score
 from hotkv_sparse.superblocks import score_pruned
@@ -32,7 +33,7 @@ _NOBODY = np.empty(0, np.bool_)
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where a layer's representations of one format lie: pool uint8 [B, H, N], their centre and
-    bias (None: 0, the format's).
+    bias (None: 0, the format's), and their axes, if the format needs them.
 
     `supers` uint8 [ceil(C / 8), H, N], summaries only: super-blocks of the context
     (`superblocks.merge`), for scoring in two levels.
@@ -42,6 +43,7 @@ class Source:
     mu: F32 | None = None
     bias: float | None = None
     supers: U8 | None = None
+    axes: Axes | None = None
 
 
 def select_layer(
@@ -76,7 +78,9 @@ def select_layer(
     scored = [
         _scores(
             sources[name],
-            prepare(name, query_QD, sources[name].mu, scale, sources[name].bias),
+            prepare(
+                name, query_QD, sources[name].mu, scale, sources[name].bias, sources[name].axes
+            ),
             rows_C,
             where,
         )
@@ -91,7 +95,7 @@ def select_layer(
         scores,
         log_mass,
         where,
-        config.budget_blocks(context_tokens, block_tokens),
+        config.budget_blocks(context_tokens, block_tokens, layer),
         adaptive_p=config.adaptive_p,
         floor_blocks=floor_blocks(block_tokens),
         resident_S=None if resident_C is None else resident_C[where.first : where.last],

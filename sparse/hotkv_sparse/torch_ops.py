@@ -60,7 +60,7 @@ def score(
 
     INVALID_FIELD on bad shapes.
     """
-    form = formats.format_named(name)
+    form = _without_axes(name)
     bias = form.bias if bias is None else bias
     num_heads, head_size = query_QD.shape
     if not len(packed_SHN):
@@ -95,6 +95,16 @@ def score(
         for some_SHN in packed_SHN.split(_CHUNK_BLOCKS)
     ]
     return torch.cat(scored, dim=1) + shift
+
+
+def _without_axes(name: str) -> Format:
+    form = formats.format_named(name)
+    if form.by_axes:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"torch knows no {name}; use hotkv_sparse.representations and scores",
+        )
+    return form
 
 
 def _token_scores(
@@ -190,7 +200,7 @@ def build_token_format(
 
     Float rounding may move a channel that lies between two levels; its score is as good.
     """
-    form = formats.format_named(name)
+    form = _without_axes(name)
     if not form.bits:
         raise HotKVError(
             Reason.INVALID_FIELD,

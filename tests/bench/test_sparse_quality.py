@@ -10,25 +10,24 @@ import torch
 from bench.sparse.calibration import Calibration, Own, calibration
 from bench.sparse.decode import Decode, Outcome
 from bench.sparse.llama import Dense, Llama, dense_pass
-from bench.sparse.mixed import SPLITS, Mixed, Moments
 from bench.sparse.pages import Pages
 from bench.sparse.texts import REPEAT, Text, copy_text, texts
 from bench.sparse.variants import (
+    DENSE,
     ENDS,
     FRESH,
     LRU,
     ORACLE,
     PREVIOUS,
+    RESIDENT,
     TIGHT,
     Variant,
     all_variants,
     passes,
+    resident_variants,
 )
-from bench.sparse_quality import Row, targets
-from hotkv_sparse import build
+from bench.sparse_quality import Row, resident_targets, targets
 from hotkv_sparse.centre import MIN_TOKENS, Centres
-from hotkv_sparse.representations import approximate_keys
-from hotkv_sparse.rotation import rotate
 
 CONTEXT_TOKENS, COMPARED_TOKENS, DENSE_LAYERS = 320, 64, 2
 
@@ -98,7 +97,8 @@ def test_budgets_that_cover_the_context_change_nothing(
             ("rot1u+mu", 32, False),
             ("rot3u+own", 16, True),
             ("rot2u+file", 16, False),
-            ("mix2", 16, False),
+            ("mix2+own", 16, False),
+            ("mix2+mu2k", 32, True),
         )
         for way in ways
     ]
@@ -197,27 +197,40 @@ def test_targets_take_the_worst_text() -> None:
 
 
 @torch.inference_mode()
-def test_mixed_codes_estimate_scores_without_bias_and_better_than_rot2u() -> None:
-    generator = torch.Generator().manual_seed(8)
-    strength = torch.logspace(0.5, -1.5, 64)
-    keys = torch.randn(2, 4000, 64, generator=generator) * strength + 0.5
-    query = torch.randn(6, 4000, 64, generator=generator)
-    moments = Moments.of(query, keys)
-    exact = query[0, :200] @ keys[0].T
-    errors = {}
-    for name in SPLITS:
-        estimate = query[0, :200] @ Mixed(name, moments).rebuilt(keys)[0].T
-        assert (
-            float(torch.corrcoef(torch.stack([exact.flatten(), estimate.flatten()]))[0, 1]) > 0.98
-        )
-        errors[name] = float((estimate - exact).square().mean())
-    centred = (keys - moments.key_mean[:, None])[0, :, None, None].numpy()
-    rotated = torch.from_numpy(
-        approximate_keys("rot2u", build("rot2u", np.ascontiguousarray(centred)), 64)[:, 0, 0]
-    )
-    from_rot2u = (
-        torch.from_numpy(rotate(query[0, :200].numpy())) @ rotated.T
-        + (query[0, :200] @ moments.key_mean[0])[:, None]
-    )
-    assert errors["mix2"] < errors["mix1.5"]
-    assert errors["mix2"] < float((from_rot2u - exact).square().mean())
+def test_more_budget_for_the_first_layers_alone(model_folder: Path, tokens: torch.Tensor) -> None:
+    """Counted from the model's first layer, wherever the decode begins; `DENSE` covers all."""
+    model = Llama(model_folder)
+    attended = {}
+    for first_layer in (0, DENSE_LAYERS):
+        dense = dense_pass(model, tokens[:-1], COMPARED_TOKENS, first_layer)
+        own = Own.of(dense)
+        calibrated = calibration(own, own, None, first_layer)
+        for factor in (1.0, 1.5, DENSE):
+            variant = Variant("mix2+own", 0.5, 16, True, FRESH, 0, factor)
+            (outcome,) = Decode(model, dense, tokens, calibrated, [variant]).run()
+            attended[first_layer, factor] = outcome.attended_ratio
+    once = attended[DENSE_LAYERS, 1.0]
+    assert attended[DENSE_LAYERS, 1.5] == attended[DENSE_LAYERS, DENSE] == once
+    # Two layers of four.
+    assert attended[0, 1.0] == pytest.approx(once)
+    assert attended[0, 1.5] == pytest.approx(once * 1.25, rel=0.05)
+    assert attended[0, DENSE] == pytest.approx((1 + once) / 2)
+
+
+def test_budgets_of_residency_have_names_of_their_own() -> None:
+    rows = resident_variants(with_file=True)
+    assert len({row.key for row in rows}) == len(rows)
+    labels = {(row.budget, row.first_factor): row.budget_label for row in rows}
+    assert labels[256, 1.0] == "256" and labels[0.10, 4.0] == "10%, first x 4"
+    assert labels[512, DENSE] == "512, first dense"
+
+
+def test_targets_of_residency_are_each_texts_own() -> None:
+    variant = Variant("rot2u", 0.10, *RESIDENT)
+    rows = [
+        Row(Text(name, "here", ()), Outcome(variant, kl, loss, None, 0.2, 0.0))
+        for name, kl, loss in (("gpl3", 0.021, 0.0), ("prose", 0.009, 0.0), (REPEAT, 0.9, -0.01))
+    ]
+    found = {target.name.split(": ")[1]: target.met for target in resident_targets(rows, "rot2u")}
+    assert found == {"prose kl": True, "gpl3 kl": False, "copy delta_nll": True}
+    assert resident_targets(rows, "mix2+own") == []

@@ -130,6 +130,8 @@ def test_refusals_of_sequences(sparse_engine: Make, server: Server) -> None:
         ({"adaptive_p": -1.0}, "select.adaptive_p is -1.0"),
         ({"cache_policy": "mru"}, "select.cache_policy is 'mru'"),
         ({"residency_prior": float("inf")}, "select.residency_prior is inf"),
+        ({"first_layers_factor": 0.5}, "select.first_layers_factor is 0.5"),
+        ({"scorer": "mix2"}, "is scored by mix2, whose axes only the engine has"),
         ({"sink_token_count": -1}, "select.sink_tokens is -1"),
         ({"recent_token_count": 0}, "select.recent_tokens is 0"),
         ({"max_correction_block_count": -2}, "select.max_correction_blocks is -2"),

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 F32 = npt.NDArray[np.float32]
 TOKEN_FORMATS = ("rot1u", "rot2u", "rot3u")
 SUMMARIES = ("quest", "cuboid", "mean")
+UNCALIBRATED = TOKEN_FORMATS + SUMMARIES
+"""All formats but mix2, whose axes need calibration."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pytest
 
 from hotkv.errors import HotKVError
 from hotkv_sparse import FORMATS, build, prepare, score
+from hotkv_sparse.axes import Axes, AxesEstimate
 from hotkv_sparse.centre import MIN_TOKENS, TOKEN_FORMATS, CentreEstimate, measured_bias
 from hotkv_sparse.selector import exact_log_mass
 
@@ -45,17 +46,31 @@ def test_bias_is_the_mean_error_weighted_by_mass(
     queries = (2 * dice.standard_normal((len(positions), kv_heads * group, head_size))).astype(
         np.float32
     )
+    estimate = AxesEstimate(kv_heads, head_size)
+    estimate.add(keys[: len(queries)], queries)
+    _, axes = estimate.axes(min_tokens=1) or pytest.fail("tokens were seen")
     for mu in (None, keys.mean(axis=0)):
-        found = [measured_bias(name, mu, keys, queries, positions, scale) for name in TOKEN_FORMATS]
+        found = [
+            measured_bias(name, mu, keys, queries, positions, scale, axes) for name in TOKEN_FORMATS
+        ]
         np.testing.assert_allclose(
             found,
-            [_naive_bias(name, mu, keys, queries, positions, scale) for name in TOKEN_FORMATS],
+            [
+                _naive_bias(name, mu, keys, queries, positions, scale, axes)
+                for name in TOKEN_FORMATS
+            ],
             atol=1e-3,
         )
 
 
 def _naive_bias(
-    name: str, mu: Any, keys: Any, queries: Any, positions: list[int], scale: float | None
+    name: str,
+    mu: Any,
+    keys: Any,
+    queries: Any,
+    positions: list[int],
+    scale: float | None,
+    axes: Axes,
 ) -> float:
     """One block at a time; only those between 32 sinks and 64 recent tokens."""
     errors, masses = [], []
@@ -65,8 +80,8 @@ def _naive_bias(
             block = keys[first : first + 16]
             exact = exact_log_mass(query, block, scale)
             estimated = score(
-                prepare(name, query, mu, scale, bias=0.0),
-                build(name, block[None], mu),
+                prepare(name, query, mu, scale, bias=0.0, axes=axes),
+                build(name, block[None], mu, axes=axes),
                 np.zeros(1, np.int32),
             )[:, 0]
             errors.append(estimated - exact)

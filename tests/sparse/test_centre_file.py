@@ -13,11 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotkv.errors import HotKVError, Reason
+from hotkv_sparse.axes import Axes
 from hotkv_sparse.centre import MIN_TOKENS, TOKEN_FORMATS, Centres, LayerCentre
 from hotkv_sparse.centre_file import read_centres, write_centres
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 BIAS = st.dictionaries(st.sampled_from(TOKEN_FORMATS), st.floats(-10, 10, allow_nan=False))
+
+
+def axes(kv_heads: int, head_size: int) -> Axes:
+    dice = np.random.default_rng(kv_heads)
+    turn = np.linalg.qr(dice.standard_normal((kv_heads, head_size, head_size)))[0]
+    return Axes(turn.astype(np.float32), dice.uniform(0.5, 2, (kv_heads, 2)).astype(np.float32))
 
 
 @st.composite
@@ -26,7 +33,8 @@ def centres_of(draw: st.DrawFn) -> Centres:
     layers = {}
     for index in draw(st.sets(st.integers(0, 200), min_size=1, max_size=5)):
         shape = draw(st.tuples(st.integers(1, 4), st.integers(1, 40)))
-        layers[index] = LayerCentre(dice.standard_normal(shape).astype(np.float32), draw(BIAS))
+        mu = dice.standard_normal(shape).astype(np.float32)
+        layers[index] = LayerCentre(mu, draw(BIAS), axes(*shape) if draw(st.booleans()) else None)
     return Centres(
         draw(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))),
         draw(st.integers(MIN_TOKENS, 1 << 40)),
@@ -40,7 +48,11 @@ def example() -> Centres:
         "some-model",
         4000,
         {
-            index: LayerCentre(dice.standard_normal((2, 8)).astype(np.float32), {"rot2u": 0.25})
+            index: LayerCentre(
+                dice.standard_normal((2, 8)).astype(np.float32),
+                {"rot2u": 0.25},
+                axes(2, 8) if index == 5 else None,
+            )
             for index in (2, 5)
         },
     )
@@ -79,11 +91,20 @@ def test_what_is_written_is_read(
         mu = found.mu(index)
         assert mu is not None and mu.dtype == np.float32
         np.testing.assert_array_equal(mu, layer.mu)
+        mine, other = found.axes(index), layer.axes
+        assert (mine is None) == (other is None)
+        if mine is not None and other is not None:
+            assert mine.to_bytes() == other.to_bytes()
+            np.testing.assert_array_equal(mine.weights, other.weights)
         assert dict(found.layers[index].bias) == dict(layer.bias)
         for name in TOKEN_FORMATS:
             assert found.bias(index, name) == layer.bias.get(name)
     absent = max(centres.layers) + 1
-    assert found.mu(absent) is None and found.bias(absent, "rot2u") is None
+    assert (
+        found.mu(absent) is None
+        and found.axes(absent) is None
+        and found.bias(absent, "rot2u") is None
+    )
 
 
 def test_equal_centres_are_equal_files_which_replace_others_whole(tmp_path: Path) -> None:
@@ -102,7 +123,17 @@ def test_equal_centres_are_equal_files_which_replace_others_whole(tmp_path: Path
         "bias",
         "mu_2",
         "mu_5",
+        "into_5",
+        "rms_5",
     }
+
+
+def test_files_of_version_1_are_read(tmp_path: Path) -> None:
+    write_centres(tmp_path / "a.npz", example())
+    arrays = arrays_of(tmp_path / "a.npz")
+    arrays["format_version"] = np.array(1, np.int64)
+    found = read_centres(written(arrays, tmp_path / "b.npz"))
+    np.testing.assert_array_equal(found.mu(2), example().layers[2].mu)
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -162,7 +193,7 @@ def _without(name: str) -> Callable[[Arrays], None]:
         (_without("mu_5"), "has no array 'mu_5'"),
         (_without("model"), "has no array 'model'"),
         (_without("bias"), "has no array 'bias'"),
-        (_with("format_version", 2), "its format_version is 2, this hotkv reads 1"),
+        (_with("format_version", 3), "its format_version is 3, this hotkv reads 1 and 2"),
         (_with("format_version", "1"), "its array 'format_version' is <U1 []"),
         (_with("num_tokens", 3), "num_tokens is 3; a centre takes 1024 tokens or more"),
         (_with("num_tokens", 3000.0), "its array 'num_tokens' is float64 []"),
@@ -182,13 +213,24 @@ def _without(name: str) -> Callable[[Arrays], None]:
             _with("mu_2", np.full((2, 8), np.inf, np.float32)),
             "mu of layer 2 has values that are not finite",
         ),
-        (_with("bias", [[0.1, 0.2, 0.3]]), "its bias is [1, 3]"),
-        (_with("bias", np.full((2, 3), np.inf)), "its bias has values that are not finite"),
+        (_with("bias", [[0.1, 0.2, 0.3, 0.4]]), "its bias is [1, 4]"),
+        (_with("bias", np.full((2, 4), np.inf)), "its bias has values that are not finite"),
         (
-            _with("formats", ["rot2u", "rot2u", "rot1u"]),
-            "its bias is [2, 3], its layers [2, 5] and its formats ['rot2u', 'rot2u', 'rot1u']",
+            _with("formats", ["rot2u", "rot2u", "rot1u", "mix2"]),
+            "its bias is [2, 4], its layers [2, 5] and its formats ['rot2u', 'rot2u', ",
         ),
-        (_with("formats", ["rot1u", "quest", "rot3u"]), "bias of layer 2 is for 'quest'"),
+        (_with("formats", ["rot1u", "quest", "rot3u", "mix2"]), "bias of layer 2 is for 'quest'"),
+        (_without("rms_5"), "has no array 'rms_5'"),
+        (
+            _with("rms_5", np.ones((2, 3), np.float32)),
+            "axes are float32 [2, 8, 8] and float32 [2, 3]",
+        ),
+        (_with("rms_5", np.zeros((2, 2), np.float32)), "an rms that is not above 0"),
+        (_with("into_5", np.zeros((2, 8, 8), np.float32)), "axes of a head cannot be inverted"),
+        (
+            _with("into_5", np.stack([np.eye(7, dtype=np.float32)] * 2)),
+            "axes of layer 5 are of [2, 7], its mu is [2, 8]",
+        ),
         (_with("layers", [2, 2]), "its layers [2, 2]"),
         (_with("layers", [-1, 5]), "has no array 'mu_-1'"),
         (_with("layers", [[2, 5]]), "its array 'layers' is int64 [1, 2]"),
@@ -210,7 +252,7 @@ def test_files_that_say_other_things_are_refused(
 def test_files_without_layers_are_refused(tmp_path: Path) -> None:
     write_centres(tmp_path / "a", example())
     arrays = arrays_of(tmp_path / "a")
-    arrays |= {"layers": np.empty(0, np.int64), "bias": np.empty((0, 3))}
+    arrays |= {"layers": np.empty(0, np.int64), "bias": np.empty((0, 4))}
     with pytest.raises(HotKVError, match="layers is empty"):
         read_centres(written(arrays, tmp_path / "a"))
 

@@ -20,7 +20,7 @@ from hotkv_sparse.config import SparseConfig
         ({"adaptive_p": 1.0}, "sparse.adaptive_p is 1.0"),
         (
             {"scorer": "rot4u"},
-            "sparse.scorer is 'rot4u'; use one of rot1u, rot2u, rot3u, quest, cuboid, mean",
+            "sparse.scorer is 'rot4u'; use one of rot1u, rot2u, rot3u, mix2, quest, cuboid, mean",
         ),
         ({"scorer_of_layer": {3: "best"}}, r"sparse.scorer_of_layer\[3\] is 'best'"),
         ({"scorer_of_layer": {-3: "mean"}}, "sparse.scorer_of_layer is -3"),
@@ -43,6 +43,8 @@ from hotkv_sparse.config import SparseConfig
             {"cache_policy": "mru"},
             "sparse.cache_policy is 'mru'; use one of lru, clock, lru_prior, none",
         ),
+        ({"first_layers_factor": 0.5}, "sparse.first_layers_factor is 0.5; use a number from 1"),
+        ({"first_layers_factor": True}, "sparse.first_layers_factor is True"),
         ({"residency_prior": -0.1}, "sparse.residency_prior is -0.1"),
     ],
 )
@@ -99,6 +101,17 @@ def test_budgets() -> None:
     assert SparseConfig(sparse_topk=1000).budget_blocks(8192, 16) == 63
     assert SparseConfig(sparse_topk=1000).budget_blocks(100, 16) == 7
     assert SparseConfig(sparse_topk=1.0).budget_blocks(8191, 16) == 512
+
+
+@pytest.mark.parametrize(("topk", "blocks"), [(0.1, 52), (1000, 63)])
+def test_the_first_layers_have_more(topk: int | float, blocks: int) -> None:
+    config = SparseConfig(sparse_topk=topk, first_layers_factor=3)
+    assert [config.budget_blocks(8192, 16, layer) for layer in (2, 29)] == [blocks, blocks]
+    assert config.budget_blocks(8192, 16) == blocks
+    assert [config.budget_blocks(8192, 16, layer) for layer in (0, 1)] == [
+        154 if topk == 0.1 else 188
+    ] * 2
+    assert config.budget_blocks(1600, 16, 0) <= 100
 
 
 def test_scorers_of_layers() -> None:

@@ -10,6 +10,7 @@ import pytest
 from numba.core import config
 
 from hotkv_sparse import formats
+from hotkv_sparse.axes import Axes
 from hotkv_sparse.representations import build
 from hotkv_sparse.scores import prepare, score
 from tests.sparse.support import make_case
@@ -27,10 +28,13 @@ def results() -> dict[str, np.ndarray]:
     found = {}
     for group in GROUPS:
         case = make_case(11, 40, 32, 2, group, 96, True, True)
+        turn = np.linalg.qr(np.random.default_rng(12).standard_normal((2, 96, 96)))[0]
+        axes = Axes(turn.astype(np.float32), np.ones((2, 2), np.float32))
         for name in formats.FORMATS:
-            packed = build(name, case.keys, case.mu, case.num_tokens)
+            packed = build(name, case.keys, case.mu, case.num_tokens, axes=axes)
             found[f"{name} {group} bytes"] = packed
-            found[f"{name} {group}"] = score(prepare(name, case.query, case.mu), packed)
+            query = prepare(name, case.query, case.mu, axes=axes)
+            found[f"{name} {group}"] = score(query, packed)
     return found
 
 

@@ -75,7 +75,7 @@ def pool(_: Any) -> dict[str, Any]:
         rows = np.flatnonzero(worker.representations.built(layer.index)).astype(np.int32)
         built[layer.index] = len(rows)
         for name, source in worker.representations.sources(layer.index).items():
-            fresh = build(name, layer.keys_of(rows), source.mu)
+            fresh = build(name, layer.keys_of(rows), source.mu, axes=source.axes)
             wrong += int((fresh != source.pool[rows]).any(axis=(1, 2)).sum())
     return {"built": list(built.values()), "wrong": wrong}
 

@@ -79,6 +79,8 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
         if self._sparse is not None and attn_metadata is not None:
             worker, sparse_layer = self._sparse
             try:
+                if sparse_layer.index in worker.first_prompt.waiting:
+                    self._show(worker, sparse_layer, query, key, attn_metadata)
                 found = self._rewritten(worker, sparse_layer, layer.isa, query, attn_metadata)
                 if found is not None:
                     metadata, pages = found
@@ -106,6 +108,23 @@ class HotAttentionImpl(CPUAttentionBackendImpl):
             output_scale,
             output_block_scale,
         )
+
+    def _show(
+        self,
+        worker: SparseWorker,
+        sparse_layer: SparseLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        metadata: CPUAttentionMetadata,
+    ) -> None:
+        """Shows the step's keys and queries to a layer that is not calibrated."""
+        batch = _batch(metadata)
+        num_tokens = int(batch.starts[-1])
+        keys, queries = (
+            part[:num_tokens].reshape(num_tokens, -1, self.head_size).float().numpy()
+            for part in (key, query)
+        )
+        worker.first_prompt.see(sparse_layer.index, batch, keys, queries)
 
     def _rewritten(
         self,

@@ -1,5 +1,5 @@
-"""Calibrates the centres of a model's keys: `python -m hotkv_vllm.sparse.calibrate --model MODEL
---output centres.npz`.
+"""Calibrates the centres and axes of a model's keys: `python -m hotkv_vllm.sparse.calibrate --model
+MODEL --output centres.npz`.
 
 Runs the model once over ordinary text in a vLLM engine of its own, in this process, and takes every
 layer's keys and some queries where attention gets them: after RoPE, in the model's dtype. So it
@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from hotkv.errors import HotKVError
+from hotkv_sparse.axes import Axes, AxesEstimate
 from hotkv_sparse.centre import (
     FIRST_TOKENS,
     MIN_TOKENS,
@@ -52,6 +53,11 @@ class Recorder:
     keys: list[torch.Tensor] = field(default_factory=list)
     queries: list[torch.Tensor] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+    moments: AxesEstimate = field(init=False)
+    """Of all contexts together."""
+
+    def __post_init__(self) -> None:
+        self.moments = AxesEstimate(self.kv_heads, self.head_size)
 
     def __call__(
         self,
@@ -72,9 +78,11 @@ class Recorder:
     def _keep(self, query: torch.Tensor, key: torch.Tensor, num_tokens: int) -> None:
         first = -(self.num_tokens + 1) % QUERY_EVERY_TOKENS
         sampled = range(first, num_tokens, QUERY_EVERY_TOKENS)
-        self.keys.append(
-            key[:num_tokens].reshape(num_tokens, self.kv_heads, self.head_size).clone()
-        )
+        keys = key[:num_tokens].reshape(num_tokens, self.kv_heads, self.head_size)
+        self.keys.append(keys.clone())
+        counted = slice(max(FIRST_TOKENS - self.num_tokens, 0), num_tokens)
+        queries = query[:num_tokens].reshape(num_tokens, self.query_heads, self.head_size)
+        self.moments.add(keys[counted].float().numpy(), queries[counted].float().numpy())
         self.queries += [
             query[place].reshape(self.query_heads, self.head_size).float() for place in sampled
         ]
@@ -111,11 +119,13 @@ class Calibration:
     def __init__(self) -> None:
         self._estimates: dict[int, CentreEstimate] = {}
         self._contexts: dict[int, list[tuple[F32, F32, list[int], float]]] = {}
+        self._moments: dict[int, AxesEstimate] = {}
 
     def add(self, layers: Mapping[int, Recorder]) -> None:
         """Adds the recorded keys and queries of one context."""
         for index, recorder in layers.items():
             keys_SHD, queries_NQD, positions = recorder.take()
+            self._moments[index] = recorder.moments
             estimate = self._estimates.setdefault(
                 index, CentreEstimate(recorder.kv_heads, recorder.head_size)
             )
@@ -130,19 +140,25 @@ class Calibration:
         layers = {}
         for index, contexts in self._contexts.items():
             mu = self._estimates[index].mu()
-            if mu is not None:
-                layers[index] = LayerCentre(
-                    mu, {name: _bias(name, mu, contexts) for name in TOKEN_FORMATS}
-                )
+            calibrated = self._moments[index].axes()
+            if mu is not None and calibrated is not None:
+                axes = calibrated[1]
+                biases = {name: _bias(name, mu, axes, contexts) for name in TOKEN_FORMATS}
+                layers[index] = LayerCentre(mu, biases, axes)
         num_tokens = min((estimate.num_tokens for estimate in self._estimates.values()), default=0)
         return Centres(model, num_tokens, layers)
 
 
-def _bias(name: str, mu_HD: F32, contexts: Sequence[tuple[F32, F32, list[int], float]]) -> float:
+def _bias(
+    name: str,
+    mu_HD: F32,
+    axes: Axes,
+    contexts: Sequence[tuple[F32, F32, list[int], float]],
+) -> float:
     return float(
         np.mean(
             [
-                measured_bias(name, mu_HD, keys, queries, positions, scale)
+                measured_bias(name, mu_HD, keys, queries, positions, scale, axes)
                 for keys, queries, positions, scale in contexts
             ]
         )

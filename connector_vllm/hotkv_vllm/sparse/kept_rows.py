@@ -3,17 +3,16 @@
 A block that is given back takes its row in the pool of the device's blocks (`pool`) with it. So
 each resident request has rows of its own here, one a block, for as long as it runs. One thread.
 Memory grows with the contexts that run at a time, to about 7 % of their KV.
-
-Shapes: n rows, H KV heads, N bytes of a block and head.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from hotkv_sparse.selector import Source
-from hotkv_vllm.sparse.pool import LayerShape
+from hotkv_vllm.sparse.pool import BlockReprManager
 
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
@@ -21,16 +20,17 @@ FIRST_ROWS = 1024
 
 
 class KeptRows:
-    """Owns the rows. What is always true: a row belongs to one request at a time."""
+    """Owns the rows. What is always true: a row belongs to one request at a time; formats, centres
+    and axes are those of `pool`."""
 
-    def __init__(self, layers: Mapping[int, LayerShape]) -> None:
-        self._layers = dict(layers)
+    def __init__(self, pool: BlockReprManager) -> None:
+        self._pool = pool
         self._num_rows = 0
         self._free: list[int] = []
-        self._sources: dict[int, dict[str, Source]] = {index: {} for index in layers}
+        self._rows: dict[tuple[int, str], U8] = {}
 
     def __repr__(self) -> str:
-        return f"KeptRows({self._num_rows - len(self._free)} of {self._num_rows} rows)"
+        return f"KeptRows({self.num_taken} of {self._num_rows} rows)"
 
     @property
     def num_taken(self) -> int:
@@ -39,39 +39,34 @@ class KeptRows:
 
     def sources(self, layer_idx: int) -> Mapping[str, Source]:
         """A layer's representations by format; they hold until the next `take`."""
-        return self._sources[layer_idx]
+        return {
+            name: replace(source, pool=self._of(layer_idx, name, source))
+            for name, source in self._pool.sources(layer_idx).items()
+        }
 
     def take(self, count: int) -> I32:
         """Rows [count] that nobody has, lowest first."""
         if count > len(self._free):
-            self._grow(max(FIRST_ROWS, 2 * self._num_rows, self._num_rows + count))
-        rows = [self._free.pop() for _ in range(count)]
-        return np.array(rows, np.int32)
+            more = max(FIRST_ROWS, self._num_rows, count)
+            self._free = [*range(self._num_rows + more - 1, self._num_rows - 1, -1), *self._free]
+            self._num_rows += more
+        return np.array([self._free.pop() for _ in range(count)], np.int32)
 
     def give_back(self, rows: I32) -> None:
         """These rows, each taken, are nobody's again."""
         self._free.extend(sorted(rows.tolist(), reverse=True))
 
-    def copy(self, layer_idx: int, rows: I32, pool: Mapping[str, Source], blocks: I32) -> None:
+    def copy(self, layer_idx: int, rows: I32, blocks: I32) -> None:
         """Copies the representations of `blocks` [n] out of the pool of the device's blocks."""
-        for name, source in self._sources[layer_idx].items():
-            source.pool[rows] = pool[name].pool[blocks]
+        for name, source in self._pool.sources(layer_idx).items():
+            self._of(layer_idx, name, source)[rows] = source.pool[blocks]
 
-    def write(self, layer_idx: int, name: str, rows: I32, packed_nHN: U8) -> None:
-        """Writes representations of one format."""
-        self._sources[layer_idx][name].pool[rows] = packed_nHN
-
-    def _grow(self, num_rows: int) -> None:
-        for index, shape in self._layers.items():
-            for name in shape.formats:
-                old = self._sources[index].get(name)
-                pool = np.zeros(
-                    (num_rows, shape.kv_heads, shape.row_bytes(name) // shape.kv_heads), np.uint8
-                )
-                if old is not None:
-                    pool[: self._num_rows] = old.pool
-                self._sources[index][name] = Source(
-                    pool, shape.centre_of(name), shape.biases.get(name)
-                )
-        self._free = [*range(num_rows - 1, self._num_rows - 1, -1), *self._free]
-        self._num_rows = num_rows
+    def _of(self, layer_idx: int, name: str, source: Source) -> U8:
+        """A layer's rows of one format, uint8 [rows, H, N]."""
+        rows = self._rows.get((layer_idx, name))
+        if rows is None or len(rows) < self._num_rows:
+            grown = np.zeros((self._num_rows, *source.pool.shape[1:]), np.uint8)
+            if rows is not None:
+                grown[: len(rows)] = rows
+            rows = self._rows[layer_idx, name] = grown
+        return rows

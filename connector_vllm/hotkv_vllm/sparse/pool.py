@@ -17,13 +17,14 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from hotkv_sparse import build
-from hotkv_sparse.formats import bytes_per_block, token_scorer
+from hotkv_sparse.axes import Axes
+from hotkv_sparse.formats import bytes_per_block, needs_axes, token_scorer
 from hotkv_sparse.selector import Source
 
 logger = logging.getLogger("vllm.hotkv")
@@ -42,7 +43,7 @@ class LayerShape:
     """Shape and formats of a layer's representations; `formats` are their names.
 
     `mu` float32 [H, D]: the centre of token formats (None: 0); `biases`: theirs with it, by name,
-    where measured.
+    where measured. `axes`: of the formats that need them; None until they are calibrated.
     """
 
     num_blocks: int
@@ -52,6 +53,12 @@ class LayerShape:
     formats: tuple[str, ...]
     mu: F32 | None = None
     biases: Mapping[str, float] = field(default_factory=dict)
+    axes: Axes | None = None
+
+    @property
+    def is_calibrated(self) -> bool:
+        """True if representations of all formats can be built."""
+        return self.axes is not None or not any(map(needs_axes, self.formats))
 
     def row_bytes(self, name: str) -> int:
         """Bytes of one block's representation in a format."""
@@ -98,9 +105,7 @@ class BlockReprManager:
             pool = memory[part.offset : part.offset + shape.num_blocks * part.row_bytes].reshape(
                 shape.num_blocks, shape.kv_heads, -1
             )
-            self._sources[part.layer][part.name] = Source(
-                pool, shape.centre_of(part.name), shape.biases.get(part.name)
-            )
+            self._sources[part.layer][part.name] = _source(shape, part.name, pool)
 
     def __repr__(self) -> str:
         return (
@@ -111,6 +116,23 @@ class BlockReprManager:
     def sources(self, layer_idx: int) -> Mapping[str, Source]:
         """Returns a layer's representations by format; row b is block b."""
         return self._sources[layer_idx]
+
+    def shape(self, layer_idx: int) -> LayerShape:
+        """Returns a layer's shape, with the axes that it has by now."""
+        return self._layers[layer_idx]
+
+    def is_calibrated(self, layer_idx: int) -> bool:
+        """Returns True if the layer's representations can be built and scored."""
+        return self._layers[layer_idx].is_calibrated
+
+    def calibrate(self, layer_idx: int, mu: F32, axes: Axes) -> None:
+        """Gives a layer its centre and axes; representations that were made without them are
+        forgotten."""
+        shape = replace(self._layers[layer_idx], mu=mu, biases={}, axes=axes)
+        self._layers[layer_idx] = shape
+        for name, source in self._sources[layer_idx].items():
+            self._sources[layer_idx][name] = _source(shape, name, source.pool)
+        self._built[layer_idx][:] = False
 
     def built(self, layer_idx: int) -> npt.NDArray[np.bool_]:
         """Returns the marks of a layer's blocks, bool by block id; a copy."""
@@ -133,16 +155,23 @@ class BlockReprManager:
 
     def update(self, layer_idx: int, new_blocks: I32) -> int:
         """Builds what is missing of `new_blocks`, all of them complete; returns how many blocks
-        that were."""
+        that were. None are built before the layer is calibrated."""
         built, shape = self._built[layer_idx], self._layers[layer_idx]
+        if not shape.is_calibrated:
+            return 0
         missing = new_blocks[~built[new_blocks]]
         for start in range(0, len(missing), BUILD_BLOCKS):
             part = missing[start : start + BUILD_BLOCKS]
             keys = self._keys_of[layer_idx](part)
             for name, source in self._sources[layer_idx].items():
-                source.pool[part] = build(name, keys, shape.centre_of(name))
+                source.pool[part] = build(name, keys, source.mu, axes=source.axes)
             built[part] = True
         return len(missing)
+
+
+def _source(shape: LayerShape, name: str, pool: U8) -> Source:
+    axes = shape.axes if needs_axes(name) else None
+    return Source(pool, shape.centre_of(name), shape.biases.get(name), axes=axes)
 
 
 def _placed(layers: Mapping[int, LayerShape]) -> tuple[tuple[Rows, ...], int]:

@@ -79,7 +79,7 @@ class ResidentWorker(SparseWorker):
         self._places = places
         tokens = layers[0].shape.block_tokens
         self._num_sinks = -(-config.sink_tokens // tokens)
-        self._kept = KeptRows({layer.index: layer.shape for layer in layers})
+        self._kept = KeptRows(self._reprs)
         self._residents: dict[str, ResidentSequence] = {}
         self._row_of: dict[int, ResidentSequence] = {}
         self._arenas: dict[tuple[int, int], Arena] = {}
@@ -263,6 +263,8 @@ class ResidentWorker(SparseWorker):
         if not self._is_kept(one):
             return
         sequence, index = one.sequence, layer.index
+        if not self._reprs.is_calibrated(index):
+            return
         known = sequence.num_kept.get(index, 0)
         complete = one.context_tokens // layer.shape.block_tokens
         if complete <= known:
@@ -273,7 +275,7 @@ class ResidentWorker(SparseWorker):
         if len(here):
             blocks = one.blocks[here]
             self._update(index, [blocks])
-            self._kept.copy(index, sequence.rows[here], self._reprs.sources(index), blocks)
+            self._kept.copy(index, sequence.rows[here], blocks)
         if is_away.any():
             self._keep_away(layer, sequence, positions[is_away])
         sequence.num_kept[index] = complete
@@ -308,9 +310,8 @@ class ResidentWorker(SparseWorker):
                 layer.pages.page_bytes,
             )
             keys = layer.pages.over(pages).keys_of(np.arange(len(part), dtype=np.int32))
-            for name in self._kept.sources(layer.index):
-                packed = build(name, keys, layer.shape.centre_of(name))
-                self._kept.write(layer.index, name, sequence.rows[part], packed)
+            for name, source in self._kept.sources(layer.index).items():
+                source.pool[sequence.rows[part]] = build(name, keys, source.mu, axes=source.axes)
             self._counters.add(layer.index, "built_blocks", len(part))
 
     # ------------------------------------------------------------------------------------- choosing
@@ -321,6 +322,8 @@ class ResidentWorker(SparseWorker):
         """By row: positions of the blocks to attend to. A row whose selection breaks, or that
         attends to everything, is left out."""
         chosen: dict[int, I32] = {}
+        if not self._reprs.is_calibrated(layer.index):
+            return chosen
         if self.is_off or self._faults.rests(layer.name, self._num_steps):
             return chosen
         for row in plan.rows:

@@ -89,7 +89,7 @@ class LayerSequence:
         `hotkv_sparse.selector.select_layer`."""
         config = self._config
         where = span(config, context_tokens, self._block_tokens)
-        budget = config.budget_blocks(context_tokens, self._block_tokens)
+        budget = config.budget_blocks(context_tokens, self._block_tokens, self._layer)
         is_first = self._hot is None
         hot = self._follow(where, context_tokens // self._block_tokens, budget)
         num_prefetched, num_remembered = self._adopt(hot), self._recall(hot)

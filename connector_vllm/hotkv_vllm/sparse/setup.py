@@ -95,11 +95,14 @@ def _sparse_layer(
     sinks = layer.impl.sinks
     names = tuple(config.scorers_of(layer.index))
     mu_HD, biases = _centre(layer.index, names, shard * heads, heads, centres)
+    axes = None if centres is None else centres.axes(layer.index)
+    if axes is not None:
+        axes = axes.heads(shard * heads, heads)
     return SparseLayer(
         layer.name,
         layer.index,
         layer.group,
-        LayerShape(num_blocks, block_tokens, heads, head_size, names, mu_HD, biases),
+        LayerShape(num_blocks, block_tokens, heads, head_size, names, mu_HD, biases, axes),
         layer.impl.scale,
         KeyPages(pages, packing),
         None if sinks is None else sinks.detach().float().numpy(),

@@ -3,7 +3,8 @@
 One kind for each KV cache group that has sparse layers. A slot holds, per rank, all sparse layers
 of the group in the model's order, and of each layer its formats in the order that the configuration
 names them. The kind's version covers all that gives those bytes their meaning, so engines of
-unequal scorers, dense layers or centres never share any.
+unequal scorers, dense layers, centres or axes never share any. Engines that calibrate themselves
+share none at all.
 """
 
 import hashlib
@@ -14,9 +15,10 @@ from dataclasses import dataclass, replace
 from hotkv.keys import Representation
 from hotkv.layout import MemoryHandle, PageTensor
 from hotkv_sparse.centre import Centres
-from hotkv_sparse.formats import version
+from hotkv_sparse.formats import needs_axes, version
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.kv_groups import CacheGroup
+from hotkv_vllm.config import CENTRE
 from hotkv_vllm.sparse.batch import SparseLayer
 from hotkv_vllm.sparse.pool import BlockReprManager
 from hotkv_vllm.worker.exported import ExportedMemory
@@ -58,6 +60,11 @@ def shared_pool(
     """Describes the pool of the sparse `layers`. Raises Unsupported if it can't be shared."""
     if pool.fd is None:
         raise Unsupported("the system gives no memory to share")
+    if not all(layer.shape.is_calibrated for layer in layers):
+        raise Unsupported(
+            "this engine calibrates itself, so that they mean nothing to others; calibrate once "
+            f"and name the file in {CENTRE} to share them"
+        )
     kinds: list[Representation] = []
     tensors: list[PageTensor] = []
     for index, group in enumerate(groups):
@@ -101,8 +108,11 @@ def _version(layers: Sequence[SparseLayer], centres: Centres | None) -> int:
     parts = []
     for layer in layers:
         mu = centres.mu(layer.index) if centres is not None else None
+        axes = centres.axes(layer.index) if centres is not None else None
         for name in layer.shape.formats:
             centre = mu if layer.shape.centre_of(name) is not None else None
-            parts.append(f"{layer.index}:{name}:{version(name, layer.shape.head_size, centre)}")
+            of_axes = axes.to_bytes() if axes is not None and needs_axes(name) else b""
+            meaning = version(name, layer.shape.head_size, centre, of_axes)
+            parts.append(f"{layer.index}:{name}:{meaning}")
     digest = hashlib.sha256(("hotkv-engine-representations-1;" + ";".join(parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1

@@ -6,7 +6,7 @@ tokens of that one count. Where hot set and context are the same, the row is lef
 that covers the context is exact.
 
 Dense are: prefill, contexts below `min_context_tokens`, rows the scheduler has not named, layers
-that were not attached.
+that were not attached, layers whose representations are not calibrated yet.
 
 Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a block.
 """
@@ -24,6 +24,7 @@ from hotkv_sparse.selector import Source
 from hotkv_vllm.sparse.batch import Batch, Plan, Rewrite, Row, SparseLayer
 from hotkv_vllm.sparse.counters import LayerCounters
 from hotkv_vllm.sparse.faults import Faults
+from hotkv_vllm.sparse.first_prompt import FirstPrompt
 from hotkv_vllm.sparse.pool import BlockReprManager
 from hotkv_vllm.sparse.recall import measure
 from hotkv_vllm.sparse.rows import SparseRows
@@ -64,6 +65,7 @@ class SparseWorker:
             {layer.index: layer.shape for layer in layers},
             {layer.index: layer.keys_of for layer in layers},
         )
+        self.first_prompt = FirstPrompt.of(layers, self._reprs.calibrate)
         self._sequences: dict[str, _Sequence] = {}
         self._request_of: dict[int, str] = {}
         self._plans: dict[int, Plan] = {}
@@ -200,7 +202,7 @@ class SparseWorker:
         if plan is None or plan.key is not key:
             plan = self._plans[layer.group] = self._planned(layer, key, batch())
         self._update(layer.index, plan.complete)
-        if not plan.rows:
+        if not plan.rows or not self._reprs.is_calibrated(layer.index):
             return None
         began_s = time.perf_counter()
         chosen = [(row, self._select(layer, row, query_of(row.token))) for row in plan.rows]
@@ -239,23 +241,17 @@ class SparseWorker:
                 num_tokens = len(always) * block_tokens - (
                     len(blocks) * block_tokens - context_tokens
                 )
+                token = int(batch.starts[row])
                 plan.rows.append(
-                    Row(
-                        row,
-                        int(batch.starts[row]),
-                        request_id,
-                        context_tokens,
-                        blocks,
-                        always,
-                        num_tokens,
-                    )
+                    Row(row, token, request_id, context_tokens, blocks, always, num_tokens)
                 )
         return plan
 
     def _select(self, layer: SparseLayer, row: Row, query_QD: F32) -> I32:
         """Blocks of the row's context to attend to, ascending positions."""
         block_tokens = layer.shape.block_tokens
-        if self._config.budget_blocks(row.context_tokens, block_tokens) >= len(row.blocks_C):
+        budget = self._config.budget_blocks(row.context_tokens, block_tokens, layer.index)
+        if budget >= len(row.blocks_C):
             return np.arange(len(row.blocks_C), dtype=np.int32)
         sequence = self._sequences.get(row.request_id)
         if sequence is None:

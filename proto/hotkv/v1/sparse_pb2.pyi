@@ -140,6 +140,7 @@ class SelectConfig(google.protobuf.message.Message):
     SCALE_FIELD_NUMBER: builtins.int
     HOT_BLOCK_COUNT_FIELD_NUMBER: builtins.int
     CENTRES_FIELD_NUMBER: builtins.int
+    FIRST_LAYERS_FACTOR_FIELD_NUMBER: builtins.int
     representation_group_index: builtins.int
     """Group index of the representation, as the session declares it."""
     kv_head_count: builtins.int
@@ -168,6 +169,8 @@ class SelectConfig(google.protobuf.message.Message):
     """Factor on products of queries and keys; zero for 1 / sqrt(head_size)."""
     hot_block_count: builtins.int
     """Blocks of the hot set that the server keeps for each layer and shard; zero for none."""
+    first_layers_factor: builtins.float
+    """Budgets that each of the model's layers 0 and 1 has; zero for one."""
     @property
     def layer_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Layers of the model that the representation covers, ascending."""
@@ -208,9 +211,10 @@ class SelectConfig(google.protobuf.message.Message):
         scale: builtins.float = ...,
         hot_block_count: builtins.int = ...,
         centres: collections.abc.Iterable[Global___LayerCentre] | None = ...,
+        first_layers_factor: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sparse_topk", b"sparse_topk", "sparse_topk_ratio", b"sparse_topk_ratio", "sparse_topk_token_count", b"sparse_topk_token_count"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adaptive_p", b"adaptive_p", "cache_policy", b"cache_policy", "centres", b"centres", "fusion", b"fusion", "head_size", b"head_size", "hot_block_count", b"hot_block_count", "kv_head_count", b"kv_head_count", "layer_indices", b"layer_indices", "layer_scorers", b"layer_scorers", "max_correction_block_count", b"max_correction_block_count", "recent_token_count", b"recent_token_count", "representation_group_index", b"representation_group_index", "residency_prior", b"residency_prior", "scale", b"scale", "scorer", b"scorer", "sink_token_count", b"sink_token_count", "sparse_topk", b"sparse_topk", "sparse_topk_ratio", b"sparse_topk_ratio", "sparse_topk_token_count", b"sparse_topk_token_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adaptive_p", b"adaptive_p", "cache_policy", b"cache_policy", "centres", b"centres", "first_layers_factor", b"first_layers_factor", "fusion", b"fusion", "head_size", b"head_size", "hot_block_count", b"hot_block_count", "kv_head_count", b"kv_head_count", "layer_indices", b"layer_indices", "layer_scorers", b"layer_scorers", "max_correction_block_count", b"max_correction_block_count", "recent_token_count", b"recent_token_count", "representation_group_index", b"representation_group_index", "residency_prior", b"residency_prior", "scale", b"scale", "scorer", b"scorer", "sink_token_count", b"sink_token_count", "sparse_topk", b"sparse_topk", "sparse_topk_ratio", b"sparse_topk_ratio", "sparse_topk_token_count", b"sparse_topk_token_count"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["sparse_topk", b"sparse_topk"]) -> typing.Literal["sparse_topk_token_count", "sparse_topk_ratio"] | None: ...
 
 Global___SelectConfig: typing_extensions.TypeAlias = SelectConfig

@@ -147,6 +147,7 @@ def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:
             max_correction_blocks=message.max_correction_block_count,
             cache_policy=message.cache_policy,
             residency_prior=message.residency_prior,
+            first_layers_factor=message.first_layers_factor or 1.0,
             scorer_of_layer=scorer_of_layer,
             fusion=fusion,
         )

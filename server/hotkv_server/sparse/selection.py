@@ -22,7 +22,7 @@ from hotkv.table import SLOT_ALIGN
 from hotkv_server.sparse.figures import MAX_LAYERS
 from hotkv_sparse.centre import TOKEN_FORMATS
 from hotkv_sparse.config import SparseConfig
-from hotkv_sparse.formats import bytes_per_block, head_bytes, token_scorer
+from hotkv_sparse.formats import bytes_per_block, head_bytes, needs_axes, token_scorer
 from hotkv_sparse.hotset import HotSet
 from hotkv_sparse.moves import HotMap, Moves, Step
 from hotkv_sparse.scores import prepare, score
@@ -112,7 +112,17 @@ class SelectSpec:
                 "these layers",
                 Reason.TOO_LARGE,
             )
+        self._check_scorers()
         self._check_centres()
+
+    def _check_scorers(self) -> None:
+        for layer in self.layer_indices:
+            for name in self.config.scorers_of(layer):
+                if needs_axes(name):
+                    raise _invalid(
+                        f"select: layer {layer} is scored by {name}, whose axes only the engine "
+                        "has; select in the engine, or use another scorer"
+                    )
 
     def _check_centres(self) -> None:
         if self.centre_bytes > MAX_CENTRE_BYTES:

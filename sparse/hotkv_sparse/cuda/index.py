@@ -74,7 +74,9 @@ class IndexShape:
                 Reason.INVALID_FIELD,
                 f"the index has {why}; on CUDA heads have 1 to {MAX_HEAD_SIZE} channels",
             )
-        if self.form.bits and (self.form.bits, self.line_groups) not in TOKEN_KERNELS:
+        if self.form.by_axes or (
+            self.form.bits and (self.form.bits, self.line_groups) not in TOKEN_KERNELS
+        ):
             raise HotKVError(
                 Reason.INVALID_FIELD, f"no kernel scores {self.name} of {self.head_size} channels"
             )

@@ -1,0 +1,180 @@
+"""Whether sparse decode still finds a fact in a long text: accuracy of a real model in a real vLLM
+engine on CPU, dense and with every scorer at several budgets, over the same prompts and their same
+KV.
+
+Prompts of 3600 tokens hide one fact or four (`bench.sparse.needles`) and ask for one. Every token
+of the answer is decoded, greedily; it counts if it begins with the right number. All layers are
+sparse, as residency has them, unless `--dense-layers` says otherwise. The engine calibrates `mix2`
+from a text that is none of the prompts. Bound: within one prompt of dense for the scorers that a
+deployment may use (`HELD_SCORERS`).
+
+Prints a row per scorer and budget and, with `--json`, `{"model", "setup", "seconds", "rows",
+"missed"}`.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from bench.report import parser, print_report
+from bench.sparse.engine import Engine, Setup
+from bench.sparse.needles import TASKS, Prompt, haystack, prompts
+from bench.sparse_engine import budget
+from tools.smollm2 import prepare
+
+PROMPT_TOKENS = 3600
+ANSWER_TOKENS = 12
+"""Seven digits, one a token in many vocabularies, and what may stand before them."""
+HELD_SCORERS = ("rot2u", "mix2")
+BUDGETS = (0.1, 256)
+SCORERS = ("mix2", "rot3u", "rot2u", "rot1u", "cuboid", "quest", "mean")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Settings (None: dense) and how many prompts of each task were answered rightly."""
+
+    setup: Setup | None
+    num_right: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Over all tasks."""
+        return sum(self.num_right.values())
+
+
+def measure(
+    engine: Engine, asked: Sequence[Prompt], setups: Sequence[Setup], tokenizer: AutoTokenizer
+) -> list[Row]:
+    """All settings on each prompt in turn, dense first."""
+    rows = [Row(setup, dict.fromkeys(TASKS, 0)) for setup in (None, *setups)]
+    for number, prompt in enumerate(asked, 1):
+        begin = time.monotonic()
+        for row in rows:
+            engine.use(row.setup)
+            said = engine.answer(prompt.tokens, ANSWER_TOKENS)
+            text = tokenizer.decode(said)  # type: ignore[attr-defined]
+            row.num_right[prompt.task] += prompt.is_answered_by(text)
+        print(
+            f"prompt {number} of {len(asked)}: {time.monotonic() - begin:.0f} s; right so far "
+            f"{[row.total for row in rows]}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return rows
+
+
+def missed(rows: Sequence[Row]) -> list[str]:
+    """The settings of held scorers that are more than one prompt behind dense."""
+    dense = next(row.total for row in rows if row.setup is None)
+    return [
+        f"{row.setup.scorer} at {row.setup.budget}"
+        for row in rows
+        if row.setup is not None and row.setup.scorer in HELD_SCORERS and row.total < dense - 1
+    ]
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    flags = parser("Accuracy of sparse decode in vLLM on CPU at finding facts in a long text.")
+    flags.add_argument(
+        "--model",
+        type=Path,
+        help="a model folder (default: SmolLM2-135M-Instruct, prepared once)",
+    )
+    flags.add_argument("--prompts", type=int, default=20, help="of each task")
+    flags.add_argument("--tokens", type=int, default=PROMPT_TOKENS, help="of a prompt")
+    flags.add_argument("--scorers", nargs="+", default=list(SCORERS))
+    flags.add_argument(
+        "--budgets",
+        type=budget,
+        nargs="+",
+        default=list(BUDGETS),
+        help="shares of the context, or tokens",
+    )
+    flags.add_argument("--dense-layers", type=int, default=0, help="so many, from the first on")
+    flags.add_argument(
+        "--first-factor", type=float, default=1.0, help="budgets of each of the first two layers"
+    )
+    flags.add_argument("--dtype", default="auto", help="of the engine, as vLLM's --dtype")
+    flags.add_argument("--seed", type=int, default=0, help="of the prompts")
+    return flags.parse_args()
+
+
+def main() -> int:
+    """Command line."""
+    chosen, begin = options(), time.monotonic()
+    folder = chosen.model or prepare()
+    usual = Setup(
+        dense_layers=chosen.dense_layers,
+        first_factor=chosen.first_factor,
+        dtype=chosen.dtype,
+        min_tokens=1024,
+    )
+    setups = [
+        replace(usual, scorer=scorer, budget=some)
+        for some in chosen.budgets
+        for scorer in chosen.scorers
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, verbose=False)["input_ids"])
+
+    try:
+        asked = [
+            prompt
+            for task in TASKS
+            for prompt in prompts(task, chosen.prompts, chosen.tokens, encode, chosen.seed)
+        ]
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    # The end of the haystack, which no prompt reaches.
+    first = encode(haystack()[-8 * chosen.tokens :])[-chosen.tokens :]
+    with torch.inference_mode():
+        engine = Engine(folder, chosen.tokens + ANSWER_TOKENS + 8, usual)
+        engine.calibrate(first)
+        rows = measure(engine, asked, setups, tokenizer)
+        engine.close()
+    behind = missed(rows)
+    report = {
+        "model": folder.name,
+        "setup": asdict(usual) | {"centres": "", "prompts": len(asked), "tokens": chosen.tokens},
+        "seconds": time.monotonic() - begin,
+        "rows": [
+            {
+                "scorer": "dense" if row.setup is None else row.setup.scorer,
+                "budget": None if row.setup is None else row.setup.budget,
+                "right": row.num_right,
+                "accuracy": row.total / len(asked),
+            }
+            for row in rows
+        ],
+        "missed": behind,
+    }
+    cells = [
+        (
+            "dense" if row.setup is None else row.setup.scorer,
+            "" if row.setup is None else str(row.setup.budget),
+            *(f"{row.num_right[task]} of {chosen.prompts}" for task in TASKS),
+            f"{row.total / len(asked):.1%}",
+            "missed"
+            if row.setup is not None and f"{row.setup.scorer} at {row.setup.budget}" in behind
+            else "",
+        )
+        for row in rows
+    ]
+    headers = ("scorer", "budget", *TASKS, "accuracy", "dense less one prompt")
+    print_report(headers, cells, report, as_json=chosen.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

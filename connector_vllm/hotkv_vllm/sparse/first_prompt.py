@@ -1,0 +1,58 @@
+"""Calibrates a rank's layers from the first prompt that the engine computes.
+
+Representations along principal axes (mix2) need to know how keys and queries of a layer lie. Until
+a layer has seen `ENOUGH_TOKENS` tokens it has no such representations, and its rows attend to
+everything; from then on its axes are fixed. Tokens whose KV was found in a cache are not computed
+and tell nothing. Nothing here is shared: other engines see other prompts.
+
+Shapes: N tokens of a step, R rows, H KV heads, Q query heads, D channels.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from hotkv_sparse.axes import Axes, AxesEstimate
+from hotkv_sparse.centre import FIRST_TOKENS
+from hotkv_vllm.sparse.batch import Batch, SparseLayer
+
+F32 = npt.NDArray[np.float32]
+Calibrated = Callable[[int, F32, Axes], None]
+"""Takes a layer's index, its centre float32 [H, D] and its axes."""
+ENOUGH_TOKENS = 2048
+
+
+class FirstPrompt:
+    """Measures the layers in `waiting` until each has seen enough. `shapes`: (H, D) by layer
+    index."""
+
+    def __init__(self, shapes: Mapping[int, tuple[int, int]], then: Calibrated) -> None:
+        self.waiting = {index: AxesEstimate(*shape) for index, shape in shapes.items()}
+        self._then = then
+
+    @staticmethod
+    def of(layers: Iterable[SparseLayer], then: Calibrated) -> "FirstPrompt":
+        """For those of the layers that are not calibrated."""
+        shapes = {layer.index: layer.shape for layer in layers if not layer.shape.is_calibrated}
+        return FirstPrompt(
+            {index: (shape.kv_heads, shape.head_size) for index, shape in shapes.items()}, then
+        )
+
+    def __repr__(self) -> str:
+        return f"FirstPrompt({len(self.waiting)} layers wait)"
+
+    def see(self, index: int, batch: Batch, keys_NHD: F32, queries_NQD: F32) -> None:
+        """Takes in what a waiting layer's step has computed; calls `then` once it is enough."""
+        estimate = self.waiting[index]
+        counts = np.maximum(np.diff(batch.starts), 0)
+        first = np.repeat(batch.seq_lens - counts - batch.starts[:-1], counts)
+        positions = np.arange(len(first)) + first
+        counted = np.flatnonzero(positions >= FIRST_TOKENS)
+        estimate.add(keys_NHD[counted], queries_NQD[counted])
+        if estimate.num_tokens < ENOUGH_TOKENS:
+            return
+        found = estimate.axes()
+        assert found is not None, "enough tokens give axes"
+        del self.waiting[index]
+        self._then(index, *found)

@@ -1,0 +1,206 @@
+"""Principal axes of a head's keys where its queries look, in which mix2 codes keys.
+
+Keys and queries fill their channels unevenly. Per KV head, from the moments of some thousand keys
+and queries: x = k - mu; A = (second moment of the group's queries) ^ 1/2, so that in x A every
+direction counts alike for the score; the principal axes of x A, strongest first, split into runs of
+4, 2 and no bits (`formats.num_lines`) and, within a run, rotated by signs and Hadamard so that
+channels look normal. This is reverse water-filling in the whitened space (KLT coding; Loki,
+arXiv 2406.02542, is the case of 16 or 0 bits).
+
+Axes are calibrated, not computed from a seed: codes of unlike axes mean nothing to each other, and
+`to_bytes` belongs to a representation's version.
+
+Shapes: N tokens, H KV heads, G query heads of a group, Q = H * G, D channels, C coded channels with
+padding, R = 2 runs of coded channels.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from hotkv.errors import HotKVError, Reason
+from hotkv_sparse import formats
+from hotkv_sparse.formats import COARSE_CHANNELS, FINE_CHANNELS
+from hotkv_sparse.rotation import rotate
+
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+STEPS = (0.3352, 0.9957)
+"""Steps of the best evenly spaced quantisers of the normal distribution with 16 and 4 levels, in
+units of its rms (Max 1960). They lose 1.15 % and 11.9 % of the energy; Lloyd-Max levels lose 0.95 %
+and 11.7 %, and need a table."""
+MIN_TOKENS = 1024
+"""Fewer tokens give no axes to rely on."""
+QUERY_FLOOR = 0.05
+"""Share of the mean query energy that every direction gets, so that A can be inverted."""
+
+
+def run_channels(head_size: int) -> tuple[int, int]:
+    """Channels with fine and with coarse codes, padding left out."""
+    fine, coarse = formats.num_lines(head_size)
+    num_fine = min(fine * FINE_CHANNELS, head_size)
+    return num_fine, min(coarse * COARSE_CHANNELS, head_size - num_fine)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Axes:
+    """One layer's axes. INVALID_FIELD if they are of no use.
+
+    `into` float32 [H, D, D]: y = (k - mu) @ into[h] are a key's channels, the coded ones first;
+    `rms` float32 [H, R]: how large the channels of each run usually are. `weights` float32
+    [H, D, C]: q @ weights[h] is what half a step of each code is worth, so that q · (k - mu) is
+    about sigma times the sum of that times (2 c - offset).
+    """
+
+    into: F32
+    rms: F32
+    weights: F32 = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        into, rms = self.into, self.rms
+        if (
+            into.dtype != np.float32
+            or into.ndim != 3
+            or not into.size
+            or into.shape[1] != into.shape[2]
+            or rms.dtype != np.float32
+            or rms.shape != (len(into), len(STEPS))
+        ):
+            raise _refuse(
+                f"are {into.dtype} {list(into.shape)} and {rms.dtype} {list(rms.shape)}, not "
+                "float32 [kv_heads, head_size, head_size] and [kv_heads, 2]"
+            )
+        if not (np.isfinite(into).all() and np.isfinite(rms).all() and (rms > 0).all()):
+            raise _refuse("have values that are not finite, or an rms that is not above 0")
+        try:
+            back = np.linalg.inv(into.astype(np.float64)).transpose(0, 2, 1)
+        except np.linalg.LinAlgError:
+            raise _refuse("of a head cannot be inverted") from None
+        head_size = into.shape[1]
+        weights = np.zeros(
+            (*into.shape[:2], formats.padded_channels(formats.FORMATS["mix2"], head_size)),
+            np.float32,
+        )
+        first = 0
+        for run, count in enumerate(run_channels(head_size)):
+            half_step = rms[:, run, None, None].astype(np.float64) * (STEPS[run] / 2.0)
+            weights[..., first : first + count] = back[..., first : first + count] * half_step
+            first += count
+        object.__setattr__(self, "weights", weights)
+
+    def to_bytes(self) -> bytes:
+        """What a representation's version covers."""
+        return b"".join(
+            np.ascontiguousarray(part, dtype="<f4").tobytes() for part in (self.into, self.rms)
+        )
+
+    def heads(self, first: int, count: int) -> "Axes":
+        """The axes of some of the heads."""
+        part = slice(first, first + count)
+        return Axes(np.ascontiguousarray(self.into[part]), np.ascontiguousarray(self.rms[part]))
+
+
+class AxesEstimate:
+    """Moments of one layer's keys and queries, after RoPE; leave the first tokens of a context out
+    (`centre.FIRST_TOKENS`)."""
+
+    def __init__(self, kv_heads: int, head_size: int) -> None:
+        self.num_tokens = 0
+        self._keys_HD = np.zeros((kv_heads, head_size), np.float64)
+        self._keys_HDD = np.zeros((kv_heads, head_size, head_size), np.float64)
+        self._queries_HDD = np.zeros_like(self._keys_HDD)
+
+    def __repr__(self) -> str:
+        return f"AxesEstimate({list(self._keys_HD.shape)}, {self.num_tokens} tokens)"
+
+    def add(self, keys_NHD: F32, queries_NQD: F32) -> None:
+        """Takes keys and queries float32 of the same tokens into account; tokens with values that
+        aren't finite are left out. INVALID_FIELD on other shapes."""
+        kv_heads, head_size = self._keys_HD.shape
+        num_tokens = len(keys_NHD)
+        if (
+            keys_NHD.shape[1:] != (kv_heads, head_size)
+            or queries_NQD.ndim != 3
+            or queries_NQD.shape[::2] != (num_tokens, head_size)
+            or queries_NQD.shape[1] % kv_heads
+        ):
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"keys are {list(keys_NHD.shape)} and queries {list(queries_NQD.shape)}; pass "
+                f"[tokens, {kv_heads}, {head_size}] and [tokens, query_heads, {head_size}]",
+            )
+        finite = np.isfinite(keys_NHD).all(axis=(1, 2)) & np.isfinite(queries_NQD).all(axis=(1, 2))
+        keys_HND = keys_NHD[finite].transpose(1, 0, 2).astype(np.float64)
+        grouped_HND = (
+            queries_NQD[finite]
+            .reshape(-1, kv_heads, queries_NQD.shape[1] // kv_heads, head_size)
+            .transpose(1, 0, 2, 3)
+            .reshape(kv_heads, -1, head_size)
+        )
+        self.num_tokens += keys_HND.shape[1]
+        self._keys_HD += keys_HND.sum(axis=1)
+        self._keys_HDD += keys_HND.transpose(0, 2, 1) @ keys_HND
+        # A mean over the group's heads: how many they are makes no difference.
+        self._queries_HDD += (grouped_HND.transpose(0, 2, 1) @ grouped_HND).astype(np.float64) / (
+            queries_NQD.shape[1] // kv_heads
+        )
+
+    def axes(self, min_tokens: int = MIN_TOKENS) -> tuple[F32, Axes] | None:
+        """The centre float32 [H, D] and the axes; None if fewer than `min_tokens` were seen."""
+        if self.num_tokens < min_tokens:
+            return None
+        mean_HD = self._keys_HD / self.num_tokens
+        covariance_HDD = (
+            self._keys_HDD / self.num_tokens - mean_HD[:, :, None] * mean_HD[:, None, :]
+        )
+        moment_HDD = self._queries_HDD / self.num_tokens
+        mixing = _mixing(mean_HD.shape[1])
+        into_HDD = np.stack(
+            [
+                _whitened_axes(moment, covariance) @ mixing
+                for moment, covariance in zip(moment_HDD, covariance_HDD, strict=True)
+            ]
+        )
+        variance_HD = ((covariance_HDD @ into_HDD) * into_HDD).sum(axis=1)
+        num_fine, num_coarse = run_channels(mean_HD.shape[1])
+        runs = (slice(0, num_fine), slice(num_fine, num_fine + num_coarse))
+        rms_HR = np.stack(
+            [
+                np.sqrt(np.maximum(variance_HD[:, run], 1e-12).mean(axis=1))
+                if run.stop > run.start
+                else np.ones(len(mean_HD))
+                for run in runs
+            ],
+            axis=1,
+        )
+        return mean_HD.astype(np.float32), Axes(
+            into_HDD.astype(np.float32), rms_HR.astype(np.float32)
+        )
+
+
+def _mixing(head_size: int) -> F64:
+    """Spreads the channels of each coded run evenly over it, float64 [D, D]; orthonormal."""
+    matrix, first = np.eye(head_size), 0
+    for count in run_channels(head_size):
+        run = slice(first, first + count)
+        if count:
+            matrix[run, run] = rotate(np.eye(count, dtype=np.float32))
+        first += count
+    return matrix
+
+
+def _whitened_axes(moment_DD: F64, covariance_DD: F64) -> F64:
+    """A U float64 [D, D]: U the principal axes of A covariance A, strongest first, A the root of
+    the queries' moment."""
+    mean_energy = max(float(moment_DD.diagonal().mean()), 1e-12)
+    floored = moment_DD + QUERY_FLOOR * mean_energy * np.eye(len(moment_DD))
+    values, vectors = np.linalg.eigh(floored)
+    root = (vectors * np.sqrt(values)) @ vectors.T
+    principal = np.linalg.eigh(root @ covariance_DD @ root)[1][:, ::-1]
+    result: F64 = root @ principal
+    return result
+
+
+def _refuse(problem: str) -> HotKVError:
+    return HotKVError(Reason.INVALID_FIELD, f"axes {problem}; calibrate again")

@@ -1,0 +1,299 @@
+"""mix2: axes from moments, codes of their channels, kernels against references, scores against
+exact attention."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotkv import native
+from hotkv.errors import HotKVError
+from hotkv_sparse import axis_codes, formats
+from hotkv_sparse.axes import MIN_TOKENS, Axes, AxesEstimate, run_channels
+from hotkv_sparse.representations import build, unpack_tokens
+from hotkv_sparse.scores import prepare, score, score_tokens_reference
+from tests.sparse.support import Case, cases
+
+F32 = npt.NDArray[np.float32]
+HEAD_SIZES = [1, 16, 40, 64, 80, 96, 128, 192, 256, 576]
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Keys [S, H, D] and queries [S, Q, D] of one layer, with the centre and axes of both."""
+
+    keys: F32
+    queries: F32
+    mu: F32
+    axes: Axes
+
+
+def calibrated(
+    head_size: int, kv_heads: int = 2, group: int = 3, num_tokens: int = 2000, seed: int = 0
+) -> Calibrated:
+    """Keys that fill their channels unevenly, and queries that look at other channels than those
+    that keys fill; both in directions of their own."""
+    dice = np.random.default_rng(seed)
+    turns = np.linalg.qr(dice.standard_normal((2, kv_heads, head_size, head_size)))[0]
+    strengths = np.logspace(0.5, -1.5, head_size), np.logspace(0.3, -1.0, head_size)
+    keys = dice.standard_normal((num_tokens, kv_heads, head_size)) * strengths[0]
+    queries = dice.standard_normal((num_tokens, kv_heads, group, head_size)) * strengths[1]
+    keys = np.einsum("shd,hde->she", keys, turns[0]) + dice.standard_normal((kv_heads, head_size))
+    queries = np.einsum("shgd,hde->shge", queries, turns[1]).reshape(num_tokens, -1, head_size)
+    keys, queries = keys.astype(np.float32), queries.astype(np.float32)
+    estimate = AxesEstimate(kv_heads, head_size)
+    estimate.add(keys, queries)
+    found = estimate.axes(min_tokens=1)
+    assert found is not None
+    return Calibrated(keys, queries, *found)
+
+
+def axes_of(case: Case, seed: int = 0) -> Axes:
+    """Axes that fit a case's keys in shape, not in what they are."""
+    return calibrated(case.keys.shape[3], case.kv_heads, 1, 100, seed).axes
+
+
+def centre_of(case: Case) -> F32:
+    return np.zeros(case.keys.shape[2:], np.float32) if case.mu is None else case.mu
+
+
+# ----------------------------------------------------------------------------------------- axes
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_a_head_has_as_many_bytes_as_with_rot2u(head_size: int) -> None:
+    fine, coarse = run_channels(head_size)
+    assert fine >= 0 and coarse > 0 and fine + coarse <= head_size
+    assert formats.head_bytes("mix2", 32, head_size) == formats.head_bytes("rot2u", 32, head_size)
+    assert len(axis_codes.offsets_of(head_size)) >= fine + coarse
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_axes_keep_products(head_size: int) -> None:
+    one = calibrated(head_size)
+    back = np.linalg.inv(one.axes.into.astype(np.float64)).transpose(0, 2, 1)
+    query, key = one.queries[7].reshape(2, 3, head_size), one.keys[9] - one.mu
+    there = np.einsum("hgd,hde,he->hg", query, back, np.einsum("hd,hde->he", key, one.axes.into))
+    expected = np.einsum("hgd,hd->hg", query, key)
+    np.testing.assert_allclose(there, expected, rtol=1e-3, atol=1e-2 * np.abs(expected).max())
+
+
+def test_strong_channels_come_first_and_runs_are_even() -> None:
+    one = calibrated(64)
+    y = axis_codes.channels_of(one.keys[:, None], one.mu, one.axes)[:, :, 0]
+    energy = (y**2).mean(axis=1)
+    fine, coarse = run_channels(64)
+    runs = energy[:, :fine], energy[:, fine : fine + coarse], energy[:, fine + coarse :]
+    assert (runs[0].min(axis=1) > runs[1].max(axis=1)).all()
+    assert (runs[1].min(axis=1) > runs[2].max(axis=1)).all()
+    # Hadamard mixing evens a run out; the principal axes themselves differ by more than ten.
+    assert (runs[0].max(axis=1) < 3 * runs[0].min(axis=1)).all()
+    np.testing.assert_allclose(
+        one.axes.rms, [[np.sqrt(part[h].mean()) for part in runs[:2]] for h in (0, 1)], rtol=1e-3
+    )
+
+
+def test_moments_add_up_in_any_parts() -> None:
+    one, parts = calibrated(32), AxesEstimate(2, 32)
+    for first in range(0, 2000, 700):
+        parts.add(one.keys[first : first + 700], one.queries[first : first + 700])
+    broken = one.keys[:3].copy()
+    broken[1, 0, 5] = np.nan
+    parts.add(broken[1:2], one.queries[:1])
+    assert parts.num_tokens == 2000
+    mu, axes = parts.axes() or pytest.fail("enough tokens")
+    np.testing.assert_allclose(mu, one.keys.mean(axis=0), atol=1e-5)
+    # Principal axes may have either sign: products with keys are what counts.
+    for mine, other in zip(axes.rms, one.axes.rms, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-3)
+
+
+def test_too_few_tokens_give_no_axes() -> None:
+    estimate, one = AxesEstimate(2, 16), calibrated(16)
+    estimate.add(one.keys[: MIN_TOKENS - 1], one.queries[: MIN_TOKENS - 1])
+    assert estimate.axes() is None
+    estimate.add(one.keys[:1], one.queries[:1])
+    assert estimate.axes() is not None
+
+
+def test_keys_that_are_all_alike_have_axes_too() -> None:
+    estimate = AxesEstimate(1, 32)
+    estimate.add(np.ones((2000, 1, 32), np.float32), np.zeros((2000, 2, 32), np.float32))
+    mu, axes = estimate.axes() or pytest.fail("enough tokens")
+    keys = np.random.default_rng(0).standard_normal((4, 16, 1, 32)).astype(np.float32)
+    assert np.isfinite(
+        score(prepare("mix2", keys[0, :2, 0], mu, axes=axes), build("mix2", keys, mu, axes=axes))
+    ).all()
+
+
+@pytest.mark.parametrize(
+    ("keys", "queries"),
+    [((5, 3, 16), (5, 4, 16)), ((5, 2, 16), (4, 4, 16)), ((5, 2, 16), (5, 3, 16))],
+)
+def test_moments_of_other_shapes_are_refused(
+    keys: tuple[int, ...], queries: tuple[int, ...]
+) -> None:
+    with pytest.raises(HotKVError, match=r"pass \[tokens, 2, 16\] and \[tokens, query_heads, 16\]"):
+        AxesEstimate(2, 16).add(np.zeros(keys, np.float32), np.zeros(queries, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("into", "rms", "words"),
+    [
+        (np.eye(8)[None], np.ones((1, 2)), "are float64"),
+        (np.ones((1, 8, 7)), np.ones((1, 2)), r"not float32 \[kv_heads, head_size, head_size\]"),
+        (np.eye(8)[None], np.ones((2, 2)), r"\[2, 2\]"),
+        (np.full((1, 8, 8), np.nan), np.ones((1, 2)), "values that are not finite"),
+        (np.eye(8)[None], np.zeros((1, 2)), "an rms that is not above 0"),
+        (np.ones((1, 8, 8)), np.ones((1, 2)), "cannot be inverted"),
+    ],
+)
+def test_axes_of_no_use_are_refused(into: object, rms: object, words: str) -> None:
+    kind = np.float64 if "float64" in words else np.float32
+    with pytest.raises(HotKVError, match=words):
+        Axes(np.asarray(into, kind), np.asarray(rms, np.float32))
+
+
+def test_heads_of_a_rank_are_those_of_the_model() -> None:
+    one = calibrated(32, kv_heads=4)
+    part = one.axes.heads(1, 2)
+    keys = one.keys[:64].reshape(4, 16, 4, 32)
+    whole = build("mix2", keys, one.mu, axes=one.axes)
+    mine = build("mix2", keys[:, :, 1:3].copy(), one.mu[1:3], axes=part)
+    assert (whole[:, 1:3] == mine).all() and part.to_bytes() != one.axes.to_bytes()
+
+
+def test_a_version_covers_the_axes() -> None:
+    first, second = (calibrated(32, seed=seed).axes.to_bytes() for seed in (0, 1))
+    ids = {formats.version("mix2", 32, None, axes) for axes in (b"", first, second)}
+    assert len(ids) == 3 and formats.version("mix2", 32, None, first) in ids
+
+
+# ---------------------------------------------------------------------------------------- codes
+
+
+@given(case=cases, seed=st.integers(0, 3))
+def test_kernel_builds_what_the_reference_builds(case: Case, seed: int) -> None:
+    axes, head_size = axes_of(case, seed), case.keys.shape[3]
+    built = build("mix2", case.keys, case.mu, case.num_tokens, axes=axes)
+    channels = axis_codes.channels_of(case.keys, centre_of(case), axes)
+    expected = axis_codes.build_reference(channels, axes, case.num_tokens)
+    assert built.shape == expected.shape and built.dtype == np.uint8
+    # A channel between two codes may fall to either side by rounding.
+    assert np.count_nonzero(built != expected) <= 1e-3 * built.size + 2
+    sigma = [unpack_tokens("mix2", some, head_size).sigma for some in (built, expected)]
+    np.testing.assert_allclose(*sigma, rtol=2e-2)
+
+
+@given(case=cases, seed=st.integers(0, 3))
+def test_codes_keep_the_keys_roughly(case: Case, seed: int) -> None:
+    axes = axes_of(case, seed)
+    _, block_tokens, _, head_size = case.keys.shape
+    packed = build("mix2", case.keys, case.mu, case.num_tokens, axes=axes)
+    sigma = unpack_tokens("mix2", packed, head_size).sigma
+    present = np.arange(sigma.shape[2]) < case.num_tokens[:, None]
+    assert ((sigma >= 0) == present[:, None]).all()
+    y = axis_codes.channels_of(case.keys, centre_of(case), axes).transpose(1, 0, 2, 3)
+    z = axis_codes.approximate_channels(packed, axes)[:, :, :block_tokens]
+    y, z = (
+        np.pad(part, [(0, 0)] * 3 + [(0, max(y.shape[-1], z.shape[-1]) - part.shape[-1])])
+        for part in (y, z)
+    )
+    usual = (sigma[:, :, :block_tokens] > 1e-3) & (sigma[:, :, :block_tokens] < 6e4)
+    # The scale is unbiased along the key: y . z = |y|^2, up to the rounding of a float16.
+    np.testing.assert_allclose((y * z).sum(-1)[usual], (y * y).sum(-1)[usual], rtol=3e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 128])
+def test_codes_lose_less_of_scores_than_those_of_rot2u(head_size: int) -> None:
+    one = calibrated(head_size, num_tokens=4096)
+    keys = one.keys.reshape(256, 16, 2, head_size)
+    case = Case(keys, np.full(256, 16, np.int32), one.queries[3] * 2, None)
+    errors = []
+    for name, axes in (("mix2", one.axes), ("rot2u", None)):
+        packed = build(name, keys, one.mu, axes=axes)
+        query = prepare(name, case.query, one.mu, bias=0.0, axes=axes)
+        errors.append(float(np.std(score(query, packed) - case.log_mass())))
+    assert errors[0] < 0.6 * errors[1]
+
+
+def test_built_in_place_in_a_strided_pool() -> None:
+    one = calibrated(64)
+    keys = one.keys[: 3 * 32].reshape(3, 32, 2, 64)
+    expected = build("mix2", keys, one.mu, axes=one.axes)
+    pool = np.zeros((6, 3, expected.shape[2] + 5), np.uint8)
+    view = pool[::2, :2, :-5]
+    build("mix2", keys, one.mu, axes=one.axes, out=view)
+    assert (view == expected).all() and not pool[1::2].any() and not pool[:, 2].any()
+    query = prepare("mix2", one.queries[0], one.mu, axes=one.axes)
+    assert (score(query, view) == score(query, expected)).all()
+
+
+# --------------------------------------------------------------------------------------- scores
+
+
+@given(case=cases, seed=st.integers(0, 3), data=st.data())
+def test_score_kernels_equal_their_reference(case: Case, seed: int, data: st.DataObject) -> None:
+    axes, num_blocks = axes_of(case, seed), len(case.keys)
+    packed = build("mix2", case.keys, case.mu, case.num_tokens, axes=axes)
+    query = prepare("mix2", case.query, case.mu, axes=axes)
+    rows = np.array(
+        data.draw(st.lists(st.integers(0, num_blocks - 1), max_size=150)) if num_blocks else [],
+        np.int32,
+    )
+    tokens = unpack_tokens("mix2", packed[rows], case.keys.shape[3])
+    expected = score_tokens_reference(query, tokens)
+    np.testing.assert_allclose(score(query, packed, rows), expected, rtol=2e-5, atol=2e-4)
+    assert (np.isneginf(expected) == (case.num_tokens[rows] == 0)).all()
+
+
+@given(case=cases, seed=st.integers(0, 3))
+def test_plain_numpy_prepares_the_same_queries(case: Case, seed: int) -> None:
+    axes = axes_of(case, seed)
+    query = prepare("mix2", case.query, case.mu, axes=axes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "load", lambda module: None)
+        plain = prepare("mix2", case.query, case.mu, axes=axes)
+    # A code between two integer steps may round either way.
+    assert np.abs(query.codes.astype(int) - plain.codes).max() <= 1
+    assert np.count_nonzero(query.codes != plain.codes) <= 1e-2 * query.codes.size + 2
+    np.testing.assert_allclose(query.factor, plain.factor, rtol=1e-4)
+    np.testing.assert_allclose(query.shift, plain.shift, rtol=1e-4, atol=1e-4)
+    offsets = axis_codes.offsets_of(case.keys.shape[3])
+    for one in (query, plain):
+        assert (one.offsets[:, 0] == -(one.codes.astype(int) @ offsets)).all()
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 128])
+def test_scores_approach_exact_mass(head_size: int) -> None:
+    one = calibrated(head_size, kv_heads=2, group=4, num_tokens=4800)
+    keys = one.keys.reshape(300, 16, 2, head_size)
+    case = Case(keys, np.full(300, 16, np.int32), one.queries[11], None)
+    query = prepare("mix2", case.query, one.mu, bias=0.0, axes=one.axes)
+    difference = score(query, build("mix2", keys, one.mu, axes=one.axes)) - case.log_mass()
+    assert abs(difference.mean()) < formats.FORMATS["mix2"].bias
+    assert np.abs(difference).mean() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda keys, axes: build("mix2", keys), "mix2 has no axes; calibrate them first"),
+        (lambda keys, axes: prepare("mix2", keys[0, 0]), "mix2 has no axes"),
+        (
+            lambda keys, axes: build("mix2", keys, axes=axes),
+            r"axes are of \[2, 32\]; mix2 of these keys needs \[2, 64\]",
+        ),
+        (lambda keys, axes: prepare("mix2", keys[0, 0], axes=axes), r"needs \[2, 64\]"),
+        (
+            lambda keys, axes: prepare("mix2", keys[0, :3, 0], axes=axes),
+            "axes are of 2 KV heads, the query has 3",
+        ),
+    ],
+)
+def test_refusals(call: object, words: str) -> None:
+    with pytest.raises(HotKVError, match=words):
+        call(np.zeros((1, 16, 2, 64), np.float32), calibrated(32).axes)  # type: ignore[operator]

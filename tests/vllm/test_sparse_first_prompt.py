@@ -1,0 +1,221 @@
+"""Layers that calibrate themselves from the first prompt that they see: when, from which tokens,
+and what their rows attend to before and after."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hotkv_sparse import SparseConfig, build
+from hotkv_sparse.axes import AxesEstimate
+from hotkv_sparse.centre import FIRST_TOKENS, Centres, LayerCentre
+from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.sparse.batch import Batch
+from hotkv_vllm.sparse.first_prompt import ENOUGH_TOKENS, FirstPrompt
+from hotkv_vllm.sparse.pool import BlockReprManager
+from tests.vllm.processes import EngineProcess
+from tests.vllm.test_sparse import COVERING, HALF, Start, check_counters, prompts, start, totals
+from tests.vllm.test_sparse_description import described, layer_of
+from tests.vllm.test_sparse_parts import BLOCK, HEADS, QUERIES, Cache
+from tests.vllm.test_sparse_pool import HEADS as POOL_HEADS
+from tests.vllm.test_sparse_pool import SIZE as POOL_SIZE
+from tests.vllm.test_sparse_worker import BLOCKS, Engine
+
+__all__ = ["start"]
+CONFIG = SparseConfig(
+    sparse_topk=320, scorer="mix2", min_context_tokens=256, max_correction_blocks=2, dense_layers=()
+)
+
+
+def batch_of(rows: list[tuple[int, int]]) -> Batch:
+    """Rows of (context tokens, queries of them)."""
+    starts = np.concatenate([[0], np.cumsum([queries for _, queries in rows])]).astype(np.int32)
+    lengths = np.array([context for context, _ in rows], np.int32)
+    none = np.zeros((len(rows), 1), np.int32)
+    return Batch(starts, lengths, none, np.full(int(starts[-1]), -1, np.int64))
+
+
+def tokens(dice: np.random.Generator, count: int) -> tuple[Any, Any]:
+    """Keys [N, 2, 16] and queries [N, 6, 16]."""
+    shapes = (count, 2, 16), (count, 6, 16)
+    keys, queries = (dice.standard_normal(shape).astype(np.float32) for shape in shapes)
+    return keys * np.linspace(0.2, 3, 16, dtype=np.float32) + 1, queries
+
+
+# ------------------------------------------------------------------------------------------ moments
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps=st.lists(
+        st.lists(st.tuples(st.integers(1, 300), st.integers(0, 300)), min_size=1, max_size=4),
+        min_size=1,
+        max_size=6,
+    ),
+    seed=st.integers(0, 9),
+)
+def test_all_but_the_first_tokens_of_contexts_count(
+    steps: list[list[tuple[int, int]]], seed: int
+) -> None:
+    dice, given_axes = np.random.default_rng(seed), []
+    one = FirstPrompt({3: (2, 16)}, lambda *found: given_axes.append(found))
+    expected = AxesEstimate(2, 16)
+    for rows in steps:
+        # A step may have rows without queries, and padding behind them all.
+        rows = [(context, min(context, queries)) for context, queries in rows]
+        keys, queries = tokens(dice, sum(count for _, count in rows))
+        counted, place = [], 0
+        for context, count in rows:
+            counted += [
+                place + number
+                for number in range(count)
+                if context - count + number >= FIRST_TOKENS
+            ]
+            place += count
+        expected.add(keys[counted], queries[counted])
+        one.see(3, batch_of(rows), keys, queries)
+    assert one.waiting[3].num_tokens == expected.num_tokens < ENOUGH_TOKENS and not given_axes
+    keys, queries = tokens(dice, FIRST_TOKENS + ENOUGH_TOKENS)
+    expected.add(keys[FIRST_TOKENS:], queries[FIRST_TOKENS:])
+    one.see(3, batch_of([(FIRST_TOKENS + ENOUGH_TOKENS,) * 2]), keys, queries)
+    ((index, mu, axes),) = given_axes
+    other_mu, other = expected.axes() or pytest.fail("enough tokens")
+    assert index == 3 and not one.waiting
+    np.testing.assert_array_equal(mu, other_mu)
+    assert axes.to_bytes() == other.to_bytes()
+
+
+# ------------------------------------------------------------------------------------------- worker
+
+
+def shown(engine: Engine, count: int) -> None:
+    """Shows both layers `count` tokens of a prompt, alike in kind to what their pages hold."""
+    dice = np.random.default_rng(5)
+    queries = dice.standard_normal((count, QUERIES, 64)).astype(np.float32)
+    keys = dice.standard_normal((count, HEADS, 64)).astype(np.float32)
+    for layer in engine.layers:
+        engine.worker.first_prompt.see(layer.index, batch_of([(count, count)]), keys, queries)
+
+
+def self_calibrating() -> Engine:
+    engine = Engine(CONFIG)
+    caches = [Cache(BLOCKS, 64, torch.bfloat16, seed) for seed in range(2)]
+    engine.layers = [
+        replace(cache.layer(("mix2",)), name=f"layer{n}", index=n)
+        for cache, n in zip(caches, (2, 7), strict=True)
+    ]
+    engine.worker = type(engine.worker)(CONFIG, engine.layers)
+    return engine
+
+
+def test_rows_attend_to_everything_until_their_layer_is_calibrated() -> None:
+    engine = self_calibrating()
+    assert set(engine.worker.first_prompt.waiting) == {2, 7}
+    assert engine.step("a") == [None, None]
+    shown(engine, ENOUGH_TOKENS // 2)
+    assert engine.step("a") == [None, None]
+    assert engine.worker.take_counters().get("sparse_built_blocks", 0) == 0
+    shown(engine, ENOUGH_TOKENS)
+    assert not engine.worker.first_prompt.waiting
+    rewrites = engine.step("a")
+    assert all(rewrite is not None for rewrite in rewrites)
+    counted = engine.worker.take_counters()
+    assert counted["sparse_built_blocks"] == 2 * (BLOCKS - 1) and "sparse_faults" not in counted
+    for layer in engine.layers:
+        (source,) = engine.worker.representations.sources(layer.index).values()
+        blocks = np.flatnonzero(engine.worker.representations.built(layer.index)).astype(np.int32)
+        assert len(blocks) == BLOCKS - 1
+        expected = build("mix2", layer.keys_of(blocks), source.mu, axes=source.axes)
+        assert np.array_equal(source.pool[blocks], expected)
+
+
+def test_the_blocks_that_matter_are_found() -> None:
+    """A block whose keys are what the query is after, and that nothing else would keep."""
+    engine = self_calibrating()
+    shown(engine, ENOUGH_TOKENS)
+    table, layer = engine.table("a"), engine.layers[0]
+    for position in (5, 17, 30):
+        wanted = layer.keys_of(np.array([table[position]], np.int32))[0, 3]
+        query = np.repeat(wanted, QUERIES // HEADS, axis=0)[None] * 3
+        rewrites = engine.step("a", queries=query.astype(np.float32))
+        assert rewrites[0] is not None
+        length = -(-int(rewrites[0].seq_lens[0]) // BLOCK)
+        assert length < BLOCKS and table[position] in rewrites[0].tables[0, :length]
+
+
+def test_what_was_built_without_axes_is_forgotten() -> None:
+    """A layer of two formats has one centre: rot2u bytes change their meaning, too."""
+    cache = Cache(BLOCKS, 64, torch.bfloat16)
+    layer = cache.layer(("rot2u", "mix2"))
+    pool = BlockReprManager({5: layer.shape}, {5: layer.keys_of})
+    blocks = np.arange(6, dtype=np.int32)
+    assert pool.update(5, blocks) == 0 and not pool.is_calibrated(5)
+    pool.mark_built(5, blocks)
+    estimate = AxesEstimate(HEADS, 64)
+    estimate.add(cache.keys.float().numpy(), np.repeat(cache.keys.float().numpy(), 3, axis=1))
+    mu, axes = estimate.axes() or pytest.fail("enough tokens")
+    pool.calibrate(5, mu, axes)
+    assert pool.is_calibrated(5) and not pool.built(5).any()
+    assert pool.update(5, blocks) == 6
+    sources = pool.sources(5)
+    keys = layer.keys_of(blocks)
+    assert np.array_equal(sources["rot2u"].pool[blocks], build("rot2u", keys, mu))
+    assert sources["rot2u"].axes is None
+    assert np.array_equal(sources["mix2"].pool[blocks], build("mix2", keys, mu, axes=axes))
+
+
+# ------------------------------------------------------------------------------------------ sharing
+
+
+def test_what_an_engine_calibrates_itself_is_not_shared() -> None:
+    with pytest.raises(Unsupported, match=r"calibrates itself.*hotkv\.sparse_centre"):
+        described([layer_of(1, ("mix2",)), layer_of(2, ("rot2u",))])
+
+
+def test_the_axes_of_a_file_are_part_of_a_kind() -> None:
+    kinds = []
+    for seed in (0, 1):
+        dice = np.random.default_rng(seed)
+        estimate = AxesEstimate(POOL_HEADS, POOL_SIZE)
+        keys = dice.standard_normal((2000, POOL_HEADS, POOL_SIZE)).astype(np.float32)
+        estimate.add(keys, keys)
+        _, axes = estimate.axes() or pytest.fail("enough tokens")
+        mu = np.ones((POOL_HEADS, POOL_SIZE), np.float32)
+        centres = Centres("m", 2048, {1: LayerCentre(mu, {}, axes)})
+        layers = []
+        for name in ("mix2", "rot2u"):
+            layer = layer_of(1, (name,), mu=mu)
+            layers.append(replace(layer, shape=replace(layer.shape, axes=axes)))
+        kinds += [described([layer], centres).kinds[0].version for layer in layers]
+    # Axes matter to mix2 alone.
+    assert len({kinds[0], kinds[1], kinds[2]}) == 3 and kinds[1] == kinds[3]
+
+
+# ------------------------------------------------------------------------------------------- engine
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sparse", [COVERING, HALF], ids=["covering", "hot-set-covers"])
+def test_an_engine_calibrates_itself_and_is_exact_where_budgets_cover(
+    start: Start, sparse: dict[str, Any]
+) -> None:
+    """Prompts in chunks of 128 tokens, long enough together; then the same again."""
+    run = {"max_num_batched_tokens": 128, "max_num_seqs": 6, "enable_prefix_caching": False}
+    dense, one = start(None, **run), start(sparse | {"scorer": "mix2"}, **run)
+    batch = prompts(4)
+    expected = dense.ask("generate", prompts=batch, max_tokens=20)
+    for _ in range(2):
+        assert one.ask("generate", prompts=batch, max_tokens=20)["tokens"] == expected["tokens"]
+    if sparse is HALF:
+        check_counters(totals(one), 4)
+    _is_right(one)
+
+
+def _is_right(engine: EngineProcess) -> None:
+    pool = engine.ask("pool")
+    assert all(pool["built"]) and pool["wrong"] == 0
