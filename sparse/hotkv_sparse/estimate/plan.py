@@ -91,13 +91,7 @@ class Plan:
 
     def check(self, model: Model) -> None:
         """Refuses what does not fit the model."""
-        for layer in self.sparse.dense_layers:
-            if layer >= model.layers:
-                raise refuse(
-                    "dense_layers",
-                    self.sparse.dense_layers,
-                    f"the model has {model.layers} layers; use numbers below",
-                )
+        self.sparse.check(model.layers, self.block_tokens)
         larger = max(model.kv_heads, self.tensor_parallel)
         smaller = min(model.kv_heads, self.tensor_parallel)
         if larger % smaller or model.query_heads % self.tensor_parallel:

@@ -42,8 +42,8 @@ SUMMARY: tuple[tuple[str, Callable[[Sized], Figure | None]], ...] = (
     ("largest batch", lambda one: one.memory.largest_batch),
     ("time to first token", lambda one: one.prefill.total),
     ("time per token", lambda one: one.decode.total),
-    ("time per token, largest batch", lambda one: one.largest and one.largest.total),
-    ("tokens/s, largest batch", lambda one: one.largest and one.largest.tokens_per_s),
+    ("time per token, largest batch", lambda one: one.largest.total if one.largest else None),
+    ("tokens/s, largest batch", lambda one: one.largest.tokens_per_s if one.largest else None),
 )
 
 
