@@ -121,16 +121,16 @@ def cases_of(name: str, found: Sequence[Timed]) -> list[Case]:
     bandwidth = median([one.bandwidth for one in found])
     flops = median([one.flops for one in found])
     cases = []
-    for context, sparse in dict.fromkeys((one.context_tokens, one.sparse) for one in found):
+    for context, mode in dict.fromkeys((one.context_tokens, one.mode) for one in found):
         same = [one for one in found if one.context_tokens == context]
         cases.append(
             Case(
                 name,
                 context,
-                (Mode.SPARSE if sparse else Mode.DENSE).value,
+                mode,
                 context in FITTED.get(name, ()),
                 median([one.prefill_s for one in same if one.prefill_s is not None]),
-                median([one.step_s for one in same if one.sparse == sparse]),
+                median([one.step_s for one in same if one.mode == mode]),
                 bandwidth,
                 flops,
             )

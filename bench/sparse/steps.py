@@ -20,6 +20,8 @@ from typing import Any
 
 from bench.report import median
 from bench.sparse.engine import KV_CACHE_BYTES, Setup
+from hotkv_sparse.estimate import Mode
+from hotkv_sparse.estimate.here import copy_bandwidth, product_flops
 
 MIN_CONTEXT_TOKENS = 1600
 """Shorter contexts stay dense: a tenth of them is little more than what is always kept."""
@@ -29,11 +31,12 @@ SETTLING_STEPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One request. `prefill_s`: None if its prompt was in the prefix cache. `step_s`: median of its
-    decode steps. `bandwidth`, `flops`: the machine's, just before."""
+    """One request. `mode`: a `Mode`'s value. `prefill_s`: None if its prompt was in the prefix
+    cache. `step_s`: median of its decode steps. `bandwidth`, `flops`: the machine's, just before.
+    """
 
     context_tokens: int
-    sparse: bool
+    mode: str
     prefill_s: float | None
     step_s: float
     bandwidth: float
@@ -111,22 +114,23 @@ def _everything(*_: Any) -> None:
 def timed(
     engine: Steps, chosen: argparse.Namespace, clock: Callable[[], float], round_number: int
 ) -> list[Timed]:
-    """All contexts, dense and sparse in turns; the first of the two computes the prompt."""
-    from hotkv_sparse.estimate.here import copy_bandwidth, product_flops
+    """All contexts, dense and sparse in turns; the first of the two computes the prompt.
 
+    Residency joins here as a third way: `Mode.RESIDENT`, in an engine with a server.
+    """
     found = []
     for context in chosen.contexts:
         prompt = random.Random(f"{context} {round_number}").choices(
             range(100, chosen.vocab), k=context - chosen.steps
         )
-        ways = [False] if context < MIN_CONTEXT_TOKENS else [False, True]
+        ways = [Mode.DENSE] if context < MIN_CONTEXT_TOKENS else [Mode.DENSE, Mode.SPARSE]
         if round_number % 2:
             ways.reverse()
-        for place, sparse in enumerate(ways):
+        for place, mode in enumerate(ways):
             bandwidth, flops = copy_bandwidth(clock), product_flops(clock)
-            first_s, step_s = engine.run(prompt, chosen.steps, sparse=sparse)
+            first_s, step_s = engine.run(prompt, chosen.steps, sparse=mode is Mode.SPARSE)
             prefill_s = None if place else first_s
-            found.append(Timed(context, sparse, prefill_s, step_s, bandwidth, flops))
+            found.append(Timed(context, mode.value, prefill_s, step_s, bandwidth, flops))
             print(found[-1], file=sys.stderr, flush=True)
     return found
 

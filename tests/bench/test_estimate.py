@@ -77,10 +77,11 @@ def test_ratios_are_predicted_over_measured() -> None:
 
 
 def test_a_case_is_the_median_of_its_rounds() -> None:
-    def one(sparse: bool, prefill_s: float | None, step_s: float) -> Timed:
-        return Timed(2048, sparse, prefill_s, step_s, bandwidth=step_s, flops=1e11)
+    def one(mode: str, prefill_s: float | None, step_s: float) -> Timed:
+        return Timed(2048, mode, prefill_s, step_s, bandwidth=step_s, flops=1e11)
 
-    found = [one(False, 3.0, 1.0), one(True, None, 5.0), one(True, 4.0, 7.0), one(False, None, 2.0)]
+    found = [one("dense", 3.0, 1.0), one("sparse", None, 5.0)]
+    found += [one("sparse", 4.0, 7.0), one("dense", None, 2.0)]
     dense, sparse = cases_of("llama-3.2-1b", found)
     assert (dense.mode, dense.prefill_s, dense.step_s, dense.fitted) == ("dense", 3.5, 1.5, True)
     assert (sparse.mode, sparse.prefill_s, sparse.step_s) == ("sparse", 3.5, 6.0)
