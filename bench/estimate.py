@@ -6,6 +6,9 @@ random weights, which take as long. The shares of `hotkv_sparse.estimate.here` c
 over the models of `FITTED`; those of `CHECKED` and the longest context of SmolLM2 have no part in
 them. Bounds: every ratio within .8 to 1.2.
 
+`--save` keeps what was measured, `--load` compares it again. A run on a GPU, or with residency, is
+compared in the same way: a file of `Case`s, with `--device` for a GPU.
+
 Prints a row per case and, with `--json`, `{"device", "rows", "ratio_prefill_…", "ratio_step_…",
 "worst_ratio"}`. `--fit` also prints the shares that fit best.
 """
@@ -27,6 +30,7 @@ from bench.sparse.engine import Setup
 from bench.sparse.steps import MIN_CONTEXT_TOKENS, Timed
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.estimate import Device, Mode, Model, Plan, decode, prefill
+from hotkv_sparse.estimate.devices import device_named
 from hotkv_sparse.estimate.here import cpu_device
 from hotkv_sparse.estimate.models import model_named
 from tools.smollm2 import prepare
@@ -226,11 +230,12 @@ def fit(cases: Sequence[Case]) -> dict[str, float]:
     }
 
 
-def report_of(cases: Sequence[Case]) -> dict[str, object]:
-    """What `--json` prints, rows apart."""
+def report_of(cases: Sequence[Case], known: Device | None = None) -> dict[str, object]:
+    """What `--json` prints, rows apart. `known`: a device of the table that the cases ran on;
+    without it this machine, as fast as it was then."""
     report: dict[str, object] = {}
     for case in cases:
-        device = cpu_device(MEMORY_BYTES, case.bandwidth, case.flops)
+        device = known or cpu_device(MEMORY_BYTES, case.bandwidth, case.flops)
         prefill_s, step_s = predicted(case, device)
         report[f"ratio_prefill_{case.key}"] = prefill_s / case.prefill_s
         report[f"ratio_step_{case.key}"] = step_s / case.step_s
@@ -283,7 +288,13 @@ def options() -> argparse.Namespace:
     flags.add_argument("--fit", action="store_true", help="print the shares that fit best")
     flags.add_argument("--save", type=Path, metavar="FILE", help="keep what was measured")
     flags.add_argument("--load", type=Path, metavar="FILE", help="use that in place of runs")
-    return flags.parse_args()
+    flags.add_argument(
+        "--device", metavar="NAME", help="with --load: the device of the table that it was run on"
+    )
+    chosen = flags.parse_args()
+    if chosen.device and not chosen.load:
+        flags.error("--device needs --load: runs are made on this machine")
+    return chosen
 
 
 def cases(chosen: argparse.Namespace) -> list[Case]:
@@ -304,7 +315,7 @@ def main() -> int:
     """Command line."""
     chosen = options()
     found = cases(chosen)
-    report = report_of(found)
+    report = report_of(found, device_named(chosen.device) if chosen.device else None)
     ratios = [value for value in report.values() if isinstance(value, float)]
     rates = {
         name: median([getattr(case, name) for case in found]) for name in ("bandwidth", "flops")

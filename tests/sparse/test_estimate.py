@@ -1,5 +1,6 @@
 """Estimates against numbers computed by hand, and what must hold for all of them."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -222,9 +223,29 @@ def test_a_model_that_does_not_fit_has_no_batch() -> None:
 
 def test_a_budget_that_covers_the_context_chooses_nothing() -> None:
     plan = Plan(2048, sparse=sparse(sparse_topk=2048))
-    step = decode(LLAMA, H200, plan, Mode.RESIDENT)
-    assert step.scoring.value == step.choosing.value == step.link.value == 0.0
-    assert step.attention == decode(LLAMA, H200, plan, Mode.DENSE).attention
+    short = Plan(4095, sparse=sparse(sparse_topk=2048, min_context_tokens=4096))
+    for one in (plan, short):
+        step = decode(LLAMA, H200, one, Mode.RESIDENT)
+        assert step.scoring.value == step.choosing.value == step.link.value == 0.0
+        assert step.attention == decode(LLAMA, H200, one, Mode.DENSE).attention
+    assert decode(LLAMA, H200, short.with_(tokens=4096), Mode.RESIDENT).scoring.value > 0.0
+
+
+def test_sums_over_devices() -> None:
+    """Two rings a layer: of 4 devices each sends 3/4 of 4096 numbers twice, at 450 GB/s."""
+    one, four = (
+        decode(LLAMA, H200, Plan(TOKENS_128K, batch=8, tensor_parallel=n), Mode.DENSE).overhead
+        for n in (1, 4)
+    )
+    sums_s = 2 * 32 * (2 * 3 / 4 * 8 * 4096 * 2 / 4.5e11 + 1e-5)
+    assert four.value - one.value == pytest.approx(sums_s)
+
+
+def test_a_cpu_engine_chooses_row_by_row() -> None:
+    slow = dataclasses.replace(H200, parallel_rows=False)
+    plan = Plan(TOKENS_128K, batch=8)
+    together, apart = (decode(LLAMA, one, plan, Mode.SPARSE).choosing for one in (H200, slow))
+    assert apart.value == pytest.approx(8 * together.value)
 
 
 # ------------------------------------------------------------------------------------------ always
