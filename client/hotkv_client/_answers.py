@@ -19,6 +19,7 @@ from hotkv_client.types import (
     LayerHotSet,
     LeaseGrant,
     ResidencyOpened,
+    ResidentBlocks,
     SequenceCreated,
     SequenceState,
     TransferResult,
@@ -112,7 +113,8 @@ def result(response: Response, lease_id: str = "") -> Any:
                 room.residency_id, room.word_index, room.word_value, room.generation
             )
         case "extend_residency":
-            return np.frombuffer(response.extend_residency.offsets, "<i8").astype(np.int64)
+            found = np.frombuffer(response.extend_residency.offsets, "<i8").astype(np.int64)
+            return ResidentBlocks(found, np.full(len(found), -1, np.int64))
         case "flushed":
             return response.flushed.block_count
         case "memory_registered":

@@ -21,11 +21,11 @@ from hotkv_client.types import (
     BoolMask,
     GroupHashes,
     Int32s,
-    Int64s,
     LayerHotSet,
     LeaseGrant,
     RequestReport,
     ResidencyOpened,
+    ResidentBlocks,
     SelectConfig,
     SequenceCreated,
     SequenceState,
@@ -105,9 +105,8 @@ class Calls(ABC):
 
     def extend_residency(
         self, residency_id: str, group_index: int, first_position: int, hashes: Sequence[bytes]
-    ) -> "Future[Int64s]":
-        """Pins those of the blocks that are ready; int64 [n]: bytes from the start of `arena()` to
-        each block's slot, -1 if it is not pinned.
+    ) -> "Future[ResidentBlocks]":
+        """Pins those of the blocks that are ready, and says where they lie in `arena()`.
 
         `first_position`: of the first block in the request, counted in blocks. A block that the
         residency has already keeps its offset. Blocks of an earlier server are compared with their

@@ -127,6 +127,16 @@ class LeaseGrant:
 
 
 @dataclass(frozen=True, slots=True)
+class ResidentBlocks:
+    """Where blocks of a residency lie: bytes from the start of the arena to each block's slot,
+    int64 [n], -1 for a block that is not pinned. `representations` likewise, -1 for a block whose
+    representation is not pinned."""
+
+    offsets: Int64s
+    representations: Int64s
+
+
+@dataclass(frozen=True, slots=True)
 class ResidencyOpened:
     """A residency holds: room in the arena is reserved for it. The rest is for `Arena.holds`: the
     session's word and its value, and the generation under which it was opened."""

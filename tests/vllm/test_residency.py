@@ -103,7 +103,8 @@ def test_a_prefix_hit_moves_next_to_nothing(start: Start, daemon: Daemon) -> Non
     first.ask("generate", prompts=[base], max_tokens=30)
     found = second.ask("generate", prompts=[base + tail], max_tokens=30)
     assert found["cached"] == [4000]
-    assert found["tokens"] == expected["tokens"] and difference(found, expected) == 0.0
+    # Chunks of the prompt begin elsewhere, so sums are rounded in another order.
+    assert found["tokens"] == expected["tokens"] and difference(found, expected) < 1e-4
     totals = second.ask("stats")["totals"]
     print(totals)
     # 4 layers, 2 heads of 32: 2 KiB a token.

@@ -29,9 +29,7 @@ CONFIG = SparseConfig(
 
 
 def spec() -> ResidentSpec:
-    plain = FullAttentionSpec(
-        block_size=TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32
-    )
+    plain = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
     vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_batched_tokens=CHUNK), max_in_flight_tokens=CHUNK
     )
@@ -47,9 +45,7 @@ def test_a_request_holds_what_the_spec_says() -> None:
 
 def test_specs_of_other_kinds_do_not_merge() -> None:
     """vLLM's own spec takes subclasses, and makes full attention of them."""
-    plain = FullAttentionSpec(
-        block_size=TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32
-    )
+    plain = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=32, dtype=torch.float32)
     with pytest.raises(AssertionError):
         ResidentSpec.merge([spec(), plain])
     assert ResidentSpec.merge([spec(), spec()]) == spec()
@@ -79,7 +75,9 @@ class Requests(RuleBasedStateMachine):
         """As `KVCacheManager.allocate_slots` of a request without a hit of its own."""
         manager, total = self.manager, computed + external
         manager.remove_skipped_blocks(name, total, self.goal[name])
-        count = manager.get_num_blocks_to_allocate(name, total + new, [], total, computed, total + new)
+        count = manager.get_num_blocks_to_allocate(
+            name, total + new, [], total, computed, total + new
+        )
         if count > self.pool.get_num_free_blocks():
             return False
         if external:
