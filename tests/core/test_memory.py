@@ -4,6 +4,7 @@ busy memory is handled, and who writes which file.
 
 import errno
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory import arena as arena_module
 from hotkv_server.memory import mapping as mapping_module
-from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.memory.arena import USE_FILE, USE_HEADER, USE_MAGIC, NodeMemory, _read_use
 from hotkv_server.memory.mapping import HUGE_PAGE_BYTES, FileMapping
 from hotkv_server.memory.state import (
     KnownKeySpace,
@@ -139,6 +140,21 @@ def test_starts_that_are_killed_never_take_a_block_for_another(
         )
     start.core.check_invariants()
     start.memory.remove()
+
+
+def test_spoiled_times_of_last_use_are_unknown_and_nobody_is_warned(tmp_path: Path) -> None:
+    """Also a signalling NaN, for which the processor raises a flag and numpy a warning."""
+    memory = Start(tmp_path).memory
+    geometry = memory.table.geometry
+    bits = np.zeros(geometry.capacity + 1, "<u4")
+    bits[1:5] = 0x7F80_0001, 0x7FC0_0000, 0xFF80_0000, np.float32(-2.0).view("<u4")
+    header = USE_HEADER.pack(USE_MAGIC, geometry.epoch, 10.0, len(bits))
+    (tmp_path / USE_FILE).write_bytes(header + bits.tobytes())
+    with warnings.catch_warnings(action="error"):
+        used_s = _read_use(tmp_path / USE_FILE, geometry)
+    assert used_s is not None
+    assert np.array_equal(used_s[:5], [10.0, np.nan, np.nan, np.nan, 8.0], equal_nan=True)
+    memory.remove()
 
 
 def test_a_key_space_that_is_there_twice_is_refused(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ class Tally:
         default_factory=lambda: collections.defaultdict(collections.Counter)
     )
     footprints: str = ""
-    """Of the server: at first, and at most."""
+    """Of the server: at first, at most, and after the last round."""
 
     @property
     def inputs(self) -> int:
@@ -295,7 +295,7 @@ class Fuzzer:
         )
         self.kinds = [*OddSessions(place).kinds().items(), *OddConnections(place).kinds().items()]
         self.rounds = 0
-        self.first = self.most = Footprint(server.pid)
+        self.first = self.most = self.last = Footprint(server.pid)
 
     @staticmethod
     def session_id(engine: PagedEngine) -> str:
@@ -354,7 +354,7 @@ class Fuzzer:
                 if session["engine_id"] not in ("bystander", "victim")
             ]
             num_transfers = admin.info()["counters"]["transfers_in_flight"]
-        now = Footprint(self.server.pid)
+        self.last = now = Footprint(self.server.pid)
         self.most = max(self.most, now, key=lambda footprint: footprint.anonymous_bytes)
         if others or num_transfers:
             return f"{num_transfers} transfers and the sessions {others}"
@@ -556,12 +556,12 @@ def fuzz(inputs: int, seed: int, *, say: Callable[[str], None] = lambda _: None)
                 fuzzer.check_footprint()
                 say(
                     f"{fuzzer.tally.inputs} inputs, {time.monotonic() - began_s:.0f} s, "
-                    f"{fuzzer.most}"
+                    f"{fuzzer.last}, at most {fuzzer.most}"
                 )
         finally:
             fuzzer.close()
         tally = fuzzer.tally
-        tally.footprints = f"{fuzzer.first} at first, {fuzzer.most} at most"
+        tally.footprints = f"{fuzzer.first} at first, {fuzzer.most} at most, {fuzzer.last} at last"
     with tempfile.TemporaryDirectory() as name:
         files = FileFuzzer(Path(name), seed, tally)
         while tally.inputs < inputs:

@@ -398,6 +398,8 @@ def _read_use(path: Path, geometry: TableGeometry) -> NDArray[np.float64] | None
     ):
         return None
     used_s = np.full(geometry.capacity + 1, np.nan)
-    ages = np.frombuffer(content, "<f4", offset=USE_HEADER.size)[: len(used_s)].astype(np.float64)
-    used_s[: len(ages)] = saved_s + np.where(np.isfinite(ages), np.minimum(ages, 0.0), np.nan)
+    ages = np.frombuffer(content, "<f4", offset=USE_HEADER.size)[: len(used_s)]
+    # Arithmetic on spoiled bytes would warn of a signalling NaN.
+    ages = np.where(np.isfinite(ages), ages, np.float32(np.nan)).astype(np.float64)
+    used_s[: len(ages)] = saved_s + np.minimum(ages, 0.0)
     return used_s
