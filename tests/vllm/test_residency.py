@@ -38,7 +38,11 @@ def prompts(seed: int, *lengths: int) -> list[list[int]]:
 @pytest.fixture
 def start(engines: Engines, tmp_path: Path) -> Start:
     def make(
-        sparse: dict[str, Any] | None, *, target: str | None = None, **settings: Any
+        sparse: dict[str, Any] | None,
+        *,
+        target: str | None = None,
+        connector_settings: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> EngineProcess:
         """An engine with the connector; its server is absent unless `target` names one."""
         layers = {"num_hidden_layers": 4, "max_position_embeddings": 2 * CONTEXT}
@@ -55,6 +59,7 @@ def start(engines: Engines, tmp_path: Path) -> Start:
         connector |= {"tenant": "own"} if target is None else {}
         connector |= {} if target else {"startup_wait_s": 0.0}
         connector |= {} if sparse is None else {"sparse": sparse}
+        connector |= connector_settings or {}
         return engines.start(
             write_model(tmp_path / "llama", "llama"),
             target or f"unix:{tmp_path}/none.sock",

@@ -34,17 +34,16 @@ from hotkv_vllm.stats import HotKVStats
 logger = link.logger
 ASK_AGAIN_S = 0.1
 """A reservation that was refused is asked for again after this long."""
-NOTHING = np.empty(0, np.int64)
 
 
 @dataclass(slots=True, eq=False)
 class Resident:
     """One request. `num_blocks`: most blocks that it may ever have.
 
-    `kept`: leading blocks that the server has said it keeps; `offsets` and `representations` int64
-    [kept] say where. `told`: how many of them the workers know. `asked`: the call that will say
-    more, and of which blocks. `storing`: by store, the first block of it. `names`: of its blocks, as far
-    as they were needed. `private_from`: blocks from here on have names of their own.
+    `kept`: leading blocks that the server has said it keeps; `places` say where, in order. `told`:
+    how many of these the workers know. `asked`: the call that will say more, and of which blocks.
+    `storing`: by store, the first block of it. `names`: of its blocks, as far as they were needed.
+    `private_from`: blocks from here on have names of their own.
     """
 
     state: RequestState
@@ -56,8 +55,7 @@ class Resident:
     ask_at_s: float = 0.0
     was_refused: bool = False
     kept: int = 0
-    offsets: Int64s = field(default_factory=lambda: NOTHING)
-    representations: Int64s = field(default_factory=lambda: NOTHING)
+    places: list[KeptBlocks] = field(default_factory=list)
     told: int = 0
     told_pin: ResidencyOpened | None = None
     told_hot: tuple[int, ...] = ()
@@ -258,19 +256,11 @@ class Residencies:
             True,
             self._pool.num_freed(request_id),
             hot if hot != one.told_hot else (),
-            self._news(one),
+            tuple(one.places[one.told :]),
             one.opened if one.opened is not one.told_pin else None,
         )
-        one.told_hot, one.told, one.told_pin = hot, one.kept, one.opened
+        one.told_hot, one.told, one.told_pin = hot, len(one.places), one.opened
         return row
-
-    def _news(self, one: Resident) -> tuple[KeptBlocks, ...]:
-        """What the workers have not heard yet of the blocks that the server keeps."""
-        arena = self._session.arena() if one.kept > one.told else None
-        if arena is None:
-            return ()
-        part = slice(one.told, one.kept)
-        return (KeptBlocks(one.told, one.offsets[part], one.representations[part], arena.file_id),)
 
     def _advance(self, one: Resident, now_s: float) -> None:
         """Asks where the blocks lie that were stored since the last time."""
@@ -316,14 +306,17 @@ class Residencies:
         (answer, blocks), one.asked = one.asked, None
         if answer.cancelled() or answer.exception() is not None:
             return
-        offsets, rows = answer.result().offsets, answer.result().representations
+        # A session that is gone by now has no arena; then they are asked for again.
+        arena, found = self._session.arena(), answer.result()
+        if arena is None or blocks.start != one.kept:
+            return
+        offsets, rows = found.offsets, found.representations
         missing = np.flatnonzero(offsets < 0)
         count = int(missing[0]) if len(missing) else len(offsets)
-        if blocks.start == one.kept:
-            one.offsets = np.concatenate([one.offsets[: one.kept], offsets[:count]])
-            one.representations = np.concatenate([one.representations[: one.kept], rows[:count]])
-            one.kept += count
         if count:
+            more = KeptBlocks(one.kept, offsets[:count], rows[:count], arena.file_id)
+            one.places.append(more)
+            one.kept += count
             one.moved_s = time.monotonic()
         if len(missing):
             # What the server lacks is stored, or stored anew.
@@ -373,7 +366,7 @@ class Residencies:
             return
         names = one.names[:had_kept]
         answer = self._session.extend_residency(one.residency_id, 0, 0, names)
-        known = one.offsets[:had_kept].copy()
+        known = np.concatenate([place.offsets for place in one.places])
         answer.add_done_callback(lambda done: self._compare(one, known, done))
 
     def _compare(self, one: Resident, known: Int64s, done: "Future[ResidentBlocks]") -> None:
@@ -411,6 +404,7 @@ class Residencies:
     def _begin_anew(self, one: Resident) -> None:
         """What is inexact of the request is void, and workers know nothing of it."""
         one.told, one.told_pin, one.told_hot = 0, None, ()
+        one.places = [place.up_to(one.kept) for place in one.places if place.first < one.kept]
         one.asked, one.asks_again, one.storing = None, False, {}
         del one.names[min(one.kept, one.private_from) :]
         one.private_from = 1 << 40

@@ -4,7 +4,7 @@ A worker's block tables keep the ids of blocks that the scheduler has given back
 how far each request's blocks were given back, and where the server keeps them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hotkv_client.types import Int64s, ResidencyOpened
 
@@ -22,6 +22,13 @@ class KeptBlocks:
     offsets: Int64s
     representations: Int64s
     file_id: FileId
+
+    def up_to(self, stop: int) -> "KeptBlocks":
+        """Those before block `stop`."""
+        count = max(0, stop - self.first)
+        return replace(
+            self, offsets=self.offsets[:count], representations=self.representations[:count]
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,75 @@
+"""Faults under contexts beyond device memory: no wrong token, whatever happens to the server. A
+request goes on, is computed anew, or ends with an error."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.test_end_to_end import difference
+from tests.vllm.test_residency import POOL_BLOCKS, RESIDENT, SPARSE, Start, prompts, start
+
+__all__ = ["start"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def totals(engine: EngineProcess) -> dict[str, float]:
+    """The connector's counters, up to and with the last request."""
+    engine.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
+    found: dict[str, float] = engine.ask("stats")["totals"]
+    return found
+
+
+def begun(start: Start, daemon: Daemon, batch: list[list[int]], pace_s: float, **more: Any) -> Any:
+    """An engine that is in the middle of decoding `batch`, and what it is expected to answer."""
+    reference = start(SPARSE)
+    one = start(RESIDENT, target=daemon.start().target, num_gpu_blocks_override=POOL_BLOCKS, **more)
+    one.ask("wait", connected=True, timeout_s=60.0)
+    expected = reference.ask("generate", prompts=batch, max_tokens=60)
+    one.ask("pace", seconds=pace_s)
+    one.begin("generate", prompts=batch, max_tokens=60)
+    return one, expected
+
+
+def until_stored(daemon: Daemon, num_blocks: int) -> None:
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s:
+        if daemon.admin("info")["counters"]["stored_blocks_total"] >= num_blocks:
+            return
+        time.sleep(0.02)
+    raise AssertionError("nothing was stored")
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("blocks", [30, 62], ids=["prefill", "decode"])
+def test_a_server_is_killed_and_comes_back(
+    start: Start, daemon: Daemon, blocks: int, is_async: bool
+) -> None:
+    """The engine reads on in the memory that it maps, and what it has is pinned anew."""
+    one, expected = begun(start, daemon, prompts(11, 2000), 0.05, async_scheduling=is_async)
+    until_stored(daemon, blocks)
+    daemon.kill()
+    time.sleep(0.5)
+    daemon.start()
+    found = one.answer()
+    print([line for line in one.log().splitlines() if "hotkv" in line and "INFO" not in line[:40]])
+    print(one.ask("stats")["totals"])
+    assert found["tokens"] == expected["tokens"]
+    # Bytes that were lost are computed anew, and sums rounded in another order.
+    assert difference(found, expected) < 1e-4
+    assert "hook_errors" not in totals(one)
+
+
+def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
+    """Decoding goes on as far as the device has room for what can't be stored; then the request
+    ends with an error, and the engine serves others."""
+    settings = {"residency_timeout_s": 3.0}
+    one, _ = begun(start, daemon, prompts(12, 2000), 0.02, connector_settings=settings)
+    until_stored(daemon, 30)
+    daemon.kill()
+    found = one.answer()
+    assert len(found["tokens"][0]) < 60
+    assert found["ended"] == ["error"]
+    assert one.ask("generate", prompts=prompts(13, 100), max_tokens=5)["tokens"]
