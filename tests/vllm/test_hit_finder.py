@@ -16,8 +16,9 @@ from hotkv_vllm.scheduler.hits import (
     MISS_MEMORY_S,
     NEVER_AGAIN,
     NO_HIT,
+    pinned_masks,
 )
-from hotkv_vllm.scheduler.request import Phase
+from hotkv_vllm.scheduler.request import HitState, Phase
 from tests.vllm.parts import FULL, STATES, TOKENS, WINDOW, Parts, request
 
 LONG = 4 * TOKENS + 5
@@ -142,7 +143,7 @@ def test_a_miss_is_remembered_for_a_moment_and_counted_once() -> None:
     parts.clock += MISS_MEMORY_S / 2
     probes = parts.server.count("probe")
     assert parts.match(state) == NO_HIT and parts.server.count("probe") == probes
-    parts.clock += MISS_MEMORY_S / 2
+    parts.clock = state.hit.miss_until_s
     assert parts.hit(state) == 4 * TOKENS
     parts.finder.forget(state)
     parts.drop("a", range(4))
@@ -163,7 +164,7 @@ def test_an_offer_is_counted_once_and_what_is_loaded_too() -> None:
     assert not parts.count("miss_requests")
 
 
-# --------------------------------------------------------------------------------- late and lost
+# ------------------------------------------------------------------------------------ late and lost
 
 
 @pytest.mark.parametrize("kind", ["lookup", "acquire"])
@@ -233,6 +234,13 @@ def test_a_grant_that_is_shorter_than_asked_shortens_the_hit() -> None:
     parts.server.grant_limit = 1 << 30
     assert parts.hit(parts.state(request("a", LONG))) == 4 * TOKENS
     assert parts.count("short_grants") == 2
+
+
+def test_a_grant_of_fewer_groups_than_were_asked_for_is_an_error() -> None:
+    parts = Parts([FULL, WINDOW])
+    hit = HitState(hit_tokens=TOKENS, leased=[range(1), range(1)])
+    with pytest.raises(ValueError, match="shorter"):
+        pinned_masks(parts.groups, hit, [np.ones(1, np.bool_)])
 
 
 def test_a_grant_is_answered_again_until_half_its_life_is_over() -> None:
@@ -356,6 +364,21 @@ def test_a_load_that_needs_more_than_is_leased_is_none() -> None:
     assert not state.is_loading and not state.hit.unproved_loads
 
 
+def test_a_shorter_hit_does_not_reach_behind_the_lease() -> None:
+    """The grant lacks the last full block. A hit of three blocks would need the window's second,
+    which is ready and not leased."""
+    parts = Parts([FULL, WINDOW])
+    parts.put("a", range(4))
+    parts.put("a", range(4), 1)
+    parts.server.hold = {"acquire"}
+    state = parts.state(request("a", LONG))
+    assert parts.match(state) == ASK_AGAIN and state.hit.leased == [range(4), range(2, 4)]
+    pinned = np.array([True, True, True, False]), np.ones(2, np.bool_)
+    state.hit.answer.set_result(LeaseGrant(state.hit.lease_id, pinned, 9.0))
+    assert parts.match(state) == NO_HIT
+    assert parts.count("short_grants") == 1 and parts.server.released
+
+
 def test_blocks_that_are_leased_and_were_not_pinned_are_not_loaded() -> None:
     parts = Parts([FULL, WINDOW])
     parts.put("a", range(4))
@@ -376,7 +399,7 @@ def test_behind_a_drafters_hit_the_next_block_must_be_known() -> None:
     assert parts.hit(state) == 3 * TOKENS and state.hit.leased == [range(3)]
 
 
-# ------------------------------------------------------------------------------------- ends of loads
+# ------------------------------------------------------------------------------------ ends of loads
 
 
 def test_a_load_that_ends_well_gives_its_lease_back() -> None:
@@ -495,7 +518,7 @@ def test_a_lease_that_is_granted_after_its_release_is_released_again() -> None:
     assert parts.server.released[2:] and len(parts.server.released) == 3
 
 
-# ------------------------------------------------------------------------------ groups of many kinds
+# ----------------------------------------------------------------------------- groups of many kinds
 
 
 def test_groups_that_need_every_block_bound_what_is_probed_of_the_others() -> None:
@@ -531,7 +554,7 @@ def test_states_are_loaded_one_a_hit() -> None:
     assert parts.hit(state) == 2 * TOKENS and state.hit.leased == [range(1, 2), range(2)]
 
 
-# -------------------------------------------------------------------------------- representations
+# ---------------------------------------------------------------------------------- representations
 
 
 def test_representations_come_along_where_they_are_and_change_no_hit() -> None:

@@ -49,7 +49,7 @@ def report(*results: tuple[int, Sequence[BlockResult]]) -> HotKVWorkerMetadata:
     )
 
 
-# ------------------------------------------------------------------------------- blocks that are full
+# ----------------------------------------------------------------------------- blocks that are full
 
 
 @pytest.mark.parametrize("tokens, blocks", [(15, 0), (16, 1), (31, 1), (32, 2), (48, 3)])
@@ -224,7 +224,7 @@ def test_retention_goes_with_each_requests_blocks() -> None:
     ]
 
 
-# --------------------------------------------------------------------------------------- handed over
+# -------------------------------------------------------------------------------------- handed over
 
 
 def handed_over(
@@ -272,7 +272,7 @@ def test_blocks_of_states_that_are_handed_over_are_not_stored_by_their_place() -
     assert plan(parts, (parts.state(request("a", 64)), 64))[0] == ()
 
 
-# ------------------------------------------------------------------------------------ ends of requests
+# --------------------------------------------------------------------------------- ends of requests
 
 
 def test_what_a_request_left_is_stored_with_the_next_step() -> None:
@@ -328,7 +328,7 @@ def test_tails_that_are_void_are_gone_and_their_blocks_free(how: str) -> None:
     assert stored(plan(parts)[0]) == [(0, [1, 2])]
 
 
-# ---------------------------------------------------------------------------------- room in the flight
+# ------------------------------------------------------------------------------- room in the flight
 
 
 def test_more_than_fits_waits_and_what_is_last_is_dropped() -> None:
@@ -376,7 +376,7 @@ def test_chains_are_no_longer_than_a_store(monkeypatch: pytest.MonkeyPatch) -> N
     assert [run.depth for job in jobs for run in job.runs] == [0, 3, 6] and len(jobs) == 3
 
 
-# ------------------------------------------------------------------------------------- what steps await
+# --------------------------------------------------------------------------------- what steps await
 
 
 def test_a_step_waits_for_the_stores_that_read_what_it_writes() -> None:
@@ -451,7 +451,7 @@ def test_a_plan_that_broke_takes_back_what_no_worker_was_told_of() -> None:
     assert flight.reading == {1: sent.store_id}
 
 
-# --------------------------------------------------------------------------------------- results
+# ------------------------------------------------------------------------------------------ results
 
 
 def in_flight(parts: Parts, num_blocks: int) -> StoreJob:
@@ -510,7 +510,7 @@ def test_a_report_is_taken_once_and_of_unknown_stores_not_at_all() -> None:
     assert not len(parts.planner.in_flight) and parts.count("stored_blocks") == 1
 
 
-# ------------------------------------------------------------------------------------ loads and resets
+# --------------------------------------------------------------------------------- loads and resets
 
 
 def test_what_a_load_brought_is_not_stored_and_marks_only_go_forward() -> None:
@@ -539,7 +539,7 @@ def test_after_a_reset_only_requests_without_blocks_store(computed: int, may_sto
         assert not state.store.may_store
 
 
-# ------------------------------------------------------------------------------------- representations
+# ---------------------------------------------------------------------------------- representations
 
 
 def test_representations_go_with_their_blocks_or_after_them() -> None:
