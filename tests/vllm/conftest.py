@@ -77,3 +77,11 @@ def engine(
     for one in made:
         one.worker.shutdown()
         one.connector.shutdown()
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes worker sides that have a session and no engine (`worker_parts.Rig`)."""
+    from tests.vllm.worker_parts import Rig
+
+    return lambda **settings: Rig(monkeypatch, **settings)

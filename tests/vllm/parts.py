@@ -1,7 +1,7 @@
 """The scheduler side's parts over a double of the server, without an engine: requests are names and
 hashes, and time is what the test says."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +11,10 @@ import numpy as np
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace, Representation
 from hotkv_client.testing import FakeServer
-from hotkv_client.types import Role, SessionConfig
+from hotkv_client.types import BlockResult, Role, SessionConfig
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob, StoreReport
 from hotkv_vllm.scheduler.exactness import Exactness
 from hotkv_vllm.scheduler.fence import Fence
 from hotkv_vllm.scheduler.groups import CachedGroups
@@ -150,6 +151,32 @@ class Parts:
         return self.finder.begin_load(state, tables, num_external, 0)
 
 
+def plan(
+    parts: Parts,
+    *scheduled: tuple[Any, int],
+    tables: Sequence[Sequence[int]] | None = None,
+    handoffs: Any = None,
+    written: Collection[int] = (),
+) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
+    """One step: each state, and how many tokens it computes. All have the same block table."""
+    ids_of = tables or [list(range(1 + 10 * at, 10 + 10 * at)) for at in range(len(parts.specs))]
+    return parts.planner.plan(
+        scheduled, lambda _: tuple(map(list, ids_of)), handoffs or {}, lambda: written
+    )
+
+
+def stored(jobs: Sequence[StoreJob]) -> list[tuple[int, list[int]]]:
+    """Group and block ids of each run."""
+    return [(run.group_index, run.block_ids.tolist()) for job in jobs for run in job.runs]
+
+
+def report(*results: tuple[int, Sequence[BlockResult]]) -> HotKVWorkerMetadata:
+    """What one rank says of each store."""
+    return HotKVWorkerMetadata(
+        {store_id: StoreReport([bytes(blocks)]) for store_id, blocks in results}
+    )
+
+
 def ids(blocks: Sequence[int]) -> Any:
     return np.array(blocks, np.int32)
 
@@ -158,3 +185,10 @@ def answered(value: Any) -> "Future[Any]":
     future: Future[Any] = Future()
     future.set_result(value)
     return future
+
+
+class Clock:
+    """Takes down no times of hooks."""
+
+    def add(self, hook: str, seconds: float) -> None:
+        pass

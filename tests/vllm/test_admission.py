@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hotkv.retention import NO_RETENTION, Retention
+from hotkv_sparse.config import SparseConfig
 from hotkv_vllm.adapters import Adapters, Standing
 from hotkv_vllm.compat import NULL_BLOCK
 from hotkv_vllm.hooks import HookEdge
@@ -20,7 +21,8 @@ from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.request import Phase
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.sharing import LINKS_PATIENCE_S, Sharing
-from tests.vllm.parts import TOKENS, Parts, request
+from hotkv_vllm.sparse import rows
+from tests.vllm.parts import TOKENS, Clock, Parts, request
 from tests.vllm.specs import full_spec
 
 LONG = 4 * TOKENS + 5
@@ -37,13 +39,6 @@ class Memory:
 
     def ended(self, request_id: str, now_s: float) -> None:
         self.told.append(("ended", request_id))
-
-
-class Clock:
-    """Takes down no times."""
-
-    def add(self, hook: str, seconds: float) -> None:
-        pass
 
 
 class Desk:
@@ -442,6 +437,7 @@ def test_what_was_known_of_a_request_is_forgotten_at_its_end(desk: Any) -> None:
     asks = WithAdapter("a")
     one.arrive(asks)
     one.desk.match(asks, TOKENS)
+    assert one.adapters._live and one.desk.written._matched_tokens
     one.parts.exactness.is_watching = True
     one.parts.exactness._exact_tokens["a"] = 5
     one.desk.finished(asks, [[1]])
@@ -486,6 +482,17 @@ def test_the_memory_follows_requests_that_have_a_name(desk: Any, adapter: bool) 
     assert len(memory.told) == (0 if adapter else 1) and not one.edge.broken
 
 
+def test_an_engine_that_decodes_sparsely_tells_its_other_connectors(desk: Any) -> None:
+    step = SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens={},
+    )
+    assert rows.sparse_requests("engine", step) is None
+    one = desk(sparse=SparseConfig())
+    assert one.desk.rows is not None and rows.sparse_requests("engine", step) == []
+
+
 class Rows(Memory):
     """Stands for the names of rows, which end without a time."""
 
@@ -495,12 +502,12 @@ class Rows(Memory):
 
 def test_rows_follow_every_request(desk: Any) -> None:
     one = desk()
-    one.desk.rows = rows = Rows()
+    one.desk.rows = told = Rows()
     one.sharing.cache = None
     asks = request("a", LONG)
     one.desk.arrived(asks)
     one.desk.finished(asks, [[]])
-    assert rows.told == [("arrived", "a"), ("ended", "a")] and not one.edge.broken
+    assert told.told == [("arrived", "a"), ("ended", "a")] and not one.edge.broken
 
 
 # ------------------------------------------------------------------------------------- broken hooks
@@ -556,6 +563,7 @@ def test_a_broken_hook_of_an_adapters_request_ends_its_use(desk: Any) -> None:
 def test_a_broken_allocation_loads_nothing_and_nothing_is_safe(desk: Any, external: int) -> None:
     one = desk()
     one.arrive(request("a", LONG))
+    assert not one.desk.lost_track
     one.desk.alloc_broke("a", external)
     assert one.desk.lost_track and not one.desk.others.may_store("a")
     assert one.desk.loads.abandoned == (["a"] if external else [])

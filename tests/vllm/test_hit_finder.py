@@ -537,6 +537,12 @@ def test_groups_that_need_every_block_bound_what_is_probed_of_the_others() -> No
     assert [what for kind, what in parts.server.calls[before:] if kind == "probe"] == [1]
 
 
+def test_of_windows_no_block_is_probed_that_no_hit_could_use() -> None:
+    parts = Parts([WINDOW])
+    parts.match(parts.state(request("a", 4 * TOKENS)))
+    assert [what for kind, what in parts.server.calls if kind == "probe"] == [3]
+
+
 def test_a_full_group_is_probed_behind_what_the_engine_holds() -> None:
     parts = Parts()
     parts.put("a", [3])
