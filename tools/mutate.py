@@ -77,7 +77,7 @@ SEAMS = (
 REQUESTS = (
     "tests/vllm/test_hit_finder.py tests/vllm/test_store_planner.py "
     "tests/vllm/test_stores_in_flight.py tests/vllm/test_admission.py "
-    f"tests/vllm/test_scheduler_books.py {ENGINE}"
+    f"tests/vllm/test_load_books.py tests/vllm/test_scheduler_books.py {ENGINE}"
 )
 """Parts of the scheduler side without an engine, then with one."""
 RANK = (
@@ -130,9 +130,13 @@ TESTS: dict[str, str] = {
     "client/hotkv_client/link.py": (
         f"{LIFE} tests/server/test_arena.py tests/server/test_security.py"
     ),
-    "client/hotkv_client/recorder.py": "tests/server/test_record.py",
+    "client/hotkv_client/recorder.py": (
+        "tests/server/test_trace_lines.py tests/server/test_record.py"
+    ),
     "client/hotkv_client/arena.py": "tests/server/test_arena.py",
-    "client/hotkv_client/channels.py": "tests/server/test_tcp.py tests/server/test_security.py",
+    "client/hotkv_client/channels.py": (
+        "tests/server/test_channels.py tests/server/test_tcp.py tests/server/test_security.py"
+    ),
     "client/hotkv_client/_sparse_wire.py": (
         "tests/server/test_sparse_service.py tests/server/test_sparse_refusals.py"
     ),
@@ -181,7 +185,7 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/scheduler/exactness.py": f"tests/vllm/test_exactness.py {ENGINE}",
     "connector_vllm/hotkv_vllm/compat/multi.py": "tests/vllm/test_multi_connector.py",
     "connector_vllm/hotkv_vllm/scheduler/other_loads.py": (
-        "tests/vllm/test_scheduler_books.py tests/vllm/test_multi_connector.py"
+        "tests/vllm/test_load_books.py tests/vllm/test_multi_connector.py"
     ),
     "connector_vllm/hotkv_vllm/": ENGINE,
 }
