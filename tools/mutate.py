@@ -183,6 +183,7 @@ TESTS: dict[str, str] = {
         f"tests/vllm/test_ranks.py tests/vllm/test_revocations.py {ENGINE}"
     ),
     "connector_vllm/hotkv_vllm/scheduler/exactness.py": f"tests/vllm/test_exactness.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/metadata.py": f"tests/vllm/test_metadata.py {ENGINE}",
     "connector_vllm/hotkv_vllm/compat/multi.py": "tests/vllm/test_multi_connector.py",
     "connector_vllm/hotkv_vllm/scheduler/other_loads.py": (
         "tests/vllm/test_load_books.py tests/vllm/test_multi_connector.py"

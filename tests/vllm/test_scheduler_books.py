@@ -1,7 +1,6 @@
 """The small books of the scheduler side, each alone: names of blocks, hidden keys, representations,
 reports, hints, links of workers."""
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,8 +37,9 @@ def test_only_requests_of_an_adapter_are_named_by_it() -> None:
 
 def test_masks_of_other_groups_than_there_are_make_no_hit() -> None:
     groups = CachedGroups([FULL, FULL], TOKENS, TOKENS)
-    with pytest.raises(ValueError, match="shorter"):
-        groups.longest_hit((np.ones(2, np.bool_),), 0, 64)
+    for count in (1, 3):
+        with pytest.raises(ValueError, match=r"shorter|longer"):
+            groups.longest_hit((np.ones(2, np.bool_),) * count, 0, 64)
 
 
 # -------------------------------------------------------------------------------------- hidden keys
@@ -331,13 +331,3 @@ def test_requests_wait_in_their_order_and_leave_once() -> None:
 def test_handshakes_are_taken_when_all_ranks_have_sent_theirs(count: int, complete: bool) -> None:
     report = HotKVWorkerMetadata(handshakes=(HotKVHandshake(None),) * count)
     assert len(Joining(2).handshakes(report)) == (count if complete else 0)
-
-
-def test_reports_of_two_ranks_add_up() -> None:
-    """And stay as they are, each for itself."""
-    counters: Mapping[str, float] = {"stores": 1, "loads": 2}
-    one = HotKVWorkerMetadata(counters=dict(counters), settled_loads={"a": 1}, settled_step=3)
-    two = HotKVWorkerMetadata(counters={"stores": 5}, settled_loads={"a": 1, "b": 1})
-    both = one.aggregate(two)
-    assert both.counters == {"stores": 6, "loads": 2} and both.settled_loads == {"a": 2, "b": 1}
-    assert both.settled_step == 3 and one.counters == counters and one.settled_loads == {"a": 1}

@@ -190,6 +190,7 @@ def test_stores_that_have_not_read_or_are_revoked_are_taken_back_without_waiting
         one.device.is_there = False
     one.step(flush_stores=(1,))
     assert one.session.cancelled == ["w1-k0"] and 0.25 not in noted.waits[:1]
+    assert "flush_s" in one.counters
     assert one.results() == {1: [FAILED]} and not one.opened
 
 
