@@ -59,7 +59,7 @@ def measure(
         for row in rows:
             engine.use(row.setup)
             said = engine.answer(prompt.tokens, ANSWER_TOKENS)
-            text = tokenizer.decode(said)  # type: ignore[attr-defined]
+            text = tokenizer.decode(said)
             row.num_right[prompt.task] += prompt.is_answered_by(text)
         print(
             f"prompt {number} of {len(asked)}: {time.monotonic() - begin:.0f} s; right so far "
