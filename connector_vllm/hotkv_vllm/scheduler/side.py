@@ -188,6 +188,8 @@ class HotKVScheduler:
     def update_broke(self, output: Any) -> None:
         """Whatever of a step's results was not taken: its loads count as failed, and its stores as
         ended. Shares nothing with `update`."""
+        if output.invalid_block_ids:
+            self._pool.lose_blocks(output.invalid_block_ids)
         report, cache = output.kv_connector_worker_meta, self.sharing.cache
         if cache is not None and isinstance(report, HotKVWorkerMetadata):
             cache.planner.in_flight.account(report)
