@@ -82,9 +82,10 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A lost store is a later miss, so a preempted request need not recompute what it
-        produced."""
-        return False
+        """Whether vLLM drops what steps in flight answer for a request that it preempts: where they
+        may have read bytes that the server no longer had. Else a lost store is a later miss."""
+        sparse = self.config.sparse
+        return sparse is not None and sparse.residency == "host"
 
     # --------------------------------------------------------------------------------- worker hooks
 

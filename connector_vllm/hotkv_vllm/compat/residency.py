@@ -11,11 +11,12 @@ has lost bytes gets no more blocks, so that vLLM preempts it and computes it ane
 
 Uses, of vLLM 0.32: `AttentionBackend.customize_spec` (temporary there, see RFC #42449),
 `FullAttentionSpec`, `FullAttentionManager` with its block tables and pool, `KVCacheSpecRegistry`,
-`VllmConfig.max_in_flight_tokens`, `Scheduler.encoder_cache_mismatch_reqs`.
+`VllmConfig.max_in_flight_tokens`, of `Scheduler` `requests` and
+`encoder_cache_mismatch_reqs`, and of `Request` what says how much output is in flight.
 """
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, fields
 from types import FrameType
 from typing import Any
@@ -309,22 +310,33 @@ class DevicePool:
         hot = self._manager.hot.get(request_id, ()) if self._manager is not None else ()
         return tuple(block.block_id for block in hot)
 
+    def has_blocks(self, request_id: str) -> bool:
+        """Whether the request has blocks of the device."""
+        return self._manager is not None and request_id in self._manager.req_to_blocks
+
     def num_freed(self, request_id: str) -> int:
         """Blocks of the request from the sinks up to here were given back."""
         return 0 if self._manager is None else self._manager.freed_blocks.get(request_id, 0)
 
     def lose(self, request_id: str) -> None:
-        """Makes vLLM preempt the request before it gets another block."""
+        """Makes vLLM preempt the request before it gets another block, and drop what steps in
+        flight answer for it."""
         if self._manager is not None and request_id in self._manager.req_to_blocks:
             self._manager.lost.add(request_id)
+        request = None if self._scheduler is None else self._scheduler.requests.get(request_id)
+        if request is not None:
+            request.drop_stale_output = True
+            request.num_stale_output_tokens = request.num_in_flight_tokens
 
-    def lose_blocks(self, first_blocks: Collection[int]) -> None:
-        """The same for the requests whose context begins with one of these blocks. Shares nothing
-        with `lose`."""
+    def lose_blocks(self, first_blocks: Set[int]) -> None:
+        """The same for the requests that have one of these blocks. Shares nothing with `lose`."""
         if self._manager is not None:
             for request_id, blocks in self._manager.req_to_blocks.items():
-                if blocks and blocks[0].block_id in first_blocks:
+                if not first_blocks.isdisjoint(block.block_id for block in blocks):
                     self._manager.lost.add(request_id)
+                    request = self._scheduler.requests.get(request_id)
+                    request.drop_stale_output = True
+                    request.num_stale_output_tokens = request.num_in_flight_tokens
 
     def fail(self, request_id: str) -> None:
         """Makes vLLM end the request with an error. Its scheduler has one list of requests to end
@@ -332,13 +344,14 @@ class DevicePool:
         if self._scheduler is not None:
             self._scheduler.encoder_cache_mismatch_reqs.add(request_id)
 
-    def requests_of(self, first_blocks: Collection[int]) -> list[str]:
-        """The requests whose context begins with one of these blocks."""
+    def requests_of(self, blocks: Set[int]) -> list[str]:
+        """The requests that have one of these blocks. Beside the one that was meant, when its step
+        was planned, that is whoever has been given the block since; vLLM sets both back."""
         tables = {} if self._manager is None else self._manager.req_to_blocks
         return [
             request_id
-            for request_id, blocks in tables.items()
-            if blocks and blocks[0].block_id in first_blocks
+            for request_id, table in tables.items()
+            if not blocks.isdisjoint(block.block_id for block in table)
         ]
 
 

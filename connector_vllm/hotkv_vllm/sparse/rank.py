@@ -83,7 +83,7 @@ class SparseRank:
             logger.warning("hotkv: sparse decode is off in this worker: %s", error)
             return
         if isinstance(self.worker, ResidentWorker):
-            self.worker.arena_of = self._arena_of
+            self.worker.residents.arena_of = self._arena_of
         place = places.rank_place(self._vllm_config, self._kv_cache_config)
         self.reporter = SparseReporter(self.worker, place.shard_index, place.is_writer)
 
@@ -109,11 +109,13 @@ class SparseRank:
 
     def take_lost(self) -> set[int]:
         """First blocks of requests whose bytes in host memory are gone."""
-        return self.worker.take_lost() if isinstance(self.worker, ResidentWorker) else set()
+        worker = self.worker
+        return worker.residents.take_lost() if isinstance(worker, ResidentWorker) else set()
 
     def lost_broke(self) -> set[int]:
         """It is not known which bytes are gone: all of them."""
-        return self.worker.all_away() if isinstance(self.worker, ResidentWorker) else set()
+        worker = self.worker
+        return worker.residents.all_away() if isinstance(worker, ResidentWorker) else set()
 
     @hook(nothing, is_part=True)
     def _tell_reporter(self, meta: HotKVMetadata) -> None:
