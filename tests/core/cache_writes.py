@@ -9,7 +9,14 @@ from hotkv.errors import Reason
 from hotkv.results import BlockResult
 from hotkv_server.core.transfers import StoreTransfer
 from hotkv_server.core.values import Run, SlotRun
-from tests.core.cache_machine import LEASE_IDS, NUMBERS, TRANSFER_IDS, TTLS, CacheWorld
+from tests.core.cache_machine import (
+    LEASE_IDS,
+    NUMBERS,
+    RESIDENCY_IDS,
+    TRANSFER_IDS,
+    TTLS,
+    CacheWorld,
+)
 from tests.core.cache_model import (
     GARBAGE,
     Key,
@@ -168,9 +175,17 @@ class WriteRules(CacheWorld):
                 (self.core.draining, Reason.DRAINING),
             ),
         )
+        residency_id = data.draw(st.sampled_from(["", *RESIDENCY_IDS]))
         slots = self.call(
             lambda: self.core.begin_store(
-                session, transfer_id, lease_id, runs, shard, ttl_s, self.now_s
+                session,
+                transfer_id,
+                lease_id,
+                runs,
+                shard,
+                ttl_s,
+                self.now_s,
+                residency_id=residency_id,
             ),
             *refusals,
         )
@@ -187,7 +202,10 @@ class WriteRules(CacheWorld):
             self.now_s + (ttl_s or 10.0),
         )
         lease = self.model.leases.get((engine, lease_id))
-        transfer = ModelTransfer(lease, shard, [], [result.tolist() for result in results])
+        residency = self.model.residencies.get((engine, residency_id))
+        transfer = ModelTransfer(
+            lease, shard, [], [result.tolist() for result in results], residency
+        )
         busy = {
             (offset, t.shard_index)
             for t in self.model.transfers.values()
@@ -207,6 +225,12 @@ class WriteRules(CacheWorld):
                 )
                 transfer.todo.append((run, position, key, offset))
                 self.model.arena[offset, shard] = GARBAGE
+        for (group, numbers), row in zip(named, transfer.results, strict=True):
+            for position, number in enumerate(numbers):
+                key = (ks, group, number)
+                is_there = row[position] == BlockResult.PRESENT and key in self.model.ready
+                if residency and is_there:
+                    self.model.pin_resident(residency, group, position, key)
         if lease:
             lease.copies += 1
         self.model.transfers[session, transfer_id] = transfer
