@@ -76,6 +76,7 @@ class CacheWorld(RuleBasedStateMachine):
         self.core = CacheCore(config, make_table(capacity), POLICIES[policy](capacity), memory)
         self.readers: dict[tuple[str, str], Any] = {}
         self.all_readers: list[Any] = []
+        self.num_stores = 0
         self.policy, self.reference = policy, reference
         if reference:
             self.use_references()

@@ -138,9 +138,9 @@ class CacheModel:
 
     def pin_resident(self, residency: ModelResidency, group: int, position: int, key: Key) -> None:
         """A residency pins a ready block, unless it has the position or no room is left."""
-        rows = residency.rows.setdefault(group, {})
+        rows = residency.rows.get(group, {})
         if residency.is_open and position not in rows and len(rows) < residency.asked.get(group, 0):
-            rows[position] = (key, key[2], self.slot(key))
+            residency.rows.setdefault(group, rows)[position] = (key, key[2], self.slot(key))
 
     def end_residencies(self, session: int) -> None:
         """The residencies of a session have ended with it."""

@@ -15,8 +15,9 @@ from hotkv_server.core.pin_budget import most_pinned
 from hotkv_server.core.reader_words import Uint64s
 from hotkv_server.core.residency_bound import slot_cost
 from hotkv_server.core.values import OpenedResidency
-from tests.core.cache_machine import NUM_SLABS, NUMBERS, RESIDENCY_IDS, SLAB, CacheWorld
+from tests.core.cache_machine import NUM_SLABS, NUMBERS, RESIDENCY_IDS, SLAB
 from tests.core.cache_model import Key, ModelResidency
+from tests.core.cache_writes import WriteRules
 from tests.core.support import words_of
 
 BOUND = min(int(0.8 * NUM_SLABS * SLAB), most_pinned(NUM_SLABS * SLAB))
@@ -40,7 +41,7 @@ class Reader:
     is_done: bool = False
 
 
-class ResidencyRules(CacheWorld):
+class ResidencyRules(WriteRules):
     """Room is promised within the bound, and what is pinned stays where readers were told."""
 
     def taken_bytes(self) -> int:
@@ -66,11 +67,17 @@ class ResidencyRules(CacheWorld):
     def open_residency(
         self, data: st.DataObject, residency_id: str, counts: tuple[int, int]
     ) -> None:
-        session, engine, ks = self.session(data)
+        session, engine, _ = self.session(data)
         existing = self.model.residencies.get((engine, residency_id))
         asked = {group: count for group, count in enumerate(counts) if count}
         if existing and data.draw(st.booleans()):
             asked = existing.asked
+        self.opens(session, residency_id, asked)
+
+    def opens(self, session: int, residency_id: str, asked: dict[int, int]) -> None:
+        """A residency is opened, or refused as it must be."""
+        engine, ks = self.sessions[session]
+        existing = self.model.residencies.get((engine, residency_id))
         cost = sum(count * slot_cost(self.sizes[group], SLAB) for group, count in asked.items())
         taken = self.taken_bytes()
         others = self.model.unadmitted_bytes() + self.core.retention_pins.held_bytes
@@ -97,18 +104,20 @@ class ResidencyRules(CacheWorld):
         self.readers[engine, residency_id] = Reader(opened, session)
         self.all_readers.append(self.readers[engine, residency_id])
 
-    @precondition(lambda self: self.sessions)
-    @rule(
-        data=st.data(),
-        residency_id=st.sampled_from(RESIDENCY_IDS),
-        group=st.integers(0, 2),
-        first=st.integers(0, 4),
-        numbers=NUMBERS,
-    )
-    def extend_residency(
-        self, data: st.DataObject, residency_id: str, group: int, first: int, numbers: list[int]
-    ) -> None:
+    def named(self, data: st.DataObject) -> tuple[int, str, int, str]:
+        """A session, and mostly a residency of its engine."""
         session, engine, ks = self.session(data)
+        mine = sorted(name for name in self.model.residencies if name[0] == engine)
+        if mine and data.draw(st.integers(0, 5)):
+            return session, engine, ks, data.draw(st.sampled_from(mine))[1]
+        return session, engine, ks, data.draw(st.sampled_from(RESIDENCY_IDS))
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), group=st.integers(0, 2), first=st.integers(0, 3), numbers=NUMBERS)
+    def extend_residency(
+        self, data: st.DataObject, group: int, first: int, numbers: list[int]
+    ) -> None:
+        session, engine, ks, residency_id = self.named(data)
         residency = self.model.residencies.get((engine, residency_id))
         rows = residency.rows.get(group, {}) if residency else {}
         if rows and data.draw(st.integers(0, 3)):
@@ -157,9 +166,37 @@ class ResidencyRules(CacheWorld):
         }
 
     @precondition(lambda self: self.sessions)
-    @rule(data=st.data(), residency_id=st.sampled_from(RESIDENCY_IDS), steps=st.integers(1, 9))
-    def close_residency(self, data: st.DataObject, residency_id: str, steps: int) -> None:
-        session, engine, _ = self.session(data)
+    @rule(data=st.data(), lists=st.tuples(NUMBERS, NUMBERS | st.just([])))
+    def store_into_residency(self, data: st.DataObject, lists: tuple[list[int], list[int]]) -> None:
+        """All shards of a store, one after the other, into a residency that is told of it."""
+        session, engine, _, residency_id = self.named(data)
+        if (engine, residency_id) not in self.model.residencies:
+            self.opens(session, residency_id, {0: 5, 1: 2})
+        self.num_stores += 1
+        name = f"store {self.num_stores}"
+        for shard in range(self.num_shards):
+            if not self.store_begins(session, name, name, lists, shard, 0.0, residency_id):
+                return
+            self.finish(session, name, succeeded=True)
+        residency = self.model.residencies.get((engine, residency_id))
+        if residency is not None:
+            # The engine asks where they lie, now or never.
+            self.tell(engine, residency_id)
+            for group, rows in residency.rows.items():
+                first = min(rows, default=0)
+                span = max(rows, default=-1) + 1 - first
+                numbers = [rows[at][1] if at in rows else 77 for at in range(first, first + span)]
+                offsets = self.core.residencies.extend(
+                    session, residency_id, group, first, words_of(numbers), self.now_s
+                )
+                assert offsets.tolist() == [
+                    rows[at][2] if at in rows else -1 for at in range(first, first + span)
+                ]
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), steps=st.integers(1, 9))
+    def close_residency(self, data: st.DataObject, steps: int) -> None:
+        session, engine, _, residency_id = self.named(data)
         record = self.core.sessions.record(session)
         residency = self.core.residencies.get(record, residency_id)
         known = self.model.residencies.pop((engine, residency_id), None)

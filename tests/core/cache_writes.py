@@ -157,7 +157,7 @@ class WriteRules(CacheWorld):
         shard: int,
         ttl_s: float,
     ) -> None:
-        session, engine, ks = self.session(data)
+        session, engine, _ = self.session(data)
         transfer_id, lease_id = ids
         shard %= self.num_shards
         existing = self.model.leases.get((engine, lease_id))
@@ -167,6 +167,22 @@ class WriteRules(CacheWorld):
             lists = (numbers[0], numbers[1])
         else:
             lists = self.joined(data, lists, existing)
+        residency_id = data.draw(st.sampled_from(["", *RESIDENCY_IDS]))
+        self.store_begins(session, transfer_id, lease_id, lists, shard, ttl_s, residency_id)
+
+    def store_begins(
+        self,
+        session: int,
+        transfer_id: str,
+        lease_id: str,
+        lists: tuple[list[int], list[int]],
+        shard: int,
+        ttl_s: float,
+        residency_id: str,
+    ) -> bool:
+        """A store begins, or is refused as it must be; returns which."""
+        engine, ks = self.sessions[session]
+        existing = self.model.leases.get((engine, lease_id))
         runs, named = self.make_runs(lists, 0)
         refusals = (
             *self.write_refusals(engine, existing, named),
@@ -175,7 +191,6 @@ class WriteRules(CacheWorld):
                 (self.core.draining, Reason.DRAINING),
             ),
         )
-        residency_id = data.draw(st.sampled_from(["", *RESIDENCY_IDS]))
         slots = self.call(
             lambda: self.core.begin_store(
                 session,
@@ -190,7 +205,7 @@ class WriteRules(CacheWorld):
             *refusals,
         )
         if slots is None:
-            return
+            return False
         started = self.core.transfers._transfers[session, transfer_id]
         assert isinstance(started, StoreTransfer)
         results = started.results
@@ -235,6 +250,7 @@ class WriteRules(CacheWorld):
             lease.copies += 1
         self.model.transfers[session, transfer_id] = transfer
         self.check_loads()
+        return True
 
     def reserve_view(
         self,
