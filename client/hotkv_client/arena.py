@@ -17,8 +17,8 @@ from hotkv_client.types import ResidencyOpened
 
 
 class Arena:
-    """`memory` uint8 [bytes] and `words` uint64 [n], read-only. `words`: see `hotkv.words`; none from
-    a server without residencies. `file_id`: (device, inode) of its file.
+    """`memory` uint8 [bytes], read-only. `words` uint64 [n], read-only: see `hotkv.words`; a server
+    without residencies has none. `file_id`: (device, inode) of its file.
 
     A server that takes over the arena of an earlier one has the same `file_id`: memory that was
     registered with a device can stay registered.

@@ -58,6 +58,11 @@ def sessions(client: AdminClient, options: argparse.Namespace) -> list[dict[str,
     return client.sessions()
 
 
+def residencies(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+    """Requests whose blocks stay in the arena as long as they run, and those that wait for room."""
+    return client.residencies()
+
+
 def blocks(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     """Blocks, a page at a time."""
     return client.blocks(options.key_space, options.limit, options.page)
@@ -149,6 +154,7 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
         lambda answer: "serving" if answer["serving"] else "not serving; `hotkv status` says why",
     ),
     "sessions": (sessions, tables.show_sessions),
+    "residencies": (residencies, tables.show_residencies),
     "blocks": (blocks, tables.show_blocks),
     "evict": (evict, tables.show_evict),
     "flush": (flush, tables.show_flush),

@@ -60,6 +60,7 @@ def show_status(answer: dict[str, Any]) -> str:
         f"evicted {counters['evicted_blocks_total']:.0f}  no space "
         f"{counters['no_space_blocks_total']:.0f}",
         *([gpu_line(answer["devices"])] if answer["devices"]["devices"] else []),
+        *residency_line(counters),
         loop_line(counters, answer["loop_held_by"]),
         "",
         table(
@@ -93,6 +94,62 @@ def show_status(answer: dict[str, Any]) -> str:
             ],
         ),
     ]
+    return "\n".join(parts)
+
+
+def residency_line(counters: dict[str, Any]) -> list[str]:
+    """One line on residencies; none if there are and were none."""
+    names = ("residencies", "residencies_waiting", "residency_grace_bytes")
+    if not any(counters.get(name) for name in names):
+        return []
+    pinned, promised, bound, grace = (
+        counters[f"residency_{name}_bytes"] for name in ("pinned", "promised", "bound", "grace")
+    )
+    waiting = counters["residencies_waiting"]
+    return [
+        f"residencies {counters['residencies']:.0f}  pinned {human_bytes(pinned)}  promised "
+        f"{human_bytes(promised)}  of at most {human_bytes(bound)}"
+        + (f"  engines that wait {waiting:.0f}" if waiting else "")
+        + (f"  kept after the restart {human_bytes(grace)}" if grace else "")
+    ]
+
+
+def show_residencies(answer: dict[str, Any]) -> str:
+    rows = [
+        (
+            r["engine_id"],
+            r["residency_id"],
+            r["key_space_id"],
+            human_seconds(r["age_s"]),
+            f"{r['block_count']} of {r['reserved_block_count']}",
+            human_bytes(r["pinned_byte_count"]),
+            human_bytes(r["promised_byte_count"]),
+        )
+        for r in answer["residencies"]
+    ]
+    grace = answer["grace_byte_count"]
+    parts = [
+        f"{answer['residency_count']} residencies  pinned "
+        f"{human_bytes(answer['pinned_byte_count'])}  promised "
+        f"{human_bytes(answer['promised_byte_count'])}  of at most "
+        f"{human_bytes(answer['bound_byte_count'])}"
+        + (
+            f"  kept after the restart {human_bytes(grace)}, for {human_seconds(answer['grace_s'])}"
+            if grace
+            else ""
+        )
+    ]
+    if rows:
+        headers = ("engine", "residency", "key space", "age", "blocks", "pinned", "promised")
+        parts += ["", table(headers, rows)]
+    for r in answer["refusals"]:
+        parts += [
+            "",
+            f"engine {r['engine_id']} waits with {r['residency_id']}, refused "
+            f"{r['attempt_count']} times, last {human_seconds(r['age_s'])} ago: "
+            f"{human_bytes(r['asked_byte_count'])} asked, "
+            f"{human_bytes(r['available_byte_count'])} available. {r['message']}",
+        ]
     return "\n".join(parts)
 
 

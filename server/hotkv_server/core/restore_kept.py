@@ -1,4 +1,4 @@
-"""Restoring what readers of the arena may still read: residencies of the last server pinned it.
+"""Restoring what readers of the arena may still read: residencies of the old server pinned it.
 
 Always true: either all of it is kept, for the time of the grace (`grace`), or the words have told
 its readers before any slot is used. Blocks that were flushed while they were pinned are made anew

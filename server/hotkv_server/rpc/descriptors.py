@@ -251,8 +251,9 @@ class DescriptorServer:
             response = session_pb2.LinkResponse(linked=True)
             if session.maps_arena:
                 response.arena_byte_count = memory.arena.num_bytes
-                response.word_byte_offset = words_offset_bytes(memory.arena.num_bytes)
-                response.word_count = WORD_COUNT
+                if session.knows_words:
+                    response.word_byte_offset = words_offset_bytes(memory.arena.num_bytes)
+                    response.word_count = WORD_COUNT
                 fds.append(arena)
             if session.maps_table:
                 response.table_byte_count = memory.table.geometry.file_bytes

@@ -39,8 +39,8 @@ class Residencies:
     def open(
         self, session: LiveSession, residency_id: str, num_blocks: Mapping[int, int]
     ) -> OpenedResidency:
-        """As `CacheCore.open_residency`."""
-        return self._core.open_residency(
+        """As the core's."""
+        return self._core.residencies.open(
             session.record.number, residency_id, num_blocks, time.monotonic()
         )
 
@@ -52,10 +52,10 @@ class Residencies:
         first_position: int,
         hashes: Words,
     ) -> "Int64s | asyncio.Task[Int64s]":
-        """As `CacheCore.extend_residency`, at once if all blocks have been compared."""
+        """As the core's, at once if all blocks have been compared."""
 
         def extended() -> Int64s:
-            return self._core.extend_residency(
+            return self._core.residencies.extend(
                 session.record.number,
                 residency_id,
                 group_index,
@@ -78,7 +78,7 @@ class Residencies:
             if len(await self._verifier.compare(entries)):
                 self._tell()
         finally:
-            self._core.residencies.end_comparing(entries)
+            self._core.residencies.pins.let_go(entries)
             session.num_reads -= 1
             session.settled.set()
 
