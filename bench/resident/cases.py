@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.report import median
-from bench.resident.engines import BLOCK_TOKENS, Batch, Model, Runner, Shape, processor_s
+from bench.resident.engines import BLOCK_TOKENS, Model, Shape
 from demo.processes import Server
+from demo.watched import Batch, Watched, processor_s
 
 WALL, PROCESSOR = 0, 1
 REPRESENTATION = "rot2u"
@@ -101,17 +102,17 @@ def say(what: str) -> None:
 @contextlib.contextmanager
 def running(
     shape: Shape, folder: Path, arena: str, *resident: dict[str, object]
-) -> Iterator[tuple[Server, Runner, list[Runner]]]:
+) -> Iterator[tuple[Server, Watched, list[Watched]]]:
     """A server, an engine that holds everything, and one for each of `resident`: what they have
     besides the shape's settings."""
     folder.mkdir()
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(Server(folder, arena))
         server.wait_ready(600.0)
-        whole = stack.enter_context(Runner("everything on the device", shape.everything(), folder))
+        whole = stack.enter_context(Watched("everything on the device", shape.everything(), folder))
         small = [
             stack.enter_context(
-                Runner(f"resident {place}", shape.resident(server, **more), folder, server)
+                Watched(f"resident {place}", shape.resident(server, **more), folder, server)
             )
             for place, more in enumerate(resident)
         ]
@@ -205,7 +206,7 @@ def times(
         for number in range(num_rounds):
             prompt = [shape.model.prompt(f"{context_tokens} {number}", num_prompt)]
 
-            def computed(engine: Runner) -> Batch:
+            def computed(engine: Watched) -> Batch:
                 settled(server)
                 return engine.batch(prompt, num_steps)  # noqa: B023 - called in this round
 
@@ -294,7 +295,7 @@ def representation_bytes(model: Model, kv_heads: int, head_size: int) -> int:
     return model.layers * kv_heads * head_bytes(REPRESENTATION, BLOCK_TOKENS, head_size)
 
 
-def held_by(small: Runner, shape: Shape, batch: Batch, num_tokens: int) -> Held:
+def held_by(small: Watched, shape: Shape, batch: Batch, num_tokens: int) -> Held:
     """What a request held at most, against the arithmetic."""
     model = shape.model
     heads = (3, 64) if model.name == "smollm2" else (2, 32)
@@ -321,7 +322,7 @@ def memory(shape: Shape, contexts: Sequence[int], folder: Path, arena: str) -> l
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(Server(folder, arena))
         server.wait_ready(600.0)
-        small = stack.enter_context(Runner("resident", shape.resident(server), folder, server))
+        small = stack.enter_context(Watched("resident", shape.resident(server), folder, server))
         small.wait_ready()
         for context in contexts:
             settled(server)
@@ -350,13 +351,13 @@ def together(
         server = stack.enter_context(Server(folder, arena))
         server.wait_ready(600.0)
         engines = {
-            "dense": Runner(
+            "dense": Watched(
                 "dense",
                 shape.settings(shape.pool_tokens, server.target, None),
                 folder,
                 server,
             ),
-            "resident": Runner("resident", shape.resident(server), folder, server),
+            "resident": Watched("resident", shape.resident(server), folder, server),
         }
         for engine in engines.values():
             stack.enter_context(engine)

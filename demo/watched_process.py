@@ -1,10 +1,10 @@
-"""A vLLM engine as a child process that runs batches and tells of each step: a child of
-`bench.residency`, which speaks to it as `demo.engine_process` is spoken to.
+"""A vLLM engine as a child process that runs batches and tells of each step: the other side of
+`demo.watched.Watched`.
 
 Requests: `batch` (`prompts`, `max_tokens`; answers with tokens, times and what was held), `mode`
 (`dense`: attention to everything from now on, in place of sparse decode, or back), `reset`
-(vLLM's own prefix cache). Modes, processor time and blocks held are known only if vLLM's engine
-core runs in this process.
+(vLLM's own prefix cache), `device_blocks`, `memory`. Modes, processor time and blocks held are
+known only if vLLM's engine core runs in this process.
 """
 
 import json
