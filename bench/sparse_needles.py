@@ -56,13 +56,16 @@ def measure(
     rows = [Row(setup, dict.fromkeys(TASKS, 0)) for setup in (None, *setups)]
     for number, prompt in enumerate(asked, 1):
         begin = time.monotonic()
+        engine.prefill(prompt.tokens[:-1])
+        prefill_s = time.monotonic() - begin
         for row in rows:
             engine.use(row.setup)
             said = engine.answer(prompt.tokens, ANSWER_TOKENS)
-            text = tokenizer.decode(said)  # type: ignore[attr-defined]
+            text = tokenizer.decode(said)
             row.num_right[prompt.task] += prompt.is_answered_by(text)
         print(
-            f"prompt {number} of {len(asked)}: {time.monotonic() - begin:.0f} s; right so far "
+            f"prompt {number} of {len(asked)}: prefill {prefill_s:.0f} s of "
+            f"{time.monotonic() - begin:.0f} s; right so far "
             f"{[row.total for row in rows]}",
             file=sys.stderr,
             flush=True,

@@ -43,6 +43,7 @@ from bench.sparse.variants import (
     resident_variants,
 )
 from hotkv.errors import HotKVError
+from hotkv_client.tables import table
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.centre_file import read_centres
 from tools.smollm2 import prepare
@@ -143,10 +144,10 @@ class Seen:
     own: Own
 
 
-def seen(model: Llama, text: Text, first_layer: int) -> Seen:
+def seen(model: Llama, text: Text, first_layer: int, num_compared: int) -> Seen:
     """Runs a text through the model."""
     begin = time.monotonic()
-    dense = dense_pass(model, torch.tensor(text.tokens[:-1]), COMPARED_TOKENS, first_layer)
+    dense = dense_pass(model, torch.tensor(text.tokens[:-1]), num_compared, first_layer)
     own = Own.of(dense)
     print(
         f"{text.name} ({text.source}): dense pass {time.monotonic() - begin:.0f} s",
@@ -175,7 +176,10 @@ def measure(
         )
     torch.set_num_threads(num_threads)
     by_variant = {outcome.variant: outcome for outcome in outcomes}
-    return [Row(text, by_variant[variant]) for variant in variants]
+    rows = [Row(text, by_variant[variant]) for variant in variants]
+    # A run takes long: what is known is said.
+    print(table(HEADERS, [cells(row) for row in rows]), file=sys.stderr, flush=True)
+    return rows
 
 
 def all_rows(
@@ -184,15 +188,16 @@ def all_rows(
     file: Centres | None,
     variants: Sequence[Variant],
     first_layer: int,
+    num_compared: int,
 ) -> list[Row]:
     """All texts. Calibrated on the first text, and for the first on the second (its copy text if
     there is no other)."""
-    first, second = (seen(model, text, first_layer) for text in found[:2])
+    first, second = (seen(model, text, first_layer, num_compared) for text in found[:2])
     rows = measure(model, first, calibration(second.own, first.own, file, first_layer), variants)
     other, later = first.own, [second]
     del first
     for text in found[1:]:
-        now = later.pop() if later else seen(model, text, first_layer)
+        now = later.pop() if later else seen(model, text, first_layer, num_compared)
         rows += measure(model, now, calibration(other, now.own, file, first_layer), variants)
     return rows
 
@@ -285,6 +290,12 @@ def options() -> argparse.Namespace:
         help="what residency does: no dense layers, absolute budgets, more for the first layers",
     )
     flags.add_argument(
+        "--compared",
+        type=int,
+        default=COMPARED_TOKENS,
+        help="tokens at the end of each text that are decoded and compared",
+    )
+    flags.add_argument(
         "--threads", type=int, help="threads of the dense passes (default: one per core)"
     )
     return flags.parse_args()
@@ -308,7 +319,7 @@ def main() -> int:
                 f"{folder} takes {model.shape.max_tokens} tokens; use a model of "
                 f"{CONTEXT_TOKENS} or more"
             )
-        found = texts(chosen.texts, encode, CONTEXT_TOKENS + 1, COMPARED_TOKENS + 1)
+        found = texts(chosen.texts, encode, CONTEXT_TOKENS + 1, chosen.compared + 1)
         file = read_centres(chosen.centres) if chosen.centres else None
     except (OSError, ValueError, HotKVError) as error:
         print(error, file=sys.stderr)
@@ -321,7 +332,7 @@ def main() -> int:
     try:
         with torch.inference_mode():
             first_layer = 0 if chosen.resident else DENSE_LAYERS
-            rows = all_rows(model, found, file, variants, first_layer)
+            rows = all_rows(model, found, file, variants, first_layer, chosen.compared)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -104,9 +104,9 @@ SERVED_SCORERS = (
 FROM_FILE = ("rot2u+file", "mix2+file")
 RESIDENT = (32, True, LRU, 4)
 """Block size, sharing and freshness of residency, which has no dense layers."""
-RESIDENT_BUDGETS = (0.10, 0.05, 1024, 512, 256)
-RESIDENT_SCORERS = ("rot2u", "mix2+mu2k", "mix2+own")
-FIRST_FACTORS = (1.0, 2.0, 4.0, 8.0, DENSE)
+RESIDENT_BUDGETS = (0.10, 1024, 512, 256)
+RESIDENT_SCORERS = ("rot2u", "mix2+mu2k")
+FIRST_FACTORS = (1.0, 2.0, 4.0, DENSE)
 
 
 def default_variants(*, with_file: bool = False) -> list[Variant]:
@@ -131,14 +131,15 @@ def resident_variants(*, with_file: bool = False) -> list[Variant]:
     rows = [
         Variant(scorer, budget, *RESIDENT)
         for budget in RESIDENT_BUDGETS
-        for scorer in (ORACLE, *RESIDENT_SCORERS, *more)
+        for scorer in (*RESIDENT_SCORERS, *more)
     ]
     rows += [
         Variant(scorer, budget, *RESIDENT, factor)
-        for budget in (0.10, 512, 256)
-        for scorer in ("rot2u", "mix2+mu2k")
+        for budget in (0.10, 256)
+        for scorer in RESIDENT_SCORERS
         for factor in FIRST_FACTORS
     ]
+    rows += [Variant(scorer, 0.10, *RESIDENT) for scorer in (ORACLE, "mix2+own")]
     return list(dict.fromkeys(rows))
 
 

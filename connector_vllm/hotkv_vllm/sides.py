@@ -8,18 +8,19 @@ without hotkv.
 from collections.abc import Callable
 from typing import Any
 
+from hotkv_vllm.hooks import nothing
 from hotkv_vllm.metadata import HotKVMetadata
 
 PARTS = frozenset({"requests", "steps"})
 """Parts of a side that the connector calls."""
-ANSWERS: dict[str, Callable[[], Any]] = {
-    "match": lambda: (0, False),
-    "plan": HotKVMetadata,
-    "plan_broke": HotKVMetadata,
-    "reset_broke": lambda: False,
-    "take_results": lambda: (set(), set()),
-    "take_failed_results": set,
-    "take_lost": set,
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "match": lambda *_: (0, False),
+    "plan": lambda *_: HotKVMetadata(),
+    "plan_broke": lambda *_: HotKVMetadata(),
+    "reset_broke": lambda *_: False,
+    "take_results": lambda *_: (set(), set()),
+    "take_failed_results": lambda *_: set(),
+    "take_lost": lambda *_: set(),
 }
 """By method of `scheduler.side.HotKVScheduler`, of its parts or of `worker.side.HotKVWorker`. All
 others answer None."""
@@ -31,4 +32,4 @@ class NoSide:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self if name in PARTS else lambda *_: ANSWERS.get(name, lambda: None)()
+        return self if name in PARTS else ANSWERS.get(name, nothing)

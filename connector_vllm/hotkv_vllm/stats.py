@@ -126,14 +126,6 @@ class HotKVStats(KVConnectorStats):
     def is_empty(self) -> bool:
         return not self.data
 
-    def take(self) -> "HotKVStats | None":
-        """Returns the growth, and begins another interval; None for no growth."""
-        if self.is_empty():
-            return None
-        taken = HotKVStats(data=self.data)
-        self.reset()
-        return taken
-
 
 class HotKVPromMetrics(KVConnectorPromMetrics):
     """One Prometheus counter per name in COUNTERS and engine, `vllm:hotkv_<name>`; all of them are

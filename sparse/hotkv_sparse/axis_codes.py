@@ -28,8 +28,8 @@ def channels_of(keys_BTHD: F32, mu_HD: F32, axes: Axes) -> F32:
     """y float32 [H, B, T, D]: the channels of keys less their centre."""
     num_blocks, block_tokens, kv_heads, head_size = keys_BTHD.shape
     x_HSD = (keys_BTHD - mu_HD).transpose(2, 0, 1, 3).reshape(kv_heads, -1, head_size)
-    result: F32 = (x_HSD @ axes.into).reshape(kv_heads, num_blocks, block_tokens, head_size)
-    return result
+    y_HSD = np.asarray(x_HSD @ axes.into, np.float32)
+    return y_HSD.reshape(kv_heads, num_blocks, block_tokens, head_size)
 
 
 def offsets_of(head_size: int) -> npt.NDArray[np.int32]:

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from demo.processes import Server
 from hotkv.errors import Reason
 from hotkv.v1 import session_pb2, sparse_pb2, sparse_pb2_grpc
-from hotkv_client import GroupHashes, LayerHotSet
+from hotkv_client import GroupHashes, LayerHotSet, SelectConfig
 from hotkv_client._sparse_wire import _select_message
 from hotkv_client.admin import AdminClient
 from hotkv_server.rpc.errors import CODES
+from hotkv_server.rpc.sparse_convert import _config
+from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres, LayerCentre
 from tests.server.refusals import fill, reason_of
 from tests.server.sparse_support import (
@@ -377,3 +379,25 @@ def test_selections_with_random_fields_are_answered(sparse_engine: Make) -> None
     assert sum(not answer.HasField("error") for answer in answers) > 30
     lists = [GroupHashes(0, blocks)]
     assert engine.session.lookup(lists).result(10)[0].all()
+
+
+def test_all_that_matters_to_a_selection_reaches_the_server() -> None:
+    config = SparseConfig(
+        sparse_topk=4096,
+        adaptive_p=0.9,
+        scorer="rot1u",
+        sink_tokens=16,
+        recent_tokens=40,
+        dense_layers=(),
+        max_correction_blocks=2,
+        cache_policy="lru_prior",
+        residency_prior=0.25,
+        first_layers_factor=2.5,
+        scorer_of_layer={5: "rot3u"},
+        fusion={"rot2u": 0.5, "rot3u": 1.5},
+    )
+    message = _select_message(SelectConfig(config, 1, (2, 5), 2, 64))
+    assert _config(message) == config
+    # A client of an older version does not name it.
+    message.ClearField("first_layers_factor")
+    assert _config(message) == replace(config, first_layers_factor=1.0)

@@ -22,9 +22,8 @@ from hotkv_server.sparse.selection import (
     select,
 )
 from hotkv_sparse.centre import TOKEN_FORMATS
-from hotkv_sparse.formats import FORMATS
 from hotkv_sparse.selector import Source, select_layer
-from tests.sparse.support import F32
+from tests.sparse.support import F32, UNCALIBRATED
 
 CONFIG = hotkv_sparse.SparseConfig(
     sparse_topk=0.3, sink_tokens=16, recent_tokens=20, dense_layers=()
@@ -85,8 +84,8 @@ def centres(
 
 
 @given(
-    scorer=st.sampled_from(sorted(FORMATS)),
-    other=st.sampled_from(sorted(FORMATS)),
+    scorer=st.sampled_from(UNCALIBRATED),
+    other=st.sampled_from(UNCALIBRATED),
     fusion=st.booleans(),
     layers=st.lists(st.integers(0, 9), min_size=1, max_size=3, unique=True).map(sorted),
     kv_heads=st.integers(1, 3),

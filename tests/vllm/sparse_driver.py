@@ -4,8 +4,9 @@
 `rewrite_always`: rows are rewritten also where nothing is left out. `break_after` (calls): the
 selection raises from then on. `pool`: built blocks of each layer, and how many of them hold another
 representation than their page gives. `come_alone`: blocks are loaded without representations from
-then on. `in_flight`: stores that were begun and not reported. `pace` (seconds): how long a step
-takes at least, from then on. Of several connectors in one engine, the first is meant.
+then on. `in_flight`: stores that were begun and not reported. `lose` (steps): bytes in
+host memory are lost after these numbers of steps. `pace` (seconds): how long a step takes at
+least, from then on. Of several connectors in one engine, the first is meant.
 """
 
 from typing import Any
@@ -107,7 +108,30 @@ def pace(_: Any, seconds: float) -> dict[str, Any]:
     return {}
 
 
+def lose(_: Any, steps: list[int]) -> dict[str, Any]:
+    """From the present step on, after so many steps each time, what a step has read of host memory
+    counts as not pinned."""
+    worker = _worker()
+    original, left = worker.take_lost, list(steps)
+
+    def take_lost() -> set[int]:
+        if left:
+            left[0] -= 1
+        if left and left[0] <= 0:
+            reading = [one for one in worker._residents.values() if one.has_read]
+            if reading:
+                left.pop(0)
+                for one in reading:
+                    worker._lose(one, "the test says so")
+        found: set[int] = original()
+        return found
+
+    worker.take_lost = take_lost
+    return {}
+
+
 engine_driver.OPERATIONS |= {
+    "lose": lose,
     "sparse": sparse,
     "rewrite_always": rewrite_always,
     "break_after": break_after,

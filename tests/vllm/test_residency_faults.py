@@ -2,7 +2,6 @@
 request goes on, is computed anew, or ends with an error."""
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,13 @@ from tests.vllm.test_residency import POOL_BLOCKS, RESIDENT, SPARSE, Start, prom
 
 __all__ = ["start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+EXACT = RESIDENT | {"sparse_topk": 1024}
+"""The hot set covers contexts of up to 2,048 tokens, so tokens are those of dense attention whatever
+happens on the way."""
+EXACT_POOL = 100
+"""Blocks: a request holds 89 of them at most, 72 of these as hot slots."""
 
 
 def totals(engine: EngineProcess) -> dict[str, float]:
@@ -54,8 +60,6 @@ def test_a_server_is_killed_and_comes_back(
     time.sleep(0.5)
     daemon.start()
     found = one.answer()
-    print([line for line in one.log().splitlines() if "hotkv" in line and "INFO" not in line[:40]])
-    print(one.ask("stats")["totals"])
     assert found["tokens"] == expected["tokens"]
     # Bytes that were lost are computed anew, and sums rounded in another order.
     assert difference(found, expected) < 1e-4
@@ -73,3 +77,47 @@ def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
     assert len(found["tokens"][0]) < 60
     assert found["ended"] == ["error"]
     assert one.ask("generate", prompts=prompts(13, 100), max_tokens=5)["tokens"]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_bytes_are_lost_again_and_again(start: Start, daemon: Daemon, is_async: bool) -> None:
+    """In prefill and in decode: the step's tokens are dropped, and the requests computed anew."""
+    dense = start(None)
+    one = start(
+        EXACT,
+        target=daemon.start().target,
+        num_gpu_blocks_override=2 * EXACT_POOL,
+        async_scheduling=is_async,
+    )
+    one.ask("wait", connected=True, timeout_s=60.0)
+    batch = prompts(14, 1700, 1503)
+    expected = dense.ask("generate", prompts=batch, max_tokens=50)
+    one.ask("rewrite_always")
+    one.ask("lose", steps=[8, 9, 40, 12, 1, 1])
+    found = one.ask("generate", prompts=batch, max_tokens=50)
+    assert found["tokens"] == expected["tokens"] and difference(found, expected) < 1e-4
+    counted = totals(one)
+    assert counted["lost_residencies"] >= 4 and "hook_errors" not in counted
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_requests_are_preempted_and_resume(start: Start, daemon: Daemon, is_async: bool) -> None:
+    """A pool for two of five requests that are all let in."""
+    dense = start(None)
+    one = start(
+        EXACT,
+        target=daemon.start().target,
+        num_gpu_blocks_override=2 * EXACT_POOL,
+        async_scheduling=is_async,
+        scheduler_reserve_full_isl=False,
+        max_num_seqs=5,
+    )
+    one.ask("wait", connected=True, timeout_s=60.0)
+    batch = prompts(15, 460, 1400, 480, 1600, 470)
+    expected = dense.ask("generate", prompts=batch, max_tokens=150)
+    one.ask("rewrite_always")
+    found = one.ask("generate", prompts=batch, max_tokens=150)
+    assert found["tokens"] == expected["tokens"] and difference(found, expected) < 1e-4
+    counted = totals(one)
+    assert one.ask("sparse")["preemptions"] > 0
+    assert counted["resident_pulled_pages"] > 0 and "hook_errors" not in counted

@@ -195,9 +195,11 @@ def test_reports_of_ranks_add_up(engine: Any, server: Any) -> None:
     planner = engine().connector._scheduler.cache.planner
     planner.in_flight._num_ranks = 2
     hashes = [bytes([i]) * 32 for i in range(4)]
+    from hotkv.retention import NO_RETENTION
     from hotkv_client.types import BlockRun
 
-    store_id = planner._job([BlockRun(0, hashes, np.arange(1, 5, dtype=np.int32))]).store_id
+    runs = [BlockRun(0, hashes, np.arange(1, 5, dtype=np.int32))]
+    store_id = planner._job(runs, NO_RETENTION).store_id
     planner.reported(HotKVWorkerMetadata({store_id: StoreReport([b"\x03\x03\x02\x05"])}))
     assert len(planner.in_flight) == 1
     planner.reported(HotKVWorkerMetadata({store_id: StoreReport([b"\x01\x07\x02\x01"])}))

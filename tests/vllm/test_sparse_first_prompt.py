@@ -136,7 +136,7 @@ def test_rows_attend_to_everything_until_their_layer_is_calibrated() -> None:
 def test_the_blocks_that_matter_are_found() -> None:
     """A block whose keys are what the query is after, and that nothing else would keep."""
     engine = self_calibrating()
-    shown(engine, ENOUGH_TOKENS)
+    shown(engine, FIRST_TOKENS + ENOUGH_TOKENS)
     table, layer = engine.table("a"), engine.layers[0]
     for position in (5, 17, 30):
         wanted = layer.keys_of(np.array([table[position]], np.int32))[0, 3]

@@ -318,7 +318,8 @@ def test_no_exception_reaches_vllm(
     """Every hook of ours breaks, one after the other, and all requests are answered."""
     answer = filled(engine)
     hooks = {
-        "_scheduler": ["build_meta", "update", "take_stats"],
+        "_scheduler": ["update", "take_stats"],
+        "_scheduler.steps": ["plan"],
         "_scheduler.requests": ["arrived", "match", "allocated", "finished"],
         "_worker": ["before_step", "start_loads", "save", "take_report"],
     }

@@ -318,6 +318,14 @@ class DevicePool:
         if self._manager is not None and request_id in self._manager.req_to_blocks:
             self._manager.lost.add(request_id)
 
+    def lose_blocks(self, first_blocks: Collection[int]) -> None:
+        """The same for the requests whose context begins with one of these blocks. Shares nothing
+        with `lose`."""
+        if self._manager is not None:
+            for request_id, blocks in self._manager.req_to_blocks.items():
+                if blocks and blocks[0].block_id in first_blocks:
+                    self._manager.lost.add(request_id)
+
     def fail(self, request_id: str) -> None:
         """Makes vLLM end the request with an error. Its scheduler has one list of requests to end
         so with the next output, whatever made them fail."""

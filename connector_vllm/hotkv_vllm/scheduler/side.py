@@ -70,9 +70,11 @@ class HotKVScheduler:
 
     def take_stats(self) -> HotKVStats | None:
         """Returns the counters' growth since the last call; None for no growth."""
-        taken = self.stats.take()
-        if taken is not None:
-            self.totals.aggregate(taken)
+        if self.stats.is_empty():
+            return None
+        taken = HotKVStats(data=self.stats.data)
+        self.stats.reset()
+        self.totals.aggregate(taken)
         return taken
 
     def connect(self, found: Iterable[Any]) -> None:
@@ -130,20 +132,10 @@ class HotKVScheduler:
         if sharing.joining is not None:
             for request in sharing.join(report):
                 self.requests.take_up(request)
-        if sharing.cache is not None:
-            self._update_cache(sharing.cache, output, report)
-
-    def _lost(self, request_ids: list[str]) -> None:
-        """Bytes of these requests are gone: vLLM computes them anew."""
-        for request_id in request_ids:
-            self._pool.lose(request_id)
-        if self.sharing.cache is not None and self.sharing.cache.residencies is not None:
-            self.sharing.cache.residencies.lost(request_ids)
-
-    def _update_cache(self, cache: Assembly, output: Any, report: HotKVWorkerMetadata) -> None:
-        """Takes in what a step says of loads, stores, adapters and sparse decode."""
-        failed = output.failed_recving or ()
-        for request_id in self.requests.loads.ended(output.finished_recving or ()):
+        cache, failed = sharing.cache, output.failed_recving or ()
+        if cache is None:
+            return
+        for request_id in loads.ended(output.finished_recving or ()):
             if request_id in failed:
                 self.stats.add("failed_loads")
             state = self.requests.states.get(request_id)
@@ -158,6 +150,13 @@ class HotKVScheduler:
                 self.requests.cancel_refused()
         if cache.memory is not None and report.sparse is not None:
             cache.memory.reported(report.sparse)
+
+    def _lost(self, request_ids: list[str]) -> None:
+        """Bytes of these requests are gone: vLLM computes them anew."""
+        for request_id in request_ids:
+            self._pool.lose(request_id)
+        if self.sharing.cache is not None and self.sharing.cache.residencies is not None:
+            self.sharing.cache.residencies.lost(request_ids)
 
     # ---------------------------------------------------------------------------------------- reset
 
@@ -189,6 +188,8 @@ class HotKVScheduler:
     def update_broke(self, output: Any) -> None:
         """Whatever of a step's results was not taken: its loads count as failed, and its stores as
         ended. Shares nothing with `update`."""
+        if output.invalid_block_ids:
+            self._pool.lose_blocks(output.invalid_block_ids)
         report, cache = output.kv_connector_worker_meta, self.sharing.cache
         if cache is not None and isinstance(report, HotKVWorkerMetadata):
             cache.planner.in_flight.account(report)

@@ -206,7 +206,7 @@ class SparseWorker:
             return None
         began_s = time.perf_counter()
         chosen = [(row, self._select(layer, row, query_of(row.token))) for row in plan.rows]
-        chosen = [(row, blocks) for row, blocks in chosen if len(blocks) < len(row.blocks_C)]
+        chosen = [(row, blocks) for row, blocks in chosen if self._leaves_out(row, blocks)]
         rewrite = plan.rewritten_with(chosen, layer.shape.block_tokens) if chosen else None
         self._faults.good_step(layer.name)
         self._counters.add(layer.index, "select_s", time.perf_counter() - began_s)
@@ -278,6 +278,12 @@ class SparseWorker:
         if self._is_sampled(layer):
             self._sample(layer, row, query_QD, attended)
         return attended.blocks
+
+    @staticmethod
+    def _leaves_out(row: Row, blocks: I32) -> bool:
+        """Whether a row that attends to `blocks` leaves any of its context out; else it stays as it
+        is."""
+        return len(blocks) < len(row.blocks_C)
 
     def _sources(self, layer: SparseLayer) -> Mapping[str, Source]:
         """The layer's representations, whose rows `Row.blocks_C` names."""

@@ -17,7 +17,8 @@ from hotkv_vllm.worker.transfers import Transfers
 
 
 class RankReport:
-    """The report that goes out with the next step. `rank_number`: vLLM's."""
+    """The report that goes out with the next step. `rank_number`: vLLM's. `asked`: what the
+    scheduler has last said of loads; it names the states to report."""
 
     def __init__(
         self,
@@ -30,8 +31,7 @@ class RankReport:
         self._rank = rank
         self._rank_number = rank_number
         self._sparse = sparse
-        self._held: tuple[str, ...] = ()
-        self._asks_links = False
+        self.asked = HotKVMetadata()
         self._over: list[ActiveLoad] = []
         self._next = HotKVWorkerMetadata()
 
@@ -41,10 +41,6 @@ class RankReport:
     def count(self, name: str, value: float = 1) -> None:
         """Adds to a counter of `stats.COUNTERS`."""
         self._next.count(name, value)
-
-    def begin_step(self, meta: HotKVMetadata) -> None:
-        """Takes in which states the scheduler asks for."""
-        self._held, self._asks_links = meta.held_loads, meta.asks_links
 
     def give_marks_back(self, loads: Iterable[ActiveLoad]) -> None:
         """These loads are over: their marks are given back when the next report is taken."""
@@ -79,12 +75,12 @@ class RankReport:
         report = self._next
         report.overdue_loads, report.settled_loads, report.links = (), {}, {}
         report.overdue_loads = loads.overdue(time.monotonic())
-        report.links = self._rank.link_report(self._asks_links)
+        report.links = self._rank.link_report(self.asked.asks_links)
         weights = self._rank.weights.take_report() if self._rank.weights is not None else None
         if weights is not None:
             report.weights = {self._rank_number: weights}
-        if self._held:
-            settled, over = loads.settled(self._held)
+        if self.asked.held_loads:
+            settled, over = loads.settled(self.asked.held_loads)
             report.settled_loads = dict.fromkeys(settled, 1)
             self._over += over
 

@@ -166,7 +166,7 @@ class HotKVWorker:
         """Begins a step's loads; does not wait for them."""
         for run in (run for job in meta.loads for run in job.runs):
             self.sparse.will_write(run.block_ids)
-        self.report.begin_step(meta)
+        self.report.asked = meta
         self.loads.fail(meta.abandoned_loads)
         if not self.transfers.is_trusted:
             self.loads.fail([job.request_id for job in meta.loads])
