@@ -103,6 +103,7 @@ class Sizes:
     smollm_pool: int = 1536
     llama: int = 32768
     llama_pool: int = 8192
+    llama_chunk: int = 1024
     short: int = 8192
     short_pool: int = 1536
     batch: int = 16384
@@ -118,6 +119,7 @@ QUICK = Sizes(
     smollm_pool=1536,
     llama=4096,
     llama_pool=2048,
+    llama_chunk=256,
     short=4096,
     batch=4096,
     num_batch=4,
@@ -147,7 +149,11 @@ def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
     tiny = llama(folder, 2 * LONG_TOKENS)
 
     def long_context() -> None:
-        timed(Shape(tiny, sizes.llama + 64, 1024, 256, sizes.llama_pool), sizes.llama, sizes.rounds)
+        timed(
+            Shape(tiny, sizes.llama + 64, sizes.llama_chunk, 256, sizes.llama_pool),
+            sizes.llama,
+            sizes.rounds,
+        )
 
     def exact() -> None:
         shape = Shape(tiny, sizes.llama + 64, 128, 256, sizes.short_pool)
@@ -168,7 +174,7 @@ def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
         )
 
     def lengths() -> None:
-        shape = Shape(tiny, max(sizes.held) + 64, 512, 256, sizes.llama_pool)
+        shape = Shape(tiny, max(sizes.held) + 64, 256, 256, sizes.llama_pool)
         found.held.extend(memory(shape, sizes.held, folder / "memory", ARENA))
 
     def batch() -> None:

@@ -122,13 +122,20 @@ class Engine:
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     def _counters(self) -> dict[str, float]:
-        """The connector's counters, and preemptions."""
+        """The connector's counters, and preemptions. vLLM's reader of its metrics cuts them to
+        whole numbers, so they come from the connector where it is at hand."""
         found: dict[str, float] = {}
         for metric in self.llm.get_metrics():
             if metric.name.startswith(PREFIX):
                 found[metric.name.removeprefix(PREFIX)] = float(metric.value)
             elif metric.name == PREEMPTIONS:
                 found["preemptions"] = float(metric.value)
+        connector = None if self._core is None else self._core.scheduler.connector
+        if connector is None:
+            return found
+        side = connector._scheduler
+        for name in found.keys() - {"preemptions"}:
+            found[name] = float(side.totals.data.get(name, 0) + side.stats.data.get(name, 0))
         return found
 
 
