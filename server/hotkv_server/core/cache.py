@@ -247,6 +247,24 @@ class CacheCore:
             session, residency_id, group_index, first_position, hashes, now_s
         )
 
+    def representation_offsets(
+        self,
+        session_number: int,
+        residency_id: str,
+        group_index: int,
+        first_position: int,
+        block_count: int,
+    ) -> Int64s:
+        """Slot offsets of the representations that a residency pins with its blocks from
+        `first_position` on, -1 for none. Those of an earlier server count as none until they have
+        been compared with their check values."""
+        session = self.sessions.record(session_number)
+        group = self.residencies.book.live(session, residency_id).groups[group_index]
+        linked = group.linked_at(first_position + np.arange(block_count, dtype=np.int64))
+        is_known = (linked != 0) & ~self.space.index.unverified[linked]
+        offsets: Int64s = np.where(is_known, self.space.index.offsets(linked), -1)
+        return offsets
+
     def close_residency(self, residency: Residency) -> None:
         """Unpins all of a residency and gives its promise back. If its engine did not ask for it,
         its readers have been told before."""
