@@ -149,7 +149,7 @@ def plan_of(context_tokens: int) -> Plan:
         tokens=context_tokens,
         block_tokens=setup.block_tokens,
         sparse=SparseConfig(
-            sparse_topk=setup.budget_ratio,
+            sparse_topk=setup.budget,
             scorer=setup.scorer,
             max_correction_blocks=setup.corrections,
             min_context_tokens=MIN_CONTEXT_TOKENS,

@@ -7,8 +7,6 @@ model in the cache folder.
 
 import contextlib
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from demo.processes import (
     prepare_model,
     runtime_folder,
 )
+from demo.progress import step
 from hotkv_client.tables import human_bytes
 
 PROMPT_TOKENS = 4050
@@ -31,39 +30,6 @@ WARM_UP_TOKENS = 600
 ANSWER_TOKENS = 16
 ARENA = "512MiB"
 ARENA_BYTES = 512 << 20
-BEGIN_S = time.monotonic()
-
-
-@contextlib.contextmanager
-def step(what: str) -> Iterator[None]:
-    """Shows the present step and its duration; on a terminal the seconds count up."""
-    begin_s = time.monotonic()
-    done = threading.Event()
-    lively = sys.stdout.isatty()
-    carriage_return = "\r" if lively else ""
-
-    def show(end: str) -> None:
-        print(
-            f"{carriage_return}[{time.monotonic() - BEGIN_S:5.1f} s] {what} … "
-            f"{time.monotonic() - begin_s:.1f} s",
-            end=end,
-            flush=True,
-        )
-
-    def tick() -> None:
-        while not done.wait(0.2):
-            show("")
-
-    ticker = threading.Thread(target=tick, daemon=True)
-    if lively:
-        ticker.start()
-    try:
-        yield
-    finally:
-        done.set()
-        if lively:
-            ticker.join()
-        show("\n")
 
 
 def table(cold: Answer, own: Answer, warm: Answer, stored_bytes: float, loaded_bytes: float) -> str:

@@ -87,14 +87,14 @@ def main() -> int:
     extra: dict[str, Any] = {}
     if config := kv_transfer_config(settings):
         extra["kv_transfer_config"] = config
-    llm = vllm.LLM(
-        model=settings["model"],
-        max_model_len=8192,
-        enforce_eager=True,
-        disable_log_stats=False,
-        seed=0,
-        **extra,
-    )
+    usual = {
+        "model": settings["model"],
+        "max_model_len": 8192,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    llm = vllm.LLM(**usual | extra | settings["engine_args"])
     print(json.dumps({"ready": True, "vllm": vllm.__version__}), file=answers)
     for line in sys.stdin:
         request = json.loads(line)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, Self
 
 ROOT = Path(__file__).resolve().parent.parent
 PR_SET_PDEATHSIG = 1
@@ -37,12 +37,15 @@ class ChildError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """`target`: the server, empty for vLLM alone. `extra_config`: further settings of the
-    connector."""
+    connector. `engine_args`: arguments of `vllm.LLM` in place of those that the process uses.
+    `environment`: variables of the process in place of the usual ones."""
 
     model: str
     target: str = ""
     extra_config: dict[str, Any] = field(default_factory=dict)
     kv_cache_gib: int = 1
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +199,14 @@ class Child:
 
 
 class Engine:
-    """A vLLM engine in a child process. Use in a `with` block; requests block."""
+    """A vLLM engine in a child process. Use in a `with` block; requests block. `MODULE` is what the
+    process runs."""
+
+    MODULE = "demo.engine_process"
 
     def __init__(self, name: str, settings: EngineSettings, folder: Path) -> None:
         self.name = name
         env = {
-            "VLLM_CPU_KVCACHE_SPACE": str(settings.kv_cache_gib),
             # no warm-up over many shapes; `warm_up` does what is needed here
             "VLLM_CPU_CI_ENV": "1",
             # With a connector vLLM reserves more cores, or on two cores none at all: engines must
@@ -209,8 +214,12 @@ class Engine:
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            **settings.environment,
         }
-        command = [sys.executable, "-m", "demo.engine_process", json.dumps(asdict(settings))]
+        # It outranks vLLM's own argument.
+        if "kv_cache_memory_bytes" not in settings.engine_args:
+            env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
+        command = [sys.executable, "-m", self.MODULE, json.dumps(asdict(settings))]
         self._child = Child(
             name, command, folder / f"{name.replace(' ', '-')}.log", env, pipes=True
         )
@@ -219,7 +228,7 @@ class Engine:
     def __repr__(self) -> str:
         return f"Engine({self.name!r}, vllm={self.vllm_version or 'loading'})"
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
@@ -244,9 +253,7 @@ class Engine:
 
     def generate(self, token_ids: Sequence[int], max_tokens: int) -> Answer:
         """Runs one prompt to its end."""
-        reply = self._ask(
-            {"op": "generate", "token_ids": list(token_ids), "max_tokens": max_tokens}
-        )
+        reply = self.ask({"op": "generate", "token_ids": list(token_ids), "max_tokens": max_tokens})
         return Answer(
             ttft_s=reply["ttft_s"],
             total_s=reply["total_s"],
@@ -260,9 +267,10 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Empties vLLM's own prefix cache; hotkv's stays."""
-        return bool(self._ask({"op": "reset_prefix_cache"})["done"])
+        return bool(self.ask({"op": "reset_prefix_cache"})["done"])
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Sends a request and waits for the answer; raises ChildError if the process has ended."""
         stdin: IO[str] | None = self._child.process.stdin
         assert stdin is not None
         try:

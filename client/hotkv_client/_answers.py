@@ -113,8 +113,12 @@ def result(response: Response, lease_id: str = "") -> Any:
                 room.residency_id, room.word_index, room.word_value, room.generation
             )
         case "extend_residency":
-            found = np.frombuffer(response.extend_residency.offsets, "<i8").astype(np.int64)
-            return ResidentBlocks(found, np.full(len(found), -1, np.int64))
+            extended = response.extend_residency
+            found = np.frombuffer(extended.offsets, "<i8").astype(np.int64)
+            rows = np.frombuffer(extended.representation_offsets, "<i8").astype(np.int64)
+            # A server that doesn't say leaves them to be built anew.
+            is_said = len(rows) == len(found)
+            return ResidentBlocks(found, rows if is_said else np.full(len(found), -1, np.int64))
         case "flushed":
             return response.flushed.block_count
         case "memory_registered":

@@ -114,6 +114,8 @@ def test_a_prefix_hit_moves_next_to_nothing(start: Start, daemon: Daemon) -> Non
     # 4 layers, 2 heads of 32: 2 KiB a token.
     assert totals["load_bytes"] < 0.05 * 4000 * 2048
     assert totals["loads"] == 1 and "failed_loads" not in totals
+    # Those of the blocks that were hit are in the arena; the tail and the answer have four.
+    assert totals["sparse_built_blocks"] <= 4 * 5
 
 
 def test_a_request_is_preempted_and_resumes(start: Start, daemon: Daemon) -> None:

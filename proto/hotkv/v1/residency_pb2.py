@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18hotkv/v1/residency.proto\x12\x08hotkv.v1\":\n\x0eResidencyGroup\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x03\"V\n\x14OpenResidencyRequest\x12\x14\n\x0cresidency_id\x18\x01 \x01(\t\x12(\n\x06groups\x18\x02 \x03(\x0b\x32\x18.hotkv.v1.ResidencyGroup\"i\n\x15OpenResidencyResponse\x12\x14\n\x0cresidency_id\x18\x01 \x01(\t\x12\x12\n\nword_index\x18\x02 \x01(\x05\x12\x12\n\nword_value\x18\x03 \x01(\x03\x12\x12\n\ngeneration\x18\x04 \x01(\x03\"k\n\x16\x45xtendResidencyRequest\x12\x14\n\x0cresidency_id\x18\x01 \x01(\t\x12\x13\n\x0bgroup_index\x18\x02 \x01(\x05\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\x05\x12\x0e\n\x06hashes\x18\x04 \x01(\x0c\"*\n\x17\x45xtendResidencyResponse\x12\x0f\n\x07offsets\x18\x01 \x01(\x0c\"-\n\x15\x43loseResidencyRequest\x12\x14\n\x0cresidency_id\x18\x01 \x01(\t\"(\n\x16\x43loseResidencyResponse\x12\x0e\n\x06\x63losed\x18\x01 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18hotkv/v1/residency.proto\x12\x08hotkv.v1\":\n\x0eResidencyGroup\x12\x13\n\x0bgroup_index\x18\x01 \x01(\x05\x12\x13\n\x0b\x62lock_count\x18\x02 \x01(\x03\"V\n\x14OpenResidencyRequest\x12\x14\n\x0cresidency_id\x18\x01 \x01(\t\x12(\n\x06groups\x18\x02 \x03(\x0b\x32\x18.hotkv.v1.ResidencyGroup\"i\n\x15OpenResidencyResponse\x12\x14\n\x0cresidency_id\x18\x01 \x01(\t\x12\x12\n\nword_index\x18\x02 \x01(\x05\x12\x12\n\nword_value\x18\x03 \x01(\x03\x12\x12\n\ngeneration\x18\x04 \x01(\x03\"k\n\x16\x45xtendResidencyRequest\x12\x14\n\x0cresidency_id\x18\x01 \x01(\t\x12\x13\n\x0bgroup_index\x18\x02 \x01(\x05\x12\x16\n\x0e\x66irst_position\x18\x03 \x01(\x05\x12\x0e\n\x06hashes\x18\x04 \x01(\x0c\"J\n\x17\x45xtendResidencyResponse\x12\x0f\n\x07offsets\x18\x01 \x01(\x0c\x12\x1e\n\x16representation_offsets\x18\x02 \x01(\x0c\"-\n\x15\x43loseResidencyRequest\x12\x14\n\x0cresidency_id\x18\x01 \x01(\t\"(\n\x16\x43loseResidencyResponse\x12\x0e\n\x06\x63losed\x18\x01 \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,9 +40,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXTENDRESIDENCYREQUEST']._serialized_start=293
   _globals['_EXTENDRESIDENCYREQUEST']._serialized_end=400
   _globals['_EXTENDRESIDENCYRESPONSE']._serialized_start=402
-  _globals['_EXTENDRESIDENCYRESPONSE']._serialized_end=444
-  _globals['_CLOSERESIDENCYREQUEST']._serialized_start=446
-  _globals['_CLOSERESIDENCYREQUEST']._serialized_end=491
-  _globals['_CLOSERESIDENCYRESPONSE']._serialized_start=493
-  _globals['_CLOSERESIDENCYRESPONSE']._serialized_end=533
+  _globals['_EXTENDRESIDENCYRESPONSE']._serialized_end=476
+  _globals['_CLOSERESIDENCYREQUEST']._serialized_start=478
+  _globals['_CLOSERESIDENCYREQUEST']._serialized_end=523
+  _globals['_CLOSERESIDENCYRESPONSE']._serialized_start=525
+  _globals['_CLOSERESIDENCYRESPONSE']._serialized_end=565
 # @@protoc_insertion_point(module_scope)

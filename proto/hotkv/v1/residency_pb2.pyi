@@ -141,16 +141,22 @@ class ExtendResidencyResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OFFSETS_FIELD_NUMBER: builtins.int
+    REPRESENTATION_OFFSETS_FIELD_NUMBER: builtins.int
     offsets: builtins.bytes
     """Packed little-endian int64, one a hash: bytes from the arena's start to the block's slot; -1 if
     the block is not pinned, because it is not ready or does not agree with its check value.
+    """
+    representation_offsets: builtins.bytes
+    """The same of each block's representation; -1 if none is pinned with the block, or it has not been
+    compared with its check value. Empty from a server that does not say.
     """
     def __init__(
         self,
         *,
         offsets: builtins.bytes = ...,
+        representation_offsets: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["offsets", b"offsets"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["offsets", b"offsets", "representation_offsets", b"representation_offsets"]) -> None: ...
 
 Global___ExtendResidencyResponse: typing_extensions.TypeAlias = ExtendResidencyResponse
 

@@ -49,6 +49,13 @@ class ResidentGroup:
         known[inside] = self.positions[rows[inside]] == positions[inside]
         return rows, known
 
+    def linked_at(self, positions: Int64s) -> Entries:
+        """Per position [n] the representation that is pinned with its block, 0 for none."""
+        rows, known = self.rows(positions)
+        found = np.zeros(len(positions), np.uint32)
+        found[known] = self.linked[rows[known]]
+        return found
+
     def add(self, positions: Int64s, entries: Entries) -> None:
         """Adds blocks at rising positions that it does not have, without representations."""
         rows = np.searchsorted(self.positions, positions)

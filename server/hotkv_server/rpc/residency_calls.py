@@ -4,9 +4,9 @@ import asyncio
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import residency_pb2
-from hotkv_server.core.values import Int64s
 from hotkv_server.rpc import convert
 from hotkv_server.runtime.node import Node
+from hotkv_server.runtime.residencies import Extended
 from hotkv_server.runtime.session import LiveSession
 
 
@@ -60,12 +60,15 @@ def extend_residency(
     return _answer(extended)
 
 
-async def _later(extended: "asyncio.Task[Int64s]") -> residency_pb2.ExtendResidencyResponse:
+async def _later(extended: "asyncio.Task[Extended]") -> residency_pb2.ExtendResidencyResponse:
     return _answer(await extended)
 
 
-def _answer(offsets: Int64s) -> residency_pb2.ExtendResidencyResponse:
-    return residency_pb2.ExtendResidencyResponse(offsets=offsets.astype("<i8").tobytes())
+def _answer(extended: Extended) -> residency_pb2.ExtendResidencyResponse:
+    offsets, representations = (found.astype("<i8").tobytes() for found in extended)
+    return residency_pb2.ExtendResidencyResponse(
+        offsets=offsets, representation_offsets=representations
+    )
 
 
 async def close_residency(

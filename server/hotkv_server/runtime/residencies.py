@@ -18,6 +18,9 @@ from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime.session import LiveSession
 from hotkv_server.runtime.slices import slices
 
+Extended = tuple[Int64s, Int64s]
+"""Slot offsets of blocks and of their representations."""
+
 
 class Residencies:
     """See the module. `tell` is called when blocks have been condemned."""
@@ -51,17 +54,17 @@ class Residencies:
         group_index: int,
         first_position: int,
         hashes: Words,
-    ) -> "Int64s | asyncio.Task[Int64s]":
-        """As the core's, at once if all blocks have been compared."""
+    ) -> "Extended | asyncio.Task[Extended]":
+        """As the core's, with the offsets of the blocks' representations; at once if all blocks
+        have been compared."""
 
-        def extended() -> Int64s:
-            return self._core.residencies.extend(
-                session.record.number,
-                residency_id,
-                group_index,
-                first_position,
-                hashes,
-                time.monotonic(),
+        def extended() -> Extended:
+            number, core = session.record.number, self._core.residencies
+            offsets = core.extend(
+                number, residency_id, group_index, first_position, hashes, time.monotonic()
+            )
+            return offsets, core.representation_offsets(
+                number, residency_id, group_index, first_position, len(hashes)
             )
 
         waiting = self._core.residencies.begin_comparing(
@@ -92,7 +95,7 @@ class Residencies:
         return True
 
 
-async def _after(comparing: "asyncio.Task[None]", extended: Callable[[], Int64s]) -> Int64s:
+async def _after(comparing: "asyncio.Task[None]", extended: Callable[[], Extended]) -> Extended:
     # Shielded: what reads the arena runs to its end even if the client leaves.
     await asyncio.shield(comparing)
     return extended()

@@ -1,0 +1,376 @@
+"""Contexts beyond device memory in real vLLM on CPU with a real server, against everything on the
+device: the same requests, weights and settings, in turns.
+
+SmolLM2 (bfloat16) and a random Llama of 4 layers (float32), blocks of 32 tokens, budgets of
+`sparse_topk` tokens in all layers, `rot2u`. Figures of time are processor time with one thread an
+engine, the server's included; `…_wall` has the wall's.
+
+`--json` prints one object last: `tokens_equal`, `max_logprob_diff`, `preemptions`, `lost` (over all
+requests that were compared), `context_over_pool` (of those with equal tokens), `concurrency_gain`
+and `throughput_gain` (requests of 16k at equal pool bytes, whose prompts the server has;
+`throughput_gain_cold`: with their prompts computed), `step_over_resident` (decode steps over those
+of sparse decode with everything on the device), `step_over_dense_32k`, `prefill_overhead` (over
+dense prefill with everything on the device, at four times the pool), `hit_bytes_share` (bytes
+loaded at a 32k prefix hit over all of its KV; `hit_representations_share`: those copied in place,
+`hit_staged_share`: pages that the rest of the prompt attended to in the staging area),
+`hit_first_token_share` (first token of a hit over computing), `representations_overhead` (time to
+build them over prefill; `…_hit`: builds of a prefix hit, as a share of its blocks), `memory`, and
+the rows behind all of them. `--long` adds 131,072 tokens in a pool of 6,144, half an hour;
+`--quick` has small sizes, whose figures mean little.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from bench.report import median, parser
+from bench.resident.cases import (
+    PROCESSOR,
+    WALL,
+    Exact,
+    Held,
+    Round,
+    Together,
+    exactness,
+    memory,
+    representation_bytes,
+    say,
+    times,
+    together,
+)
+from bench.resident.engines import BLOCK_TOKENS, Shape, llama, smollm
+from demo.processes import ChildError, ends_cleanly, runtime_folder
+from hotkv_client.tables import human_bytes, table
+
+ARENA, ARENA_BYTES = "2GiB", 2 << 30
+LONG_ARENA = "3GiB"
+CASES = ("smollm2", "llama", "exact", "memory", "together", "long")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Bound of a figure: at most, or at least if `is_least`."""
+
+    bound: float
+    is_least: bool = False
+
+    def is_met(self, value: float) -> bool:
+        """Whether a figure keeps to it."""
+        return value >= self.bound if self.is_least else value <= self.bound
+
+    def __str__(self) -> str:
+        return f"{'>=' if self.is_least else '<='} {self.bound:g}"
+
+
+TARGETS = {
+    "tokens_equal": Target(1.0, True),
+    "max_logprob_diff": Target(0.0),
+    "preemptions": Target(0.0),
+    "lost": Target(0.0),
+    "context_over_pool": Target(20.0, True),
+    "concurrency_gain": Target(5.0, True),
+    "throughput_gain": Target(3.0, True),
+    "step_over_resident": Target(1.10),
+    "step_over_dense_32k": Target(1.0),
+    "prefill_overhead": Target(1.10),
+    "hit_bytes_share": Target(0.05),
+    "hit_representations_share": Target(0.08),
+    "hit_first_token_share": Target(0.10),
+    "representations_overhead": Target(0.03),
+    "representations_overhead_hit": Target(0.0),
+}
+
+
+@dataclass(slots=True)
+class Found:
+    """All that was measured. `rounds` by model and context."""
+
+    exact: list[Exact]
+    rounds: dict[str, tuple[Shape, list[Round]]]
+    held: list[Held]
+    together: list[Together]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Tokens of the cases."""
+
+    smollm: int = 6144
+    smollm_pool: int = 1536
+    llama: int = 32768
+    llama_pool: int = 8192
+    llama_chunk: int = 1024
+    short: int = 8192
+    short_pool: int = 1536
+    batch: int = 16384
+    num_batch: int = 9
+    answer: int = 128
+    steps: int = 64
+    rounds: int = 3
+    held: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
+
+
+QUICK = Sizes(
+    smollm=3072,
+    smollm_pool=1536,
+    llama=4096,
+    llama_pool=2048,
+    llama_chunk=256,
+    short=4096,
+    batch=4096,
+    num_batch=4,
+    answer=32,
+    steps=32,
+    rounds=1,
+    held=(1024, 4096),
+)
+LONG_TOKENS, LONG_POOL = 131072, 6144
+
+
+def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
+    """All cases, one after the other."""
+    found = Found([], {}, [], [])
+
+    def timed(shape: Shape, context: int, rounds: int) -> None:
+        name = f"{shape.model.name} {context}"
+        outcome = times(shape, context, rounds, sizes.steps, folder / name.replace(" ", "-"), ARENA)
+        found.rounds[name] = shape, outcome[0]
+        found.exact += outcome[1]
+        found.held += outcome[2]
+
+    def slowest_model() -> None:
+        shape = Shape(smollm(), sizes.smollm + 64, 256, 256, sizes.smollm_pool)
+        timed(shape, sizes.smollm, sizes.rounds)
+
+    tiny = llama(folder, 2 * LONG_TOKENS)
+
+    def long_context() -> None:
+        timed(
+            Shape(tiny, sizes.llama + 64, sizes.llama_chunk, 256, sizes.llama_pool),
+            sizes.llama,
+            sizes.rounds,
+        )
+
+    def exact() -> None:
+        shape = Shape(tiny, sizes.llama + 64, 128, 256, sizes.short_pool)
+        alone = [("one", [sizes.short - 40]), ("one long", [sizes.llama - 40])]
+        found.exact.extend(exactness(shape, alone, 40, folder / "alone", ARENA))
+        half = sizes.short // 2
+        pair = [("two mixed, asynchronous", [sizes.short - 40, sizes.short - half // 2 - 40])]
+        found.exact.extend(
+            exactness(
+                replace(shape, max_seqs=2, pool_tokens=2 * sizes.short_pool),
+                [*pair, ("one long, asynchronous", [sizes.llama - 40])],
+                40,
+                folder / "own-core",
+                ARENA,
+                async_scheduling=True,
+                in_process=False,
+            )
+        )
+
+    def lengths() -> None:
+        shape = Shape(tiny, max(sizes.held) + 64, 256, 256, sizes.llama_pool)
+        found.held.extend(memory(shape, sizes.held, folder / "memory", ARENA))
+
+    def batch() -> None:
+        shape = Shape(tiny, sizes.batch + 64, 128, 512, sizes.batch + BLOCK_TOKENS, sizes.num_batch)
+        found.together.extend(
+            together(shape, sizes.batch, sizes.num_batch, sizes.answer, folder / "batch", ARENA)
+        )
+
+    def longest() -> None:
+        shape = Shape(tiny, LONG_TOKENS + 64, 1024, 256, LONG_POOL)
+        cases = [("long", [LONG_TOKENS - 16])]
+        found.exact.extend(exactness(shape, cases, 16, folder / "long", LONG_ARENA))
+
+    work: dict[str, Callable[[], None]] = dict(
+        zip(CASES, (slowest_model, long_context, exact, lengths, batch, longest), strict=True)
+    )
+    for name in chosen:
+        say(f"== {name}")
+        work[name]()
+    return found
+
+
+def ratios(rounds: Sequence[Round], over: str, under: str, clock: int) -> float:
+    """Median of the ratios of two figures of a round."""
+    return median([getattr(one, over)[clock] / getattr(one, under)[clock] for one in rounds])
+
+
+def figures(found: Found) -> dict[str, float]:
+    """What was measured, by the names of the module."""
+    named: dict[str, float] = {}
+    if found.exact:
+        named["tokens_equal"] = min(one.tokens_equal for one in found.exact)
+        named["max_logprob_diff"] = max(one.max_logprob_diff for one in found.exact)
+        named["preemptions"] = sum(one.preemptions for one in found.exact)
+        named["lost"] = sum(one.lost for one in found.exact)
+        equal = [one.context_over_pool for one in found.exact if one.tokens_equal == 1.0]
+        named["context_over_pool"] = max(equal, default=0.0)
+    named |= {
+        f"{name}{suffix}": value
+        for model, (shape, rounds) in found.rounds.items()
+        for name, value in of_rounds(shape, rounds).items()
+        for suffix in suffixes(model, name, list(found.rounds))
+    }
+    if found.together:
+        dense, resident = found.together
+        named["concurrency_gain"] = resident.most_decoding / dense.most_decoding
+        named["throughput_gain"] = dense.cpu_s / resident.cpu_s
+        named["throughput_gain_wall"] = dense.warm_s / resident.warm_s
+        named["throughput_gain_cold"] = dense.cold_s / resident.cold_s
+        named["preemptions"] = named.get("preemptions", 0.0) + resident.preemptions
+    return named
+
+
+OF_THE_LLAMA = ("step_over_dense_32k", "hit_")
+"""Figures that are asked for at 32k; SmolLM2 gives the others, if it was run."""
+
+
+def suffixes(model: str, name: str, models: Sequence[str]) -> list[str]:
+    """What follows a figure's name: nothing for the model that stands for it."""
+    label = "_" + model.replace(" ", "_")
+    wanted = "llama" if name.startswith(OF_THE_LLAMA) else "smollm2"
+    stands = model.startswith(wanted) or not any(one.startswith(wanted) for one in models)
+    return [label, ""] if stands else [label]
+
+
+def of_rounds(shape: Shape, rounds: Sequence[Round]) -> dict[str, float]:
+    """Figures of one model and context."""
+    model, first = shape.model, rounds[0]
+    whole = first.hit_tokens * model.kv_token_bytes
+    heads = (3, 64) if model.name == "smollm2" else (2, 32)
+    per_block = representation_bytes(model, *heads)
+    named: dict[str, float] = {}
+    for clock, suffix in ((PROCESSOR, ""), (WALL, "_wall")):
+        named |= {
+            f"step_over_resident{suffix}": ratios(
+                rounds, "resident_step_s", "sparse_step_s", clock
+            ),
+            f"step_over_dense_32k{suffix}": ratios(
+                rounds, "resident_step_s", "dense_step_s", clock
+            ),
+            f"prefill_overhead{suffix}": ratios(
+                rounds, "resident_prefill_s", "dense_prefill_s", clock
+            ),
+            f"prefill_over_sparse{suffix}": ratios(
+                rounds, "resident_prefill_s", "sparse_prefill_s", clock
+            ),
+            f"hit_first_token_share{suffix}": ratios(
+                rounds, "hit_first_s", "resident_prefill_s", clock
+            ),
+        }
+    pages = whole / model.block_bytes * model.layers
+    return named | {
+        "hit_bytes_share": median([one.hit_load_bytes for one in rounds]) / whole,
+        "hit_representations_share": per_block / model.block_bytes,
+        "hit_staged_share": median([one.hit_staged_pages for one in rounds]) / pages,
+        "representations_overhead": median(
+            [one.build_s / one.resident_prefill_s[WALL] for one in rounds]
+        ),
+        "representations_overhead_hit": median([one.hit_built_blocks for one in rounds]) / pages,
+        "pulled_pages_per_step": median([one.pulled_pages / one.num_steps for one in rounds]),
+        "dense_step_ms": 1e3 * median([one.dense_step_s[PROCESSOR] for one in rounds]),
+        "sparse_step_ms": 1e3 * median([one.sparse_step_s[PROCESSOR] for one in rounds]),
+        "resident_step_ms": 1e3 * median([one.resident_step_s[PROCESSOR] for one in rounds]),
+        "dense_prefill_s": median([one.dense_prefill_s[PROCESSOR] for one in rounds]),
+        "resident_prefill_s": median([one.resident_prefill_s[PROCESSOR] for one in rounds]),
+    }
+
+
+def report(found: Found, named: dict[str, float]) -> str:
+    """The tables."""
+    rows: list[Sequence[object]] = []
+    for name, value in named.items():
+        target = TARGETS.get(name) or TARGETS.get(name.removesuffix("_wall"))
+        bare = name in TARGETS
+        missed = "missed" if bare and target is not None and not target.is_met(value) else ""
+        rows.append((name, f"{value:.4g}", str(target) if bare else "", missed))
+    parts = [table(("figure", "value", "target", ""), rows)]
+    if found.exact:
+        parts.append(
+            table(
+                ("case", "model", "context", "pool", "over", "tokens equal", "logprob diff",
+                 "preemptions"),
+                [
+                    (one.case, one.model, one.context_tokens, one.pool_tokens,
+                     f"{one.context_over_pool:.1f}", f"{one.tokens_equal:.2f}",
+                     f"{one.max_logprob_diff:.3g}", f"{one.preemptions:.0f}")
+                    for one in found.exact
+                ],
+            )
+        )  # fmt: skip
+    if found.held:
+        parts.append(
+            table(
+                ("context", "all of it", "device", "arithmetic", "arena", "arithmetic", "staging",
+                 "rows"),
+                [
+                    (one.context_tokens, *(human_bytes(size) for size in (
+                        one.whole_bytes, one.device_bytes, one.expected_device_bytes,
+                        one.arena_bytes, one.expected_arena_bytes, one.staging_bytes,
+                        one.row_bytes)))
+                    for one in found.held
+                ],
+            )
+        )  # fmt: skip
+    if found.together:
+        parts.append(
+            table(
+                ("16k requests", "pool", "requests", "at once", "cold s", "warm s", "processor s"),
+                [
+                    (one.way, one.pool_tokens, one.num_requests, one.most_decoding,
+                     f"{one.cold_s:.1f}", f"{one.warm_s:.1f}", f"{one.cpu_s:.1f}")
+                    for one in found.together
+                ],
+            )
+        )  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    flags = parser("Contexts beyond device memory against everything on the device.")
+    flags.add_argument("--quick", action="store_true", help="small sizes")
+    flags.add_argument("--long", action="store_true", help="131,072 tokens too: half an hour more")
+    flags.add_argument("--only", nargs="+", choices=CASES, help="some of the cases")
+    flags.add_argument("--rounds", type=int, help="of the cases that are timed")
+    return flags.parse_args()
+
+
+def main() -> int:
+    """Command line."""
+    chosen, begin_s = options(), time.monotonic()
+    sizes = QUICK if chosen.quick else Sizes()
+    if chosen.rounds:
+        sizes = replace(sizes, rounds=chosen.rounds)
+    names = chosen.only or [name for name in CASES if name != "long" or chosen.long]
+    try:
+        with ends_cleanly(), runtime_folder(ARENA_BYTES + (1 << 28)) as folder:
+            found = run(sizes, names, folder)
+    except ChildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    named = figures(found)
+    print(report(found, named))
+    if chosen.json:
+        rows = {
+            "exact": [asdict(one) for one in found.exact],
+            "memory": [asdict(one) for one in found.held],
+            "together": [asdict(one) for one in found.together],
+            "rounds": {
+                name: [asdict(one) for one in rounds] for name, (_, rounds) in found.rounds.items()
+            },
+            "seconds": time.monotonic() - begin_s,
+        }
+        print(json.dumps(named | rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,404 @@
+"""What `bench.residency` measures: each function starts its own engines, lets them take turns over
+the same requests, and returns rows of figures."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.report import median
+from bench.resident.engines import BLOCK_TOKENS, Model, Shape
+from demo.processes import Server
+from demo.watched import Batch, Watched, processor_s
+
+WALL, PROCESSOR = 0, 1
+REPRESENTATION = "rot2u"
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """Requests that ran together, against everything on the device. `context_tokens`: of all of
+    them. `tokens_equal`: share of the requests with equal tokens. `max_logprob_diff`: of the tokens
+    up to the first one that differs, that one included."""
+
+    case: str
+    model: str
+    context_tokens: int
+    pool_tokens: int
+    tokens_equal: float
+    max_logprob_diff: float
+    preemptions: float
+    lost: float
+
+    @property
+    def context_over_pool(self) -> float:
+        """How many times the pool the context is."""
+        return self.context_tokens / self.pool_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One prompt in turns: computed with everything on the device, densely and with
+    representations, and beyond the pool; then decoded again in each way. Seconds; pairs are wall
+    and processor time."""
+
+    context_tokens: int
+    dense_prefill_s: tuple[float, float]
+    sparse_prefill_s: tuple[float, float]
+    resident_prefill_s: tuple[float, float]
+    build_s: float
+    hit_first_s: tuple[float, float]
+    hit_tokens: int
+    hit_load_bytes: float
+    hit_staged_pages: float
+    hit_built_blocks: float
+    dense_step_s: tuple[float, float]
+    sparse_step_s: tuple[float, float]
+    resident_step_s: tuple[float, float]
+    pulled_pages: float
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Memory of one request at most. Bytes; `expected_…`: by the arithmetic. `staging_bytes`,
+    `row_bytes`: of the engine's process, beside the pool."""
+
+    context_tokens: int
+    device_bytes: float
+    expected_device_bytes: float
+    arena_bytes: float
+    expected_arena_bytes: float
+    staging_bytes: float
+    row_bytes: float
+    whole_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """A batch of requests in a pool. `cold_s`: wall seconds of the whole batch with prompts that
+    are new; `warm_s`: with prompts that the server has; `cpu_s`: processor seconds of the latter.
+    """
+
+    way: str
+    pool_tokens: int
+    num_requests: int
+    context_tokens: int
+    answer_tokens: int
+    most_decoding: int
+    preemptions: float
+    cold_s: float
+    warm_s: float
+    cpu_s: float
+
+
+def say(what: str) -> None:
+    """Progress, for people."""
+    print(f"[{time.strftime('%H:%M:%S')}] {what}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def running(
+    shape: Shape, folder: Path, arena: str, *resident: dict[str, object]
+) -> Iterator[tuple[Server, Watched, list[Watched]]]:
+    """A server, an engine that holds everything, and one for each of `resident`: what they have
+    besides the shape's settings."""
+    folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(Server(folder, arena))
+        server.wait_ready(600.0)
+        whole = stack.enter_context(Watched("everything on the device", shape.everything(), folder))
+        small = [
+            stack.enter_context(
+                Watched(f"resident {place}", shape.resident(server, **more), folder, server)
+            )
+            for place, more in enumerate(resident)
+        ]
+        for engine in (whole, *small):
+            engine.wait_ready()
+        yield server, whole, small
+
+
+def compared(
+    case: str, model: Model, pool_tokens: int, context_tokens: int, found: Batch, wanted: Batch
+) -> Exact:
+    """The figures of one batch."""
+    same = [one == other for one, other in zip(found.tokens, wanted.tokens, strict=True)]
+    return Exact(
+        case,
+        model.name,
+        context_tokens,
+        pool_tokens,
+        sum(same) / len(same),
+        largest_difference(found, wanted),
+        found.counter("preemptions"),
+        found.counter("lost_residencies"),
+    )
+
+
+def largest_difference(found: Batch, wanted: Batch) -> float:
+    """Largest difference of logprobs, up to the first token that differs."""
+    largest = 0.0
+    for ours, theirs, mine, others in zip(
+        found.tokens, wanted.tokens, found.logprobs, wanted.logprobs, strict=True
+    ):
+        for token, other, one, its in zip(ours, theirs, mine, others, strict=True):
+            largest = max(largest, abs(one - its))
+            if token != other:
+                break
+    return largest
+
+
+# ------------------------------------------------------------------------------------- exactness
+
+
+def exactness(
+    shape: Shape,
+    cases: Sequence[tuple[str, Sequence[int]]],
+    answer_tokens: int,
+    folder: Path,
+    arena: str,
+    **more: object,
+) -> list[Exact]:
+    """Each case's prompts together, in an engine with everything on the device and in one with the
+    small pool and further settings `more`."""
+    found = []
+    with running(shape, folder, arena, more) as (_, whole, (small,)):
+        for case, lengths in cases:
+            prompts = [
+                shape.model.prompt(f"{case} {place}", length)
+                for place, length in enumerate(lengths)
+            ]
+            wanted = whole.batch(prompts, answer_tokens)
+            got = small.batch(prompts, answer_tokens)
+            tokens = sum(lengths) + len(lengths) * answer_tokens
+            found.append(compared(case, shape.model, shape.pool_tokens, tokens, got, wanted))
+            say(f"{found[-1]}")
+    return found
+
+
+# ----------------------------------------------------------------------------------------- times
+
+
+def _pair(batch: Batch) -> tuple[float, float]:
+    """Wall and processor seconds to the first token."""
+    return batch.first_s[0][WALL], batch.prefill_cpu_s
+
+
+def _steps(batch: Batch) -> tuple[float, float]:
+    return batch.step_s(WALL), batch.step_s(PROCESSOR)
+
+
+def times(
+    shape: Shape, context_tokens: int, num_rounds: int, num_steps: int, folder: Path, arena: str
+) -> tuple[list[Round], list[Exact], list[Held], Shape]:
+    """Rounds, and what their first computations say of exactness and memory."""
+    rounds: list[Round] = []
+    exact: list[Exact] = []
+    held: list[Held] = []
+    num_prompt = context_tokens - num_steps
+    with running(shape, folder, arena, {}) as (server, whole, (small,)):
+        warm = shape.model.prompt("warm", max(1024, shape.chunk_tokens))
+        for engine in (whole, small):
+            engine.batch([warm], 8)
+        for number in range(num_rounds):
+            prompt = [shape.model.prompt(f"{context_tokens} {number}", num_prompt)]
+
+            def computed(engine: Watched) -> Batch:
+                settled(server)
+                return engine.batch(prompt, num_steps)  # noqa: B023 - called in this round
+
+            def dense() -> Batch:
+                whole.dense(True)
+                whole.forget()
+                batch = computed(whole)
+                whole.dense(False)
+                return batch
+
+            def sparse() -> Batch:
+                whole.forget()
+                return computed(whole)
+
+            if number % 2:
+                resident, kept, plain = computed(small), sparse(), dense()
+            else:
+                plain, kept, resident = dense(), sparse(), computed(small)
+            sparse_again = computed(whole)
+            whole.dense(True)
+            plain_again = computed(whole)
+            whole.dense(False)
+            hit = computed(small)
+            more = computed(small)
+            exact.append(
+                compared(
+                    f"{context_tokens} in {shape.pool_tokens}",
+                    shape.model,
+                    shape.pool_tokens,
+                    context_tokens,
+                    resident,
+                    kept,
+                )
+            )
+            rounds.append(
+                Round(
+                    context_tokens,
+                    _pair(plain),
+                    _pair(kept),
+                    _pair(resident),
+                    resident.counter("sparse_build_s"),
+                    _pair(hit),
+                    hit.cached[0],
+                    hit.counter("load_bytes"),
+                    hit.counter("resident_staged_pages"),
+                    hit.counter("sparse_built_blocks"),
+                    _steps(plain_again),
+                    _least(_steps(sparse_again), _steps(kept)),
+                    _least(_steps(hit), _steps(more)),
+                    hit.counter("resident_pulled_pages"),
+                    num_steps,
+                )
+            )
+            if not held:
+                held.append(held_by(small, shape, resident, context_tokens))
+            say(f"{rounds[-1]}")
+            say(f"{exact[-1]}")
+    return rounds, exact, held, shape
+
+
+def _least(*pairs: tuple[float, float]) -> tuple[float, float]:
+    """The quicker of several runs, on each clock."""
+    return min(pair[WALL] for pair in pairs), min(pair[PROCESSOR] for pair in pairs)
+
+
+def settled(server: Server, quiet_s: float = 0.4, most_s: float = 20.0) -> None:
+    """Waits until the server does nothing any more: stores of the run before are no part of the
+    next one."""
+    until_s = time.monotonic() + most_s
+    before = processor_s(server.pid)
+    while time.monotonic() < until_s:
+        time.sleep(quiet_s)
+        now = processor_s(server.pid)
+        if now - before < 0.1 * quiet_s:
+            return
+        before = now
+
+
+# ---------------------------------------------------------------------------------------- memory
+
+
+def representation_bytes(model: Model, kv_heads: int, head_size: int) -> int:
+    """Bytes of a block's representations in all layers."""
+    from hotkv_sparse.formats import head_bytes
+
+    return model.layers * kv_heads * head_bytes(REPRESENTATION, BLOCK_TOKENS, head_size)
+
+
+def held_by(small: Watched, shape: Shape, batch: Batch, num_tokens: int) -> Held:
+    """What a request held at most, against the arithmetic."""
+    model = shape.model
+    heads = (3, 64) if model.name == "smollm2" else (2, 32)
+    beside = small.memory()
+    blocks = num_tokens // BLOCK_TOKENS
+    per_block = model.block_bytes + representation_bytes(model, *heads)
+    is_whole = small.device_blocks(num_tokens) == -(-num_tokens // BLOCK_TOKENS)
+    return Held(
+        num_tokens,
+        batch.most_held * model.block_bytes,
+        small.device_blocks(num_tokens) * model.block_bytes,
+        batch.pinned_bytes,
+        0 if is_whole else blocks * per_block,
+        beside["staging"],
+        beside["rows"],
+        -(-num_tokens // BLOCK_TOKENS) * model.block_bytes,
+    )
+
+
+def memory(shape: Shape, contexts: Sequence[int], folder: Path, arena: str) -> list[Held]:
+    """One request of each length, in an engine of its own pool."""
+    found = []
+    folder.mkdir()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(Server(folder, arena))
+        server.wait_ready(600.0)
+        small = stack.enter_context(Watched("resident", shape.resident(server), folder, server))
+        small.wait_ready()
+        for context in contexts:
+            settled(server)
+            batch = small.batch([shape.model.prompt(f"held {context}", context - 24)], 24)
+            found.append(held_by(small, shape, batch, context))
+            say(f"{found[-1]}")
+    return found
+
+
+# -------------------------------------------------------------------------------------- together
+
+
+def together(
+    shape: Shape,
+    context_tokens: int,
+    num_requests: int,
+    answer_tokens: int,
+    folder: Path,
+    arena: str,
+) -> list[Together]:
+    """The same number of requests in pools of equal bytes: vLLM with the server beside it, and
+    residency. Neither has a prefix in common; engines take turns."""
+    folder.mkdir()
+    found = []
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(Server(folder, arena))
+        server.wait_ready(600.0)
+        engines = {
+            "dense": Watched(
+                "dense",
+                shape.settings(shape.pool_tokens, server.target, None),
+                folder,
+                server,
+            ),
+            "resident": Watched("resident", shape.resident(server), folder, server),
+        }
+        for engine in engines.values():
+            stack.enter_context(engine)
+        for engine in engines.values():
+            engine.wait_ready()
+            engine.batch([shape.model.prompt("warm", 2048)], 8)
+        cold: dict[str, Batch] = {}
+        warm: dict[str, list[Batch]] = {way: [] for way in engines}
+        prompts = {
+            way: [
+                shape.model.prompt(f"{way} {place}", context_tokens - answer_tokens)
+                for place in range(num_requests)
+            ]
+            for way in engines
+        }
+        for way, engine in engines.items():
+            settled(server)
+            cold[way] = engine.batch(prompts[way], answer_tokens)
+            say(f"{way}, cold: {cold[way].steps[-1][:2]}")
+        for _ in range(2):
+            for way, engine in engines.items():
+                settled(server)
+                engine.forget()
+                warm[way].append(engine.batch(prompts[way], answer_tokens))
+                say(f"{way}, warm: {warm[way][-1].steps[-1][:2]}")
+        for way in engines:
+            found.append(
+                Together(
+                    way,
+                    shape.pool_tokens,
+                    num_requests,
+                    context_tokens,
+                    answer_tokens,
+                    max(batch.most_decoding for batch in (cold[way], *warm[way])),
+                    sum(batch.counter("preemptions") for batch in (cold[way], *warm[way])),
+                    cold[way].steps[-1][WALL],
+                    median([batch.steps[-1][WALL] for batch in warm[way]]),
+                    median(
+                        [batch.steps[-1][PROCESSOR] + batch.server_cpu_s for batch in warm[way]]
+                    ),
+                )
+            )
+            say(f"{found[-1]}")
+    return found

@@ -1,0 +1,180 @@
+"""A vLLM engine as a child process that runs batches and tells of each step: the other side of
+`demo.watched.Watched`.
+
+Requests: `batch` (`prompts`, `max_tokens`; answers with tokens, times and what was held), `mode`
+(`dense`: attention to everything from now on, in place of sparse decode, or back), `reset`
+(vLLM's own prefix cache), `device_blocks`, `memory`. Modes, processor time and blocks held are
+known only if vLLM's engine core runs in this process.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from demo.engine_process import SHUTDOWN_TIMEOUT_S, end_with_parent, kv_transfer_config
+
+PREFIX = "vllm:hotkv_"
+PREEMPTIONS = "vllm:num_preemptions"
+
+
+class Engine:
+    """Runs batches in vLLM."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import vllm
+
+        extra = kv_transfer_config(settings)
+        usual = {
+            "model": settings["model"],
+            "block_size": 32,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": False,
+            "seed": 0,
+            "kv_transfer_config": extra,
+        }
+        self.llm = vllm.LLM(**usual | settings["engine_args"])
+        self._num_requests = 0
+        self._attend: Any = None
+        core = self.llm.llm_engine.engine_core
+        self._core: Any = getattr(core, "engine_core", None)
+
+    def device_blocks(self, num_tokens: int) -> dict[str, Any]:
+        """What the arithmetic says that a request of so many tokens holds at most."""
+        manager = self._core.scheduler.kv_cache_manager
+        spec = manager.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        return {"blocks": spec.device_blocks(num_tokens)}
+
+    def memory(self) -> dict[str, Any]:
+        """Bytes beside the pool: the staging area, and rows of representations."""
+        worker = _worker()
+        rows = sum(rows.nbytes for rows in worker._kept._rows.values())
+        return {"staging": worker._staging.numel(), "rows": rows}
+
+    def mode(self, dense: bool) -> dict[str, Any]:
+        """Attends to everything from now on, or sparsely again."""
+        worker = _worker()
+        self._attend = self._attend or worker.attend
+        worker.attend = _everything if dense else self._attend
+        return {}
+
+    def reset(self) -> dict[str, Any]:
+        """Empties vLLM's own prefix cache."""
+        return {"done": self.llm.reset_prefix_cache()}
+
+    def batch(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        """Runs requests together, to the end of the last one. Times begin with the first step."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1, detokenize=False
+        )
+        engine, before = self.llm.llm_engine, self._counters()
+        names = [str(self._num_requests + place) for place in range(len(prompts))]
+        self._num_requests += len(prompts)
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+        found: dict[str, Any] = {}
+        first_s: dict[str, tuple[float, float]] = {}
+        steps: list[tuple[float, float, int]] = []
+        most_held = most_decoding = 0
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            now_s, now_cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+            most_held = max(most_held, self._held())
+            for output in outputs:
+                found[output.request_id] = output
+                first_s.setdefault(output.request_id, (now_s, now_cpu_s))
+            decoding = [one for one in found.values() if not one.finished]
+            most_decoding = max(most_decoding, len(decoding), len(outputs))
+            if outputs or first_s:
+                steps.append((now_s, now_cpu_s, len(outputs)))
+        ordered = [found[name] for name in names]
+        after = self._counters()
+        return {
+            "tokens": [list(one.outputs[0].token_ids) for one in ordered],
+            "logprobs": [
+                [
+                    step[token].logprob
+                    for token, step in zip(
+                        one.outputs[0].token_ids, one.outputs[0].logprobs, strict=True
+                    )
+                ]
+                for one in ordered
+            ],
+            "cached": [one.num_cached_tokens or 0 for one in ordered],
+            "ended": [str(one.outputs[0].finish_reason) for one in ordered],
+            "first_s": [first_s[name] for name in names],
+            "steps": steps,
+            "most_held": most_held,
+            "most_decoding": most_decoding,
+            "counters": {name: after[name] - before.get(name, 0.0) for name in after},
+        }
+
+    def _held(self) -> int:
+        """Blocks of the pool that requests hold now."""
+        if self._core is None:
+            return 0
+        pool = self._core.scheduler.kv_cache_manager.block_pool
+        return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
+
+    def _counters(self) -> dict[str, float]:
+        """The connector's counters, and preemptions. vLLM's reader of its metrics cuts them to
+        whole numbers, so they come from the connector where it is at hand."""
+        found: dict[str, float] = {}
+        for metric in self.llm.get_metrics():
+            if metric.name.startswith(PREFIX):
+                found[metric.name.removeprefix(PREFIX)] = float(metric.value)
+            elif metric.name == PREEMPTIONS:
+                found["preemptions"] = float(metric.value)
+        connector = None if self._core is None else self._core.scheduler.connector
+        if connector is None:
+            return found
+        side = connector._scheduler
+        for name in found.keys() - {"preemptions"}:
+            found[name] = float(side.totals.data.get(name, 0) + side.stats.data.get(name, 0))
+        return found
+
+
+def _worker() -> Any:
+    """The engine's sparse worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector: Any = get_kv_transfer_group()
+    return connector._worker.sparse.worker
+
+
+def _everything(*_: Any) -> None:
+    """In place of `SparseWorker.attend`: nothing is left out."""
+
+
+def main() -> int:
+    """Loads the model, says ready, then serves requests."""
+    settings = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    end_with_parent()
+    import torch
+    import vllm
+
+    # Compiling vLLM's sampler takes longer than most cases.
+    torch.compiler.set_stance("force_eager")
+    engine = Engine(settings)
+    print(json.dumps({"ready": True, "vllm": vllm.__version__}), file=answers)
+    operations = {
+        name: getattr(engine, name)
+        for name in ("device_blocks", "memory", "mode", "reset", "batch")
+    }
+    for line in sys.stdin:
+        request = json.loads(line)
+        reply = operations[request.pop("op")](**request)
+        print(json.dumps(reply), file=answers)
+    engine.llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
