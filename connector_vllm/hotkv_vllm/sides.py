@@ -20,6 +20,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "take_results": lambda *_: (set(), set()),
     "take_failed_results": lambda *_: set(),
     "take_lost": lambda *_: set(),
+    "lost_broke": lambda *_: set(),
 }
 """By method of `scheduler.side.HotKVScheduler`, of its parts or of `worker.side.HotKVWorker`. All
 others answer None."""

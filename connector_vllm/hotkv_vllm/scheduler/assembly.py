@@ -10,7 +10,7 @@ from hotkv_client.types import Role, SessionConfig
 from hotkv_vllm import link
 from hotkv_vllm.adapters import Adapters
 from hotkv_vllm.compat import kv_groups
-from hotkv_vllm.compat.residency import DevicePool
+from hotkv_vllm.compat.device_pool import DevicePool
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.scheduler.agreement import Agreement
 from hotkv_vllm.scheduler.exactness import Exactness

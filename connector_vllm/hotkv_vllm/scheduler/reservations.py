@@ -1,5 +1,5 @@
-"""The calls that a resident request makes to the server: room for all it may ever store, and pins of
-what it has stored.
+"""The calls of resident requests to the server: for room for all they may ever store, and for pins
+of what they have stored.
 
 What is always true: a request has at most one call of each kind in flight; after the server was
 away it is asked anew, and what it does not pin where it did before is lost.

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hotkv_vllm import link
-from hotkv_vllm.compat.residency import DevicePool
+from hotkv_vllm.compat.device_pool import DevicePool
 from hotkv_vllm.metadata import StoreJob
 from hotkv_vllm.scheduler.exactness import Exactness
 from hotkv_vllm.scheduler.groups import CachedGroups
@@ -124,6 +124,13 @@ class Residencies:
         exact = self._exactness.exact_tokens(request_id) // self._block_tokens
         one = self._residents[request_id]
         return one.name(self._groups.hashes(state.request, 0), until, exact)
+
+    def reset(self, request_id: str) -> None:
+        """From now on nobody else finds what is stored of the request."""
+        one = self._residents[request_id]
+        del one.names[one.kept :]
+        one.private_from = min(one.private_from, one.kept)
+        one.store_from(one.kept)
 
     # --------------------------------------------------------------------------------------- stores
 

@@ -105,6 +105,12 @@ class ResidentSequences:
             if sequence.num_freed:
                 self.lose(sequence, why)
 
+    def lose_unnamed(self, first_block: int) -> None:
+        """The scheduler has not named a row; whose it is shows in its first block."""
+        for sequence in self._sequences.values():
+            if sequence.num_freed and sequence.first_block == first_block:
+                self.lose(sequence, "the step's plan does not name it")
+
     def take_lost(self) -> set[int]:
         """First blocks of the requests whose bytes were lost since the last call, or were read
         while the server did not pin them. Call it after a step's last layer."""

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hotkv_sparse import SparseConfig, build, span
+from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.selector import Source
-from hotkv_vllm.sparse.batch import Batch, Plan, Rewrite, Row, SparseLayer
+from hotkv_vllm.sparse.batch import Batch, Context, Plan, Rewrite, Row, SparseLayer
 from hotkv_vllm.sparse.kept_rows import KeptRows
 from hotkv_vllm.sparse.resident_pages import LostError, ResidentPages
 from hotkv_vllm.sparse.resident_sequence import ResidentSequence
@@ -147,35 +147,18 @@ class ResidentWorker(SparseWorker):
             blocks = batch.tables[row, : -(-context // tokens)].copy()
             sequence = self.residents.of_step.get(int(blocks[-1]))
             if sequence is None:
-                self._lose_unnamed(blocks)
+                self.residents.lose_unnamed(int(blocks[0]))
                 continue
             one = BatchRow(row, sequence, context - int(num_queries[row]), context, blocks)
             plan.residents[row] = one
             self._give_rows(one, tokens)
             request_id = self._request_of.get(int(blocks[-1])) if num_queries[row] == 1 else None
             if request_id is not None and context >= self._config.min_context_tokens:
-                plan.rows.append(self._sparse_row(one, int(batch.starts[row]), tokens))
+                kept = sequence.rows[: len(blocks)]
+                about = Context(self._config, context, tokens)
+                token = int(batch.starts[row])
+                plan.rows.append(Row.of(row, token, request_id, blocks, kept, about))
         return plan
-
-    def _sparse_row(self, one: BatchRow, token: int, block_tokens: int) -> Row:
-        always = one.blocks[span(self._config, one.context_tokens, block_tokens).always]
-        # The partial block is the last one, so the tokens that do not exist yet are at the end.
-        missing = len(one.blocks) * block_tokens - one.context_tokens
-        return Row(
-            one.row,
-            token,
-            one.sequence.request_id,
-            one.context_tokens,
-            one.sequence.rows[: len(one.blocks)],
-            always,
-            len(always) * block_tokens - missing,
-        )
-
-    def _lose_unnamed(self, blocks: I32) -> None:
-        """The scheduler has not named a row; whose it is shows in its first block."""
-        for sequence in self.residents.known():
-            if sequence.num_freed > self._num_sinks and sequence.first_block == blocks[0]:
-                self.residents.lose(sequence, "the step's plan does not name it")
 
     # ------------------------------------------------------------------------------ representations
 

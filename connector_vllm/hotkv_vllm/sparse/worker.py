@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hotkv_sparse import SparseConfig, span
+from hotkv_sparse import SparseConfig
 from hotkv_sparse.selector import Source
-from hotkv_vllm.sparse.batch import Batch, Plan, Rewrite, Row, SparseLayer
+from hotkv_vllm.sparse.batch import Batch, Context, Plan, Rewrite, Row, SparseLayer
 from hotkv_vllm.sparse.counters import LayerCounters
 from hotkv_vllm.sparse.faults import Faults
 from hotkv_vllm.sparse.first_prompt import FirstPrompt
@@ -235,16 +235,9 @@ class SparseWorker:
             plan.complete.append(blocks[: context_tokens // block_tokens])
             request_id = self._request_of.get(int(blocks[-1])) if num_queries[row] == 1 else None
             if request_id is not None:
-                always = blocks[span(self._config, context_tokens, block_tokens).always]
-                # The partial block is the last one, so the tokens that do not exist yet are at the
-                # end.
-                num_tokens = len(always) * block_tokens - (
-                    len(blocks) * block_tokens - context_tokens
-                )
+                context = Context(self._config, context_tokens, block_tokens)
                 token = int(batch.starts[row])
-                plan.rows.append(
-                    Row(row, token, request_id, context_tokens, blocks, always, num_tokens)
-                )
+                plan.rows.append(Row.of(row, token, request_id, blocks, blocks, context))
         return plan
 
     def _select(self, layer: SparseLayer, row: Row, query_QD: F32) -> I32:
@@ -265,13 +258,9 @@ class SparseWorker:
         always = layer.pages.log_mass(query_QD, row.always_blocks, row.always_tokens, layer.scale)
         if layer.sink_logits is not None:
             always = np.logaddexp(always, layer.sink_logits)
+        sources = self._sources(layer)
         attended = own.step(
-            query_QD,
-            self._sources(layer),
-            row.blocks_C,
-            always,
-            row.context_tokens,
-            layer.scale,
+            query_QD, sources, row.blocks_C, always, row.context_tokens, layer.scale
         )
         sequence.note(attended.selection.blocks, len(row.blocks_C))
         self._counters.add_step(layer.index, attended, len(row.blocks_C), layer.pages.page_bytes)

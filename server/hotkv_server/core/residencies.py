@@ -162,24 +162,6 @@ class Residencies:
         offsets[known] = np.where(index.unverified[entries], -1, index.offsets(entries))
         return offsets
 
-    def representation_offsets(
-        self,
-        session_number: int,
-        residency_id: str,
-        group_index: int,
-        first_position: int,
-        block_count: int,
-    ) -> Int64s:
-        """Slot offsets of the representations that a residency pins with its blocks from
-        `first_position` on, -1 for none. Those of an earlier server count as none until they have
-        been compared with their check values."""
-        session = self._sessions.record(session_number)
-        group, index = self.book.live(session, residency_id).groups[group_index], self._space.index
-        linked = group.linked_at(first_position + np.arange(block_count, dtype=np.int64))
-        is_known = (linked != 0) & ~index.unverified[linked]
-        offsets: Int64s = np.where(is_known, index.offsets(linked), -1)
-        return offsets
-
     def _named(
         self, session: SessionRecord, residency_id: str, group_index: int, num_blocks: int
     ) -> tuple[Residency, ResidentGroup]:

@@ -32,6 +32,18 @@ class ResidencyPins:
     def __repr__(self) -> str:
         return f"ResidencyPins({self._bound.pinned_bytes} B)"
 
+    def representation_offsets(
+        self, residency: Residency, group_index: int, first_position: int, block_count: int
+    ) -> Int64s:
+        """Slot offsets of the representations that a residency pins with its blocks from
+        `first_position` on, -1 for none. Those of an earlier server count as none until they have
+        been compared with their check values."""
+        group, index = residency.groups[group_index], self._space.index
+        linked = group.linked_at(first_position + np.arange(block_count, dtype=np.int64))
+        is_known = (linked != 0) & ~index.unverified[linked]
+        offsets: Int64s = np.where(is_known, index.offsets(linked), -1)
+        return offsets
+
     def pin(
         self, residency: Residency, group_index: int, positions: Int64s, entries: Entries
     ) -> None:

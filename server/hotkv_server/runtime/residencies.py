@@ -59,12 +59,13 @@ class Residencies:
         have been compared."""
 
         def extended() -> Extended:
-            number, core = session.record.number, self._core.residencies
+            record, core = session.record, self._core.residencies
             offsets = core.extend(
-                number, residency_id, group_index, first_position, hashes, time.monotonic()
+                record.number, residency_id, group_index, first_position, hashes, time.monotonic()
             )
-            return offsets, core.representation_offsets(
-                number, residency_id, group_index, first_position, len(hashes)
+            residency = core.book.live(record, residency_id)
+            return offsets, core.pins.representation_offsets(
+                residency, group_index, first_position, len(hashes)
             )
 
         waiting = self._core.residencies.begin_comparing(
