@@ -111,7 +111,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"))
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """None in a MultiConnector, which would give it to others too: the scheduler asks for it."""
+        """None in a MultiConnector, which would give it to others; the scheduler asks for it."""
         return None if self._is_child else self._worker.handshake()
 
     @hook(lambda self, *_: self._worker.distrust())
