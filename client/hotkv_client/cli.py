@@ -13,7 +13,7 @@ from typing import Any
 
 from hotkv.counters import SPARSE_COUNTERS, sparse_figures
 from hotkv.errors import HotKVError
-from hotkv_client import recorder, tables
+from hotkv_client import recorder, residency_tables, tables
 from hotkv_client.admin import DEFAULT_TARGET, AdminClient
 from hotkv_client.types import Credentials
 
@@ -154,7 +154,7 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
         lambda answer: "serving" if answer["serving"] else "not serving; `hotkv status` says why",
     ),
     "sessions": (sessions, tables.show_sessions),
-    "residencies": (residencies, tables.show_residencies),
+    "residencies": (residencies, residency_tables.show_residencies),
     "blocks": (blocks, tables.show_blocks),
     "evict": (evict, tables.show_evict),
     "flush": (flush, tables.show_flush),

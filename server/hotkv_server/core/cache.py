@@ -45,8 +45,7 @@ from hotkv_server.integrity.check_values import Sums
 
 
 class CacheCore:
-    """The cache of one node: its books, and the parts that act on them. See the module for its
-    rules."""
+    """The cache of one node: its books, and the parts that act on them. See the module."""
 
     def __init__(
         self,
