@@ -43,15 +43,19 @@ class Arena:
         The copy must be complete before the words are read. On x86-64 that is so in program order;
         elsewhere the caller needs an acquire fence between the two.
         """
-        words = self.words
-        return bool(
-            len(words)
-            and words[GENERATION] <= opened.generation
-            and words[opened.word_index] == opened.word_value
-        )
+        return holds(self.words, opened)
 
     def __repr__(self) -> str:
         return (
             f"Arena({self.memory.size >> 20} MiB at {self.memory.ctypes.data:#x}, file "
             f"{self.file_id})"
         )
+
+
+def holds(words: NDArray[np.uint64], opened: ResidencyOpened) -> bool:
+    """As `Arena.holds`, of any words; False without words."""
+    return bool(
+        len(words)
+        and words[GENERATION] <= opened.generation
+        and words[opened.word_index] == opened.word_value
+    )

@@ -213,13 +213,19 @@ def test_holds_and_leases_leave_room_for_stores() -> None:
 
 def test_a_tenant_gets_its_share_of_its_guarantee_whatever_others_have() -> None:
     guaranteed = NUM_SLABS * SLAB // 2
-    shares = {"a": TenantShare(guaranteed), "b": TenantShare(0, NUM_SLABS * SLAB // 4)}
+    shares = {
+        "a": TenantShare(guaranteed),
+        "b": TenantShare(0, NUM_SLABS * SLAB // 4),
+        "c": TenantShare(),
+    }
     place = Place(tenants=shares)
     bound = place.core.residencies.bound
     assert bound.most_bytes(0) == int(0.8 * NUM_SLABS * SLAB)
     assert bound.most_bytes(1) == int(0.8 * NUM_SLABS * SLAB // 4)
+    assert bound.most_bytes(2) == int(0.8 * NUM_SLABS * SLAB) - int(0.8 * guaranteed)
     bound.change(1, promised_bytes=bound.room_bytes(1))
     assert bound.room_bytes(1) == 0
+    bound.change(2, promised_bytes=bound.room_bytes(2))
     assert bound.room_bytes(0) >= int(0.8 * guaranteed)
 
 
@@ -318,7 +324,9 @@ def test_words_run_out_and_come_back() -> None:
 def test_the_numbers_and_memory_of_residencies_are_bounded() -> None:
     place = Place(client_memory_bytes=1 << 16)
     session = place.open()
-    assert place.refused(session, "r", 1 << 13).reason is Reason.RESIDENCY_TOO_LARGE
+    narrow = Place(client_memory_bytes=1 << 11)
+    error = narrow.refused(narrow.open(), "r", 1)
+    assert error.reason is Reason.RESIDENCY_TOO_LARGE and "client_memory_bytes" in error.message
     count = 0
     with pytest.raises(HotKVError) as caught:
         for count in range(NUM_SLOTS):
@@ -349,3 +357,13 @@ def test_closing_goes_in_parts_and_ends_with_the_session_all_the_same(
     assert next(closing, None) is None, "whoever was closing it finds it gone"
     place.core.close_session(session, 1.0)
     place.core.check_invariants()
+
+
+def test_while_the_arena_grows_promised_blocks_are_evicted_for_rather_than_refused() -> None:
+    place = Place(is_backed=False)
+    place.core.grow(8 * SLAB, 8 * SLAB)
+    session, other = place.open(), place.open("other", "n")
+    place.store(other, list(range(100, 132)))
+    assert place.store(session, [1, 2, 3]) == [BlockResult.NO_SPACE] * 3, "room comes soon"
+    place.core.residencies.open(session, "r", {0: 3}, 0.0)
+    assert place.store(session, [1, 2, 3], "r") == [BlockResult.STORED] * 3

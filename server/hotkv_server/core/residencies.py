@@ -142,24 +142,25 @@ class Residencies:
         index = self._space.index
         positions = first_position + np.arange(len(hashes), dtype=np.int64)
         rows, known = group.rows(positions)
-        theirs = index.keys(group.entries[rows[known]])[2]
-        if not np.array_equal(theirs, hashes[known]):
+        mine = group.entries[rows[known]]
+        if not np.array_equal(index.table.records[mine, :8], hashes[known]):
             raise HotKVError(
                 Reason.DUPLICATE_ID,
                 f"hashes: residency {residency_id!r} has another block at one of these positions; "
                 "a position names one block",
             )
-        words = index.find(residency.key_space_id, group_index, hashes)
-        fresh = table.is_ready(words) & ~known
-        fresh[fresh] = ~index.unverified[words[fresh]]
-        _check_most(group, int(fresh.sum()))
-        self.pins.pin(residency, group_index, positions[fresh], words[fresh])
+        fresh = np.flatnonzero(~known)
+        words = index.find(residency.key_space_id, group_index, hashes[fresh])
+        good = table.is_ready(words)
+        good[good] = ~index.unverified[words[good]]
+        fresh, words = fresh[good], words[good]
+        _check_most(group, len(fresh))
+        self.pins.pin(residency, group_index, positions[fresh], words)
         self.pins.pin_linked(residency, group_index, positions)
-        self._space.touch(words[fresh], now_s)
-        rows, known = group.rows(positions)
+        self._space.touch(words, now_s)
         offsets = np.full(len(hashes), -1, np.int64)
-        entries = group.entries[rows[known]]
-        offsets[known] = np.where(index.unverified[entries], -1, index.offsets(entries))
+        offsets[known] = np.where(index.unverified[mine], -1, index.offsets(mine))
+        offsets[fresh] = index.offsets(words)
         return offsets
 
     def _named(

@@ -77,11 +77,12 @@ class ResidencyPins:
 
     def _pin(self, residency: Residency, entries: Entries, promised_bytes: int) -> None:
         """Pins entries, and changes what is promised by so much."""
-        distinct = np.unique(entries)
-        fresh = distinct[self.counts[distinct] == 0]
+        fresh = entries[self.counts[entries] == 0]
         # Before anybody is told where they lie: a server that is killed leaves them marked.
-        self._marks[distinct] = 1
+        self._marks[entries] = 1
         np.add.at(self.counts, entries, np.uint32(1))
+        if np.any(self.counts[fresh] > 1):
+            fresh = np.unique(fresh)
         self._space.index.pin(entries, 1)
         self._bound.change(
             residency.tenant,
