@@ -22,6 +22,7 @@ import numpy.typing as npt
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.selector import Source
 from hotkv_vllm.sparse.batch import Batch, Context, Plan, Rewrite, Row, SparseLayer
+from hotkv_vllm.sparse.first_prompt import NO_TURNING, Turning
 from hotkv_vllm.sparse.kept_rows import KeptRows
 from hotkv_vllm.sparse.resident_pages import LostError, ResidentPages
 from hotkv_vllm.sparse.resident_sequence import ResidentSequence
@@ -72,8 +73,9 @@ class ResidentWorker(SparseWorker):
         layers: list[SparseLayer],
         places: SlotPlaces,
         recall_steps: int = 0,
+        turning: Turning = NO_TURNING,
     ) -> None:
-        super().__init__(config, layers, recall_steps)
+        super().__init__(config, layers, recall_steps, turning)
         self._num_sinks = -(-config.sink_tokens // layers[0].shape.block_tokens)
         self._kept = KeptRows(self._reprs)
         self._pages = ResidentPages(places)

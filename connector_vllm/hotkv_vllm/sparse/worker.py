@@ -24,7 +24,7 @@ from hotkv_sparse.selector import Source
 from hotkv_vllm.sparse.batch import Batch, Context, Plan, Rewrite, Row, SparseLayer
 from hotkv_vllm.sparse.counters import LayerCounters
 from hotkv_vllm.sparse.faults import Faults
-from hotkv_vllm.sparse.first_prompt import FirstPrompt
+from hotkv_vllm.sparse.first_prompt import NO_TURNING, FirstPrompt, Turning
 from hotkv_vllm.sparse.pool import BlockReprManager
 from hotkv_vllm.sparse.recall import measure
 from hotkv_vllm.sparse.rows import SparseRows
@@ -55,7 +55,11 @@ class SparseWorker:
     thread."""
 
     def __init__(
-        self, config: SparseConfig, layers: list[SparseLayer], recall_steps: int = 0
+        self,
+        config: SparseConfig,
+        layers: list[SparseLayer],
+        recall_steps: int = 0,
+        turning: Turning = NO_TURNING,
     ) -> None:
         self._config = config
         self.layers = {layer.name: layer for layer in layers}
@@ -65,7 +69,7 @@ class SparseWorker:
             {layer.index: layer.shape for layer in layers},
             {layer.index: layer.keys_of for layer in layers},
         )
-        self.first_prompt = FirstPrompt.of(layers, self._reprs.calibrate)
+        self.first_prompt = FirstPrompt.of(layers, turning, self._reprs.calibrate)
         self._sequences: dict[str, _Sequence] = {}
         self._request_of: dict[int, str] = {}
         self._plans: dict[int, Plan] = {}
