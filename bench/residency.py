@@ -178,7 +178,7 @@ def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
         found.held.extend(memory(shape, sizes.held, folder / "memory", ARENA))
 
     def batch() -> None:
-        shape = Shape(tiny, sizes.batch + 64, 128, 512, sizes.batch + BLOCK_TOKENS, sizes.num_batch)
+        shape = Shape(tiny, sizes.batch, 128, 512, sizes.batch + BLOCK_TOKENS, sizes.num_batch)
         found.together.extend(
             together(shape, sizes.batch, sizes.num_batch, sizes.answer, folder / "batch", ARENA)
         )

@@ -380,28 +380,32 @@ class ResidentWorker(SparseWorker):
     def _with_hot_slots(self, layer: SparseLayer, one: _BatchRow, positions: I32) -> I32:
         """The block table of a decode row: blocks on the device, and hot slots for the others,
         whose pages are copied in if they aren't there."""
-        table = one.blocks[positions]
-        is_away = self._is_away(one, positions.astype(np.int64))
-        if not is_away.any():
+        table, sequence = one.blocks[positions], one.sequence
+        # Positions rise, so those that are not on the device are a run of them.
+        edges = positions.searchsorted((self._num_sinks, sequence.num_freed)).tolist()
+        if edges[0] >= edges[1]:
             return table
-        sequence, away = one.sequence, positions[is_away]
+        run = slice(*edges)
+        away = positions[run]
         slots = self._sequences[sequence.request_id].layers[layer.name].slots_of(away)
-        if slots.min() < 0 or slots.max() >= len(sequence.hot_blocks):
+        # Negative numbers are large ones where the sign is a digit.
+        if slots.view(np.uint32).max() >= len(sequence.hot_blocks):
             raise LostError(
                 f"a hot set uses slot {slots.max()} of the {len(sequence.hot_blocks)} it has"
             )
         content = sequence.hot_content(layer.index)
-        is_missing = content[slots] != away
-        if is_missing.any():
-            to, missing = slots[is_missing], away[is_missing]
+        at = np.flatnonzero(content[slots] != away)
+        blocks = sequence.hot_blocks[slots]
+        if len(at):
+            missing = away[at]
             self._copier.copy(
-                self._page_addresses(layer.pages.tensor, sequence.hot_blocks[to], layer),
+                self._page_addresses(layer.pages.tensor, blocks[at], layer),
                 self._away_addresses(sequence, missing) + self._places.pages[layer.index],
                 layer.pages.page_bytes,
             )
-            content[to] = missing
-            self._counted["resident_pulled_pages"] += len(missing)
-        table[is_away] = sequence.hot_blocks[slots]
+            content[slots[at]] = missing
+            self._counted["resident_pulled_pages"] += len(at)
+        table[run] = blocks
         return table
 
     def _stage(
