@@ -1,5 +1,6 @@
 """The arithmetic of `bench.residency`: shares, ratios of neighbours, which run gives a figure."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,10 @@ def made_up(context_tokens: int, resident_step_s: float) -> Round:
         resident_prefill_s=(12.0, 10.0),
         build_s=0.24,
         hit_first_s=(0.6, 1.0),
-        hit_tokens=context_tokens,
-        hit_load_bytes=context_tokens * 2048 * 0.01,
-        hit_staged_pages=context_tokens // 32 * 4,
-        hit_built_blocks=0.0,
+        hit_tokens=context_tokens - 64,
+        hit_load_bytes=(context_tokens - 64) * 2048 * 0.01,
+        hit_staged_pages=(context_tokens - 64) // 32 * 4,
+        hit_built_blocks=0.0 if context_tokens < 32768 else 4.0,
         dense_step_s=(0.030, 0.020),
         sparse_step_s=(0.012, 0.010),
         resident_step_s=(resident_step_s, resident_step_s),
@@ -55,8 +56,8 @@ def found() -> Found:
         },
         [Held(4096, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)],
         [
-            Together("dense", 16416, 9, 16384, 128, 1, 0.0, 90.0, 30.0, 28.0),
-            Together("resident", 16416, 9, 16384, 128, 6, 3.0, 60.0, 10.0, 7.0),
+            Together("dense", 16416, 9, 16384, 128, 1, 0.0, 90.0, 30.0, 28.0, 50.0),
+            Together("resident", 16416, 9, 16384, 128, 6, 3.0, 60.0, 10.0, 7.0, 300.0),
         ],
     )
 
@@ -75,6 +76,7 @@ def test_figures_are_medians_of_ratios() -> None:
     assert named["hit_first_token_share"] == pytest.approx(0.1)
     assert named["hit_bytes_share"] == pytest.approx(0.01)
     assert named["hit_staged_share"] == pytest.approx(1.0)
+    assert named["representations_overhead_hit"] == 0.0
     assert named["representations_overhead"] == pytest.approx(0.02)
 
 
@@ -99,6 +101,14 @@ def test_gains_are_of_equal_pools() -> None:
     assert named["concurrency_gain"] == 6.0
     assert named["throughput_gain"] == 4.0
     assert named["throughput_gain_cold"] == 1.5
+    assert named["throughput_gain_decode"] == 6.0
+
+
+def test_the_decode_rate_is_that_of_full_steps() -> None:
+    steps = [(0.0, 0.0, 1), (0.5, 0.4, 1), (1.0, 0.6, 4), (1.5, 0.8, 4), (2.0, 1.3, 4)]
+    full = replace(batch([], []), steps=steps)
+    assert full.decode_rate(0) == pytest.approx(8.0)
+    assert full.decode_rate(1) == pytest.approx(20.0)
 
 
 def test_logprobs_are_compared_up_to_the_first_token_that_differs() -> None:
