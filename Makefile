@@ -20,15 +20,18 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 export HOTKV_VENV := $(abspath $(VENV))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test torture mutate check fix proto bench dist clean
+.PHONY: help setup demo demo-sparse test torture mutate check fix proto bench dist clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMPS)/dev ## builds .venv with vLLM for CPU and hotkv in editable form
 
 demo: $(STAMPS)/dev ## two engines, one cache: shows the second one answer a long prompt at once
 	@$(BIN)/python -m demo
+
+demo-sparse: $(STAMPS)/dev ## one request of 65,536 tokens in a pool of 8,192, for which vLLM alone refuses to start
+	@$(BIN)/python -m demo.sparse
 
 test: $(STAMPS)/dev ## all tests that run without a GPU; PYTEST="-k name" for some, JOBS=1 for one at a time
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST)
@@ -66,7 +69,7 @@ proto: $(PROTO_VENV)/.stamp ## generates the wire's code anew
 	$(PROTO_VENV)/bin/python tools/protos.py
 
 bench: $(STAMPS)/dev ## every benchmark of bench/, tables on the terminal
-	@set -e; for script in lookup transfer footprint core hybrid restart soak sparse_speed sparse_engine sparse_quality estimate e2e; do echo "== bench/$$script.py"; $(BIN)/python -m bench.$$script; done
+	@set -e; for script in lookup transfer footprint core hybrid restart soak sparse_speed sparse_engine sparse_quality estimate residency e2e; do echo "== bench/$$script.py"; $(BIN)/python -m bench.$$script; done
 
 dist: $(STAMPS)/dev ## builds sdist and wheel into dist/, and checks each in an empty environment
 	$(BIN)/python -m tools.check_dist

@@ -42,6 +42,12 @@ class Batch:
         ends = [step[clock] for step in self.steps[SETTLING_STEPS:]]
         return median([after - before for before, after in pairwise(ends)])
 
+    def decode_rate(self, clock: int) -> float:
+        """Tokens a second, by the median of the steps that decode as many requests as any step."""
+        pairs = [(after[clock] - before[clock], after[2]) for before, after in pairwise(self.steps)]
+        most = max(tokens for _, tokens in pairs)
+        return most / median([took_s for took_s, tokens in pairs if tokens == most])
+
     @property
     def prefill_cpu_s(self) -> float:
         """Processor seconds to the first token of a single request, the server's included."""

@@ -80,7 +80,7 @@ class Held:
 class Together:
     """A batch of requests in a pool. `cold_s`: wall seconds of the whole batch with prompts that
     are new; `warm_s`: with prompts that the server has; `cpu_s`: processor seconds of the latter.
-    """
+    `decode_rate`: tokens a second of processor time, in steps that decode as many as any."""
 
     way: str
     pool_tokens: int
@@ -92,6 +92,7 @@ class Together:
     cold_s: float
     warm_s: float
     cpu_s: float
+    decode_rate: float
 
 
 def say(what: str) -> None:
@@ -398,6 +399,7 @@ def together(
                     median(
                         [batch.steps[-1][PROCESSOR] + batch.server_cpu_s for batch in warm[way]]
                     ),
+                    median([batch.decode_rate(PROCESSOR) for batch in warm[way]]),
                 )
             )
             say(f"{found[-1]}")

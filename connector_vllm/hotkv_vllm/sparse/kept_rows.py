@@ -28,6 +28,7 @@ class KeptRows:
         self._num_rows = 0
         self._free: list[int] = []
         self._rows: dict[tuple[int, str], U8] = {}
+        self._sources: dict[int, dict[str, tuple[Source, int, Source]]] = {}
 
     def __repr__(self) -> str:
         return f"KeptRows({self.num_taken} of {self._num_rows} rows)"
@@ -39,10 +40,15 @@ class KeptRows:
 
     def sources(self, layer_idx: int) -> Mapping[str, Source]:
         """A layer's representations by format; they hold until the next `take`."""
-        return {
-            name: replace(source, pool=self._of(layer_idx, name, source))
-            for name, source in self._pool.sources(layer_idx).items()
-        }
+        of_pool = self._pool.sources(layer_idx)
+        known = self._sources.setdefault(layer_idx, {})
+        for name, source in of_pool.items():
+            # Asked in every layer of a step, so they are made anew only if something has changed.
+            one = known.get(name)
+            if one is None or one[0] is not source or one[1] != self._num_rows:
+                mine = replace(source, pool=self._of(layer_idx, name, source))
+                known[name] = source, self._num_rows, mine
+        return {name: one[2] for name, one in known.items()}
 
     def take(self, count: int) -> I32:
         """Rows [count] that nobody has, lowest first."""

@@ -27,16 +27,18 @@ class PageCopier:
         self._num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
         self._threads: ThreadPoolExecutor | None = None
         self._kernels: Any = native.load("hotkv.kernels")
+        self._sizes = np.empty(0, np.int64)
 
     def __repr__(self) -> str:
         return f"PageCopier({self._num_threads} threads)"
 
     def copy(self, to: I64, source: I64, page_bytes: int) -> None:
-        """memcpy of `page_bytes` from each of the addresses `source` [n] to that of `to` [n]; they
-        don't overlap. Returns when all are there."""
+        """memcpy of `page_bytes` from each of the addresses `source` [n] to that of `to` [n], both
+        contiguous; pages don't overlap. Returns when all are there."""
         count = len(to)
         if not count:
             return
+        self._sizes_for(count, page_bytes)
         parts = min(self._num_threads, 1 + count * page_bytes // BYTES_PER_THREAD)
         if parts == 1 or self._kernels is None:
             self._part(to, source, page_bytes)
@@ -57,6 +59,9 @@ class PageCopier:
             for place, origin in zip(to.tolist(), source.tolist(), strict=True):
                 ctypes.memmove(place, origin, page_bytes)
             return
-        sizes = np.full(len(to), page_bytes, np.int64)
-        to, source = np.ascontiguousarray(to), np.ascontiguousarray(source)
-        self._kernels.copy_runs(0, 0, to, source, sizes, 0, len(to), False)
+        self._kernels.copy_runs(0, 0, to, source, self._sizes, 0, len(to), False)
+
+    def _sizes_for(self, count: int, page_bytes: int) -> None:
+        """Sees to it that `_sizes` has `page_bytes` at least `count` times. Most calls find them."""
+        if len(self._sizes) < count or self._sizes[0] != page_bytes:
+            self._sizes = np.full(max(count, 64), page_bytes, np.int64)

@@ -88,20 +88,20 @@ class ResidentPages:
         self, layer: SparseLayer, sequence: ResidentSequence, slots: I32, positions: I32
     ) -> I32:
         """Sees to it that hot slots hold the pages of these positions. Returns their blocks."""
-        if slots.min() < 0 or slots.max() >= len(sequence.hot_blocks):
+        # Negative numbers are large ones where the sign is a digit.
+        if slots.view(np.uint32).max() >= len(sequence.hot_blocks):
             raise LostError(
                 f"a hot set uses slot {slots.max()} of the {len(sequence.hot_blocks)} it has"
             )
-        content = sequence.hot_content(layer.index)
-        is_missing = content[slots] != positions
-        if is_missing.any():
-            to, missing = slots[is_missing], positions[is_missing]
+        content, blocks = sequence.hot_content(layer.index), sequence.hot_blocks[slots]
+        at = np.flatnonzero(content[slots] != positions)
+        if len(at):
+            missing = positions[at]
             self.copy(
                 layer,
-                self.on_device(layer, layer.pages.tensor, sequence.hot_blocks[to]),
+                self.on_device(layer, layer.pages.tensor, blocks[at]),
                 self.away(layer, sequence, missing),
             )
-            content[to] = missing
-            self.counted["resident_pulled_pages"] += len(missing)
-        blocks: I32 = sequence.hot_blocks[slots]
+            content[slots[at]] = missing
+            self.counted["resident_pulled_pages"] += len(at)
         return blocks

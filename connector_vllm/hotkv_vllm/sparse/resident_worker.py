@@ -279,13 +279,14 @@ class ResidentWorker(SparseWorker):
 
     def _hot_table(self, layer: SparseLayer, one: BatchRow, positions: I32) -> I32:
         """The block table of a decode row: blocks on the device, and hot slots for the others."""
-        table = one.blocks[positions]
-        is_away = one.is_away(positions, self._num_sinks)
-        if is_away.any():
-            away = positions[is_away]
-            own = self._sequences[one.sequence.request_id].layers[layer.name]
-            slots = own.slots_of(away)
-            table[is_away] = self._pages.fill_hot_slots(layer, one.sequence, slots, away)
+        table, sequence = one.blocks[positions], one.sequence
+        # Positions rise, so those that are not on the device are a run of them.
+        edges = positions.searchsorted((self._num_sinks, sequence.num_freed)).tolist()
+        if edges[0] < edges[1]:
+            run = slice(*edges)
+            own = self._sequences[sequence.request_id].layers[layer.name]
+            slots = own.slots_of(positions[run])
+            table[run] = self._pages.fill_hot_slots(layer, sequence, slots, positions[run])
         return table
 
     def _stage(

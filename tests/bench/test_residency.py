@@ -1,0 +1,117 @@
+"""The arithmetic of `bench.residency`: shares, ratios of neighbours, which run gives a figure."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.residency import TARGETS, Found, figures, report
+from bench.resident.cases import Exact, Held, Round, Together, largest_difference
+from bench.resident.engines import Model, Shape
+from demo.watched import Batch
+
+LLAMA = Model("llama", Path("/none"), "float32", 4, 2048, range(3, 10))
+SMOLLM = Model("smollm2", Path("/none"), "bfloat16", 30, 23040, range(3, 10))
+
+
+def made_up(context_tokens: int, resident_step_s: float) -> Round:
+    """A round in which residency costs as much as the arguments say."""
+    return Round(
+        context_tokens,
+        dense_prefill_s=(10.0, 8.0),
+        sparse_prefill_s=(11.0, 9.0),
+        resident_prefill_s=(12.0, 10.0),
+        build_s=0.24,
+        hit_first_s=(0.6, 1.0),
+        hit_tokens=context_tokens - 64,
+        hit_load_bytes=(context_tokens - 64) * 2048 * 0.01,
+        hit_staged_pages=(context_tokens - 64) // 32 * 4,
+        hit_built_blocks=0.0 if context_tokens < 32768 else 4.0,
+        dense_step_s=(0.030, 0.020),
+        sparse_step_s=(0.012, 0.010),
+        resident_step_s=(resident_step_s, resident_step_s),
+        pulled_pages=128.0,
+        num_steps=64,
+    )
+
+
+def batch(tokens: list[list[int]], logprobs: list[list[float]]) -> Batch:
+    """A batch of which only tokens and logprobs matter."""
+    return Batch(tokens, logprobs, [0], ["length"], [(0.0, 0.0)], [], 0, 0, {}, 0.0, 0.0)
+
+
+def found() -> Found:
+    """One of everything; SmolLM2's steps are slower than the Llama's."""
+    return Found(
+        [
+            Exact("small", "llama", 8192, 1024, 1.0, 0.0, 0.0, 0.0),
+            Exact("wrong", "llama", 65536, 1024, 0.5, 0.25, 1.0, 2.0),
+        ],
+        {
+            "llama 32768": (
+                Shape(LLAMA, 32768, 1024, 256, 8192),
+                [made_up(32768, 0.011), made_up(32768, 0.009), made_up(32768, 0.010)],
+            ),
+            "smollm2 6144": (Shape(SMOLLM, 6144, 256, 256, 1536), [made_up(6144, 0.012)]),
+        },
+        [Held(4096, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)],
+        [
+            Together("dense", 16416, 9, 16384, 128, 1, 0.0, 90.0, 30.0, 28.0, 50.0),
+            Together("resident", 16416, 9, 16384, 128, 6, 3.0, 60.0, 10.0, 7.0, 300.0),
+        ],
+    )
+
+
+def test_every_target_has_its_figure() -> None:
+    named = figures(found())
+    assert named.keys() >= TARGETS.keys()
+    assert all(name in report(found(), named) for name in TARGETS)
+
+
+def test_figures_are_medians_of_ratios() -> None:
+    named = figures(found())
+    assert named["step_over_resident_llama_32768"] == pytest.approx(1.0)
+    assert named["step_over_dense_32k"] == pytest.approx(0.5)
+    assert named["prefill_overhead_wall"] == pytest.approx(1.2)
+    assert named["hit_first_token_share"] == pytest.approx(0.1)
+    assert named["hit_bytes_share"] == pytest.approx(0.01)
+    assert named["hit_staged_share"] == pytest.approx(1.0)
+    assert named["representations_overhead_hit"] == 0.0
+    assert named["representations_overhead"] == pytest.approx(0.02)
+
+
+def test_the_real_model_stands_for_steps_and_the_long_context_for_hits() -> None:
+    named = figures(found())
+    assert named["step_over_resident"] == named["step_over_resident_smollm2_6144"]
+    assert named["hit_first_token_share"] == named["hit_first_token_share_llama_32768"]
+    alone = found()
+    del alone.rounds["smollm2 6144"]
+    assert figures(alone)["step_over_resident"] == pytest.approx(1.0)
+
+
+def test_wrong_tokens_count_in_all_figures_of_exactness() -> None:
+    named = figures(found())
+    assert (named["tokens_equal"], named["max_logprob_diff"]) == (0.5, 0.25)
+    assert named["context_over_pool"] == 8.0
+    assert (named["preemptions"], named["lost"]) == (4.0, 2.0)
+
+
+def test_gains_are_of_equal_pools() -> None:
+    named = figures(found())
+    assert named["concurrency_gain"] == 6.0
+    assert named["throughput_gain"] == 4.0
+    assert named["throughput_gain_cold"] == 1.5
+    assert named["throughput_gain_decode"] == 6.0
+
+
+def test_the_decode_rate_is_that_of_full_steps() -> None:
+    steps = [(0.0, 0.0, 1), (0.5, 0.4, 1), (1.0, 0.6, 4), (1.5, 0.8, 4), (2.0, 1.3, 4)]
+    full = replace(batch([], []), steps=steps)
+    assert full.decode_rate(0) == pytest.approx(8.0)
+    assert full.decode_rate(1) == pytest.approx(20.0)
+
+
+def test_logprobs_are_compared_up_to_the_first_token_that_differs() -> None:
+    mine = batch([[1, 2, 3], [4, 5]], [[-1.0, -2.0, -9.0], [-1.0, -1.0]])
+    other = batch([[1, 7, 3], [4, 5]], [[-1.0, -2.5, -1.0], [-1.0, -1.25]])
+    assert largest_difference(mine, other) == pytest.approx(0.5)

@@ -1,0 +1,80 @@
+"""Parts of a resident worker: copies of pages by address, and rows of representations that outlive
+the device's blocks."""
+
+import numpy as np
+import pytest
+
+from hotkv_sparse.axes import Axes
+from hotkv_vllm.sparse.kept_rows import FIRST_ROWS, KeptRows
+from hotkv_vllm.sparse.page_copies import PageCopier
+from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
+
+HEADS, TOKENS, SIZE = 2, 32, 32
+ROT = "rot2u"
+
+
+def addresses(pages: np.ndarray, chosen: list[int]) -> np.ndarray:
+    return pages.ctypes.data + np.array(chosen, np.int64) * pages.shape[1]
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_pages_of_changing_counts_and_sizes_are_copied(has_kernels: bool) -> None:
+    copier = PageCopier()
+    if not has_kernels:
+        copier._kernels = None
+    dice = np.random.default_rng(1)
+    for count, page_bytes in ((3, 64), (200, 64), (5, 4096), (2, 64), (700, 16384), (0, 64)):
+        source = dice.integers(0, 256, (count + 7, page_bytes), np.uint8)
+        chosen = dice.permutation(count + 7)[:count].tolist()
+        target = np.zeros((count + 1, page_bytes), np.uint8)
+        copier.copy(addresses(target, list(range(count))), addresses(source, chosen), page_bytes)
+        assert np.array_equal(target[:count], source[chosen]) and not target[count:].any()
+
+
+def pool(formats: tuple[str, ...] = (ROT,)) -> BlockReprManager:
+    shape = LayerShape(16, TOKENS, HEADS, SIZE, formats)
+    dice = np.random.default_rng(2)
+    keys = dice.standard_normal((16, TOKENS, HEADS, SIZE)).astype(np.float32)
+    return BlockReprManager({0: shape}, {0: lambda blocks: keys[blocks]})
+
+
+def test_rows_keep_their_bytes_as_more_are_taken() -> None:
+    built = pool()
+    built.update(0, np.arange(16, dtype=np.int32))
+    kept = KeptRows(built)
+    rows = kept.take(16)
+    kept.copy(0, rows, np.arange(16, dtype=np.int32))
+    wanted = built.sources(0)[ROT].pool
+    assert np.array_equal(kept.sources(0)[ROT].pool[rows], wanted)
+    others = kept.take(2 * FIRST_ROWS)
+    grown = kept.sources(0)[ROT].pool
+    assert len(grown) > max(others.max(), rows.max())
+    assert np.array_equal(grown[rows], wanted)
+    assert not set(rows.tolist()) & set(others.tolist())
+
+
+def test_sources_are_those_of_the_pool_also_after_it_was_calibrated() -> None:
+    built = pool(("mix2",))
+    kept = KeptRows(built)
+    kept.take(4)
+    first = kept.sources(0)["mix2"]
+    assert kept.sources(0)["mix2"] is first and first.axes is None
+    mu = np.ones((HEADS, SIZE), np.float32)
+    built.calibrate(0, mu, some_axes())
+    later = kept.sources(0)["mix2"]
+    assert later.axes is built.sources(0)["mix2"].axes is not None
+    assert np.array_equal(later.mu, mu)
+
+
+def some_axes() -> Axes:
+    from hotkv_sparse.axes import AxesEstimate
+
+    dice = np.random.default_rng(3)
+    estimate = AxesEstimate(HEADS, SIZE)
+    estimate.add(
+        dice.standard_normal((256, HEADS, SIZE)).astype(np.float32),
+        dice.standard_normal((256, 2 * HEADS, SIZE)).astype(np.float32),
+    )
+    found = estimate.axes(min_tokens=1)
+    assert found is not None
+    return found[1]
