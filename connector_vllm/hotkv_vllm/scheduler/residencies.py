@@ -238,12 +238,14 @@ class Residencies:
             request = rows.request(request_id)
             if tables is not None and request is not None:
                 context_tokens = request.num_computed_tokens + num_tokens
-                told.append(self._row(request_id, tables[0], context_tokens))
+                told.append(self._row(request_id, tables[0], context_tokens, num_tokens))
         ended, self._ended = tuple(self._ended), []
         lost, self._lost = tuple(self._lost), []
         return ResidentStep(tuple(told), ended, lost)
 
-    def _row(self, request_id: str, table: Sequence[int], context_tokens: int) -> ResidentRow:
+    def _row(
+        self, request_id: str, table: Sequence[int], context_tokens: int, new_tokens: int
+    ) -> ResidentRow:
         written = int(table[(context_tokens - 1) // self._block_tokens])
         one = self._residents.get(request_id)
         if one is None:
@@ -255,6 +257,8 @@ class Residencies:
             int(table[0]),
             True,
             self._pool.num_freed(request_id),
+            context_tokens,
+            new_tokens,
             hot if hot != one.told_hot else (),
             tuple(one.places[one.told :]),
             one.opened if one.opened is not one.told_pin else None,

@@ -367,11 +367,11 @@ extern "C" __global__ void __launch_bounds__(256) pull_blocks(
 
 // grid (num_slots, pieces, rows), 256 threads: the same for sequences of an engine: copies into every mapped slot whose block is away
 // what its `content` says that it lacks. So a block that the engine has given back since it joined the hot set comes, too.
-// `num_pulled`: pages that were copied, added up.
+// `faults[2]` counts the pages.
 extern "C" __global__ void __launch_bounds__(256) pull_pages(
     const int* state_of, const signed char* state, const int* block_of, const int* content, int num_slots, const int* freed, int num_sinks,
     const long long* arena, int max_blocks, const long long* fragments, int num_fragments, long long page_bytes, const int* pages,
-    int* faults, int* num_pulled) {
+    int* faults) {
   const int row = blockIdx.z, sequence = state_of[row];
   if (sequence < 0) return;
   const long long at = static_cast<long long>(sequence) * num_slots + blockIdx.x;
@@ -384,5 +384,5 @@ extern "C" __global__ void __launch_bounds__(256) pull_pages(
   }
   for (int i = 0; i < num_fragments; ++i)
     copy_bytes(from + fragments[3 * i], fragments[3 * i + 1] + page * page_bytes, fragments[3 * i + 2], blockIdx.y, gridDim.y);
-  if (threadIdx.x == 0 && blockIdx.y == 0) atomicAdd(num_pulled, 1);
+  if (threadIdx.x == 0 && blockIdx.y == 0) atomicAdd(faults + 2, 1);
 }

@@ -7,8 +7,8 @@ attention.
 Always true: hot sets are those of `hotkv_sparse.hotset` with policy `lru`, `lru_prior` or `none`.
 `grow` and `correct` are given to one stream, allocate nothing and wait for nothing.
 
-Shapes: R sequences of a step, S states, B blocks a sequence may have, K hot slots of a sequence, L most blocks that a
-step loads, S blocks selected at most.
+Shapes: R rows of a step, Z states (sequences with hot sets), B blocks a sequence may have, K hot
+slots of a sequence, L most blocks that a step loads, S blocks selected at most.
 """
 
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ class CudaHotSets:
     `table` int32 [R, K]: the block table for attention, pages of the cache, the context's last
     block at the end; `slots`: the same as hot slots, which are numbered from 0 in each sequence;
     `lengths` int32 [R]: its tokens. Of a workspace with residents `table` and `lengths` are theirs,
-    which all layers share. `counts` int32 [R, 8], see LOADED and so on. `loads` int32 [R, 2, L]: blocks and slots;
-    `victims` int32 [R, K]. `prefetch` int32 [R, max_prefetch]: wanted beyond the corrections,
+    which all layers share. `counts` int32 [R, 8], see LOADED and so on. `loads` int32 [R, 2, L]:
+    blocks and slots; `victims` int32 [R, K]. `prefetch` int32 [R, max_prefetch]: wanted beyond the corrections,
     heaviest first.
     """
 
@@ -218,6 +218,6 @@ class CudaHotSets:
             256,
             (
                 work.state_of, self.state, self.block_of, self._content, slots, residents.freed,
-                np.int32(residents.num_sinks), *arena, *pages, work.faults, residents.num_pulled,
+                np.int32(residents.num_sinks), *arena, *pages, work.faults,
             ),
         )  # fmt: skip

@@ -5,7 +5,8 @@
 // row (`state_of_block` int32 [num_blocks], -1 for none): nothing is read back.
 #include "common.cuh"
 
-// grid (rows), 128 threads, before a step. `context_tokens` int32 [rows], the step's own included; `starts` int32 [rows + 1] of queries.
+// grid (all rows that there is room for), 128 threads, before a step; rows from `num_rows` on have no state, so a graph that was
+// captured with more rows finds none. `context_tokens` int32 [rows], the step's own included; `starts` int32 [rows + 1] of queries.
 // `own_of` int32 [rows]: the row's state, -1: none; `state_of` [rows]: the same for rows that decode sparsely: one query, a context
 // from `min_context_tokens` on or with blocks that are away. Other rows attend as the engine says: `table` [rows, table_stride] gets their row
 // of `engine_table`, `lengths` [rows] their tokens.
@@ -17,7 +18,12 @@ extern "C" __global__ void __launch_bounds__(128) find_states(
     int min_context_tokens, const int* state_of_block, int num_blocks, const int* freed, int num_sinks, const int* rows, int max_blocks,
     int* own_of, int* state_of, int* complete_pages, int* complete_rows, int num_complete, int* table, long long table_stride,
     int* lengths) {
-  const int row = blockIdx.x, begin = starts[row], end = starts[row + 1], queries = end - begin;
+  const int row = blockIdx.x;
+  if (row >= num_rows) {
+    if (threadIdx.x == 0) own_of[row] = state_of[row] = -1;
+    return;
+  }
+  const int begin = starts[row], end = starts[row + 1], queries = end - begin;
   const int tokens = queries > 0 ? min(context_tokens[row], max_blocks * block_tokens) : 0;
   const int count = (tokens + block_tokens - 1) / block_tokens;
   const int* blocks = engine_table + row * engine_stride;

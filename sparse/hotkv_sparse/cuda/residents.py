@@ -60,7 +60,6 @@ class Residents:
 
     `table` int32 [R, B] and `lengths` int32 [R]: what attention is to read, contiguous: of rows
     that decode sparsely what the last layer has written, of others what the engine says.
-    `num_pulled` int32 [1]: pages that came out of the arena.
     """
 
     def __init__(
@@ -85,12 +84,11 @@ class Residents:
         nobody = np.full(num_pages, -1, np.int32)
         self.state_of_block = upload(device, nobody)
         self.own_of = upload(device, np.full(num_rows, -1, np.int32))
-        num_complete = self.num_complete(num_rows, max_tokens)
-        self.complete_pages = device.zeros((num_complete,), np.int32)
-        self.complete_rows = upload(device, np.full(num_complete, -1, np.int32))
+        self._max_complete = self.num_complete(num_rows, max_tokens)
+        self.complete_pages = device.zeros((self._max_complete,), np.int32)
+        self.complete_rows = upload(device, np.full(self._max_complete, -1, np.int32))
         self.table = device.zeros((num_rows, max_blocks), np.int32)
         self.lengths = device.zeros((num_rows,), np.int32)
-        self.num_pulled = device.zeros((1,), np.int32)
         self.addresses = device.zeros((max_blocks,), np.int64)
         self.found_rows = device.zeros((max_blocks,), np.int32)
         self.batch: EngineBatch | None = None
@@ -149,7 +147,7 @@ class Residents:
         self.batch = batch
         self.device.launch(
             "find_states",
-            (batch.num_rows,),
+            (self.num_rows,),
             128,
             (
                 batch.context_tokens, batch.starts, np.int32(batch.num_rows), batch.table,
@@ -158,7 +156,7 @@ class Residents:
                 np.int32(self.num_pages), self.freed, np.int32(self.num_sinks), rows,
                 np.int32(self.max_blocks), self.own_of, state_of, self.complete_pages,
                 self.complete_rows,
-                np.int32(self.num_complete(batch.num_rows, batch.num_tokens)),
+                np.int32(self._max_complete),
                 self.table, np.int64(self.max_blocks), self.lengths,
             ),
         )  # fmt: skip

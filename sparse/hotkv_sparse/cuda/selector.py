@@ -104,6 +104,12 @@ class CudaSelector:
         shape = self.index.shape
         return shape.tile_bytes if shape.form.bits else 8 * shape.form.parts * shape.channels
 
+    def build(
+        self, pages: Array | None, rows: Array, num_blocks: int, addresses: Array | None = None
+    ) -> None:
+        """Builds representations from the layer's keys; see `Index.build`."""
+        self.index.build(self._keys, pages, rows, num_blocks, addresses=addresses)
+
     def step(self, query: Queries, scale: float | None = None) -> None:
         """Scores, selection, corrections and the table, for all sequences; `scale` of attention, 1
         / sqrt(D) unless given."""

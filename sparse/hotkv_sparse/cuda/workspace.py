@@ -67,7 +67,8 @@ class Workspace:
     `pages` int32 [S, K]: the page of the engine's cache that a hot slot of a state is, in all
     layers; slots by number unless written otherwise. `state_of` int32 [R]: the state of each row,
     -1 for none; by number unless written otherwise. `residents`: where an engine owns pages and
-    block tables; then `begin_batch` begins a step.
+    block tables; then `begin_batch` begins a step. `faults` int32 [3], added up: sequences without
+    room for new blocks, blocks without an address, and (no fault) pages that came out of the arena.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Workspace:
         self.rows = device.zeros((states, blocks), np.int32)
         self.arena = device.zeros((states, blocks), np.int64)
         self.has_copy = device.zeros((states, blocks), np.uint8)
-        self.faults = device.zeros((2,), np.int32)
+        self.faults = device.zeros((3,), np.int32)
         self.pages = upload(
             device, np.arange(states * shape.num_slots, dtype=np.int32).reshape(states, -1)
         )
@@ -158,10 +159,11 @@ class Workspace:
         return batch.table, stride, residents.freed, np.int32(residents.num_sinks)
 
     def begin_batch(self, batch: EngineBatch) -> None:
-        """A step over an engine's batch; only its first rows take part."""
+        """A step over an engine's batch, whose rows are the first ones."""
         assert self.residents is not None, "a workspace without an engine"
         self.residents.find(batch, self.rows, self.state_of)
-        self._plan(batch.context_tokens, batch.num_rows)
+        # A graph that was captured with more rows finds nothing in the others.
+        self._plan(batch.context_tokens, self.shape.num_sequences)
 
     def _plan(self, context_tokens: Array, num_rows: int) -> None:
         config, shape, residents = self.config, self.shape, self.residents
