@@ -1,0 +1,193 @@
+"""Residency on CUDA, its kernels run on the CPU behind vLLM's real metadata builder and attention
+class: each row attends to the bytes of its own context, wherever they are."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from hotkv_sparse import SparseConfig
+from hotkv_sparse.cuda.hotsets import SELECTED
+from hotkv_vllm.sparse.cuda_backend import HotFlashBuilder
+from tests.sparse.cuda_support import needs_compiler
+from tests.vllm.cuda_engine import BLOCK_TOKENS, NAMES, Engine, Request
+
+pytestmark = needs_compiler
+CONFIG = SparseConfig(
+    sparse_topk=192,
+    sink_tokens=32,
+    recent_tokens=40,
+    min_context_tokens=256,
+    dense_layers=(),
+    max_correction_blocks=2,
+    residency="host",
+)
+
+
+def prefill(engine: Engine, one: Request, chunk: int = 128) -> None:
+    while one.context < one.prompt:
+        engine.step({one.name: min(chunk, one.prompt - one.context)})
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_contexts_beyond_the_pool_are_prefilled_exactly_and_decoded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_v2: bool
+) -> None:
+    engine = Engine(monkeypatch, tmp_path, CONFIG, is_v2=is_v2)
+    one, other = engine.add("a", 600, 80), engine.add("b", 330, 60)
+    prefill(engine, one)
+    assert one.freed > 10, "old blocks were given back while the prompt was computed"
+    for _ in range(3):
+        engine.step({"a": 1})
+    # A prefill and a decode in one batch, either of them first.
+    engine.step({"a": 1, "b": 100})
+    engine.step({"b": 128, "a": 1})
+    prefill(engine, other)
+    assert other.freed > engine.spec.sink_blocks
+    for step in range(40):
+        engine.step({"a": 1, "b": 1} if step % 2 else {"b": 1, "a": 1}, padding=2)
+        assert not engine.lost
+    assert engine.worker.take_counters()["resident_pulled_pages"] > 0
+
+
+def test_a_first_step_fills_the_hot_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    engine = Engine(monkeypatch, tmp_path, CONFIG)
+    one = engine.add("a", 640, 64)
+    prefill(engine, one)
+    engine.step({"a": 1})
+    budget = 192 // BLOCK_TOKENS
+    for layer in range(len(NAMES)):
+        assert len(engine.attended["a", layer]) == 2 * budget
+    before = {key: set(blocks) for key, blocks in engine.attended.items()}
+    engine.step({"a": 1})
+    for key, blocks in engine.attended.items():
+        assert len(set(blocks) - before[key]) <= CONFIG.max_correction_blocks
+    hot = next(iter(engine.worker.layers.values())).selector.hot
+    assert int(hot.counts[0, SELECTED]) <= budget
+
+
+def test_a_budget_that_covers_the_context_is_exact(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = SparseConfig(
+        sparse_topk=800,
+        sink_tokens=32,
+        recent_tokens=40,
+        min_context_tokens=256,
+        dense_layers=(),
+        residency="host",
+    )
+    engine = Engine(monkeypatch, tmp_path, config, pages=240)
+    one = engine.add("a", 500, 64)
+    prefill(engine, one)
+    for _ in range(3):
+        engine.step({"a": 1})
+        assert sorted(engine.attended["a", 0]) == list(range(-(-one.context // BLOCK_TOKENS)))
+    assert one.freed > 10
+
+
+@pytest.mark.parametrize("left", [1, 40])
+def test_a_prefix_hit_is_scored_by_keys_of_the_arena(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: int
+) -> None:
+    """Representations of a hit equal those that a prefill builds, be the rest one token or many."""
+    engine = Engine(monkeypatch, tmp_path, CONFIG)
+    one = engine.add("a", 512 + left, 40)
+    engine.hit(one, 512)
+    engine.step({"a": left})
+    engine.step({"a": 1})
+    sequence = engine.worker.sequences.of("a")
+    assert sequence is not None
+    for number, layer in enumerate(engine.worker.layers.values()):
+        index = layer.selector.index
+        pool = index.pool.numpy()
+        found = pool[sequence.rows[:16]].copy()
+        pages = np.ascontiguousarray(one.kv[number][0, :512]).reshape(16, BLOCK_TOKENS, 2, 32)
+        from hotkv_sparse import build
+
+        expected = build("rot2u", pages, None).reshape(16, -1)
+        assert (found[:, : expected.shape[1]] == expected).mean() > 0.999
+
+
+def test_a_state_that_is_used_again_has_nothing_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = Engine(monkeypatch, tmp_path, CONFIG)
+    for name in ("a", "b", "c"):
+        one = engine.add(name, 450, 40)
+        prefill(engine, one)
+        for _ in range(3):
+            engine.step({name: 1})
+        engine.end(name)
+    engine.add("d", 300, 10)
+    engine.step({"d": 64})
+    assert len(list(engine.worker.sequences)) == 1
+
+
+def test_a_batch_that_nobody_announced_touches_no_state(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM's dummy runs, and those that it captures, have tables of old steps."""
+    engine = Engine(monkeypatch, tmp_path, CONFIG)
+    one = engine.add("a", 450, 40)
+    prefill(engine, one)
+    engine.step({"a": 1})
+    hot = [layer.selector.hot for layer in engine.worker.layers.values()]
+    before = [(h.state.clone(), h.used_at.clone(), h.clocks.clone()) for h in hot]
+    metadata = engine.builder.build_for_cudagraph_capture(engine.common([(one, 1)], 3))
+    for layer in range(len(NAMES)):
+        engine.forward(layer, [(one, 1)], metadata, 3, checks=False)
+    for h, old in zip(hot, before, strict=True):
+        for now, then in zip((h.state, h.used_at, h.clocks), old, strict=True):
+            assert now.equal(then)
+    engine.step({"a": 1})
+    assert not engine.lost
+
+
+def test_bytes_that_the_server_did_not_pin_lose_the_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = Engine(monkeypatch, tmp_path, CONFIG)
+    one, short = engine.add("a", 450, 40), engine.add("b", 64, 20)
+    prefill(engine, one)
+    prefill(engine, short)
+    engine.arena.is_pinned = False
+    engine.step({"b": 1})
+    assert not engine.lost, "nothing of it came out of the arena"
+    engine.step({"a": 1, "b": 1})
+    assert engine.lost == {one.table[0]}
+
+
+def test_a_broken_layer_loses_who_needs_the_arena(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = Engine(monkeypatch, tmp_path, CONFIG)
+    one = engine.add("a", 450, 40)
+    prefill(engine, one)
+    layer = engine.worker.layers[NAMES[1]]
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("made up")
+
+    monkeypatch.setattr(layer.selector.hot, "grow", broken)
+    engine.step({"a": 1}, checks=False)
+    assert engine.lost == {one.table[0]}
+    assert engine.worker.take_counters()["sparse_faults"] == 1
+
+
+def test_too_few_rows_for_representations_lose_the_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = Engine(monkeypatch, tmp_path, CONFIG, representation_tokens=320)
+    one = engine.add("a", 450, 40)
+    engine.step({"a": 128})
+    engine.step({"a": 128})
+    assert not engine.lost
+    engine.step({"a": 128}, checks=False)
+    assert engine.lost == {one.table[0]}
+
+
+def test_graphs_hold_decode_only_and_nothing_is_scheduled_ahead() -> None:
+    support = HotFlashBuilder.get_cudagraph_support(None, None)  # type: ignore[arg-type]
+    assert support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
