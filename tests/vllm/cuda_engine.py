@@ -184,9 +184,7 @@ class Engine:
             name: SimpleNamespace(impl=impl) for name, impl in impls.items()
         }
         group = SimpleNamespace(layer_names=list(NAMES), kv_cache_spec=self.spec)
-        kv_config = SimpleNamespace(
-            kv_cache_groups=[group], num_blocks=pages, kv_tp_replicas=1
-        )
+        kv_config = SimpleNamespace(kv_cache_groups=[group], num_blocks=pages, kv_tp_replicas=1)
         self.caches = {
             name: torch.full((pages, HEADS, BLOCK_TOKENS, 2 * SIZE), torch.nan) for name in NAMES
         }
@@ -198,9 +196,7 @@ class Engine:
         )
         self.worker.arena_of = lambda: self.arena
         assert self.worker.map_arena()
-        self.builder = HotFlashBuilder(
-            self.spec, list(NAMES), vllm_config, torch.device("cpu")
-        )
+        self.builder = HotFlashBuilder(self.spec, list(NAMES), vllm_config, torch.device("cpu"))
         self.free = list(range(pages - 1, 0, -1))
         self.free_slots = list(self.rng.permutation(256))
         self.ended: list[str] = []

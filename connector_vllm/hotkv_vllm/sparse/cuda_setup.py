@@ -203,6 +203,9 @@ def _layer(
     )
     fragment = Fragment(offset, pages.data_ptr(), page_bytes)
     hot = CudaHotSets(workspace, [fragment], page_bytes)
+    # As in CPU engines; the spare slots are for prefetch, which CUDA lacks.
+    capacities = np.full(shape.states, shape.num_slots - residency.SPARE_SLOTS, np.int32)
+    workspace.device.write(hot.capacities, (0,), capacities)
     return CudaLayer(
         layer.name,
         layer.index,
