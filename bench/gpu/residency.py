@@ -75,7 +75,7 @@ class Context:
             device, config, 1, 1, self.max_blocks, BLOCK_TOKENS, self.num_pages, 1
         )
         self.work = Workspace(device, config, shape, self.residents)
-        self._table, self._here = table, sinks
+        self._table, self.num_here = table, sinks
         self.tokens = upload(device, np.array([num_tokens], np.int32))
         self.batch = EngineBatch(
             self.tokens,
@@ -183,7 +183,8 @@ class Context:
         for number, layer in enumerate(self.layers):
             state, held = (self.device.read(a)[0] for a in (layer.hot.state, layer.hot.block_of))
             cache = self.device.read(self.caches[number]).view(np.uint8)
-            for slot in np.flatnonzero((state == 1) & (held >= self._here) & (held < self.freed)):
+            is_away = (held >= self.num_here) & (held < self.freed)
+            for slot in np.flatnonzero((state == 1) & is_away):
                 if not np.array_equal(cache[pages[slot]], self.arena[held[slot]]):
                     raise ValueError(f"layer {number}: slot {slot} is not block {held[slot]}")
                 count += 1
@@ -191,7 +192,8 @@ class Context:
 
 
 def random_pages(num_blocks: int, page_bytes: int) -> U8:
-    """Random keys and values in float16, in memory that can be registered: uint8 [blocks, bytes]."""
+    """Random keys and values in float16, in memory that can be registered: uint8 [blocks,
+    bytes]."""
     memory = np.frombuffer(mmap.mmap(-1, num_blocks * page_bytes), np.uint8)
     pages = memory.reshape(num_blocks, page_bytes)
     rng = np.random.default_rng(1)
@@ -227,10 +229,8 @@ def measure(cupy: Any, num_tokens: int) -> list[Figure]:
     pulled = (int(device.read(context.work.faults)[2]) - pulled) // len(times_s)
     target = device.zeros((context.freed, page_bytes), np.uint8)
     staged_s = median([_seconds(cupy, stream, lambda: context.stage(target)) for _ in range(3)])
-    is_right = np.array_equal(
-        device.read(target)[context._here :], pages[context._here : context.freed]
-    )
-    if not is_right or not context.check():
+    staged = device.read(target)[context.num_here :]
+    if not np.array_equal(staged, pages[context.num_here : context.freed]) or not context.check():
         raise ValueError("the device's bytes are not those of the arena")
     arena.close()
     step_s = median(times_s)

@@ -61,8 +61,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("hotkv is off: %s; the engine runs without it", why_off)
             return
         if config.sparse is not None:
-            allows_cuda = config.allow_sparse_cuda_never_run
-            sparse_layers.check_sparse(vllm_config, kv_cache_config, config.sparse, allows_cuda)
+            sparse_layers.check_sparse(vllm_config, kv_cache_config, config.sparse)
         centres = config.read_centres()
         outer = multi.outer_configs()
         self._is_child = bool(outer)
@@ -121,11 +120,6 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.clock.begin_step()
         if isinstance(kv_connector_metadata, HotKVMetadata):
             self._worker.before_step(kv_connector_metadata)
-
-    @hook(nothing)
-    def reset_capture_state(self) -> None:
-        """vLLM's second runner has captured its graphs."""
-        self._worker.sparse.reset_capture_state()
 
     def _loads_broke(self, *_: Any, **__: Any) -> None:
         if isinstance(meta := self._connector_metadata, HotKVMetadata):

@@ -10,7 +10,6 @@ FALLBACKS: dict[str, str] = {
     ),
     "_install_sparse": "Layers without a worker attend to everything.",
     "opened": "The first request that needs the arena makes it readable for the device.",
-    "reset_capture_state": "A state begins anew when a request gets it.",
     "unregister_kv_caches": (
         "The session is closed with all its transfers, so nothing reaches memory that is given up."
     ),

@@ -26,7 +26,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from hotkv_client.types import ResidencyOpened
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.cuda.arena import PAGEABLE_ACCESS
-from hotkv_sparse.cuda.device import Argument, Array, Host
+from hotkv_sparse.cuda.device import Argument, Host
+from hotkv_sparse.cuda.hotsets import ATTENDED
 from hotkv_vllm.compat.residency import ResidentSpec
 from hotkv_vllm.sparse import cuda_setup
 from hotkv_vllm.sparse.cuda_backend import HotFlashBuilder, HotFlashImpl
@@ -291,11 +292,11 @@ class Engine:
             one.table[0],
             True,
             one.freed,
-            context,
-            count,
             one.hot if is_new else (),
             kept,
             PIN if is_new else None,
+            context,
+            count,
         )
 
     def common(self, rows: list[tuple[Request, int]], padding: int) -> CommonAttentionMetadata:
@@ -382,6 +383,12 @@ class Engine:
         truth = {self.page(one, layer, b)[0, 0].numpy().tobytes(): b for b in range(len(one.table))}
         for page in pages:
             found.append(truth[cache[page, 0, 0].numpy().tobytes()])
+        hot = self.worker.layers[NAMES[layer]].selector.hot
+        attended = int(hot.counts[row, ATTENDED])
+        if attended:
+            # The bytes are those of the blocks that the hot set says.
+            state = self.worker.sequences.of(one.name).state
+            assert hot.block_of[state, hot.slots[row, :attended].long()].tolist() == found
         return found
 
     def after(self, one: Request) -> None:

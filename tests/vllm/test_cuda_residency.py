@@ -143,12 +143,31 @@ def test_a_batch_that_nobody_announced_touches_no_state(
     engine.step({"a": 1})
     hot = [layer.selector.hot for layer in engine.worker.layers.values()]
     before = [(h.state.clone(), h.used_at.clone(), h.clocks.clone()) for h in hot]
-    metadata = engine.builder.build_for_cudagraph_capture(engine.common([(one, 1)], 3))
+    metadata = engine.builder.build(0, engine.common([(one, 1)], 3))
     for layer in range(len(NAMES)):
         engine.forward(layer, [(one, 1)], metadata, 3, checks=False)
     for h, old in zip(hot, before, strict=True):
         for now, then in zip((h.state, h.used_at, h.clocks), old, strict=True):
             assert now.equal(then)
+    engine.step({"a": 1})
+    assert not engine.lost
+
+
+def test_captured_graphs_leave_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As vLLM captures: rows of any table, before there are requests, whatever states they hit."""
+    engine = Engine(monkeypatch, tmp_path, CONFIG)
+    epochs = engine.worker.epochs.clone()
+    nobody = engine.add("nobody", 300, 8)
+    engine.tell(nobody, 260)
+    nobody.context = 259
+    metadata = engine.builder.build_for_cudagraph_capture(engine.common([(nobody, 1)], 2))
+    for layer in range(len(NAMES)):
+        engine.forward(layer, [(nobody, 1)], metadata, 2, checks=False)
+    one = engine.add("a", 450, 40)
+    prefill(engine, one)
+    assert (engine.worker.epochs > epochs).all(), "all states begin anew after a capture"
     engine.step({"a": 1})
     assert not engine.lost
 

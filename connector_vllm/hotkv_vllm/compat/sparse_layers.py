@@ -28,27 +28,25 @@ def override_cpu_attention(class_path: str) -> None:
 
 
 def override_cuda_attention(class_path: str) -> None:
-    """The same for vLLM's FlashAttention. Engines that don't ask for hotkv's get vLLM's classes from
-    it (`sparse.cuda_backend`)."""
+    """The same for vLLM's FlashAttention. Engines that don't ask for hotkv's get vLLM's classes
+    from it (`sparse.cuda_backend`)."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if not AttentionBackendEnum.FLASH_ATTN.is_overridden():
         register_backend(AttentionBackendEnum.FLASH_ATTN, class_path)
 
 
-def check_sparse(
-    vllm_config: Any, kv_cache_config: Any, config: SparseConfig, allows_cuda: bool = False
-) -> None:
+def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -> None:
     """Refuses (ConfigError) what sparse decode can't do in this engine, and settings that do not
-    fit the model. `allows_cuda`: what has never run on a GPU may."""
+    fit the model."""
     parallel = vllm_config.parallel_config
     device = vllm_config.device_config.device_type
     why = ""
     if device != "cpu":
-        why = cuda_refusal(vllm_config, config, allows_cuda)
+        why = cuda_refusal(vllm_config, config)
     if why:
-        pass
-    elif vllm_config.speculative_config is not None:
+        raise ConfigError(f"{SPARSE}: {why}; or leave out {SPARSE}")
+    if vllm_config.speculative_config is not None:
         why = "it does not work with speculative decoding; leave out speculative_config"
     elif str(vllm_config.cache_config.cache_dtype).startswith("fp8"):
         why = (
@@ -67,12 +65,15 @@ def check_sparse(
         raise ConfigError(f"hotkv.{error.message}") from None
 
 
-def cuda_refusal(vllm_config: Any, config: SparseConfig, allows_cuda: bool) -> str:
+def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
     """Why an engine that does not run on the CPU can't decode sparsely; empty if it can."""
     device = vllm_config.device_config.device_type
     if device != "cuda" or config.residency != "host":
-        return f"without residency it works in CPU engines only, and this one runs on {device}"
-    if not allows_cuda:
+        return (
+            f"it works in CPU engines only, and this one runs on {device}; on CUDA set "
+            f"{SPARSE}.residency to 'host'"
+        )
+    if vllm_config.kv_transfer_config.kv_connector_extra_config.get(ALLOW_CUDA) is not True:
         return f"on CUDA nothing of it has ever run on a GPU; to try it, set {ALLOW_CUDA} to true"
     scorers = {config.scorer, *config.scorer_of_layer.values()}
     no_kernel = sorted(name for name in scorers if not _is_cuda_scorer(name))

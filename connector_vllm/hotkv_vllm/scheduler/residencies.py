@@ -257,11 +257,11 @@ class Residencies:
             int(table[0]),
             True,
             self._pool.num_freed(request_id),
-            context_tokens,
-            new_tokens,
             hot if hot != one.told_hot else (),
             tuple(one.places[one.told :]),
             one.opened if one.opened is not one.told_pin else None,
+            context_tokens,
+            new_tokens,
         )
         one.told_hot, one.told, one.told_pin = hot, len(one.places), one.opened
         return row

@@ -1,5 +1,5 @@
-"""vLLM's FlashAttention with residency: `FLASH_ATTN` of its backend registry, if `hotkv.sparse` asks
-for it and `hotkv.allow_sparse_cuda_never_run` is set. **It has never run on a GPU.**
+"""vLLM's FlashAttention with residency: `FLASH_ATTN` of its backend registry, if `hotkv.sparse`
+asks for it and `hotkv.allow_sparse_cuda_never_run` is set. **It has never run on a GPU.**
 
 For all other engines the classes that vLLM gets here are its own. Decode is captured in full CUDA
 graphs: each layer launches the kernels of `CudaWorker.layer_step`, then vLLM's kernel over the
@@ -74,8 +74,8 @@ class HotFlashMetadata(FlashAttentionMetadata):
 
 
 class HotFlashBuilder(FlashAttentionMetadataBuilder):
-    """Tells the worker of each batch, and builds vLLM's metadata without a schedule made ahead: that
-    would be one of whole contexts."""
+    """Tells the worker of each batch, and builds vLLM's metadata without a schedule made ahead:
+    that would be one of whole contexts."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     supports_update_block_table = False
@@ -104,6 +104,15 @@ class HotFlashBuilder(FlashAttentionMetadataBuilder):
             worker.begin_batch(_batch(built, common_attn_metadata))
         own = {f.name: getattr(built, f.name) for f in fields(FlashAttentionMetadata)}
         return HotFlashMetadata(**own, worker=worker)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> HotFlashMetadata:
+        """The same for a graph that is captured: the worker forgets what that leaves behind."""
+        worker = self._worker()
+        if worker is not None:
+            worker.will_capture()
+        return self.build(0, common_attn_metadata)
 
     def _worker(self) -> CudaWorker | None:
         """The worker that the connector has attached to the layers; None before."""

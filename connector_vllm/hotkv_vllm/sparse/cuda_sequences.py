@@ -121,6 +121,8 @@ class CudaSequences:
             self._residents.begin_anew(sequence.state)
         sequence.first_block = row.first_block
         sequence.context_tokens, sequence.new_tokens = row.context_tokens, row.new_tokens
+        if not 1 <= row.new_tokens <= row.context_tokens:
+            self.lose(sequence, "the step does not say how long its context is")
         if row.hot_blocks:
             self._take_hot_slots(sequence, row.hot_blocks)
         if row.pin is not None:

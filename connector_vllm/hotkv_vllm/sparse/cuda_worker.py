@@ -96,14 +96,14 @@ class CudaWorker:
         self.arena_of: Callable[[], Arena | None] = lambda: None
         self._batch: HostBatch | None = None
         self._step: list[CudaSequence] = []
-        self._is_told = False
+        self._is_told = self._has_captured = False
         self.runs: tuple[Run, ...] = ()
         self._counted: Counter[str] = Counter()
 
     def __repr__(self) -> str:
         return f"CudaWorker(layers {len(self.layers)}, {self.sequences}, {self._work})"
 
-    # ----------------------------------------------------------------------------------------- arena
+    # ---------------------------------------------------------------------------------------- arena
 
     def map_arena(self, timeout_s: float | None = None) -> bool:
         """Makes the server's arena readable for the device, before vLLM captures graphs: CUDA may
@@ -124,10 +124,12 @@ class CudaWorker:
                 logger.warning("hotkv: the device can't read all of the arena: %r", found.mapped)
         return found
 
-    # ----------------------------------------------------------------------------------------- steps
+    # ---------------------------------------------------------------------------------------- steps
 
     def begin_resident(self, step: ResidentStep) -> None:
         """Takes in what the scheduler says of the coming step's requests."""
+        if self._has_captured:
+            self._reset_capture_state()
         for request_id in step.ended:
             self.sequences.end(request_id)
         self._step, names = [], {}
@@ -203,8 +205,8 @@ class CudaWorker:
 
     def layer_step(self, layer: CudaLayer, query: torch.Tensor) -> None:
         """Representations of what the step has completed, and the hot sets' step; then `table` and
-        `lengths` are those of this layer. `query` [tokens, Q, D], after RoPE; the step's keys are in
-        the pages already."""
+        `lengths` are those of this layer. `query` [tokens, Q, D], after RoPE; the step's keys are
+        in the pages already."""
         batch, residents, selector = self._batch, self._residents, layer.selector
         assert batch is not None, "a layer before its batch"
         count = residents.num_complete(batch.device.num_rows, batch.device.num_tokens)
@@ -217,6 +219,11 @@ class CudaWorker:
         queries = Queries(query, kind, query.stride(0), query.stride(1))
         selector.hot.grow()
         selector.step(queries, layer.scale)
+
+    @property
+    def epochs(self) -> Array:
+        """How often each state has begun anew, int32 [states]."""
+        return self._residents.epochs
 
     @property
     def starts(self) -> I32:
@@ -248,7 +255,7 @@ class CudaWorker:
             self._work.faults,
         )
 
-    # ---------------------------------------------------------------------------------------- faults
+    # --------------------------------------------------------------------------------------- faults
 
     def gave_up(self, layer_name: str) -> None:
         """A layer's step broke: whoever has blocks in host memory only is lost."""
@@ -291,9 +298,17 @@ class CudaWorker:
             if self.sequences.is_away(sequence):
                 self.sequences.lose(sequence, why)
 
-    def reset_capture_state(self) -> None:
+    def will_capture(self) -> None:
+        """vLLM captures a graph: the next step begins with tables that nothing has touched. (Only
+        its second runner tells connectors when it has captured all.)"""
+        self._has_captured = True
+
+    def _reset_capture_state(self) -> None:
         """Forgets what graphs may have left behind as they were captured."""
+        self._has_captured = False
         self._residents.name_rows({})
+        for sequence in self.sequences:
+            self.sequences.lose(sequence, "graphs were captured while it ran")
         for state in range(self._work.shape.states):
             self._residents.begin_anew(state)
         self._work.device.write(self._work.faults, (0,), np.zeros(3, np.int32))

@@ -95,7 +95,7 @@ class SparseRank:
 
     @property
     def lacks_residency(self) -> bool:
-        """Whether contexts were to be resident, and no layer is: then no block may be given back."""
+        """Whether contexts were to be resident, and no layer is: no block may be given back."""
         sparse = self._config.sparse
         is_asked = sparse is not None and sparse.residency == "host"
         return is_asked and self.worker is None and self.cuda is None
@@ -116,17 +116,13 @@ class SparseRank:
 
     @hook(nothing, is_part=True)
     def opened(self) -> None:
-        """The session is open. On CUDA the arena is made readable now, before vLLM captures graphs."""
+        """The session is open. On CUDA the arena is made readable now, before graphs are
+        captured."""
         if self.cuda is not None and not self.cuda.map_arena():
             logger.warning(
                 "hotkv: the device can't read the server's arena yet; the first request that "
                 "needs it waits for that"
             )
-
-    def reset_capture_state(self) -> None:
-        """Graphs were captured."""
-        if self.cuda is not None:
-            self.cuda.reset_capture_state()
 
     # ---------------------------------------------------------------------------------------- steps
 

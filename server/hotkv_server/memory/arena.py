@@ -224,13 +224,10 @@ class NodeMemory:
         scratch.replace(self.directory / USE_FILE)
 
     def open_for_engine(self, writes_arena: bool = False) -> tuple[int, int]:
-        """Fresh descriptors of arena and table, to be sent and closed; read-only, but for an arena
-        that the engine may write."""
-        flags = os.O_CLOEXEC | os.O_NOFOLLOW
-        access = os.O_RDWR if writes_arena else os.O_RDONLY
-        return os.open(self.directory / ARENA_FILE, access | flags), os.open(
-            self.directory / TABLE_FILE, os.O_RDONLY | flags
-        )
+        """Fresh descriptors of arena (writable if asked) and table, to be sent and closed."""
+        flags, access = os.O_CLOEXEC | os.O_NOFOLLOW, os.O_RDWR if writes_arena else os.O_RDONLY
+        arena = os.open(self.directory / ARENA_FILE, access | flags)
+        return arena, os.open(self.directory / TABLE_FILE, os.O_RDONLY | flags)
 
     def release(self) -> None:
         """Lets another server have the directory and its files. Blocks while a piece of the arena

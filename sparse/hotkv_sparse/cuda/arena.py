@@ -2,7 +2,8 @@
 kernels. Nothing here writes it.
 
 Always true: a block has an address here only when a device may read all of it; what is registered
-is registered in pieces, from the start, and unregistered by `close` before the mapping may go. Three ways:
+is registered in pieces, from the start, and unregistered by `close` before the mapping may go.
+There are three ways:
 
 - registered with CUDA, if the mapping is writable: the server hands out such mappings to users that
   it trusts with the whole arena (`security.arena_writers`);

@@ -49,8 +49,8 @@ class CudaHotSets:
     block at the end; `slots`: the same as hot slots, which are numbered from 0 in each sequence;
     `lengths` int32 [R]: its tokens. Of a workspace with residents `table` and `lengths` are theirs,
     which all layers share. `counts` int32 [R, 8], see LOADED and so on. `loads` int32 [R, 2, L]:
-    blocks and slots; `victims` int32 [R, K]. `prefetch` int32 [R, max_prefetch]: wanted beyond the corrections,
-    heaviest first.
+    blocks and slots; `victims` int32 [R, K]. `prefetch` int32 [R, max_prefetch]: wanted beyond the
+    corrections, heaviest first.
     """
 
     def __init__(
