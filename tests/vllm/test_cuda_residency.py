@@ -1,15 +1,25 @@
 """Residency on CUDA, its kernels run on the CPU behind vLLM's real metadata builder and attention
 class: each row attends to the bytes of its own context, wherever they are."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
 
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.cuda.hotsets import SELECTED
+from hotkv_vllm.compat.sparse_layers import cuda_refusal
+from hotkv_vllm.config import ALLOW_CUDA, cuda_settings
+from hotkv_vllm.sparse import cuda_backend
 from hotkv_vllm.sparse.cuda_backend import HotFlashBuilder
 from tests.sparse.cuda_support import needs_compiler
 from tests.vllm.cuda_engine import BLOCK_TOKENS, NAMES, Engine, Request
@@ -213,6 +223,50 @@ def test_too_few_rows_for_representations_lose_the_request(
     assert not engine.lost
     engine.step({"a": 128}, checks=False)
     assert engine.lost == {one.table[0]}
+
+
+def cuda_engine(**extra: object) -> SimpleNamespace:
+    """What the check reads of an engine's configuration."""
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cuda"),
+        parallel_config=SimpleNamespace(use_ubatching=False),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"residency": "off"}, "residency"),
+        ({"scorer": "quest"}, "quest"),
+        ({"scorer_of_layer": {1: "mix2"}}, "mix2"),
+        ({"dense_layers": (0,)}, "dense_layers"),
+        ({"cache_policy": "clock"}, "clock"),
+        ({"first_layers_factor": 2.0}, "first_layers_factor"),
+    ],
+)
+def test_what_cuda_lacks_is_refused_by_name(settings: dict[str, Any], names: str) -> None:
+    allowed = cuda_engine(**{ALLOW_CUDA: True})
+    assert not cuda_refusal(allowed, CONFIG)
+    assert names in cuda_refusal(allowed, replace(CONFIG, **settings))
+
+
+@pytest.mark.parametrize("value", [None, False, "true", 1])
+def test_what_has_never_run_is_allowed_by_nothing_else(value: object) -> None:
+    engine = cuda_engine(**{ALLOW_CUDA: value})
+    assert ALLOW_CUDA in cuda_refusal(engine, CONFIG)
+    sparse = {"hotkv.sparse": {"residency": "host"}}
+    assert cuda_settings({**sparse, ALLOW_CUDA: value}) is None
+    assert cuda_settings({**sparse, ALLOW_CUDA: True}) is not None
+    assert cuda_settings({ALLOW_CUDA: True}) is None
+
+
+def test_engines_that_do_not_ask_get_vllms_own_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_backend, "_wanted", lambda: None)
+    backend = cuda_backend.HotFlashBackend
+    assert backend.get_impl_cls() is FlashAttentionImpl
+    assert backend.get_builder_cls() is FlashAttentionMetadataBuilder
+    assert backend.get_name() == "FLASH_ATTN"
 
 
 def test_graphs_hold_decode_only_and_nothing_is_scheduled_ahead() -> None:
