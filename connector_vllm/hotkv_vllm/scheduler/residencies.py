@@ -199,17 +199,25 @@ class Residencies:
             request = rows.request(request_id)
             if tables is not None and request is not None:
                 context_tokens = request.num_computed_tokens + num_tokens
-                told.append(self._row(request_id, tables[0], context_tokens))
+                told.append(self._row(request_id, tables[0], context_tokens, num_tokens))
         ended, self._ended = tuple(self._ended), []
         return ResidentStep(tuple(told), ended, tuple(lost))
 
-    def _row(self, request_id: str, table: Sequence[int], context_tokens: int) -> ResidentRow:
+    def _row(
+        self, request_id: str, table: Sequence[int], context_tokens: int, new_tokens: int
+    ) -> ResidentRow:
         written = int(table[(context_tokens - 1) // self._block_tokens])
         one = self._residents.get(request_id)
         if one is None:
             return ResidentRow(request_id, written, int(table[0]), False, 0)
-        num_freed = self._pool.num_freed(request_id)
-        return one.news(written, int(table[0]), num_freed, self._pool.hot_blocks(request_id))
+        return one.news(
+            written,
+            int(table[0]),
+            self._pool.num_freed(request_id),
+            self._pool.hot_blocks(request_id),
+            context_tokens,
+            new_tokens,
+        )
 
     def _advance(self, one: Resident, now_s: float) -> None:
         """Asks where the blocks lie that were stored since the last time."""

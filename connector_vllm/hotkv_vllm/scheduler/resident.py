@@ -100,7 +100,13 @@ class Resident:
         mine.next_check_tokens = 0
 
     def news(
-        self, written_block: int, first_block: int, num_freed: int, hot: tuple[int, ...]
+        self,
+        written_block: int,
+        first_block: int,
+        num_freed: int,
+        hot: tuple[int, ...],
+        context_tokens: int,
+        new_tokens: int,
     ) -> ResidentRow:
         """The request's row of a step, with what the workers have not heard."""
         row = ResidentRow(
@@ -112,6 +118,8 @@ class Resident:
             hot if hot != self.told_hot else (),
             tuple(self.places[self.told :]),
             self.opened if self.opened is not self.told_pin else None,
+            context_tokens,
+            new_tokens,
         )
         self.told_hot, self.told, self.told_pin = hot, len(self.places), self.opened
         return row

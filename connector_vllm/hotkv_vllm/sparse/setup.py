@@ -111,7 +111,7 @@ def _sparse_layer(
     packing = key_packing(block_tokens, head_size, pages.dtype, layer.isa)
     sinks = layer.impl.sinks
     names = tuple(config.scorers_of(layer.index))
-    mu_HD, biases = _centre(layer.index, names, shard * heads, heads, centres)
+    mu_HD, biases = centre_of(layer.index, names, shard * heads, heads, centres)
     axes = None if centres is None else centres.axes(layer.index)
     if axes is not None:
         axes = axes.heads(shard * heads, heads)
@@ -126,7 +126,7 @@ def _sparse_layer(
     )
 
 
-def _centre(
+def centre_of(
     layer: int, names: tuple[str, ...], first_head: int, heads: int, centres: Centres | None
 ) -> tuple[npt.NDArray[np.float32] | None, dict[str, float]]:
     """A rank's heads of a layer's centre, and the biases that are measured with it; None and no

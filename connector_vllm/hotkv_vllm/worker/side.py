@@ -73,7 +73,11 @@ class HotKVWorker:
         # at once.
         self._export()
         self.sparse.install(kv_caches)
+        if self.sparse.lacks_residency:
+            self.rank.turn_off("its layers can't attend to blocks in host memory; see its log")
+            return
         self.rank.open(self.sparse.worker, self.sparse.centres)
+        self.sparse.opened()
 
     def unregister(self) -> None:
         """vLLM is about to discard the KV memory."""

@@ -221,12 +221,11 @@ class NodeMemory:
             file.write((last_used_s - time.monotonic()).astype("<f4").data)
         scratch.replace(self.directory / USE_FILE)
 
-    def open_read_only(self) -> tuple[int, int]:
-        """Fresh read-only descriptors of arena and table, to be sent and closed."""
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(self.directory / ARENA_FILE, flags), os.open(
-            self.directory / TABLE_FILE, flags
-        )
+    def open_for_engine(self, writes_arena: bool = False) -> tuple[int, int]:
+        """Fresh descriptors of arena (writable if asked) and table, to be sent and closed."""
+        flags, access = os.O_CLOEXEC | os.O_NOFOLLOW, os.O_RDWR if writes_arena else os.O_RDONLY
+        arena = os.open(self.directory / ARENA_FILE, access | flags)
+        return arena, os.open(self.directory / TABLE_FILE, os.O_RDONLY | flags)
 
     def release(self) -> None:
         """Lets another server have the directory and its files. Blocks while a piece of the arena
