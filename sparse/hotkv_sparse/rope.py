@@ -39,4 +39,5 @@ def places(positions_N: npt.NDArray[np.int64], context_tokens: int, turn: int) -
     order that has nothing to do with the tokens'. `turn` from 0 to `PLACES` - 1: which of a token's
     places."""
     share = (positions_N * GOLDEN_RATIO + turn / PLACES) % 1.0
-    return np.floor(share * context_tokens)
+    found: F64 = np.floor(share * context_tokens)
+    return found

@@ -167,10 +167,9 @@ class ResidentWorker(SparseWorker):
     def _give_rows(self, one: BatchRow, block_tokens: int) -> None:
         """Sees to it that each block of a context that may become sparse has a row."""
         sequence, count = one.sequence, len(one.blocks)
-        if not self._is_kept(one) or count <= len(sequence.rows):
-            return
-        more = max(count - len(sequence.rows), min(len(sequence.rows), 64), 16)
-        sequence.rows = np.concatenate([sequence.rows, self._kept.take(more)])
+        if self._is_kept(one) and count > len(sequence.rows):
+            more = max(count - len(sequence.rows), min(len(sequence.rows), 64), 16)
+            sequence.rows = np.concatenate([sequence.rows, self._kept.take(more)])
 
     def _is_kept(self, one: BatchRow) -> bool:
         return one.sequence.may_outgrow or one.context_tokens >= self._config.min_context_tokens

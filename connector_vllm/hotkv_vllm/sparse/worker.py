@@ -291,14 +291,9 @@ class SparseWorker:
         return self._order[layer.name] == self._num_steps // self._recall_steps % len(self._order)
 
     def _sample(self, layer: SparseLayer, row: Row, query_QD: F32, attended: Attended) -> None:
+        tokens, block_tokens = row.context_tokens, layer.shape.block_tokens
         found = measure(
-            layer.keys_of,
-            query_QD,
-            row.blocks_C,
-            row.context_tokens,
-            layer.shape.block_tokens,
-            layer.scale,
-            attended,
+            layer.keys_of, query_QD, row.blocks_C, tokens, block_tokens, layer.scale, attended
         )
         self._counters.add(layer.index, "recall_samples", 1)
         self._counters.add(layer.index, "recall", found.recall)
