@@ -421,3 +421,38 @@ def test_a_residency_waits_while_pins_lie_in_all_slabs() -> None:
     place.core.take_effects()
     place.core.residencies.open(second, "w", {0: 2}, 0.0)
     place.core.check_invariants()
+
+
+def test_no_size_gives_up_slabs_below_what_was_promised() -> None:
+    place = Place()
+    session, other = place.open(), place.open("other", "n")
+    wide = place.core.open_session("w", "worker", make_key_space("w", SLAB, 1), 0.0).number
+    place.store(other, list(range(NUM_SLOTS)))
+    place.core.residencies.open(session, "r", {0: BOUND_SLOTS}, 0.0)
+    results = place.store(wide, list(range(9)))
+    assert results.count(BlockResult.STORED) == 3, "16 slabs, of which 13 are promised"
+    assert place.core.lookup(2, [HashList(0, words_of(range(NUM_SLOTS)))])[0].sum() == 13 * 4, (
+        "nothing was evicted in vain"
+    )
+
+
+def test_promised_representations_take_the_room_of_others() -> None:
+    """Every slab of blocks has a pin, and every slot of their size another's representation."""
+    kind = Representation(0, "mean", 1, (SLOT_ALIGN,))
+    place = Place()
+    sessions = [
+        place.core.open_session(name, "worker", make_key_space(name, SLAB // 2, 1), 0.0, (kind,))
+        for name in ("mine", "theirs")
+    ]
+    mine, theirs = (session.number for session in sessions)
+    for number in range(13):
+        place.store(mine, [number])
+        place.store(theirs, [number])
+    place.store(theirs, list(range(12)), "", sessions[1].representations[0])
+    place.core.residencies.open(mine, "r", {0: 12}, 0.0)
+    place.extend(mine, "r", list(range(12)))
+    place.core.acquire(theirs, "l", [HashList(0, words_of([12]))], 100.0, 1.0)
+    assert not place.core.space.pool.num_free_slabs
+    group = sessions[0].representations[0]
+    assert place.store(mine, list(range(12)), "r", group) == [BlockResult.STORED] * 12
+    assert place.core.residencies.bound.promised_bytes == 0
