@@ -384,7 +384,8 @@ def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
     assert not np.any(may_go & (sizes == slot_bytes)), (
         "refused, though a block of the same slot size could have been evicted"
     )
-    if len(live) == index.capacity:
+    if len(live) == index.capacity or pool.floors.sizes():
+        # Slabs may be kept for sizes that residencies were promised.
         return
     assert pool.available_slots(slot_bytes) == 0, "refused, though there are free slots"
     # Slabs that are free, or would be if everything in them that may go went.

@@ -4,6 +4,7 @@ A reader is modelled as what it once learnt: its words, and which key lies in wh
 happens, as long as the words say that it holds, those bytes are there.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
@@ -11,6 +12,7 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from hotkv import words
 from hotkv.errors import Reason
+from hotkv.results import BlockResult
 from hotkv_server.core.pin_budget import most_pinned
 from hotkv_server.core.reader_words import Uint64s
 from hotkv_server.core.residency_bound import slot_cost
@@ -83,12 +85,22 @@ class ResidencyRules(WriteRules):
         others = self.model.unadmitted_bytes() + self.core.retention_pins.held_bytes
         room = min(BOUND - taken, most_pinned(NUM_SLABS * SLAB) - taken - others)
         is_new = existing is None
+        if asked:
+            for _ in self.core.residencies.make_room(session, residency_id, asked):
+                pass
+            self.model.take_notices()
+        slots: Counter[int] = Counter()
+        for group, count in asked.items():
+            slots[self.sizes[group]] += count
+        has_slabs = self.core.space.pool.floors.would_fit(slots)
+        if self.sizes[0] == self.sizes[1] and not self.model.pins():
+            assert has_slabs or cost > room, "nothing is in the way of slabs"
         reasons = self.refusal(
             (not asked, Reason.INVALID_FIELD),
             (existing is not None and existing.asked != asked, Reason.DUPLICATE_ID),
             (is_new and self.core.draining, Reason.DRAINING),
             (is_new and cost > BOUND, Reason.RESIDENCY_TOO_LARGE),
-            (is_new and cost > room, Reason.NO_ROOM_FOR_RESIDENCY),
+            (is_new and (cost > room or not has_slabs), Reason.NO_ROOM_FOR_RESIDENCY),
         )
         opened = self.call(
             lambda: self.core.residencies.open(session, residency_id, asked, self.now_s), *reasons
@@ -174,11 +186,16 @@ class ResidencyRules(WriteRules):
             self.opens(session, residency_id, {0: 5, 1: 2})
         self.num_stores += 1
         name = f"store {self.num_stores}"
+        residency = self.model.residencies.get((engine, residency_id))
+        is_sure = residency is not None and self.is_sure(residency, lists)
         for shard in range(self.num_shards):
             if not self.store_begins(session, name, name, lists, shard, 0.0, residency_id):
                 return
+            started = self.model.transfers[session, name].results
+            assert not is_sure or not any(BlockResult.NO_SPACE in row for row in started), (
+                "a store was refused the room that it was promised"
+            )
             self.finish(session, name, succeeded=True)
-        residency = self.model.residencies.get((engine, residency_id))
         if residency is not None:
             # The engine asks where they lie, now or never.
             self.tell(engine, residency_id)
@@ -193,12 +210,23 @@ class ResidencyRules(WriteRules):
                     rows[at][2] if at in rows else -1 for at in range(first, first + span)
                 ]
 
+    def is_sure(self, residency: ModelResidency, lists: tuple[list[int], list[int]]) -> bool:
+        """True if nothing can be in the way of what was promised: nobody else pins or writes, the
+        index has numbers, slots do not span slabs, and no more is stored than is left."""
+        others = self.model.leases or self.model.transfers or self.model.kept
+        if others or self.core.config.capacity < 60 or max(self.sizes) > SLAB:
+            return False
+        return all(
+            len(set(numbers)) <= residency.asked.get(group, 0) - len(residency.rows.get(group, {}))
+            for group, numbers in enumerate(lists)
+        )
+
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), steps=st.integers(1, 9))
     def close_residency(self, data: st.DataObject, steps: int) -> None:
         session, engine, _, residency_id = self.named(data)
         record = self.core.sessions.record(session)
-        residency = self.core.residencies.get(record, residency_id)
+        residency = self.core.residencies.book.named(record, residency_id)
         known = self.model.residencies.pop((engine, residency_id), None)
         assert (residency is None) == (known is None)
         if residency is None or known is None:

@@ -64,7 +64,7 @@ class Place:
         return list(found.tolist())
 
     def close(self, session: int, name: str) -> None:
-        residency = self.core.residencies.get(self.core.sessions.record(session), name)
+        residency = self.core.residencies.book.named(self.core.sessions.record(session), name)
         assert residency is not None
         for _ in incremental.close_residency(self.core, residency):
             self.core.residencies.check_invariants(self.core.sessions.records)
@@ -223,9 +223,9 @@ def test_a_tenant_gets_its_share_of_its_guarantee_whatever_others_have() -> None
     assert bound.most_bytes(0) == int(0.8 * NUM_SLABS * SLAB)
     assert bound.most_bytes(1) == int(0.8 * NUM_SLABS * SLAB // 4)
     assert bound.most_bytes(2) == int(0.8 * NUM_SLABS * SLAB) - int(0.8 * guaranteed)
-    bound.change(1, promised_bytes=bound.room_bytes(1))
-    assert bound.room_bytes(1) == 0
-    bound.change(2, promised_bytes=bound.room_bytes(2))
+    bound.promise(1, {SLOT_ALIGN: bound.room_bytes(1) // SLOT_ALIGN})
+    assert bound.room_bytes(1) < SLOT_ALIGN
+    bound.promise(2, {SLOT_ALIGN: bound.room_bytes(2) // SLOT_ALIGN})
     assert bound.room_bytes(0) >= int(0.8 * guaranteed)
 
 
@@ -343,7 +343,7 @@ def test_closing_goes_in_parts_and_ends_with_the_session_all_the_same(
     session = place.open()
     opened = place.core.residencies.open(session, "r", {0: 20}, 0.0)
     place.store(session, list(range(20)), "r")
-    residency = place.core.residencies.get(place.core.sessions.record(session), "r")
+    residency = place.core.residencies.book.named(place.core.sessions.record(session), "r")
     assert residency is not None
     closing = incremental.close_residency(place.core, residency)
     next(closing)
@@ -367,3 +367,92 @@ def test_while_the_arena_grows_promised_blocks_are_evicted_for_rather_than_refus
     assert place.store(session, [1, 2, 3]) == [BlockResult.NO_SPACE] * 3, "room comes soon"
     place.core.residencies.open(session, "r", {0: 3}, 0.0)
     assert place.store(session, [1, 2, 3], "r") == [BlockResult.STORED] * 3
+
+
+def test_scattered_pins_of_one_slot_size_leave_slabs_to_another() -> None:
+    """Blocks come one by one, between those of others, so that each slab of their size gets a pin
+    before the last representation comes."""
+    kind = Representation(0, "mean", 1, (SLOT_ALIGN,))
+    place = Place()
+    space = make_key_space("wide", SLAB // 2, SLOT_ALIGN)
+    session = place.core.open_session("e", "worker", space, 0.0, (kind,))
+    other = place.core.open_session("f", "worker", make_key_space("n", SLAB // 2, 1), 0.0).number
+    place.store(other, list(range(1000, 1000 + 2 * NUM_SLABS)))
+    assert not place.core.space.pool.num_free_slabs
+    for _ in place.core.residencies.make_room(session.number, "r", {0: 16}):
+        pass
+    place.core.take_effects()
+    place.core.residencies.open(session.number, "r", {0: 16}, 0.0)
+    group = session.representations[0]
+    for number in range(16):
+        runs = [Run(0, words_of([number]), None, number), Run(group, words_of([number]))]
+        place.core.begin_store(
+            session.number, "s", "s", runs, 0, 0.0, 2.0 + number, residency_id="r"
+        )
+        results = place.core.end_store(session.number, "s", True, 2.0 + number)
+        place.core.take_effects()
+        assert [row.tolist() for row in results] == [[BlockResult.STORED]] * 2, number
+        place.store(other, [2000 + 2 * number, 2001 + 2 * number])
+    place.core.check_invariants()
+
+
+def test_a_residency_waits_while_pins_lie_in_all_slabs() -> None:
+    place = Place()
+    first = place.open()
+    place.core.residencies.open(first, "r", {0: NUM_SLABS}, 0.0)
+    place.store(first, list(range(NUM_SLOTS)))
+    # One block of each slab.
+    offsets = place.core.space.index.offsets(
+        place.core.space.index.find(1, 0, words_of(range(NUM_SLOTS)))
+    )
+    chosen = np.unique(offsets // SLAB, return_index=True)[1].tolist()
+    for at, number in enumerate(chosen):
+        place.extend(first, "r", [number], at)
+    wide = make_key_space("wide", SLAB, SLOT_ALIGN)
+    second = place.core.open_session("f", "worker", wide, 0.0).number
+    for _ in place.core.residencies.make_room(second, "w", {0: 2}):
+        pass
+    assert place.core.space.pool.floors.would_fit({}) and not place.core.take_effects()
+    error = place.refused(second, "w", 2)
+    assert error.reason is Reason.NO_ROOM_FOR_RESIDENCY and "slabs" in error.message
+    place.close(first, "r")
+    for _ in place.core.residencies.make_room(second, "w", {0: 2}):
+        pass
+    place.core.take_effects()
+    place.core.residencies.open(second, "w", {0: 2}, 0.0)
+    place.core.check_invariants()
+
+
+def test_no_size_gives_up_slabs_below_what_was_promised() -> None:
+    place = Place()
+    session, other = place.open(), place.open("other", "n")
+    wide = place.core.open_session("w", "worker", make_key_space("w", SLAB, 1), 0.0).number
+    place.store(other, list(range(NUM_SLOTS)))
+    place.core.residencies.open(session, "r", {0: BOUND_SLOTS}, 0.0)
+    results = place.store(wide, list(range(9)))
+    assert results.count(BlockResult.STORED) == 3, "16 slabs, of which 13 are promised"
+    assert place.core.lookup(2, [HashList(0, words_of(range(NUM_SLOTS)))])[0].sum() == 13 * 4, (
+        "nothing was evicted in vain"
+    )
+
+
+def test_promised_representations_take_the_room_of_others() -> None:
+    """Every slab of blocks has a pin, and every slot of their size another's representation."""
+    kind = Representation(0, "mean", 1, (SLOT_ALIGN,))
+    place = Place()
+    sessions = [
+        place.core.open_session(name, "worker", make_key_space(name, SLAB // 2, 1), 0.0, (kind,))
+        for name in ("mine", "theirs")
+    ]
+    mine, theirs = (session.number for session in sessions)
+    for number in range(13):
+        place.store(mine, [number])
+        place.store(theirs, [number])
+    place.store(theirs, list(range(12)), "", sessions[1].representations[0])
+    place.core.residencies.open(mine, "r", {0: 12}, 0.0)
+    place.extend(mine, "r", list(range(12)))
+    place.core.acquire(theirs, "l", [HashList(0, words_of([12]))], 100.0, 1.0)
+    assert not place.core.space.pool.num_free_slabs
+    group = sessions[0].representations[0]
+    assert place.store(mine, list(range(12)), "r", group) == [BlockResult.STORED] * 12
+    assert place.core.residencies.bound.promised_bytes == 0

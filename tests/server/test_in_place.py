@@ -258,7 +258,7 @@ def extend(place: Place, session: LiveSession) -> Any:
 def test_a_residency_learns_no_offset_before_blocks_are_compared(run: Any) -> None:
     async def scenario(place: Place, session: LiveSession) -> None:
         place.spoil(3)
-        place.node.residencies.open(session, "r", {0: NUM_BLOCKS})
+        await place.node.residencies.open(session, "r", {0: NUM_BLOCKS})
         waiting = [extend(place, session) for _ in range(2)]
         assert all(isinstance(each, asyncio.Task) for each in waiting)
         await asyncio.sleep(0.05)
@@ -276,7 +276,7 @@ def test_a_residency_learns_no_offset_before_blocks_are_compared(run: Any) -> No
 
 def test_a_residency_that_ends_meanwhile_pins_nothing(run: Any) -> None:
     async def scenario(place: Place, session: LiveSession) -> None:
-        place.node.residencies.open(session, "r", {0: NUM_BLOCKS})
+        await place.node.residencies.open(session, "r", {0: NUM_BLOCKS})
         waiting = extend(place, session)
         await asyncio.sleep(0)
         assert await place.node.residencies.close(session, "r")
@@ -291,7 +291,7 @@ def test_a_residency_that_ends_meanwhile_pins_nothing(run: Any) -> None:
 
 def test_a_session_that_closes_waits_for_what_a_residency_compares(run: Any) -> None:
     async def scenario(place: Place, session: LiveSession) -> None:
-        place.node.residencies.open(session, "r", {0: NUM_BLOCKS})
+        await place.node.residencies.open(session, "r", {0: NUM_BLOCKS})
         waiting = extend(place, session)
         await asyncio.sleep(0.05)
         closing = asyncio.create_task(place.node.sessions.close(session))

@@ -235,7 +235,7 @@ class CacheCore:
         """Starts a store and reserves its blocks; returns the slots to copy to. A residency that is
         open pins what is ready and verified now, and what this store makes ready."""
         session = self.sessions.record(session_number)
-        residency = self.residencies.get(session, residency_id) if residency_id else None
+        residency = self.residencies.book.named(session, residency_id) if residency_id else None
         return self._stores.begin(
             session, transfer_id, lease_id, runs, shard_index, ttl_s, now_s, retention, residency
         )

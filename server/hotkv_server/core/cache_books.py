@@ -66,7 +66,7 @@ def make_books(
         catalog,
         sessions,
         ResidencyBook(Account(client_memory)),
-        ResidencyBound(space.tenants, pin_budget, config.residency_share, config.slab_bytes),
+        ResidencyBound(space.tenants, pin_budget, config.residency_share, space.pool),
         ReaderWords(readers.words),
         readers.marks,
     )

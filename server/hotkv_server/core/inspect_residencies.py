@@ -83,7 +83,7 @@ def _figures(core: CacheCore, residency: Residency) -> ResidencyFigures:
         residency.num_blocks,
         sum(residency.asked.values()),
         sum(int(index.slot_bytes(pinned).sum()) for pinned in residency.pinned()),
-        residency.promised_bytes,
+        core.residencies.bound.costs(residency.left()),
     )
 
 

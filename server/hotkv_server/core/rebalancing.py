@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hotkv_server.core.books import EVICTED_PER_PART, PART_ENTRIES, Books, Parts
 from hotkv_server.core.removal import Removal
 from hotkv_server.core.slab_choice import blocks_in, choose_runs, limits_of
-from hotkv_server.core.slabs import ABSENT
+from hotkv_server.core.slabs import ABSENT, FREE
 from hotkv_server.core.tenants import Payers
 from hotkv_server.core.values import BoolMask, Entries, Int64s
 
@@ -116,7 +116,20 @@ class Rebalancer:
             yield
         owner = self._pool.slab_owner()
         cost[(owner == slot_bytes) | (owner == ABSENT)] = np.inf
+        self._keep_floors(cost, owner, slot_bytes)
         return cost, np.sort(own)[:num_slots]
+
+    def _keep_floors(self, cost: NDArray[np.float64], owner: Int64s, slot_bytes: int) -> None:
+        """Makes slabs cost inf that other sizes were promised: the dearest of each down to its
+        floor, and as many free ones as they are short of."""
+        floors = self._pool.floors
+        for size in floors.sizes():
+            if size != slot_bytes:
+                theirs = np.flatnonzero(owner == size)
+                order = np.argsort(cost[theirs], kind="stable")
+                cost[theirs[order[floors.surplus(size) :]]] = np.inf
+        kept = floors.kept_for_others(slot_bytes)
+        cost[np.flatnonzero(owner == FREE)[:kept]] = np.inf
 
     def _hot_blocks(
         self, cost: NDArray[np.float64], own_heat: float, may_go: MayGo

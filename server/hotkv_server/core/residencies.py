@@ -9,13 +9,13 @@ server drains they stay as they are, for the next server. `residency_pins` pins,
 an earlier server's residencies had.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
 from hotkv import table
 from hotkv.errors import HotKVError, Reason
-from hotkv.keys import MAX_GROUPS
 from hotkv.table import Words
 from hotkv_server.core.catalog import Catalog
 from hotkv_server.core.grace import Grace
@@ -25,6 +25,7 @@ from hotkv_server.core.residency_book import ResidencyBook
 from hotkv_server.core.residency_bound import ResidencyBound
 from hotkv_server.core.residency_pins import ResidencyPins
 from hotkv_server.core.sessions import SessionBook, check_named
+from hotkv_server.core.slabs import aligned
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import (
     CoreConfig,
@@ -68,11 +69,7 @@ class Residencies:
     # Opening
 
     def open(
-        self,
-        session_number: int,
-        residency_id: str,
-        num_blocks: Mapping[int, int],
-        now_s: float,
+        self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
     ) -> OpenedResidency:
         """Reserves room for so many blocks a group, and for their representations of the kinds that
         the session declares. The same call again for an open residency gets the same answer.
@@ -82,7 +79,7 @@ class Residencies:
         """
         session = self._sessions.record(session_number)
         record = self._catalog.record(session.key_space_id)
-        _check_asked(record, num_blocks)
+        groups = _new_groups(session, record, num_blocks)
         existing = self.book.of_call(session, residency_id)
         if existing is not None:
             if existing.asked != num_blocks:
@@ -94,27 +91,39 @@ class Residencies:
             return self._opened(existing)
         self._sessions.check_takes_new("opens no residencies")
         owner = self._sessions.owner(session)
-        groups = {
-            group: _new_group(self.bound, session, record, group, count)
-            for group, count in num_blocks.items()
-        }
         residency = Residency(
             session.engine_id, owner, residency_id, session.number, session.key_space_id,
             self._space.tenants.number(session.key_space_id), now_s, dict(num_blocks), groups,
         )  # fmt: skip
-        asked_bytes = residency.promised_bytes
+        slots = residency.left()
+        asked_bytes = self.bound.costs(slots)
         try:
             self.bound.check_ever(residency.tenant, asked_bytes)
             self.book.check_room(residency)
             self.words.check_room(session.number)
-            self.bound.check_room(residency.tenant, asked_bytes)
+            self.bound.check_room(residency.tenant, slots)
         except HotKVError as error:
             room = self.bound.room_bytes(residency.tenant)
             self.book.note_refusal(residency, asked_bytes, room, error.message, now_s)
             raise
         self.book.add(residency)
-        self.bound.change(residency.tenant, promised_bytes=asked_bytes)
+        self.bound.promise(residency.tenant, slots)
         return self._opened(residency)
+
+    def make_room(
+        self, session_number: int, residency_id: str, num_blocks: Mapping[int, int]
+    ) -> Iterator[None]:
+        """Makes room for opening a residency, in parts: slabs of the slot sizes that it needs. Does
+        nothing if there are enough, or the call would be refused anyway."""
+        session = self._sessions.record(session_number)
+        record = self._catalog.record(session.key_space_id)
+        slots: Counter[int] = Counter()
+        for group in _new_groups(session, record, num_blocks).values():
+            slots.update(group.left())
+        tenant = self._space.tenants.number(session.key_space_id)
+        is_new = self.book.named(session, residency_id) is None
+        if is_new and self.bound.costs(slots) <= self.bound.room_bytes(tenant):
+            yield from self._space.room.make_floors(slots, tenant)
 
     def _opened(self, residency: Residency) -> OpenedResidency:
         index, value = self.words.of_session(residency.session_number)
@@ -193,24 +202,15 @@ class Residencies:
         index = self._space.index
         words = index.find(residency.key_space_id, group_index, hashes)
         waiting = np.unique(words[table.is_ready(words)])
-        waiting = waiting[index.unverified[waiting]]
-        self.pins.hold(waiting)
-        return waiting
+        return self.pins.hold(waiting[index.unverified[waiting]])
 
     # Ending
-
-    def get(self, session: SessionRecord, residency_id: str) -> Residency | None:
-        """The residency that a store names, None if it is not open in this key space."""
-        residency = self.book.get(session.engine_id, residency_id)
-        if residency is None or residency.key_space_id != session.key_space_id:
-            return None
-        return residency
 
     def begin_closing(self, residency: Residency) -> None:
         """Gives the promise of a residency back; its id is free from now on. `give_back` does the
         rest."""
         if not residency.is_closing:
-            self.bound.change(residency.tenant, promised_bytes=-residency.promised_bytes)
+            self.bound.promise(residency.tenant, residency.left(), -1)
             residency.is_closing = True
             self.book.begin_closing(residency)
 
@@ -273,14 +273,17 @@ class Residencies:
     def check_invariants(self, live_sessions: Collection[int]) -> None:
         """Raises AssertionError if the books disagree. Linear in capacity."""
         counts = np.zeros(len(self.pins.counts), np.int64)
-        promised: dict[int, int] = {}
+        promised: Counter[int] = Counter()
+        slots: Counter[int] = Counter()
         for residency in self.book.all():
-            tenant = residency.tenant
-            promised[tenant] = promised.get(tenant, 0) + residency.promised_bytes
+            promised[residency.tenant] += self.bound.costs(residency.left())
+            slots.update(residency.left())
             residency.check_invariants()
             for entries in residency.pinned():
                 np.add.at(counts, entries, 1)
-        self.bound.check(promised, self.pins.check(counts))
+        pinned, pinned_slots = self.pins.check(counts)
+        slots.update(pinned_slots)
+        self.bound.check(promised, pinned, slots)
         sessions = {residency.session_number for residency in self.book.all()}
         assert sessions - self.book.orphans <= set(live_sessions), "a residency is nobody's"
         self.words.check_invariants({r.session_number for r in self.book.all() if not r.is_closing})
@@ -288,15 +291,18 @@ class Residencies:
         self.grace.check_invariants()
 
 
-def _check_asked(record: KeySpaceRecord, num_blocks: Mapping[int, int]) -> None:
-    """Raises unless a residency may be opened for these groups."""
+def _new_groups(
+    session: SessionRecord, record: KeySpaceRecord, num_blocks: Mapping[int, int]
+) -> dict[int, ResidentGroup]:
+    """Groups of a new residency, without a block. Raises INVALID_FIELD unless one may be opened for
+    them."""
     check_named(record, num_blocks, 0, 0, only_blocks=True)
     if not num_blocks or min(num_blocks.values()) < 1 or max(num_blocks.values()) >= MAX_POSITION:
         raise HotKVError(
             Reason.INVALID_FIELD,
             "groups.block_count must be from 1 to 2147483647, for one group at least",
         )
-    assert all(group < MAX_GROUPS for group in num_blocks)
+    return {group: _new_group(session, record, group, count) for group, count in num_blocks.items()}
 
 
 def _check_position(first_position: int, num_blocks: int) -> None:
@@ -321,16 +327,18 @@ def _check_most(group: ResidentGroup, num_fresh: int) -> None:
 
 
 def _new_group(
-    bound: ResidencyBound,
-    session: SessionRecord,
-    record: KeySpaceRecord,
-    group_index: int,
-    count: int,
+    session: SessionRecord, record: KeySpaceRecord, group_index: int, count: int
 ) -> ResidentGroup:
-    kinds = [k for k in session.representations if record.block_group(k) == group_index]
+    kinds = {
+        kind: aligned(record.shape(kind).slot_bytes)
+        for kind in session.representations
+        if record.block_group(kind) == group_index
+    }
+    largest = max(kinds.values(), default=0)
     return ResidentGroup(
         count,
-        bound.cost(record.shape(group_index).slot_bytes),
-        frozenset(kinds),
-        max((bound.cost(record.shape(kind).slot_bytes) for kind in kinds), default=0),
+        aligned(record.shape(group_index).slot_bytes),
+        # One size, so that what is pinned is what was promised.
+        frozenset(kind for kind, slot_bytes in kinds.items() if slot_bytes == largest),
+        largest,
     )

@@ -4,6 +4,7 @@ Always true: a position names one entry; a group has no more positions than were
 more representations than positions. Rows are in the order of positions.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -19,27 +20,29 @@ BLOCK_BYTES = 16
 
 @dataclass(slots=True, eq=False)
 class ResidentGroup:
-    """Blocks of one group. `most`: positions that there may be. `block_cost`, `kind_cost`: bytes of
-    arena for a block, and for a representation of one of `kinds`; 0 without any.
+    """Blocks of one group. `most`: positions that there may be. `block_bytes`, `kind_bytes`: slot
+    sizes of a block, and of a representation of one of `kinds`, all of one size; 0 without any.
 
     `positions` [n], rising; `entries` [n] of the blocks; `linked` [n] of their representations, 0
     for none.
     """
 
     most: int
-    block_cost: int
+    block_bytes: int
     kinds: frozenset[int]
-    kind_cost: int
+    kind_bytes: int
     positions: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
     entries: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
     linked: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
     num_linked: int = 0
 
-    @property
-    def promised_bytes(self) -> int:
-        """Bytes of arena for what it may still pin."""
-        kinds = self.most - self.num_linked if self.kind_cost else 0
-        return (self.most - len(self.positions)) * self.block_cost + kinds * self.kind_cost
+    def left(self) -> dict[int, int]:
+        """Slots by size for what it may still pin."""
+        left = {self.block_bytes: self.most - len(self.positions)}
+        if self.kinds:
+            kinds = self.most - self.num_linked
+            left[self.kind_bytes] = left.get(self.kind_bytes, 0) + kinds
+        return left
 
     def rows(self, positions: Int64s) -> tuple[Int64s, BoolMask]:
         """Per position [n] its row, or the row that it would get; and whether it has one."""
@@ -115,10 +118,12 @@ class Residency:
         """Blocks that it pins."""
         return sum(len(group.positions) for group in self.groups.values())
 
-    @property
-    def promised_bytes(self) -> int:
-        """Bytes of arena for what it may still pin."""
-        return 0 if self.is_closing else sum(group.promised_bytes for group in self.groups.values())
+    def left(self) -> dict[int, int]:
+        """Slots by size for what it may still pin."""
+        left: Counter[int] = Counter()
+        for group in () if self.is_closing else self.groups.values():
+            left.update(group.left())
+        return dict(left)
 
     @property
     def weight(self) -> int:

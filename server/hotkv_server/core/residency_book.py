@@ -68,10 +68,17 @@ class ResidencyBook:
         """The engine's open residency with this id."""
         return self._by_id.get((engine_id, residency_id))
 
-    def live(self, session: SessionRecord, residency_id: str) -> Residency:
-        """The residency that a call works on. Raises UNKNOWN_RESIDENCY."""
+    def named(self, session: SessionRecord, residency_id: str) -> Residency | None:
+        """The residency that a call names, None if it is not open in this key space."""
         residency = self.get(session.engine_id, residency_id)
         if residency is None or residency.key_space_id != session.key_space_id:
+            return None
+        return residency
+
+    def live(self, session: SessionRecord, residency_id: str) -> Residency:
+        """The residency that a call works on. Raises UNKNOWN_RESIDENCY."""
+        residency = self.named(session, residency_id)
+        if residency is None:
             raise HotKVError(
                 Reason.UNKNOWN_RESIDENCY,
                 f"residency_id {residency_id!r} is unknown, closed or has ended with its session; "

@@ -2,15 +2,20 @@
 
 Always true: what a tenant's residencies are promised and pin (each entry counted once) is within
 `residency.share` of what is surely the tenant's, and all together within that share of the arena,
-with every other tenant's guarantee counted as taken. So evicting what is not pinned makes room for
-whatever was promised. A slot counts with its part of what its slab loses at the end.
+with every other tenant's guarantee counted as taken; and slabs are within reach of each slot size
+for all that it was promised (`slab_floors`). So evicting what is not pinned makes room for whatever
+was promised. A slot counts with its part of what its slab loses at the end.
 
 The bytes that holds and leases pin count, too, at the time a promise is made: see `pin_budget`.
 """
 
+from collections.abc import Mapping
+
+import numpy as np
+
 from hotkv.errors import HotKVError, Reason
 from hotkv_server.core.pin_budget import PinBudget, most_pinned
-from hotkv_server.core.slabs import aligned
+from hotkv_server.core.slabs import SlabPool, aligned
 from hotkv_server.core.tenants import TenantBook
 from hotkv_server.core.values import Int64s
 
@@ -22,18 +27,29 @@ def slot_cost(slot_bytes: int, slab_bytes: int) -> int:
     return -(-spans * slab_bytes // max(1, slab_bytes // size))
 
 
+def slots_of(sizes: Int64s) -> dict[int, int]:
+    """How many of the slots [n] have each size."""
+    if not len(sizes):
+        return {}
+    if (sizes == sizes[0]).all():
+        return {int(sizes[0]): len(sizes)}
+    found, counts = np.unique(sizes, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+
+
 class ResidencyBound:
     """Bytes promised and pinned, by tenant. `share`: see the module."""
 
     def __init__(
-        self, tenants: TenantBook, budget: PinBudget, share: float, slab_bytes: int
+        self, tenants: TenantBook, budget: PinBudget, share: float, pool: SlabPool
     ) -> None:
         self.promised_bytes = 0
         self.pinned_bytes = 0
         self._tenants = tenants
         self._budget = budget
         self._share = share
-        self._slab_bytes = slab_bytes
+        self._slab_bytes = pool.slab_bytes
+        self._floors = pool.floors
         self._taken: dict[int, int] = {}
         self._costs: dict[int, int] = {}
 
@@ -56,20 +72,27 @@ class ResidencyBound:
             self._costs[slot_bytes] = slot_cost(slot_bytes, self._slab_bytes)
         return self._costs[slot_bytes]
 
-    def costs(self, sizes: Int64s) -> int:
-        """What slots of these sizes [n] take together."""
-        if not len(sizes):
-            return 0
-        first = int(sizes[0])
-        if (sizes == first).all():
-            return len(sizes) * self.cost(first)
-        return sum(self.cost(size) for size in sizes.tolist())
+    def costs(self, slots: Mapping[int, int]) -> int:
+        """What so many slots by size take together."""
+        return sum(count * self.cost(size) for size, count in slots.items())
 
-    def change(self, tenant: int, *, promised_bytes: int = 0, pinned_bytes: int = 0) -> None:
-        """Counts so many bytes more for a tenant; less, if negative."""
-        self.promised_bytes += promised_bytes
-        self.pinned_bytes += pinned_bytes
-        more = promised_bytes + pinned_bytes
+    def promise(self, tenant: int, slots: Mapping[int, int], sign: int = 1) -> None:
+        """Counts slots by size as promised to a tenant; not any more, if `sign` is -1."""
+        more = sign * self.costs(slots)
+        self.promised_bytes += more
+        self._change(tenant, more, slots, sign)
+
+    def pin(self, tenant: int, sizes: Int64s, sign: int = 1) -> None:
+        """Counts slots of these sizes [n] as pinned for a tenant; not any more, if `sign` is
+        -1."""
+        slots = slots_of(sizes)
+        more = sign * self.costs(slots)
+        self.pinned_bytes += more
+        self._change(tenant, more, slots, sign)
+
+    def _change(self, tenant: int, more: int, slots: Mapping[int, int], sign: int) -> None:
+        for size, count in slots.items():
+            self._floors.add(size, sign * count)
         self._budget.resident_bytes += more
         self._taken[tenant] = self._taken.get(tenant, 0) + more
         if not self._taken[tenant]:
@@ -109,9 +132,16 @@ class ResidencyBound:
                 f"{needed} bytes at least, or lower the longest request",
             )
 
-    def check_room(self, tenant: int, asked_bytes: int) -> None:
-        """Raises NO_ROOM_FOR_RESIDENCY unless so much may be promised now."""
-        room = self.room_bytes(tenant)
+    def check_room(self, tenant: int, slots: Mapping[int, int]) -> None:
+        """Raises NO_ROOM_FOR_RESIDENCY unless so many slots by size may be promised now."""
+        room, asked_bytes = self.room_bytes(tenant), self.costs(slots)
+        if asked_bytes <= room and not self._floors.would_fit(slots):
+            raise HotKVError(
+                Reason.NO_ROOM_FOR_RESIDENCY,
+                f"groups.block_count: this takes {asked_bytes} bytes of the arena, and {room} "
+                "could be reserved now, but what others pin lies in too many slabs of other slot "
+                "sizes; wait until some have ended",
+            )
         if asked_bytes > room:
             raise HotKVError(Reason.NO_ROOM_FOR_RESIDENCY, self._why(tenant, asked_bytes, room))
 
@@ -129,8 +159,12 @@ class ResidencyBound:
             f"pin {budget.held_bytes + budget.unadmitted_bytes}; wait until some have ended"
         )
 
-    def check(self, promised: dict[int, int], pinned: dict[int, int]) -> None:
-        """Raises AssertionError if bytes by tenant are others, or beyond the bound."""
+    def check(
+        self, promised: Mapping[int, int], pinned: Mapping[int, int], slots: Mapping[int, int]
+    ) -> None:
+        """Raises AssertionError if bytes by tenant, or all slots by size, are others, or beyond the
+        bound."""
+        self._floors.check(slots)
         taken = {
             tenant: promised.get(tenant, 0) + pinned.get(tenant, 0)
             for tenant in {*promised, *pinned}

@@ -12,7 +12,7 @@ from hotkv import table
 from hotkv_server.core.grace import Grace
 from hotkv_server.core.reader_words import Marks
 from hotkv_server.core.residency import Residency
-from hotkv_server.core.residency_bound import ResidencyBound
+from hotkv_server.core.residency_bound import ResidencyBound, slots_of
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import Entries, Int64s
 
@@ -56,7 +56,7 @@ class ResidencyPins:
         room = group.most - len(group.positions)
         positions, entries = positions[~known][:room], entries[~known][:room]
         group.add(positions, entries)
-        self._pin(residency, entries, -len(entries) * group.block_cost)
+        self._pin(residency, entries, group.block_bytes)
 
     def pin_linked(self, residency: Residency, group_index: int, positions: Int64s) -> None:
         """Pins the representations of those blocks that the residency has at these positions, each
@@ -73,10 +73,10 @@ class ResidencyPins:
         wanted = (linked != 0) & np.isin(kinds, list(group.kinds))
         rows, linked = rows[wanted], linked[wanted]
         group.link(rows, linked)
-        self._pin(residency, linked, -len(linked) * group.kind_cost)
+        self._pin(residency, linked, group.kind_bytes)
 
-    def _pin(self, residency: Residency, entries: Entries, promised_bytes: int) -> None:
-        """Pins entries, and changes what is promised by so much."""
+    def _pin(self, residency: Residency, entries: Entries, slot_bytes: int) -> None:
+        """Pins entries in slots of this size; as many are promised no longer."""
         fresh = entries[self.counts[entries] == 0]
         # Before anybody is told where they lie: a server that is killed leaves them marked.
         self._marks[entries] = 1
@@ -84,11 +84,8 @@ class ResidencyPins:
         if np.any(self.counts[fresh] > 1):
             fresh = np.unique(fresh)
         self._space.index.pin(entries, 1)
-        self._bound.change(
-            residency.tenant,
-            promised_bytes=promised_bytes,
-            pinned_bytes=self._bound.costs(self._space.index.slot_bytes(fresh)),
-        )
+        self._bound.promise(residency.tenant, {slot_bytes: len(entries)}, -1)
+        self._bound.pin(residency.tenant, np.full(len(fresh), slot_bytes))
 
     def unpin(self, tenant: int, entries: Entries) -> None:
         """Takes one pin each from entries of a tenant's residency, and frees what was flushed
@@ -96,17 +93,18 @@ class ResidencyPins:
         index, distinct = self._space.index, np.unique(entries)
         np.subtract.at(self.counts, entries, np.uint32(1))
         last = distinct[self.counts[distinct] == 0]
-        self._bound.change(tenant, pinned_bytes=-self._bound.costs(index.slot_bytes(last)))
+        self._bound.pin(tenant, index.slot_bytes(last), -1)
         self._marks[last[~self._grace.among(last)]] = 0
         index.pin(entries, -1)
         self._space.removal.reap(distinct)
 
-    def hold(self, entries: Entries) -> None:
+    def hold(self, entries: Entries) -> Entries:
         """Pins entries, each once, that are compared with their check values before a residency may
-        pin them."""
+        pin them; returns them."""
         if len(entries):
             self._space.index.pin(entries, 1)
             self._held.append(entries)
+        return entries
 
     def let_go(self, entries: Entries) -> None:
         """The entries of one `hold` have been compared, or will not be."""
@@ -121,9 +119,9 @@ class ResidencyPins:
             np.add.at(pins, entries, 1)
         return pins
 
-    def check(self, counts: Int64s) -> dict[int, int]:
-        """Raises AssertionError unless pins are `counts` by entry number, and marks and bytes as
-        they must be. Returns bytes of arena by tenant."""
+    def check(self, counts: Int64s) -> tuple[dict[int, int], dict[int, int]]:
+        """Raises AssertionError unless pins are `counts` by entry number, and marks as they must
+        be. Returns bytes of arena by tenant, and slots by size."""
         index = self._space.index
         assert np.array_equal(counts, self.counts), "pins of residencies miscounted"
         pinned = np.flatnonzero(counts).astype(np.uint32)
@@ -133,7 +131,9 @@ class ResidencyPins:
             "marks and pins of readers disagree"
         )
         owners = self._space.tenants.of(index.key_spaces(pinned))
-        return {
-            int(tenant): self._bound.costs(index.slot_bytes(pinned[owners == tenant]))
+        sizes = index.slot_bytes(pinned)
+        by_tenant = {
+            int(tenant): self._bound.costs(slots_of(sizes[owners == tenant]))
             for tenant in np.unique(owners)
         }
+        return by_tenant, slots_of(sizes)

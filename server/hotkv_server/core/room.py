@@ -8,7 +8,7 @@ room. Long work goes in parts, and others may take free slots between two: what 
 counted anew.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -43,12 +43,17 @@ class Room:
     def __repr__(self) -> str:
         return f"Room({self._pool!r}, {self.coming_bytes} B coming)"
 
-    def make(self, size: int, count: int, taker: int, *, is_block: bool) -> Parts[None]:
-        """Makes room for `count` slots of a tenant, as far as something may be evicted for it."""
+    def make(
+        self, size: int, count: int, taker: int, *, is_block: bool, has_promise: bool = False
+    ) -> Parts[None]:
+        """Makes room for `count` slots of a tenant, as far as something may be evicted for it.
+
+        `is_block`: other representations may go for it; so they may if it `has_promise`.
+        """
         for wanted in self._tenants.portions(taker, size, count):
             if self._pool.available_slots(size) < wanted:
                 yield from self._make_slots(size, wanted, taker)
-        if is_block:
+        if is_block or has_promise:
             yield from self._drop_representations(
                 size, lambda: count - self._pool.available_slots(size), taker
             )
@@ -59,6 +64,27 @@ class Room:
         yield from self._evict_coldest(0, missing_numbers, taker)
         if is_block:
             yield from self._drop_representations(0, missing_numbers, taker)
+
+    def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
+        """Frees slabs until so many slots more by size could be promised to a tenant, as far as
+        something may be evicted for it. What was promised meanwhile is not given to others."""
+        floors = self._pool.floors
+        for size, count in more.items():
+            floors.add(size, count)
+        try:
+            for size in more:
+                missing = floors.missing(size)
+                if missing and floors.shortfall:
+                    slots = max(1, self._pool.slab_bytes // size) * missing
+                    wanted = self._pool.free_slots(size) + -(-slots // self._spans(size))
+                    payers = self._payers(taker, missing * self._pool.slab_bytes)
+                    yield from self._rebalancer.take_until(size, wanted, taker, payers)
+        finally:
+            for size, count in more.items():
+                floors.add(size, -count)
+
+    def _spans(self, size: int) -> int:
+        return -(-size // self._pool.slab_bytes)
 
     def coming_slots(self, size: int, count: int) -> int:
         """How many of `count` slots the arena's growth makes room for within moments."""

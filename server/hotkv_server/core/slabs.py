@@ -3,7 +3,8 @@
 Owns which byte of the arena belongs to which slot. Always true: a slot is free or used, never both;
 a slab whose last slot is freed goes back at once and may be lent to any other size; a slot larger
 than a slab spans contiguous slabs; only slabs that have memory are lent (`back`). It never moves or
-evicts anything: an allocation that does not fit is granted short.
+evicts anything: an allocation that does not fit is granted short. `floors` says which slabs are
+kept for a size.
 """
 
 import numpy as np
@@ -13,9 +14,10 @@ from hotkv.table import SLOT_ALIGN
 from hotkv_server.core import reference
 from hotkv_server.core.free_slots import FreeSlots
 from hotkv_server.core.pool_figures import PoolFigures, SlabClassStats, figures_of
+from hotkv_server.core.slab_floors import SlabFloors
 from hotkv_server.core.values import BoolMask, Int64s
 
-_FREE, ABSENT = -1, -2
+FREE, ABSENT = -1, -2
 """In place of a slot size in the table of owners: the slab is lent to no size; it has no memory
 yet."""
 
@@ -89,11 +91,12 @@ class SlabPool:
         self.num_slabs = arena_bytes // slab_bytes
         self.num_backed = self.num_free_slabs = self.num_slabs if is_backed else 0
         self._classes: dict[int, _SlabClass] = {}
-        # Per slab: the slot size it is lent to, _FREE or ABSENT, and its used slots. A spanning
+        # Per slab: the slot size it is lent to, FREE or ABSENT, and its used slots. A spanning
         # slot counts in its first slab.
-        self._owner = np.full(self.num_slabs, _FREE if is_backed else ABSENT, np.int64)
+        self._owner = np.full(self.num_slabs, FREE if is_backed else ABSENT, np.int64)
         self._used = np.zeros(self.num_slabs, np.int64)
         self._kernels = native.load("hotkv_server.core.kernels") or reference
+        self.floors = SlabFloors(slab_bytes, self.lent_slabs, lambda: self.num_free_slabs)
 
     def __repr__(self) -> str:
         lent = ", ".join(f"{s.slot_bytes}B: {s.num_used}/{s.num_slots}" for s in self.stats())
@@ -117,7 +120,7 @@ class SlabPool:
         from now on."""
         reached = self._owner[: num_bytes // self.slab_bytes]
         fresh = np.flatnonzero(reached == ABSENT)
-        reached[fresh] = _FREE
+        reached[fresh] = FREE
         self.num_backed += len(fresh)
         self.num_free_slabs += len(fresh)
 
@@ -133,7 +136,7 @@ class SlabPool:
 
     def _free_runs(self) -> Int64s:
         """Lengths of the runs of free slabs, and some zeros."""
-        lent = np.flatnonzero(np.concatenate(([True], self._owner != _FREE, [True])))
+        lent = np.flatnonzero(np.concatenate(([True], self._owner != FREE, [True])))
         return np.diff(lent) - 1
 
     def capacity_slots(self, slot_bytes: int) -> int:
@@ -157,9 +160,19 @@ class SlabPool:
     def available_slots(self, slot_bytes: int) -> int:
         """Slots of this size that `allocate` would grant now."""
         c = self._class(slot_bytes)
+        usable = max(0, self.num_free_slabs - self.floors.kept_for_others(c.slot_bytes))
         if c.slabs_per_slot == 1:
-            return len(c.free) + self.num_free_slabs * c.slots_per_slab
-        return len(c.free) + int((self._free_runs() // c.slabs_per_slot).sum())
+            return len(c.free) + usable * c.slots_per_slab
+        fitting = int((self._free_runs() // c.slabs_per_slot).sum())
+        return len(c.free) + min(fitting, usable // c.slabs_per_slot)
+
+    def lent_slabs(self, slot_bytes: int) -> int:
+        """Slabs that are lent to a slot size."""
+        return self._class(slot_bytes).num_slabs
+
+    def free_slots(self, slot_bytes: int) -> int:
+        """Free slots in slabs that are lent to this size."""
+        return len(self._class(slot_bytes).free)
 
     def allocate(self, slot_bytes: int, num_slots: int) -> Int64s:
         """Takes up to `num_slots` slots; fewer if free slots and free slabs run out."""
@@ -218,7 +231,7 @@ class SlabPool:
 
         c.free.keep(stays)
         spans = c.spans(emptied)
-        self._owner[spans] = _FREE
+        self._owner[spans] = FREE
         c.num_slabs -= len(spans)
         self.num_free_slabs += len(spans)
 
@@ -246,7 +259,7 @@ class SlabPool:
             or len(np.unique(offsets)) != len(offsets)
         ):
             raise ValueError("slots are misaligned or claimed twice")
-        num_free = int((self._owner[spans] == _FREE).sum())
+        num_free = int((self._owner[spans] == FREE).sum())
         self._owner[spans] = c.slot_bytes
         c.num_slabs += len(spans)
         self.num_free_slabs -= num_free
@@ -262,11 +275,14 @@ class SlabPool:
         return self._classes[size]
 
     def _lend(self, c: _SlabClass, want_slots: int) -> bool:
-        """Lends enough free slabs for `want_slots`, or as many as there are; False if there is
-        none."""
-        free = np.flatnonzero(self._owner == _FREE)
+        """Lends enough free slabs for `want_slots`, or as many as there are but for the floors of
+        others; False if there is none."""
+        free = np.flatnonzero(self._owner == FREE)
+        usable = max(0, len(free) - self.floors.kept_for_others(c.slot_bytes))
+        if usable < c.slabs_per_slot:
+            return False
         if c.slabs_per_slot == 1:
-            first = free[: -(-want_slots // c.slots_per_slab)]
+            first = free[: min(usable, -(-want_slots // c.slots_per_slab))]
         else:
             # Starts of runs of contiguous free slabs long enough for one slot.
             ends = free[c.slabs_per_slot - 1 :]
@@ -284,7 +300,7 @@ class SlabPool:
 
     def check_invariants(self) -> None:
         """Raises AssertionError if counts, owners and free lists disagree."""
-        assert self.num_free_slabs == int((self._owner == _FREE).sum()), "free slabs miscounted"
+        assert self.num_free_slabs == int((self._owner == FREE).sum()), "free slabs miscounted"
         assert self.num_backed == int((self._owner != ABSENT).sum()), "slabs with memory miscounted"
         for c in self._classes.values():
             mine = np.flatnonzero(self._owner == c.slot_bytes)

@@ -93,7 +93,9 @@ class Space:
         hashes = hashes[: self.room.within_bound(taker, size, len(hashes))]
         if self.room.at_insert:
             is_block = group_index < MAX_GROUPS
-            for _ in self.room.make(size, len(hashes), taker, is_block=is_block):
+            for _ in self.room.make(
+                size, len(hashes), taker, is_block=is_block, has_promise=has_promise
+            ):
                 pass
         offsets = self.pool.allocate(size, min(len(hashes), self.books.free_numbers()))
         n = len(offsets)
@@ -119,7 +121,8 @@ class Space:
         if not has_promise:
             count -= self.room.coming_slots(size, count)
         count = self.room.within_bound(taker, size, count)
-        return self.room.make(size, count, taker, is_block=group_index < MAX_GROUPS)
+        is_block = group_index < MAX_GROUPS
+        return self.room.make(size, count, taker, is_block=is_block, has_promise=has_promise)
 
     def publish(
         self,

@@ -25,7 +25,7 @@ def _check_reads(session: LiveSession) -> None:
         )
 
 
-def open_residency(
+async def open_residency(
     node: Node, session: LiveSession, request: residency_pb2.OpenResidencyRequest
 ) -> residency_pb2.OpenResidencyResponse:
     """Reserves room for a request."""
@@ -34,7 +34,7 @@ def open_residency(
     num_blocks = {session.group_index(g.group_index): g.block_count for g in request.groups}
     if len(num_blocks) < len(request.groups):
         raise HotKVError(Reason.INVALID_FIELD, "groups lists a group twice; list each once")
-    opened = node.residencies.open(session, residency_id(request.residency_id), num_blocks)
+    opened = await node.residencies.open(session, residency_id(request.residency_id), num_blocks)
     return residency_pb2.OpenResidencyResponse(
         residency_id=opened.residency_id,
         word_index=opened.word_index,

@@ -107,7 +107,7 @@ class SessionCalls:
                 return None
             case "open_residency":
                 return session_pb2.ConnectResponse(
-                    open_residency=residency_calls.open_residency(
+                    open_residency=await residency_calls.open_residency(
                         node, session, request.open_residency
                     )
                 )

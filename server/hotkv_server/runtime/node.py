@@ -156,7 +156,7 @@ class Node:
         """Makes room for what this call is about to reserve or store, in this turn of the loop; a
         lease that exists has its room. Others are served meanwhile. `residency_id`: whose promise
         the call uses."""
-        residency = self.core.residencies.get(session.record, residency_id)
+        residency = self.core.residencies.book.named(session.record, residency_id)
         is_first = self.core.leases.get(session.record.engine_id, lease_id) is None
         if is_first and not self.core.config.makes_room and not self.core.draining:
             async for _ in slices(

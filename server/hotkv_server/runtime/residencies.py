@@ -23,7 +23,7 @@ Extended = tuple[Int64s, Int64s]
 
 
 class Residencies:
-    """See the module. `tell` is called when blocks have been condemned."""
+    """See the module. `tell` is called when blocks have been evicted or condemned."""
 
     def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:
         self._core = core
@@ -39,10 +39,17 @@ class Residencies:
         if grace.is_on:
             grace.until_s = time.monotonic() + self._core.config.residency_grace_s
 
-    def open(
+    async def open(
         self, session: LiveSession, residency_id: str, num_blocks: Mapping[int, int]
     ) -> OpenedResidency:
-        """As the core's."""
+        """As the core's, after making room, in this turn of the loop. Others are served
+        meanwhile."""
+        if not self._core.draining:
+            making = self._core.residencies.make_room(
+                session.record.number, residency_id, num_blocks
+            )
+            async for _ in slices(making):
+                self._tell()
         return self._core.residencies.open(
             session.record.number, residency_id, num_blocks, time.monotonic()
         )
@@ -88,7 +95,7 @@ class Residencies:
 
     async def close(self, session: LiveSession, residency_id: str) -> bool:
         """Gives a residency back. Returns False if there is none."""
-        residency = self._core.residencies.get(session.record, residency_id)
+        residency = self._core.residencies.book.named(session.record, residency_id)
         if residency is None:
             return False
         async for _ in slices(incremental.close_residency(self._core, residency)):
