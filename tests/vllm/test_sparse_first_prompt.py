@@ -2,6 +2,7 @@
 and what their rows attend to before and after."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.model_executor.layers import rotary_embedding
 
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.axes import AxesEstimate
 from hotkv_sparse.centre import FIRST_TOKENS, Centres, LayerCentre
-from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.compat import Unsupported, rope
 from hotkv_vllm.sparse.batch import Batch
-from hotkv_vllm.sparse.first_prompt import ENOUGH_TOKENS, FirstPrompt, Turning
+from hotkv_vllm.sparse.first_prompt import ENOUGH_TOKENS, NO_TURNING, FirstPrompt, Turning
 from hotkv_vllm.sparse.pool import BlockReprManager
+from hotkv_vllm.sparse.setup import _turning
 from tests.vllm.processes import EngineProcess
 from tests.vllm.test_sparse import COVERING, HALF, Start, check_counters, prompts, start, totals
 from tests.vllm.test_sparse_description import described, layer_of
@@ -225,3 +228,46 @@ def test_an_engine_calibrates_itself_and_is_exact_where_budgets_cover(
 def _is_right(engine: EngineProcess) -> None:
     pool = engine.ask("pool")
     assert all(pool["built"]) and pool["wrong"] == 0
+
+
+# -------------------------------------------------------------------------------------------- RoPE
+
+
+def rotary(head_size: int, theta: float, **more: Any) -> SimpleNamespace:
+    """As vLLM's module: cosines, then sines, a row a position."""
+    angles = np.arange(4)[:, None] * theta ** -np.arange(0, 1, 2 / head_size)
+    table = torch.from_numpy(np.concatenate([np.cos(angles), np.sin(angles)], axis=1))
+    given = {"head_size": head_size, "is_neox_style": True, "cos_sin_cache": table} | more
+    return SimpleNamespace(**given)
+
+
+def known(monkeypatch: pytest.MonkeyPatch, *modules: SimpleNamespace) -> Any:
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", dict(enumerate(modules)))
+    return rope.frequencies(64)
+
+
+def test_frequencies_are_those_of_the_models_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = 10000.0 ** -np.arange(0, 1, 1 / 32)
+    one, slow, other = rotary(64, 1e4), rotary(64, 5e5), rotary(128, 1e4)
+    np.testing.assert_allclose(known(monkeypatch, other, one), expected, rtol=1e-9)
+    np.testing.assert_array_equal(known(monkeypatch, one, rotary(64, 1e4)), known(monkeypatch, one))
+    # Some scalings multiply cosine and sine.
+    scaled = rotary(64, 1e4, cos_sin_cache=one.cos_sin_cache * 1.3)
+    np.testing.assert_allclose(known(monkeypatch, scaled), expected, rtol=1e-9)
+    # A few of the channels.
+    part = rotary(64, 1e4, cos_sin_cache=rotary(32, 1e4).cos_sin_cache)
+    assert len(known(monkeypatch, part)) == 16
+    for modules in ((), (other,), (one, slow), (rotary(64, 1e4, is_neox_style=False),)):
+        assert known(monkeypatch, *modules) is None
+    assert known(monkeypatch, rotary(64, 1e4, cos_sin_cache=None)) is None
+
+
+def test_models_whose_turning_is_not_known_need_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=77))
+    assert _turning([layer_of(1, ("rot2u",))], config) is NO_TURNING
+    with pytest.raises(Unsupported, match=r"name the file in hotkv\.sparse_centre, or use rot2u"):
+        _turning([layer_of(1, ("mix2",))], config)
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {0: rotary(POOL_SIZE, 1e4)})
+    found = _turning([layer_of(1, ("mix2",)), layer_of(2, ("rot2u",))], config)
+    assert len(found.frequencies) == POOL_SIZE // 2 and found.context_tokens == 77
