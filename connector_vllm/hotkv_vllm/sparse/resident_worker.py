@@ -382,19 +382,21 @@ class ResidentWorker(SparseWorker):
         whose pages are copied in if they aren't there."""
         table, sequence = one.blocks[positions], one.sequence
         # Positions rise, so those that are not on the device are a run of them.
-        edges = positions.searchsorted((self._num_sinks, sequence.num_freed)).tolist()
-        if edges[0] >= edges[1]:
+        run = slice(
+            int(positions.searchsorted(self._num_sinks)),
+            int(positions.searchsorted(sequence.num_freed)),
+        )
+        if run.start >= run.stop:
             return table
-        run = slice(*edges)
         away = positions[run]
         slots = self._sequences[sequence.request_id].layers[layer.name].slots_of(away)
         # Negative numbers are large ones where the sign is a digit.
-        if slots.view(np.uint32).max() >= len(sequence.hot_blocks):
+        if np.maximum.reduce(slots.view(np.uint32)) >= len(sequence.hot_blocks):
             raise LostError(
                 f"a hot set uses slot {slots.max()} of the {len(sequence.hot_blocks)} it has"
             )
         content = sequence.hot_content(layer.index)
-        at = np.flatnonzero(content[slots] != away)
+        at = (content[slots] != away).nonzero()[0]
         blocks = sequence.hot_blocks[slots]
         if len(at):
             missing = away[at]
@@ -445,13 +447,13 @@ class ResidentWorker(SparseWorker):
         rewrite.pages = pages
 
     def _away_addresses(self, sequence: ResidentSequence, positions: npt.NDArray[Any]) -> I64:
-        """Addresses of blocks that only the server has. Raises LostError."""
+        """Addresses of blocks that only the server has; their positions rise. Raises LostError."""
         if sequence.is_lost:
             raise LostError("it was lost before")
-        if len(positions) and positions.max() >= len(sequence.addresses):
+        if len(positions) and positions[-1] >= len(sequence.addresses):
             raise LostError("it is not known where the server keeps its blocks")
         addresses = sequence.addresses[positions]
-        if len(addresses) and addresses.min() < 0:
+        if len(addresses) and np.minimum.reduce(addresses) < 0:
             raise LostError("it is not known where the server keeps some of its blocks")
         sequence.has_read = True
         return addresses
