@@ -55,7 +55,7 @@ RESIDENT_KL = {"prose": 0.010, "gpl3": 0.020}
 PASS_VARIANTS = 28
 """Variants that decode together: they share the reading of weights, and their tails share the
 memory of the prompt."""
-HELD_SCORERS = ("rot2u", "rot2u+mu", "mix2+mu", "mix2+mu2k")
+HELD_SCORERS = ("rot2u", "rot2u+mu", "mix2+mu", "mix2+first")
 
 
 @dataclass(frozen=True, slots=True)

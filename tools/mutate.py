@@ -131,11 +131,11 @@ TESTS: dict[str, str] = {
         f"{LIFE} tests/server/test_arena.py tests/server/test_security.py"
     ),
     "client/hotkv_client/recorder.py": (
-        "tests/server/test_trace_lines.py tests/server/test_record.py"
+        "tests/wire/test_trace_lines.py tests/server/test_record.py"
     ),
     "client/hotkv_client/arena.py": "tests/server/test_arena.py",
     "client/hotkv_client/channels.py": (
-        "tests/server/test_channels.py tests/server/test_tcp.py tests/server/test_security.py"
+        "tests/wire/test_channels.py tests/server/test_tcp.py tests/server/test_security.py"
     ),
     "client/hotkv_client/_sparse_wire.py": (
         "tests/server/test_sparse_service.py tests/server/test_sparse_refusals.py"

@@ -13,6 +13,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import safe_open
 from torch.nn import functional
@@ -84,6 +86,12 @@ class Llama:
             torch.arange(0, self.shape.head_size, 2).double() / self.shape.head_size
         )
 
+    @property
+    def frequencies(self) -> npt.NDArray[np.float64]:
+        """RoPE's, in radians a token: channel i is turned with channel i + D / 2."""
+        found: npt.NDArray[np.float64] = self._inverse_wavelength_D2.numpy()
+        return found
+
     def _weight(self, layer: int, name: str) -> torch.Tensor:
         return self._weights[f"model.layers.{layer}.{name}.weight"]
 
@@ -145,8 +153,8 @@ class Dense:
     `keys_LHSD`, `values_LHSD`: of all tokens, in the layers from `first_layer` on. `inputs_NE`:
     what enters layer `first_layer` for the last N tokens; `log_probs_NW`: what the model then says.
     `moments_L`: of queries and keys in the same layers, of all tokens; `short_moments_L`: of the
-    first `SHORT_TOKENS`. `sampled_queries_LQND`: queries of the
-    tokens `sampled_N`, ascending.
+    first `SHORT_TOKENS`; `moved_moments_L`: of those, moved all over the text.
+    `sampled_queries_LQND`: queries of the tokens `sampled_N`, ascending.
     """
 
     first_layer: int
@@ -156,18 +164,29 @@ class Dense:
     log_probs_NW: torch.Tensor
     moments_L: tuple[AxesEstimate, ...]
     short_moments_L: tuple[AxesEstimate, ...]
+    moved_moments_L: tuple[AxesEstimate, ...]
     sampled_N: tuple[int, ...]
     sampled_queries_LQND: tuple[torch.Tensor, ...]
 
 
-def _moments(keys_HSD: torch.Tensor, query_QSD: torch.Tensor, num_tokens: int) -> AxesEstimate:
-    """Of one layer's first `num_tokens` tokens but the very first ones."""
-    kv_heads, _, head_size = keys_HSD.shape
+def _moments(
+    keys_HSD: torch.Tensor,
+    query_QSD: torch.Tensor,
+    num_tokens: int,
+    frequencies: npt.NDArray[np.float64] | None = None,
+) -> AxesEstimate:
+    """Of one layer's first `num_tokens` tokens but the very first ones; moved all over the text if
+    RoPE's frequencies are given."""
+    kv_heads, context_tokens, head_size = keys_HSD.shape
     estimate = AxesEstimate(kv_heads, head_size)
     keys, queries = (
         part[:, FIRST_TOKENS:num_tokens].transpose(0, 1).numpy() for part in (keys_HSD, query_QSD)
     )
-    estimate.add(keys, queries)
+    if frequencies is None:
+        estimate.add(keys, queries)
+    else:
+        positions = np.arange(FIRST_TOKENS, FIRST_TOKENS + len(keys))
+        estimate.add_moved(keys, queries, positions, frequencies, context_tokens)
     return estimate
 
 
@@ -179,7 +198,7 @@ def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_la
         range(min(SAMPLE_EVERY_TOKENS, len(tokens_S)) - 1, len(tokens_S), SAMPLE_EVERY_TOKENS)
     )
     keys, values, queries, x = [], [], [], model.embed(tokens_S)
-    moments, short_moments = [], []
+    moments, short_moments, moved_moments = [], [], []
     inputs = x[-num_compared:]
     for layer in range(shape.num_layers):
         if layer == first_layer:
@@ -194,6 +213,7 @@ def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_la
             values.append(value[0])
             moments.append(_moments(key[0], query[0], len(tokens_S)))
             short_moments.append(_moments(key[0], query[0], SHORT_TOKENS))
+            moved_moments.append(_moments(key[0], query[0], SHORT_TOKENS, model.frequencies))
             queries.append(query[0, :, sampled].clone())
         x = model.after_attention(layer, x, attended[0].transpose(0, 1))
     return Dense(
@@ -204,6 +224,7 @@ def dense_pass(model: Llama, tokens_S: torch.Tensor, num_compared: int, first_la
         model.log_probs(x[-num_compared:]),
         tuple(moments),
         tuple(short_moments),
+        tuple(moved_moments),
         sampled,
         tuple(queries),
     )

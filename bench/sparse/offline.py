@@ -14,8 +14,10 @@ from hotkv_sparse.centre_file import read_centres
 
 
 class Offline:
-    """Calibrated, as an engine is, by the first text that it sees: all of it, since the engine
-    computes its prompt in one step; or by the file of the settings."""
+    """Calibrated, as an engine is, by the first text that it sees, or by the file of the settings.
+
+    The engine sees all of that text, since it computes a prompt in one step; here its beginning
+    counts."""
 
     def __init__(self, model: Llama) -> None:
         self._model = model
@@ -25,7 +27,7 @@ class Offline:
         """The dense pass over a text."""
         dense = dense_pass(self._model, torch.tensor(tokens)[:-1], num_compared, setup.dense_layers)
         if self._first is None:
-            self._first = Own.of(dense).whole_L
+            self._first = Own.of(dense).moved_L
         return dense
 
     def decoded(

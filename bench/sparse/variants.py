@@ -95,17 +95,17 @@ SERVED = (0.10, 32, True)
 
 TIGHT_SCORERS = (
     *(ORACLE, "rot3u", "rot2u", "rot2u+mu", "rot2u+mu2k", "rot2u+own", "rot1u", "rot1u+mu"),
-    *("mix2+mu", "mix2+mu2k", "mix2+own", "cuboid", "mean", "quest", ENDS),
+    *("mix2+mu", "mix2+first", "cuboid", "mean", "quest", ENDS),
 )
 SERVED_SCORERS = (
-    *(ORACLE, "rot2u", "rot2u+mu", "rot1u+mu", "mix2+mu", "mix2+mu2k", "mix2+own"),
+    *(ORACLE, "rot2u", "rot2u+mu", "rot1u+mu", "mix2+mu", "mix2+first"),
     *("cuboid", "mean", "quest"),
 )
 FROM_FILE = ("rot2u+file", "mix2+file")
 RESIDENT = (32, True, LRU, 4)
 """Block size, sharing and freshness of residency, which has no dense layers."""
 RESIDENT_BUDGETS = (0.10, 1024, 512, 256)
-RESIDENT_SCORERS = ("rot2u", "mix2+mu2k")
+RESIDENT_SCORERS = ("rot2u", "mix2+first")
 FIRST_FACTORS = (1.0, 2.0, 4.0, DENSE)
 
 
@@ -120,7 +120,7 @@ def default_variants(*, with_file: bool = False) -> list[Variant]:
         *served,
         Variant("rot2u", *SERVED, LRU, 4),
         Variant("rot2u+mu", *SERVED, LRU, 4),
-        Variant("mix2+mu2k", *SERVED, LRU, 4),
+        Variant("mix2+first", *SERVED, LRU, 4),
     ]
 
 
@@ -139,7 +139,10 @@ def resident_variants(*, with_file: bool = False) -> list[Variant]:
         for scorer in RESIDENT_SCORERS
         for factor in FIRST_FACTORS
     ]
-    rows += [Variant(scorer, 0.10, *RESIDENT) for scorer in (ORACLE, "mix2+own")]
+    rows += [
+        Variant(scorer, 0.10, *RESIDENT)
+        for scorer in (ORACLE, "mix2+mu", "mix2+mu2k", "rot2u+first")
+    ]
     return list(dict.fromkeys(rows))
 
 

@@ -22,6 +22,7 @@ CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
     "flush": ("FlushKeySpace", admin_pb2.FlushKeySpaceRequest),
     "drain": ("Drain", admin_pb2.DrainRequest),
     "explain": ("Explain", admin_pb2.ExplainRequest),
+    "residencies": ("ListResidencies", admin_pb2.ListResidenciesRequest),
     "sparse": ("ListSparseLayers", admin_pb2.ListSparseLayersRequest),
 }
 

@@ -124,6 +124,11 @@ class AdminClient:
             ]
         )
 
+    def residencies(self, page_size: int = 0) -> dict[str, Any]:
+        """Residencies, those with the most room first, the engines that wait for room, and
+        totals."""
+        return self._call("residencies", page_size=page_size)
+
     def sparse_layers(self) -> list[dict[str, Any]]:
         """Counters of sparse decode per engine and layer, and the figures that `sparse_figures`
         derives from them."""

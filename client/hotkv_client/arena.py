@@ -1,11 +1,13 @@
-"""The server's arena in this process: read-only memory that a session's link hands out.
+"""The server's arena in this process: memory that a session's link hands out, read-only unless the
+server trusts this process's user with all of it (`security.arena_writers`).
 
-Always true: nobody writes through it; it stays mapped as long as somebody holds it or a view of its
-`memory`, even after session and server have ended. A block may be read only under a lease or in a
-residency: slots are used again. If a mapping outlives its server for good, it keeps that server's
-memory.
+Always true: nobody writes through it, also where it could be written; it stays mapped as long as
+somebody holds it or a view of its `memory`, even after session and server have ended. A block may
+be read only under a lease or in a residency: slots are used again. If a mapping outlives its server
+for good, it keeps that server's memory.
 """
 
+import fcntl
 import os
 
 import numpy as np
@@ -17,8 +19,9 @@ from hotkv_client.types import ResidencyOpened
 
 
 class Arena:
-    """`memory` uint8 [bytes], read-only. `words` uint64 [n], read-only: see `hotkv.words`; none from
-    a server without residencies. `file_id`: (device, inode) of its file.
+    """`memory` uint8 [bytes], a read-only array; `is_writable`: its pages are writable, for CUDA.
+    `words` uint64 [n], read-only: see `hotkv.words`; none from a server without residencies.
+    `file_id`: (device, inode) of its file.
 
     A server that takes over the arena of an earlier one has the same `file_id`: memory that was
     registered with a device can stay registered.
@@ -32,7 +35,8 @@ class Arena:
         status = os.fstat(fd)
         self.file_id = (status.st_dev, status.st_ino)
         end = words_offset_bytes + 8 * num_words
-        mapped = map_file(fd, max(num_bytes, end))
+        self.is_writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+        mapped = map_file(fd, max(num_bytes, end), self.is_writable)
         self.memory: NDArray[np.uint8] = mapped[:num_bytes]
         self.words: NDArray[np.uint64] = mapped[words_offset_bytes:end].view("<u8")
 
@@ -43,15 +47,19 @@ class Arena:
         The copy must be complete before the words are read. On x86-64 that is so in program order;
         elsewhere the caller needs an acquire fence between the two.
         """
-        words = self.words
-        return bool(
-            len(words)
-            and words[GENERATION] <= opened.generation
-            and words[opened.word_index] == opened.word_value
-        )
+        return holds(self.words, opened)
 
     def __repr__(self) -> str:
         return (
             f"Arena({self.memory.size >> 20} MiB at {self.memory.ctypes.data:#x}, file "
             f"{self.file_id})"
         )
+
+
+def holds(words: NDArray[np.uint64], opened: ResidencyOpened) -> bool:
+    """As `Arena.holds`, of any words; False without words."""
+    return bool(
+        len(words)
+        and words[GENERATION] <= opened.generation
+        and words[opened.word_index] == opened.word_value
+    )

@@ -13,7 +13,7 @@ from typing import Any
 
 from hotkv.counters import SPARSE_COUNTERS, sparse_figures
 from hotkv.errors import HotKVError
-from hotkv_client import recorder, tables
+from hotkv_client import recorder, residency_tables, tables
 from hotkv_client.admin import DEFAULT_TARGET, AdminClient
 from hotkv_client.types import Credentials
 
@@ -56,6 +56,11 @@ def ping(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
 def sessions(client: AdminClient, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Live sessions."""
     return client.sessions()
+
+
+def residencies(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+    """Requests whose blocks stay in the arena as long as they run, and those that wait for room."""
+    return client.residencies()
 
 
 def blocks(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
@@ -149,6 +154,7 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
         lambda answer: "serving" if answer["serving"] else "not serving; `hotkv status` says why",
     ),
     "sessions": (sessions, tables.show_sessions),
+    "residencies": (residencies, residency_tables.show_residencies),
     "blocks": (blocks, tables.show_blocks),
     "evict": (evict, tables.show_evict),
     "flush": (flush, tables.show_flush),

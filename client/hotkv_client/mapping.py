@@ -1,4 +1,4 @@
-"""Read-only mappings of the server's files, table and arena.
+"""Mappings of the server's files, table and arena. Nobody writes through the arrays.
 
 Always true: the address is a multiple of 2 MiB. The files are of huge pages as far as the kernel
 gives them, and it maps those as such only at such addresses, which Python's own mmap does not
@@ -27,9 +27,10 @@ _libc.mmap.argtypes = (
 )
 
 
-def map_file(fd: int, num_bytes: int) -> NDArray[np.uint8]:
-    """The first bytes of a file, uint8 [num_bytes], read-only; mapped as long as somebody holds the
-    array or a view of it.
+def map_file(fd: int, num_bytes: int, is_writable: bool = False) -> NDArray[np.uint8]:
+    """The first bytes of a file, uint8 [num_bytes], a read-only array; mapped as long as somebody
+    holds the array or a view of it. `is_writable`: the pages are writable all the same, which CUDA
+    asks of memory that it registers.
 
     `fd` stays the caller's. Raises OSError if the system refuses, or the file is shorter.
     """
@@ -44,10 +45,10 @@ def map_file(fd: int, num_bytes: int) -> NDArray[np.uint8]:
     offset = -whole.ctypes.data % HUGE_PAGE_BYTES
     place = whole[offset : offset + num_bytes]
     address = place.ctypes.data
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
     if (
         num_bytes
-        and _libc.mmap(address, num_bytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
-        != address
+        and _libc.mmap(address, num_bytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address
     ):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))

@@ -60,6 +60,7 @@ def show_status(answer: dict[str, Any]) -> str:
         f"evicted {counters['evicted_blocks_total']:.0f}  no space "
         f"{counters['no_space_blocks_total']:.0f}",
         *([gpu_line(answer["devices"])] if answer["devices"]["devices"] else []),
+        *residency_line(counters),
         loop_line(counters, answer["loop_held_by"]),
         "",
         table(
@@ -94,6 +95,23 @@ def show_status(answer: dict[str, Any]) -> str:
         ),
     ]
     return "\n".join(parts)
+
+
+def residency_line(counters: dict[str, Any]) -> list[str]:
+    """One line on residencies; none if there are and were none."""
+    names = ("residencies", "residencies_waiting", "residency_grace_bytes")
+    if not any(counters.get(name) for name in names):
+        return []
+    pinned, promised, bound, grace = (
+        counters[f"residency_{name}_bytes"] for name in ("pinned", "promised", "bound", "grace")
+    )
+    waiting = counters["residencies_waiting"]
+    return [
+        f"residencies {counters['residencies']:.0f}  pinned {human_bytes(pinned)}  promised "
+        f"{human_bytes(promised)}  of at most {human_bytes(bound)}"
+        + (f"  engines that wait {waiting:.0f}" if waiting else "")
+        + (f"  kept after the restart {human_bytes(grace)}" if grace else "")
+    ]
 
 
 def loop_line(counters: dict[str, Any], held_by: str) -> str:

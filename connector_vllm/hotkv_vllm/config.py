@@ -18,6 +18,7 @@ from hotkv_sparse.centre_file import read_centres
 
 PREFIX = "hotkv."
 SPARSE = PREFIX + "sparse"
+ALLOW_CUDA = PREFIX + "allow_sparse_cuda_never_run"
 CENTRE = PREFIX + "sparse_centre"
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 TARGET_ENV = "HOTKV_TARGET"
@@ -71,6 +72,10 @@ class ConnectorConfig:
         representations only if their files are the same.
     residency_timeout_s: how long a request whose old blocks are in host memory waits for the server
         to take its blocks, before it ends with an error.
+    allow_sparse_cuda_never_run: use `sparse` with `residency` in CUDA engines, though nothing of it
+        has run on a GPU; without it such an engine does not start.
+    representation_tokens: on CUDA, tokens of all running contexts whose representations the
+        device's memory holds.
     sparse_recall_steps: after so many decode steps each time, one layer's selection is measured
         against exact attention; 0 for never.
     """
@@ -100,6 +105,8 @@ class ConnectorConfig:
     sparse: SparseConfig | None = None
     sparse_centre: str = ""
     sparse_recall_steps: int = 256
+    allow_sparse_cuda_never_run: bool = False
+    representation_tokens: int = 1 << 20
     residency_timeout_s: float = 30.0
 
     @staticmethod
@@ -217,6 +224,13 @@ def resident_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
     if not isinstance(value, Mapping) or value.get("residency", "off") == "off":
         return None
     return _read_sparse(SPARSE, value)
+
+
+def cuda_settings(extra: Mapping[str, Any]) -> SparseConfig | None:
+    """The settings of sparse decode if a CUDA engine asks for `residency` and allows what has never
+    run on a GPU; None for others. Raises ConfigError."""
+    config = resident_settings(extra)
+    return config if extra.get(ALLOW_CUDA) is True else None
 
 
 def is_sparse_configured(extra: Mapping[str, Any]) -> bool:

@@ -82,9 +82,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A lost store is a later miss, so a preempted request need not recompute what it
-        produced."""
-        return False
+        """Whether vLLM drops what steps in flight answer for requests that it preempts: if they may
+        have read bytes that the server no longer had. A lost store is a later miss."""
+        return self.config.sparse is not None and self.config.sparse.residency == "host"
 
     # --------------------------------------------------------------------------------- worker hooks
 
@@ -111,8 +111,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"))
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """None in a MultiConnector, which would give it to other connectors too; the scheduler side
-        asks for it in the first step."""
+        """None in a MultiConnector, which would give it to others; the scheduler asks for it."""
         return None if self._is_child else self._worker.handshake()
 
     @hook(lambda self, *_: self._worker.distrust())
@@ -157,10 +156,9 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         finished, failed = self._worker.take_results()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
-    @hook(lambda self: self._worker.sparse.lost_broke(), last=frozenset())
+    @hook(lambda self: self._worker.lost_broke(), last=frozenset())
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """First blocks of requests whose bytes in host memory were lost; failed loads go through
-        get_transfer_results."""
+        """Of requests whose bytes in host memory are gone, not of loads that failed."""
         return self._worker.take_lost()
 
     @hook(nothing)
@@ -255,8 +253,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.turn_off()
         self._worker.shutdown()
         self.clock.log()
-        if self.config.hook_timing_file:
-            self.clock.write(self.config.hook_timing_file)
+        self.clock.write(self.config.hook_timing_file)
 
     @classmethod
     @class_hook(lambda *_: True, last=True)

@@ -9,6 +9,7 @@ FALLBACKS: dict[str, str] = {
         "without hotkv."
     ),
     "_install_sparse": "Layers without a worker attend to everything.",
+    "opened": "The first request that needs the arena makes it readable for the device.",
     "unregister_kv_caches": (
         "The session is closed with all its transfers, so nothing reaches memory that is given up."
     ),

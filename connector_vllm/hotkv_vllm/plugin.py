@@ -1,26 +1,28 @@
 """Entry point `vllm.general_plugins`: vLLM calls `register` in every process, before it builds a
 model.
 
-Changes nothing for engines without `hotkv.sparse` (see `hotkv_vllm.sparse.backend`), but for one
-thing: vLLM knows the connector by its name, which its MultiConnector asks for (the connector's
-module registers the name too, as VLLM_PLUGINS may leave this plugin out). Never raises: an
-exception here would keep vLLM from starting.
+Changes nothing for engines without `hotkv.sparse` (see `hotkv_vllm.sparse.backend` and
+`cuda_backend`), but for one thing: vLLM knows the connector by its name, which its MultiConnector
+asks for (the connector's module registers the name too, as VLLM_PLUGINS may leave this plugin out).
+Never raises: an exception here would keep vLLM from starting.
 """
 
 import logging
 
 CONNECTOR = ("HotKVConnector", "hotkv_vllm.connector")
 BACKEND = "hotkv_vllm.sparse.backend.HotAttentionBackend"
+CUDA_BACKEND = "hotkv_vllm.sparse.cuda_backend.HotFlashBackend"
 
 
 def register() -> None:
-    """Puts hotkv's attention backend in place of vLLM's `CPU_ATTN`, and names the connector; leaves
-    what others have done alone."""
+    """Puts hotkv's attention backends in place of vLLM's `CPU_ATTN` and `FLASH_ATTN`, and names the
+    connector; leaves what others have done alone."""
     try:
         from hotkv_vllm.compat import checks, sparse_layers
 
         checks.name_connector(*CONNECTOR)
         sparse_layers.override_cpu_attention(BACKEND)
+        sparse_layers.override_cuda_attention(CUDA_BACKEND)
     except Exception:
         logging.getLogger("vllm.hotkv").exception(
             "hotkv: sparse attention is not available; vLLM goes on with its own"

@@ -8,7 +8,6 @@ without hotkv.
 from collections.abc import Callable
 from typing import Any
 
-from hotkv_vllm.hooks import nothing
 from hotkv_vllm.metadata import HotKVMetadata
 
 PARTS = frozenset({"requests", "steps"})
@@ -21,6 +20,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "take_results": lambda *_: (set(), set()),
     "take_failed_results": lambda *_: set(),
     "take_lost": lambda *_: set(),
+    "lost_broke": lambda *_: set(),
 }
 """By method of `scheduler.side.HotKVScheduler`, of its parts or of `worker.side.HotKVWorker`. All
 others answer None."""
@@ -32,4 +32,4 @@ class NoSide:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self if name in PARTS else ANSWERS.get(name, nothing)
+        return self if name in PARTS else ANSWERS.get(name, lambda *_: None)

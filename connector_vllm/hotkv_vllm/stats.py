@@ -223,9 +223,10 @@ class HookClock:
         }
 
     def write(self, path: str) -> None:
-        """Merges this side's figures into the JSON file, which the engine's other sides write too.
-
-        Raises OSError."""
+        """Merges this side's figures into the JSON file, which the engine's other sides write too;
+        nothing without a path. Raises OSError."""
+        if not path:
+            return
         target = Path(path)
         merged: dict[str, Any] = {}
         if target.exists():

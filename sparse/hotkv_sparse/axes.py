@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv.errors import HotKVError, Reason
-from hotkv_sparse import formats
+from hotkv_sparse import formats, rope
 from hotkv_sparse.formats import COARSE_CHANNELS, FINE_CHANNELS
 from hotkv_sparse.rotation import rotate
 
@@ -145,6 +145,23 @@ class AxesEstimate:
         self._queries_HDD += (grouped_HND.transpose(0, 2, 1) @ grouped_HND).astype(np.float64) / (
             queries_NQD.shape[1] // kv_heads
         )
+
+    def add_moved(
+        self,
+        keys_NHD: F32,
+        queries_NQD: F32,
+        positions_N: npt.NDArray[np.int64],
+        frequencies_F: F64,
+        context_tokens: int,
+    ) -> None:
+        """Takes tokens into account as if they lay all over a context of `context_tokens`: each at
+        `rope.PLACES` positions. For contexts longer than what there is to see (`rope`)."""
+        for turn in range(rope.PLACES):
+            shifts = (rope.places(positions_N, context_tokens, turn) - positions_N).astype(np.int64)
+            self.add(
+                rope.moved(keys_NHD, shifts, frequencies_F),
+                rope.moved(queries_NQD, shifts, frequencies_F),
+            )
 
     def axes(self, min_tokens: int = MIN_TOKENS) -> tuple[F32, Axes] | None:
         """The centre float32 [H, D] and the axes; None if fewer than `min_tokens` were seen."""

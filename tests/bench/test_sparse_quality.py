@@ -98,7 +98,7 @@ def test_budgets_that_cover_the_context_change_nothing(
             ("rot3u+own", 16, True),
             ("rot2u+file", 16, False),
             ("mix2+own", 16, False),
-            ("mix2+mu2k", 32, True),
+            ("mix2+first", 32, True),
         )
         for way in ways
     ]

@@ -6,7 +6,7 @@ opens and closes sessions, ends copies and restarts; the rules of reads, writes 
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -17,6 +17,7 @@ from hotkv.table import SLOT_ALIGN
 from hotkv_server.core import reference as core_references
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.reader_words import no_readers
 from hotkv_server.core.slabs import aligned
 from hotkv_server.core.values import CoreConfig
 from tests.core.cache_model import GARBAGE, NUM_HASHES, CacheModel, Key, ModelLease, snapshot
@@ -27,6 +28,7 @@ NUM_SLABS = 6
 ENGINES = ["e0", "e1", "e2"]
 LEASE_IDS = ["a", "b", "c", "d"]
 TRANSFER_IDS = ["t", "u", "v"]
+RESIDENCY_IDS = ["r", "s"]
 MAX_BLOCKS = 40
 NUMBERS = st.lists(st.integers(0, NUM_HASHES - 1), min_size=1, max_size=9)
 TTLS = st.sampled_from([0.0, 3.0, 40.0])
@@ -69,7 +71,12 @@ class CacheWorld(RuleBasedStateMachine):
             max_blocks_per_call=MAX_BLOCKS,
             max_leases=8,
         )
-        self.core = CacheCore(config, make_table(capacity), POLICIES[policy](capacity))
+        memory = no_readers(capacity)
+        self.words = memory.words
+        self.core = CacheCore(config, make_table(capacity), POLICIES[policy](capacity), memory)
+        self.readers: dict[tuple[str, str], Any] = {}
+        self.all_readers: list[Any] = []
+        self.num_stores = 0
         self.policy, self.reference = policy, reference
         if reference:
             self.use_references()
@@ -144,6 +151,10 @@ class CacheWorld(RuleBasedStateMachine):
             self.finish(session, transfer_id, succeeded=False)
         self.core.close_session(number, self.now_s)
         self.core.close_session(number, self.now_s)
+        if not self.core.draining:
+            # While the server drains, the next one is to keep them for their readers.
+            self.model.end_residencies(number)
+            self.readers = {n: r for n, r in self.readers.items() if r.session != number}
         for lease in [lease for lease in self.model.leases.values() if lease.session == number]:
             self.model.end_lease(lease)
         del self.sessions[number]
@@ -177,6 +188,8 @@ class CacheWorld(RuleBasedStateMachine):
             expected[run][position] = self.end_block(
                 key, lease, 1 << transfer.shard_index, succeeded=succeeded
             )
+            if expected[run][position] == BlockResult.STORED and transfer.residency:
+                self.model.pin_resident(transfer.residency, key[1], position, key)
         assert [result.tolist() for result in results] == expected
         if lease:
             lease.copies -= 1
@@ -213,10 +226,13 @@ class CacheWorld(RuleBasedStateMachine):
         self.core, restored = taken_over(
             self.core, self.policy, self.now_s - 1.0 if knows_use else None, self.now_s
         )
+        self.core.space.index.unverified[:] = False
+        self.core.residencies.grace.until_s = self.now_s + self.core.config.residency_grace_s
         if self.reference:
             self.use_references()
         assert restored.blocks == len(self.model.ready) and set(restored.dropped) <= {"unfinished"}
-        self.model.restart(self.core)
+        self.model.restart(self.core, self.now_s)
+        self.readers = {}
         self.sessions.clear()
         for engine in ENGINES:
             self.open(engine)

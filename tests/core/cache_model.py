@@ -16,8 +16,10 @@ from hotkv.results import BlockResult
 from hotkv.table import RESERVED_FLAG
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.index import BlockIndex
+from hotkv_server.core.pin_budget import PinBudget
 from hotkv_server.core.pins import RetentionPins
 from hotkv_server.core.policies.queue import Highest
+from hotkv_server.core.residency import ResidentGroup
 from hotkv_server.core.slabs import ABSENT
 from hotkv_server.core.space import Space
 from hotkv_server.core.tenants import TenantBook
@@ -55,13 +57,27 @@ class ModelLease:
 
 
 @dataclass
+class ModelResidency:
+    """`rows`: by group and position, (the key, None once it was flushed; its number; its slot)."""
+
+    engine_id: str
+    session: int
+    key_space_id: int
+    asked: dict[int, int]
+    rows: dict[int, dict[int, tuple[Key | None, int, int]]] = field(default_factory=dict)
+    is_open: bool = True
+
+
+@dataclass
 class ModelTransfer:
-    """A copy in flight: `todo` is (run, position, key, slot offset) per block."""
+    """A copy in flight: `todo` is (run, position, key, slot offset) per block. `residency` pins
+    what it makes ready."""
 
     lease: ModelLease | None
     shard_index: int
     todo: list[tuple[int, int, Key, int]]
     results: list[list[int]] = field(default_factory=list)
+    residency: ModelResidency | None = None
 
 
 class CacheModel:
@@ -76,14 +92,27 @@ class CacheModel:
         self.aborted: set[Key] = set()
         self.leases: dict[tuple[str, str], ModelLease] = {}
         self.transfers: dict[tuple[int, str], ModelTransfer] = {}
+        self.residencies: dict[tuple[str, str], ModelResidency] = {}
+        # Slots that are kept for readers of the server before, with their keys until flushed.
+        self.kept: dict[int, Key | None] = {}
+        self.kept_until_s = 0.0
         self.arena: dict[tuple[int, int], Key] = {}
         self.key_of = {
             (ks, group, words_of([n])[0].tobytes()): (ks, group, n) for ks, group, n in slot_bytes
         }
 
-    def restart(self, core: CacheCore) -> None:
-        """Another core has taken over: what was ready is there, and nobody holds anything."""
+    def restart(self, core: CacheCore, now_s: float) -> None:
+        """Another core has taken over: what was ready is there, and nobody holds anything but the
+        readers of residencies."""
         self.core = core
+        self.kept = {
+            **self.kept,
+            **{offset: key for key, offset in self.resident()},
+        }
+        self.kept_until_s = now_s + core.config.residency_grace_s
+        for residency in self.residencies.values():
+            residency.is_open = False
+        self.residencies = {}
         self.leases, self.transfers, self.written, self.aborted = {}, {}, {}, set()
 
     # What may be read off the model
@@ -93,7 +122,32 @@ class CacheModel:
         for lease in self.leases.values():
             for key in [] if lease.write else lease.keys:
                 pins[key] = pins.get(key, 0) + 1
+        for key, _ in [*self.resident(), *((key, 0) for key in self.kept.values())]:
+            if key is not None:
+                pins[key] = pins.get(key, 0) + 1
         return pins
+
+    def resident(self) -> list[tuple[Key | None, int]]:
+        """Keys and slots of all positions of residencies."""
+        return [
+            (key, offset)
+            for residency in self.residencies.values()
+            for rows in residency.rows.values()
+            for key, _, offset in rows.values()
+        ]
+
+    def pin_resident(self, residency: ModelResidency, group: int, position: int, key: Key) -> None:
+        """A residency pins a ready block, unless it has the position or no room is left."""
+        rows = residency.rows.get(group, {})
+        if residency.is_open and position not in rows and len(rows) < residency.asked.get(group, 0):
+            residency.rows.setdefault(group, rows)[position] = (key, key[2], self.slot(key))
+
+    def end_residencies(self, session: int) -> None:
+        """The residencies of a session have ended with it."""
+        for name, residency in list(self.residencies.items()):
+            if residency.session == session:
+                residency.is_open = False
+                del self.residencies[name]
 
     def owner(self, key: Key) -> ModelLease | None:
         return next(
@@ -150,6 +204,15 @@ class CacheModel:
                 self.settle_write(lease, whole)
             else:
                 lease.keys = []
+        for residency in self.residencies.values():
+            if residency.key_space_id == key_space_id:
+                residency.rows = {
+                    group: {at: (None, number, slot) for at, (_, number, slot) in rows.items()}
+                    for group, rows in residency.rows.items()
+                }
+        self.kept = {
+            slot: None if key and key[0] == key_space_id else key for slot, key in self.kept.items()
+        }
         gone = {key for key in self.ready if key[0] == key_space_id}
         assert self.take_notices() == gone
         return len(gone)
@@ -247,7 +310,7 @@ def values(thing: object) -> object:
         return {key: values(value) for key, value in thing.items()}
     if isinstance(thing, Highest):
         return thing.number
-    if isinstance(thing, RetentionPins) or type(thing).__module__.startswith(
+    if isinstance(thing, RetentionPins | PinBudget) or type(thing).__module__.startswith(
         "hotkv_server.core.policies"
     ):
         return {name: values(value) for name, value in vars(thing).items()}
@@ -256,6 +319,10 @@ def values(thing: object) -> object:
         if callable(thing) or isinstance(thing, BlockIndex | TenantBook | ModuleType)
         else copy.deepcopy(thing)
     )
+
+
+def vars_of(group: ResidentGroup) -> dict[str, object]:
+    return {name: getattr(group, name) for name in ("positions", "entries", "linked")}
 
 
 def snapshot(core: CacheCore) -> object:
@@ -282,6 +349,12 @@ def snapshot(core: CacheCore) -> object:
         repr(sorted(core.sessions.records.items())),
         repr(core.key_spaces),
         repr(core.counters),
+        [
+            (repr(r), {g: values(vars_of(m)) for g, m in r.groups.items()})
+            for r in core.residencies.book.all()
+        ],
+        repr(core.residencies.bound),
+        core.residencies.pins.counts.tobytes(),
         repr(space.removal.effects),
         (
             space.removal.evicted_blocks,

@@ -135,6 +135,8 @@ class ReadRules(CacheWorld):
             if lease.expires_s <= self.now_s and not lease.released
         ]
         assert expire(self.core, self.now_s) == len(late)
+        if self.now_s >= self.model.kept_until_s:
+            self.model.kept = {}
         for lease in late:
             self.model.end_lease(lease)
 

@@ -9,7 +9,14 @@ from hotkv.errors import Reason
 from hotkv.results import BlockResult
 from hotkv_server.core.transfers import StoreTransfer
 from hotkv_server.core.values import Run, SlotRun
-from tests.core.cache_machine import LEASE_IDS, NUMBERS, TRANSFER_IDS, TTLS, CacheWorld
+from tests.core.cache_machine import (
+    LEASE_IDS,
+    NUMBERS,
+    RESIDENCY_IDS,
+    TRANSFER_IDS,
+    TTLS,
+    CacheWorld,
+)
 from tests.core.cache_model import (
     GARBAGE,
     Key,
@@ -150,7 +157,7 @@ class WriteRules(CacheWorld):
         shard: int,
         ttl_s: float,
     ) -> None:
-        session, engine, ks = self.session(data)
+        session, engine, _ = self.session(data)
         transfer_id, lease_id = ids
         shard %= self.num_shards
         existing = self.model.leases.get((engine, lease_id))
@@ -160,6 +167,22 @@ class WriteRules(CacheWorld):
             lists = (numbers[0], numbers[1])
         else:
             lists = self.joined(data, lists, existing)
+        residency_id = data.draw(st.sampled_from(["", *RESIDENCY_IDS]))
+        self.store_begins(session, transfer_id, lease_id, lists, shard, ttl_s, residency_id)
+
+    def store_begins(
+        self,
+        session: int,
+        transfer_id: str,
+        lease_id: str,
+        lists: tuple[list[int], list[int]],
+        shard: int,
+        ttl_s: float,
+        residency_id: str,
+    ) -> bool:
+        """A store begins, or is refused as it must be; returns which."""
+        engine, ks = self.sessions[session]
+        existing = self.model.leases.get((engine, lease_id))
         runs, named = self.make_runs(lists, 0)
         refusals = (
             *self.write_refusals(engine, existing, named),
@@ -170,12 +193,19 @@ class WriteRules(CacheWorld):
         )
         slots = self.call(
             lambda: self.core.begin_store(
-                session, transfer_id, lease_id, runs, shard, ttl_s, self.now_s
+                session,
+                transfer_id,
+                lease_id,
+                runs,
+                shard,
+                ttl_s,
+                self.now_s,
+                residency_id=residency_id,
             ),
             *refusals,
         )
         if slots is None:
-            return
+            return False
         started = self.core.transfers._transfers[session, transfer_id]
         assert isinstance(started, StoreTransfer)
         results = started.results
@@ -187,7 +217,10 @@ class WriteRules(CacheWorld):
             self.now_s + (ttl_s or 10.0),
         )
         lease = self.model.leases.get((engine, lease_id))
-        transfer = ModelTransfer(lease, shard, [], [result.tolist() for result in results])
+        residency = self.model.residencies.get((engine, residency_id))
+        transfer = ModelTransfer(
+            lease, shard, [], [result.tolist() for result in results], residency
+        )
         busy = {
             (offset, t.shard_index)
             for t in self.model.transfers.values()
@@ -207,10 +240,17 @@ class WriteRules(CacheWorld):
                 )
                 transfer.todo.append((run, position, key, offset))
                 self.model.arena[offset, shard] = GARBAGE
+        for (group, numbers), row in zip(named, transfer.results, strict=True):
+            for position, number in enumerate(numbers):
+                key = (ks, group, number)
+                is_there = row[position] == BlockResult.PRESENT and key in self.model.ready
+                if residency and is_there:
+                    self.model.pin_resident(residency, group, position, key)
         if lease:
             lease.copies += 1
         self.model.transfers[session, transfer_id] = transfer
         self.check_loads()
+        return True
 
     def reserve_view(
         self,

@@ -13,6 +13,7 @@ from hotkv.table import HEADER, BlockTable, TableGeometry, Words, hash_words
 from hotkv_server.core import incremental
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.reader_words import ReaderMemory
 from hotkv_server.core.restore import Restored, restore
 
 Int64s = NDArray[np.int64]
@@ -59,14 +60,15 @@ def taken_over(
 ) -> tuple[CacheCore, Restored]:
     """Another core over what the old one would leave if it were killed now; every block was used at
     the same time, if that is known."""
-    core = CacheCore(
-        old.config, make_table(old.config.capacity), POLICIES[policy](old.config.capacity)
-    )
+    capacity, old_marks = old.config.capacity, old.residencies.pins._marks.copy()
+    memory = ReaderMemory(old.residencies.words._words, np.zeros(capacity + 1, np.uint8))
+    core = CacheCore(old.config, make_table(capacity), POLICIES[policy](capacity), memory)
     for record in old.key_spaces.values():
         core.catalog.register(record.key_space, record.representations, 0.0)
     records = old.space.index.table.records.copy()
     used = None if last_used_s is None else np.full(len(records), last_used_s)
-    return core, restore(core, records, {number: number for number in old.key_spaces}, used, now_s)
+    numbers = {number: number for number in old.key_spaces}
+    return core, restore(core, records, numbers, used, now_s, old_marks)
 
 
 def expire(core: CacheCore, now_s: float) -> int:

@@ -11,11 +11,11 @@ from hotkv.errors import Reason
 from hotkv_server.core.values import HashList, Run
 from tests.core.cache_machine import MAX_BLOCKS, NUMBERS
 from tests.core.cache_reads import ReadRules
-from tests.core.cache_writes import WriteRules
+from tests.core.cache_residencies import ResidencyRules
 from tests.core.support import evict, evict_all, flush, words_of
 
 
-class CacheMachine(ReadRules, WriteRules):
+class CacheMachine(ReadRules, ResidencyRules):
     """Reads, writes, operators, hints and nonsense in any order."""
 
     @rule(ks=st.integers(0, 2), group=st.integers(0, 1), numbers=NUMBERS | st.none())
@@ -133,4 +133,11 @@ class CacheMachine(ReadRules, WriteRules):
         self.call(function, reason)
 
 
+class ResidentMachine(CacheMachine):
+    """Only what matters to residencies, so that much of it happens."""
+
+    acquire = release = begin_load = reserve = touch = nonsense = None  # type: ignore[assignment]
+
+
 TestCacheMachine = CacheMachine.TestCase
+TestResidentMachine = ResidentMachine.TestCase

@@ -240,6 +240,9 @@ class OddSessions:
                         "cancel",
                         "create",
                         "append",
+                        "open residency",
+                        "extend residency",
+                        "close residency",
                         "delete",
                     )
                 )
@@ -282,6 +285,7 @@ class OddSessions:
                     NO_RETENTION,
                     0,
                     32,
+                    residency_id=chance.choice(("", name)),
                 )
             case "load":
                 positions = np.array(chance.sample(range(8), min(len(hashes), 8)), INT32)
@@ -297,6 +301,14 @@ class OddSessions:
                 return _wire.cancel(other)
             case "create":
                 return _sparse_wire.create_sequence(name, 0, hashes, None, 32)
+            case "open residency":
+                counts = {chance.choice((0, 0, 0, 1, -1)): chance.choice((0, 1, 8, 300, 1 << 33))}
+                return _wire.open_residency(name, counts)
+            case "extend residency":
+                group, first = chance.choice((0, 0, 0, 1)), chance.choice((0, 0, 3, -1))
+                return _wire.extend_residency(name, group, first, hashes, 32)
+            case "close residency":
+                return _wire.close_residency(name)
             case "append":
                 return _sparse_wire.append_blocks(name, chance.randrange(4), hashes, 32)
             case _:

@@ -114,6 +114,31 @@ def test_a_mapping_outlives_its_session(server: Server, engine: Callable[..., Pa
     assert num_open(file_id) == 1 and not num_mapped(file_id)
 
 
+def mapped_as(arena: Arena) -> set[str]:
+    """Access rights of the arena's mappings in this process, as /proc names them."""
+    return {
+        line.split()[1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.split()[4] == str(arena.file_id[1])
+    }
+
+
+@pytest.mark.parametrize("is_trusted", [True, False])
+def test_who_is_trusted_with_the_arena_maps_it_writable(place: Place, is_trusted: bool) -> None:
+    uid = os.getuid() if is_trusted else os.getuid() + 1
+    place.start("--security.arena_writers", f"[{uid}]")
+    engine = place.connect()
+    blocks = hashes(5)
+    store(engine, blocks)
+    arena = mapped(engine.session)
+    assert arena.is_writable is is_trusted
+    assert mapped_as(arena) == {"rw-s" if is_trusted else "r--s"}
+    with pytest.raises(ValueError, match="read-only"):
+        arena.memory[0] = 1
+    grant = leased(engine.session, blocks, "mine")
+    assert np.array_equal(in_place(arena, grant), expected(engine, 5))
+
+
 def test_a_session_without_a_link_has_no_arena(
     server: Server, engine: Callable[..., PagedEngine]
 ) -> None:

@@ -226,7 +226,7 @@ def test_a_start_says_who_holds_the_memory(
     (record,) = caplog.records
     said = record.getMessage()
     assert (
-        said.startswith("523 MiB are missing for the arena, and other arenas in ")
+        said.startswith("522 MiB are missing for the arena, and other arenas in ")
         and "--remove-stale" in said
     )
     assert f"`hotkv-server arenas --folder {folder.path}` lists them" in said

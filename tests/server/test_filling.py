@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from demo.processes import Server, runtime_folder
+from hotkv.words import WORD_BYTES
 from hotkv_client import BlockResult, BlockRun, GroupHashes, TransferStatus
 from hotkv_client.testing import PagedEngine
 from hotkv_server.memory.mapping import COLLAPSE_BYTES
@@ -181,7 +182,9 @@ def test_a_server_that_runs_short_of_memory_goes_on_with_what_it_has(place: Damm
         place.engine.kv[:, 2 * FIRST : 2 * FIRST + FIRST // 4],
     )
     place.server.wait_ready()
-    assert (place.folder / "arena" / "arena").stat().st_blocks * 512 == COLLAPSE_BYTES
+    assert (place.folder / "arena" / "arena").stat().st_blocks * 512 == (
+        COLLAPSE_BYTES + WORD_BYTES
+    )
     assert place.end(signal.SIGTERM) == 0
     place.let(ARENA)
     place.start()

@@ -17,13 +17,13 @@ from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.table import Words, hash_words
-from hotkv.v1 import cache_pb2, session_pb2
+from hotkv.v1 import cache_pb2, residency_pb2, session_pb2
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.values import CoreConfig, HashList, Run
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.rpc import calls
+from hotkv_server.rpc import calls, residency_calls
 from hotkv_server.rpc.session_calls import SessionCalls
 from hotkv_server.rpc.throttle import Pace
 from hotkv_server.runtime.node import Node
@@ -246,5 +246,61 @@ def test_what_can_not_be_compared_is_not_granted(run: Any, monkeypatch: pytest.M
         with pytest.raises(ZeroDivisionError):
             await place.acquire(session, "a")
         assert set(place.node.core.slot_offsets(session.record.number, "a")[0].tolist()) == {-1}
+
+    run(scenario)
+
+
+def extend(place: Place, session: LiveSession) -> Any:
+    request = residency_pb2.ExtendResidencyRequest(residency_id="r", hashes=b"".join(HASHES))
+    return residency_calls.extend_residency(place.node, session, request)
+
+
+def test_a_residency_learns_no_offset_before_blocks_are_compared(run: Any) -> None:
+    async def scenario(place: Place, session: LiveSession) -> None:
+        place.spoil(3)
+        place.node.residencies.open(session, "r", {0: NUM_BLOCKS})
+        waiting = [extend(place, session) for _ in range(2)]
+        assert all(isinstance(each, asyncio.Task) for each in waiting)
+        await asyncio.sleep(0.05)
+        assert not any(each.done() for each in waiting)
+        place.node.core.check_invariants()
+        assert place.node.core.residencies.bound.pinned_bytes == 0
+        place.go.set()
+        found = [np.frombuffer((await each).offsets, "<i8") for each in waiting]
+        assert np.array_equal(found[0], found[1])
+        assert np.flatnonzero(found[0] == -1).tolist() == [3], "it does not agree"
+        assert not isinstance(extend(place, session), asyncio.Task)
+
+    run(scenario)
+
+
+def test_a_residency_that_ends_meanwhile_pins_nothing(run: Any) -> None:
+    async def scenario(place: Place, session: LiveSession) -> None:
+        place.node.residencies.open(session, "r", {0: NUM_BLOCKS})
+        waiting = extend(place, session)
+        await asyncio.sleep(0)
+        assert await place.node.residencies.close(session, "r")
+        place.go.set()
+        with pytest.raises(HotKVError) as caught:
+            await waiting
+        assert caught.value.reason is Reason.UNKNOWN_RESIDENCY
+        assert not place.node.core.space.index.pins.any()
+
+    run(scenario)
+
+
+def test_a_session_that_closes_waits_for_what_a_residency_compares(run: Any) -> None:
+    async def scenario(place: Place, session: LiveSession) -> None:
+        place.node.residencies.open(session, "r", {0: NUM_BLOCKS})
+        waiting = extend(place, session)
+        await asyncio.sleep(0.05)
+        closing = asyncio.create_task(place.node.sessions.close(session))
+        await asyncio.sleep(0.05)
+        assert not closing.done(), "the arena is being read"
+        place.go.set()
+        await closing
+        with pytest.raises(HotKVError):
+            await waiting
+        assert not place.node.core.space.index.pins.any()
 
     run(scenario)

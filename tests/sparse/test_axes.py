@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from hotkv import native
 from hotkv.errors import HotKVError
-from hotkv_sparse import axis_codes, formats
+from hotkv_sparse import axis_codes, formats, rope
 from hotkv_sparse.axes import MIN_TOKENS, Axes, AxesEstimate, run_channels
 from hotkv_sparse.representations import build, unpack_tokens
 from hotkv_sparse.scores import prepare, score, score_tokens_reference
 from tests.sparse.support import Case, cases
 
 F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
 HEAD_SIZES = [1, 16, 40, 64, 80, 96, 128, 192, 256, 576]
 
 
@@ -297,3 +298,63 @@ def test_scores_approach_exact_mass(head_size: int) -> None:
 def test_refusals(call: object, words: str) -> None:
     with pytest.raises(HotKVError, match=words):
         call(np.zeros((1, 16, 2, 64), np.float32), calibrated(32).axes)  # type: ignore[operator]
+
+
+# --------------------------------------------------------------------------------------- positions
+
+
+def _turned(x: F32, positions: npt.NDArray[np.int64], frequencies: F64) -> F32:
+    """RoPE, written as complex numbers."""
+    count = len(frequencies)
+    z = x[..., :count] + 1j * x[..., count : 2 * count]
+    z = z * np.exp(1j * positions[:, None, None] * frequencies)
+    return np.concatenate([z.real, z.imag, x[..., 2 * count :]], axis=-1).astype(np.float32)
+
+
+@given(seed=st.integers(0, 99), turned=st.integers(0, 8), context=st.integers(1, 100_000))
+def test_moved_tokens_are_those_of_the_other_positions(
+    seed: int, turned: int, context: int
+) -> None:
+    dice = np.random.default_rng(seed)
+    x = dice.standard_normal((20, 3, 16)).astype(np.float32)
+    frequencies = 10.0 ** -np.linspace(0, 4, turned)
+    positions = dice.integers(0, context, 20)
+    for turn in range(rope.PLACES):
+        there = rope.places(positions, context, turn)
+        assert ((there >= 0) & (there < context) & (there == np.floor(there))).all()
+        shifts = there.astype(np.int64) - positions
+        found = rope.moved(_turned(x, positions, frequencies), shifts, frequencies)
+        expected = _turned(x, there.astype(np.int64), frequencies)
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_places_cover_a_context_evenly() -> None:
+    found = np.concatenate([rope.places(np.arange(64, 2048), 8192, turn) for turn in range(4)])
+    counts = np.histogram(found, bins=16, range=(0, 8192))[0]
+    assert (np.abs(counts / counts.mean() - 1) < 0.05).all()
+
+
+def test_axes_of_a_short_prompt_hold_for_a_long_context() -> None:
+    """Keys with much in common, turned by RoPE: what is constant at first differs most later."""
+    dice, head_size, length = np.random.default_rng(3), 64, 8192
+    frequencies = 10000.0 ** -np.arange(0, 1, 1 / 32)
+    common = 3 * dice.standard_normal((2, head_size))
+    scale = np.logspace(0, -1, head_size)
+    plain = [common + dice.standard_normal((length, 2, head_size)) * scale for _ in range(2)]
+    keys, queries = (_turned(x.astype(np.float32), np.arange(length), frequencies) for x in plain)
+    queries = np.repeat(queries, 2, axis=1)
+    errors = {}
+    for name in ("short", "moved", "whole"):
+        estimate = AxesEstimate(2, head_size)
+        if name == "moved":
+            where = np.arange(1100)
+            estimate.add_moved(keys[:1100], queries[:1100], where, frequencies, length)
+        else:
+            count = length if name == "whole" else 1100
+            estimate.add(keys[:count], queries[:count])
+        mu, axes = estimate.axes() or pytest.fail("enough tokens")
+        blocks = keys.reshape(-1, 16, 2, head_size)
+        case = Case(blocks, np.full(len(blocks), 16, np.int32), queries[-1] / 3, None)
+        query = prepare("mix2", case.query, mu, bias=0.0, axes=axes)
+        errors[name] = np.std(score(query, build("mix2", blocks, mu, axes=axes)) - case.log_mass())
+    assert errors["moved"] < 1.5 * errors["whole"] < 0.5 * errors["short"]

@@ -17,6 +17,7 @@ from hotkv_sparse.cuda.arena import (
     READ_ONLY_REGISTER,
     REGISTER_FLAGS,
     SAME_ADDRESS,
+    WRITABLE_FLAGS,
     Access,
     MappedArena,
 )
@@ -33,8 +34,10 @@ class Cuda:
     what is not, or anything `beyond` a number of bytes.
     """
 
-    def __init__(self, *attributes: int, beyond: int = 1 << 60) -> None:
-        self.attributes, self.beyond = set(attributes), beyond
+    def __init__(
+        self, *attributes: int, beyond: int = 1 << 60, flags: int = REGISTER_FLAGS
+    ) -> None:
+        self.attributes, self.beyond, self.flags = set(attributes), beyond, flags
         self.calls: list[tuple[Any, ...]] = []
         self.registered: dict[int, int] = {}
         self.current: int | None = None
@@ -66,7 +69,7 @@ class Cuda:
         assert (
             address % PAGE == num_bytes % PAGE == 0
             and num_bytes > 0
-            and flags == REGISTER_FLAGS == 11
+            and flags == self.flags
             and self.current == 1
         )
         if any(
@@ -83,6 +86,19 @@ class Cuda:
         if self.registered.pop(address, None) is None:
             raise CUDARuntimeError("cudaErrorHostMemoryNotRegistered")
         self.calls.append(("unregister", address))
+
+
+def test_a_writable_mapping_is_registered_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most devices register no read-only memory; what they take are other flags."""
+    cuda = Cuda(SAME_ADDRESS, flags=WRITABLE_FLAGS)
+    monkeypatch.setitem(sys.modules, "cupy", cuda.module)
+    memory = np.frombuffer(mmap.mmap(-1, 4 * PAGE), np.uint8)
+    arena = MappedArena(memory, 1, PAGE, is_writable=True)
+    arena.start()
+    assert arena.wait() and arena.access is Access.REGISTERED and len(cuda.registered) == 4
+    assert arena.addresses(np.array([PAGE]), PAGE).tolist() == [arena.address + PAGE]
+    arena.close()
+    assert not cuda.registered
 
 
 def mapped(num_bytes: int) -> np.ndarray:

@@ -111,22 +111,22 @@ def pace(_: Any, seconds: float) -> dict[str, Any]:
 def lose(_: Any, steps: list[int]) -> dict[str, Any]:
     """From the present step on, after so many steps each time, what a step has read of host memory
     counts as not pinned."""
-    worker = _worker()
-    original, left = worker.take_lost, list(steps)
+    residents = _worker().residents
+    original, left = residents.take_lost, list(steps)
 
     def take_lost() -> set[int]:
         if left:
             left[0] -= 1
         if left and left[0] <= 0:
-            reading = [one for one in worker._residents.values() if one.has_read]
+            reading = [one for one in residents.known() if one.has_read and not one.is_lost]
             if reading:
                 left.pop(0)
                 for one in reading:
-                    worker._lose(one, "the test says so")
+                    residents.lose(one, "the test says so")
         found: set[int] = original()
         return found
 
-    worker.take_lost = take_lost
+    residents.take_lost = take_lost
     return {}
 
 

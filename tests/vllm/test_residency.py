@@ -1,6 +1,5 @@
-"""Contexts beyond device memory in real vLLM on CPU, with a real server: the tokens of sparse decode
-with everything on the device, prefix hits that load next to nothing, and no wrong token when the
-server dies."""
+"""Contexts beyond device memory in real vLLM on CPU, with a real server: the tokens of sparse
+decode with everything on the device, and prefix hits that load next to nothing."""
 
 import random
 from collections.abc import Callable
@@ -95,7 +94,7 @@ def test_tokens_are_those_of_a_device_that_holds_everything(
 
 
 def test_a_prefix_hit_moves_next_to_nothing(start: Start, daemon: Daemon) -> None:
-    """Sinks and recent window are loaded; representations are copied; the rest stays where it is."""
+    """Sinks and recent window are loaded, representations copied; the rest stays where it is."""
     target = daemon.start().target
     reference = start(SPARSE)
     first, second = (

@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 EXACT = RESIDENT | {"sparse_topk": 1024}
-"""The hot set covers contexts of up to 2,048 tokens, so tokens are those of dense attention whatever
-happens on the way."""
+"""The hot set covers contexts of up to 2,048 tokens, so tokens are those of dense attention,
+whatever happens on the way."""
 EXACT_POOL = 100
 """Blocks: a request holds 89 of them at most, 72 of these as hot slots."""
 

@@ -52,8 +52,8 @@ def test_specs_of_other_kinds_do_not_merge() -> None:
 
 
 class Requests(RuleBasedStateMachine):
-    """Requests that are allocated for as vLLM's `allocate_slots` does, and a server that stores what
-    it likes."""
+    """Requests that are allocated for as vLLM's `allocate_slots` does, and a server that stores
+    what it likes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,6 +16,7 @@ from hotkv.v1 import (
     errors_pb2,
     events_pb2,
     layout_pb2,
+    residency_pb2,
     session_pb2,
     sparse_pb2,
 )
@@ -29,7 +30,16 @@ from hotkv_server.rpc.errors import CODES
 from tests.server.support import block_ids, hashes
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = (admin_pb2, cache_pb2, errors_pb2, events_pb2, layout_pb2, session_pb2, sparse_pb2)
+FILES = (
+    admin_pb2,
+    cache_pb2,
+    errors_pb2,
+    events_pb2,
+    layout_pb2,
+    residency_pb2,
+    session_pb2,
+    sparse_pb2,
+)
 TWINS = {
     "BlockResult": "BlockResult",
     "TransferStatus": "Outcome",

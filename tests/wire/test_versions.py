@@ -151,7 +151,7 @@ def test_sides_without_a_common_version_say_which_they_speak(
 
 
 @pytest.mark.parametrize(
-    ("named", "used"), [([], []), ([1], [1]), ([2, 1, 99, -3], [1]), ([0], []), ([1, 1], [1])]
+    ("named", "used"), [([], []), ([1], [1]), ([2, 1, 99, -3], [1, 2]), ([0], []), ([1, 1], [1])]
 )
 def test_only_features_that_both_know_are_used(
     server: Server, named: list[int], used: list[int]

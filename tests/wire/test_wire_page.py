@@ -3,9 +3,10 @@
 import re
 from pathlib import Path
 
-from hotkv import keys, layout, versions
+from hotkv import keys, layout, versions, words
 from hotkv.errors import RETRYABLE, Reason
 from hotkv.v1 import errors_pb2, session_pb2
+from hotkv_server.core import residency_book
 from hotkv_server.core.values import CoreConfig
 from hotkv_server.rpc import (
     calls,
@@ -28,7 +29,7 @@ LIMITS = {
     "bytes of a message to the server": server.MAX_MESSAGE_BYTES,
     "fields, list entries and messages in one message": message_limits.MAX_PARTS,
     "hash lists or runs in a call": convert.MAX_LISTS,
-    "hashes in a lookup or lease": CORE.max_blocks_per_call,
+    "hashes in a lookup or lease, or to extend a residency": CORE.max_blocks_per_call,
     "blocks in a store or reservation": convert.MAX_STORED_BLOCKS,
     "blocks in a load": convert.MAX_LOADED_BLOCKS,
     "characters of an id or name": convert.MAX_IDENTIFIER,
@@ -38,6 +39,8 @@ LIMITS = {
     "bytes of a hash, at most": keys.MAX_HASH_BYTES,
     "sessions of a server": sessions.MAX_SESSIONS,
     "transfers of a session under way": transfers.MAX_TRANSFERS_OF_SESSION,
+    "residencies of a server": residency_book.MAX_RESIDENCIES,
+    "words behind the arena": words.WORD_COUNT,
     "requests in one report": calls.MAX_REPORTS,
     "answers of a stream that wait to be read, before the server reads on": (
         session_outbox.UNREAD_ANSWERS

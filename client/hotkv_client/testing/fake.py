@@ -12,7 +12,7 @@ an answer held when the server dies becomes SessionLostError. Ranks join a write
 with the real server (`fake_writes`): a block is ready when every shard is written. A cancelled
 store over a shared fence ends at once for the session, while the server goes on with it and finds
 it revoked. `refuse_workers`: why sessions with memory are refused. A store whose session is closed,
-or has revoked its stores, commits nothing.
+or has revoked its stores, commits nothing. `residencies`: see `fake_residencies`.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +25,7 @@ from hotkv.order import NO_ORDER, DeviceOrder, OrderKind
 from hotkv.retention import Retention
 from hotkv_client.fence import SharedFence
 from hotkv_client.testing.fake_calls import resolve
+from hotkv_client.testing.fake_residencies import FakeResidencies
 from hotkv_client.testing.fake_session import FakeSession
 from hotkv_client.testing.fake_writes import FakeWrites, Key, Shards
 from hotkv_client.types import (
@@ -35,6 +36,9 @@ from hotkv_client.types import (
     LinkState,
     SessionConfig,
 )
+
+ARENA_BYTES = 64 << 20
+"""Of the double's arena: memory comes as slots are given."""
 
 
 class FakeServer:
@@ -58,6 +62,7 @@ class FakeServer:
         )
         self.leases: dict[str, list[tuple[int, list[bytes]]]] = {}
         self.grants: dict[str, LeaseGrant] = {}
+        self.residencies = FakeResidencies(ARENA_BYTES)
         self.released: list[str] = []
         self.calls: list[tuple[str, Any]] = []
         self.sequences: dict[tuple[int, str], tuple[bytes, int, list[bytes]]] = {}
@@ -117,6 +122,7 @@ class FakeServer:
         self.leases.clear()
         self.writes.forget()
         self.sequences.clear()
+        self.residencies.restart()
         for session in self.sessions:
             session.tell(LinkState.ABSENT, "the server died")
         if empty:

@@ -15,6 +15,7 @@ from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.layout import Layout
 from hotkv.order import OrderKind
 from hotkv_client.testing.fake_memory import FakeMemory
+from hotkv_client.testing.fake_residencies import FakeArena
 from hotkv_client.types import (
     After,
     GroupHashes,
@@ -122,6 +123,32 @@ class FakeCalls:
 
     def report_requests(self, reports: Sequence[RequestReport]) -> None:
         self.server.calls.append(("report_requests", list(reports)))
+
+    def open_residency(self, residency_id: str, num_blocks: Mapping[int, int]) -> Future[Any]:
+        def act() -> Any:
+            name = (self.config.engine_id, residency_id)
+            return self.server.residencies.add(name, dict(num_blocks))
+
+        return self._call("open_residency", residency_id, dict(num_blocks), act)
+
+    def extend_residency(
+        self, residency_id: str, group_index: int, first_position: int, hashes: Sequence[bytes]
+    ) -> Future[Any]:
+        def act() -> Any:
+            number = self.memory.number(group_index)
+            blocks = [self.server.blocks.get((self.space, number, h)) for h in hashes]
+            name = (self.config.engine_id, residency_id)
+            return self.server.residencies.extend(name, group_index, first_position, blocks)
+
+        return self._call("extend_residency", residency_id, (first_position, list(hashes)), act)
+
+    def close_residency(self, residency_id: str) -> None:
+        self.server.calls.append(("close_residency", residency_id))
+        if self.connected:
+            self.server.residencies.close((self.config.engine_id, residency_id))
+
+    def arena(self) -> FakeArena | None:
+        return self.server.residencies.arena if self.connected else None
 
     def create_sequence(
         self,

@@ -24,6 +24,7 @@ from hotkv_client.types import (
     BlockRun,
     LinkState,
     LoadRun,
+    Role,
     SessionConfig,
     TransferResult,
     TransferStatus,
@@ -139,9 +140,11 @@ class FakeSession(FakeCalls):
         retention: Retention = NO_RETENTION,
         after: After | None = None,
         fence_index: int = 0,
+        residency_id: str = "",
     ) -> Future[Any]:
         if self.fence is not None:
             self.fence.hold(fence_index)
+        self.server.residencies.stored_into.append(residency_id)
         self.server.retentions.append((retention, runs))
         begun: list[FakeStore] = []
 
@@ -202,6 +205,8 @@ class FakeSession(FakeCalls):
     def close(self) -> None:
         self.closed = True
         self.server.writes.expire(self)
+        if self.config.role is Role.SCHEDULER:
+            self.server.residencies.revoke(self.config.engine_id)
 
     def _begin_store(self, lease_id: str, runs: Sequence[BlockRun]) -> FakeStore:
         if lease_id in self.server.leases:

@@ -11,17 +11,14 @@ has lost bytes gets no more blocks, so that vLLM preempts it and computes it ane
 
 Uses, of vLLM 0.32: `AttentionBackend.customize_spec` (temporary there, see RFC #42449),
 `FullAttentionSpec`, `FullAttentionManager` with its block tables and pool, `KVCacheSpecRegistry`,
-`VllmConfig.max_in_flight_tokens`, `Scheduler.encoder_cache_mismatch_reqs`.
+`VllmConfig.max_in_flight_tokens`.
 """
 
-import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from types import FrameType
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -111,6 +108,7 @@ class ResidentManager(FullAttentionManager):
         self.max_admission_blocks_per_request = kv_cache_spec.whole_blocks
         self.stored_tokens: Callable[[str], int] = lambda request_id: 0
         self.hot: dict[str, list[KVCacheBlock]] = {}
+        self.hot_ids: dict[str, tuple[int, ...]] = {}
         self.freed_blocks: dict[str, int] = {}
         self.lost: set[str] = set()
         self.most_held = 0
@@ -210,7 +208,8 @@ class ResidentManager(FullAttentionManager):
         """As vLLM's, and the hot slots with the first of them."""
         count = self._missing_hot(request_id, num_tokens)
         if count > 0:
-            self.hot[request_id] = self.block_pool.get_new_blocks(count)
+            hot = self.hot[request_id] = self.block_pool.get_new_blocks(count)
+            self.hot_ids[request_id] = tuple(block.block_id for block in hot)
         new: list[KVCacheBlock] = super().allocate_new_blocks(
             request_id, num_tokens, num_tokens_main_model
         )
@@ -244,6 +243,7 @@ class ResidentManager(FullAttentionManager):
         """As vLLM's, with the hot slots."""
         self.lost.discard(request_id)
         self.freed_blocks.pop(request_id, None)
+        self.hot_ids.pop(request_id, None)
         self._longest.pop(request_id, None)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         return blocks + self.hot.pop(request_id, [])
@@ -257,101 +257,6 @@ def customized(spec: Any, config: SparseConfig, vllm_config: Any) -> Any:
     if spec.sliding_window or spec.attention_chunk_size or spec.non_causal:
         return spec
     return ResidentSpec.of(spec, config, vllm_config)
-
-
-class DevicePool:
-    """The engine's pool as the scheduler side sees it, once vLLM has made it (`bind`). `spec`: None
-    for an engine that is not resident."""
-
-    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        self.spec = resident_spec(kv_cache_config)
-        self.max_model_len = int(vllm_config.model_config.max_model_len)
-        self._num_blocks = int(kv_cache_config.num_blocks) - 1
-        self._manager: ResidentManager | None = None
-        self._scheduler: Any = None
-
-    def __repr__(self) -> str:
-        return f"DevicePool({self._num_blocks} blocks, {self.spec})"
-
-    def bind(self, kv_cache_manager: Any, stored_tokens: Callable[[str], int]) -> None:
-        """Called by vLLM's scheduler as it is made. `stored_tokens`: leading tokens of a request
-        that need not stay on the device."""
-        self._scheduler = _scheduler_of_caller()
-        managers = kv_cache_manager.coordinator.single_type_managers
-        found = next((one for one in managers if isinstance(one, ResidentManager)), None)
-        if found is not None:
-            found.stored_tokens = stored_tokens
-            self._manager = found
-
-    def describe(self) -> str:
-        """What a request holds on the device, and how many fit, for the log."""
-        assert self.spec is not None
-        held = self.spec.device_blocks(self.max_model_len)
-        size = held * self.spec.page_size_bytes / 2**20
-        return (
-            f"the whole KV cache is in host memory; a request of up to {self.max_model_len} tokens "
-            f"holds at most {held} of the device's {self._num_blocks} blocks ({size:.1f} MiB a "
-            f"layer, {self.spec.hot_blocks} of them hot slots), so {self._num_blocks // held} of "
-            "them decode at a time"
-        )
-
-    def longest(self, request: Any) -> int:
-        """Most tokens that a request can come to."""
-        return min(int(request.num_prompt_tokens + request.max_tokens), self.max_model_len)
-
-    def holds_whole(self, num_tokens: int) -> bool:
-        """Whether a request of so many tokens stays on the device as a whole."""
-        spec = self.spec
-        return spec is None or _blocks(num_tokens, spec.block_size) <= spec.whole_blocks
-
-    def hot_blocks(self, request_id: str) -> tuple[int, ...]:
-        """Ids of the request's hot slots."""
-        hot = self._manager.hot.get(request_id, ()) if self._manager is not None else ()
-        return tuple(block.block_id for block in hot)
-
-    def num_freed(self, request_id: str) -> int:
-        """Blocks of the request from the sinks up to here were given back."""
-        return 0 if self._manager is None else self._manager.freed_blocks.get(request_id, 0)
-
-    def lose(self, request_id: str) -> None:
-        """Makes vLLM preempt the request before it gets another block."""
-        if self._manager is not None and request_id in self._manager.req_to_blocks:
-            self._manager.lost.add(request_id)
-
-    def lose_blocks(self, first_blocks: Collection[int]) -> None:
-        """The same for the requests whose context begins with one of these blocks. Shares nothing
-        with `lose`."""
-        if self._manager is not None:
-            for request_id, blocks in self._manager.req_to_blocks.items():
-                if blocks and blocks[0].block_id in first_blocks:
-                    self._manager.lost.add(request_id)
-
-    def fail(self, request_id: str) -> None:
-        """Makes vLLM end the request with an error. Its scheduler has one list of requests to end
-        so with the next output, whatever made them fail."""
-        if self._scheduler is not None:
-            self._scheduler.encoder_cache_mismatch_reqs.add(request_id)
-
-    def requests_of(self, first_blocks: Collection[int]) -> list[str]:
-        """The requests whose context begins with one of these blocks."""
-        tables = {} if self._manager is None else self._manager.req_to_blocks
-        return [
-            request_id
-            for request_id, blocks in tables.items()
-            if blocks and blocks[0].block_id in first_blocks
-        ]
-
-
-def _scheduler_of_caller() -> Any:
-    """vLLM's scheduler, which calls `bind_kv_cache_manager` as it is made and is shown to no
-    connector; None without one."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if frame.f_code.co_name == "__init__" and isinstance(owner, Scheduler):
-            return owner
-        frame = frame.f_back
-    return None
 
 
 def resident_spec(kv_cache_config: Any) -> ResidentSpec | None:

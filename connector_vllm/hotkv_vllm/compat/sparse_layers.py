@@ -2,7 +2,7 @@
 
 Reads `device_config`, `speculative_config`, `CacheConfig.cache_dtype`, `ParallelConfig`, the specs
 of `KVCacheConfig.kv_cache_groups`, and of each layer in `static_forward_context` its `impl` and
-`isa`. Puts an attention backend in the place of vLLM's for CPU.
+`isa`. Puts attention backends in the place of vLLM's for CPU and of its FlashAttention.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,9 @@ from vllm.v1.kv_cache_interface import KVCacheSpecKind, get_kv_cache_spec_kind
 from hotkv.errors import HotKVError
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
+from hotkv_sparse.formats import format_named
 from hotkv_vllm.compat import residency
-from hotkv_vllm.config import CENTRE, SPARSE, ConfigError
+from hotkv_vllm.config import ALLOW_CUDA, CENTRE, SPARSE, ConfigError
 
 
 def override_cpu_attention(class_path: str) -> None:
@@ -26,17 +27,26 @@ def override_cpu_attention(class_path: str) -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, class_path)
 
 
+def override_cuda_attention(class_path: str) -> None:
+    """The same for vLLM's FlashAttention. Engines that don't ask for hotkv's get vLLM's classes
+    from it (`sparse.cuda_backend`)."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if not AttentionBackendEnum.FLASH_ATTN.is_overridden():
+        register_backend(AttentionBackendEnum.FLASH_ATTN, class_path)
+
+
 def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -> None:
     """Refuses (ConfigError) what sparse decode can't do in this engine, and settings that do not
     fit the model."""
     parallel = vllm_config.parallel_config
+    device = vllm_config.device_config.device_type
     why = ""
-    if vllm_config.device_config.device_type != "cpu":
-        why = (
-            "it works in CPU engines only, and this one runs on "
-            f"{vllm_config.device_config.device_type}"
-        )
-    elif vllm_config.speculative_config is not None:
+    if device != "cpu":
+        why = cuda_refusal(vllm_config, config)
+    if why:
+        raise ConfigError(f"{SPARSE}: {why}; or leave out {SPARSE}")
+    if vllm_config.speculative_config is not None:
         why = "it does not work with speculative decoding; leave out speculative_config"
     elif str(vllm_config.cache_config.cache_dtype).startswith("fp8"):
         why = (
@@ -53,6 +63,34 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
             config.check(vllm_config.model_config.get_total_num_hidden_layers(), block_tokens)
     except HotKVError as error:
         raise ConfigError(f"hotkv.{error.message}") from None
+
+
+def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
+    """Why an engine that does not run on the CPU can't decode sparsely; empty if it can."""
+    device = vllm_config.device_config.device_type
+    if device != "cuda" or config.residency != "host":
+        return (
+            f"it works in CPU engines only, and this one runs on {device}; on CUDA set "
+            f"{SPARSE}.residency to 'host'"
+        )
+    if vllm_config.kv_transfer_config.kv_connector_extra_config.get(ALLOW_CUDA) is not True:
+        return f"on CUDA nothing of it has ever run on a GPU; to try it, set {ALLOW_CUDA} to true"
+    scorers = {config.scorer, *config.scorer_of_layer.values()}
+    no_kernel = sorted(name for name in scorers if not _is_cuda_scorer(name))
+    if no_kernel:
+        return f"on CUDA it builds rot1u, rot2u and rot3u, not {', '.join(no_kernel)}"
+    if config.dense_layers or config.fusion or config.first_layers_factor != 1.0:
+        return "on CUDA dense_layers must be empty; leave out fusion and first_layers_factor, too"
+    if config.cache_policy == "clock":
+        return "on CUDA cache_policy can't be clock"
+    if vllm_config.parallel_config.use_ubatching:
+        return "on CUDA it does not work with micro-batches (enable_dbo)"
+    return ""
+
+
+def _is_cuda_scorer(name: str) -> bool:
+    form = format_named(name)
+    return bool(form.bits) and not form.by_axes
 
 
 def check_centres(vllm_config: Any, kv_cache_config: Any, centres: Centres) -> None:
@@ -140,5 +178,6 @@ def full_attention_layers(vllm_config: Any, kv_cache_config: Any) -> tuple[Atten
 def _is_plain(impl: Any) -> bool:
     """Whether a layer is a decoder's, attends to all tokens before, without ALiBi, and has keys of
     its own."""
-    shape = (impl.attn_type, impl.sliding_window, impl.kv_sharing_target_layer_name)
-    return shape == ("decoder", -1, None) and impl.alibi_slopes is None
+    shape = (impl.attn_type, impl.kv_sharing_target_layer_name)
+    is_whole = impl.sliding_window in (-1, (-1, -1))
+    return shape == ("decoder", None) and is_whole and impl.alibi_slopes is None

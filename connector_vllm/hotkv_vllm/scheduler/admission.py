@@ -89,7 +89,7 @@ class Admission:
         state = RequestState(request, cache.planner.new_state(), retention, now_s)
         self.states[request.request_id] = state
         if cache.residencies is not None:
-            cache.residencies.arrived(state)
+            cache.residencies.arrived(state, now_s)
         if not self._sharing.links.are_complete and cache.session.connected:
             self._stats.add("unserved_requests")
         if request.lora_request is not None:
@@ -138,7 +138,7 @@ class Admission:
         answer = cache.finder.match(state, num_computed_tokens, now_s)
         if cache.residencies is None or not answer[0]:
             return answer
-        keeps = cache.residencies.keeps_hit(request, num_computed_tokens + answer[0])
+        keeps = cache.residencies.keeps_hit(request, num_computed_tokens + answer[0], now_s)
         if keeps is None:
             return ASK_AGAIN
         if not keeps:

@@ -10,7 +10,7 @@ from hotkv_client.types import Role, SessionConfig
 from hotkv_vllm import link
 from hotkv_vllm.adapters import Adapters
 from hotkv_vllm.compat import kv_groups
-from hotkv_vllm.compat.residency import DevicePool
+from hotkv_vllm.compat.device_pool import DevicePool
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.scheduler.agreement import Agreement
 from hotkv_vllm.scheduler.exactness import Exactness
@@ -19,6 +19,7 @@ from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
+from hotkv_vllm.scheduler.reservations import Reservations
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.residencies import Residencies
 from hotkv_vllm.scheduler.stores import StorePlanner
@@ -105,8 +106,7 @@ def _over(
     residencies = None
     if engine.pool.spec is not None:
         residencies = Residencies(
-            session,
-            streams,
+            Reservations(session, streams, stats),
             groups,
             engine.exactness,
             engine.pool,

@@ -12,7 +12,7 @@ from typing import Any
 
 from hotkv_vllm.adapters import Adapters
 from hotkv_vllm.compat import checks, kv_groups
-from hotkv_vllm.compat.residency import DevicePool
+from hotkv_vllm.compat.device_pool import DevicePool
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.link import logger

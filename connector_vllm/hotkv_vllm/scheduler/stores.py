@@ -65,13 +65,9 @@ class StorePlanner:
         self._stats = stats
         max_bytes = config.max_inflight_store_mib << 20
         self.in_flight = StoresInFlight(num_ranks, max_bytes, fence or Fence(), id_prefix)
+        interval = config.state_interval_tokens
         self._missing = MissingBlocks(
-            session,
-            finder,
-            self._cache_groups,
-            config.state_interval_tokens,
-            stats,
-            self.in_flight,
+            session, finder, self._cache_groups, interval, stats, self.in_flight
         )
         self._tails: list[tuple[Retention, tuple[BlockRun, ...]]] = []
         self._tail_blocks: set[int] = set()
@@ -98,8 +94,10 @@ class StorePlanner:
 
     def reset(self, state: RequestState) -> None:
         """What was stored of the request is void. It stores anew, unless it holds blocks from
-        before."""
-        if state.request.num_computed_tokens:
+        before; those of a resident request nobody else finds."""
+        if self._residencies is not None and self._is_resident(state):
+            self._residencies.reset(state.request.request_id)
+        elif state.request.num_computed_tokens:
             state.store.may_store = False
         else:
             state.store = replace(self.new_state(), may_store=state.store.may_store)
@@ -232,10 +230,8 @@ class StorePlanner:
         `planned` and moves the request's marks on."""
         request, store = state.request, state.store
         is_resident = self._is_resident(state)
-        exact_tokens = (
-            EVERYTHING if is_resident else self._exactness.exact_tokens(request.request_id)
-        )
-        known = min(computed_tokens, request.num_tokens, exact_tokens)
+        exact = EVERYTHING if is_resident else self._exactness.exact_tokens(request.request_id)
+        known = min(computed_tokens, request.num_tokens, exact)
         decoding = known > request.num_prompt_tokens
         tables = None
         runs: list[BlockRun] = []
@@ -279,10 +275,8 @@ class StorePlanner:
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)
         blocks, representations = self._representations.split(runs)
         residencies = self._residencies
-        residency_id = "" if residencies is None else residencies.residency_of(request_id)
-        job = self.in_flight.begin(
-            blocks, representations, num_bytes, retention, (request_id, residency_id)
-        )
+        owner = (request_id, residencies.residency_of(request_id) if residencies else "")
+        job = self.in_flight.begin(blocks, representations, num_bytes, retention, owner)
         if job is None:
             self._stats.add("dropped_blocks", sum(len(run.hashes) for run in runs))
         else:

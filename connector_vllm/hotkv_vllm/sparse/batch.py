@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hotkv_sparse import SparseConfig, span
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import LayerShape
 
@@ -53,6 +54,15 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Context:
+    """How long a row's context is, and how it is chosen from."""
+
+    config: SparseConfig
+    num_tokens: int
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """A row that may be sparse; its query is token `token` of the batch.
 
@@ -67,6 +77,17 @@ class Row:
     blocks_C: I32
     always_blocks: I32
     always_tokens: int
+
+    @staticmethod
+    def of(
+        row: int, token: int, request_id: str, table_C: I32, rows_C: I32, context: "Context"
+    ) -> "Row":
+        """`table_C`: the row's block table; `rows_C`: where the blocks' representations are."""
+        always = table_C[span(context.config, context.num_tokens, context.block_tokens).always]
+        # The partial block is the last one, so the tokens that do not exist yet are at the end.
+        missing = len(table_C) * context.block_tokens - context.num_tokens
+        num_tokens = len(always) * context.block_tokens - missing
+        return Row(row, token, request_id, context.num_tokens, rows_C, always, num_tokens)
 
 
 @dataclass(slots=True)

@@ -2,13 +2,16 @@
 
 Representations along principal axes (mix2) need to know how keys and queries of a layer lie. Until
 a layer has seen `ENOUGH_TOKENS` tokens it has no such representations, and its rows attend to
-everything; from then on its axes are fixed. Tokens whose KV was found in a cache are not computed
-and tell nothing. Nothing here is shared: other engines see other prompts.
+everything; from then on its axes are fixed. The tokens count as if they lay all over the longest
+context that the engine takes: axes of a short prompt alone would fail further on
+(`hotkv_sparse.rope`). Tokens whose KV was found in a cache are not computed and tell nothing.
+Nothing here is shared: other engines see other prompts.
 
 Shapes: N tokens of a step, R rows, H KV heads, Q query heads, D channels.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -23,20 +26,39 @@ Calibrated = Callable[[int, F32, Axes], None]
 ENOUGH_TOKENS = 2048
 
 
+@dataclass(frozen=True, slots=True)
+class Turning:
+    """How positions turn keys: `frequencies` float64 [F], radians a token, channel i with i + F.
+    `context_tokens`: the longest context."""
+
+    frequencies: npt.NDArray[np.float64]
+    context_tokens: int
+
+
+NO_TURNING = Turning(np.empty(0), 1)
+"""Keys are the same at all positions."""
+
+
 class FirstPrompt:
     """Measures the layers in `waiting` until each has seen enough. `shapes`: (H, D) by layer
-    index."""
+    index; `turning`: the model's RoPE."""
 
-    def __init__(self, shapes: Mapping[int, tuple[int, int]], then: Calibrated) -> None:
+    def __init__(
+        self, shapes: Mapping[int, tuple[int, int]], turning: Turning, then: Calibrated
+    ) -> None:
         self.waiting = {index: AxesEstimate(*shape) for index, shape in shapes.items()}
+        self._num_seen = dict.fromkeys(self.waiting, 0)
+        self._turning = turning
         self._then = then
 
     @staticmethod
-    def of(layers: Iterable[SparseLayer], then: Calibrated) -> "FirstPrompt":
+    def of(layers: Iterable[SparseLayer], turning: Turning, then: Calibrated) -> "FirstPrompt":
         """For those of the layers that are not calibrated."""
         shapes = {layer.index: layer.shape for layer in layers if not layer.shape.is_calibrated}
         return FirstPrompt(
-            {index: (shape.kv_heads, shape.head_size) for index, shape in shapes.items()}, then
+            {index: (shape.kv_heads, shape.head_size) for index, shape in shapes.items()},
+            turning,
+            then,
         )
 
     def __repr__(self) -> str:
@@ -49,8 +71,15 @@ class FirstPrompt:
         first = np.repeat(batch.seq_lens - counts - batch.starts[:-1], counts)
         positions = np.arange(len(first)) + first
         counted = np.flatnonzero(positions >= FIRST_TOKENS)
-        estimate.add(keys_NHD[counted], queries_NQD[counted])
-        if estimate.num_tokens < ENOUGH_TOKENS:
+        estimate.add_moved(
+            keys_NHD[counted],
+            queries_NQD[counted],
+            positions[counted],
+            self._turning.frequencies,
+            self._turning.context_tokens,
+        )
+        self._num_seen[index] += len(counted)
+        if self._num_seen[index] < ENOUGH_TOKENS:
             return
         found = estimate.axes()
         assert found is not None, "enough tokens give axes"

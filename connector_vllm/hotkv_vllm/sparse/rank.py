@@ -13,12 +13,14 @@ import numpy as np
 
 from hotkv_client.arena import Arena
 from hotkv_client.types import BlockRun, Int32s
+from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported, places
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.metadata import HotKVMetadata, HotKVWorkerMetadata
+from hotkv_vllm.sparse.cuda_worker import CudaWorker
 from hotkv_vllm.sparse.reporter import SparseReporter
 from hotkv_vllm.sparse.resident_step import ResidentStep
 from hotkv_vllm.sparse.resident_worker import ResidentWorker
@@ -51,10 +53,11 @@ class SparseRank:
         self._logged_build = False
         self.centres = centres
         self.worker: SparseWorker | None = None
+        self.cuda: CudaWorker | None = None
         self.reporter: SparseReporter | None = None
 
     def __repr__(self) -> str:
-        return f"SparseRank({self.worker})"
+        return f"SparseRank({self.worker or self.cuda})"
 
     @property
     def layers(self) -> tuple[tuple[int, int], ...]:
@@ -71,6 +74,9 @@ class SparseRank:
         if self._config.sparse is None:
             return
         try:
+            if self._vllm_config.device_config.device_type == "cuda":
+                self._install_cuda(self._config.sparse, kv_caches)
+                return
             self.worker = install(
                 self._config.sparse,
                 self._config.sparse_recall_steps,
@@ -83,9 +89,40 @@ class SparseRank:
             logger.warning("hotkv: sparse decode is off in this worker: %s", error)
             return
         if isinstance(self.worker, ResidentWorker):
-            self.worker.arena_of = self._arena_of
+            self.worker.residents.arena_of = self._arena_of
         place = places.rank_place(self._vllm_config, self._kv_cache_config)
         self.reporter = SparseReporter(self.worker, place.shard_index, place.is_writer)
+
+    @property
+    def lacks_residency(self) -> bool:
+        """Whether contexts were to be resident, and no layer is: no block may be given back."""
+        sparse = self._config.sparse
+        is_asked = sparse is not None and sparse.residency == "host"
+        return is_asked and self.worker is None and self.cuda is None
+
+    def _install_cuda(self, config: SparseConfig, kv_caches: Mapping[str, Any]) -> None:
+        # Imports CUDA's backend of vLLM.
+        from hotkv_vllm.sparse import cuda_setup
+
+        self.cuda = cuda_setup.install(
+            config,
+            self._config.representation_tokens,
+            self._vllm_config,
+            self._kv_cache_config,
+            kv_caches,
+            self.centres,
+        )
+        self.cuda.arena_of = self._arena_of
+
+    @hook(nothing, is_part=True)
+    def opened(self) -> None:
+        """The session is open. On CUDA the arena is made readable now, before graphs are
+        captured."""
+        if self.cuda is not None and not self.cuda.map_arena():
+            logger.warning(
+                "hotkv: the device can't read the server's arena yet; the first request that "
+                "needs it waits for that"
+            )
 
     # ---------------------------------------------------------------------------------------- steps
 
@@ -100,6 +137,8 @@ class SparseRank:
 
     def begin_step(self, meta: HotKVMetadata) -> None:
         """Takes in what the scheduler says of a step's rows and blocks."""
+        if self.cuda is not None:
+            self.cuda.begin_resident(meta.resident or ResidentStep())
         if self.worker is not None:
             self.will_write(np.array(meta.allocated_blocks, np.int32))
             self._tell_reporter(meta)
@@ -109,11 +148,17 @@ class SparseRank:
 
     def take_lost(self) -> set[int]:
         """First blocks of requests whose bytes in host memory are gone."""
-        return self.worker.take_lost() if isinstance(self.worker, ResidentWorker) else set()
+        if self.cuda is not None:
+            return self.cuda.take_lost()
+        worker = self.worker
+        return worker.residents.take_lost() if isinstance(worker, ResidentWorker) else set()
 
     def lost_broke(self) -> set[int]:
         """It is not known which bytes are gone: all of them."""
-        return self.worker.all_away() if isinstance(self.worker, ResidentWorker) else set()
+        if self.cuda is not None:
+            return self.cuda.all_away()
+        worker = self.worker
+        return worker.residents.all_away() if isinstance(worker, ResidentWorker) else set()
 
     @hook(nothing, is_part=True)
     def _tell_reporter(self, meta: HotKVMetadata) -> None:
@@ -124,6 +169,8 @@ class SparseRank:
         """Forgets all representations, because it is not known which blocks a step overwrites.
 
         Returns False if they could not be forgotten; then sparse decode is off from now on."""
+        if self.cuda is not None:
+            self.cuda.start_over()
         if self.worker is None:
             return True
         try:
@@ -140,8 +187,9 @@ class SparseRank:
 
     @hook(nothing, is_part=True)
     def _sparse_report(self, report: HotKVWorkerMetadata) -> None:
-        if self.worker is not None:
-            for name, value in self.worker.take_counters().items():
+        worker = self.cuda if self.worker is None else self.worker
+        if worker is not None:
+            for name, value in worker.take_counters().items():
                 report.count(name, value)
         told = None if self.reporter is None else self.reporter.after_step(time.monotonic())
         if told is not None:

@@ -37,9 +37,9 @@ class ResidentRow:
     row; `first_block`: of the context.
 
     `may_outgrow`: the server has reserved room for it, so blocks may be given back. `num_freed`:
-    those from the sinks up to this position are not on the device. The rest is said once, when it
-    is new: `hot_blocks` of vLLM's pool, what the server has `kept`, and what its bytes are read
-    under (`pin`).
+    those from the sinks up to this position are not on the device. `context_tokens`: with the
+    step's own, which are `new_tokens`. The rest is said once, when it is new: `hot_blocks` of
+    vLLM's pool, what the server has `kept`, and what its bytes are read under (`pin`).
     """
 
     request_id: str
@@ -50,6 +50,8 @@ class ResidentRow:
     hot_blocks: tuple[int, ...] = ()
     kept: tuple[KeptBlocks, ...] = ()
     pin: ResidencyOpened | None = None
+    context_tokens: int = 0
+    new_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,10 @@ from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import token_scorer
 from hotkv_vllm import link
-from hotkv_vllm.compat import Unsupported, places, sparse_layers
+from hotkv_vllm.compat import Unsupported, places, rope, sparse_layers
+from hotkv_vllm.config import CENTRE
 from hotkv_vllm.sparse.batch import SparseLayer
+from hotkv_vllm.sparse.first_prompt import NO_TURNING, Turning
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import LayerShape
 from hotkv_vllm.sparse.resident_worker import ResidentWorker
@@ -61,11 +63,12 @@ def install(
         raise Unsupported("the model has no layer of plain full attention beside dense_layers")
     # Before the first request: numba takes a second to load and some kernels to compile.
     native.load("hotkv_sparse.kernels")
-    worker = SparseWorker(config, layers, recall_steps)
+    turning = _turning(layers, vllm_config)
+    worker = SparseWorker(config, layers, recall_steps, turning)
     if config.residency == "host":
         names = kv_cache_config.kv_cache_groups[0].layer_names
         spots = slot_places(layers, names, place.shard_index)
-        worker = ResidentWorker(config, layers, spots, recall_steps)
+        worker = ResidentWorker(config, layers, spots, recall_steps, turning)
     for impl, sparse_layer in zip(impls, layers, strict=True):
         impl.attach(worker, sparse_layer)
     logger.info(
@@ -75,6 +78,20 @@ def install(
         config,
     )
     return worker
+
+
+def _turning(layers: list[SparseLayer], vllm_config: Any) -> Turning:
+    """What layers that calibrate themselves need to know. Raises Unsupported if it is not known."""
+    sizes = {layer.shape.head_size for layer in layers if not layer.shape.is_calibrated}
+    if not sizes:
+        return NO_TURNING
+    known = rope.frequencies(sizes.pop()) if len(sizes) == 1 else None
+    if known is None:
+        raise Unsupported(
+            "mix2 can't calibrate itself with this model, since it is not known how positions turn "
+            f"its keys; calibrate once and name the file in {CENTRE}, or use rot2u"
+        )
+    return Turning(known, int(vllm_config.model_config.max_model_len))
 
 
 def _sparse_layer(
@@ -94,7 +111,7 @@ def _sparse_layer(
     packing = key_packing(block_tokens, head_size, pages.dtype, layer.isa)
     sinks = layer.impl.sinks
     names = tuple(config.scorers_of(layer.index))
-    mu_HD, biases = _centre(layer.index, names, shard * heads, heads, centres)
+    mu_HD, biases = centre_of(layer.index, names, shard * heads, heads, centres)
     axes = None if centres is None else centres.axes(layer.index)
     if axes is not None:
         axes = axes.heads(shard * heads, heads)
@@ -109,7 +126,7 @@ def _sparse_layer(
     )
 
 
-def _centre(
+def centre_of(
     layer: int, names: tuple[str, ...], first_head: int, heads: int, centres: Centres | None
 ) -> tuple[npt.NDArray[np.float32] | None, dict[str, float]]:
     """A rank's heads of a layer's centre, and the biases that are measured with it; None and no

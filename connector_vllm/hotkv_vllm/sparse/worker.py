@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hotkv_sparse import SparseConfig, span
+from hotkv_sparse import SparseConfig
 from hotkv_sparse.selector import Source
-from hotkv_vllm.sparse.batch import Batch, Plan, Rewrite, Row, SparseLayer
+from hotkv_vllm.sparse.batch import Batch, Context, Plan, Rewrite, Row, SparseLayer
 from hotkv_vllm.sparse.counters import LayerCounters
 from hotkv_vllm.sparse.faults import Faults
-from hotkv_vllm.sparse.first_prompt import FirstPrompt
+from hotkv_vllm.sparse.first_prompt import NO_TURNING, FirstPrompt, Turning
 from hotkv_vllm.sparse.pool import BlockReprManager
 from hotkv_vllm.sparse.recall import measure
 from hotkv_vllm.sparse.rows import SparseRows
@@ -55,7 +55,11 @@ class SparseWorker:
     thread."""
 
     def __init__(
-        self, config: SparseConfig, layers: list[SparseLayer], recall_steps: int = 0
+        self,
+        config: SparseConfig,
+        layers: list[SparseLayer],
+        recall_steps: int = 0,
+        turning: Turning = NO_TURNING,
     ) -> None:
         self._config = config
         self.layers = {layer.name: layer for layer in layers}
@@ -65,7 +69,7 @@ class SparseWorker:
             {layer.index: layer.shape for layer in layers},
             {layer.index: layer.keys_of for layer in layers},
         )
-        self.first_prompt = FirstPrompt.of(layers, self._reprs.calibrate)
+        self.first_prompt = FirstPrompt.of(layers, turning, self._reprs.calibrate)
         self._sequences: dict[str, _Sequence] = {}
         self._request_of: dict[int, str] = {}
         self._plans: dict[int, Plan] = {}
@@ -235,16 +239,9 @@ class SparseWorker:
             plan.complete.append(blocks[: context_tokens // block_tokens])
             request_id = self._request_of.get(int(blocks[-1])) if num_queries[row] == 1 else None
             if request_id is not None:
-                always = blocks[span(self._config, context_tokens, block_tokens).always]
-                # The partial block is the last one, so the tokens that do not exist yet are at the
-                # end.
-                num_tokens = len(always) * block_tokens - (
-                    len(blocks) * block_tokens - context_tokens
-                )
+                context = Context(self._config, context_tokens, block_tokens)
                 token = int(batch.starts[row])
-                plan.rows.append(
-                    Row(row, token, request_id, context_tokens, blocks, always, num_tokens)
-                )
+                plan.rows.append(Row.of(row, token, request_id, blocks, blocks, context))
         return plan
 
     def _select(self, layer: SparseLayer, row: Row, query_QD: F32) -> I32:
@@ -265,13 +262,9 @@ class SparseWorker:
         always = layer.pages.log_mass(query_QD, row.always_blocks, row.always_tokens, layer.scale)
         if layer.sink_logits is not None:
             always = np.logaddexp(always, layer.sink_logits)
+        sources = self._sources(layer)
         attended = own.step(
-            query_QD,
-            self._sources(layer),
-            row.blocks_C,
-            always,
-            row.context_tokens,
-            layer.scale,
+            query_QD, sources, row.blocks_C, always, row.context_tokens, layer.scale
         )
         sequence.note(attended.selection.blocks, len(row.blocks_C))
         self._counters.add_step(layer.index, attended, len(row.blocks_C), layer.pages.page_bytes)

@@ -15,7 +15,6 @@ from typing import Any
 
 from hotkv.keys import KeySpace, Representation
 from hotkv.order import NO_ORDER, OrderKind
-from hotkv_client.arena import Arena
 from hotkv_client.fence import SharedFence
 from hotkv_client.types import Role, SessionConfig
 from hotkv_sparse.centre import Centres
@@ -65,10 +64,6 @@ class RankSession:
     @property
     def is_connected(self) -> bool:
         return self.session is not None and self.session.connected
-
-    def arena(self) -> Arena | None:
-        """The server's arena, as this process maps it; None without a session that may."""
-        return None if self.session is None else self.session.arena()
 
     # --------------------------------------------------------------------------------------- memory
 

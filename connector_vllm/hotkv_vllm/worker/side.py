@@ -18,6 +18,7 @@ from concurrent.futures import wait as wait_futures
 from dataclasses import replace
 from typing import Any
 
+from hotkv_client.arena import Arena
 from hotkv_client.types import BlockRun
 from hotkv_sparse.centre import Centres
 from hotkv_vllm.config import ConnectorConfig
@@ -49,9 +50,7 @@ class HotKVWorker:
         self._kv_caches: dict[str, Any] = {}
         self._is_unregistered = False
         self.rank = RankSession(vllm_config, kv_cache_config, config)
-        self.sparse = SparseRank(
-            vllm_config, kv_cache_config, config, centres, edge, self.rank.arena
-        )
+        self.sparse = SparseRank(vllm_config, kv_cache_config, config, centres, edge, self._arena)
         self.transfers = Transfers(vllm_config, self.rank, config)
         self.loads = Loads(self.transfers.load, self.transfers.cancel)
         number = vllm_config.parallel_config.rank
@@ -74,7 +73,11 @@ class HotKVWorker:
         # at once.
         self._export()
         self.sparse.install(kv_caches)
+        if self.sparse.lacks_residency:
+            self.rank.turn_off("its layers can't attend to blocks in host memory; see its log")
+            return
         self.rank.open(self.sparse.worker, self.sparse.centres)
+        self.sparse.opened()
 
     def unregister(self) -> None:
         """vLLM is about to discard the KV memory."""
@@ -253,6 +256,14 @@ class HotKVWorker:
     def take_lost(self) -> set[int]:
         """First blocks of requests whose bytes in host memory are gone."""
         return self.sparse.take_lost()
+
+    def lost_broke(self) -> set[int]:
+        """It is not known which bytes are gone: all of them."""
+        return self.sparse.lost_broke()
+
+    def _arena(self) -> Arena | None:
+        """The server's arena; None without a session that may map it."""
+        return None if self.rank.session is None else self.rank.session.arena()
 
     def take_report(self, meta: HotKVMetadata | None) -> HotKVWorkerMetadata | None:
         """Returns what the scheduler is to hear of this step; None for nothing."""

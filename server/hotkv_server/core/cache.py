@@ -9,23 +9,21 @@ and when its block is flushed it stays as it is; a lease that ends during a copy
 until the copy ends; a block becomes ready only when every shard is written.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.keys import KeySpace, Representation
 from hotkv.retention import NO_RETENTION, Retention
-from hotkv.table import BlockTable, Words
+from hotkv.table import BlockTable
 from hotkv_server.core.cache_books import make_books
-from hotkv_server.core.grace import Marks
 from hotkv_server.core.leases import Lease, ReadLease, WriteLease
 from hotkv_server.core.loads import Loads
 from hotkv_server.core.policies.protocol import Policy
 from hotkv_server.core.read_leases import ReadLeases
-from hotkv_server.core.reader_words import Uint64s
+from hotkv_server.core.reader_words import ReaderMemory
 from hotkv_server.core.reservations import Reservations
-from hotkv_server.core.residency import Residency
 from hotkv_server.core.stores import Stores
 from hotkv_server.core.uses import Uses
 from hotkv_server.core.values import (
@@ -38,7 +36,6 @@ from hotkv_server.core.values import (
     Int64s,
     KeySpaceRecord,
     LoadPositions,
-    OpenedResidency,
     Reservation,
     Run,
     SessionRecord,
@@ -48,19 +45,16 @@ from hotkv_server.integrity.check_values import Sums
 
 
 class CacheCore:
-    """The cache of one node: its books, and the parts that act on them. See the module for its
-    rules."""
+    """A node's cache: its books, and the parts that act on them. See the module for its rules."""
 
     def __init__(
         self,
         config: CoreConfig,
         block_table: BlockTable,
         policy: Policy,
-        words: Uint64s | None = None,
-        marks: Marks | None = None,
+        readers: ReaderMemory | None = None,
     ) -> None:
-        """`words`, `marks`: as in `make_books`."""
-        books = make_books(config, block_table, policy, words, marks)
+        books = make_books(config, block_table, policy, readers)
         self.config = config
         self.counters = books.counters
         self.space = books.space
@@ -80,8 +74,7 @@ class CacheCore:
     def __repr__(self) -> str:
         return (
             f"CacheCore({len(self.sessions)} sessions, {len(self.leases)} leases, "
-            f"{len(self.transfers)} transfers, {len(self.residencies.book)} residencies, "
-            f"{self.space!r})"
+            f"{len(self.transfers)} transfers, {self.residencies.book!r}, {self.space!r})"
         )
 
     def grow(self, num_bytes: int, coming_bytes: int = 0) -> None:
@@ -124,7 +117,7 @@ class CacheCore:
         for lease in self.leases.of_session(number):
             self.end_lease(lease)
         for residency in self.residencies.begin_ending(self.sessions.record(number)):
-            self.close_residency(residency)
+            self.residencies.close(residency)
         self.sessions.close(number, now_s)
 
     @property
@@ -214,66 +207,6 @@ class CacheCore:
         else:
             self._reservations.end(lease)
 
-    # Residencies
-
-    def open_residency(
-        self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
-    ) -> OpenedResidency:
-        """Reserves room for so many blocks a group, and for their representations of the kinds that
-        the session declares. The same call again for an open residency gets the same answer.
-
-        Raises NO_ROOM_FOR_RESIDENCY, which is noted for operators, or RESIDENCY_TOO_LARGE.
-        """
-        session = self.sessions.record(session_number)
-        record = self.catalog.record(session.key_space_id)
-        return self.residencies.open(session, record, residency_id, num_blocks, now_s)
-
-    def extend_residency(
-        self,
-        session_number: int,
-        residency_id: str,
-        group_index: int,
-        first_position: int,
-        hashes: Words,
-        now_s: float,
-    ) -> Int64s:
-        """Pins those of the blocks that are ready and verified, with their representations; returns
-        the slot offset of each, -1 for a block that is not pinned.
-
-        A block that the residency has already keeps its offset, also if it was flushed meanwhile.
-        """
-        session = self.sessions.record(session_number)
-        return self.residencies.extend(
-            session, residency_id, group_index, first_position, hashes, now_s
-        )
-
-    def representation_offsets(
-        self,
-        session_number: int,
-        residency_id: str,
-        group_index: int,
-        first_position: int,
-        block_count: int,
-    ) -> Int64s:
-        """Slot offsets of the representations that a residency pins with its blocks from
-        `first_position` on, -1 for none. Those of an earlier server count as none until they have
-        been compared with their check values."""
-        session = self.sessions.record(session_number)
-        group = self.residencies.book.live(session, residency_id).groups[group_index]
-        linked = group.linked_at(first_position + np.arange(block_count, dtype=np.int64))
-        is_known = (linked != 0) & ~self.space.index.unverified[linked]
-        offsets: Int64s = np.where(is_known, self.space.index.offsets(linked), -1)
-        return offsets
-
-    def close_residency(self, residency: Residency) -> None:
-        """Unpins all of a residency and gives its promise back. If its engine did not ask for it,
-        its readers have been told before."""
-        self.residencies.begin_closing(residency)
-        while not self.residencies.give_back(
-            residency, len(residency.groups) + residency.num_blocks
-        ):
-            pass
-
     # Transfers
 
     def begin_load(
@@ -299,11 +232,8 @@ class CacheCore:
         retention: Retention = NO_RETENTION,
         residency_id: str = "",
     ) -> list[SlotRun]:
-        """Starts a store and reserves its blocks; returns the slots to copy to.
-
-        `residency_id`: of an open residency of the engine, whose promise the store uses. It pins
-        those of the blocks that are ready and verified now, and each that this store makes ready.
-        """
+        """Starts a store and reserves its blocks; returns the slots to copy to. A residency that is
+        open pins what is ready and verified now, and what this store makes ready."""
         session = self.sessions.record(session_number)
         residency = self.residencies.get(session, residency_id) if residency_id else None
         return self._stores.begin(
@@ -360,13 +290,18 @@ class CacheCore:
         self.retention_pins.check_invariants()
         self.leases.check_invariants()
         self.transfers.check_invariants()
-        self._read_leases.check_invariants(self.residencies.pins())
+        self._read_leases.check_invariants(self.residencies.pins.all())
         self.residencies.check_invariants(self.sessions.records)
         self._reservations.check_invariants()
-        for entry in self.space.representations.ready():
-            (key_space_id, _), (kind, group), _ = self.space.index.keys(
-                np.append(entry, self.space.representations.of(entry))
-            )
-            assert self.catalog.record(int(key_space_id)).block_group(int(kind)) == group, (
-                "a representation belongs to another group"
-            )
+        _check_kinds(self)
+
+
+def _check_kinds(core: CacheCore) -> None:
+    """Raises AssertionError unless each representation belongs to the group of its block."""
+    for entry in core.space.representations.ready():
+        (key_space_id, _), (kind, group), _ = core.space.index.keys(
+            np.append(entry, core.space.representations.of(entry))
+        )
+        assert core.catalog.record(int(key_space_id)).block_group(int(kind)) == group, (
+            "a representation belongs to another group"
+        )

@@ -6,17 +6,14 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from hotkv.table import BlockTable
 from hotkv_server.core.bounds import Account, FairBound
 from hotkv_server.core.catalog import Catalog
-from hotkv_server.core.grace import Marks
 from hotkv_server.core.leases import LeaseBook
 from hotkv_server.core.pin_budget import PinBudget
 from hotkv_server.core.pins import RetentionPins
 from hotkv_server.core.policies.protocol import Policy
-from hotkv_server.core.reader_words import ReaderWords, Uint64s, no_words
+from hotkv_server.core.reader_words import ReaderMemory, ReaderWords, no_readers
 from hotkv_server.core.residencies import Residencies
 from hotkv_server.core.residency_book import ResidencyBook
 from hotkv_server.core.residency_bound import ResidencyBound
@@ -47,11 +44,10 @@ def make_books(
     config: CoreConfig,
     block_table: BlockTable,
     policy: Policy,
-    words: Uint64s | None = None,
-    marks: Marks | None = None,
+    readers: ReaderMemory | None = None,
 ) -> CacheBooks:
-    """Books of a cache that is empty. `words`, `marks`: what readers of the arena see, and what the
-    next server finds; None if there are neither."""
+    """Books of a cache that is empty. `readers`: None if nobody reads the arena."""
+    readers = readers or no_readers(config.capacity)
     space = Space(
         block_table,
         config.arena_bytes,
@@ -67,11 +63,12 @@ def make_books(
     residencies = Residencies(
         config,
         space,
+        catalog,
         sessions,
         ResidencyBook(Account(client_memory)),
         ResidencyBound(space.tenants, pin_budget, config.residency_share, config.slab_bytes),
-        ReaderWords(no_words() if words is None else words),
-        np.zeros(space.index.capacity + 1, np.uint8) if marks is None else marks,
+        ReaderWords(readers.words),
+        readers.marks,
     )
     return CacheBooks(
         config,

@@ -11,12 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_server.core.reader_words import ReaderWords
+from hotkv_server.core.reader_words import Marks, ReaderWords
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import BoolMask, Entries
 
-Marks = NDArray[np.uint8]
-"""By entry number: 1 for an entry that a reader may read."""
 PART_ENTRIES = 1 << 16
 
 

@@ -6,6 +6,8 @@ server's session stays as it is, and is given to nobody, until that server's rea
 more. Whoever unpins something that a reader may still read changes its word first.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,9 +17,22 @@ from hotkv.words import GENERATION, LATEST, MAX_SESSION_WORD, WORD_COUNT
 Uint64s = NDArray[np.uint64]
 
 
-def no_words() -> Uint64s:
-    """Words that nobody reads, for a core without an arena."""
-    return np.zeros(WORD_COUNT, np.uint64)
+Marks = NDArray[np.uint8]
+"""By entry number: 1 for an entry that a reader may read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderMemory:
+    """What readers see, and what the next server finds: `words`, and `marks` by entry number. Both
+    outlive the server."""
+
+    words: Uint64s
+    marks: Marks
+
+
+def no_readers(capacity: int) -> ReaderMemory:
+    """For a core whose arena nobody reads, with so many entries."""
+    return ReaderMemory(np.zeros(WORD_COUNT, np.uint64), np.zeros(capacity + 1, np.uint8))
 
 
 class ReaderWords:

@@ -2,13 +2,11 @@
 them there and keep no copy.
 
 Opening one reserves room; extending it, or storing into it, pins blocks and says where they lie.
-Always true: an entry has one pin from each position of a residency that names it; what is pinned
-and what is promised is within `ResidencyBound`; a residency that pins what another has pinned
-already is promised less all the same. Before anything is unpinned that its engine did not give
-back, the session's word has changed (`reader_words`). `marks` has every entry that a reader may
-read, so that the server that takes over after a kill knows them (`grace`). Residencies belong to
-their engine, as leases do, and end with the session that opened them; if the server drains they
-stay as they are, for the next server.
+Always true: what is pinned and what is promised is within `ResidencyBound`; before anything is
+unpinned that its engine did not give back, the session's word has changed (`reader_words`).
+Residencies belong to their engine, as leases do, and end with the session that opened them; if the
+server drains they stay as they are, for the next server. `residency_pins` pins, `grace` keeps what
+an earlier server's residencies had.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -19,11 +17,13 @@ from hotkv import table
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_GROUPS
 from hotkv.table import Words
-from hotkv_server.core.grace import Grace, Marks
-from hotkv_server.core.reader_words import ReaderWords
+from hotkv_server.core.catalog import Catalog
+from hotkv_server.core.grace import Grace
+from hotkv_server.core.reader_words import Marks, ReaderWords
 from hotkv_server.core.residency import Residency, ResidentGroup
 from hotkv_server.core.residency_book import ResidencyBook
 from hotkv_server.core.residency_bound import ResidencyBound
+from hotkv_server.core.residency_pins import ResidencyPins
 from hotkv_server.core.sessions import SessionBook, check_named
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import (
@@ -45,6 +45,7 @@ class Residencies:
         self,
         config: CoreConfig,
         space: Space,
+        catalog: Catalog,
         sessions: SessionBook,
         book: ResidencyBook,
         bound: ResidencyBound,
@@ -55,14 +56,11 @@ class Residencies:
         self.bound = bound
         self.words = words
         self.grace = Grace(space, words, marks)
+        self.pins = ResidencyPins(space, bound, self.grace, marks)
         self._config = config
         self._space = space
+        self._catalog = catalog
         self._sessions = sessions
-        self._marks = marks
-        # Memory comes with the first pin of an entry nearby.
-        self._counts = np.zeros(space.index.capacity + 1, np.uint32)
-        # Entries that are compared with their check values before they may be pinned here.
-        self._comparing: list[Entries] = []
 
     def __repr__(self) -> str:
         return f"Residencies({self.book!r}, {self.bound!r}, {self.words!r}, {self.grace!r})"
@@ -71,13 +69,19 @@ class Residencies:
 
     def open(
         self,
-        session: SessionRecord,
-        record: KeySpaceRecord,
+        session_number: int,
         residency_id: str,
         num_blocks: Mapping[int, int],
         now_s: float,
     ) -> OpenedResidency:
-        """As `CacheCore.open_residency`."""
+        """Reserves room for so many blocks a group, and for their representations of the kinds that
+        the session declares. The same call again for an open residency gets the same answer.
+
+        Raises NO_ROOM_FOR_RESIDENCY or RESIDENCY_TOO_LARGE, among others; a refusal is noted for
+        operators and changes nothing else.
+        """
+        session = self._sessions.record(session_number)
+        record = self._catalog.record(session.key_space_id)
         _check_asked(record, num_blocks)
         existing = self.book.of_call(session, residency_id)
         if existing is not None:
@@ -91,7 +95,8 @@ class Residencies:
         self._sessions.check_takes_new("opens no residencies")
         owner = self._sessions.owner(session)
         groups = {
-            group: self._group(session, record, group, count) for group, count in num_blocks.items()
+            group: _new_group(self.bound, session, record, group, count)
+            for group, count in num_blocks.items()
         }
         residency = Residency(
             session.engine_id, owner, residency_id, session.number, session.key_space_id,
@@ -111,17 +116,6 @@ class Residencies:
         self.bound.change(residency.tenant, promised_bytes=asked_bytes)
         return self._opened(residency)
 
-    def _group(
-        self, session: SessionRecord, record: KeySpaceRecord, group_index: int, count: int
-    ) -> ResidentGroup:
-        kinds = [k for k in session.representations if record.block_group(k) == group_index]
-        return ResidentGroup(
-            count,
-            self.bound.cost(record.shape(group_index).slot_bytes),
-            frozenset(kinds),
-            max((self.bound.cost(record.shape(kind).slot_bytes) for kind in kinds), default=0),
-        )
-
     def _opened(self, residency: Residency) -> OpenedResidency:
         index, value = self.words.of_session(residency.session_number)
         return OpenedResidency(residency.residency_id, index, value, self.words.generation)
@@ -130,48 +124,43 @@ class Residencies:
 
     def extend(
         self,
-        session: SessionRecord,
+        session_number: int,
         residency_id: str,
         group_index: int,
         first_position: int,
         hashes: Words,
         now_s: float,
     ) -> Int64s:
-        """As `CacheCore.extend_residency`."""
+        """Pins those of the blocks that are ready and verified, with their representations; returns
+        the slot offset of each, -1 for a block that is not pinned.
+
+        A block that the residency has already keeps its offset, also if it was flushed meanwhile.
+        """
+        session = self._sessions.record(session_number)
+        _check_position(first_position, len(hashes))
         residency, group = self._named(session, residency_id, group_index, len(hashes))
-        if not 0 <= first_position < MAX_POSITION - len(hashes):
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                "first_position is negative or too large; it counts blocks from the start of the "
-                "request",
-            )
         index = self._space.index
         positions = first_position + np.arange(len(hashes), dtype=np.int64)
         rows, known = group.rows(positions)
-        theirs = index.keys(group.entries[rows[known]])[2]
-        if not np.array_equal(theirs, hashes[known]):
+        mine = group.entries[rows[known]]
+        if not np.array_equal(index.table.records[mine, :8], hashes[known]):
             raise HotKVError(
                 Reason.DUPLICATE_ID,
                 f"hashes: residency {residency_id!r} has another block at one of these positions; "
                 "a position names one block",
             )
-        words = index.find(residency.key_space_id, group_index, hashes)
-        fresh = table.is_ready(words) & ~known
-        fresh[fresh] = ~index.unverified[words[fresh]]
-        if len(group.positions) + int(fresh.sum()) > group.most:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                f"hashes: residency {residency_id!r} was opened for {group.most} blocks of this "
-                f"group and would have {len(group.positions) + int(fresh.sum())}; open it for all "
-                "that it will keep",
-            )
-        self.pin(residency, group_index, positions[fresh], words[fresh])
-        self.pin_linked(residency, group_index, positions)
-        self._space.touch(words[fresh], now_s)
-        rows, known = group.rows(positions)
+        fresh = np.flatnonzero(~known)
+        words = index.find(residency.key_space_id, group_index, hashes[fresh])
+        good = table.is_ready(words)
+        good[good] = ~index.unverified[words[good]]
+        fresh, words = fresh[good], words[good]
+        _check_most(group, len(fresh))
+        self.pins.pin(residency, group_index, positions[fresh], words)
+        self.pins.pin_linked(residency, group_index, positions)
+        self._space.touch(words, now_s)
         offsets = np.full(len(hashes), -1, np.int64)
-        entries = group.entries[rows[known]]
-        offsets[known] = np.where(index.unverified[entries], -1, index.offsets(entries))
+        offsets[known] = np.where(index.unverified[mine], -1, index.offsets(mine))
+        offsets[fresh] = index.offsets(words)
         return offsets
 
     def _named(
@@ -193,73 +182,20 @@ class Residencies:
             )
         return residency, residency.groups[group_index]
 
-    def pin(
-        self, residency: Residency, group_index: int, positions: Int64s, entries: Entries
-    ) -> None:
-        """Pins ready, verified blocks at rising positions, as many as the residency has left.
-        Positions that it has stay as they are."""
-        group = residency.groups.get(group_index)
-        if group is None or residency.is_closing or not len(positions):
-            return
-        _, known = group.rows(positions)
-        room = group.most - len(group.positions)
-        positions, entries = positions[~known][:room], entries[~known][:room]
-        group.add(positions, entries)
-        self._pin(residency, entries, -len(entries) * group.block_cost)
-
-    def pin_linked(self, residency: Residency, group_index: int, positions: Int64s) -> None:
-        """Pins the representations of those blocks that the residency has at these positions, each
-        if it is of a kind that the session declares; one a position."""
-        group = residency.groups.get(group_index)
-        if group is None or residency.is_closing or not group.kinds:
-            return
-        index, records = self._space.index, self._space.index.table.records
-        rows, known = group.rows(positions)
-        rows = rows[known]
-        rows = rows[(group.linked[rows] == 0) & index.is_ready(group.entries[rows])]
-        linked = self._space.representations.of(group.entries[rows])
-        kinds = records[linked, table.W_GROUP_STATE] & np.uint32(0xFFFF)
-        wanted = (linked != 0) & np.isin(kinds, list(group.kinds))
-        rows, linked = rows[wanted], linked[wanted]
-        group.link(rows, linked)
-        self._pin(residency, linked, -len(linked) * group.kind_cost)
-
-    def _pin(self, residency: Residency, entries: Entries, promised_bytes: int) -> None:
-        """Pins entries, and changes what is promised by so much."""
-        distinct = np.unique(entries)
-        fresh = distinct[self._counts[distinct] == 0]
-        # Before anybody is told where they lie: a server that is killed leaves them marked.
-        self._marks[distinct] = 1
-        np.add.at(self._counts, entries, np.uint32(1))
-        self._space.index.pin(entries, 1)
-        self.bound.change(
-            residency.tenant,
-            promised_bytes=promised_bytes,
-            pinned_bytes=self.bound.costs(self._space.index.slot_bytes(fresh)),
-        )
-
     # Comparing first
 
     def begin_comparing(
         self, session: SessionRecord, residency_id: str, group_index: int, hashes: Words
     ) -> Entries:
         """The ready blocks among these that have not been compared with their check values; pinned
-        until `end_comparing` if there are any."""
+        until `pins.let_go`, which the caller owes."""
         residency, _ = self._named(session, residency_id, group_index, len(hashes))
         index = self._space.index
         words = index.find(residency.key_space_id, group_index, hashes)
         waiting = np.unique(words[table.is_ready(words)])
         waiting = waiting[index.unverified[waiting]]
-        if len(waiting):
-            index.pin(waiting, 1)
-            self._comparing.append(waiting)
+        self.pins.hold(waiting)
         return waiting
-
-    def end_comparing(self, entries: Entries) -> None:
-        """They have been compared, or will not be."""
-        self._comparing = [kept for kept in self._comparing if kept is not entries]
-        self._space.index.pin(entries, -1)
-        self._space.removal.reap(entries)
 
     # Ending
 
@@ -278,6 +214,13 @@ class Residencies:
             residency.is_closing = True
             self.book.begin_closing(residency)
 
+    def close(self, residency: Residency) -> None:
+        """Gives a residency back in one go. If its engine did not ask for it, its readers have been
+        told before."""
+        self.begin_closing(residency)
+        while not self.give_back(residency, MAX_POSITION):
+            pass
+
     def give_back(self, residency: Residency, most: int) -> bool:
         """Unpins up to `most` blocks of a residency that is closing; True if none is left and it is
         gone."""
@@ -285,22 +228,13 @@ class Residencies:
             return True
         for group in residency.groups.values():
             if len(group.positions):
-                self._unpin(residency.tenant, group.take(most))
+                self.pins.unpin(residency.tenant, group.take(most))
                 break
         if any(len(group.positions) for group in residency.groups.values()):
             return False
         self.book.remove(residency)
         residency.is_gone = True
         return True
-
-    def _unpin(self, tenant: int, entries: Entries) -> None:
-        index, distinct = self._space.index, np.unique(entries)
-        np.subtract.at(self._counts, entries, np.uint32(1))
-        last = distinct[self._counts[distinct] == 0]
-        self.bound.change(tenant, pinned_bytes=-self.bound.costs(index.slot_bytes(last)))
-        self._marks[last[~self.grace.among(last)]] = 0
-        index.pin(entries, -1)
-        self._space.removal.reap(distinct)
 
     def begin_ending(self, session: SessionRecord) -> list[Residency]:
         """The residencies of a session that ends, to be given back: its readers have been told.
@@ -328,49 +262,25 @@ class Residencies:
         for number in reading:
             self.words.revoke(number)
             for residency in self.book.of_session(number):
-                self.begin_closing(residency)
-                while not self.give_back(residency, MAX_POSITION):
-                    pass
+                self.close(residency)
 
     def expire_grace(self, now_s: float) -> Iterator[None]:
         """As `Grace.expire`."""
-        return self.grace.expire(now_s, self._counts)
+        return self.grace.expire(now_s, self.pins.counts)
 
-    # For those who look
-
-    def pins(self) -> Int64s:
-        """Pins of each entry [capacity + 1] from here. Linear in capacity."""
-        pins = self._counts.astype(np.int64)
-        for entries in (*self._comparing, self.grace.entries):
-            np.add.at(pins, entries, 1)
-        return pins
+    # Checking
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
         """Raises AssertionError if the books disagree. Linear in capacity."""
-        counts = np.zeros(len(self._counts), np.int64)
+        counts = np.zeros(len(self.pins.counts), np.int64)
         promised: dict[int, int] = {}
         for residency in self.book.all():
-            promised[residency.tenant] = (
-                promised.get(residency.tenant, 0) + residency.promised_bytes
-            )
-            for group in residency.groups.values():
-                assert len(group.positions) <= group.most, "more blocks than were asked for"
-                assert np.all(np.diff(group.positions) > 0), "a position is there twice"
-                assert group.num_linked == np.count_nonzero(group.linked), "kinds miscounted"
+            tenant = residency.tenant
+            promised[tenant] = promised.get(tenant, 0) + residency.promised_bytes
+            residency.check_invariants()
             for entries in residency.pinned():
                 np.add.at(counts, entries, 1)
-        assert np.array_equal(counts, self._counts), "pins of residencies miscounted"
-        pinned = np.flatnonzero(counts).astype(np.uint32)
-        assert np.all(self._space.index.can_be_read(pinned)), "pins something that has no bytes"
-        owners = self._space.tenants.of(self._space.index.key_spaces(pinned))
-        by_tenant = {
-            int(tenant): self.bound.costs(self._space.index.slot_bytes(pinned[owners == tenant]))
-            for tenant in np.unique(owners)
-        }
-        self.bound.check(promised, by_tenant)
-        marked = np.flatnonzero(self._marks).astype(np.uint32)
-        expected = np.union1d(pinned, self.grace.entries)
-        assert np.array_equal(marked, expected), "marks and pins of readers disagree"
+        self.bound.check(promised, self.pins.check(counts))
         sessions = {residency.session_number for residency in self.book.all()}
         assert sessions - self.book.orphans <= set(live_sessions), "a residency is nobody's"
         self.words.check_invariants({r.session_number for r in self.book.all() if not r.is_closing})
@@ -387,3 +297,40 @@ def _check_asked(record: KeySpaceRecord, num_blocks: Mapping[int, int]) -> None:
             "groups.block_count must be from 1 to 2147483647, for one group at least",
         )
     assert all(group < MAX_GROUPS for group in num_blocks)
+
+
+def _check_position(first_position: int, num_blocks: int) -> None:
+    if not 0 <= first_position < MAX_POSITION - num_blocks:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            "first_position is negative or too large; it counts blocks from the start of the "
+            "request",
+        )
+
+
+def _check_most(group: ResidentGroup, num_fresh: int) -> None:
+    """Raises INVALID_FIELD if the group would have more blocks than the residency was opened
+    for."""
+    count = len(group.positions) + num_fresh
+    if count > group.most:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"hashes: the residency was opened for {group.most} blocks of this group and would "
+            f"have {count}; open it for all that it will keep",
+        )
+
+
+def _new_group(
+    bound: ResidencyBound,
+    session: SessionRecord,
+    record: KeySpaceRecord,
+    group_index: int,
+    count: int,
+) -> ResidentGroup:
+    kinds = [k for k in session.representations if record.block_group(k) == group_index]
+    return ResidentGroup(
+        count,
+        bound.cost(record.shape(group_index).slot_bytes),
+        frozenset(kinds),
+        max((bound.cost(record.shape(kind).slot_bytes) for kind in kinds), default=0),
+    )

@@ -130,6 +130,13 @@ class Residency:
         for group in self.groups.values():
             yield group.pinned()
 
+    def check_invariants(self) -> None:
+        """Raises AssertionError if rows disagree."""
+        for group in self.groups.values():
+            assert len(group.positions) <= group.most, "more blocks than were asked for"
+            assert np.all(np.diff(group.positions) > 0), "a position is there twice"
+            assert group.num_linked == np.count_nonzero(group.linked), "kinds miscounted"
+
     def reads(self, entries: Entries) -> bool:
         """True if one of these is a block that its readers may read."""
         return any(np.isin(group.entries, entries).any() for group in self.groups.values())

@@ -1,4 +1,4 @@
-"""Restoring what readers of the arena may still read: residencies of the server before had it pinned.
+"""Restoring what readers of the arena may still read: residencies of the old server pinned it.
 
 Always true: either all of it is kept, for the time of the grace (`grace`), or the words have told
 its readers before any slot is used. Blocks that were flushed while they were pinned are made anew
@@ -33,9 +33,8 @@ def link_detached(
     groups = old[rows, table.W_GROUP_STATE] & np.uint32(0xFFFF)
     for number, group in np.unique(np.stack((numbers, groups), axis=1), axis=0).tolist():
         here = rows[(numbers == number) & (groups == group)]
-        # A key may be there several times. In the table for a moment, each has one of its own.
-        hashes = np.zeros((len(here), 8), np.uint32)
-        hashes[:, 0] = 1 + np.arange(len(here))
+        # A key may be there several times; in the table only for a moment.
+        hashes = np.ascontiguousarray(old[here, :8])
         offsets = old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
         depths = old[here, table.W_DEPTH].astype(np.int64)
         size = aligned(core.catalog.record(number).shape(group).slot_bytes)
@@ -43,7 +42,6 @@ def link_detached(
         here = here[: len(entries)]
         index.publish(entries, index.mixed(entries), np.zeros(len(entries), np.uint64))
         index.detach(entries)
-        index.table.records[entries, :8] = old[here, :8]
         core.space.tenants.count(number, len(entries) * size)
         new_of[here] = entries
 

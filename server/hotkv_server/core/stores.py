@@ -103,7 +103,7 @@ class Stores:
     def _pin_present(self, residency: Residency, runs: list[Run], reservation: Reservation) -> None:
         """Pins blocks that are ready already in the residency of a store. One that has not been
         compared with its check value is not pinned."""
-        index, residencies = self._books.space.index, self._books.residencies
+        index, pins = self._books.space.index, self._books.residencies.pins
         for run, results in zip(runs, reservation.results, strict=True):
             present = np.flatnonzero(results == BlockResult.PRESENT)
             if run.group_index >= MAX_GROUPS or not len(present):
@@ -113,8 +113,8 @@ class Stores:
             good = table.is_ready(words)
             good[good] = ~index.unverified[words[good]]
             positions = run.depth + present[good]
-            residencies.pin(residency, run.group_index, positions, words[good])
-            residencies.pin_linked(residency, run.group_index, positions)
+            pins.pin(residency, run.group_index, positions, words[good])
+            pins.pin_linked(residency, run.group_index, positions)
 
     def _skip_done(
         self, shard_index: int, words: Entries, positions: Int64s, results: NDArray[np.uint8]
@@ -174,7 +174,7 @@ class Stores:
         if transfer.groups[at] < MAX_GROUPS:
             self._publish_blocks(lease, done, keys, checks, now_s)
             if transfer.residency is not None:
-                self._books.residencies.pin(
+                self._books.residencies.pins.pin(
                     transfer.residency,
                     transfer.groups[at],
                     transfer.depths[at] + positions[complete],
@@ -184,7 +184,7 @@ class Stores:
             kept = self._publish_representations(lease, done, checks)
             if transfer.residency is not None:
                 record = self._books.catalog.record(lease.key_space_id)
-                self._books.residencies.pin_linked(
+                self._books.residencies.pins.pin_linked(
                     transfer.residency,
                     record.block_group(transfer.groups[at]),
                     transfer.depths[at] + positions[complete][kept],

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.table import BlockTable, TableGeometry
-from hotkv.words import WORD_BYTES, file_bytes
+from hotkv.words import file_bytes
 from hotkv_server.memory import readers
 from hotkv_server.memory.filling import Filling, read_note
 from hotkv_server.memory.mapping import FileMapping
@@ -76,7 +76,7 @@ class Leftover:
     table: BlockTable
     state: ServerState
     last_used_s: NDArray[np.float64] | None
-    marks: readers.Marks | None
+    marks: readers.Marks
 
 
 @dataclass(slots=True)
@@ -84,8 +84,8 @@ class NodeMemory:
     """Arena and table of one server, and `leftover` of another until `adopt`. `why_empty`: why
     there is none, empty on a fresh directory.
 
-    `arena.huge_bytes` says how much of it lies in huge pages, `filling` how much has memory.
-    `words`, `marks`: see `readers`.
+    `arena.huge_bytes` says how much of it lies in huge pages, `filling` how much has memory,
+    `readers` what `words` and `marks` are.
     """
 
     directory: Path
@@ -131,8 +131,8 @@ class NodeMemory:
             geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
             table_bytes = readers.table_file_bytes(geometry)
             # The next start has two tables for a moment, and should not fail if this one does not.
-            needed_bytes = arena_bytes + 2 * table_bytes if leftover is None else table_bytes
-            _check_room(directory, needed_bytes + WORD_BYTES, arena_bytes)
+            more_bytes = 0 if leftover is not None else arena_bytes + table_bytes
+            _check_room(directory, table_bytes + more_bytes, arena_bytes)
             arena_path = directory / ARENA_FILE
             if leftover is None:
                 arena = FileMapping.create(arena_path, arena_bytes, mode)
@@ -145,10 +145,9 @@ class NodeMemory:
         except BaseException:
             os.close(lock_fd)
             raise
-        view = table_file.array()
-        view[: len(geometry.pack())] = memoryview(geometry.pack())
+        view, header = table_file.array(), geometry.pack()
+        view[: len(header)] = memoryview(header)
         table, marks = BlockTable(view, geometry), readers.marks_of(view, geometry)
-        assert marks is not None, "the file was made with marks"
         filled_bytes = arena_bytes
         if prefault and (leftover is None or arena.has_holes()):
             filled_bytes = 0 if leftover is None else read_note(directory / FILLED_FILE, arena)
@@ -175,8 +174,7 @@ class NodeMemory:
             if prefault:
                 table_file.make_huge(0, TABLE_HUGE_S)
                 os.posix_fallocate(table_file.fd, 0, geometry.records_offset_bytes)
-                start = readers.marks_offset_bytes(geometry)
-                os.posix_fallocate(table_file.fd, start, table_bytes - start)
+                os.posix_fallocate(table_file.fd, table_bytes - len(marks), len(marks))
                 records.back(FIRST_ENTRIES)
                 filling.fill_for(FIRST_FILL_S, FIRST_FILL_BYTES)
         except BaseException:
@@ -223,12 +221,11 @@ class NodeMemory:
             file.write((last_used_s - time.monotonic()).astype("<f4").data)
         scratch.replace(self.directory / USE_FILE)
 
-    def open_read_only(self) -> tuple[int, int]:
-        """Fresh read-only descriptors of arena and table, to be sent and closed."""
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(self.directory / ARENA_FILE, flags), os.open(
-            self.directory / TABLE_FILE, flags
-        )
+    def open_for_engine(self, writes_arena: bool = False) -> tuple[int, int]:
+        """Fresh descriptors of arena (writable if asked) and table, to be sent and closed."""
+        flags, access = os.O_CLOEXEC | os.O_NOFOLLOW, os.O_RDWR if writes_arena else os.O_RDONLY
+        arena = os.open(self.directory / ARENA_FILE, access | flags)
+        return arena, os.open(self.directory / TABLE_FILE, os.O_RDONLY | flags)
 
     def release(self) -> None:
         """Lets another server have the directory and its files. Blocks while a piece of the arena
@@ -318,13 +315,11 @@ def _locked(directory: Path) -> int:
 
 def _check_room(directory: Path, needed_bytes: int, arena_bytes: int) -> None:
     space = os.statvfs(directory)
-    free_bytes = space.f_bavail * space.f_frsize
-    if free_bytes < needed_bytes:
+    if (free_bytes := space.f_bavail * space.f_frsize) < needed_bytes:
         raise OSError(
             f"{directory} has {free_bytes >> 20} MiB free, arena and table need "
-            f"{needed_bytes >> 20} MiB more: lower arena.bytes "
-            f"({arena_bytes >> 20} MiB), or enlarge the file system (Docker, Kubernetes: mount a "
-            "directory of the node's /dev/shm)"
+            f"{needed_bytes >> 20} MiB more: lower arena.bytes ({arena_bytes >> 20} MiB), or a "
+            "larger file system (Docker, Kubernetes: mount a directory of the node's /dev/shm)"
         )
 
 
@@ -361,16 +356,15 @@ def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Lefto
     state = read_state(directory / STATE_FILE)
     if state.slab_bytes != slab_bytes:
         raise StateError(f"arena.slab_bytes was {state.slab_bytes} and is {slab_bytes} now")
-    found = _open_own(directory / ARENA_FILE, os.O_RDWR)
-    size = os.fstat(found).st_size
-    os.close(found)
+    arena_fd = _open_own(directory / ARENA_FILE, os.O_RDWR)
+    size = os.fstat(arena_fd).st_size
+    os.close(arena_fd)
     fd = _open_own(directory / TABLE_FILE, os.O_RDWR)
     mapping = FileMapping(fd, os.fstat(fd).st_size, str(directory / TABLE_FILE))
     try:
         old = BlockTable.open(mapping.array())
         if old.geometry.arena_bytes != arena_bytes:
             raise StateError(f"arena.bytes was {old.geometry.arena_bytes} and is {arena_bytes} now")
-        # Without words it is that of an older server.
         if size not in (arena_bytes, file_bytes(arena_bytes)):
             raise StateError(f"the arena's file has {size} bytes, not those of its block table")
     except BaseException:

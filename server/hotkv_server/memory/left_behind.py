@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotkv.words import WORD_BYTES
 from hotkv_server.memory.arena import (
     ARENA_FILE,
     FILES,
@@ -134,7 +135,7 @@ def _look(path: Path, name: str) -> ArenaLeft | None:
             path,
             os.fstat(fd).st_uid,
             _allocated_bytes(fd),
-            arena.st_size if arena is not None else 0,
+            max(0, arena.st_size - WORD_BYTES) if arena is not None else 0,
             _is_locked(fd),
             _pid(fd),
             str(owner.get("runtime_dir", ""))[:200],

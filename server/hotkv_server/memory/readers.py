@@ -26,18 +26,18 @@ def map_words(fd: int, arena_bytes: int) -> NDArray[np.uint64]:
     return np.frombuffer(mmap.mmap(fd, WORD_BYTES, offset=start), "<u8")
 
 
-def marks_offset_bytes(geometry: TableGeometry) -> int:
+def _marks_offset_bytes(geometry: TableGeometry) -> int:
     """Where the marks begin in a table's file."""
     return -(-geometry.file_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def table_file_bytes(geometry: TableGeometry) -> int:
     """Bytes of a table's file, marks included."""
-    return marks_offset_bytes(geometry) + geometry.capacity + 1
+    return _marks_offset_bytes(geometry) + geometry.capacity + 1
 
 
-def marks_of(mapping: NDArray[np.uint8], geometry: TableGeometry) -> Marks | None:
-    """The marks in a mapped table's file, uint8 [capacity + 1] by entry number; None if it has
+def marks_of(mapping: NDArray[np.uint8], geometry: TableGeometry) -> Marks:
+    """The marks in a mapped table's file, uint8 [capacity + 1] by entry number; all 0 if it has
     none."""
-    start, end = marks_offset_bytes(geometry), table_file_bytes(geometry)
-    return mapping[start:end] if len(mapping) >= end else None
+    start, end = _marks_offset_bytes(geometry), table_file_bytes(geometry)
+    return mapping[start:end] if len(mapping) >= end else np.zeros(end - start, np.uint8)

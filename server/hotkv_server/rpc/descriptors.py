@@ -49,7 +49,8 @@ def _resolve(future: "asyncio.Future[None]") -> None:
 
 class DescriptorServer:
     """Listens on `path`; serves tickets and links until closed. `allowed_uids`: users that may link
-    though no tenant lists them."""
+    though no tenant lists them. `arena_writers`: users whose arena is writable, if they may map
+    it."""
 
     def __init__(
         self,
@@ -59,8 +60,10 @@ class DescriptorServer:
         allowed_uids: frozenset[int],
         access: AccessControl,
         tickets: Tickets,
+        arena_writers: frozenset[int] = frozenset(),
     ) -> None:
         self._node = node
+        self._arena_writers = arena_writers
         self._path = path
         self._allowed_uids = allowed_uids
         self._access = access
@@ -192,7 +195,7 @@ class DescriptorServer:
             self._access.admit(peer, session.key_space.tenant)
             self._take(session, request, fds, kept)
             try:
-                self._send(connection, session)
+                self._send(connection, session, peer)
             except OSError:
                 session.forget(request.handle_ids)
                 raise
@@ -243,16 +246,18 @@ class DescriptorServer:
         except DecodeError as error:
             raise HotKVError(Reason.INVALID_FIELD, "the packet is no LinkRequest") from error
 
-    def _send(self, connection: socket.socket, session: LiveSession) -> None:
+    def _send(self, connection: socket.socket, session: LiveSession, peer: Peer) -> None:
         """Sends descriptors of what the session may map, and no others."""
-        arena, table = self._node.memory.open_read_only()
+        writes_arena = session.maps_arena and peer.uid in self._arena_writers
+        arena, table = self._node.memory.open_for_engine(writes_arena)
         try:
             memory, fds = self._node.memory, list[int]()
             response = session_pb2.LinkResponse(linked=True)
             if session.maps_arena:
                 response.arena_byte_count = memory.arena.num_bytes
-                response.word_byte_offset = words_offset_bytes(memory.arena.num_bytes)
-                response.word_count = WORD_COUNT
+                if session.knows_words:
+                    response.word_byte_offset = words_offset_bytes(memory.arena.num_bytes)
+                    response.word_count = WORD_COUNT
                 fds.append(arena)
             if session.maps_table:
                 response.table_byte_count = memory.table.geometry.file_bytes

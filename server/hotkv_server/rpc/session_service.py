@@ -112,6 +112,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             engine_id, role, key_space, opening.client_name, representations,
             hears_evictions=not opening.without_eviction_notices,
         )  # fmt: skip
+        session.knows_words = Feature.RESIDENCY in agreed_features(opening.features)
         if tenant is not None:
             session.maps_arena, session.maps_table = False, tenant.sees_table
             log.info(

@@ -42,8 +42,8 @@ class Residencies:
     def open(
         self, session: LiveSession, residency_id: str, num_blocks: Mapping[int, int]
     ) -> OpenedResidency:
-        """As `CacheCore.open_residency`."""
-        return self._core.open_residency(
+        """As the core's."""
+        return self._core.residencies.open(
             session.record.number, residency_id, num_blocks, time.monotonic()
         )
 
@@ -55,16 +55,17 @@ class Residencies:
         first_position: int,
         hashes: Words,
     ) -> "Extended | asyncio.Task[Extended]":
-        """As `CacheCore.extend_residency`, with the offsets of the blocks' representations; at once
-        if all blocks have been compared."""
+        """As the core's, with the offsets of the blocks' representations; at once if all blocks
+        have been compared."""
 
         def extended() -> Extended:
-            number = session.record.number
-            offsets = self._core.extend_residency(
-                number, residency_id, group_index, first_position, hashes, time.monotonic()
+            record, core = session.record, self._core.residencies
+            offsets = core.extend(
+                record.number, residency_id, group_index, first_position, hashes, time.monotonic()
             )
-            return offsets, self._core.representation_offsets(
-                number, residency_id, group_index, first_position, len(hashes)
+            residency = core.book.live(record, residency_id)
+            return offsets, core.pins.representation_offsets(
+                residency, group_index, first_position, len(hashes)
             )
 
         waiting = self._core.residencies.begin_comparing(
@@ -81,7 +82,7 @@ class Residencies:
             if len(await self._verifier.compare(entries)):
                 self._tell()
         finally:
-            self._core.residencies.end_comparing(entries)
+            self._core.residencies.pins.let_go(entries)
             session.num_reads -= 1
             session.settled.set()
 

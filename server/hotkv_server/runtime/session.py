@@ -62,7 +62,9 @@ class LiveSession:
     closing: bool = False
     maps_arena: bool = True
     maps_table: bool = True
-    """Whether its link hands out the descriptors of arena and table."""
+    knows_words: bool = False
+    """Whether its link hands out the descriptors of arena and table, and says where the words of
+    residencies are."""
     close_link: Callable[[], None] | None = None
     heard_s: float = field(default_factory=time.monotonic)
     """When its last message came."""

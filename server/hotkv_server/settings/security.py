@@ -94,6 +94,13 @@ class SecuritySettings(BaseModel, extra="forbid"):
         [],
         description="User ids that may share memory with the server, besides its own and root's.",
     )
+    arena_writers: list[int] = Field(
+        [],
+        description=(
+            "User ids that get the arena writable, if they may map it at all. Most GPUs read host "
+            "memory only through such a mapping; a fault of such a process can spoil any block."
+        ),
+    )
     tenants: list[TenantSettings] = Field(
         [],
         description="Tenants. If there are any, every session must prove that it acts for one.",

@@ -3,6 +3,7 @@
 from hotkv import native
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.reader_words import ReaderMemory
 from hotkv_server.core.values import CoreConfig
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
@@ -44,7 +45,7 @@ def open_cache(settings: Settings, memory: NodeMemory) -> tuple[CacheCore, Verif
         makes_room=False,
     )
     policy = POLICIES[settings.policy](config.capacity)
-    core = CacheCore(config, memory.table, policy, memory.words, memory.marks)
+    core = CacheCore(config, memory.table, policy, ReaderMemory(memory.words, memory.marks))
     verifier = Verifier(core, Region(memory.arena.address, memory.arena.num_bytes, "the arena"))
     check_s = settings.integrity.start_check_s if settings.integrity.stride else None
     try:

@@ -42,7 +42,13 @@ class Listeners:
         try:
             rpc = RpcServer(node, access, tickets, endpoints)
             descriptors = DescriptorServer(
-                node, settings.descriptor_socket, endpoints.socket_mode, uids, access, tickets
+                node,
+                settings.descriptor_socket,
+                endpoints.socket_mode,
+                uids,
+                access,
+                tickets,
+                frozenset(settings.security.arena_writers),
             )
         except (OSError, RuntimeError, ValueError, UnsafeError) as error:
             raise StartError(f"can't listen: {error}") from error

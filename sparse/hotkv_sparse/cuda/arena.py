@@ -1,10 +1,12 @@
-"""The server's arena as a device reads it: host memory that this process maps read-only, made
-readable for kernels.
+"""The server's arena as a device reads it: host memory that this process maps, made readable for
+kernels. Nothing here writes it.
 
 Always true: a block has an address here only when a device may read all of it; what is registered
-is registered in pieces, from the start, and unregistered by `close` before the mapping may go. Two
-ways:
+is registered in pieces, from the start, and unregistered by `close` before the mapping may go.
+There are three ways:
 
+- registered with CUDA, if the mapping is writable: the server hands out such mappings to users that
+  it trusts with the whole arena (`security.arena_writers`);
 - registered with CUDA as read-only, if the device says that it can. Many do not, and CUDA
   refuses to register a read-only mapping in any other way;
 - as it is, if the device reads pageable memory (HMM, or one page table with the host, as on
@@ -27,8 +29,10 @@ log = logging.getLogger(__name__)
 I64 = npt.NDArray[np.int64]
 
 DEFAULT_PIECE_BYTES = 1 << 30
-REGISTER_FLAGS = 1 | 2 | 8
-"""cudaHostRegister's Portable, Mapped and ReadOnly."""
+WRITABLE_FLAGS = 1 | 2
+"""cudaHostRegister's Portable and Mapped."""
+REGISTER_FLAGS = WRITABLE_FLAGS | 8
+"""The same with ReadOnly."""
 PAGEABLE_ACCESS, SAME_ADDRESS, READ_ONLY_REGISTER = 88, 91, 113
 """Attributes of a device, by CUDA's numbers: cudaDevAttrPageableMemoryAccess,
 CanUseHostPointerForRegisteredMem, HostRegisterReadOnlySupported.
@@ -51,9 +55,14 @@ class MappedArena:
     """
 
     def __init__(
-        self, memory: npt.NDArray[np.uint8], device: int = 0, piece_bytes: int = DEFAULT_PIECE_BYTES
+        self,
+        memory: npt.NDArray[np.uint8],
+        device: int = 0,
+        piece_bytes: int = DEFAULT_PIECE_BYTES,
+        is_writable: bool = False,
     ) -> None:
-        """Raises HotKVError, NOT_ALLOWED if the device can read such memory in neither way."""
+        """`is_writable`: whether the mapping behind `memory` is. Raises HotKVError, NOT_ALLOWED if
+        the device can read such memory in no way."""
         self._cupy = cupy_module()
         self._memory: npt.NDArray[np.uint8] | None = memory
         self._device, self._piece_bytes = device, piece_bytes
@@ -69,7 +78,8 @@ class MappedArena:
                 Reason.INVALID_FIELD,
                 f"{why}; pass a whole mapping, and a positive multiple of {mmap.PAGESIZE}",
             )
-        self.access = self._find_access()
+        self._flags = WRITABLE_FLAGS if is_writable else REGISTER_FLAGS
+        self.access = self._find_access(is_writable)
         self.error = ""
         """Why the arena is not readable beyond `readable_bytes`."""
         self._readable_bytes = self.num_bytes if self.access is Access.PAGEABLE else 0
@@ -140,10 +150,10 @@ class MappedArena:
                     log.warning("arena not unregistered at=%d: %s", start, error)
         self._memory = None
 
-    def _find_access(self) -> Access:
+    def _find_access(self, is_writable: bool) -> Access:
         runtime = self._cupy.cuda.runtime
-        if runtime.deviceGetAttribute(
-            READ_ONLY_REGISTER, self._device
+        if (
+            is_writable or runtime.deviceGetAttribute(READ_ONLY_REGISTER, self._device)
         ) and runtime.deviceGetAttribute(SAME_ADDRESS, self._device):
             return Access.REGISTERED
         if runtime.deviceGetAttribute(PAGEABLE_ACCESS, self._device):
@@ -151,9 +161,9 @@ class MappedArena:
         raise HotKVError(
             Reason.NOT_ALLOWED,
             f"device {self._device} can neither register read-only memory nor read pageable "
-            "memory; let the server load blocks "
-            "(Session.load), or give the host HMM: NVIDIA's open kernel modules, and Linux "
-            "6.1.24 or newer",
+            "memory; add this process's user to the server's security.arena_writers, let the "
+            "server load blocks (Session.load), or give the host HMM: NVIDIA's open kernel "
+            "modules, and Linux 6.1.24 or newer",
         )
 
     def _work(self) -> None:
@@ -166,7 +176,7 @@ class MappedArena:
                     runtime.hostRegister(
                         self.address + start,
                         -(-count // mmap.PAGESIZE) * mmap.PAGESIZE,
-                        REGISTER_FLAGS,
+                        self._flags,
                     )
                     self._readable_bytes = start + count
         except runtime.CUDARuntimeError as error:

@@ -48,23 +48,27 @@ __device__ void add_page(Sums& sums, const float (&query)[MAX_PER_LANE], const P
   }
 }
 
-// grid (query heads, sequences), 256 threads. `is_always`: over the blocks that are always kept, as far as they are mapped, in
-// `slot_of`; else over the ATTENDED slots of `slots` (hot_table). `pages`: the page of each slot. log_mass float [sequences, query
+// grid (query heads, rows), 256 threads. `is_always`: over the blocks that are always kept, in an engine's pages, or, without one, as far
+// as they are mapped in `slot_of`; else over the ATTENDED slots of `slots` (hot_table). `pages`: the page of each slot. log_mass float [sequences, query
 // heads] or null; out float [sequences, query heads, head_size] or null.
 extern "C" __global__ void __launch_bounds__(256) attend(
     const void* query, int query_kind, long long sequence_stride, long long head_stride, const void* key_data, const void* value_data,
     int kind,
     long long page_stride, long long token_stride, long long kv_head_stride, int group, int head_size, int block_tokens, float scale,
-    const int* plan,
+    const int* plan, const int* state_of,
     int is_always, const signed char* state, const int* block_of, const int* slots, const int* pages, const int* counts, int count_words,
     int attended_word,
-    int num_slots, const int* slot_of, int max_blocks, float* log_mass, float* out) {
+    int num_slots, const int* slot_of, int max_blocks, const int* engine_table, long long engine_stride, const int* freed, int num_sinks,
+    float* log_mass, float* out) {
   __shared__ Sums of_warps[WARPS][WARP_LANES];
   const int lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES, head = blockIdx.x, sequence = blockIdx.y,
       kv_head = head / group;
   const int* row = plan + sequence * PLAN_WORDS;
   const int first = row[PLAN_FIRST], last = row[PLAN_LAST], num_blocks = row[PLAN_COUNT], tokens = row[PLAN_TOKENS];
-  const long long at_slots = static_cast<long long>(sequence) * num_slots, at_blocks = static_cast<long long>(sequence) * max_blocks;
+  const int of_state = max(state_of[sequence], 0);
+  const long long at_slots = static_cast<long long>(of_state) * num_slots, at_blocks = static_cast<long long>(of_state) * max_blocks;
+  const long long at_row = static_cast<long long>(sequence) * num_slots;
+  const Engine engine = {engine_table ? engine_table + sequence * engine_stride : nullptr, engine_table ? freed[of_state] : 0, num_sinks};
   const Pages keys = {key_data, kind, page_stride, token_stride, kv_head_stride}, values = {value_data, kind, page_stride, token_stride,
       kv_head_stride};
   float own[MAX_PER_LANE];
@@ -76,10 +80,12 @@ extern "C" __global__ void __launch_bounds__(256) attend(
   Sums sums = {NO_SCORE, 0.0f, {}};
   const int number = is_always ? first + num_blocks - last : counts[sequence * count_words + attended_word];
   for (int i = warp; i < number; i += WARPS) {
-    const int always = i < first ? i : last + i - first, slot = is_always ? slot_of[at_blocks + always] : slots[at_slots + i];
-    if (slot < 0 || state[at_slots + slot] != MAPPED) continue;
+    const int always = i < first ? i : last + i - first;
+    const bool is_here = is_always && !engine.is_away(always);
+    const int slot = is_here ? 0 : is_always ? slot_of[at_blocks + always] : slots[at_row + i];
+    if (slot < 0 || (!is_here && state[at_slots + slot] != MAPPED)) continue;
     const int block = is_always ? always : block_of[at_slots + slot];
-    add_page(sums, own, keys, values, pages[at_slots + slot], kv_head, min(block_tokens, tokens - block * block_tokens), head_size);
+    add_page(sums, own, keys, values, engine.page_of(block, pages[at_slots + slot]), kv_head, min(block_tokens, tokens - block * block_tokens), head_size);
   }
   of_warps[warp][lane] = sums;
   __syncthreads();

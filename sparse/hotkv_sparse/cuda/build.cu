@@ -43,22 +43,24 @@ __device__ __forceinline__ u32 line_word(const u32* codes, int width, int from) 
   return word;
 }
 
-// grid (blocks, KV heads, runs of a block), 512 threads. Keys: of `kind`, strides in elements, of the page of `pages[i]`. Written: row
+// grid (blocks, KV heads, runs of a block), 512 threads. Keys: of `kind`, strides in elements, of the page of `pages[i]`, or, with
+// `addresses`, of the page at `addresses[i]`, which may be host memory that the device reads (0: left out). Written: row
 // `rows[i]` of the pool, nothing if it is below 0. `num_tokens`: valid tokens of each block (null: all). `mu` [KV heads, head_size]
 // or null. `levels` holds the levels, then the thresholds. Bytes are those of the CPU's build but for float rounding: a channel that
 // lies between two levels, sigma's last bit.
 extern "C" __global__ void __launch_bounds__(512) build_tokens(
-    const void* keys, int kind, long long page_stride, long long token_stride, long long head_stride, const int* pages, const int* rows,
-    const int* num_tokens, const float* mu, const float* factors, const float* levels, int bits, float unit, int block_tokens,
+    const void* keys, int kind, long long page_stride, long long token_stride, long long head_stride, const int* pages,
+    const long long* addresses, const int* rows, const int* num_tokens, const float* mu, const float* factors, const float* levels, int bits, float unit, int block_tokens,
     int head_size,
     int channels, u8* pool, long long row_bytes, int head_bytes) {
   __shared__ Run run;
   const int lane = threadIdx.x % WARP_LANES, token = threadIdx.x / WARP_LANES, head = blockIdx.y;
   const int row = rows[blockIdx.x];
-  if (row < 0) return;
+  if (row < 0 || (addresses && !addresses[blockIdx.x])) return;
+  if (addresses) keys = reinterpret_cast<const void*>(addresses[blockIdx.x]);
   const int position = blockIdx.z * RUN_TOKENS + token;
   const bool is_there = position < (num_tokens ? num_tokens[blockIdx.x] : block_tokens);
-  const long long at = pages[blockIdx.x] * page_stride + position * token_stride + head * head_stride;
+  const long long at = (addresses ? 0 : pages[blockIdx.x] * page_stride) + position * token_stride + head * head_stride;
   for (int i = lane; i < head_size; i += WARP_LANES)
     run.rows[token][i] = is_there ? load_float(keys, at + i, kind) - (mu ? mu[head * head_size + i] : 0.0f) : 0.0f;
   rotate_row(run.rows[token], factors, head_size, lane);

@@ -5,18 +5,23 @@
 // is the same in every run.
 #include "common.cuh"
 
-// One thread a sequence: its plan (see PLAN_WORDS) from its number of tokens; 0 tokens: a sequence that is not there. `budget_tokens`,
-// or `budget_share` of the context if that is 0 (hotkv_sparse.topk.span, SparseConfig.budget_blocks).
+// One thread a sequence: its plan (see PLAN_WORDS) from its number of tokens; 0 tokens, or no state (`state_of`): a sequence that is not
+// there. `budget_tokens`, or `budget_share` of the context if that is 0 (hotkv_sparse.topk.span, SparseConfig.budget_blocks).
+// `epochs` [states], or null: in the first step of a state's epoch (not the one that `begun` [states] has) the budget is `first_factor`
+// times as large.
 extern "C" __global__ void plan_step(
-    const int* context_tokens, int num_sequences, int block_tokens, int sink_tokens, int recent_tokens, int budget_tokens,
-    double budget_share,
-    int min_room, int max_blocks, int* plan) {
+    const int* context_tokens, const int* state_of, int num_sequences, int block_tokens, int sink_tokens, int recent_tokens,
+    int budget_tokens, double budget_share, int min_room, int max_blocks, const int* epochs, int* begun, int first_factor, int* plan) {
   const int sequence = blockIdx.x * blockDim.x + threadIdx.x;
   if (sequence >= num_sequences) return;
-  const int tokens = min(context_tokens[sequence], max_blocks * block_tokens), count = (tokens + block_tokens - 1) / block_tokens;
+  const int state = state_of[sequence], tokens = state < 0 ? 0 : min(context_tokens[sequence], max_blocks * block_tokens);
+  const int count = (tokens + block_tokens - 1) / block_tokens;
+  const bool is_first = epochs && state >= 0 && begun[state] != epochs[state];
+  if (is_first) begun[state] = epochs[state];
   const int first = min((sink_tokens + block_tokens - 1) / block_tokens, count);
   const int last = max(first, min(max(tokens - recent_tokens, 0) / block_tokens, tokens / block_tokens));
-  const double wanted = budget_tokens ? static_cast<double>(budget_tokens) : budget_share * static_cast<double>(tokens);
+  const double usual = budget_tokens ? static_cast<double>(budget_tokens) : budget_share * static_cast<double>(tokens);
+  const double wanted = is_first ? first_factor * usual : usual;
   const int budget = min(static_cast<int>(fmin(ceil(wanted / static_cast<double>(block_tokens)), 2147483647.0)), count);
   int* row = plan + sequence * PLAN_WORDS;
   row[PLAN_FIRST] = first;
@@ -199,9 +204,10 @@ __device__ Bound find_bound(Bins& bins, const Candidates& of, bool by_mass, int 
 // grid (sequences), 1024 threads: the best ROOM candidates of each sequence, or, with `adaptive_p` > 0, the fewest that with
 // always_mass reach it (at least MIN_ROOM), ascending, between the blocks that are always kept. blocks int32 and chosen float [sequences,
 // max_selected]: chosen is the weight, inf if always kept; numbers int32 [sequences]; mass float [sequences]: their share.
-// `resident`: null, or int8 [sequences, num_slots] states of hot slots.
+// `resident`: null, or int8 [states, num_slots] states of hot slots.
 extern "C" __global__ void __launch_bounds__(CHOOSE_THREADS) choose(
-    const float* weights, int max_blocks, const int* plan, const float* always_mass, const int* slot_of, const signed char* resident,
+    const float* weights, int max_blocks, const int* plan, const int* state_of, const float* always_mass, const int* slot_of,
+    const signed char* resident,
     int num_slots,
     float prior, float adaptive_p, int max_selected, int* blocks, float* chosen, int* numbers, float* mass) {
   __shared__ Bins bins;
@@ -212,9 +218,9 @@ extern "C" __global__ void __launch_bounds__(CHOOSE_THREADS) choose(
   const int first = row[PLAN_FIRST], last = row[PLAN_LAST], num_blocks = row[PLAN_COUNT], num_behind = num_blocks - last;
   const long long at = static_cast<long long>(sequence) * max_blocks;
   Candidates of = {weights + at, nullptr, nullptr, first, last - first, prior};
-  if (resident) {
-    of.slot_of = slot_of + at;
-    of.state = resident + static_cast<long long>(sequence) * num_slots;
+  if (resident && state_of[sequence] >= 0) {
+    of.slot_of = slot_of + static_cast<long long>(state_of[sequence]) * max_blocks;
+    of.state = resident + static_cast<long long>(state_of[sequence]) * num_slots;
   }
   int room = max(min(row[PLAN_ROOM], max_selected - first - num_behind), 0);
   if (threadIdx.x == 0) total = 0;

@@ -89,3 +89,35 @@ __device__ __forceinline__ void rotate_row(float* row, const float* factors, int
   }
   __syncwarp();
 }
+
+// Where blocks of a row lie that an engine serves: those in [num_sinks, freed) are away, in host memory only; the others in the page that
+// the row's block table names. `table` null: no engine, all are away.
+struct Engine {
+  const int* table;
+  int freed, num_sinks;
+
+  __device__ __forceinline__ bool is_away(int block) const { return !table || (block >= num_sinks && block < freed); }
+  // `slot_page`: that of the block's hot slot.
+  __device__ __forceinline__ int page_of(int block, int slot_page) const { return is_away(block) ? slot_page : table[block]; }
+};
+
+// Piece `piece` of `pieces` of a copy by one thread block; addresses may lie in host memory.
+__device__ __forceinline__ void copy_bytes(long long source, long long target, long long bytes, int piece, int pieces) {
+  constexpr int IN_FLIGHT = 4;
+  const bool is_aligned = ((source | target | bytes) & 15) == 0;
+  const long long units = is_aligned ? bytes / 16 : bytes, stride = static_cast<long long>(pieces) * blockDim.x;
+  long long at = piece * static_cast<long long>(blockDim.x) + threadIdx.x;
+  if (!is_aligned) {
+    for (; at < units; at += stride) reinterpret_cast<u8*>(target)[at] = reinterpret_cast<const volatile u8*>(source)[at];
+    return;
+  }
+  for (; at < units; at += IN_FLIGHT * stride) {
+    uint4 words[IN_FLIGHT];
+#pragma unroll
+    for (int j = 0; j < IN_FLIGHT; ++j)
+      if (at + j * stride < units) words[j] = reinterpret_cast<const uint4*>(source)[at + j * stride];
+#pragma unroll
+    for (int j = 0; j < IN_FLIGHT; ++j)
+      if (at + j * stride < units) reinterpret_cast<uint4*>(target)[at + j * stride] = words[j];
+  }
+}

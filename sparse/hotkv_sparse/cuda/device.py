@@ -26,8 +26,9 @@ SOURCES: dict[str, tuple[str, ...]] = {
         *(f"score_tokens<{bits}, {groups}>" for bits, groups in sorted(TOKEN_KERNELS)),
     ),
     "choose.cu": ("plan_step", "sum_masses", "weigh", "choose"),
-    "hotset.cu": ("hot_grow", "hot_step", "hot_table", "pull_blocks"),
+    "hotset.cu": ("hot_grow", "hot_step", "hot_table", "pull_blocks", "pull_pages"),
     "attend.cu": ("attend",),
+    "resident.cu": ("find_states", "locate_keys", "stage_pages"),
 }
 """The kernels of each source."""
 OPTIONS = ("--std=c++17",)

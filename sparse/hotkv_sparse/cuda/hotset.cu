@@ -4,6 +4,10 @@
 // stream earlier has read its table before a later step changes it. Copies that other streams make go to slots in state LOADING only,
 // which no table names. The least recently used is evicted first, of equals the lowest block; always kept blocks and those without a copy never
 // go.
+//
+// Tables of sequences belong to states, not to rows of a batch: row r of a step is state `state_of[r]`, -1 for a row that has none. With
+// an engine's block table (`engine_table` int32 [rows, engine_stride], else null) blocks that are not away (common.cuh) lie where that
+// table says, and every complete block has a copy: their slots are places in the hot set that hold no bytes.
 #include "common.cuh"
 
 constexpr signed char FREE = 0, MAPPED = 1, LOADING = 2, CANCELLED = 4;
@@ -11,13 +15,15 @@ constexpr int NO_SLOT = -1;
 constexpr int STEP_THREADS = 1024;
 constexpr u64 NO_KEY = 0;
 
-// A sequence's tables: state, block_of, used_at [num_slots]; slot_of, has_copy [max_blocks].
+// A sequence's tables: state, block_of, used_at [num_slots]; slot_of, has_copy [max_blocks], null: all have.
 struct Tables {
   signed char* state;
   int* block_of;
   int* used_at;
   int* slot_of;
   const u8* has_copy;
+
+  __device__ bool may_go(int block) const { return !has_copy || has_copy[block]; }
 
   __device__ void release(int slot) {
     slot_of[block_of[slot]] = NO_SLOT;
@@ -51,7 +57,7 @@ __device__ int coldest_after(const Tables& tables, int num_slots, int first, int
   for (int slot = threadIdx.x; slot < num_slots; slot += blockDim.x) {
     const int block = tables.block_of[slot];
     if (tables.state[slot] != MAPPED || tables.used_at[slot] >= clock) continue;
-    if (block < first || block >= last || !tables.has_copy[block]) continue;
+    if (block < first || block >= last || !tables.may_go(block)) continue;
     const u64 own = ~(static_cast<u64>(tables.used_at[slot]) << 32 | static_cast<u32>(block));
     if (own < key) best = max(best, own);
   }
@@ -65,38 +71,62 @@ __device__ __forceinline__ u64 weight_key(float weight, int i) {
   return static_cast<u64>(ordered) << 32 | (0xffffffffu - static_cast<u32>(i));
 }
 
-// grid (sequences), 1024 threads, before a step: blocks from `known` [sequences] up to the context's end get slots, for the engine to
+// grid (rows), 1024 threads, before a step: blocks from `known` [states] up to the context's end get slots, for the engine to
 // write its new keys and values to; `known` follows. All of a sequence's new blocks get slots, or none (counted in `faults[0]`; `known`
 // stays, the next step tries again).
+//
+// `epochs` [states], or null: a state whose epoch is not the one that this layer has `seen` [states] begins anew, with the blocks that
+// are always kept; `is_first` [states] says so to its next `hot_step`. `content` [states, num_slots]: the block whose bytes a slot holds.
 extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_grow(
-    const int* plan, int max_blocks, signed char* state, int* block_of, int* used_at, int num_slots, int* slot_of, const u8* has_copy,
-    const int* capacities, const int* clocks, int* known, int* faults) {
+    const int* plan, const int* state_of, int max_blocks, signed char* state, int* block_of, int* used_at, int num_slots, int* slot_of,
+    const u8* has_copy, const int* capacities, int* clocks, int* known, int* faults, const int* epochs, int* seen, u8* is_first,
+    int* content) {
   __shared__ u64 of_warps[STEP_THREADS / WARP_LANES];
   __shared__ int num_mapped, num_able;
-  const int sequence = blockIdx.x, thread = threadIdx.x;
+  const int row = blockIdx.x, sequence = state_of[row], thread = threadIdx.x;
+  if (sequence < 0) return;
   const long long at_slots = static_cast<long long>(sequence) * num_slots, at_blocks = static_cast<long long>(sequence) * max_blocks;
-  Tables tables = {state + at_slots, block_of + at_slots, used_at + at_slots, slot_of + at_blocks, has_copy + at_blocks};
-  const int first = plan[sequence * PLAN_WORDS + PLAN_FIRST], last = plan[sequence * PLAN_WORDS + PLAN_LAST];
-  const int from = known[sequence], count = plan[sequence * PLAN_WORDS + PLAN_COUNT], clock = clocks[sequence];
+  Tables tables = {state + at_slots, block_of + at_slots, used_at + at_slots, slot_of + at_blocks, has_copy ? has_copy + at_blocks : nullptr};
+  const int first = plan[row * PLAN_WORDS + PLAN_FIRST], last = plan[row * PLAN_WORDS + PLAN_LAST];
+  const int count = plan[row * PLAN_WORDS + PLAN_COUNT];
+  const bool is_fresh = epochs && seen[sequence] != epochs[sequence];
+  const int from = is_fresh ? 0 : known[sequence], clock = is_fresh ? 0 : clocks[sequence];
   if (thread == 0) num_mapped = num_able = 0;
   __syncthreads();
+  if (is_fresh) {
+    for (int slot = thread; slot < num_slots; slot += blockDim.x) {
+      tables.state[slot] = FREE;
+      tables.block_of[slot] = content[at_slots + slot] = NO_SLOT;
+      tables.used_at[slot] = 0;
+    }
+    for (int block = thread; block < max_blocks; block += blockDim.x) tables.slot_of[block] = NO_SLOT;
+    if (thread == 0) {
+      clocks[sequence] = known[sequence] = 0;
+      seen[sequence] = epochs[sequence];
+      is_first[sequence] = 1;
+    }
+    __syncthreads();
+  }
   if (count <= from) return;
   for (int slot = thread; slot < num_slots; slot += blockDim.x) {
     const int block = tables.block_of[slot];
     if (tables.state[slot] == MAPPED) atomicAdd(&num_mapped, 1);
     if (tables.state[slot] == FREE || (tables.state[slot] == MAPPED && first <= block && block < last &&
-        tables.has_copy[block])) atomicAdd(&num_able, 1);
+        tables.may_go(block))) atomicAdd(&num_able, 1);
   }
   __syncthreads();
+  // A sequence that begins has no slots yet for what is always kept; the others come with its first step.
+  const int num_new = is_fresh ? first + count - last : count - from;
   int growth = capacities[sequence] - num_mapped;
   const int excess = max(-growth, 0);
-  if (num_able < count - from + excess) {
+  if (num_able < num_new + excess) {
     if (thread == 0) atomicAdd(&faults[0], 1);
     return;
   }
   int free_slot = -1;
   u64 key = ~0ull;
-  for (int block = from; block < count;) {
+  for (int i = 0; i < num_new; ++i) {
+    const int block = !is_fresh ? from + i : i < first ? i : last + i - first;
     free_slot = growth > 0 ? free_slot_after(tables, num_slots, free_slot, of_warps) : NO_SLOT;
     int slot = free_slot, victim = NO_SLOT;
     if (slot == NO_SLOT) {
@@ -115,7 +145,6 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_grow(
     }
     __syncthreads();
     --growth;
-    ++block;
   }
   // A capacity that has shrunk.
   for (int i = 0; i < excess; ++i) {
@@ -132,34 +161,36 @@ constexpr int LOADED = 0, VICTIMS = 1, PREFETCH = 2, SELECTED = 3, RESIDENT = 4,
 
 // grid (sequences), 1024 threads. Lists: loads int32 [sequences, 2, max_loads] (blocks, slots), victims int32 [sequences, max_victims],
 // prefetch int32 [sequences, max_prefetch], heaviest first: what was missing beyond the loads; counts int32 [sequences, STEP_WORDS].
-// Always kept blocks that are missing are loaded first, whatever `max_corrections` says, as far as max_loads reaches. `capacities`
-// int32, `clocks` int32 [sequences].
+// Always kept blocks that are missing are loaded first, whatever `max_corrections` says, as far as max_loads reaches; so is all that a
+// first step selects (`is_first` u8 [states], which it clears). `capacities` int32, `clocks` int32 [states].
 extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
-    const int* blocks, const float* weights, const int* numbers, int max_selected, const int* plan, int max_blocks, signed char* state,
-    int* block_of,
+    const int* blocks, const float* weights, const int* numbers, int max_selected, const int* plan, const int* state_of, int max_blocks,
+    signed char* state, int* block_of,
     int* used_at, int num_slots, int* slot_of, const u8* has_copy, const int* capacities, int* clocks, int max_corrections,
         int drops_unselected,
-    int max_loads, int max_victims, int max_prefetch, int* loads, int* victims, int* prefetch, int* counts) {
+    int max_loads, int max_victims, int max_prefetch, int* loads, int* victims, int* prefetch, int* counts, u8* is_first) {
   __shared__ u64 of_warps[STEP_THREADS / WARP_LANES];
   __shared__ int num_mapped, num_missing, num_kept, num_always, num_victims, num_loads;
-  const int sequence = blockIdx.x, thread = threadIdx.x;
-  const long long at_slots = static_cast<long long>(sequence) * num_slots, at_blocks = static_cast<long long>(sequence) * max_blocks;
-  Tables tables = {state + at_slots, block_of + at_slots, used_at + at_slots, slot_of + at_blocks, has_copy + at_blocks};
-  const int first = plan[sequence * PLAN_WORDS + PLAN_FIRST], last = plan[sequence * PLAN_WORDS + PLAN_LAST];
-  blocks += static_cast<long long>(sequence) * max_selected;
-  weights += static_cast<long long>(sequence) * max_selected;
-  int* load_blocks = loads + static_cast<long long>(sequence) * 2 * max_loads;
-  int* load_slots = load_blocks + max_loads;
-  victims += static_cast<long long>(sequence) * max_victims;
-  prefetch += static_cast<long long>(sequence) * max_prefetch;
-  counts += sequence * STEP_WORDS;
-  const int number = numbers[sequence], clock = clocks[sequence] + 1;
-  if (thread == 0) num_mapped = num_missing = num_kept = num_always = num_victims = num_loads = 0;
-  __syncthreads();
+  const int row = blockIdx.x, sequence = state_of[row], thread = threadIdx.x;
+  const int number = sequence < 0 ? 0 : numbers[row];
+  counts += row * STEP_WORDS;
   if (number == 0) {
     if (thread < STEP_WORDS) counts[thread] = 0;
     return;
   }
+  const long long at_slots = static_cast<long long>(sequence) * num_slots, at_blocks = static_cast<long long>(sequence) * max_blocks;
+  Tables tables = {state + at_slots, block_of + at_slots, used_at + at_slots, slot_of + at_blocks, has_copy ? has_copy + at_blocks : nullptr};
+  const int first = plan[row * PLAN_WORDS + PLAN_FIRST], last = plan[row * PLAN_WORDS + PLAN_LAST];
+  blocks += static_cast<long long>(row) * max_selected;
+  weights += static_cast<long long>(row) * max_selected;
+  int* load_blocks = loads + static_cast<long long>(row) * 2 * max_loads;
+  int* load_slots = load_blocks + max_loads;
+  victims += static_cast<long long>(row) * max_victims;
+  prefetch += static_cast<long long>(row) * max_prefetch;
+  const int clock = clocks[sequence] + 1;
+  if (is_first && is_first[sequence]) max_corrections = max_loads;
+  if (thread == 0) num_mapped = num_missing = num_kept = num_always = num_victims = num_loads = 0;
+  __syncthreads();
 
   // Resident blocks are used; the rest is missing.
   for (int i = thread; i < number; i += blockDim.x) {
@@ -174,11 +205,14 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
     }
   }
   __syncthreads();
-  if (thread == 0) clocks[sequence] = clock;
+  if (thread == 0) {
+    clocks[sequence] = clock;
+    if (is_first) is_first[sequence] = 0;
+  }
   for (int slot = thread; slot < num_slots; slot += blockDim.x) {
     if (tables.state[slot] != MAPPED) continue;
     const int block = tables.block_of[slot];
-    if (drops_unselected && tables.used_at[slot] < clock && first <= block && block < last && tables.has_copy[block]) {
+    if (drops_unselected && tables.used_at[slot] < clock && first <= block && block < last && tables.may_go(block)) {
       const int place = atomicAdd(&num_victims, 1);
       if (place < max_victims) victims[place] = block;
       tables.release(slot);
@@ -257,18 +291,25 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_step(
   counts[RESIDENT] = (number - num_missing) - (num_always - num_kept);
 }
 
-// grid (sequences), 1024 threads: what attention may read: slots int32 [sequences, num_slots], those of mapped blocks in the order of
-// slots, but the last block of the context at the end, and table, their pages: a block table of one sequence of SEQUENCE_TOKENS tokens.
-// Fills ATTENDED, SEQUENCE_TOKENS.
+// grid (rows), 1024 threads: what attention may read: slots int32 [rows, num_slots], those of mapped blocks in the order of
+// slots, but the last block of the context at the end, and table int32 [rows, table_stride], their pages: a block table of one sequence
+// of SEQUENCE_TOKENS tokens, which `lengths` int32 [rows] has, too. Fills ATTENDED, SEQUENCE_TOKENS. Rows without a state are left alone.
+// `content`, or null: slots whose bytes were pulled hold their blocks from here on.
 extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_table(
-    const int* plan, int block_tokens, const signed char* state, const int* block_of, int num_slots, const int* pages, int* slots,
-    int* table,
-    int* counts) {
+    const int* plan, const int* state_of, int block_tokens, const signed char* state, const int* block_of, int num_slots, const int* pages,
+    const int* engine_table, long long engine_stride, const int* freed, int num_sinks, int* content, int* slots, int* table,
+    long long table_stride, int* lengths, int* counts) {
   __shared__ int of_warps[STEP_THREADS / WARP_LANES];
   __shared__ int last_slot;
-  const int sequence = blockIdx.x, lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES;
-  const int num_blocks = plan[sequence * PLAN_WORDS + PLAN_COUNT], tokens = plan[sequence * PLAN_WORDS + PLAN_TOKENS];
-  const long long at = static_cast<long long>(sequence) * num_slots;
+  const int row = blockIdx.x, sequence = state_of[row], lane = threadIdx.x % WARP_LANES, warp = threadIdx.x / WARP_LANES;
+  if (sequence < 0) {
+    if (threadIdx.x == 0) counts[row * STEP_WORDS + ATTENDED] = counts[row * STEP_WORDS + SEQUENCE_TOKENS] = 0;
+    return;
+  }
+  const int num_blocks = plan[row * PLAN_WORDS + PLAN_COUNT], tokens = plan[row * PLAN_WORDS + PLAN_TOKENS];
+  const long long at = static_cast<long long>(sequence) * num_slots, at_row = static_cast<long long>(row) * num_slots;
+  const Engine engine = {engine_table ? engine_table + row * engine_stride : nullptr, engine_table ? freed[sequence] : 0, num_sinks};
+  table += row * table_stride;
   if (threadIdx.x == 0) last_slot = NO_SLOT;
   __syncthreads();
   int number = 0;
@@ -276,6 +317,7 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_table(
     const int slot = base + threadIdx.x;
     const bool is_mapped = slot < num_slots && state[at + slot] == MAPPED, is_last = is_mapped && block_of[at + slot] == num_blocks - 1;
     if (is_last) last_slot = slot;
+    if (content && is_mapped && engine.is_away(block_of[at + slot])) content[at + slot] = block_of[at + slot];
     const u32 votes = __ballot_sync(ALL_LANES, is_mapped && !is_last);
     if (lane == 0) of_warps[warp] = __popc(votes);
     __syncthreads();
@@ -286,55 +328,61 @@ extern "C" __global__ void __launch_bounds__(STEP_THREADS) hot_table(
     }
     if (is_mapped && !is_last) {
       const int place = before + __popc(votes & ((1u << lane) - 1u));
-      slots[at + place] = slot;
-      table[at + place] = pages[at + slot];
+      slots[at_row + place] = slot;
+      table[place] = engine.page_of(block_of[at + slot], pages[at + slot]);
     }
     __syncthreads();
   }
   if (threadIdx.x != 0) return;
-  counts[sequence * STEP_WORDS + ATTENDED] = number + (last_slot >= 0);
-  counts[sequence * STEP_WORDS + SEQUENCE_TOKENS] = number * block_tokens + (last_slot >= 0 ? tokens - (num_blocks - 1) * block_tokens : 0);
+  const int length = number * block_tokens + (last_slot >= 0 ? tokens - (num_blocks - 1) * block_tokens : 0);
+  counts[row * STEP_WORDS + ATTENDED] = number + (last_slot >= 0);
+  counts[row * STEP_WORDS + SEQUENCE_TOKENS] = length;
+  lengths[row] = length;
   if (last_slot >= 0) {
-    slots[at + number] = last_slot;
-    table[at + number] = pages[at + last_slot];
+    slots[at_row + number] = last_slot;
+    table[number] = engine.page_of(num_blocks - 1, pages[at + last_slot]);
   }
 }
 
-// grid (max_loads, pieces, sequences), 256 threads: copies the loads of a step from the mapped arena (host memory, by its address) into
-// their slots. `arena` int64 [sequences, max_blocks]: address of each block in host memory, 0: none (counted in `faults[1]`).
+// grid (max_loads, pieces, rows), 256 threads: copies the loads of a step from the mapped arena (host memory, by its address) into
+// their slots. `arena` int64 [states, max_blocks]: address of each block in host memory, 0: none (counted in `faults[1]`).
 // `fragments` int64 [num_fragments, 3]: bytes into the block, address in page 0, bytes; a page's fragment lies `page_bytes` further
 // than that of the one before. `pages`: the page of each slot.
 extern "C" __global__ void __launch_bounds__(256) pull_blocks(
-    const int* loads, int max_loads, const int* counts, const long long* arena, int max_blocks, const long long* fragments,
-    int num_fragments,
-    long long page_bytes, const int* pages, int num_slots, int* faults) {
-  constexpr int IN_FLIGHT = 4;
-  const int sequence = blockIdx.z;
-  if (blockIdx.x >= counts[sequence * STEP_WORDS + LOADED]) return;
-  const int* load = loads + static_cast<long long>(sequence) * 2 * max_loads + blockIdx.x;
+    const int* loads, int max_loads, const int* counts, const int* state_of, const long long* arena, int max_blocks,
+    const long long* fragments, int num_fragments, long long page_bytes, const int* pages, int num_slots, int* faults) {
+  const int row = blockIdx.z;
+  if (blockIdx.x >= counts[row * STEP_WORDS + LOADED]) return;
+  const int sequence = state_of[row];
+  const int* load = loads + static_cast<long long>(row) * 2 * max_loads + blockIdx.x;
   const long long from = arena[static_cast<long long>(sequence) * max_blocks + load[0]];
   if (!from) {
     if (threadIdx.x == 0 && blockIdx.y == 0) atomicAdd(faults + 1, 1);
     return;
   }
   const long long page = pages[static_cast<long long>(sequence) * num_slots + load[max_loads]];
-  for (int i = 0; i < num_fragments; ++i) {
-    const long long source = from + fragments[3 * i], target = fragments[3 * i + 1] + page * page_bytes, bytes = fragments[3 * i + 2];
-    const bool is_aligned = ((source | target | bytes) & 15) == 0;
-    const long long units = is_aligned ? bytes / 16 : bytes, stride = static_cast<long long>(gridDim.y) * blockDim.x;
-    long long at = blockIdx.y * static_cast<long long>(blockDim.x) + threadIdx.x;
-    if (!is_aligned) {
-      for (; at < units; at += stride) reinterpret_cast<u8*>(target)[at] = reinterpret_cast<const volatile u8*>(source)[at];
-      continue;
-    }
-    for (; at < units; at += IN_FLIGHT * stride) {
-      uint4 words[IN_FLIGHT];
-#pragma unroll
-      for (int j = 0; j < IN_FLIGHT; ++j)
-        if (at + j * stride < units) words[j] = reinterpret_cast<const uint4*>(source)[at + j * stride];
-#pragma unroll
-      for (int j = 0; j < IN_FLIGHT; ++j)
-        if (at + j * stride < units) reinterpret_cast<uint4*>(target)[at + j * stride] = words[j];
-    }
+  for (int i = 0; i < num_fragments; ++i)
+    copy_bytes(from + fragments[3 * i], fragments[3 * i + 1] + page * page_bytes, fragments[3 * i + 2], blockIdx.y, gridDim.y);
+}
+
+// grid (num_slots, pieces, rows), 256 threads: the same for sequences of an engine: copies into every mapped slot whose block is away
+// what its `content` says that it lacks. So a block that the engine has given back since it joined the hot set comes, too.
+// `faults[2]` counts the pages.
+extern "C" __global__ void __launch_bounds__(256) pull_pages(
+    const int* state_of, const signed char* state, const int* block_of, const int* content, int num_slots, const int* freed, int num_sinks,
+    const long long* arena, int max_blocks, const long long* fragments, int num_fragments, long long page_bytes, const int* pages,
+    int* faults) {
+  const int row = blockIdx.z, sequence = state_of[row];
+  if (sequence < 0) return;
+  const long long at = static_cast<long long>(sequence) * num_slots + blockIdx.x;
+  const int block = block_of[at];
+  if (state[at] != MAPPED || block < num_sinks || block >= freed[sequence] || content[at] == block) return;
+  const long long from = arena[static_cast<long long>(sequence) * max_blocks + block], page = pages[at];
+  if (!from || page < 0) {
+    if (threadIdx.x == 0 && blockIdx.y == 0) atomicAdd(faults + 1, 1);
+    return;
   }
+  for (int i = 0; i < num_fragments; ++i)
+    copy_bytes(from + fragments[3 * i], fragments[3 * i + 1] + page * page_bytes, fragments[3 * i + 2], blockIdx.y, gridDim.y);
+  if (threadIdx.x == 0 && blockIdx.y == 0) atomicAdd(faults + 2, 1);
 }

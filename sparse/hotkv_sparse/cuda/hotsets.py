@@ -7,8 +7,8 @@ attention.
 Always true: hot sets are those of `hotkv_sparse.hotset` with policy `lru`, `lru_prior` or `none`.
 `grow` and `correct` are given to one stream, allocate nothing and wait for nothing.
 
-Shapes: R sequences, B blocks a sequence may have, K hot slots of a sequence, L most blocks that a
-step loads, S blocks selected at most.
+Shapes: R rows of a step, Z states (sequences with hot sets), B blocks a sequence may have, K hot
+slots of a sequence, L most blocks that a step loads, S blocks selected at most.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from hotkv.errors import HotKVError, Reason
 from hotkv_sparse.cuda.device import Array
 from hotkv_sparse.cuda.index import upload
+from hotkv_sparse.cuda.residents import PIECES
 from hotkv_sparse.cuda.workspace import Workspace
 from hotkv_sparse.moves import SlotState
 
@@ -28,7 +29,6 @@ I32 = npt.NDArray[np.int32]
 STEP_WORDS = 8
 LOADED, VICTIMS, PREFETCH, SELECTED, RESIDENT, ATTENDED, SEQUENCE_TOKENS = range(7)
 """Columns of a step's counts."""
-_PULL_PIECES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,11 @@ class CudaHotSets:
     the arena into a page of the layer's cache.
 
     `table` int32 [R, K]: the block table for attention, pages of the cache, the context's last
-    block at the end; `slots`: the same as hot slots, which are numbered from 0 in each sequence.
-    `counts` int32 [R, 8], see LOADED and so on. `loads` int32 [R, 2, L]: blocks and slots;
-    `victims` int32 [R, K]. `prefetch` int32 [R, max_prefetch]: wanted beyond the corrections,
-    heaviest first.
+    block at the end; `slots`: the same as hot slots, which are numbered from 0 in each sequence;
+    `lengths` int32 [R]: its tokens. Of a workspace with residents `table` and `lengths` are theirs,
+    which all layers share. `counts` int32 [R, 8], see LOADED and so on. `loads` int32 [R, 2, L]:
+    blocks and slots; `victims` int32 [R, K]. `prefetch` int32 [R, max_prefetch]: wanted beyond the
+    corrections, heaviest first.
     """
 
     def __init__(
@@ -63,20 +64,31 @@ class CudaHotSets:
         self._num_fragments = len(places)
         self._fragments = upload(self._device, places) if len(places) else None
         device, shape, work = self._device, workspace.shape, workspace
-        sequences, slots = shape.num_sequences, shape.num_slots
-        self.state = device.zeros((sequences, slots), np.int8)
-        self.block_of = upload(device, np.full((sequences, slots), -1, np.int32))
-        self.used_at = device.zeros((sequences, slots), np.int32)
-        self.slot_of = upload(device, np.full((sequences, shape.max_blocks), -1, np.int32))
-        self.capacities = upload(device, np.full(sequences, slots, np.int32))
-        self.clocks = device.zeros((sequences,), np.int32)
-        self.known = device.zeros((sequences,), np.int32)
+        sequences, states, slots = shape.num_sequences, shape.states, shape.num_slots
+        self.state = device.zeros((states, slots), np.int8)
+        self.block_of = upload(device, np.full((states, slots), -1, np.int32))
+        self.used_at = device.zeros((states, slots), np.int32)
+        self.slot_of = upload(device, np.full((states, shape.max_blocks), -1, np.int32))
+        self.capacities = upload(device, np.full(states, slots, np.int32))
+        self.clocks = device.zeros((states,), np.int32)
+        self.known = device.zeros((states,), np.int32)
+        self._seen = device.zeros((states,), np.int32)
+        self._is_first = device.zeros((states,), np.uint8)
+        self._content = upload(device, np.full((states, slots), -1, np.int32))
         self.loads = device.zeros((sequences, 2, work.max_loads), np.int32)
         self.victims = device.zeros((sequences, slots), np.int32)
         self.prefetch = device.zeros((sequences, shape.max_prefetch), np.int32)
         self.counts = device.zeros((sequences, STEP_WORDS), np.int32)
         self.slots = device.zeros((sequences, slots), np.int32)
-        self.table = device.zeros((sequences, slots), np.int32)
+        residents = work.residents
+        if residents is None:
+            self.table, self.lengths = (
+                device.zeros((sequences, slots), np.int32),
+                device.zeros((sequences,), np.int32),
+            )
+        else:
+            self.table, self.lengths = residents.table, residents.lengths
+        self._table_stride = slots if residents is None else residents.max_blocks
 
     def __repr__(self) -> str:
         shape = self._workspace.shape
@@ -125,19 +137,24 @@ class CudaHotSets:
         ):
             self._device.write(target, (sequence,), np.array([value], np.int32))
 
+    def _has_copy(self) -> Array | None:
+        """Copies by block; None where every complete block has one."""
+        return self._workspace.has_copy if self._workspace.residents is None else None
+
     def grow(self) -> None:
         """Slots for the blocks that contexts have gained since the last call. `workspace.faults[0]`
         counts sequences that found no room."""
         work, shape = self._workspace, self._workspace.shape
         self._device.launch(
             "hot_grow",
-            (shape.num_sequences,),
+            (work.num_rows,),
             1024,
             (
-                work.plan, np.int32(shape.max_blocks), self.state, self.block_of, self.used_at,
-                np.int32(shape.num_slots), self.slot_of,
-                work.has_copy,
+                work.plan, work.state_of, np.int32(shape.max_blocks), self.state, self.block_of,
+                self.used_at, np.int32(shape.num_slots), self.slot_of, self._has_copy(),
                 self.capacities, self.clocks, self.known, work.faults,
+                None if work.residents is None else work.residents.epochs, self._seen,
+                self._is_first, self._content,
             ),
         )  # fmt: skip
 
@@ -151,39 +168,56 @@ class CudaHotSets:
         size, slots = np.int32(shape.max_blocks), np.int32(shape.num_slots)
         self._device.launch(
             "hot_step",
-            (shape.num_sequences,),
+            (work.num_rows,),
             1024,
             (
-                blocks, weights, numbers, np.int32(work.max_selected), work.plan,
+                blocks, weights, numbers, np.int32(work.max_selected), work.plan, work.state_of,
                 size, self.state, self.block_of,
                 self.used_at, slots,
-                self.slot_of, work.has_copy, self.capacities, self.clocks,
+                self.slot_of, self._has_copy(), self.capacities, self.clocks,
                 np.int32(config.max_correction_blocks),
                 np.int32(config.cache_policy == "none"),
                 np.int32(work.max_loads), slots, np.int32(shape.max_prefetch), self.loads,
-                self.victims, self.prefetch, self.counts,
+                self.victims, self.prefetch, self.counts, self._is_first,
             ),
         )  # fmt: skip
-        if self._num_fragments:
+        self._pull()
+        self._device.launch(
+            "hot_table",
+            (work.num_rows,),
+            1024,
+            (
+                work.plan, work.state_of, np.int32(shape.block_tokens), self.state, self.block_of,
+                slots, work.pages, *work.engine_arguments(),
+                None if work.residents is None else self._content, self.slots, self.table,
+                np.int64(self._table_stride), self.lengths, self.counts,
+            ),
+        )  # fmt: skip
+
+    def _pull(self) -> None:
+        work, shape, residents = self._workspace, self._workspace.shape, self._workspace.residents
+        if not self._num_fragments:
+            return
+        arena = (work.arena, np.int32(shape.max_blocks), self._fragments)
+        pages = (np.int32(self._num_fragments), np.int64(self._page_bytes), work.pages)
+        slots = np.int32(shape.num_slots)
+        if residents is None:
             self._device.launch(
                 "pull_blocks",
-                (work.max_loads, _PULL_PIECES, shape.num_sequences),
+                (work.max_loads, PIECES, work.num_rows),
                 256,
                 (
-                    self.loads, np.int32(work.max_loads), self.counts, work.arena, size,
-                    self._fragments, np.int32(self._num_fragments),
-                    np.int64(self._page_bytes), work.pages, slots, work.faults,
+                    self.loads, np.int32(work.max_loads), self.counts, work.state_of, *arena,
+                    *pages, slots, work.faults,
                 ),
             )  # fmt: skip
-        table = (
-            work.plan,
-            np.int32(shape.block_tokens),
-            self.state,
-            self.block_of,
-            slots,
-            work.pages,
-            self.slots,
-            self.table,
-            self.counts,
-        )
-        self._device.launch("hot_table", (shape.num_sequences,), 1024, table)
+            return
+        self._device.launch(
+            "pull_pages",
+            (shape.num_slots, PIECES, work.num_rows),
+            256,
+            (
+                work.state_of, self.state, self.block_of, self._content, slots, residents.freed,
+                np.int32(residents.num_sinks), *arena, *pages, work.faults,
+            ),
+        )  # fmt: skip

@@ -167,17 +167,19 @@ class Index:
     def build(
         self,
         keys: Pages,
-        pages: Array,
+        pages: Array | None,
         rows: Array,
         num_blocks: int,
         num_tokens: Array | None = None,
+        addresses: Array | None = None,
     ) -> None:
         """Rows of the blocks in `pages` int32 [num_blocks] of the engine's cache, written to `rows`
         int32 (below 0: left out).
 
-        `num_tokens` int32: valid ones of each block (None: all). Given to the stream; the keys must
-        stay until it is done. INVALID_FIELD for summaries, which are built from the same keys by
-        `hotkv_sparse.representations` or in torch.
+        `addresses` int64 [num_blocks] (None: none): where the pages are, in place of `pages`; 0:
+        left out. `num_tokens` int32: valid ones of each block (None: all). Given to the stream; the
+        keys must stay until it is done. INVALID_FIELD for summaries, which are built from the same
+        keys by `hotkv_sparse.representations` or in torch.
         """
         shape, form = self.shape, self.shape.form
         if not form.bits:
@@ -195,8 +197,8 @@ class Index:
                 keys.data, np.int32(float_kind(keys.dtype)), np.int64(keys.page_stride),
                 np.int64(keys.token_stride),
                 np.int64(keys.head_stride),
-                pages, rows, num_tokens, self.mu, self.factors, self._levels, np.int32(form.bits),
-                np.float32(form.level_unit),
+                pages, addresses, rows, num_tokens, self.mu, self.factors, self._levels,
+                np.int32(form.bits), np.float32(form.level_unit),
                 np.int32(shape.block_tokens), np.int32(shape.head_size), np.int32(shape.channels),
                 self.pool, np.int64(shape.row_bytes),
                 np.int32(shape.head_bytes),

@@ -208,12 +208,12 @@ __device__ __forceinline__ void add_tokens(
 }
 
 // grid (any, KV heads * tiles, sequences), 128 threads: scores float [sequences, query heads, max_blocks] of the candidates of each
-// sequence, at their block; blocks that are always kept are left alone. `rows` int32 [sequences, max_blocks]: the pool's row of a
+// sequence, at their block; blocks that are always kept are left alone. `rows` int32 [states, max_blocks]: the pool's row of a
 // block. `lines` of a run: those of 32 channels at 1 and 3 bits, of 16 at 2. Pool and row_bytes are multiples of 16.
 template <int BITS, int GROUPS>
 __global__ void __launch_bounds__(128) score_tokens(
-    const u8* pool, long long row_bytes, int head_bytes, int runs, int lines, const int* rows, int max_blocks, const int* plan,
-    const u32* queries,
+    const u8* pool, long long row_bytes, int head_bytes, int runs, int lines, const int* rows, const int* state_of, int max_blocks,
+    const int* plan, const u32* queries,
     const float* words, int group, int tiles, u32 low_levels, u32 high_levels, float* scores) {
   constexpr int REGISTERS = GROUPS * registers_of(BITS);
   const int lane = threadIdx.x % WARP_LANES, warps = blockDim.x / WARP_LANES, sequence = blockIdx.z, kv_head = blockIdx.y / tiles,
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(128) score_tokens(
     }
   }
   const Levels levels = {low_levels, high_levels};
-  const int* row_of = rows + static_cast<long long>(sequence) * max_blocks;
+  const int* row_of = rows + static_cast<long long>(state_of[sequence]) * max_blocks;
   const auto place_of_run = [&](int of_item, int of_part) -> const u8* {
     const int block = first + (per_item == 2 ? 2 * of_item + half : of_item), run = per_item == 2 ? 0 : 2 * of_part + half;
     if (of_item >= num_items || block >= last || run >= runs) return nullptr;
@@ -272,8 +272,8 @@ __global__ void __launch_bounds__(128) score_tokens(
 
 #ifndef CUDA_ON_CPU
 #define INSTANCE(BITS, GROUPS)                                                                                      \
-  template __global__ void score_tokens<BITS, GROUPS>(const u8*, long long, int, int, int, const int*, int,          \
-                                                      const int*, const u32*, const float*, int, int, u32, u32, float*);
+  template __global__ void score_tokens<BITS, GROUPS>(const u8*, long long, int, int, int, const int*, const int*,   \
+                                                      int, const int*, const u32*, const float*, int, int, u32, u32, float*);
 INSTANCE(1, 1)
 INSTANCE(1, 2)
 INSTANCE(2, 1)
@@ -287,8 +287,8 @@ INSTANCE(3, 2)
 // grid (any, KV heads, sequences), 128 threads: the same for summaries, whose bytes are values + 128 [parts, channels], then float
 // scales [parts]. `codes` and `words` of `prepare_queries`. A part is at most 256 channels, a multiple of 16.
 extern "C" __global__ void __launch_bounds__(128) score_parts(
-    const u8* pool, long long row_bytes, int head_bytes, int num_parts, int channels, const int* rows, int max_blocks, const int* plan,
-    const signed char* codes, const float* words, int group, float* scores) {
+    const u8* pool, long long row_bytes, int head_bytes, int num_parts, int channels, const int* rows, const int* state_of,
+    int max_blocks, const int* plan, const signed char* codes, const float* words, int group, float* scores) {
   constexpr int LANES = 8, MAX_UNITS = 2, MAX_PARTS = 2;
   const int lane = threadIdx.x % LANES, sequence = blockIdx.z, kv_head = blockIdx.y, num_heads = gridDim.y * group;
   const int first = plan[sequence * PLAN_WORDS + PLAN_FIRST], last = plan[sequence * PLAN_WORDS + PLAN_LAST];
@@ -299,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(128) score_parts(
     uint4 values[MAX_PARTS][MAX_UNITS] = {};
     float scales[MAX_PARTS] = {-1.0f, 0.0f};
     if (block < last) {
-      const long long row = rows[static_cast<long long>(sequence) * max_blocks + block];
+      const long long row = rows[static_cast<long long>(state_of[sequence]) * max_blocks + block];
       const u8* from = pool + row * row_bytes + static_cast<long long>(kv_head) * head_bytes;
 #pragma unroll
       for (int i = 0; i < MAX_PARTS; ++i) {

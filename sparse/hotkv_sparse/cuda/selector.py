@@ -6,7 +6,7 @@ host.
                                       `pages` of `slot_of`'s slots
     selector.step(query)              each layer, with the step's query (after RoPE), before
                                       attention
-    … attention over hot.table, with sequence lengths hot.counts[:, SEQUENCE_TOKENS] …
+    … attention over hot.table, with sequence lengths hot.lengths …
 
 Always true:
 - Everything is given to one stream. Shapes, buffers and grids are fixed when objects are made,
@@ -104,6 +104,12 @@ class CudaSelector:
         shape = self.index.shape
         return shape.tile_bytes if shape.form.bits else 8 * shape.form.parts * shape.channels
 
+    def build(
+        self, pages: Array | None, rows: Array, num_blocks: int, addresses: Array | None = None
+    ) -> None:
+        """Builds representations from the layer's keys; see `Index.build`."""
+        self.index.build(self._keys, pages, rows, num_blocks, addresses=addresses)
+
     def step(self, query: Queries, scale: float | None = None) -> None:
         """Scores, selection, corrections and the table, for all sequences; `scale` of attention, 1
         / sqrt(D) unless given."""
@@ -120,7 +126,7 @@ class CudaSelector:
         unit = form.level_unit if form.bits else 1.0
         self._device.launch(
             "prepare_queries",
-            (shape.num_heads, shape.num_sequences),
+            (shape.num_heads, work.num_rows),
             32,
             (
                 query.data, np.int32(float_kind(query.dtype)), np.int64(query.sequence_stride),
@@ -137,6 +143,7 @@ class CudaSelector:
         pool = (self.index.pool, np.int64(index.row_bytes), np.int32(index.head_bytes))
         blocks = (
             work.rows,
+            work.state_of,
             np.int32(shape.max_blocks),
             work.plan,
             self._codes,
@@ -147,7 +154,7 @@ class CudaSelector:
             grid = (
                 -(-shape.max_blocks // (16 * _ITEMS_PER_WARP)),
                 shape.kv_heads,
-                shape.num_sequences,
+                work.num_rows,
             )
             self._device.launch(
                 "score_parts",
@@ -160,7 +167,7 @@ class CudaSelector:
         grid = (
             -(-num_items // (4 * _ITEMS_PER_WARP)),
             shape.kv_heads * self._tiles,
-            shape.num_sequences,
+            work.num_rows,
         )
         low, high = index.level_words()
         self._device.launch(
@@ -184,7 +191,7 @@ class CudaSelector:
         `numbers` [R], `mass` [R]."""
         work, shape, config = self._workspace, self._workspace.shape, self._workspace.config
         size, pieces = np.int32(shape.max_blocks), np.int32(work.num_pieces)
-        launch, sequences = self._device.launch, shape.num_sequences
+        launch, sequences = self._device.launch, work.num_rows
         launch(
             "sum_masses",
             (work.num_pieces, shape.num_heads, sequences),
@@ -214,7 +221,7 @@ class CudaSelector:
             (sequences,),
             1024,
             (
-                work.weights, size, work.plan, work.always_mass, self.hot.slot_of,
+                work.weights, size, work.plan, work.state_of, work.always_mass, self.hot.slot_of,
                 self.hot.state if prior else None, np.int32(shape.num_slots),
                 np.float32(prior),
                 np.float32(config.adaptive_p or 0.0), np.int32(work.max_selected), self.blocks,
@@ -237,7 +244,7 @@ class CudaSelector:
         scale = 1.0 / math.sqrt(shape.head_size) if scale is None else scale
         self._device.launch(
             "attend",
-            (shape.num_heads, shape.num_sequences),
+            (shape.num_heads, work.num_rows),
             256,
             (
                 query.data, np.int32(float_kind(query.dtype)), np.int64(query.sequence_stride),
@@ -247,10 +254,10 @@ class CudaSelector:
                 np.int64(keys.token_stride),
                 np.int64(keys.head_stride), np.int32(shape.group), np.int32(shape.head_size),
                 np.int32(shape.block_tokens),
-                np.float32(scale), work.plan,
+                np.float32(scale), work.plan, work.state_of,
                 np.int32(always), hot.state, hot.block_of, hot.slots, work.pages, hot.counts,
                 np.int32(STEP_WORDS),
                 np.int32(ATTENDED), np.int32(shape.num_slots),
-                hot.slot_of, np.int32(shape.max_blocks), log_mass, out,
+                hot.slot_of, np.int32(shape.max_blocks), *work.engine_arguments(), log_mass, out,
             ),
         )  # fmt: skip

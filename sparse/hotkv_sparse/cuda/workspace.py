@@ -8,7 +8,11 @@ Always true:
 - A sequence of 0 tokens is not there, or stays dense (shorter than `min_context_tokens`: the
   caller's decision), and costs next to nothing.
 
-Shapes: R sequences, Q query heads, B blocks a sequence may have, K hot slots of a sequence.
+Hot sets, rows and addresses belong to states, a step's results to its rows; `state_of` says which
+state a row is.
+
+Shapes: R sequences of a step, S states, Q query heads, B blocks a sequence may have, K hot slots of
+a sequence.
 """
 
 from dataclasses import dataclass
@@ -17,9 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv.errors import HotKVError, Reason
+from hotkv_sparse.budget import USUAL_SETS
 from hotkv_sparse.config import SparseConfig
-from hotkv_sparse.cuda.device import Array, Device
+from hotkv_sparse.cuda.device import Argument, Array, Device
 from hotkv_sparse.cuda.index import check_length, upload
+from hotkv_sparse.cuda.residents import EngineBatch, Residents
 from hotkv_sparse.topk import floor_blocks
 
 I32 = npt.NDArray[np.int32]
@@ -32,7 +38,7 @@ _PIECE_BLOCKS = 2048
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """Sizes that stay: `max_blocks` of a sequence, `num_slots` hot slots of a sequence and layer
-    (capacity and spare ones together)."""
+    (capacity and spare ones together). `num_states`: 0 for as many as sequences."""
 
     num_sequences: int
     max_blocks: int
@@ -42,6 +48,12 @@ class StepShape:
     head_size: int
     num_slots: int
     max_prefetch: int = 8
+    num_states: int = 0
+
+    @property
+    def states(self) -> int:
+        """Sequences that may have hot sets at a time; `num_sequences` of them are in a step."""
+        return self.num_states or self.num_sequences
 
     @property
     def group(self) -> int:
@@ -52,27 +64,44 @@ class StepShape:
 class Workspace:
     """State that the layers of a step share: the plan, scratch, places of blocks.
 
-    `pages` int32 [R, K]: the page of the engine's cache that a hot slot of a sequence is, in all
-    layers; slots by number unless written otherwise.
+    `pages` int32 [S, K]: the page of the engine's cache that a hot slot of a state is, in all
+    layers; slots by number unless written otherwise. `state_of` int32 [R]: the state of each row,
+    -1 for none; by number unless written otherwise. `residents`: where an engine owns pages and
+    block tables; then `begin_batch` begins a step. `faults` int32 [3], added up: sequences without
+    room for new blocks, blocks without an address, and (no fault) pages that came out of the arena.
     """
 
-    def __init__(self, device: Device, config: SparseConfig, shape: StepShape) -> None:
+    def __init__(
+        self,
+        device: Device,
+        config: SparseConfig,
+        shape: StepShape,
+        residents: Residents | None = None,
+    ) -> None:
         _check(config, shape)
+        self.residents = residents
         self.device, self.config, self.shape = device, config, shape
         sequences, heads, blocks = shape.num_sequences, shape.num_heads, shape.max_blocks
         self.max_always = config.max_always_blocks(shape.block_tokens)
-        self.max_selected = max(
-            config.budget_blocks(blocks * shape.block_tokens, shape.block_tokens), self.max_always
-        )
+        budget = config.budget_blocks(blocks * shape.block_tokens, shape.block_tokens)
+        self.max_selected = max(budget, self.max_always)
         self.max_loads = max(config.max_correction_blocks, self.max_always)
+        if residents is not None:
+            # A sequence's first step fills its hot set.
+            self.max_selected = max(USUAL_SETS * budget, self.max_always)
+            self.max_loads = shape.num_slots
         self.num_pieces = -(-blocks // _PIECE_BLOCKS)
         self.plan = device.zeros((sequences, PLAN_WORDS), np.int32)
-        self.rows = device.zeros((sequences, blocks), np.int32)
-        self.arena = device.zeros((sequences, blocks), np.int64)
-        self.has_copy = device.zeros((sequences, blocks), np.uint8)
-        self.faults = device.zeros((2,), np.int32)
+        states = shape.states
+        self.rows = device.zeros((states, blocks), np.int32)
+        self.arena = device.zeros((states, blocks), np.int64)
+        self.has_copy = device.zeros((states, blocks), np.uint8)
+        self.faults = device.zeros((3,), np.int32)
         self.pages = upload(
-            device, np.arange(sequences * shape.num_slots, dtype=np.int32).reshape(sequences, -1)
+            device, np.arange(states * shape.num_slots, dtype=np.int32).reshape(states, -1)
+        )
+        self.state_of = upload(
+            device, np.where(np.arange(sequences) < states, np.arange(sequences), -1).astype("i4")
         )
         self.scores = device.zeros((sequences, heads, blocks), np.float32)
         self.masses = device.zeros((sequences, heads, self.num_pieces, 2), np.float32)
@@ -96,7 +125,7 @@ class Workspace:
         if (
             not 0 <= first <= first + len(rows) <= self.shape.max_blocks
             or len(addresses) != len(rows)
-            or not 0 <= sequence < self.shape.num_sequences
+            or not 0 <= sequence < self.shape.states
         ):
             why = (
                 f"{len(rows)} rows and {len(addresses)} addresses from block {first} of "
@@ -110,19 +139,47 @@ class Workspace:
     def begin(self, context_tokens: Array) -> None:
         """A step over int32 [R] tokens, the step's own included; 0: a sequence that is not
         there."""
-        config, shape = self.config, self.shape
-        check_length("context_tokens", context_tokens.shape, (shape.num_sequences,))
+        check_length("context_tokens", context_tokens.shape, (self.shape.num_sequences,))
+        self._plan(context_tokens, self.shape.num_sequences)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that take part in the step; grids have as many."""
+        residents = self.residents
+        batch = None if residents is None else residents.batch
+        return self.shape.num_sequences if batch is None else batch.num_rows
+
+    def engine_arguments(self) -> tuple[Argument, ...]:
+        """The engine's block table as kernels take it: table, stride, `freed`, sinks."""
+        residents = self.residents
+        if residents is None or residents.batch is None:
+            return None, np.int64(0), None, np.int32(0)
+        batch = residents.batch
+        stride = np.int64(batch.table_stride)
+        return batch.table, stride, residents.freed, np.int32(residents.num_sinks)
+
+    def begin_batch(self, batch: EngineBatch) -> None:
+        """A step over an engine's batch, whose rows are the first ones."""
+        assert self.residents is not None, "a workspace without an engine"
+        self.residents.find(batch, self.rows, self.state_of)
+        # A graph that was captured with more rows finds nothing in the others.
+        self._plan(batch.context_tokens, self.shape.num_sequences)
+
+    def _plan(self, context_tokens: Array, num_rows: int) -> None:
+        config, shape, residents = self.config, self.shape, self.residents
         topk = config.sparse_topk
         self.device.launch(
             "plan_step",
-            (-(-shape.num_sequences // 128),),
+            (-(-num_rows // 128),),
             128,
             (
-                context_tokens, np.int32(shape.num_sequences), np.int32(shape.block_tokens),
+                context_tokens, self.state_of, np.int32(num_rows), np.int32(shape.block_tokens),
                 np.int32(config.sink_tokens),
                 np.int32(config.recent_tokens), np.int32(topk if type(topk) is int else 0),
                 np.float64(topk),
-                np.int32(floor_blocks(shape.block_tokens)), np.int32(shape.max_blocks), self.plan,
+                np.int32(floor_blocks(shape.block_tokens)), np.int32(shape.max_blocks),
+                None if residents is None else residents.epochs,
+                None if residents is None else residents.begun, np.int32(USUAL_SETS), self.plan,
             ),
         )  # fmt: skip
 

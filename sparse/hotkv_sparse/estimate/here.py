@@ -44,7 +44,7 @@ def cpu_device(memory_bytes: int, bandwidth: float, flops: float) -> Device:
         weight_ratio=0.606,
         attention_ratio=0.219,
         score_ratio=0.056,
-        build_ratio=0.05,
+        build_ratio=0.02,
         compute_ratio=2.26,
         prefill_attention_ratio=0.577,
         link_ratio=1.0,

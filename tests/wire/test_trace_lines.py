@@ -19,7 +19,7 @@ def watched(*blocks: int, at_s: float = 10.0, tokens: int = 100) -> WatchedReque
     """A request whose blocks' hashes are numbers."""
     hashes = b"".join(block.to_bytes(HASH_BYTES, "little") for block in blocks)
     return WatchedRequest(
-        key_space_id=3,
+        key_space_id=1,
         unix_time_s=at_s,
         hashes=hashes,
         prompt_tokens=tokens,
@@ -76,7 +76,7 @@ class Client:
 
     def key_spaces(self) -> list[dict[str, Any]]:
         space = {"model": "m", "hash_byte_count": HASH_BYTES, "hash_block_token_count": 16}
-        return [{"key_space_id": 3 + at, "key_space": space} for at in range(self._spaces)]
+        return [{"key_space_id": 1 + at, "key_space": space} for at in range(self._spaces)]
 
     def watch_requests(self, number: int, seconds: float) -> Iterator[Any]:
         self.asked.append((number, seconds))
@@ -96,7 +96,7 @@ def test_a_recording_says_what_there_was(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "trace"
     assert recorded(client, path) == {
         "file": str(path),
-        "key_space_id": 3,
+        "key_space_id": 1,
         "block_token_count": 16,
         "request_count": 3,
         "block_count": 4,
@@ -107,7 +107,7 @@ def test_a_recording_says_what_there_was(tmp_path: Path, monkeypatch: pytest.Mon
     }
     lines = path.read_text().splitlines()
     assert [fields(line)["hash_ids"] for line in lines] == [[0, 1], [0, 2], []]
-    assert client.asked == [(3, 2.5)]
+    assert client.asked == [(1, 2.5)]
 
 
 @pytest.mark.parametrize("most, requests, is_full", [(2, 1, True), (3, 2, True), (4, 2, False)])
@@ -117,6 +117,11 @@ def test_a_recording_ends_when_it_is_full(
     client = Client(1, ([watched(1, 2)], 0), ([watched(3)], 0))
     said = recorded(client, tmp_path / "trace", most=most)
     assert (said["request_count"], said["is_full"]) == (requests, is_full)
+
+
+def test_the_smallest_blocks_are_hash_blocks(tmp_path: Path) -> None:
+    said = record(Client(1), tmp_path / "trace", 0, 1, 1.0, 1)  # type: ignore[arg-type]
+    assert said["block_token_count"] == 16
 
 
 def test_an_interrupted_recording_is_whole(tmp_path: Path) -> None:
@@ -130,7 +135,7 @@ def test_an_interrupted_recording_is_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spaces, asked, found", [(1, 0, 3), (1, 3, 3), (2, 4, 4), (2, 0, 0), (0, 0, 0), (1, 9, 0)]
+    "spaces, asked, found", [(1, 0, 1), (1, 1, 1), (2, 2, 2), (2, 0, 0), (0, 0, 0), (1, 9, 0)]
 )
 def test_the_key_space_is_named_or_the_only_one(
     tmp_path: Path, spaces: int, asked: int, found: int

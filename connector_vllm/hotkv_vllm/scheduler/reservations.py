@@ -1,0 +1,122 @@
+"""The calls of resident requests to the server: for room for all they may ever store, and for pins
+of what they have stored.
+
+What is always true: a request has at most one call of each kind in flight; after the server was
+away it is asked anew, and what it does not pin where it did before is lost.
+"""
+
+from collections import deque
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from hotkv_client.types import Int64s, ResidencyOpened, ResidentBlocks
+from hotkv_vllm import link
+from hotkv_vllm.scheduler.resident import Resident
+from hotkv_vllm.sparse.memory import Streams
+from hotkv_vllm.stats import HotKVStats
+
+logger = link.logger
+ASK_AGAIN_S = 0.1
+"""A reservation that was refused is asked for again after this long."""
+
+
+class Reservations:
+    """See the module. Scheduler thread only, but for what a call's future brings."""
+
+    def __init__(self, session: link.CacheSession, streams: Streams, stats: HotKVStats) -> None:
+        self._session = session
+        self._streams = streams
+        self._stats = stats
+        self._lost: deque[str] = deque()
+
+    def __repr__(self) -> str:
+        return f"Reservations({len(self._lost)} lost)"
+
+    @property
+    def is_connected(self) -> bool:
+        return self._session.connected
+
+    def is_open(self, one: Resident) -> bool:
+        """Whether the server that is there now has reserved room for the request."""
+        return one.opened is not None and one.stream == self._streams.number
+
+    def open(self, one: Resident, now_s: float) -> None:
+        """Asks for room."""
+        one.stream, one.moved_s = self._streams.number, now_s
+        one.opening = self._session.open_residency(one.residency_id, {0: one.num_blocks})
+
+    def close(self, one: Resident) -> None:
+        """The server may forget what it keeps for the request."""
+        if one.opening is not None or one.opened is not None:
+            self._session.close_residency(one.residency_id)
+        one.opening, one.opened = None, None
+
+    def renew(self, one: Resident, now_s: float) -> None:
+        """Takes in the answer to a reservation, asks for one that was refused, and again after the
+        server was away."""
+        if one.opening is not None and one.opening.done():
+            opening, one.opening = one.opening, None
+            error: Any = "cancelled" if opening.cancelled() else opening.exception()
+            if error is None:
+                self._opened(one, opening.result())
+            else:
+                one.ask_at_s = now_s + ASK_AGAIN_S
+                self._refused(one, error)
+        may_ask = one.opening is None and self._session.connected and now_s >= one.ask_at_s
+        if may_ask and not self.is_open(one):
+            self.open(one, now_s)
+
+    def _refused(self, one: Resident, why: Any) -> None:
+        if not one.was_refused:
+            one.was_refused = True
+            self._stats.add("refused_residencies")
+            logger.info("hotkv: request %s waits for room in host memory: %s", one.request_id, why)
+
+    def _opened(self, one: Resident, opened: ResidencyOpened) -> None:
+        """The server has room. If it has been away, it has to pin anew what it kept."""
+        is_new = one.opened is None
+        one.opened = opened
+        if is_new or not one.kept:
+            return
+        answer = self._session.extend_residency(one.residency_id, 0, 0, one.names[: one.kept])
+        request_id, known = one.request_id, one.offsets
+        answer.add_done_callback(lambda done: self._compare(request_id, known, done))
+
+    def _compare(self, request_id: str, known: Int64s, done: "Future[ResidentBlocks]") -> None:
+        """Called by the client's thread: only names what the next step looks at."""
+        is_same = (
+            not done.cancelled()
+            and done.exception() is None
+            and np.array_equal(done.result().offsets, known)
+        )
+        if not is_same:
+            self._lost.append(request_id)
+
+    def take_lost(self) -> list[str]:
+        """Requests whose bytes a server that came back has not pinned where they were."""
+        return [self._lost.popleft() for _ in range(len(self._lost))]
+
+    # ----------------------------------------------------------------------------------------- pins
+
+    def ask(self, one: Resident, until: int) -> None:
+        """Asks the server to pin the blocks that it does not keep yet up to this one, all of which
+        have names."""
+        blocks = range(one.kept, min(until, len(one.names)))
+        if one.asked is None and one.opened is not None and self._session.connected and blocks:
+            hashes = one.names[blocks.start : blocks.stop]
+            answer = self._session.extend_residency(one.residency_id, 0, blocks.start, hashes)
+            one.asked = answer, blocks
+
+    def take_answer(self, one: Resident, now_s: float) -> None:
+        """Takes in where blocks lie, if the server has said so."""
+        if one.asked is None or not one.asked[0].done():
+            return
+        (answer, blocks), one.asked = one.asked, None
+        if answer.cancelled() or answer.exception() is not None or blocks.start != one.kept:
+            return
+        # A session that is gone by now has no arena; then they are asked for again.
+        arena = self._session.arena()
+        if arena is not None and one.keep(blocks.start, answer.result(), arena.file_id):
+            one.moved_s = now_s

@@ -1,0 +1,136 @@
+"""One resident request on the scheduler side: what the server keeps of it, by which names, and what
+the workers have heard of that.
+
+What is always true: `places` say where the first `kept` blocks lie, in order and without gaps; a
+block's name stays as long as the server keeps the block.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hotkv_client.types import Int64s, ResidencyOpened, ResidentBlocks
+from hotkv_vllm.scheduler.request import RequestState
+from hotkv_vllm.sparse.resident_step import FileId, KeptBlocks, ResidentRow
+
+ENDLESS = 1 << 40
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """One request. `num_blocks`: most blocks that it may ever have.
+
+    `kept`: leading blocks that the server has said it keeps; `places` say where, in order. `told`:
+    how many of these the workers know. `asked`: the call that will say more, and of which blocks.
+    `storing`: by store, the first block of it. `names`: of its blocks, as far as they were needed.
+    `private_from`: blocks from here on have names of their own.
+    """
+
+    state: RequestState
+    num_blocks: int
+    residency_id: str
+    opening: "Future[ResidencyOpened] | None" = None
+    opened: ResidencyOpened | None = None
+    stream: int = 0
+    ask_at_s: float = 0.0
+    was_refused: bool = False
+    kept: int = 0
+    places: list[KeptBlocks] = field(default_factory=list)
+    told: int = 0
+    told_pin: ResidencyOpened | None = None
+    told_hot: tuple[int, ...] = ()
+    asked: "tuple[Future[ResidentBlocks], range] | None" = None
+    asks_again: bool = False
+    storing: dict[int, int] = field(default_factory=dict)
+    names: list[bytes] = field(default_factory=list)
+    private_from: int = ENDLESS
+    moved_s: float = 0.0
+    is_lost: bool = False
+    has_failed: bool = False
+
+    @property
+    def request_id(self) -> str:
+        request_id: str = self.state.request.request_id
+        return request_id
+
+    @property
+    def offsets(self) -> Int64s:
+        """Where the kept blocks lie, int64 [kept]."""
+        nothing = np.empty(0, np.int64)
+        return np.concatenate([nothing, *(place.offsets for place in self.places)])
+
+    @property
+    def may_ask_until(self) -> int:
+        """Blocks before this one are stored, or their store has come to nothing."""
+        return min([self.state.store.stored_blocks[0], *self.storing.values()])
+
+    def name(self, hashes: Sequence[bytes], until: int, exact: int) -> Sequence[bytes]:
+        """Names of the first `until` blocks. The first `exact` have those that all requests give
+        them; the others are nobody else's."""
+        shared = min(exact, self.private_from)
+        for place in range(len(self.names), min(until, len(hashes))):
+            name = bytes(hashes[place])
+            if place >= shared:
+                self.private_from = min(self.private_from, place)
+                secret = self.residency_id.encode() + name
+                name = hashlib.sha256(b"hotkv-private;" + secret).digest()[: len(name)]
+            self.names.append(name)
+        return self.names
+
+    def keep(self, first: int, found: ResidentBlocks, file_id: FileId) -> int:
+        """Takes in where blocks from `first` on lie, up to the first that the server lacks. Returns
+        how many; what is missing is to be stored, or stored anew."""
+        missing = np.flatnonzero(found.offsets < 0)
+        count = int(missing[0]) if len(missing) else len(found.offsets)
+        if count:
+            offsets, representations = found.offsets[:count], found.representations[:count]
+            self.places.append(KeptBlocks(first, offsets, representations, file_id))
+            self.kept = first + count
+        if len(missing):
+            self.store_from(first + count)
+        return count
+
+    def store_from(self, block: int) -> None:
+        """Blocks from this one on are looked at anew."""
+        mine = self.state.store
+        mine.stored_blocks[0] = min(mine.stored_blocks[0], block)
+        mine.next_check_tokens = 0
+
+    def news(
+        self,
+        written_block: int,
+        first_block: int,
+        num_freed: int,
+        hot: tuple[int, ...],
+        context_tokens: int,
+        new_tokens: int,
+    ) -> ResidentRow:
+        """The request's row of a step, with what the workers have not heard."""
+        row = ResidentRow(
+            self.request_id,
+            written_block,
+            first_block,
+            True,
+            num_freed,
+            hot if hot != self.told_hot else (),
+            tuple(self.places[self.told :]),
+            self.opened if self.opened is not self.told_pin else None,
+            context_tokens,
+            new_tokens,
+        )
+        self.told_hot, self.told, self.told_pin = hot, len(self.places), self.opened
+        return row
+
+    def begin_anew(self, kept: int) -> None:
+        """vLLM has taken the request's blocks: what is inexact of it is void, of the rest the
+        server keeps the first `kept` blocks, and workers know nothing of it."""
+        self.kept = min(kept, self.private_from)
+        self.told, self.told_pin, self.told_hot = 0, None, ()
+        self.places = [place.up_to(self.kept) for place in self.places if place.first < self.kept]
+        self.asked, self.asks_again, self.storing = None, False, {}
+        del self.names[self.kept :]
+        self.private_from = ENDLESS
+        self.store_from(self.kept)

@@ -1,0 +1,219 @@
+"""vLLM's FlashAttention with residency: `FLASH_ATTN` of its backend registry, if `hotkv.sparse`
+asks for it and `hotkv.allow_sparse_cuda_never_run` is set. **It has never run on a GPU.**
+
+For all other engines the classes that vLLM gets here are its own. Decode is captured in full CUDA
+graphs: each layer launches the kernels of `CudaWorker.layer_step`, then vLLM's kernel over the
+table and lengths that they leave in device memory. Prefill and mixed batches run piecewise, where
+attention is Python: rows whose old blocks are in host memory attend in a staging area, one call
+each. If anything in hotkv raises, requests with blocks in host memory are computed anew.
+
+Source: `vllm/v1/attention/backends/flash_attn.py` of vLLM 0.32.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from hotkv_sparse import SparseConfig
+from hotkv_sparse.cuda.residents import EngineBatch
+from hotkv_vllm.config import cuda_settings
+from hotkv_vllm.sparse.cuda_worker import CudaLayer, CudaWorker, HostBatch, Run
+
+
+def _wanted() -> tuple[SparseConfig, Any] | None:
+    """Settings and configuration of the engine whose model is being built, if it asks for this."""
+    vllm_config = get_current_vllm_config()
+    transfer = vllm_config.kv_transfer_config
+    extra = {} if transfer is None else transfer.kv_connector_extra_config
+    config = cuda_settings(extra)
+    return None if config is None else (config, vllm_config)
+
+
+class HotFlashBackend(FlashAttentionBackend):
+    """Registered in place of vLLM's; keeps its name and page format."""
+
+    _resident: tuple[SparseConfig, Any] | None = None
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        HotFlashBackend._resident = _wanted()
+        return FlashAttentionImpl if HotFlashBackend._resident is None else HotFlashImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        is_plain = HotFlashBackend._resident is None
+        return FlashAttentionMetadataBuilder if is_plain else HotFlashBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """The spec of layers whose old blocks live in host memory, if the engine whose model was
+        built last asks for that."""
+        spec = super().customize_spec(spec)
+        if cls._resident is None:
+            return spec
+        from hotkv_vllm.compat import residency
+
+        return residency.customized(spec, *cls._resident)
+
+
+@dataclass
+class HotFlashMetadata(FlashAttentionMetadata):
+    """vLLM's, of a batch that a worker has planned (`worker`; None: nobody has)."""
+
+    worker: CudaWorker | None = None
+
+
+class HotFlashBuilder(FlashAttentionMetadataBuilder):
+    """Tells the worker of each batch, and builds vLLM's metadata without a schedule made ahead:
+    that would be one of whole contexts."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    supports_update_block_table = False
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.aot_schedule = False
+        self._layer_names = list(layer_names)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> HotFlashMetadata:
+        """As vLLM's; begins the worker's step."""
+        built = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        worker = self._worker()
+        if worker is not None:
+            worker.begin_batch(_batch(built, common_attn_metadata))
+        own = {f.name: getattr(built, f.name) for f in fields(FlashAttentionMetadata)}
+        return HotFlashMetadata(**own, worker=worker)
+
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> HotFlashMetadata:
+        """The same for a graph that is captured: the worker forgets what that leaves behind."""
+        worker = self._worker()
+        if worker is not None:
+            worker.will_capture()
+        return self.build(0, common_attn_metadata)
+
+    def _worker(self) -> CudaWorker | None:
+        """The worker that the connector has attached to the layers; None before."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        impl = getattr(context.get(self._layer_names[0]), "impl", None)
+        attached = impl.attached if isinstance(impl, HotFlashImpl) else None
+        return None if attached is None else attached[0]
+
+
+class HotFlashImpl(FlashAttentionImpl):
+    """One layer's attention. `attach` makes it resident."""
+
+    attached: tuple[CudaWorker, CudaLayer] | None = None
+
+    def attach(self, worker: CudaWorker, layer: CudaLayer) -> None:
+        """Called once, before graphs are captured."""
+        self.attached = (worker, layer)
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As vLLM's, over what the worker says; rows that stage have a call of their own."""
+        scales = (output_scale, output_block_scale)
+        given = (query, key, value, output)
+        if self.attached is None or getattr(attn_metadata, "worker", None) is None:
+            return super().forward(layer, *given[:3], kv_cache, attn_metadata, output, *scales)
+        worker, own = self.attached
+        try:
+            worker.layer_step(own, query[: attn_metadata.num_actual_tokens])
+            rewritten = _over(worker, attn_metadata)
+            for run in worker.runs:
+                parts, metadata = given, rewritten
+                if len(worker.runs) > 1:
+                    parts, metadata = _part(worker, run, given, rewritten)
+                pages = kv_cache
+                if run.staged_blocks:
+                    worker.stage(own, run)
+                    metadata = _staged(worker, run, metadata)
+                    pages = worker.staging
+                super().forward(layer, *parts[:3], pages, metadata, parts[3], *scales)
+        except Exception:  # noqa: BLE001 - the engine's edge: a fault of ours must not become a request's
+            worker.gave_up(own.name)
+            return super().forward(layer, *given[:3], kv_cache, attn_metadata, output, *scales)
+        return output
+
+
+def _batch(built: FlashAttentionMetadata, common: CommonAttentionMetadata) -> HostBatch:
+    table = built.block_table
+    device = EngineBatch(
+        built.seq_lens,
+        built.query_start_loc,
+        table,
+        table.stride(0),
+        len(built.seq_lens),
+        built.num_actual_tokens,
+    )
+    return HostBatch(device, common.query_start_loc_cpu.numpy())
+
+
+def _over(worker: CudaWorker, metadata: FlashAttentionMetadata) -> FlashAttentionMetadata:
+    """The metadata over the worker's table and lengths: views of the same memory in each step."""
+    table, lengths = worker.table, worker.lengths
+    assert isinstance(table, torch.Tensor) and isinstance(lengths, torch.Tensor)
+    num_rows = len(metadata.seq_lens)
+    return replace(metadata, block_table=table[:num_rows], seq_lens=lengths[:num_rows])
+
+
+def _part(
+    worker: CudaWorker,
+    run: Run,
+    given: tuple[torch.Tensor, ...],
+    metadata: FlashAttentionMetadata,
+) -> tuple[tuple[torch.Tensor, ...], FlashAttentionMetadata]:
+    """The tokens and the metadata of a run's rows."""
+    starts = worker.starts
+    begin, end = int(starts[run.first]), int(starts[run.last])
+    rows = slice(run.first, run.last)
+    own = starts[run.first : run.last + 1]
+    return tuple(tensor[begin:end] for tensor in given), replace(
+        metadata,
+        num_actual_tokens=end - begin,
+        max_query_len=int((own[1:] - own[:-1]).max(initial=1)),
+        query_start_loc=metadata.query_start_loc[run.first : run.last + 1] - begin,
+        seq_lens=metadata.seq_lens[rows],
+        block_table=metadata.block_table[rows],
+    )
+
+
+def _staged(
+    worker: CudaWorker, run: Run, metadata: FlashAttentionMetadata
+) -> FlashAttentionMetadata:
+    """The metadata of a row whose pages are in the staging area."""
+    table = worker.staged_table
+    assert isinstance(table, torch.Tensor)
+    return replace(metadata, block_table=table[None, : run.staged_blocks])

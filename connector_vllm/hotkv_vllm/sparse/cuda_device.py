@@ -1,0 +1,52 @@
+"""A CUDA device whose memory is torch's, for kernels that take part in an engine's step.
+
+What is always true: launches and copies go to the stream that torch uses at that moment, so a CUDA
+graph that vLLM captures has them, too. `write` does not wait: values pass through pinned memory,
+which torch keeps until the copy is done.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hotkv_sparse.cuda.device import Argument, Array, CupyDevice, Host
+
+
+class TorchDevice(CupyDevice):
+    """`device`: torch's name of it, with its number."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        super().__init__(device.index or 0, torch.cuda.current_stream(device).cuda_stream)
+
+    def zeros(self, shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
+        """See `Device`."""
+        kind = torch.from_numpy(np.empty(0, dtype)).dtype
+        return torch.zeros(tuple(shape), dtype=kind, device=self.device)
+
+    def write(self, target: Array, start: Sequence[int], values: Host) -> None:
+        """See `Device`; here it does not wait, and `values` may be changed at once."""
+        assert isinstance(target, torch.Tensor)
+        place = tuple(slice(at, at + size) for at, size in zip(start, values.shape, strict=True))
+        pinned = torch.from_numpy(np.array(values)).pin_memory()
+        target[place].copy_(pinned, non_blocking=True)
+
+    def read(self, source: Array) -> Host:
+        """See `Device`."""
+        assert isinstance(source, torch.Tensor)
+        found: Host = source.cpu().numpy()
+        return found
+
+    def launch(
+        self,
+        kernel: str,
+        grid: Sequence[int],
+        threads: int,
+        args: Sequence[Argument],
+        shared_bytes: int = 0,
+    ) -> None:
+        """See `Device`."""
+        self.use_stream(torch.cuda.current_stream(self.device).cuda_stream)
+        super().launch(kernel, grid, threads, args, shared_bytes)

@@ -1,0 +1,216 @@
+"""Puts residency into the layers of a CUDA engine, once, when vLLM registers its KV caches.
+
+All device memory is taken here, before vLLM captures graphs: hot sets, representations
+(`hotkv.representation_tokens`), and a staging area for one layer of the longest context.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hotkv_client.arena import Arena
+from hotkv_sparse import SparseConfig
+from hotkv_sparse.centre import Centres
+from hotkv_sparse.cuda.arena import MappedArena
+from hotkv_sparse.cuda.device import Device
+from hotkv_sparse.cuda.hotsets import CudaHotSets, Fragment
+from hotkv_sparse.cuda.index import Index, IndexShape, Pages
+from hotkv_sparse.cuda.residents import PagePlaces, Residents
+from hotkv_sparse.cuda.selector import CudaSelector
+from hotkv_sparse.cuda.workspace import StepShape, Workspace
+from hotkv_vllm import link
+from hotkv_vllm.compat import Unsupported, places, residency, sparse_layers
+from hotkv_vllm.sparse.cuda_device import TorchDevice
+from hotkv_vllm.sparse.cuda_worker import CudaLayer, CudaWorker
+from hotkv_vllm.sparse.setup import centre_of
+
+logger = link.logger
+
+
+def install(
+    config: SparseConfig,
+    representation_tokens: int,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    kv_caches: Mapping[str, torch.Tensor],
+    centres: Centres | None = None,
+    device: Device | None = None,
+) -> CudaWorker:
+    """Attaches a worker to all layers. Raises Unsupported where one can't be resident. `device`:
+    the one that the caches are on unless given."""
+    from hotkv_vllm.sparse.cuda_backend import HotFlashImpl
+
+    found = sparse_layers.full_attention_layers(vllm_config, kv_cache_config)
+    group = kv_cache_config.kv_cache_groups[0]
+    if len(found) != len(group.layer_names) or len(kv_cache_config.kv_cache_groups) != 1:
+        raise Unsupported("not all layers are of plain full attention, so contexts can't be freed")
+    for one in found:
+        why = _why_not(one.impl, isinstance(one.impl, HotFlashImpl))
+        if why:
+            raise Unsupported(f"layer {one.name} {why}")
+    first = kv_caches[found[0].name]
+    if device is None:
+        device = TorchDevice(first.device)
+        device.compile()
+    place = places.rank_place(vllm_config, kv_cache_config)
+    page_bytes = {name: _page_bytes(kv_caches[name]) for name in group.layer_names}
+    shard_bytes = sum(page_bytes.values())
+    offsets, at = {}, place.shard_index * shard_bytes
+    for name in group.layer_names:
+        offsets[name] = at
+        at += page_bytes[name]
+    workspace = _workspace(config, vllm_config, kv_cache_config, first, found[0].impl, device)
+    num_rows = -(-representation_tokens // workspace.shape.block_tokens)
+    layers = [
+        _layer(
+            config, workspace, one, kv_caches[one.name], offsets[one.name], num_rows, place, centres
+        )
+        for one in found
+    ]
+    staging = torch.empty(
+        (workspace.shape.max_blocks, *first.shape[1:]), dtype=first.dtype, device=first.device
+    )
+    staging = staging.as_strided(staging.shape, first.stride())
+    number = first.device.index or 0
+
+    def device_arena(arena: Arena) -> MappedArena:
+        return MappedArena(arena.memory, number, is_writable=arena.is_writable)
+
+    worker = CudaWorker(
+        workspace,
+        layers,
+        num_rows,
+        place.num_shards * shard_bytes,
+        not vllm_config.use_v2_model_runner,
+        device_arena,
+        staging,
+    )
+    for one, layer in zip(found, layers, strict=True):
+        one.impl.attach(worker, layer)
+    logger.warning(
+        "hotkv: contexts beyond device memory on CUDA, in %d layers: nothing of this has run on a "
+        "GPU before. %r",
+        len(layers),
+        config,
+    )
+    return worker
+
+
+def _why_not(impl: Any, is_ours: bool) -> str:
+    """Why a layer can't be resident; empty if it can."""
+    if not is_ours:
+        return (
+            f"has attention of type {type(impl).__name__}; hotkv has a backend for FLASH_ATTN "
+            "only: set attention_backend to FLASH_ATTN"
+        )
+    if impl.sinks is not None:
+        return "has learned sinks, which no kernel of hotkv's counts on CUDA"
+    if impl.logits_soft_cap:
+        return "caps its logits, which representations don't know"
+    if impl.fa4_hd256:
+        return "uses FlashAttention 4's kernel for heads of 256, which takes tables of one width"
+    return ""
+
+
+def _page_bytes(pages: torch.Tensor) -> int:
+    """Bytes of a layer's page, which must lie side by side with the next one."""
+    size = pages[0].numel() * pages.element_size()
+    if pages.dim() != 4 or pages.stride(0) * pages.element_size() != size:
+        raise Unsupported(
+            f"pages are {list(pages.shape)} with strides {list(pages.stride())}; each layer's must "
+            "lie side by side"
+        )
+    return size
+
+
+def _workspace(
+    config: SparseConfig,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    pages: torch.Tensor,
+    impl: Any,
+    device: Device,
+) -> Workspace:
+    heads, block_tokens, width = pages.shape[1:]
+    scheduler = vllm_config.scheduler_config
+    num_rows = max(
+        scheduler.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    )
+    max_blocks = -(-vllm_config.model_config.max_model_len // block_tokens)
+    slots = residency.hot_blocks(config, block_tokens)
+    shape = StepShape(
+        num_rows,
+        max_blocks,
+        block_tokens,
+        impl.num_heads,
+        heads,
+        width // 2,
+        slots,
+        num_states=scheduler.max_num_seqs,
+    )
+    residents = Residents(
+        device,
+        config,
+        num_rows,
+        shape.states,
+        max_blocks,
+        block_tokens,
+        kv_cache_config.num_blocks,
+        scheduler.max_num_batched_tokens,
+    )
+    return Workspace(device, config, shape, residents)
+
+
+def _layer(
+    config: SparseConfig,
+    workspace: Workspace,
+    layer: sparse_layers.AttentionLayer,
+    pages: torch.Tensor,
+    offset: int,
+    num_rows: int,
+    place: places.RankPlace,
+    centres: Centres | None,
+) -> CudaLayer:
+    shape = workspace.shape
+    if pages.shape[2] != layer.block_tokens:
+        raise Unsupported(f"layer {layer.name} splits its blocks into smaller ones")
+    (name,) = config.scorers_of(layer.index)
+    first_head = place.shard_index * shape.kv_heads
+    mu_HD: npt.NDArray[np.float32] | None
+    mu_HD, biases = centre_of(layer.index, (name,), first_head, shape.kv_heads, centres)
+    index = Index(
+        workspace.device,
+        IndexShape(name, shape.kv_heads, shape.head_size, shape.block_tokens),
+        num_rows,
+        mu_HD,
+        biases.get(name),
+    )
+    page_bytes = _page_bytes(pages)
+    kind = str(pages.dtype).removeprefix("torch.")
+    head, token = pages.stride(1), pages.stride(2)
+    keys, values = (
+        Pages(
+            pages.data_ptr() + part * shape.head_size * pages.element_size(),
+            kind,
+            pages.stride(0),
+            token,
+            head,
+        )
+        for part in (0, 1)
+    )
+    fragment = Fragment(offset, pages.data_ptr(), page_bytes)
+    hot = CudaHotSets(workspace, [fragment], page_bytes)
+    # As in CPU engines; the spare slots are for prefetch, which CUDA lacks.
+    capacities = np.full(shape.states, shape.num_slots - residency.SPARE_SLOTS, np.int32)
+    workspace.device.write(hot.capacities, (0,), capacities)
+    return CudaLayer(
+        layer.name,
+        layer.index,
+        layer.impl.scale,
+        CudaSelector(workspace, layer.index, index, keys, values, hot),
+        PagePlaces(pages.data_ptr(), page_bytes, offset),
+        pages,
+    )

@@ -1,0 +1,319 @@
+"""Residency on CUDA: what a step's rows attend to is chosen on the device, by kernels that the host
+launches or that a CUDA graph replays.
+
+    begin_resident(step)   what the scheduler says; the connector calls it
+    begin_batch(batch)     the step's batch; vLLM's metadata builder calls it
+    layer_step(…)          each layer, before its attention; captured in a graph of decode
+
+**Nothing of this has run on a GPU.** What is always true: in a step that a graph replays, no Python
+is needed; rows that decode with blocks in host memory always attend sparsely (a graph can't do
+otherwise), rows of a prefill to the whole context, put together layer by layer in a staging area;
+bytes that came out of the arena count only if the server still pinned them after the step's last
+kernel (`take_lost`, which waits for the device). One thread.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hotkv_client.arena import Arena
+from hotkv_sparse.cuda.arena import MappedArena
+from hotkv_sparse.cuda.device import Array
+from hotkv_sparse.cuda.residents import EngineBatch, PagePlaces
+from hotkv_sparse.cuda.selector import CudaSelector, Queries
+from hotkv_sparse.cuda.workspace import Workspace
+from hotkv_vllm import link
+from hotkv_vllm.sparse.cuda_sequences import CudaSequence, CudaSequences, DeviceArena
+from hotkv_vllm.sparse.resident_step import FileId, ResidentStep
+
+logger = link.logger
+I32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class CudaLayer:
+    """A layer. `pages`: its tensor [P, H, T, 2 * D]."""
+
+    name: str
+    index: int
+    scale: float
+    selector: CudaSelector
+    places: PagePlaces
+    pages: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows [first, last) of the batch that one call of attention serves. `staged_blocks`: pages of
+    the one row that attends to its whole context in the staging area; 0: in the layer's pages."""
+
+    first: int
+    last: int
+    staged_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """The batch as the host knows it: `starts` int32 [R + 1] of queries."""
+
+    device: EngineBatch
+    starts: I32
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether all rows have one query at most, so that row r's query is token r."""
+        return int(np.diff(self.starts).max(initial=0)) <= 1
+
+
+class CudaWorker:
+    """See the module. `plans_in_build`: whether vLLM tells the connector of a step before it builds
+    the step's metadata (its first runner does, its second does it the other way round).
+    `device_arena`: makes an arena readable for the device."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        layers: list[CudaLayer],
+        num_rows: int,
+        slot_bytes: int,
+        plans_in_build: bool,
+        device_arena: Callable[[Arena], MappedArena],
+        staging: torch.Tensor,
+    ) -> None:
+        assert workspace.residents is not None, "a workspace without an engine"
+        self._work, self._residents = workspace, workspace.residents
+        self.layers = {layer.name: layer for layer in layers}
+        self._plans_in_build = plans_in_build
+        self._device_arena = device_arena
+        self.staging = staging
+        self.staged_table: Array = workspace.device.zeros((workspace.shape.max_blocks,), np.int32)
+        self._arenas: dict[FileId, DeviceArena] = {}
+        self.sequences = CudaSequences(workspace, num_rows, slot_bytes, self._arena_of)
+        self.arena_of: Callable[[], Arena | None] = lambda: None
+        self._batch: HostBatch | None = None
+        self._step: list[CudaSequence] = []
+        self._is_told = self._has_captured = False
+        self.runs: tuple[Run, ...] = ()
+        self._counted: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"CudaWorker(layers {len(self.layers)}, {self.sequences}, {self._work})"
+
+    # ---------------------------------------------------------------------------------------- arena
+
+    def map_arena(self, timeout_s: float | None = None) -> bool:
+        """Makes the server's arena readable for the device, before vLLM captures graphs: CUDA may
+        forbid to register memory meanwhile. Returns whether it is; waits."""
+        arena = self.arena_of()
+        found = None if arena is None else self._arena_of(arena.file_id)
+        return found is not None and found.mapped.wait(timeout_s)
+
+    def _arena_of(self, file_id: FileId) -> DeviceArena | None:
+        found = self._arenas.get(file_id)
+        if found is None:
+            arena = self.arena_of()
+            if arena is None or arena.file_id != file_id:
+                return None
+            found = self._arenas[file_id] = DeviceArena(arena, self._device_arena(arena))
+            found.mapped.start()
+            if not found.mapped.wait():
+                logger.warning("hotkv: the device can't read all of the arena: %r", found.mapped)
+        return found
+
+    # ---------------------------------------------------------------------------------------- steps
+
+    def begin_resident(self, step: ResidentStep) -> None:
+        """Takes in what the scheduler says of the coming step's requests."""
+        if self._has_captured:
+            self._reset_capture_state()
+        for request_id in step.ended:
+            self.sequences.end(request_id)
+        self._step, names = [], {}
+        for row in step.rows:
+            sequence = self.sequences.follow(row)
+            if sequence is not None:
+                self._step.append(sequence)
+                names[row.written_block] = sequence
+        for request_id in step.lost:
+            lost = self.sequences.of(request_id)
+            if lost is not None:
+                self.sequences.lose(lost, "the server has lost it")
+        self._residents.name_rows({b: one.state for b, one in names.items() if not one.is_lost})
+        self._is_told = True
+        if not self._plans_in_build and self._batch is not None:
+            self._plan(self._batch)
+
+    def begin_batch(self, batch: HostBatch) -> None:
+        """Takes in the step's batch. A batch that the scheduler has said nothing of (vLLM's dummy
+        runs, and those that it captures) has no sequences."""
+        self._batch = batch
+        if self._plans_in_build and self._is_told:
+            self._plan(batch)
+            return
+        self._step = []
+        self._residents.name_rows({})
+        self._work.begin_batch(batch.device)
+        self.runs = (Run(0, batch.device.num_rows),)
+
+    def _plan(self, batch: HostBatch) -> None:
+        self._is_told = False
+        self._work.begin_batch(batch.device)
+        self.runs = self._runs(batch)
+        for sequence in self._step:
+            if not sequence.is_lost:
+                self._catch_up(sequence)
+
+    def _catch_up(self, sequence: CudaSequence) -> None:
+        """Builds representations of blocks that neither this step nor an earlier one completes:
+        those of a prefix that was hit."""
+        tokens = self._work.shape.block_tokens
+        count = (sequence.context_tokens - sequence.new_tokens) // tokens
+        if count > sequence.num_built:
+            work, found = self._work, self._residents
+            for layer in self.layers.values():
+                found.locate_keys(sequence.state, count, layer.places, work.arena, work.rows)
+                layer.selector.build(None, found.found_rows, count, found.addresses)
+            self._counted["sparse_built_blocks"] += count * len(self.layers)
+        sequence.num_built = sequence.context_tokens // tokens
+
+    def _runs(self, batch: HostBatch) -> tuple[Run, ...]:
+        """How calls of attention share the batch's rows. Reads back which rows are whose, which
+        waits for the device, only in steps that stage."""
+        num_rows = batch.device.num_rows
+        away = [one for one in self._step if one.new_tokens > 1 and self.sequences.is_away(one)]
+        if not any(not one.is_lost for one in away):
+            return (Run(0, num_rows),)
+        own = self._work.device.read(self._residents.own_of)[:num_rows]
+        runs, begin = [], 0
+        for row in range(num_rows):
+            one = self.sequences.of_state(int(own[row])) if own[row] >= 0 else None
+            if one is None or one not in away or one.is_lost:
+                continue
+            if row > begin:
+                runs.append(Run(begin, row))
+            count = -(-one.context_tokens // self._work.shape.block_tokens)
+            runs.append(Run(row, row + 1, count))
+            self._counted["resident_staged_pages"] += count * len(self.layers)
+            begin = row + 1
+        if begin < num_rows:
+            runs.append(Run(begin, num_rows))
+        return tuple(runs)
+
+    def layer_step(self, layer: CudaLayer, query: torch.Tensor) -> None:
+        """Representations of what the step has completed, and the hot sets' step; then `table` and
+        `lengths` are those of this layer. `query` [tokens, Q, D], after RoPE; the step's keys are
+        in the pages already."""
+        batch, residents, selector = self._batch, self._residents, layer.selector
+        assert batch is not None, "a layer before its batch"
+        count = residents.num_complete(batch.device.num_rows, batch.device.num_tokens)
+        selector.build(residents.complete_pages, residents.complete_rows, count)
+        if not batch.is_decode:
+            # A row's query is its last token; only rows of one token decode.
+            places = torch.from_numpy(np.maximum(batch.starts[1:] - 1, 0).astype(np.int64))
+            query = query.index_select(0, places.to(query.device, non_blocking=True))
+        kind = str(query.dtype).removeprefix("torch.")
+        queries = Queries(query, kind, query.stride(0), query.stride(1))
+        selector.hot.grow()
+        selector.step(queries, layer.scale)
+
+    @property
+    def epochs(self) -> Array:
+        """How often each state has begun anew, int32 [states]."""
+        return self._residents.epochs
+
+    @property
+    def starts(self) -> I32:
+        """Where each row's tokens begin in the present batch, int32 [R + 1]."""
+        assert self._batch is not None, "no batch yet"
+        return self._batch.starts
+
+    @property
+    def table(self) -> Array:
+        """The block table of the layer whose step was the last, int32 [rows, blocks]."""
+        return self._residents.table
+
+    @property
+    def lengths(self) -> Array:
+        """The lengths beside `table`, int32 [rows]."""
+        return self._residents.lengths
+
+    def stage(self, layer: CudaLayer, run: Run) -> None:
+        """Puts the pages of the run's row into the staging area, and their numbers into
+        `staged_table`."""
+        self._residents.stage(
+            run.first,
+            run.staged_blocks,
+            layer.places,
+            self._work.arena,
+            self.staging.data_ptr(),
+            0,
+            self.staged_table,
+            self._work.faults,
+        )
+
+    # --------------------------------------------------------------------------------------- faults
+
+    def gave_up(self, layer_name: str) -> None:
+        """A layer's step broke: whoever has blocks in host memory only is lost."""
+        self._counted["sparse_faults"] += 1
+        logger.exception("hotkv: sparse attention of %s broke", layer_name)
+        self._lose_away(f"attention of {layer_name} broke")
+
+    def start_over(self) -> None:
+        """It is not known which rows the step has: what needs bytes of the arena is lost."""
+        self._step, self._is_told = [], False
+        self._residents.name_rows({})
+        for sequence in self.sequences:
+            if self.sequences.is_away(sequence):
+                self.sequences.lose(sequence, "a step's plan was lost")
+
+    def take_lost(self) -> set[int]:
+        """First blocks of the requests whose bytes were lost since the last call, or were read
+        while the server did not pin them. Call it after a step's last layer. Waits for the device
+        if the step has read from the arena: only then is it known what was read."""
+        away = [one for one in self._step if self.sequences.is_away(one) and not one.is_lost]
+        if away:
+            faults = self._work.device.read(self._work.faults)
+            self._counted["resident_pulled_pages"] += int(faults[2])
+            if faults.any():
+                self._work.device.write(self._work.faults, (0,), np.zeros(3, np.int32))
+            if faults[1]:
+                self._lose_away("blocks had no address")
+            for sequence in away:
+                if not sequence.is_lost and not sequence.still_holds():
+                    self.sequences.lose(sequence, "the server pins it no more")
+        self._step = []
+        return self.sequences.take_lost()
+
+    def all_away(self) -> set[int]:
+        """First blocks of all requests that have blocks in host memory only."""
+        return {one.first_block for one in self.sequences if self.sequences.is_away(one)}
+
+    def _lose_away(self, why: str) -> None:
+        for sequence in self._step:
+            if self.sequences.is_away(sequence):
+                self.sequences.lose(sequence, why)
+
+    def will_capture(self) -> None:
+        """vLLM captures a graph: the next step begins with tables that nothing has touched. (Only
+        its second runner tells connectors when it has captured all.)"""
+        self._has_captured = True
+
+    def _reset_capture_state(self) -> None:
+        """Forgets what graphs may have left behind as they were captured."""
+        self._has_captured = False
+        self._residents.name_rows({})
+        for sequence in self.sequences:
+            self.sequences.lose(sequence, "graphs were captured while it ran")
+        for state in range(self._work.shape.states):
+            self._residents.begin_anew(state)
+        self._work.device.write(self._work.faults, (0,), np.zeros(3, np.int32))
+
+    def take_counters(self) -> dict[str, float]:
+        """Returns the counts since the last call, by the names of `stats.COUNTERS`."""
+        counted, self._counted = self._counted, Counter()
+        return dict(counted)

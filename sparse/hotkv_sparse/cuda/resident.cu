@@ -1,0 +1,87 @@
+// Sequences of an engine whose old blocks are in host memory only: which state a row of the batch is, the blocks that a step completes,
+// and the pages of whole contexts, put together from device and host memory.
+//
+// The host knows states by request, the engine's batch has rows. The block that a row writes last belongs to one request, so it names the
+// row (`state_of_block` int32 [num_blocks], -1 for none): nothing is read back.
+#include "common.cuh"
+
+// grid (all rows that there is room for), 128 threads, before a step; rows from `num_rows` on have no state, so a graph that was
+// captured with more rows finds none. `context_tokens` int32 [rows], the step's own included; `starts` int32 [rows + 1] of queries.
+// `own_of` int32 [rows]: the row's state, -1: none; `state_of` [rows]: the same for rows that decode sparsely: one query, a context
+// from `min_context_tokens` on or with blocks that are away. Other rows attend as the engine says: `table` [rows, table_stride] gets their row
+// of `engine_table`, `lengths` [rows] their tokens.
+//
+// `complete_pages`, `complete_rows` int32 [num_complete]: pages of the blocks that the step completes, and their rows in the pools of
+// representations (-1: nothing). Row r's begin at starts[r] / block_tokens + r, so rows never share a place.
+extern "C" __global__ void __launch_bounds__(128) find_states(
+    const int* context_tokens, const int* starts, int num_rows, const int* engine_table, long long engine_stride, int block_tokens,
+    int min_context_tokens, const int* state_of_block, int num_blocks, const int* freed, int num_sinks, const int* rows, int max_blocks,
+    int* own_of, int* state_of, int* complete_pages, int* complete_rows, int num_complete, int* table, long long table_stride,
+    int* lengths) {
+  const int row = blockIdx.x;
+  if (row >= num_rows) {
+    if (threadIdx.x == 0) own_of[row] = state_of[row] = -1;
+    return;
+  }
+  const int begin = starts[row], end = starts[row + 1], queries = end - begin;
+  const int tokens = queries > 0 ? min(context_tokens[row], max_blocks * block_tokens) : 0;
+  const int count = (tokens + block_tokens - 1) / block_tokens;
+  const int* blocks = engine_table + row * engine_stride;
+  const int written = count ? blocks[count - 1] : -1;
+  const int own = written >= 0 && written < num_blocks ? state_of_block[written] : -1;
+  const bool is_sparse = own >= 0 && queries == 1 && (tokens >= min_context_tokens || freed[own] > num_sinks);
+  if (threadIdx.x == 0) {
+    own_of[row] = own;
+    state_of[row] = is_sparse ? own : -1;
+    lengths[row] = tokens;
+  }
+  if (!is_sparse)
+    for (int i = threadIdx.x; i < count; i += blockDim.x) table[row * table_stride + i] = blocks[i];
+  const int first = own >= 0 ? (tokens - queries) / block_tokens : 0, num = own >= 0 ? tokens / block_tokens - first : 0;
+  const int at = begin / block_tokens + row, next = row + 1 == num_rows ? num_complete : end / block_tokens + row + 1;
+  for (int i = threadIdx.x; at + i < min(next, num_complete); i += blockDim.x) {
+    complete_pages[at + i] = i < num ? blocks[first + i] : 0;
+    complete_rows[at + i] = i < num ? rows[static_cast<long long>(own) * max_blocks + first + i] : -1;
+  }
+}
+
+// grid (any), 128 threads: where the keys of blocks [0, count) of a state lie, addresses int64 [count], and their rows int32 [count] in
+// the pools of representations: in pages of `page_bytes` from `cache` on, or, of blocks that are away, `layer_offset` bytes into their
+// slot in the arena. Rows are -1 where the batch has no row of that state.
+extern "C" __global__ void __launch_bounds__(128) locate_keys(
+    int state, int count, const int* own_of, int num_rows, const int* engine_table, long long engine_stride, const int* freed, int num_sinks,
+    const long long* arena, const int* rows, int max_blocks, long long cache, long long page_bytes, long long layer_offset,
+    long long* addresses, int* found_rows) {
+  int row = 0;
+  while (row < num_rows && own_of[row] != state) ++row;
+  const Engine engine = {engine_table + (row < num_rows ? row : 0) * engine_stride, freed[state], num_sinks};
+  for (int block = blockIdx.x * blockDim.x + threadIdx.x; block < count; block += gridDim.x * blockDim.x) {
+    const long long at = static_cast<long long>(state) * max_blocks + block;
+    const long long there = arena[at] ? arena[at] + layer_offset : 0;
+    addresses[block] = engine.is_away(block) ? there : cache + engine.table[block] * page_bytes;
+    found_rows[block] = row < num_rows ? rows[at] : -1;
+  }
+}
+
+// grid (count, pieces), 256 threads: the pages of the first `count` blocks of batch row `row`, side by side from `target` on, and their
+// numbers from `first_page` on in `table` int32 [count]. Blocks without an address are counted in `faults[1]`.
+extern "C" __global__ void __launch_bounds__(256) stage_pages(
+    int row, const int* own_of, const int* engine_table, long long engine_stride, const int* freed, int num_sinks, const long long* arena,
+    int max_blocks, long long cache, long long page_bytes, long long layer_offset, long long target, int first_page, int* table,
+    int* faults) {
+  const int state = own_of[row], block = blockIdx.x;
+  if (threadIdx.x == 0 && blockIdx.y == 0) table[block] = first_page + block;
+  const Engine engine = {engine_table + row * engine_stride, state < 0 ? 0 : freed[state], num_sinks};
+  long long source = 0;
+  if (!engine.is_away(block)) {
+    source = cache + engine.table[block] * page_bytes;
+  } else {
+    source = arena[static_cast<long long>(state) * max_blocks + block];
+    if (source) source += layer_offset;
+  }
+  if (!source) {
+    if (threadIdx.x == 0 && blockIdx.y == 0) atomicAdd(faults + 1, 1);
+    return;
+  }
+  copy_bytes(source, target + (first_page + block) * page_bytes, page_bytes, blockIdx.y, gridDim.y);
+}

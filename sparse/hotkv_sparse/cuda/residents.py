@@ -1,0 +1,211 @@
+"""State that a step shares where an engine owns pages and block tables, and old blocks of a context
+are in host memory only (*away*).
+
+    residents.follow(state, …)     the host, between steps, as it hears of requests
+    residents.begin(batch)         once a step, before the forward pass
+
+Always true:
+- The host knows a request by its *state*, the device finds out which row of the batch it is: the
+  block that a row writes last names it. Nothing is read back, so the host may run ahead.
+- Blocks [sinks, `freed`) of a state are away and have an address in `arena`; all others lie in the
+  page that the engine's block table names. `freed` is raised after the addresses are written.
+- A state begins anew, in all layers, when its `epoch` changes.
+
+Shapes: R rows of a batch, S states, B blocks a sequence may have, K hot slots of a sequence, P
+pages of the engine's pool.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hotkv.errors import HotKVError, Reason
+from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.cuda.device import Array, Device
+from hotkv_sparse.cuda.index import upload
+
+I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
+PIECES = 2
+"""Thread blocks that copy a page."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineBatch:
+    """A step's batch in device memory: `context_tokens` int32 [R], the step's own included;
+    `starts` int32 [R + 1] of queries; `table` int32 [R, ≥ B]: the engine's block table, whose rows
+    are `table_stride` elements apart."""
+
+    context_tokens: Array
+    starts: Array
+    table: Array
+    table_stride: int
+    num_rows: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagePlaces:
+    """One layer's pages: `cache` is the address of page 0, a page has `page_bytes`, and lies
+    `layer_offset` bytes into its block's slot in the arena."""
+
+    cache: int
+    page_bytes: int
+    layer_offset: int
+
+
+class Residents:
+    """See the module. One thread of the host; every call goes to the device's stream.
+
+    `table` int32 [R, B] and `lengths` int32 [R]: what attention is to read, contiguous: of rows
+    that decode sparsely what the last layer has written, of others what the engine says.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        config: SparseConfig,
+        num_rows: int,
+        num_states: int,
+        max_blocks: int,
+        block_tokens: int,
+        num_pages: int,
+        max_tokens: int,
+    ) -> None:
+        """`max_tokens`: most tokens of a step, over all rows."""
+        self.device, self.config = device, config
+        self.num_rows, self.num_states = num_rows, num_states
+        self.max_blocks, self.block_tokens, self.num_pages = max_blocks, block_tokens, num_pages
+        self.num_sinks = -(-config.sink_tokens // block_tokens)
+        self.freed = device.zeros((num_states,), np.int32)
+        self.epochs = device.zeros((num_states,), np.int32)
+        self.begun = device.zeros((num_states,), np.int32)
+        nobody = np.full(num_pages, -1, np.int32)
+        self.state_of_block = upload(device, nobody)
+        self.own_of = upload(device, np.full(num_rows, -1, np.int32))
+        self._max_complete = self.num_complete(num_rows, max_tokens)
+        self.complete_pages = device.zeros((self._max_complete,), np.int32)
+        self.complete_rows = upload(device, np.full(self._max_complete, -1, np.int32))
+        self.table = device.zeros((num_rows, max_blocks), np.int32)
+        self.lengths = device.zeros((num_rows,), np.int32)
+        self.addresses = device.zeros((max_blocks,), np.int64)
+        self.found_rows = device.zeros((max_blocks,), np.int32)
+        self.batch: EngineBatch | None = None
+        self._epochs = np.zeros(num_states, np.int32)
+        self._freed = np.zeros(num_states, np.int32)
+        self._named: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        return f"Residents({self.num_states} states, {len(self._named)} in the step)"
+
+    def num_complete(self, num_rows: int, num_tokens: int) -> int:
+        """Places for blocks that a step of so many rows and tokens completes."""
+        return num_tokens // self.block_tokens + num_rows
+
+    # ------------------------------------------------------------------------- between two steps
+
+    def begin_anew(self, state: int) -> None:
+        """The state's hot sets, in all layers, begin with its next step."""
+        self._epochs[state] += 1
+        self._freed[state] = 0
+        self.device.write(self.epochs, (state,), self._epochs[state : state + 1])
+        self.device.write(self.freed, (state,), self._freed[state : state + 1])
+
+    def give_back(self, state: int, num_freed: int) -> None:
+        """Blocks from the sinks up to `num_freed` are away; their addresses are written."""
+        if num_freed != self._freed[state]:
+            self._freed[state] = num_freed
+            self.device.write(self.freed, (state,), self._freed[state : state + 1])
+
+    def name_rows(self, state_of: dict[int, int]) -> None:
+        """The states of the coming step, by the block that each writes last. INVALID_FIELD if a
+        block or state is not there."""
+        for block, state in state_of.items():
+            if not 0 <= block < self.num_pages or not 0 <= state < self.num_states:
+                raise HotKVError(
+                    Reason.INVALID_FIELD,
+                    f"block {block} of state {state}; there are {self.num_pages} pages and "
+                    f"{self.num_states} states",
+                )
+        stale = {block: -1 for block in self._named if block not in state_of}
+        news = {b: s for b, s in state_of.items() if self._named.get(b, -1) != s}
+        for block, state in {**stale, **news}.items():
+            self.device.write(self.state_of_block, (block,), np.array([state], np.int32))
+        self._named = dict(state_of)
+
+    # --------------------------------------------------------------------------------- in a step
+
+    def find(self, batch: EngineBatch, rows: Array, state_of: Array) -> None:
+        """Which state each row is, into `own_of`, and into `state_of` for those that decode
+        sparsely. `rows` int32 [S, B]: the blocks' rows in the pools of representations."""
+        if batch.num_rows > self.num_rows:
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"a batch of {batch.num_rows} rows; there is room for {self.num_rows}",
+            )
+        self.batch = batch
+        self.device.launch(
+            "find_states",
+            (self.num_rows,),
+            128,
+            (
+                batch.context_tokens, batch.starts, np.int32(batch.num_rows), batch.table,
+                np.int64(batch.table_stride), np.int32(self.block_tokens),
+                np.int32(self.config.min_context_tokens), self.state_of_block,
+                np.int32(self.num_pages), self.freed, np.int32(self.num_sinks), rows,
+                np.int32(self.max_blocks), self.own_of, state_of, self.complete_pages,
+                self.complete_rows,
+                np.int32(self._max_complete),
+                self.table, np.int64(self.max_blocks), self.lengths,
+            ),
+        )  # fmt: skip
+
+    def locate_keys(
+        self, state: int, count: int, places: PagePlaces, arena: Array, rows: Array
+    ) -> None:
+        """Fills `addresses` and `found_rows` for the state's blocks [0, count) in a layer."""
+        batch = self._batch()
+        self.device.launch(
+            "locate_keys",
+            (max(1, min(-(-count // 128), 64)),),
+            128,
+            (
+                np.int32(state), np.int32(count), self.own_of, np.int32(batch.num_rows),
+                batch.table, np.int64(batch.table_stride), self.freed, np.int32(self.num_sinks),
+                arena, rows, np.int32(self.max_blocks), np.int64(places.cache),
+                np.int64(places.page_bytes), np.int64(places.layer_offset), self.addresses,
+                self.found_rows,
+            ),
+        )  # fmt: skip
+
+    def stage(
+        self,
+        row: int,
+        count: int,
+        places: PagePlaces,
+        arena: Array,
+        target: int,
+        first_page: int,
+        table: Array | int,
+        faults: Array,
+    ) -> None:
+        """Copies the first `count` pages of a batch row side by side to `target`, from page
+        `first_page` on. `table` int32 [count] gets their numbers."""
+        batch = self._batch()
+        self.device.launch(
+            "stage_pages",
+            (count, PIECES),
+            256,
+            (
+                np.int32(row), self.own_of, batch.table, np.int64(batch.table_stride), self.freed,
+                np.int32(self.num_sinks), arena, np.int32(self.max_blocks), np.int64(places.cache),
+                np.int64(places.page_bytes), np.int64(places.layer_offset), np.int64(target),
+                np.int32(first_page), table, faults,
+            ),
+        )  # fmt: skip
+
+    def _batch(self) -> EngineBatch:
+        if self.batch is None:
+            raise HotKVError(Reason.INVALID_FIELD, "no step has begun")
+        return self.batch

@@ -1,0 +1,228 @@
+"""Rules of residencies, for the state machine of the core, and what their readers may rely on.
+
+A reader is modelled as what it once learnt: its words, and which key lies in which slot. Whatever
+happens, as long as the words say that it holds, those bytes are there.
+"""
+
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+
+from hotkv import words
+from hotkv.errors import Reason
+from hotkv_server.core.pin_budget import most_pinned
+from hotkv_server.core.reader_words import Uint64s
+from hotkv_server.core.residency_bound import slot_cost
+from hotkv_server.core.values import OpenedResidency
+from tests.core.cache_machine import NUM_SLABS, NUMBERS, RESIDENCY_IDS, SLAB
+from tests.core.cache_model import Key, ModelResidency
+from tests.core.cache_writes import WriteRules
+from tests.core.support import words_of
+
+BOUND = min(int(0.8 * NUM_SLABS * SLAB), most_pinned(NUM_SLABS * SLAB))
+
+
+def holds(arena_words: Uint64s, opened: OpenedResidency) -> bool:
+    """As `hotkv_client.Arena.holds`."""
+    return bool(
+        arena_words[words.GENERATION] <= opened.generation
+        and arena_words[opened.word_index] == opened.word_value
+    )
+
+
+@dataclass
+class Reader:
+    """What one residency's reader was told. `is_done`: its engine has given it back."""
+
+    opened: OpenedResidency
+    session: int
+    slots: dict[int, Key] = field(default_factory=dict)
+    is_done: bool = False
+
+
+class ResidencyRules(WriteRules):
+    """Room is promised within the bound, and what is pinned stays where readers were told."""
+
+    def taken_bytes(self) -> int:
+        """Promised and pinned, each slot once."""
+        pinned: dict[int, int] = {}
+        promised = 0
+        for residency in self.model.residencies.values():
+            for group, most in residency.asked.items():
+                cost = slot_cost(self.sizes[group], SLAB)
+                mine = residency.rows.get(group, {})
+                promised += (most - len(mine)) * cost
+                pinned |= {offset: cost for _, _, offset in mine.values()}
+        bound = self.core.residencies.bound
+        assert (bound.promised_bytes, bound.pinned_bytes) == (promised, sum(pinned.values()))
+        return promised + sum(pinned.values())
+
+    @precondition(lambda self: self.sessions)
+    @rule(
+        data=st.data(),
+        residency_id=st.sampled_from(RESIDENCY_IDS),
+        counts=st.tuples(st.integers(0, 6), st.integers(0, 3)),
+    )
+    def open_residency(
+        self, data: st.DataObject, residency_id: str, counts: tuple[int, int]
+    ) -> None:
+        session, engine, _ = self.session(data)
+        existing = self.model.residencies.get((engine, residency_id))
+        asked = {group: count for group, count in enumerate(counts) if count}
+        if existing and data.draw(st.booleans()):
+            asked = existing.asked
+        self.opens(session, residency_id, asked)
+
+    def opens(self, session: int, residency_id: str, asked: dict[int, int]) -> None:
+        """A residency is opened, or refused as it must be."""
+        engine, ks = self.sessions[session]
+        existing = self.model.residencies.get((engine, residency_id))
+        cost = sum(count * slot_cost(self.sizes[group], SLAB) for group, count in asked.items())
+        taken = self.taken_bytes()
+        others = self.model.unadmitted_bytes() + self.core.retention_pins.held_bytes
+        room = min(BOUND - taken, most_pinned(NUM_SLABS * SLAB) - taken - others)
+        is_new = existing is None
+        reasons = self.refusal(
+            (not asked, Reason.INVALID_FIELD),
+            (existing is not None and existing.asked != asked, Reason.DUPLICATE_ID),
+            (is_new and self.core.draining, Reason.DRAINING),
+            (is_new and cost > BOUND, Reason.RESIDENCY_TOO_LARGE),
+            (is_new and cost > room, Reason.NO_ROOM_FOR_RESIDENCY),
+        )
+        opened = self.call(
+            lambda: self.core.residencies.open(session, residency_id, asked, self.now_s), *reasons
+        )
+        if opened is None:
+            return
+        assert holds(self.words, opened)
+        if existing is not None:
+            reader = self.readers[engine, residency_id]
+            assert opened == reader.opened
+            return
+        self.model.residencies[engine, residency_id] = ModelResidency(engine, session, ks, asked)
+        self.readers[engine, residency_id] = Reader(opened, session)
+        self.all_readers.append(self.readers[engine, residency_id])
+
+    def named(self, data: st.DataObject) -> tuple[int, str, int, str]:
+        """A session, and mostly a residency of its engine."""
+        session, engine, ks = self.session(data)
+        mine = sorted(name for name in self.model.residencies if name[0] == engine)
+        if mine and data.draw(st.integers(0, 5)):
+            return session, engine, ks, data.draw(st.sampled_from(mine))[1]
+        return session, engine, ks, data.draw(st.sampled_from(RESIDENCY_IDS))
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), group=st.integers(0, 2), first=st.integers(0, 3), numbers=NUMBERS)
+    def extend_residency(
+        self, data: st.DataObject, group: int, first: int, numbers: list[int]
+    ) -> None:
+        session, engine, ks, residency_id = self.named(data)
+        residency = self.model.residencies.get((engine, residency_id))
+        rows = residency.rows.get(group, {}) if residency else {}
+        if rows and data.draw(st.integers(0, 3)):
+            # Mostly what it has already, where it has something.
+            numbers = [
+                rows[first + at][1] if first + at in rows else number
+                for at, number in enumerate(numbers)
+            ]
+        named = list(enumerate(numbers, first))
+        fresh = [
+            (at, number)
+            for at, number in named
+            if at not in rows and (ks, group, number) in self.model.ready
+        ]
+        most = residency.asked.get(group, 0) if residency else 0
+        reasons = self.refusal(
+            (residency is None, Reason.UNKNOWN_RESIDENCY),
+            (residency is not None and group not in residency.asked, Reason.INVALID_FIELD),
+            (
+                residency is not None and any(at in rows and rows[at][1] != n for at, n in named),
+                Reason.DUPLICATE_ID,
+            ),
+            (residency is not None and len(rows) + len(fresh) > most, Reason.INVALID_FIELD),
+        )
+        offsets = self.call(
+            lambda: self.core.residencies.extend(
+                session, residency_id, group, first, words_of(numbers), self.now_s
+            ),
+            *reasons,
+        )
+        if offsets is None or residency is None:
+            return
+        for at, number in fresh:
+            self.model.pin_resident(residency, group, at, (ks, group, number))
+        rows = residency.rows.get(group, {})
+        assert offsets.tolist() == [rows[at][2] if at in rows else -1 for at, _ in named]
+        self.tell(engine, residency_id)
+
+    def tell(self, engine: str, residency_id: str) -> None:
+        """The reader knows all of its slots now."""
+        residency = self.model.residencies[engine, residency_id]
+        self.readers[engine, residency_id].slots = {
+            offset: (residency.key_space_id, group, number)
+            for group, rows in residency.rows.items()
+            for _, number, offset in rows.values()
+        }
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), lists=st.tuples(NUMBERS, NUMBERS | st.just([])))
+    def store_into_residency(self, data: st.DataObject, lists: tuple[list[int], list[int]]) -> None:
+        """All shards of a store, one after the other, into a residency that is told of it."""
+        session, engine, _, residency_id = self.named(data)
+        if (engine, residency_id) not in self.model.residencies:
+            self.opens(session, residency_id, {0: 5, 1: 2})
+        self.num_stores += 1
+        name = f"store {self.num_stores}"
+        for shard in range(self.num_shards):
+            if not self.store_begins(session, name, name, lists, shard, 0.0, residency_id):
+                return
+            self.finish(session, name, succeeded=True)
+        residency = self.model.residencies.get((engine, residency_id))
+        if residency is not None:
+            # The engine asks where they lie, now or never.
+            self.tell(engine, residency_id)
+            for group, rows in residency.rows.items():
+                first = min(rows, default=0)
+                span = max(rows, default=-1) + 1 - first
+                numbers = [rows[at][1] if at in rows else 77 for at in range(first, first + span)]
+                offsets = self.core.residencies.extend(
+                    session, residency_id, group, first, words_of(numbers), self.now_s
+                )
+                assert offsets.tolist() == [
+                    rows[at][2] if at in rows else -1 for at in range(first, first + span)
+                ]
+
+    @precondition(lambda self: self.sessions)
+    @rule(data=st.data(), steps=st.integers(1, 9))
+    def close_residency(self, data: st.DataObject, steps: int) -> None:
+        session, engine, _, residency_id = self.named(data)
+        record = self.core.sessions.record(session)
+        residency = self.core.residencies.get(record, residency_id)
+        known = self.model.residencies.pop((engine, residency_id), None)
+        assert (residency is None) == (known is None)
+        if residency is None or known is None:
+            return
+        known.is_open = False
+        self.readers.pop((engine, residency_id)).is_done = True
+        self.core.residencies.begin_closing(residency)
+        self.core.residencies.check_invariants(self.core.sessions.records)
+        while not self.core.residencies.give_back(residency, steps):
+            self.core.residencies.check_invariants(self.core.sessions.records)
+
+    @invariant()
+    def readers_read_what_they_were_told(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        self.taken_bytes()
+        for (engine, residency_id), residency in self.model.residencies.items():
+            reader = self.readers[engine, residency_id]
+            assert residency.is_open and holds(self.words, reader.opened)
+        for reader in self.all_readers:
+            if reader.is_done or not holds(self.words, reader.opened):
+                continue
+            for offset, key in reader.slots.items():
+                for shard in range(self.num_shards):
+                    assert self.model.arena[offset, shard] == key, (
+                        "a slot changed under a reader whose words say that it holds"
+                    )

@@ -1,0 +1,369 @@
+"""Residencies in cases worth telling apart: what is promised is there, what is shared counts once,
+and what can't be kept is not kept quietly."""
+
+import numpy as np
+import pytest
+
+from hotkv import table
+from hotkv.errors import HotKVError, Reason
+from hotkv.keys import Representation
+from hotkv.results import BlockResult
+from hotkv.table import SLOT_ALIGN
+from hotkv.words import GENERATION, LATEST, MAX_SESSION_WORD
+from hotkv_server.core import incremental
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import LRU
+from hotkv_server.core.reader_words import ReaderMemory, ReaderWords, no_readers
+from hotkv_server.core.residency_bound import slot_cost
+from hotkv_server.core.restore import restore
+from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
+from hotkv_server.integrity.evidence import condemn
+from tests.core.support import expire, flush, make_key_space, make_table, words_of
+
+SLAB = 4 * SLOT_ALIGN
+NUM_SLABS = 16
+NUM_SLOTS = 4 * NUM_SLABS
+CAPACITY = 400
+BOUND_SLOTS = int(0.8 * NUM_SLOTS)
+
+
+class Place:
+    """A core of 64 slots, and what readers see."""
+
+    def __init__(self, **settings: object) -> None:
+        self.memory = no_readers(CAPACITY)
+        self.config = CoreConfig(NUM_SLABS * SLAB, SLAB, CAPACITY, **settings)  # type: ignore[arg-type]
+        self.core = CacheCore(self.config, make_table(CAPACITY), LRU(CAPACITY), self.memory)
+        self.num_stores = 0
+
+    def open(
+        self, engine: str = "e", model: str = "m", kinds: tuple[Representation, ...] = ()
+    ) -> int:
+        space = make_key_space(model, SLOT_ALIGN, SLOT_ALIGN)
+        return self.core.open_session(engine, "worker", space, 0.0, kinds).number
+
+    def store(
+        self,
+        session: int,
+        numbers: list[int],
+        residency_id: str = "",
+        group: int = 0,
+        depth: int = 0,
+    ) -> list[int]:
+        self.num_stores += 1
+        name, runs = f"store {self.num_stores}", [Run(group, words_of(numbers), depth=depth)]
+        self.core.begin_store(session, name, name, runs, 0, 0.0, 1.0, residency_id=residency_id)
+        results = self.core.end_store(session, name, True, 1.0)[0].tolist()
+        self.core.take_effects()
+        self.core.check_invariants()
+        return list(results)
+
+    def extend(self, session: int, name: str, numbers: list[int], first: int = 0) -> list[int]:
+        found = self.core.residencies.extend(session, name, 0, first, words_of(numbers), 1.0)
+        self.core.check_invariants()
+        return list(found.tolist())
+
+    def close(self, session: int, name: str) -> None:
+        residency = self.core.residencies.get(self.core.sessions.record(session), name)
+        assert residency is not None
+        for _ in incremental.close_residency(self.core, residency):
+            self.core.residencies.check_invariants(self.core.sessions.records)
+        self.core.check_invariants()
+
+    def refused(self, session: int, name: str, count: int) -> HotKVError:
+        with pytest.raises(HotKVError) as caught:
+            self.core.residencies.open(session, name, {0: count}, 1.0)
+        self.core.check_invariants()
+        return caught.value
+
+    def restarted(self) -> CacheCore:
+        """Another core over what a kill leaves."""
+        memory = ReaderMemory(self.memory.words, np.zeros(CAPACITY + 1, np.uint8))
+        core = CacheCore(self.config, make_table(CAPACITY), LRU(CAPACITY), memory)
+        numbers = {}
+        for number, record in self.core.key_spaces.items():
+            numbers[number] = core.catalog.register(record.key_space, record.representations, 0.0)[
+                0
+            ]
+        old = self.core.space.index.table.records.copy()
+        self.restored = restore(core, old, numbers, None, 1.0, self.memory.marks.copy())
+        core.space.index.unverified[:] = False
+        core.check_invariants()
+        self.core, self.memory = core, memory
+        return core
+
+    def holds(self, opened: object) -> bool:
+        words = self.memory.words
+        return bool(
+            words[GENERATION] <= opened.generation  # type: ignore[attr-defined]
+            and words[opened.word_index] == opened.word_value  # type: ignore[attr-defined]
+        )
+
+
+def test_what_was_promised_is_never_refused() -> None:
+    place = Place()
+    one, other = place.open("one"), place.open("other", "n")
+    place.core.residencies.open(one, "r", {0: BOUND_SLOTS}, 0.0)
+    for start in range(0, BOUND_SLOTS, 3):
+        # Others fill all that is not pinned, again and again.
+        place.store(other, list(range(1000 + start * 100, 1000 + start * 100 + NUM_SLOTS)))
+        numbers = list(range(start, min(start + 3, BOUND_SLOTS)))
+        assert set(place.store(one, numbers, "r", 0, start)) == {BlockResult.STORED}
+        assert -1 not in place.extend(one, "r", numbers, start)
+    assert place.core.residencies.bound.promised_bytes == 0
+
+
+def test_two_that_pin_the_same_are_counted_once() -> None:
+    place = Place()
+    sessions = [place.open("one"), place.open("two")]
+    for session in sessions:
+        place.core.residencies.open(session, "r", {0: 20}, 0.0)
+    place.store(sessions[0], list(range(20)), "r")
+    bound = place.core.residencies.bound
+    assert (bound.promised_bytes, bound.pinned_bytes) == (20 * SLOT_ALIGN, 20 * SLOT_ALIGN)
+    assert place.extend(sessions[1], "r", list(range(20))) == place.extend(
+        sessions[0], "r", list(range(20))
+    )
+    assert (bound.promised_bytes, bound.pinned_bytes) == (0, 20 * SLOT_ALIGN)
+    place.close(sessions[0], "r")
+    assert (bound.promised_bytes, bound.pinned_bytes) == (0, 20 * SLOT_ALIGN)
+    place.close(sessions[1], "r")
+    assert bound.pinned_bytes == 0 and not place.memory.marks.any()
+
+
+def test_a_block_that_is_present_is_pinned_when_the_store_begins() -> None:
+    place = Place()
+    session = place.open()
+    place.store(session, [1, 2])
+    place.core.residencies.open(session, "r", {0: 3}, 0.0)
+    assert place.store(session, [1, 2, 3], "r") == [
+        BlockResult.PRESENT,
+        BlockResult.PRESENT,
+        BlockResult.STORED,
+    ]
+    assert place.core.residencies.bound.promised_bytes == 0
+
+
+def test_representations_are_promised_and_pinned_with_their_blocks() -> None:
+    kind, foreign = Representation(0, "mean", 1, (SLAB,)), Representation(0, "max", 1, (SLAB,))
+    place = Place()
+    session, other = place.open(kinds=(kind,)), place.open("f", kinds=(foreign,))
+    place.core.residencies.open(session, "r", {0: 3}, 0.0)
+    bound = place.core.residencies.bound
+    assert bound.promised_bytes == 3 * (SLOT_ALIGN + SLAB)
+    group = place.core.sessions.record(session).representations[0]
+    name = "s"
+    runs = [Run(0, words_of([1, 2])), Run(group, words_of([1, 2]))]
+    place.core.begin_store(session, name, name, runs, 0, 0.0, 1.0, residency_id="r")
+    place.core.end_store(session, name, True, 1.0)
+    place.core.check_invariants()
+    assert bound.pinned_bytes == 2 * (SLOT_ALIGN + SLAB)
+    assert bound.promised_bytes == SLOT_ALIGN + SLAB
+    place.store(session, [3])
+    foreign_group = place.core.sessions.record(other).representations[0]
+    assert place.store(other, [3], "", foreign_group) == [BlockResult.STORED]
+    place.extend(session, "r", [1, 2, 3])
+    assert bound.promised_bytes == SLAB, "a kind that the session does not declare is nobody's"
+    place.close(session, "r")
+    assert bound.pinned_bytes == 0
+
+
+def test_refusals_say_who_holds_the_room_and_are_remembered_until_it_is_had() -> None:
+    place = Place()
+    session = place.open()
+    assert place.refused(session, "s", BOUND_SLOTS + 1).reason is Reason.RESIDENCY_TOO_LARGE
+    place.core.residencies.open(session, "a", {0: BOUND_SLOTS - 4}, 0.0)
+    for _ in range(3):
+        error = place.refused(session, "r", 5)
+        assert error.reason is Reason.NO_ROOM_FOR_RESIDENCY
+    assert str(5 * SLOT_ALIGN) in error.message
+    (refusal,) = place.core.residencies.book.refusals()
+    assert (refusal.num_attempts, refusal.asked_bytes) == (3, 5 * SLOT_ALIGN)
+    assert refusal.available_bytes < 5 * SLOT_ALIGN
+    place.close(session, "a")
+    place.core.residencies.open(session, "r", {0: 5}, 0.0)
+    assert not place.core.residencies.book.refusals()
+
+
+def test_slots_count_with_what_their_slabs_lose() -> None:
+    assert slot_cost(SLOT_ALIGN, SLAB) == SLOT_ALIGN
+    assert slot_cost(3 * SLOT_ALIGN, SLAB) == SLAB
+    assert slot_cost(SLAB + 1, SLAB) == 2 * SLAB
+    assert slot_cost(SLAB // 3 + 1, SLAB) == SLAB // 2
+
+
+def test_holds_and_leases_leave_room_for_stores() -> None:
+    """A sixteenth of the arena stays, whatever the three pin together."""
+    place = Place(unadmitted_share=0.25, held_share=0.25)
+    session = place.open()
+    place.store(session, list(range(60)))
+    place.core.residencies.open(session, "r", {0: 40}, 0.0)
+    mask = place.core.acquire(session, "l", [HashList(0, words_of(range(60)))], 100.0, 1.0).pinned[
+        0
+    ]
+    assert int(mask.sum()) == 16, "a quarter"
+    place.core.hold(session, HashList(0, words_of(range(60))), 100.0)
+    assert place.core.retention_pins.held_bytes == 4 * SLOT_ALIGN, "60 - 40 - 16"
+    place.close(session, "r")
+    place.core.hold(session, HashList(0, words_of(range(60))), 100.0)
+    assert place.core.retention_pins.held_bytes == 16 * SLOT_ALIGN, "its own share again"
+    room = place.core.residencies.bound.room_bytes(0)
+    assert room == (60 - 32) * SLOT_ALIGN, "what they pin can't be promised"
+
+
+def test_a_tenant_gets_its_share_of_its_guarantee_whatever_others_have() -> None:
+    guaranteed = NUM_SLABS * SLAB // 2
+    shares = {
+        "a": TenantShare(guaranteed),
+        "b": TenantShare(0, NUM_SLABS * SLAB // 4),
+        "c": TenantShare(),
+    }
+    place = Place(tenants=shares)
+    bound = place.core.residencies.bound
+    assert bound.most_bytes(0) == int(0.8 * NUM_SLABS * SLAB)
+    assert bound.most_bytes(1) == int(0.8 * NUM_SLABS * SLAB // 4)
+    assert bound.most_bytes(2) == int(0.8 * NUM_SLABS * SLAB) - int(0.8 * guaranteed)
+    bound.change(1, promised_bytes=bound.room_bytes(1))
+    assert bound.room_bytes(1) == 0
+    bound.change(2, promised_bytes=bound.room_bytes(2))
+    assert bound.room_bytes(0) >= int(0.8 * guaranteed)
+
+
+def test_a_condemned_block_ends_the_residencies_of_those_who_read_it() -> None:
+    place = Place()
+    sessions = [place.open("one"), place.open("two")]
+    opened = [place.core.residencies.open(s, "r", {0: 4}, 0.0) for s in sessions]
+    place.store(sessions[0], [1, 2], "r")
+    place.store(sessions[1], [3], "r")
+    bad = place.core.space.index.find(1, 0, words_of([2]))
+    condemn(place.core, bad)
+    place.core.take_effects()
+    place.core.check_invariants()
+    assert [place.holds(each) for each in opened] == [False, True]
+    with pytest.raises(HotKVError) as caught:
+        place.extend(sessions[0], "r", [1])
+    assert caught.value.reason is Reason.UNKNOWN_RESIDENCY
+    again = place.core.residencies.open(sessions[0], "r", {0: 4}, 2.0)
+    assert place.holds(again) and not place.holds(opened[0])
+
+
+def test_what_was_flushed_under_a_reader_survives_a_kill_several_times() -> None:
+    place = Place()
+    session = place.open()
+    opened = place.core.residencies.open(session, "r", {0: 9}, 0.0)
+    slots = []
+    for first in (0, 3, 6):
+        # The same three hashes, each time in other slots: two of three are detached.
+        assert set(place.store(session, [1, 2, 3], "")) == {BlockResult.STORED}
+        slots += place.extend(session, "r", [1, 2, 3], first)
+        if first < 6:
+            flush(place.core, 1)
+            place.core.take_effects()
+    assert len(set(slots)) == 9
+    for number in range(3):
+        core = place.restarted()
+        assert place.restored.kept == 9 and not place.restored.lost_readers
+        assert core.residencies.grace.num_bytes == 9 * SLOT_ALIGN
+        assert place.holds(opened)
+        used = core.space.index.offsets(core.residencies.grace.entries)
+        assert sorted(used.tolist()) == sorted(slots)
+        assert core.residencies.words.generation == opened.generation + 1 + number
+    other = place.open("other", "n")
+    results = place.store(other, list(range(100, 100 + NUM_SLOTS)))
+    assert results.count(BlockResult.STORED) == NUM_SLOTS - 9
+    place.core.residencies.grace.until_s = 5.0
+    expire(place.core, 4.9)
+    assert place.holds(opened)
+    expire(place.core, 5.0)
+    place.core.check_invariants()
+    assert not place.holds(opened) and not place.core.residencies.grace.is_on
+    assert place.memory.words[GENERATION] == place.memory.words[LATEST]
+
+
+def test_readers_are_told_if_not_all_can_be_kept() -> None:
+    place = Place()
+    session = place.open()
+    opened = place.core.residencies.open(session, "r", {0: 3}, 0.0)
+    place.store(session, [1, 2, 3], "r")
+    flush(place.core, 1)
+    place.core.take_effects()
+    entries = np.flatnonzero(place.memory.marks)
+    place.core.space.index.table.records[entries[0], table.W_SIZE] += 1
+    core = place.restarted()
+    assert place.restored.lost_readers and place.restored.kept == 0
+    assert not place.holds(opened) and not core.residencies.grace.is_on
+    assert core.space.used_bytes() == 0, "nothing is kept for nobody"
+
+
+def test_without_readers_nothing_is_kept_and_words_are_given_again() -> None:
+    place = Place()
+    session = place.open()
+    first = place.core.residencies.open(session, "r", {0: 3}, 0.0)
+    place.store(session, [1, 2, 3], "r")
+    place.core.close_session(session, 1.0)
+    assert not place.holds(first)
+    core = place.restarted()
+    assert not core.residencies.grace.is_on and place.restored.kept == 0
+    second = core.residencies.open(place.open(), "r", {0: 3}, 0.0)
+    assert second.word_index == first.word_index and place.holds(second)
+    assert not place.holds(first)
+
+
+def test_words_run_out_and_come_back() -> None:
+    words = ReaderWords(no_readers(1).words)
+    given = [words.of_session(number) for number in range(MAX_SESSION_WORD)]
+    assert len(set(given)) == MAX_SESSION_WORD
+    with pytest.raises(HotKVError) as caught:
+        words.check_room(MAX_SESSION_WORD)
+    assert caught.value.reason is Reason.OVERLOADED
+    words.revoke(7)
+    index, value = words.of_session(MAX_SESSION_WORD)
+    assert (index, value) == (given[7][0], given[7][1] + 2)
+
+
+def test_the_numbers_and_memory_of_residencies_are_bounded() -> None:
+    place = Place(client_memory_bytes=1 << 16)
+    session = place.open()
+    narrow = Place(client_memory_bytes=1 << 11)
+    error = narrow.refused(narrow.open(), "r", 1)
+    assert error.reason is Reason.RESIDENCY_TOO_LARGE and "client_memory_bytes" in error.message
+    count = 0
+    with pytest.raises(HotKVError) as caught:
+        for count in range(NUM_SLOTS):
+            place.core.residencies.open(session, str(count), {0: 1}, 0.0)
+    assert caught.value.reason is Reason.OVERLOADED and 5 < count < 40
+    place.core.check_invariants()
+
+
+def test_closing_goes_in_parts_and_ends_with_the_session_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(incremental, "RESIDENT_BLOCKS", 4)
+    place = Place()
+    session = place.open()
+    opened = place.core.residencies.open(session, "r", {0: 20}, 0.0)
+    place.store(session, list(range(20)), "r")
+    residency = place.core.residencies.get(place.core.sessions.record(session), "r")
+    assert residency is not None
+    closing = incremental.close_residency(place.core, residency)
+    next(closing)
+    assert 0 < residency.num_blocks < 20
+    place.core.check_invariants()
+    again = place.core.residencies.open(session, "r", {0: 20}, 0.0)
+    assert again == opened, "the id is free, and the word is as it was"
+    steps = list(incremental.end_residencies(place.core, session))
+    assert len(steps) > 3
+    assert not place.holds(opened) and not place.core.space.index.pins.any()
+    assert next(closing, None) is None, "whoever was closing it finds it gone"
+    place.core.close_session(session, 1.0)
+    place.core.check_invariants()
+
+
+def test_while_the_arena_grows_promised_blocks_are_evicted_for_rather_than_refused() -> None:
+    place = Place(is_backed=False)
+    place.core.grow(8 * SLAB, 8 * SLAB)
+    session, other = place.open(), place.open("other", "n")
+    place.store(other, list(range(100, 132)))
+    assert place.store(session, [1, 2, 3]) == [BlockResult.NO_SPACE] * 3, "room comes soon"
+    place.core.residencies.open(session, "r", {0: 3}, 0.0)
+    assert place.store(session, [1, 2, 3], "r") == [BlockResult.STORED] * 3

@@ -1,0 +1,407 @@
+"""A CUDA engine's steps on the CPU: vLLM's real builder and attention class over hotkv's, the
+kernels of `hotkv_sparse.cuda` as `tests.device.cuda_on_cpu` runs them, and a FlashAttention that is
+a loop.
+
+The model is arithmetic: keys, values and queries are random, so what a row must attend to is known.
+A page that was given back is NaN until somebody writes it.
+"""
+
+import mmap
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from hotkv_client.types import ResidencyOpened
+from hotkv_sparse import SparseConfig
+from hotkv_sparse.cuda.arena import PAGEABLE_ACCESS
+from hotkv_sparse.cuda.device import Argument, Host
+from hotkv_sparse.cuda.hotsets import ATTENDED
+from hotkv_vllm.compat.residency import ResidentSpec
+from hotkv_vllm.sparse import cuda_setup
+from hotkv_vllm.sparse.cuda_backend import HotFlashBuilder, HotFlashImpl
+from hotkv_vllm.sparse.resident_step import KeptBlocks, ResidentRow, ResidentStep
+from tests.sparse.cuda_support import CpuDevice
+from tests.sparse.test_cuda_arena import Cuda
+from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_model
+
+HEADS, QUERIES, SIZE = 2, 4, 32
+NAMES = ("model.layers.0.attn", "model.layers.1.attn")
+FILE = (1, 2)
+PIN = ResidencyOpened("r", 0, 0, 0)
+CHUNK = 128
+ATTEND = "flash_attn_varlen_func"
+
+
+class CpuTensors(CpuDevice):
+    """Memory is torch's, as it is on CUDA."""
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
+        return torch.from_numpy(super().zeros(shape, dtype))
+
+    def write(self, target: Any, start: Sequence[int], values: Host) -> None:
+        super().write(target.numpy(), start, values)
+
+    def read(self, source: Any) -> Host:
+        return source.numpy().copy()
+
+    def launch(
+        self,
+        kernel: str,
+        grid: Sequence[int],
+        threads: int,
+        args: Sequence[Argument],
+        shared_bytes: int = 0,
+    ) -> None:
+        plain = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        super().launch(kernel, grid, threads, plain, shared_bytes)
+
+
+class FakeArena:
+    """The mapping of an arena, without a server."""
+
+    def __init__(self, num_bytes: int) -> None:
+        size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        self.file_id, self.is_writable, self.is_pinned = FILE, False, True
+
+    def holds(self, pin: ResidencyOpened) -> bool:
+        return self.is_pinned
+
+
+def attention(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    scheduler_metadata: Any,
+    **_: Any,
+) -> None:
+    """As FlashAttention's, over pages [P, T, H, D]."""
+    assert causal and scheduler_metadata is None
+    for row, (begin, end) in enumerate(
+        zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True)
+    ):
+        if end == begin:
+            continue
+        length = int(seqused_k[row])
+        pages = block_table[row, : -(-length // k.shape[1])].long()
+        keys, values = (part[pages].flatten(0, 1)[:length].numpy() for part in (k, v))
+        out[begin:end] = torch.from_numpy(
+            exact(q[begin:end].numpy(), keys, values, softmax_scale, length - (end - begin))
+        )
+
+
+def exact(
+    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, before: int
+) -> np.ndarray:
+    """Causal attention [n, Q, D] of the tokens from `before` on."""
+    group = queries.shape[1] // keys.shape[1]
+    scores = np.einsum("nqd,tqd->nqt", queries, np.repeat(keys, group, axis=1)) * scale
+    at = before + np.arange(len(queries))
+    scores[np.broadcast_to(np.arange(len(keys)) > at[:, None, None], scores.shape)] = -np.inf
+    shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    shares /= shares.sum(axis=-1, keepdims=True)
+    return np.einsum("nqt,tqd->nqd", shares, np.repeat(values, group, axis=1)).astype(np.float32)
+
+
+@dataclass(eq=False)
+class Request:
+    """`kv` [layers, 2, tokens, H, D]: the truth. `slots`: of its blocks in the arena."""
+
+    name: str
+    kv: np.ndarray
+    slots: np.ndarray
+    table: list[int] = field(default_factory=list)
+    hot: tuple[int, ...] = ()
+    context: int = 0
+    prompt: int = 0
+    kept: int = 0
+    told: int = 0
+    freed: int = 0
+    is_new: bool = True
+
+
+class Engine:
+    """`is_v2`: metadata is built before the connector hears of the step."""
+
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        folder: Path,
+        config: SparseConfig,
+        *,
+        is_v2: bool = False,
+        pages: int = 160,
+        max_model_len: int = 1024,
+        representation_tokens: int = 4096,
+        seed: int = 1,
+    ) -> None:
+        patch.setitem(sys.modules, "cupy", Cuda(PAGEABLE_ACCESS).module)
+        patch.setattr(flash_attn, ATTEND, attention, raising=False)
+        self.rng, self.config = np.random.default_rng(seed), config
+        extra = {"sparse": {"residency": "host"}, "allow_sparse_cuda_never_run": True}
+        vllm_config = EngineArgs(
+            **engine_args(
+                write_model(folder),
+                max_num_batched_tokens=CHUNK,
+                max_model_len=max_model_len,
+                max_num_seqs=4,
+            ),
+            kv_transfer_config=transfer_config(**extra),
+        ).create_engine_config()
+        patch.setattr(type(vllm_config), "use_v2_model_runner", property(lambda _: is_v2))
+        self.is_v2 = is_v2
+        plain = FullAttentionSpec(
+            block_size=BLOCK_TOKENS, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32
+        )
+        self.spec = ResidentSpec.of(plain, config, vllm_config)
+        with set_current_vllm_config(vllm_config):
+            impls = {
+                name: HotFlashImpl(QUERIES, SIZE, SIZE**-0.5, HEADS, None, None, "auto")
+                for name in NAMES
+            }
+        self.impls = impls
+        for impl in impls.values():
+            impl.vllm_flash_attn_version = 2
+        vllm_config.compilation_config.static_forward_context = {
+            name: SimpleNamespace(impl=impl) for name, impl in impls.items()
+        }
+        group = SimpleNamespace(layer_names=list(NAMES), kv_cache_spec=self.spec)
+        kv_config = SimpleNamespace(kv_cache_groups=[group], num_blocks=pages, kv_tp_replicas=1)
+        self.caches = {
+            name: torch.full((pages, HEADS, BLOCK_TOKENS, 2 * SIZE), torch.nan) for name in NAMES
+        }
+        self.page_bytes = self.caches[NAMES[0]][0].numel() * 4
+        self.arena = FakeArena(256 * 2 * self.page_bytes)
+        self.device = CpuTensors(seed)
+        self.worker = cuda_setup.install(
+            config, representation_tokens, vllm_config, kv_config, self.caches, None, self.device
+        )
+        self.worker.arena_of = lambda: self.arena
+        assert self.worker.map_arena()
+        self.builder = HotFlashBuilder(self.spec, list(NAMES), vllm_config, torch.device("cpu"))
+        self.free = list(range(pages - 1, 0, -1))
+        self.free_slots = list(self.rng.permutation(256))
+        self.ended: list[str] = []
+        self.requests: dict[str, Request] = {}
+        self.attended: dict[tuple[str, int], list[int]] = {}
+        self.lost: set[int] = set()
+
+    # ------------------------------------------------------------------------------------- requests
+
+    def add(self, name: str, prompt: int, more: int) -> Request:
+        tokens = prompt + more
+        count = -(-tokens // BLOCK_TOKENS)
+        kv = self.rng.standard_normal((len(NAMES), 2, count * BLOCK_TOKENS, HEADS, SIZE))
+        slots = np.array([self.free_slots.pop() for _ in range(count)], np.int64)
+        one = self.requests[name] = Request(name, kv.astype(np.float32), slots, prompt=prompt)
+        one.hot = tuple(self.free.pop() for _ in range(self.spec.hot_blocks))
+        return one
+
+    def hit(self, one: Request, tokens: int) -> None:
+        """The arena has the first blocks; sinks and recent window are on the device."""
+        count = tokens // BLOCK_TOKENS
+        for block in range(count):
+            self.store(one, block)
+        one.context, one.kept = tokens, count
+        one.freed = max(count - 2, self.spec.sink_blocks)
+        for block in range(count):
+            is_here = block < self.spec.sink_blocks or block >= one.freed
+            one.table.append(self.free.pop() if is_here else 0)
+            if is_here:
+                for layer, name in enumerate(NAMES):
+                    self.caches[name][one.table[block]] = self.page(one, layer, block)
+
+    def end(self, name: str) -> None:
+        one = self.requests.pop(name)
+        self.ended.append(name)
+        here = [p for i, p in enumerate(one.table) if i < self.spec.sink_blocks or i >= one.freed]
+        self.give_back([page for page in (*here, *one.hot) if page])
+
+    def give_back(self, pages: list[int]) -> None:
+        for page in pages:
+            for cache in self.caches.values():
+                cache[page] = torch.nan
+        self.free = pages + self.free
+
+    def page(self, one: Request, layer: int, block: int) -> torch.Tensor:
+        tokens = slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
+        return torch.from_numpy(one.kv[layer][:, tokens]).permute(2, 1, 0, 3).flatten(2)
+
+    def store(self, one: Request, block: int) -> None:
+        memory = self.arena.memory
+        at = int(one.slots[block]) * 2 * self.page_bytes
+        for layer in range(len(NAMES)):
+            page = self.page(one, layer, block).contiguous().numpy().reshape(-1).view(np.uint8)
+            memory[at : at + len(page)] = page
+            at += len(page)
+
+    # ---------------------------------------------------------------------------------------- steps
+
+    def step(self, plan: dict[str, int], *, padding: int = 0, checks: bool = True) -> None:
+        """One step of these requests with so many new tokens; rows in that order."""
+        rows = [(self.requests[name], count) for name, count in plan.items()]
+        told = [self.tell(one, count) for one, count in rows]
+        step = ResidentStep(tuple(told), tuple(self.ended))
+        self.ended = []
+        common = self.common(rows, padding)
+        if self.is_v2:
+            metadata = self.builder.build(0, common)
+            self.worker.begin_resident(step)
+        else:
+            self.worker.begin_resident(step)
+            metadata = self.builder.build(0, common)
+        for layer in range(len(NAMES)):
+            self.forward(layer, rows, metadata, padding, checks)
+        self.lost = self.worker.take_lost()
+        for one, count in rows:
+            one.context += count
+            self.after(one)
+
+    def tell(self, one: Request, count: int) -> ResidentRow:
+        context = one.context + count
+        while len(one.table) * BLOCK_TOKENS < context:
+            one.table.append(self.free.pop())
+        kept: tuple[KeptBlocks, ...] = ()
+        if one.kept > one.told:
+            offsets = one.slots[one.told : one.kept] * 2 * self.page_bytes
+            kept = (KeptBlocks(one.told, offsets, np.full_like(offsets, -1), FILE),)
+            one.told = one.kept
+        is_new, one.is_new = one.is_new, False
+        return ResidentRow(
+            one.name,
+            one.table[(context - 1) // BLOCK_TOKENS],
+            one.table[0],
+            True,
+            one.freed,
+            one.hot if is_new else (),
+            kept,
+            PIN if is_new else None,
+            context,
+            count,
+        )
+
+    def common(self, rows: list[tuple[Request, int]], padding: int) -> CommonAttentionMetadata:
+        counts = [count for _, count in rows] + [0] * padding
+        starts = torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32)
+        width = 1024 // BLOCK_TOKENS
+        table = torch.zeros((len(counts), width + 3), dtype=torch.int32)
+        for row, (one, _) in enumerate(rows):
+            table[row, : len(one.table)] = torch.tensor(one.table)
+        seq_lens = [one.context + count for one, count in rows] + [0] * padding
+        num_tokens = int(starts[-1]) + padding
+        return CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts.clone(),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            num_reqs=len(counts),
+            num_actual_tokens=num_tokens,
+            max_query_len=max(counts),
+            max_seq_len=max(seq_lens),
+            block_table_tensor=table,
+            slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
+        )
+
+    def forward(
+        self,
+        layer: int,
+        rows: list[tuple[Request, int]],
+        metadata: Any,
+        padding: int,
+        checks: bool,
+    ) -> None:
+        name = NAMES[layer]
+        cache, impl = self.caches[name], self.impls[name]
+        for one, count in rows:
+            for token in range(one.context, one.context + count):
+                page, place = one.table[token // BLOCK_TOKENS], token % BLOCK_TOKENS
+                if place == 0:
+                    cache[page] = torch.nan
+                cache[page, :, place] = torch.from_numpy(
+                    np.concatenate([one.kv[layer][0, token], one.kv[layer][1, token]], axis=-1)
+                )
+        total = sum(count for _, count in rows) + padding
+        query = torch.from_numpy(
+            self.rng.standard_normal((total, QUERIES, SIZE)).astype(np.float32) * 2
+        )
+        output = torch.full_like(query, torch.nan)
+        scale = torch.ones(1)
+        scales = SimpleNamespace(_q_scale=scale, _k_scale=scale, _v_scale=scale)
+        impl.forward(scales, query, query, query, cache, metadata, output)
+        begin = 0
+        for row, (one, count) in enumerate(rows):
+            end = begin + count
+            if checks:
+                self.check(layer, row, one, count, query[begin:end], output[begin:end])
+            begin = end
+
+    def check(
+        self, layer: int, row: int, one: Request, count: int, query: Any, output: Any
+    ) -> None:
+        """Attention of more than one token is exact; that of one is over blocks of its context,
+        among them those always kept."""
+        context = one.context + count
+        keys, values = one.kv[layer]
+        tokens = np.arange(context)
+        if count == 1:
+            blocks = self.blocks_of(layer, row, one)
+            self.attended[one.name, layer] = blocks
+            assert len(set(blocks)) == len(blocks) <= self.spec.hot_blocks or not one.freed
+            last = (context - 1) // BLOCK_TOKENS
+            assert blocks[-1] == last and set(range(self.spec.sink_blocks)) <= set(blocks)
+            recent = max(context - self.config.recent_tokens, 0) // BLOCK_TOKENS
+            assert set(range(recent, last + 1)) <= set(blocks)
+            tokens = tokens[np.isin(tokens // BLOCK_TOKENS, blocks)]
+        expected = exact(
+            query.numpy(), keys[tokens], values[tokens], SIZE**-0.5, len(tokens) - count
+        )
+        np.testing.assert_allclose(output.numpy(), expected, rtol=2e-4, atol=2e-5)
+
+    def blocks_of(self, layer: int, row: int, one: Request) -> list[int]:
+        """Blocks of the context whose bytes the row's table names."""
+        length, table = int(self.worker.lengths[row]), self.worker.table[row]
+        pages = table[: -(-length // BLOCK_TOKENS)].tolist()
+        cache, found = self.caches[NAMES[layer]], []
+        truth = {self.page(one, layer, b)[0, 0].numpy().tobytes(): b for b in range(len(one.table))}
+        for page in pages:
+            found.append(truth[cache[page, 0, 0].numpy().tobytes()])
+        hot = self.worker.layers[NAMES[layer]].selector.hot
+        attended = int(hot.counts[row, ATTENDED])
+        if attended:
+            # The bytes are those of the blocks that the hot set says.
+            state = self.worker.sequences.of(one.name).state
+            assert hot.block_of[state, hot.slots[row, :attended].long()].tolist() == found
+        return found
+
+    def after(self, one: Request) -> None:
+        """The server keeps what is complete; what is behind the recent window is given back."""
+        complete = one.context // BLOCK_TOKENS
+        for block in range(one.kept, complete):
+            self.store(one, block)
+        one.kept = complete
+        longest = max(one.context, one.prompt)
+        if longest < self.config.min_context_tokens:
+            return
+        last = min(one.context - self.config.recent_tokens, one.told * BLOCK_TOKENS) // BLOCK_TOKENS
+        first = max(one.freed, self.spec.sink_blocks)
+        if last > first:
+            self.give_back(one.table[first:last])
+            one.freed = last

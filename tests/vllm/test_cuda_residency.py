@@ -1,0 +1,274 @@
+"""Residency on CUDA, its kernels run on the CPU behind vLLM's real metadata builder and attention
+class: each row attends to the bytes of its own context, wherever they are."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+
+from hotkv_sparse import SparseConfig, build
+from hotkv_sparse.cuda.hotsets import SELECTED
+from hotkv_vllm.compat.sparse_layers import cuda_refusal
+from hotkv_vllm.config import ALLOW_CUDA, cuda_settings
+from hotkv_vllm.sparse import cuda_backend
+from hotkv_vllm.sparse.cuda_backend import HotFlashBuilder
+from tests.sparse.cuda_support import needs_compiler
+from tests.vllm.cuda_engine import BLOCK_TOKENS, NAMES, Engine, Request
+
+pytestmark = needs_compiler
+CONFIG = SparseConfig(
+    sparse_topk=192,
+    sink_tokens=32,
+    recent_tokens=40,
+    min_context_tokens=256,
+    dense_layers=(),
+    max_correction_blocks=2,
+    residency="host",
+)
+
+
+def prefill(engine: Engine, one: Request, chunk: int = 128) -> None:
+    while one.context < one.prompt:
+        engine.step({one.name: min(chunk, one.prompt - one.context)})
+
+
+def check_representations(engine: Engine, one: Request) -> None:
+    """Those of all complete blocks are what the library builds from their keys."""
+    sequence, count = engine.worker.sequences.of(one.name), one.context // BLOCK_TOKENS
+    assert sequence is not None
+    for number, layer in enumerate(engine.worker.layers.values()):
+        pool = layer.selector.index.pool
+        assert isinstance(pool, torch.Tensor)
+        found = pool.numpy()[sequence.rows[:count]]
+        keys = one.kv[number][0, : count * BLOCK_TOKENS].reshape(count, BLOCK_TOKENS, 2, 32)
+        expected = build("rot2u", np.ascontiguousarray(keys)).reshape(count, -1)
+        differs = (found[:, : expected.shape[1]] != expected).mean(axis=1)
+        assert (differs < 0.02).all(), differs
+
+
+@pytest.mark.parametrize("is_v2", [False, True])
+def test_contexts_beyond_the_pool_are_prefilled_exactly_and_decoded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_v2: bool
+) -> None:
+    engine = Engine(monkeypatch, tmp_path, CONFIG, is_v2=is_v2)
+    one, other = engine.add("a", 600, 80), engine.add("b", 330, 60)
+    prefill(engine, one)
+    assert one.freed > 10, "old blocks were given back while the prompt was computed"
+    for _ in range(3):
+        engine.step({"a": 1})
+    # A prefill and a decode in one batch, either of them first.
+    engine.step({"a": 1, "b": 100})
+    engine.step({"b": 128, "a": 1})
+    prefill(engine, other)
+    assert other.freed > engine.spec.sink_blocks
+    for step in range(40):
+        engine.step({"a": 1, "b": 1} if step % 2 else {"b": 1, "a": 1}, padding=2)
+        assert not engine.lost
+    assert engine.worker.take_counters()["resident_pulled_pages"] > 0
+    check_representations(engine, one)
+    check_representations(engine, other)
+
+
+def test_a_first_step_fills_the_hot_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    engine = Engine(monkeypatch, tmp_path, CONFIG)
+    one = engine.add("a", 640, 64)
+    prefill(engine, one)
+    engine.step({"a": 1})
+    check_representations(engine, one)
+    budget = 192 // BLOCK_TOKENS
+    for layer in range(len(NAMES)):
+        assert len(engine.attended["a", layer]) == 2 * budget
+    before = {key: set(blocks) for key, blocks in engine.attended.items()}
+    engine.step({"a": 1})
+    for key, blocks in engine.attended.items():
+        assert len(set(blocks) - before[key]) <= CONFIG.max_correction_blocks
+    hot = next(iter(engine.worker.layers.values())).selector.hot
+    assert int(hot.counts[0, SELECTED]) <= budget
+
+
+def test_a_budget_that_covers_the_context_is_exact(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = SparseConfig(
+        sparse_topk=800,
+        sink_tokens=32,
+        recent_tokens=40,
+        min_context_tokens=256,
+        dense_layers=(),
+        residency="host",
+    )
+    engine = Engine(monkeypatch, tmp_path, config, pages=240)
+    one = engine.add("a", 500, 64)
+    prefill(engine, one)
+    for _ in range(3):
+        engine.step({"a": 1})
+        assert sorted(engine.attended["a", 0]) == list(range(-(-one.context // BLOCK_TOKENS)))
+    assert one.freed > 10
+
+
+@pytest.mark.parametrize("left", [1, 40])
+def test_a_prefix_hit_is_scored_by_keys_of_the_arena(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: int
+) -> None:
+    """Representations of a hit equal those that a prefill builds, be the rest one token or many."""
+    engine = Engine(monkeypatch, tmp_path, CONFIG)
+    one = engine.add("a", 512 + left, 40)
+    engine.hit(one, 512)
+    engine.step({"a": left})
+    engine.step({"a": 1})
+    check_representations(engine, one)
+
+
+def test_a_state_that_is_used_again_has_nothing_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = Engine(monkeypatch, tmp_path, CONFIG)
+    for name in ("a", "b", "c"):
+        one = engine.add(name, 450, 40)
+        prefill(engine, one)
+        for _ in range(3):
+            engine.step({name: 1})
+        engine.end(name)
+    engine.add("d", 300, 10)
+    engine.step({"d": 64})
+    assert len(list(engine.worker.sequences)) == 1
+
+
+def test_a_batch_that_nobody_announced_touches_no_state(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM's dummy runs, and those that it captures, have tables of old steps."""
+    engine = Engine(monkeypatch, tmp_path, CONFIG)
+    one = engine.add("a", 450, 40)
+    prefill(engine, one)
+    engine.step({"a": 1})
+    hot = [layer.selector.hot for layer in engine.worker.layers.values()]
+    before = [(h.state.clone(), h.used_at.clone(), h.clocks.clone()) for h in hot]
+    metadata = engine.builder.build(0, engine.common([(one, 1)], 3))
+    for layer in range(len(NAMES)):
+        engine.forward(layer, [(one, 1)], metadata, 3, checks=False)
+    for h, old in zip(hot, before, strict=True):
+        for now, then in zip((h.state, h.used_at, h.clocks), old, strict=True):
+            assert now.equal(then)
+    engine.step({"a": 1})
+    assert not engine.lost
+
+
+def test_captured_graphs_leave_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As vLLM captures: rows of any table, before there are requests, whatever states they hit."""
+    engine = Engine(monkeypatch, tmp_path, CONFIG)
+    epochs = engine.worker.epochs.clone()
+    nobody = engine.add("nobody", 300, 8)
+    engine.tell(nobody, 260)
+    nobody.context = 259
+    metadata = engine.builder.build_for_cudagraph_capture(engine.common([(nobody, 1)], 2))
+    for layer in range(len(NAMES)):
+        engine.forward(layer, [(nobody, 1)], metadata, 2, checks=False)
+    one = engine.add("a", 450, 40)
+    prefill(engine, one)
+    assert (engine.worker.epochs > epochs).all(), "all states begin anew after a capture"
+    engine.step({"a": 1})
+    assert not engine.lost
+
+
+def test_bytes_that_the_server_did_not_pin_lose_the_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = Engine(monkeypatch, tmp_path, CONFIG)
+    one, short = engine.add("a", 450, 40), engine.add("b", 64, 20)
+    prefill(engine, one)
+    prefill(engine, short)
+    engine.arena.is_pinned = False
+    engine.step({"b": 1})
+    assert not engine.lost, "nothing of it came out of the arena"
+    engine.step({"a": 1, "b": 1})
+    assert engine.lost == {one.table[0]}
+
+
+def test_a_broken_layer_loses_who_needs_the_arena(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = Engine(monkeypatch, tmp_path, CONFIG)
+    one = engine.add("a", 450, 40)
+    prefill(engine, one)
+    layer = engine.worker.layers[NAMES[1]]
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("made up")
+
+    monkeypatch.setattr(layer.selector.hot, "grow", broken)
+    engine.step({"a": 1}, checks=False)
+    assert engine.lost == {one.table[0]}
+    assert engine.worker.take_counters()["sparse_faults"] == 1
+
+
+def test_too_few_rows_for_representations_lose_the_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = Engine(monkeypatch, tmp_path, CONFIG, representation_tokens=320)
+    one = engine.add("a", 450, 40)
+    engine.step({"a": 128})
+    engine.step({"a": 128})
+    assert not engine.lost
+    engine.step({"a": 128}, checks=False)
+    assert engine.lost == {one.table[0]}
+
+
+def cuda_engine(**extra: object) -> SimpleNamespace:
+    """What the check reads of an engine's configuration."""
+    return SimpleNamespace(
+        device_config=SimpleNamespace(device_type="cuda"),
+        parallel_config=SimpleNamespace(use_ubatching=False),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"residency": "off"}, "residency"),
+        ({"scorer": "quest"}, "quest"),
+        ({"scorer_of_layer": {1: "mix2"}}, "mix2"),
+        ({"dense_layers": (0,)}, "dense_layers"),
+        ({"cache_policy": "clock"}, "clock"),
+        ({"first_layers_factor": 2.0}, "first_layers_factor"),
+    ],
+)
+def test_what_cuda_lacks_is_refused_by_name(settings: dict[str, Any], names: str) -> None:
+    allowed = cuda_engine(**{ALLOW_CUDA: True})
+    assert not cuda_refusal(allowed, CONFIG)
+    assert names in cuda_refusal(allowed, replace(CONFIG, **settings))
+
+
+@pytest.mark.parametrize("value", [None, False, "true", 1])
+def test_what_has_never_run_is_allowed_by_nothing_else(value: object) -> None:
+    engine = cuda_engine(**{ALLOW_CUDA: value})
+    assert ALLOW_CUDA in cuda_refusal(engine, CONFIG)
+    sparse = {"hotkv.sparse": {"residency": "host"}}
+    assert cuda_settings({**sparse, ALLOW_CUDA: value}) is None
+    assert cuda_settings({**sparse, ALLOW_CUDA: True}) is not None
+    assert cuda_settings({ALLOW_CUDA: True}) is None
+
+
+def test_engines_that_do_not_ask_get_vllms_own_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_backend, "_wanted", lambda: None)
+    backend = cuda_backend.HotFlashBackend
+    assert backend.get_impl_cls() is FlashAttentionImpl
+    assert backend.get_builder_cls() is FlashAttentionMetadataBuilder
+    assert backend.get_name() == "FLASH_ATTN"
+
+
+def test_graphs_hold_decode_only_and_nothing_is_scheduled_ahead() -> None:
+    support = HotFlashBuilder.get_cudagraph_support(None, None)  # type: ignore[arg-type]
+    assert support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
