@@ -146,7 +146,8 @@ def run(folder: Path) -> int:
                 engine.wait_ready()
             held = engine.device_blocks(CONTEXT_TOKENS)
             print(
-                f"          a request holds at most {held} of {POOL_TOKENS // BLOCK_TOKENS} blocks"
+                f"          a request holds {held} of {POOL_TOKENS // BLOCK_TOKENS} blocks, and what is "
+                "not stored yet"
             )
             with progress(server, "computing"), step(f"computing {len(prompt)} tokens"):
                 computed = engine.batch([prompt], ANSWER_TOKENS)

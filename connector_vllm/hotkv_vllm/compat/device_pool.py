@@ -62,8 +62,7 @@ class DevicePool:
 
     def hot_blocks(self, request_id: str) -> tuple[int, ...]:
         """Ids of the request's hot slots."""
-        hot = self._manager.hot.get(request_id, ()) if self._manager is not None else ()
-        return tuple(block.block_id for block in hot)
+        return () if self._manager is None else self._manager.hot_ids.get(request_id, ())
 
     def has_blocks(self, request_id: str) -> bool:
         """Whether the request has blocks of the device."""

@@ -108,6 +108,7 @@ class ResidentManager(FullAttentionManager):
         self.max_admission_blocks_per_request = kv_cache_spec.whole_blocks
         self.stored_tokens: Callable[[str], int] = lambda request_id: 0
         self.hot: dict[str, list[KVCacheBlock]] = {}
+        self.hot_ids: dict[str, tuple[int, ...]] = {}
         self.freed_blocks: dict[str, int] = {}
         self.lost: set[str] = set()
         self.most_held = 0
@@ -207,7 +208,8 @@ class ResidentManager(FullAttentionManager):
         """As vLLM's, and the hot slots with the first of them."""
         count = self._missing_hot(request_id, num_tokens)
         if count > 0:
-            self.hot[request_id] = self.block_pool.get_new_blocks(count)
+            hot = self.hot[request_id] = self.block_pool.get_new_blocks(count)
+            self.hot_ids[request_id] = tuple(block.block_id for block in hot)
         new: list[KVCacheBlock] = super().allocate_new_blocks(
             request_id, num_tokens, num_tokens_main_model
         )
@@ -241,6 +243,7 @@ class ResidentManager(FullAttentionManager):
         """As vLLM's, with the hot slots."""
         self.lost.discard(request_id)
         self.freed_blocks.pop(request_id, None)
+        self.hot_ids.pop(request_id, None)
         self._longest.pop(request_id, None)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         return blocks + self.hot.pop(request_id, [])

@@ -62,6 +62,6 @@ class PageCopier:
         self._kernels.copy_runs(0, 0, to, source, self._sizes, 0, len(to), False)
 
     def _sizes_for(self, count: int, page_bytes: int) -> None:
-        """Sees to it that `_sizes` has `page_bytes` at least `count` times; it mostly has."""
+        """Sees to it that `_sizes` has `page_bytes` at least `count` times; most calls find it."""
         if len(self._sizes) < count or self._sizes[0] != page_bytes:
             self._sizes = np.full(max(count, 64), page_bytes, np.int64)

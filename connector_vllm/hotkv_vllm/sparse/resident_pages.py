@@ -61,14 +61,17 @@ class ResidentPages:
         return addresses
 
     def away(self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions) -> I64:
-        """Addresses of the layer's pages of blocks that only the server has. Raises LostError."""
+        """Addresses of the layer's pages of blocks that only the server has, at rising positions.
+        Raises LostError."""
         if sequence.is_lost:
             raise LostError("it was lost before")
         known = sequence.addresses
-        if len(positions) and (positions.max() >= len(known) or known[positions].min() < 0):
+        is_known = not len(positions) or positions[-1] < len(known)
+        slots: I64 = known[positions] if is_known else known[:0]
+        if not is_known or (len(slots) and np.minimum.reduce(slots) < 0):
             raise LostError("it is not known where the server keeps some of its blocks")
         sequence.has_read = True
-        addresses: I64 = known[positions] + self._places.pages[layer.index]
+        addresses: I64 = slots + self._places.pages[layer.index]
         return addresses
 
     def copy(self, layer: SparseLayer, to: I64, source: I64) -> None:
@@ -89,12 +92,12 @@ class ResidentPages:
     ) -> I32:
         """Sees to it that hot slots hold the pages of these positions. Returns their blocks."""
         # Negative numbers are large ones where the sign is a digit.
-        if slots.view(np.uint32).max() >= len(sequence.hot_blocks):
+        if np.maximum.reduce(slots.view(np.uint32)) >= len(sequence.hot_blocks):
             raise LostError(
                 f"a hot set uses slot {slots.max()} of the {len(sequence.hot_blocks)} it has"
             )
         content, blocks = sequence.hot_content(layer.index), sequence.hot_blocks[slots]
-        at = np.flatnonzero(content[slots] != positions)
+        at = (content[slots] != positions).nonzero()[0]
         if len(at):
             missing = positions[at]
             self.copy(
