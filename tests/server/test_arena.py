@@ -126,7 +126,7 @@ def mapped_as(arena: Arena) -> set[str]:
 @pytest.mark.parametrize("is_trusted", [True, False])
 def test_who_is_trusted_with_the_arena_maps_it_writable(place: Place, is_trusted: bool) -> None:
     uid = os.getuid() if is_trusted else os.getuid() + 1
-    place.start("--security.arena_writers", f"[{uid}]")
+    place.start("--security.arena-writers", f"[{uid}]")
     engine = place.connect()
     blocks = hashes(5)
     store(engine, blocks)

@@ -363,6 +363,7 @@ class Engine:
         tokens = np.arange(context)
         if count == 1:
             blocks = self.blocks_of(layer, row, one)
+            self.check_scores(layer, row, one, query.numpy()[0])
             self.attended[one.name, layer] = blocks
             assert len(set(blocks)) == len(blocks) <= self.spec.hot_blocks or not one.freed
             last = (context - 1) // BLOCK_TOKENS
@@ -374,6 +375,20 @@ class Engine:
             query.numpy(), keys[tokens], values[tokens], SIZE**-0.5, len(tokens) - count
         )
         np.testing.assert_allclose(output.numpy(), expected, rtol=2e-4, atol=2e-5)
+
+    def check_scores(self, layer: int, row: int, one: Request, query: np.ndarray) -> None:
+        """Blocks are judged by their own keys: scores follow the exact log masses."""
+        work = self.worker.workspace
+        first, last = work.plan[row, :2].tolist()
+        if last - first < 8:
+            return
+        tokens = slice(first * BLOCK_TOKENS, last * BLOCK_TOKENS)
+        keys = np.repeat(one.kv[layer][0, tokens], QUERIES // HEADS, axis=1)
+        exact_scores = np.einsum("qd,tqd->qt", query, keys) * SIZE**-0.5
+        by_block = exact_scores.reshape(QUERIES, last - first, BLOCK_TOKENS)
+        expected = np.log(np.exp(by_block).sum(axis=-1))
+        found = work.scores[row, :, first:last].numpy()
+        assert np.corrcoef(found.reshape(-1), expected.reshape(-1))[0, 1] > 0.7
 
     def blocks_of(self, layer: int, row: int, one: Request) -> list[int]:
         """Blocks of the context whose bytes the row's table names."""

@@ -240,7 +240,6 @@ def cuda_engine(**extra: object) -> SimpleNamespace:
         ({"residency": "off"}, "residency"),
         ({"scorer": "quest"}, "quest"),
         ({"scorer_of_layer": {1: "mix2"}}, "mix2"),
-        ({"dense_layers": (0,)}, "dense_layers"),
         ({"cache_policy": "clock"}, "clock"),
         ({"first_layers_factor": 2.0}, "first_layers_factor"),
     ],

@@ -79,8 +79,8 @@ def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
     no_kernel = sorted(name for name in scorers if not _is_cuda_scorer(name))
     if no_kernel:
         return f"on CUDA it builds rot1u, rot2u and rot3u, not {', '.join(no_kernel)}"
-    if config.dense_layers or config.fusion or config.first_layers_factor != 1.0:
-        return "on CUDA dense_layers must be empty; leave out fusion and first_layers_factor, too"
+    if config.fusion or config.first_layers_factor != 1.0:
+        return "on CUDA it has neither fusion nor first_layers_factor; leave them out"
     if config.cache_policy == "clock":
         return "on CUDA cache_policy can't be clock"
     if vllm_config.parallel_config.use_ubatching:

@@ -221,6 +221,11 @@ class CudaWorker:
         selector.step(queries, layer.scale)
 
     @property
+    def workspace(self) -> Workspace:
+        """What the layers share."""
+        return self._work
+
+    @property
     def epochs(self) -> Array:
         """How often each state has begun anew, int32 [states]."""
         return self._residents.epochs
