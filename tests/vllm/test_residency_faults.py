@@ -70,7 +70,7 @@ def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
     """Decoding goes on as far as the device has room for what can't be stored; then the request
     ends with an error, and the engine serves others."""
     settings = {"residency_timeout_s": 3.0}
-    one, _ = begun(start, daemon, prompts(12, 2000), 0.02, connector_settings=settings)
+    one, _ = begun(start, daemon, prompts(12, 4000), 0.02, connector_settings=settings)
     until_stored(daemon, 30)
     daemon.kill()
     found = one.answer()

@@ -135,7 +135,7 @@ class Requests(RuleBasedStateMachine):
             assert all((place + 1) * TOKENS <= self.stored[name] for place in away)
             assert all((place + 1) * TOKENS <= computed - CONFIG.recent_tokens for place in away)
             if away:
-                assert len(self.manager.hot.get(name, ())) in (0, self.manager.spec.hot_blocks)
+                assert len(self.manager.hot[name]) == self.manager.spec.hot_blocks
 
     @invariant()
     def no_block_has_two_owners_or_none(self) -> None:

@@ -126,10 +126,15 @@ class ResidentManager(FullAttentionManager):
 
     def _missing_hot(self, request_id: str, num_tokens: int) -> int:
         """Hot slots still to take for a request that is to have so many tokens: all or none."""
-        longest = max(num_tokens, self._longest.get(request_id, 0))
-        if _blocks(longest, self.block_size) <= self.spec.whole_blocks:
+        if not self._outgrows(request_id, num_tokens):
             return 0
         return self.spec.hot_blocks - len(self.hot.get(request_id, ()))
+
+    def _outgrows(self, request_id: str, num_tokens: int) -> bool:
+        """Whether a request that is to have so many tokens, or was admitted with more, has hot
+        slots. Only such a one gives blocks back."""
+        longest = max(num_tokens, self._longest.get(request_id, 0))
+        return _blocks(longest, self.block_size) > self.spec.whole_blocks
 
     # -------------------------------------------------------------------------------- allocation
 
@@ -172,7 +177,7 @@ class ResidentManager(FullAttentionManager):
         sinks and the recent window, as far as the server keeps them for the request."""
         first = max(self.spec.sink_blocks, num_held)
         kept = min(computed_tokens - self.spec.recent_tokens, self.stored_tokens(request_id))
-        if computed_tokens < self.spec.sparse_from_tokens:
+        if not self._outgrows(request_id, computed_tokens):
             return first, first
         return first, max(first, kept // self.block_size)
 
@@ -229,8 +234,7 @@ class ResidentManager(FullAttentionManager):
         """Gives back what the server keeps, behind the recent window of tokens whose steps have
         ended. vLLM calls it before it allocates for the request."""
         spec = self.spec
-        longest = max(processed_computed_tokens, num_prompt_tokens or 0)
-        if longest < spec.sparse_from_tokens or request_id not in self.req_to_blocks:
+        if request_id not in self.hot:
             return
         kept = min(processed_computed_tokens - spec.recent_tokens, self.stored_tokens(request_id))
         first = max(spec.sink_blocks, self.freed_blocks.get(request_id, 0))
