@@ -222,7 +222,7 @@ def test_budgets_of_residency_have_names_of_their_own() -> None:
     assert len({row.key for row in rows}) == len(rows)
     labels = {(row.budget, row.first_factor): row.budget_label for row in rows}
     assert labels[256, 1.0] == "256" and labels[0.10, 4.0] == "10%, first x 4"
-    assert labels[512, DENSE] == "512, first dense"
+    assert labels[256, DENSE] == "256, first dense"
 
 
 def test_targets_of_residency_are_each_texts_own() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from hotkv_sparse.axes import run_channels
 from hotkv_sparse.centre import FIRST_TOKENS, MIN_TOKENS, TOKEN_FORMATS
 from hotkv_sparse.centre_file import read_centres
 from hotkv_vllm.sparse.calibrate import QUERY_EVERY_TOKENS, Recorder, contexts_of, default_text
@@ -111,6 +112,14 @@ def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
             found.mu(layer), torch.cat(keys[layer], dim=1).mean(dim=1), atol=2e-3
         )
         assert set(found.layers[layer].bias) == set(TOKEN_FORMATS)
+        # Along the axes the keys are as large as the file says, whatever the queries were.
+        axes, mu = found.axes(layer), found.mu(layer)
+        assert axes is not None and mu is not None and axes.into.shape == (2, 32, 32)
+        y = (torch.cat(keys[layer], dim=1).numpy() - mu[:, None]) @ axes.into
+        fine, coarse = run_channels(32)
+        for run, part in enumerate((y[..., :fine], y[..., fine : fine + coarse])):
+            rms = np.sqrt((part**2).mean(axis=(1, 2)))
+            np.testing.assert_allclose(rms, axes.rms[:, run], rtol=1e-2)
 
 
 @pytest.mark.slow
@@ -155,6 +164,7 @@ def test_recorders_keep_a_context_that_comes_in_chunks() -> None:
         assert positions == list(range(QUERY_EVERY_TOKENS - 1, 1000, QUERY_EVERY_TOKENS))
         np.testing.assert_array_equal(found_keys, keys)
         np.testing.assert_array_equal(found_queries, queries[positions])
+    assert recorder.moments.num_tokens == 2 * (1000 - FIRST_TOKENS)
     assert len(passed) == 12 and all(named == {"output": 1} for _, named in passed)
 
 
