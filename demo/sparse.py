@@ -145,9 +145,10 @@ def run(folder: Path) -> int:
             with step(f"vLLM with {OPTION}: starting"):
                 engine.wait_ready()
             held = engine.device_blocks(CONTEXT_TOKENS)
+            pool_blocks = POOL_TOKENS // BLOCK_TOKENS
             print(
-                f"          a request holds {held} of {POOL_TOKENS // BLOCK_TOKENS} blocks, and what is "
-                "not stored yet"
+                f"          a request holds {held} of {pool_blocks} blocks, and what is not stored "
+                "yet"
             )
             with progress(server, "computing"), step(f"computing {len(prompt)} tokens"):
                 computed = engine.batch([prompt], ANSWER_TOKENS)
