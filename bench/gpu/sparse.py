@@ -155,7 +155,8 @@ class Puller:
         arena = memory.ctypes.data + sources.astype(np.int64) * block_bytes
         self._args = (
             cupy.asarray(np.stack([blocks, blocks], axis=1)), np.int32(loads),
-            cupy.asarray(counts), cupy.asarray(arena), np.int32(loads),
+            cupy.asarray(counts), cupy.arange(PULL_SEQUENCES, dtype=np.int32),
+            cupy.asarray(arena), np.int32(loads),
             cupy.asarray(table), np.int32(fragments), np.int64(block_bytes), cupy.asarray(pages),
             np.int32(loads), cupy.zeros(2, np.int32),
         )  # fmt: skip
