@@ -117,9 +117,9 @@ def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:
         assert axes is not None and mu is not None and axes.into.shape == (2, 32, 32)
         y = (torch.cat(keys[layer], dim=1).numpy() - mu[:, None]) @ axes.into
         fine, coarse = run_channels(32)
-        for run, part in enumerate((y[..., :fine], y[..., fine : fine + coarse])):
+        for place, part in enumerate((y[..., :fine], y[..., fine : fine + coarse])):
             rms = np.sqrt((part**2).mean(axis=(1, 2)))
-            np.testing.assert_allclose(rms, axes.rms[:, run], rtol=1e-2)
+            np.testing.assert_allclose(rms, axes.rms[:, place], rtol=1e-2)
 
 
 @pytest.mark.slow
