@@ -108,20 +108,18 @@ class CudaWorker:
     def map_arena(self, timeout_s: float | None = None) -> bool:
         """Makes the server's arena readable for the device, before vLLM captures graphs: CUDA may
         forbid to register memory meanwhile. Returns whether it is; waits."""
-        arena = self.arena_of()
-        found = None if arena is None else self._arena_of(arena.file_id)
+        found = None if (arena := self.arena_of()) is None else self._arena_of(arena.file_id)
         return found is not None and found.mapped.wait(timeout_s)
 
     def _arena_of(self, file_id: FileId) -> DeviceArena | None:
-        found = self._arenas.get(file_id)
-        if found is None:
-            arena = self.arena_of()
-            if arena is None or arena.file_id != file_id:
-                return None
-            found = self._arenas[file_id] = DeviceArena(arena, self._device_arena(arena))
-            found.mapped.start()
-            if not found.mapped.wait():
-                logger.warning("hotkv: the device can't read all of the arena: %r", found.mapped)
+        if (found := self._arenas.get(file_id)) is not None:
+            return found
+        if (arena := self.arena_of()) is None or arena.file_id != file_id:
+            return None
+        found = self._arenas[file_id] = DeviceArena(arena, self._device_arena(arena))
+        found.mapped.start()
+        if not found.mapped.wait():
+            logger.warning("hotkv: the device can't read all of the arena: %r", found.mapped)
         return found
 
     # ---------------------------------------------------------------------------------------- steps
