@@ -88,8 +88,7 @@ class CudaWorker:
         self._work, self._residents = workspace, workspace.residents
         self.layers = {layer.name: layer for layer in layers}
         self._plans_in_build = plans_in_build
-        self._device_arena = device_arena
-        self.staging = staging
+        self._device_arena, self.staging = device_arena, staging
         self.staged_table: Array = workspace.device.zeros((workspace.shape.max_blocks,), np.int32)
         self._arenas: dict[FileId, DeviceArena] = {}
         self.sequences = CudaSequences(workspace, num_rows, slot_bytes, self._arena_of)
