@@ -2,6 +2,7 @@
 the same requests, and returns rows of figures."""
 
 import contextlib
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -101,13 +102,24 @@ def say(what: str) -> None:
 
 
 @contextlib.contextmanager
+def made(folder: Path) -> Iterator[None]:
+    """A folder for one case's server and logs. It goes with the case: arenas of several cases are
+    more memory than a benchmark should hold."""
+    folder.mkdir()
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
 def running(
     shape: Shape, folder: Path, arena: str, *resident: dict[str, object]
 ) -> Iterator[tuple[Server, Watched, list[Watched]]]:
     """A server, an engine that holds everything, and one for each of `resident`: what they have
     besides the shape's settings."""
-    folder.mkdir()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(made(folder))
         server = stack.enter_context(Server(folder, arena))
         server.wait_ready(600.0)
         whole = stack.enter_context(Watched("everything on the device", shape.everything(), folder))
@@ -319,8 +331,8 @@ def held_by(small: Watched, shape: Shape, batch: Batch, num_tokens: int) -> Held
 def memory(shape: Shape, contexts: Sequence[int], folder: Path, arena: str) -> list[Held]:
     """One request of each length, in an engine of its own pool."""
     found = []
-    folder.mkdir()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(made(folder))
         server = stack.enter_context(Server(folder, arena))
         server.wait_ready(600.0)
         small = stack.enter_context(Watched("resident", shape.resident(server), folder, server))
@@ -346,9 +358,9 @@ def together(
 ) -> list[Together]:
     """The same number of requests in pools of equal bytes: vLLM with the server beside it, and
     residency. Neither has a prefix in common; engines take turns."""
-    folder.mkdir()
     found = []
     with contextlib.ExitStack() as stack:
+        stack.enter_context(made(folder))
         server = stack.enter_context(Server(folder, arena))
         server.wait_ready(600.0)
         engines = {
