@@ -50,7 +50,7 @@ class Reader:
 
     def extend(self, first: int, blocks: list[bytes]) -> list[int]:
         found = self.session.extend_residency(self.name, 0, first, blocks).result(TIMEOUT_S)
-        return list(found.tolist())
+        return list(found.offsets.tolist())
 
     def expect(self, offsets: list[int], engine: PagedEngine, first: int) -> None:
         """These slots hold blocks of the engine's memory, from `first` on."""

@@ -23,6 +23,7 @@ from hotkv_client.types import (
     LayerHotSet,
     LeaseGrant,
     RequestReport,
+    ResidentBlocks,
     Role,
     SelectConfig,
     SequenceCreated,
@@ -138,7 +139,8 @@ class FakeCalls:
             number = self.memory.number(group_index)
             blocks = [self.server.blocks.get((self.space, number, h)) for h in hashes]
             name = (self.config.engine_id, residency_id)
-            return self.server.residencies.extend(name, group_index, first_position, blocks)
+            found = self.server.residencies.extend(name, group_index, first_position, blocks)
+            return ResidentBlocks(found, np.full(len(found), -1, np.int64))
 
         return self._call("extend_residency", residency_id, (first_position, list(hashes)), act)
 

@@ -27,6 +27,8 @@ from hotkv_vllm.sparse.rows import RowNames
 from hotkv_vllm.stats import HotKVStats
 
 logger = link.logger
+MAX_LOSSES = 8
+"""A request whose bytes are lost so often without a new token between ends with an error."""
 
 
 class Residencies:
@@ -231,17 +233,13 @@ class Residencies:
             one.moved_s = now_s
         elif now_s >= one.moved_s + self._timeout_s and not one.has_failed:
             one.has_failed = True
-            self._fail(one)
+            why = "the KV cache server has not taken its blocks for hotkv.residency_timeout_s"
+            self._fail(one, f"{why} = {self._timeout_s:.0f} s")
 
-    def _fail(self, one: Resident) -> None:
+    def _fail(self, one: Resident, why: str) -> None:
         """Ends a request that can't go on: vLLM answers it with an error."""
         self._stats.add("failed_residencies")
-        logger.error(
-            "hotkv: request %s ends with an error: the KV cache server has not taken its blocks "
-            "for %.0f s (hotkv.residency_timeout_s)",
-            one.request_id,
-            self._timeout_s,
-        )
+        logger.error("hotkv: request %s ends with an error: %s", one.request_id, why)
         self._pool.fail(one.request_id)
 
     def lost(self, request_ids: Iterable[str]) -> None:
@@ -254,3 +252,8 @@ class Residencies:
                 one.residency_id = f"{self._prefix}-{uuid.uuid4().hex[:8]}-{request_id}"
                 one.is_lost = False
                 one.begin_anew(0)
+                num_tokens = one.state.request.num_tokens
+                one.num_losses = one.num_losses + 1 if num_tokens == one.tokens_at_loss else 1
+                one.tokens_at_loss = num_tokens
+                if one.num_losses == MAX_LOSSES:
+                    self._fail(one, f"its bytes in host memory were lost {MAX_LOSSES} times")

@@ -50,6 +50,8 @@ class Resident:
     moved_s: float = 0.0
     is_lost: bool = False
     has_failed: bool = False
+    num_losses: int = 0
+    tokens_at_loss: int = 0
 
     @property
     def request_id(self) -> str:

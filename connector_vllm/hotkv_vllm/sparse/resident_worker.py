@@ -242,7 +242,7 @@ class ResidentWorker(SparseWorker):
             except Exception:  # noqa: BLE001 - as in `backend`: the row attends to everything
                 self.fault(layer.name)
                 continue
-            if self._leaves_out(row, found):
+            if row.request_id in self._sequences and self._leaves_out(row, found):
                 chosen[row.row] = found
         if plan.rows:
             self._faults.good_step(layer.name)

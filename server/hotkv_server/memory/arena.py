@@ -318,8 +318,9 @@ def _check_room(directory: Path, needed_bytes: int, arena_bytes: int) -> None:
     if (free_bytes := space.f_bavail * space.f_frsize) < needed_bytes:
         raise OSError(
             f"{directory} has {free_bytes >> 20} MiB free, arena and table need "
-            f"{needed_bytes >> 20} MiB more: lower arena.bytes ({arena_bytes >> 20} MiB), or a "
-            "larger file system (Docker, Kubernetes: mount a directory of the node's /dev/shm)"
+            f"{needed_bytes >> 20} MiB more: lower arena.bytes ({arena_bytes >> 20} MiB), "
+            "or enlarge the file system (Docker, Kubernetes: mount a directory of the node's "
+            "/dev/shm)"
         )
 
 
