@@ -1,0 +1,7 @@
+"""`python -m hotkv_sparse.estimate`."""
+
+import sys
+
+from hotkv_sparse.estimate.command import main
+
+sys.exit(main())

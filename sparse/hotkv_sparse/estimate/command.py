@@ -1,0 +1,246 @@
+"""The command line: `python -m hotkv_sparse.estimate --model qwen2.5-14b --tokens 1000000 --device
+h200`."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hotkv.errors import HotKVError
+from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.estimate.devices import DEVICES, Device, device_named
+from hotkv_sparse.estimate.figures import refuse
+from hotkv_sparse.estimate.here import measure_here
+from hotkv_sparse.estimate.models import MODELS, Model, model_named, read_config
+from hotkv_sparse.estimate.plan import DTYPE_BYTES, Mode, Plan, default_sparse
+from hotkv_sparse.estimate.report import as_json, as_text, sized
+from hotkv_sparse.formats import FORMATS
+
+USAGE_ERROR = 2
+HERE = "here"
+_USUAL_PLAN = Plan(tokens=1)
+
+
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
+    flags = argparse.ArgumentParser(
+        prog="python -m hotkv_sparse.estimate",
+        description=(
+            "Sizes hardware for a context: device and host memory, time to first token, time per "
+            "token, largest batch. Each figure is printed with its formula."
+        ),
+    )
+    what = flags.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}")
+    what.add_argument(
+        "--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or its folder"
+    )
+    flags.add_argument("--tokens", type=int, required=True, help="context of a request")
+    flags.add_argument(
+        "--device",
+        required=True,
+        metavar="NAME",
+        help=f"one of {', '.join(DEVICES)}, or {HERE}: this machine, measured in a second",
+    )
+    flags.add_argument(
+        "--mode",
+        choices=[mode.value for mode in Mode],
+        action="append",
+        help="only this one; may be repeated (default: all)",
+    )
+    flags.add_argument("--json", action="store_true", help="print JSON instead of text")
+    _add_device_flags(flags.add_argument_group("the device, in place of the table's figures"))
+    _add_plan_flags(flags.add_argument_group("the case"))
+    _add_sparse_flags(flags.add_argument_group("sparse decode, as in hotkv.sparse"))
+    return flags.parse_args(arguments)
+
+
+def _add_device_flags(flags: argparse._ArgumentGroup) -> None:
+    flags.add_argument("--device-memory", type=float, metavar="GIB")
+    flags.add_argument("--bandwidth", type=float, metavar="GB/S", help="of device memory")
+    flags.add_argument("--tflops", type=float, help="dense, in the dtype of the model")
+    flags.add_argument("--link", type=float, metavar="GB/S", help="from host memory, one way")
+    flags.add_argument(
+        "--link-ratio", type=float, metavar="SHARE", help="share of the link that copies reach"
+    )
+    flags.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="FIELD=NUMBER",
+        help="any other figure of the device: " + ", ".join(_other_fields()),
+    )
+
+
+def _other_fields() -> list[str]:
+    named = {"name", "source", "memory_bytes", "bandwidth", "flops", "link", "link_ratio"}
+    found = [item.name for item in dataclasses.fields(Device) if item.type is float]
+    return [name for name in found if name not in named]
+
+
+def _add_plan_flags(flags: argparse._ArgumentGroup) -> None:
+    usual = _USUAL_PLAN
+    flags.add_argument(
+        "--batch", type=int, default=usual.batch, help="requests that decode at once"
+    )
+    flags.add_argument("--block-tokens", type=int, default=usual.block_tokens)
+    flags.add_argument(
+        "--chunk-tokens",
+        type=int,
+        default=usual.chunk_tokens,
+        help="of a prefill step: vLLM's max_num_batched_tokens",
+    )
+    flags.add_argument("--tensor-parallel", type=int, default=usual.tensor_parallel)
+    flags.add_argument("--dtype", default=usual.dtype, help=f"one of {', '.join(DTYPE_BYTES)}")
+    flags.add_argument(
+        "--weight-bits", type=int, default=usual.weight_bits, help="of quantised weights: 4 or 8"
+    )
+    flags.add_argument(
+        "--memory-ratio",
+        type=float,
+        default=usual.memory_ratio,
+        help="share of the device that vLLM may use: its gpu_memory_utilization",
+    )
+    flags.add_argument("--host-memory", type=float, metavar="GIB", help="bounds the largest batch")
+    flags.add_argument(
+        "--staging-layers",
+        type=int,
+        default=usual.staging_layers,
+        help="layers of context that a prefill assembles at a time; 2 overlap copy and attention",
+    )
+
+
+def _add_sparse_flags(flags: argparse._ArgumentGroup) -> None:
+    usual, sparse = _USUAL_PLAN, default_sparse()
+    flags.add_argument(
+        "--sparse-topk",
+        type=_count_or_share,
+        default=sparse.sparse_topk,
+        metavar="K",
+        help="a whole number counts tokens, a fraction is a share of the context",
+    )
+    flags.add_argument("--scorer", default=sparse.scorer, help=f"one of {', '.join(FORMATS)}")
+    flags.add_argument("--sink-tokens", type=int, default=sparse.sink_tokens)
+    flags.add_argument("--recent-tokens", type=int, default=sparse.recent_tokens)
+    flags.add_argument("--dense-layers", type=int, nargs="*", default=list(sparse.dense_layers))
+    flags.add_argument("--max-correction-blocks", type=int, default=sparse.max_correction_blocks)
+    flags.add_argument(
+        "--hot-sets", type=float, default=usual.hot_sets, help="hot set over budget, in blocks"
+    )
+    flags.add_argument(
+        "--hit-ratio",
+        type=float,
+        default=usual.hit_ratio,
+        help="share of a step's choice that is hot already",
+    )
+    flags.add_argument(
+        "--representations", choices=("device", "host"), default="device", help="where they lie"
+    )
+    flags.add_argument(
+        "--pulls",
+        choices=("serial", "overlapped"),
+        default="serial",
+        help="whether a step waits for its corrections",
+    )
+
+
+def _count_or_share(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
+
+
+def model_of(chosen: argparse.Namespace) -> Model:
+    """The model that is meant; OSError or INVALID_FIELD."""
+    return model_named(chosen.model) if chosen.config is None else read_config(chosen.config)
+
+
+def device_of(chosen: argparse.Namespace) -> Device:
+    """The device with what the command line replaces of it; INVALID_FIELD."""
+    changes: dict[str, object] = {}
+    for name, given, scale in (
+        ("memory_bytes", chosen.device_memory, float(1 << 30)),
+        ("bandwidth", chosen.bandwidth, 1e9),
+        ("flops", chosen.tflops, 1e12),
+        ("link", chosen.link, 1e9),
+        ("link_ratio", chosen.link_ratio, 1.0),
+    ):
+        if given is not None:
+            changes[name] = given * scale
+    if "memory_bytes" in changes:
+        changes["memory_bytes"] = _whole("device-memory", changes["memory_bytes"])
+    for assignment in chosen.set:
+        name, _, value = assignment.partition("=")
+        if name not in _other_fields():
+            raise refuse("set", assignment, f"use FIELD=NUMBER, of {', '.join(_other_fields())}")
+        try:
+            changes[name] = float(value)
+        except ValueError:
+            raise refuse("set", assignment, "use a number after =") from None
+    device = measure_here() if chosen.device == HERE else device_named(chosen.device)
+    return device.with_(changes)
+
+
+def _whole(name: str, value: object) -> int:
+    assert isinstance(value, float)
+    if not 0 < value < 1e18:
+        raise refuse(name, value / (1 << 30), "use GiB above 0")
+    return int(value)
+
+
+def plan_of(chosen: argparse.Namespace) -> Plan:
+    """The case; INVALID_FIELD."""
+    host = chosen.host_memory
+    return Plan(
+        tokens=chosen.tokens,
+        batch=chosen.batch,
+        block_tokens=chosen.block_tokens,
+        sparse=SparseConfig(
+            sparse_topk=chosen.sparse_topk,
+            scorer=chosen.scorer,
+            sink_tokens=chosen.sink_tokens,
+            recent_tokens=chosen.recent_tokens,
+            dense_layers=tuple(chosen.dense_layers),
+            max_correction_blocks=chosen.max_correction_blocks,
+            min_context_tokens=0,
+        ),
+        hot_sets=chosen.hot_sets,
+        hit_ratio=chosen.hit_ratio,
+        representations_on_host=chosen.representations == "host",
+        pulls_overlap=chosen.pulls == "overlapped",
+        chunk_tokens=chosen.chunk_tokens,
+        staging_layers=chosen.staging_layers,
+        tensor_parallel=chosen.tensor_parallel,
+        dtype=chosen.dtype,
+        weight_bits=chosen.weight_bits,
+        memory_ratio=chosen.memory_ratio,
+        host_memory_bytes=None if host is None else _whole("host-memory", host * (1 << 30)),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status: 0, or 2 for bad input."""
+    chosen = options(arguments)
+    try:
+        model, plan = model_of(chosen), plan_of(chosen)
+        plan.check(model)
+        device = device_of(chosen)
+        modes = [
+            sized(model, device, plan, mode)
+            for mode in Mode
+            if chosen.mode is None or mode.value in chosen.mode
+        ]
+    except HotKVError as error:
+        print(error.message, file=sys.stderr)
+        return USAGE_ERROR
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror}; name a readable --config", file=sys.stderr)
+        return USAGE_ERROR
+    if chosen.json:
+        print(json.dumps(as_json(model, device, plan, modes), indent=1))
+    else:
+        print(as_text(model, device, plan, modes))
+    return 0

@@ -1,0 +1,176 @@
+"""Device and host memory of a plan.
+
+A device holds weights, activations and staging once, and for each request its keys and values and
+representations. What is left after the former bounds the batch.
+"""
+
+from dataclasses import dataclass
+
+from hotkv_sparse.estimate.devices import Device
+from hotkv_sparse.estimate.figures import Figure, human_bytes
+from hotkv_sparse.estimate.models import Model
+from hotkv_sparse.estimate.plan import Mode, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one device, but for `host_…`, which are of all ranks. `largest_batch`: requests of
+    this context that fit, in device and host memory."""
+
+    weights: Figure
+    activations: Figure
+    staging: Figure
+    room: Figure
+    kv_token: Figure
+    request_kv: Figure
+    request_representations: Figure
+    request: Figure
+    device: Figure
+    device_limit: Figure
+    host_request: Figure
+    host: Figure
+    largest_batch: Figure
+
+
+def memory(model: Model, device: Device, plan: Plan, mode: Mode) -> Memory:
+    """What a mode takes; INVALID_FIELD if the plan does not fit the model."""
+    plan.check(model)
+    parallel = plan.tensor_parallel
+    weights = Figure(
+        model.parameters * plan.weight_bytes / parallel,
+        "bytes",
+        f"{model.parameters:,} parameters x {plan.weight_bytes:g} bytes{_over(parallel)}",
+    )
+    activations = _activations(model, plan)
+    kv_token = Figure(
+        model.layers * plan.layer_token_bytes(model),
+        "bytes",
+        f"2 x {model.layers} layers x {plan.rank_kv_heads(model)} KV heads x {model.head_size} x "
+        f"{plan.element_bytes} bytes",
+    )
+    staging = _staging(model, plan, mode)
+    usable_bytes = device.memory_bytes * plan.memory_ratio
+    room = Figure(
+        usable_bytes - weights.value - activations.value - staging.value,
+        "bytes",
+        "device limit - weights - activations - staging",
+    )
+    request_kv = _request_kv(model, plan, mode)
+    representations = _representations(model, plan, mode)
+    request = Figure(
+        request_kv.value + representations.value, "bytes", "keys and values + representations"
+    )
+    host_request = _host_request(model, plan, mode)
+    return Memory(
+        weights=weights,
+        activations=activations,
+        staging=staging,
+        room=room,
+        kv_token=kv_token,
+        request_kv=request_kv,
+        request_representations=representations,
+        request=request,
+        device=Figure(
+            weights.value + activations.value + staging.value + plan.batch * request.value,
+            "bytes",
+            f"weights + activations + staging + {plan.batch} x request",
+        ),
+        device_limit=Figure(
+            usable_bytes, "bytes", f"{human_bytes(device.memory_bytes)} x {plan.memory_ratio:g}"
+        ),
+        host_request=host_request,
+        host=Figure(plan.batch * host_request.value, "bytes", f"{plan.batch} x request on host"),
+        largest_batch=_largest_batch(plan, room, request, host_request),
+    )
+
+
+def _over(parallel: int) -> str:
+    return f" / {parallel} devices" if parallel > 1 else ""
+
+
+def _activations(model: Model, plan: Plan) -> Figure:
+    """A rough bound: what a step's tokens hold at the widest place of a layer, and the logits."""
+    parallel = plan.tensor_parallel
+    tokens = max(plan.chunk_tokens, plan.batch)
+    wide = 6 * model.hidden + 3 * model.intermediate / parallel
+    logits_bytes = 4 * plan.batch * model.vocab / parallel
+    return Figure(
+        tokens * wide * plan.element_bytes + logits_bytes,
+        "bytes",
+        f"{tokens} tokens x (6 x {model.hidden} + 3 x {model.intermediate}{_over(parallel)}) x "
+        f"{plan.element_bytes} bytes + 4 x {plan.batch} x {model.vocab} logits",
+    )
+
+
+def _staging(model: Model, plan: Plan, mode: Mode) -> Figure:
+    """What one prefill at a time needs beside its request's own memory: the context of a layer, or
+    of two to overlap, and a step's new blocks until they are stored."""
+    layer_bytes = plan.layer_token_bytes(model)
+    if mode is not Mode.RESIDENT:
+        return Figure(0.0, "bytes", "attention reads its pages in place")
+    chunk = min(plan.chunk_tokens, plan.tokens)
+    return Figure(
+        plan.staging_layers * plan.tokens * layer_bytes + chunk * model.layers * layer_bytes,
+        "bytes",
+        f"{plan.staging_layers} layers x {plan.tokens} tokens x {human_bytes(layer_bytes)} + "
+        f"{chunk} new tokens x {model.layers} x {human_bytes(layer_bytes)}",
+    )
+
+
+def _request_kv(model: Model, plan: Plan, mode: Mode) -> Figure:
+    page_bytes = plan.block_tokens * plan.layer_token_bytes(model)
+    if mode is not Mode.RESIDENT:
+        return Figure(
+            model.layers * plan.context_blocks * page_bytes,
+            "bytes",
+            f"{model.layers} layers x {plan.context_blocks} blocks x {human_bytes(page_bytes)}",
+        )
+    hot, dense = plan.sparse_layers(model), model.layers - plan.sparse_layers(model)
+    whole = f" + {dense} dense layers x {plan.context_blocks} blocks" if dense else ""
+    return Figure(
+        (hot * plan.hot_blocks + dense * plan.context_blocks) * page_bytes,
+        "bytes",
+        f"({hot} layers x ({plan.always_blocks} blocks of sinks and window + "
+        f"{plan.hot_blocks - plan.always_blocks} hot slots){whole}) x {human_bytes(page_bytes)}",
+    )
+
+
+def _representations(model: Model, plan: Plan, mode: Mode) -> Figure:
+    if mode is Mode.DENSE:
+        return Figure(0.0, "bytes", "none")
+    block_bytes = plan.block_representation_bytes(model)
+    if plan.representations_on_host:
+        return Figure(0.0, "bytes", "in host memory")
+    return Figure(
+        plan.context_blocks * block_bytes,
+        "bytes",
+        f"{plan.context_blocks} blocks x {human_bytes(block_bytes)} in "
+        f"{plan.sparse_layers(model)} layers",
+    )
+
+
+def _host_request(model: Model, plan: Plan, mode: Mode) -> Figure:
+    """All of the context, which the hot set is a copy of, and its representations beside it."""
+    on_host = mode is Mode.RESIDENT or (mode is Mode.SPARSE and plan.representations_on_host)
+    if not on_host:
+        return Figure(0.0, "bytes", "none needed")
+    whole = plan.with_(tensor_parallel=1)
+    kv_bytes = plan.block_tokens * model.kv_token_bytes(plan.element_bytes)
+    if mode is Mode.SPARSE:
+        kv_bytes = 0
+    block_bytes = whole.block_representation_bytes(model)
+    return Figure(
+        plan.context_blocks * (kv_bytes + block_bytes),
+        "bytes",
+        f"{plan.context_blocks} blocks x ({human_bytes(kv_bytes)} + {human_bytes(block_bytes)} of "
+        "representations)",
+    )
+
+
+def _largest_batch(plan: Plan, room: Figure, request: Figure, host_request: Figure) -> Figure:
+    fitting, formula = room.value // request.value, "room / request"
+    if plan.host_memory_bytes is not None and host_request.value:
+        on_host = plan.host_memory_bytes // host_request.value
+        if on_host < fitting:
+            fitting, formula = on_host, f"{human_bytes(plan.host_memory_bytes)} / request on host"
+    return Figure(max(0.0, fitting), "requests", formula)
