@@ -49,7 +49,10 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest files first, then those that have slow tests, so that no worker of `make
-    test` is left alone with a long one at the end."""
+    test` is left alone with a long one at the end. One worker keeps the order that it was given:
+    who names files without xdist wants the quick ones to fail first (`tools/mutate.py`)."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST)}
     last = len(LONGEST)

@@ -74,6 +74,17 @@ SEAMS = (
     "tests/vllm/test_sleep.py tests/vllm/test_reset.py tests/vllm/test_events.py "
     "tests/vllm/test_hybrid.py"
 )
+REQUESTS = (
+    "tests/vllm/test_hit_finder.py tests/vllm/test_store_planner.py "
+    "tests/vllm/test_stores_in_flight.py tests/vllm/test_admission.py "
+    f"tests/vllm/test_load_books.py tests/vllm/test_scheduler_books.py {ENGINE}"
+)
+"""Parts of the scheduler side without an engine, then with one."""
+RANK = (
+    "tests/vllm/test_worker_stores.py tests/vllm/test_worker_loads.py "
+    f"tests/vllm/test_worker_side.py {ENGINE}"
+)
+"""The same of the worker side."""
 TESTS: dict[str, str] = {
     "proto/hotkv/order.py": "tests/core/test_order.py",
     "proto/hotkv/table.py": "tests/wire/test_rereads.py tests/core/test_index.py",
@@ -119,9 +130,13 @@ TESTS: dict[str, str] = {
     "client/hotkv_client/link.py": (
         f"{LIFE} tests/server/test_arena.py tests/server/test_security.py"
     ),
-    "client/hotkv_client/recorder.py": "tests/server/test_record.py",
+    "client/hotkv_client/recorder.py": (
+        "tests/wire/test_trace_lines.py tests/server/test_record.py"
+    ),
     "client/hotkv_client/arena.py": "tests/server/test_arena.py",
-    "client/hotkv_client/channels.py": "tests/server/test_tcp.py tests/server/test_security.py",
+    "client/hotkv_client/channels.py": (
+        "tests/wire/test_channels.py tests/server/test_tcp.py tests/server/test_security.py"
+    ),
     "client/hotkv_client/_sparse_wire.py": (
         "tests/server/test_sparse_service.py tests/server/test_sparse_refusals.py"
     ),
@@ -150,29 +165,29 @@ TESTS: dict[str, str] = {
         "tests/vllm/test_weights_watch.py tests/vllm/test_rekeying.py"
     ),
     "connector_vllm/hotkv_vllm/compat/fingerprint.py": "tests/vllm/test_fingerprint.py",
+    "connector_vllm/hotkv_vllm/compat/kv_groups.py": f"tests/vllm/test_kv_groups.py {SEAMS}",
+    "connector_vllm/hotkv_vllm/compat/steps.py": f"tests/vllm/test_steps.py {SEAMS}",
     "connector_vllm/hotkv_vllm/compat/": f"tests/vllm/test_fingerprint.py {SEAMS}",
-    "connector_vllm/hotkv_vllm/worker/device_order.py": "tests/vllm/test_device_order.py",
+    "connector_vllm/hotkv_vllm/worker/device_order.py": (
+        "tests/vllm/test_marks.py tests/vllm/test_device_order.py"
+    ),
     "connector_vllm/hotkv_vllm/worker/exported.py": "tests/vllm/test_cuda_export.py",
-    "connector_vllm/hotkv_vllm/scheduler/reset.py": f"tests/vllm/test_reset.py {ENGINE}",
-    "connector_vllm/hotkv_vllm/scheduler/storable.py": f"tests/vllm/test_revocations.py {ENGINE}",
-    "connector_vllm/hotkv_vllm/scheduler/hits.py": f"tests/vllm/test_diverging_hits.py {ENGINE}",
-    "connector_vllm/hotkv_vllm/scheduler/groups.py": f"tests/vllm/test_diverging_hits.py {ENGINE}",
-    "connector_vllm/hotkv_vllm/scheduler/table_probe.py": (
-        f"tests/vllm/test_diverging_hits.py {ENGINE}"
-    ),
-    "connector_vllm/hotkv_vllm/scheduler/missing_blocks.py": (
-        f"tests/vllm/test_revocations.py {ENGINE}"
-    ),
-    "connector_vllm/hotkv_vllm/scheduler/stores_in_flight.py": (
-        f"tests/vllm/test_revocations.py {ENGINE}"
-    ),
-    "connector_vllm/hotkv_vllm/scheduler/fence.py": f"tests/vllm/test_revocations.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/worker/stores.py": RANK,
+    "connector_vllm/hotkv_vllm/worker/loads.py": RANK,
+    "connector_vllm/hotkv_vllm/worker/transfers.py": RANK,
+    "connector_vllm/hotkv_vllm/worker/side.py": RANK,
+    "connector_vllm/hotkv_vllm/scheduler/": REQUESTS,
+    "connector_vllm/hotkv_vllm/scheduler/reset.py": f"tests/vllm/test_reset.py {REQUESTS}",
+    "connector_vllm/hotkv_vllm/scheduler/storable.py": f"tests/vllm/test_hybrid.py {REQUESTS}",
     "connector_vllm/hotkv_vllm/scheduler/agreement.py": (
         f"tests/vllm/test_ranks.py tests/vllm/test_revocations.py {ENGINE}"
     ),
     "connector_vllm/hotkv_vllm/scheduler/exactness.py": f"tests/vllm/test_exactness.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/metadata.py": f"tests/vllm/test_metadata.py {ENGINE}",
     "connector_vllm/hotkv_vllm/compat/multi.py": "tests/vllm/test_multi_connector.py",
-    "connector_vllm/hotkv_vllm/scheduler/other_loads.py": "tests/vllm/test_multi_connector.py",
+    "connector_vllm/hotkv_vllm/scheduler/other_loads.py": (
+        "tests/vllm/test_load_books.py tests/vllm/test_multi_connector.py"
+    ),
     "connector_vllm/hotkv_vllm/": ENGINE,
 }
 """The tests of a file: those of the longest entry that its path begins with, quick ones first."""

@@ -1,6 +1,7 @@
 """Fixtures for tests of the vLLM connector; the folder is skipped where vLLM is not installed."""
 
 import importlib.util
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,3 +78,23 @@ def engine(
     for one in made:
         one.worker.shutdown()
         one.connector.shutdown()
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Makes worker sides that have a session and no engine (`worker_parts.Rig`)."""
+    from tests.vllm.worker_parts import Rig
+
+    return lambda **settings: Rig(monkeypatch, **settings)
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Warnings of hotkv, as they are logged."""
+    from hotkv_vllm import link
+
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    monkeypatch.setattr(link.logger, "handlers", [handler])
+    return said

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import HashStore
+from torch.distributed import HashStore, distributed_c10d
 
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
@@ -174,6 +174,24 @@ def test_notes_reach_all_ranks() -> None:
     assert len(set(exchanged(notes, 4, 20.0).values())) == 1
     notes[2] = replace(notes[2], space=None, why_off="no room")
     assert exchanged(notes, 4, 20.0) == dict.fromkeys(range(4), "rank 2: no room")
+
+
+def test_ranks_without_a_process_group_can_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an engine whose workers did not set up torch's groups, and with a torch that keeps
+    their store elsewhere."""
+    note = notes_of([[1]], 2, 1)[0]
+    assert ranks.agree(note, 1, "engine")[1].rank == note.place.rank
+    with pytest.raises(Unsupported, match="can't exchange what they found"):
+        ranks.agree(note, 2, "engine")
+    monkeypatch.delattr(distributed_c10d, "_get_default_store")
+    with pytest.raises(Unsupported, match="can't exchange what they found"):
+        ranks.agree(note, 2, "engine")
+
+
+def test_ranks_meet_in_the_store_of_their_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    assert ranks.process_group_store() is store
 
 
 def test_a_rank_that_never_comes_is_named_and_not_waited_for() -> None:

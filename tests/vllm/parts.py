@@ -1,0 +1,194 @@
+"""The scheduler side's parts over a double of the server, without an engine: requests are names and
+hashes, and time is what the test says."""
+
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace, Representation
+from hotkv_client.testing import FakeServer
+from hotkv_client.types import BlockResult, Role, SessionConfig
+from hotkv_vllm.compat.kv_groups import CacheGroup
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob, StoreReport
+from hotkv_vllm.scheduler.exactness import Exactness
+from hotkv_vllm.scheduler.fence import Fence
+from hotkv_vllm.scheduler.groups import CachedGroups
+from hotkv_vllm.scheduler.hits import HitFinder
+from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
+from hotkv_vllm.scheduler.request import RequestState
+from hotkv_vllm.scheduler.stores import StorePlanner
+from hotkv_vllm.stats import HotKVStats
+
+TOKENS = 16
+"""In a block of every group, unless a test says otherwise."""
+BLOCK_BYTES = 1 << 18
+FULL = GroupSpec(GroupKind.FULL_ATTENTION, TOKENS, (BLOCK_BYTES,))
+WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, TOKENS, (BLOCK_BYTES,), 2 * TOKENS + 1)
+"""A hit needs the two blocks before it."""
+STATES = GroupSpec(GroupKind.MAMBA, TOKENS, (BLOCK_BYTES,))
+
+
+def block_hash(name: str, number: int) -> bytes:
+    return f"{name}{number}".encode().ljust(32, b".")
+
+
+def request(name: str, prompt_tokens: int, *, decoded: int = 0, computed: int = 0) -> Any:
+    """A request as vLLM's scheduler has it, with the hashes of its full blocks."""
+    num_tokens = prompt_tokens + decoded
+    return SimpleNamespace(
+        request_id=name,
+        num_tokens=num_tokens,
+        num_prompt_tokens=prompt_tokens,
+        num_computed_tokens=computed,
+        block_hashes=[block_hash(name, number) for number in range(num_tokens // TOKENS)],
+        all_token_ids=list(range(num_tokens)),
+        lora_request=None,
+        mm_features=[],
+        cache_salt=None,
+        prompt_embeds=None,
+        skip_reading_prefix_cache=False,
+        kv_transfer_params=None,
+        shared_prefix_boundary=0,
+    )
+
+
+class Parts:
+    """A finder of hits and a planner of stores over one session. `clock`: seconds, as the test
+    sets them."""
+
+    def __init__(
+        self,
+        specs: Sequence[GroupSpec] = (FULL,),
+        *,
+        alignment: int = TOKENS,
+        drafts: Sequence[int] = (),
+        represented: Sequence[int] = (),
+        num_ranks: int = 1,
+        fence: Fence | None = None,
+        by_handoff: Sequence[int] = (),
+        **settings: Any,
+    ) -> None:
+        self.server = FakeServer()
+        self.specs = tuple(specs)
+        kinds = tuple(Representation(index, "test", 1, (64,)) for index in represented)
+        space = KeySpace("model", "weights", "bfloat16", self.specs, TOKENS)
+        self.space = space.fingerprint
+        self.session = self.server.open(
+            SessionConfig("unix:/none", "engine", Role.SCHEDULER, space, kinds)
+        )
+        self.stats = HotKVStats()
+        self.config = ConnectorConfig(**settings)
+        self.groups = CachedGroups(self.specs, TOKENS, alignment, frozenset(drafts))
+        self.finder = HitFinder(
+            self.session,
+            self.groups,
+            self.config,
+            self.stats,
+            "e",
+            RepresentationPlanner(len(self.specs), kinds),
+        )
+        self.exactness = Exactness([spec.block_tokens for spec in self.specs], 100)
+        cache_groups = [
+            CacheGroup(
+                index,
+                spec.kind,
+                spec.block_tokens,
+                spec.window_tokens,
+                states_by_handoff=index in by_handoff,
+                is_draft=index in drafts,
+            )
+            for index, spec in enumerate(self.specs)
+        ]
+        self.planner = StorePlanner(
+            self.session,
+            self.finder,
+            cache_groups,
+            num_ranks,
+            self.config,
+            self.stats,
+            "e",
+            fence,
+            self.exactness,
+        )
+        self.clock = 100.0
+
+    def count(self, name: str) -> float:
+        return float(self.stats.data.get(name, 0))
+
+    def put(self, name: str, blocks: Sequence[int], group: int = 0) -> None:
+        """The server has these blocks of a request ready. `group`: also of a representation."""
+        number = self.session.memory.number(group)
+        for block in blocks:
+            self.server.blocks[self.space, number, block_hash(name, block)] = {}
+
+    def drop(self, name: str, blocks: Sequence[int], group: int = 0) -> None:
+        number = self.session.memory.number(group)
+        for block in blocks:
+            del self.server.blocks[self.space, number, block_hash(name, block)]
+
+    def state(self, one: Any) -> RequestState:
+        return RequestState(one, self.planner.new_state())
+
+    def match(self, state: RequestState, computed_tokens: int = 0) -> tuple[int | None, bool]:
+        return self.finder.match(state, computed_tokens, self.clock)
+
+    def hit(self, state: RequestState, computed_tokens: int = 0) -> int:
+        """Tokens of the hit, asked for until it is known."""
+        for _ in range(5):
+            tokens, is_async = self.match(state, computed_tokens)
+            if tokens is not None:
+                assert is_async == (tokens > 0)
+                return tokens
+            assert not is_async
+        raise AssertionError("asked again and again")
+
+    def load(self, state: RequestState, num_external: int, tables: Sequence[Sequence[int]]) -> Any:
+        return self.finder.begin_load(state, tables, num_external, 0)
+
+
+def plan(
+    parts: Parts,
+    *scheduled: tuple[Any, int],
+    tables: Sequence[Sequence[int]] | None = None,
+    handoffs: Any = None,
+    written: Collection[int] = (),
+) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
+    """One step: each state, and how many tokens it computes. All have the same block table."""
+    ids_of = tables or [list(range(1 + 10 * at, 10 + 10 * at)) for at in range(len(parts.specs))]
+    return parts.planner.plan(
+        scheduled, lambda _: tuple(map(list, ids_of)), handoffs or {}, lambda: written
+    )
+
+
+def stored(jobs: Sequence[StoreJob]) -> list[tuple[int, list[int]]]:
+    """Group and block ids of each run."""
+    return [(run.group_index, run.block_ids.tolist()) for job in jobs for run in job.runs]
+
+
+def report(*results: tuple[int, Sequence[BlockResult]]) -> HotKVWorkerMetadata:
+    """What one rank says of each store."""
+    return HotKVWorkerMetadata(
+        {store_id: StoreReport([bytes(blocks)]) for store_id, blocks in results}
+    )
+
+
+def ids(blocks: Sequence[int]) -> Any:
+    return np.array(blocks, np.int32)
+
+
+def answered(value: Any) -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class Clock:
+    """Takes down no times of hooks."""
+
+    def add(self, hook: str, seconds: float) -> None:
+        pass

@@ -1,0 +1,205 @@
+"""What hotkv takes from vLLM's KV cache groups: kinds, block sizes, windows, drafters, and what it
+refuses. Groups are vLLM's own; no engine is built."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from hotkv.groups import GroupKind
+from hotkv_vllm.compat import Unsupported, kv_groups
+from hotkv_vllm.compat.kv_groups import CacheGroup
+from tests.vllm.specs import CHUNK, WINDOW, full_spec, window_spec
+from tests.vllm.tiny import BLOCK_TOKENS
+
+CHUNKED = ChunkedLocalAttentionSpec(
+    block_size=BLOCK_TOKENS,
+    num_kv_heads=2,
+    head_size=32,
+    dtype=torch.bfloat16,
+    attention_chunk_size=CHUNK,
+)
+
+
+def states(mode: str = "all") -> MambaSpec:
+    return MambaSpec(
+        block_size=32, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode=mode
+    )
+
+
+def group(spec: Any, *names: str, is_draft: bool = False) -> Any:
+    return SimpleNamespace(
+        kv_cache_spec=spec, layer_names=list(names) or ["layer"], is_eagle_group=is_draft
+    )
+
+
+def kv_config(*groups: Any, cacheable: Sequence[int] | None = None, alignment: int = 0) -> Any:
+    return SimpleNamespace(
+        kv_cache_groups=list(groups),
+        prefix_cacheable_group_ids=range(len(groups)) if cacheable is None else cacheable,
+        cache_hit_alignment_tokens=alignment,
+    )
+
+
+def vllm_config(*, drops: bool | None = None, stages: int = 1, dcp: int = 1, pcp: int = 1) -> Any:
+    """`drops`: whether the drafter has the last block of a hit computed again; None without one."""
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=stages,
+            decode_context_parallel_size=dcp,
+            prefill_context_parallel_size=pcp,
+            distributed_executor_backend="mp",
+            world_size=stages,
+        ),
+        speculative_config=None
+        if drops is None
+        else SimpleNamespace(use_eagle_block_drop=lambda: drops),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RSWASpec(type(window_spec())):  # type: ignore[misc]
+    """Has the name of a kind that hotkv does not keep."""
+
+
+OTHER = RSWASpec(**vars(window_spec()))
+
+
+def one_group(*layers: Any) -> Any:
+    """The spec of a group whose layers differ."""
+    specs = {f"layer.{at}": one for at, one in enumerate(layers)}
+    return UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=specs)
+
+
+def test_each_kind_of_layer_is_the_group_that_hotkv_knows() -> None:
+    config = kv_config(group(full_spec()), group(window_spec()), group(CHUNKED), group(states()))
+    assert kv_groups.cache_groups(vllm_config(), config) == (
+        CacheGroup(0, GroupKind.FULL_ATTENTION, BLOCK_TOKENS),
+        CacheGroup(1, GroupKind.SLIDING_WINDOW, BLOCK_TOKENS, WINDOW),
+        CacheGroup(2, GroupKind.CHUNKED_LOCAL, BLOCK_TOKENS, CHUNK),
+        CacheGroup(3, GroupKind.MAMBA, 32),
+    )
+
+
+def test_a_window_is_as_wide_as_the_widest_layer_with_what_it_keeps_besides() -> None:
+    wide = replace(window_spec(), sliding_window=WINDOW + 5, extra_retained_tokens=0)
+    keeps = replace(window_spec(), extra_retained_tokens=9)
+    for layers in ([wide, window_spec()], [window_spec(), wide]):
+        (found,) = kv_groups.cache_groups(vllm_config(), kv_config(group(one_group(*layers))))
+        assert found.window_tokens == WINDOW + 5
+    (found,) = kv_groups.cache_groups(vllm_config(), kv_config(group(keeps)))
+    assert found.window_tokens == WINDOW + 9
+
+
+@pytest.mark.parametrize("mode", ["all", "align"])
+def test_states_are_named_by_vllm_in_align_mode_only(mode: str) -> None:
+    (found,) = kv_groups.cache_groups(vllm_config(), kv_config(group(states(mode))))
+    assert found.states_by_handoff == (mode == "align")
+
+
+def test_groups_that_vllm_does_not_cache_are_left_out_and_keep_their_numbers() -> None:
+    uncached = SimpleNamespace(prefix_cacheable=False)
+    config = kv_config(group(uncached), group(full_spec()), cacheable=[1])
+    assert [one.vllm_group for one in kv_groups.cache_groups(vllm_config(), config)] == [1]
+
+
+@pytest.mark.parametrize(
+    "config, engine, why",
+    [
+        (kv_config(group(full_spec()), cacheable=[]), {}, "may not be transferred"),
+        (kv_config(), {}, "no KV cache group"),
+        (kv_config(group(states("none"))), {}, "no states at block boundaries"),
+        (kv_config(group(OTHER)), {}, "RSWASpec"),
+        (kv_config(group(one_group(window_spec(), OTHER))), {}, "UniformTypeKVCacheSpecs"),
+        (kv_config(group(states())), {"pcp": 2}, "KV cache group 0: kind MAMBA"),
+        (kv_config(group(full_spec())), {"pcp": 2}, "prefill context parallelism"),
+        (
+            kv_config(group(replace(window_spec(), dcp_sharded=True))),
+            {"dcp": 2},
+            "KV cache group 0: kind SLIDING_WINDOW",
+        ),
+    ],
+)
+def test_what_a_hit_could_not_restore_is_refused_with_the_reason(
+    config: Any, engine: dict[str, int], why: str
+) -> None:
+    with pytest.raises(Unsupported, match=why):
+        kv_groups.cache_groups(vllm_config(**engine), config)
+
+
+def test_an_engine_without_prefill_ranks_has_one() -> None:
+    """As in versions of vLLM that do not know them; states would refuse two."""
+    engine = vllm_config()
+    del engine.parallel_config.prefill_context_parallel_size
+    assert kv_groups.cache_groups(engine, kv_config(group(states())))
+
+
+def test_blocks_that_ranks_share_count_the_tokens_of_all_of_them() -> None:
+    sharded = replace(full_spec(), dcp_sharded=True)
+    whole = replace(full_spec(), dcp_sharded=False)
+    config = kv_config(group(sharded), group(whole))
+    found = kv_groups.cache_groups(vllm_config(dcp=2), config)
+    assert [one.block_tokens for one in found] == [2 * BLOCK_TOKENS, BLOCK_TOKENS]
+    assert kv_groups.group_block_tokens(vllm_config(dcp=2), config) == (
+        2 * BLOCK_TOKENS,
+        BLOCK_TOKENS,
+    )
+
+
+def test_states_follow_no_token_order() -> None:
+    config = kv_config(group(states()), group(full_spec()))
+    assert kv_groups.group_block_tokens(vllm_config(), config) == (0, BLOCK_TOKENS)
+
+
+@pytest.mark.parametrize(
+    "drops, stages, marked, is_draft, dropping",
+    [
+        # No drafter, or one whose last block is kept: no group is a drafter's.
+        (None, 1, False, [False] * 3, set()),
+        (False, 1, False, [False] * 3, set()),
+        (None, 2, False, [False] * 3, set()),
+        (False, 2, False, [False] * 3, set()),
+        # Only the marked group; without a mark all but states.
+        (True, 1, True, [False, True, False], {1}),
+        (True, 1, False, [False] * 3, {0, 1}),
+        # One stage knows which group it is. The others can't, so all but states are taken for it.
+        (True, 2, True, [True, True, False], {0, 1}),
+        (True, 2, False, [True, True, False], {0, 1}),
+        # vLLM has marked a group, and drops nothing.
+        (False, 1, True, [False, True, False], set()),
+    ],
+)
+def test_which_groups_hold_a_drafters_layers(
+    drops: bool | None, stages: int, marked: bool, is_draft: list[bool], dropping: set[int]
+) -> None:
+    config = kv_config(group(full_spec()), group(window_spec(), is_draft=marked), group(states()))
+    engine = vllm_config(drops=drops, stages=stages)
+    groups = kv_groups.cache_groups(engine, config)
+    assert [one.is_draft for one in groups] == is_draft
+    assert kv_groups.draft_groups(engine, groups) == dropping
+
+
+def test_hits_are_multiples_of_vllms_granularity_and_of_every_block() -> None:
+    groups = tuple(CacheGroup(0, GroupKind.MLA, tokens) for tokens in (15, 9))
+    for given, alignment in ((0, 45), (1, 45), (10, 90)):
+        found = kv_groups.hit_alignment_tokens(kv_config(alignment=given), groups)
+        assert found == alignment
+
+
+def test_each_layer_has_its_own_spec() -> None:
+    wide = replace(window_spec(), sliding_window=2 * WINDOW)
+    both = one_group(window_spec(), wide)
+    config = kv_config(group(both, "layer.0", "layer.1"), group(full_spec(), "layer.2"))
+    assert kv_groups.layer_specs(config) == {
+        "layer.0": window_spec(),
+        "layer.1": wide,
+        "layer.2": full_spec(),
+    }

@@ -1,0 +1,213 @@
+"""Marks in the queue of the engine's device, without an engine: what is offered to the server, what
+each mark says, and when an event may be recorded again."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hotkv.layout import Layout, MemoryHandle
+from hotkv.order import NO_ORDER, OrderKind
+from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.worker import device_order
+from hotkv_vllm.worker.device_order import (
+    NUM_EVENTS,
+    NUM_WORDS,
+    WORDS_HANDLE,
+    CudaDevice,
+    CudaWords,
+    Mark,
+    Marks,
+    marks_for,
+)
+from hotkv_vllm.worker.exported import ExportedMemory
+from tests.vllm.device import ToldDevice
+
+
+@pytest.mark.parametrize("wanted", ["auto", "events", "flags", "host"])
+@pytest.mark.parametrize("has_events", [True, False])
+@pytest.mark.parametrize("has_words", [True, False])
+def test_what_is_wanted_and_can_be_done_is_offered(
+    wanted: str, has_events: bool, has_words: bool
+) -> None:
+    marks = Marks(ToldDevice(has_events=has_events, has_words=has_words), wanted)
+    events = has_events and wanted in ("auto", "events")
+    words = has_words and wanted in ("auto", "flags")
+    assert len(marks.order.event_handles) == (NUM_EVENTS if events else 0)
+    assert marks.order.num_flags == (NUM_WORDS if words else 0)
+    assert marks.order.flags_handle_id == (WORDS_HANDLE if words else "")
+    assert marks.order.device_uuid == (ToldDevice.uuid if events or words else b"")
+
+
+def test_on_a_cpu_all_marks_have_passed_and_nothing_is_offered() -> None:
+    marks = Marks()
+    mark = marks.make(OrderKind.EVENTS)
+    assert marks.order == NO_ORDER and mark.passed() and mark.lets_send() and mark.after is None
+    marks.done(marks.use(mark))
+    marks.done(mark)
+    assert marks_for(torch.device("cpu"), "auto").order == NO_ORDER
+
+
+def test_an_event_is_recorded_again_only_when_nobody_waits_for_it() -> None:
+    device = ToldDevice()
+    marks = Marks(device, "events")
+    first = marks.make(OrderKind.EVENTS)
+    assert first.after is not None and first.after.kind is OrderKind.EVENTS
+    assert (first.uses, first.after.mark.index) == (1, 0)
+    marks.use(first)
+    others = [marks.make(OrderKind.EVENTS) for _ in range(NUM_EVENTS - 1)]
+    assert sorted(one.after.mark.index for one in others if one.after) == list(range(1, NUM_EVENTS))
+    marks.done(first)
+    late = marks.make(OrderKind.EVENTS)
+    # All events are in use: the mark serves this process alone.
+    assert late.after is None and late.event is not None
+    marks.done(first)
+    again = marks.make(OrderKind.EVENTS)
+    assert again.after is not None and again.after.mark.index == 0
+
+
+def test_an_event_that_could_not_be_recorded_is_still_free() -> None:
+    device = ToldDevice()
+    marks = Marks(device, "events")
+    device.on_record = lambda event: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        marks.make(OrderKind.EVENTS)
+    device.on_record = lambda event: None
+    assert marks.make(OrderKind.EVENTS).after and len(marks._free) == NUM_EVENTS - 1
+
+
+@pytest.mark.parametrize("kind", [OrderKind.FLAGS, OrderKind.HOST])
+def test_events_of_this_process_are_used_again(kind: OrderKind) -> None:
+    made: list[Any] = []
+    device = ToldDevice()
+    plain = device.new_event
+    device.new_event = lambda **how: made.append(how) or plain(**how)  # type: ignore[method-assign]
+    marks = Marks(device, "flags")
+    for _ in range(3):
+        mark = marks.make(kind)
+        assert mark.event is not None and (mark.after is not None) == (kind is OrderKind.FLAGS)
+        marks.done(mark)
+    assert made == [{"interprocess": False}] and len(marks._spare) == 1
+
+
+def test_a_mark_passes_when_the_device_is_there_and_stays_passed() -> None:
+    device = ToldDevice()
+    device.give(lambda: None)
+    marks = Marks(device, "host")
+    mark = marks.make(OrderKind.HOST)
+    assert not mark.passed() and not mark.lets_send() and not mark.has_passed
+    device.run()
+    assert mark.passed() and mark.lets_send()
+    # The event may serve another mark by now.
+    device.give(lambda: None)
+    device.record(mark.event)
+    assert mark.passed()
+    assert Mark(None).passed()
+
+
+def test_each_stream_has_a_word_that_counts_up() -> None:
+    device = ToldDevice()
+    marks = Marks(device, "flags")
+    told = []
+    for stream in (7, 8, 7, 7, 9):
+        device.stream = stream
+        after = marks.make(OrderKind.FLAGS).after
+        assert after is not None
+        told.append((after.mark.index, after.mark.value))
+    assert told == [(0, 1), (1, 1), (0, 2), (0, 3), (2, 1)]
+    device.run()
+    assert device.words is not None and device.words.words[:4].tolist() == [3, 1, 1, 0]
+
+
+def test_more_streams_than_words_are_waited_for_by_the_worker() -> None:
+    device = ToldDevice()
+    marks = Marks(device, "flags")
+    for stream in range(NUM_WORDS + 2):
+        device.stream = stream
+        mark = marks.make(OrderKind.FLAGS)
+        assert (mark.after is not None) == (stream < NUM_WORDS) and mark.event is not None
+
+
+def test_a_word_begins_anew_behind_its_last_value() -> None:
+    device = ToldDevice()
+    marks = Marks(device, "flags")
+    marks._values[0] = (1 << 32) - 2
+    values = [one.mark.value for _ in range(3) if (one := marks.make(OrderKind.FLAGS).after)]
+    assert values == [(1 << 32) - 1, 0, 1]
+
+
+def test_the_servers_words_are_shown_beside_the_memory() -> None:
+    layout = Layout(0, 1, (MemoryHandle("kv0", 64),), (), "test")
+    memory = ExportedMemory(layout, {"kv0": 5})
+    assert Marks(ToldDevice(), "events").beside(memory) is memory
+    both = Marks(ToldDevice(), "flags").beside(memory)
+    assert [one.handle_id for one in both.layout.handles] == ["kv0", WORDS_HANDLE]
+    assert both.fds.keys() == {"kv0", WORDS_HANDLE} and both.fds["kv0"] == 5
+    assert memory.fds == {"kv0": 5}
+
+
+# ---------------------------------------------------------------------------------- through torch
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """torch's device calls, noted; tensors are on the CPU."""
+    called: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: called.append("synchronize"))
+    monkeypatch.setattr(
+        device_order,
+        "cuda_handle",
+        lambda name, storage: called.append("handle") or MemoryHandle(name, storage.nbytes()),
+    )
+    return called
+
+
+@pytest.mark.parametrize("value", [0, 1, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, (1 << 32) - 1])
+def test_a_word_holds_what_was_written_as_the_server_reads_it(
+    on_cpu: list[str], value: int
+) -> None:
+    words = CudaWords(torch.device("cpu"), 3)
+    # Zero is on the device before the server can hear of the words.
+    assert on_cpu == ["synchronize", "handle"] and words.handle == MemoryHandle(WORDS_HANDLE, 12)
+    words.write(1, value)
+    base = words._cells[0]._base
+    assert base is not None
+    assert base.view(torch.uint8).numpy().view("<u4").tolist() == [0, value, 0]
+
+
+class Stream:
+    cuda_stream = 77
+
+
+class CudaEvent:
+    """Stands for `torch.cuda.Event`."""
+
+    def __init__(self, interprocess: bool) -> None:
+        self.interprocess, self.recorded = interprocess, list[Any]()
+
+    def record(self, stream: Any) -> None:
+        self.recorded.append(stream)
+
+
+def test_events_are_recorded_on_the_current_stream_as_soon_as_they_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = Stream()
+    monkeypatch.setattr(device_order, "cuda_device_uuid", lambda device: b"u" * 16)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "Event", CudaEvent)
+    device = CudaDevice(torch.device("cuda:0"))
+    assert (device.uuid, device.stream) == (b"u" * 16, 77)
+    for interprocess in (True, False):
+        event: Any = device.new_event(interprocess=interprocess)
+        assert event.interprocess == interprocess and event.recorded == [stream]
+
+
+def test_a_torch_that_tells_too_little_of_its_device_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_order, "cuda_device_uuid", lambda device: device.no_such_thing)
+    with pytest.raises(Unsupported, match="does not tell enough"):
+        marks_for(torch.device("cuda:0"), "auto")
+    monkeypatch.setattr(device_order, "CudaDevice", lambda device: ToldDevice())
+    assert marks_for(torch.device("cuda:0"), "flags").order.num_flags == NUM_WORDS

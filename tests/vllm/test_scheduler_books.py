@@ -1,0 +1,333 @@
+"""The small books of the scheduler side, each alone: names of blocks, hidden keys, representations,
+reports, hints, links of workers."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotkv.keys import Representation
+from hotkv.retention import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
+from hotkv_client.types import BlockRun, GroupHashes
+from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
+from hotkv_vllm.scheduler import hidden_keys, joining, worker_links
+from hotkv_vllm.scheduler.groups import CachedGroups
+from hotkv_vllm.scheduler.hidden_keys import HiddenKeys
+from hotkv_vllm.scheduler.hints import LOG_INTERVAL_S, HintReader
+from hotkv_vllm.scheduler.joining import Joining
+from hotkv_vllm.scheduler.reports import UseReports
+from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
+from hotkv_vllm.scheduler.worker_links import WorkerLinks
+from hotkv_vllm.stats import HotKVStats
+from tests.vllm.parts import FULL, TOKENS, Parts, request
+
+# ---------------------------------------------------------------------------------- names of blocks
+
+
+def test_only_requests_of_an_adapter_are_named_by_it() -> None:
+    adapters: Any = SimpleNamespace(keys=lambda one: [b"adapter"])
+    plain, own = request("a", 32), request("b", 32)
+    own.lora_request = object()
+    groups = CachedGroups([FULL], TOKENS, TOKENS, adapters=adapters)
+    assert groups.keys(plain) == plain.block_hashes and groups.keys(own) == [b"adapter"]
+    groups = CachedGroups([FULL], TOKENS, TOKENS)
+    assert groups.keys(own) == own.block_hashes
+
+
+def test_masks_of_other_groups_than_there_are_make_no_hit() -> None:
+    groups = CachedGroups([FULL, FULL], TOKENS, TOKENS)
+    for count in (1, 3):
+        with pytest.raises(ValueError, match=r"shorter|longer"):
+            groups.longest_hit((np.ones(2, np.bool_),) * count, 0, 64)
+
+
+# -------------------------------------------------------------------------------------- hidden keys
+
+
+def shown(hidden: HiddenKeys, group: int, *hashes: bytes) -> list[bool]:
+    return list(hidden.mask(group, hashes, np.ones(len(hashes), np.bool_)).tolist())
+
+
+def test_keys_stay_hidden_until_they_are_cleared() -> None:
+    hidden = HiddenKeys()
+    hidden.hide(0, [b"a", b"b"])
+    assert shown(hidden, 0, b"a", b"b", b"c") == [False, False, True]
+    assert shown(hidden, 1, b"a") == [True] and len(hidden) == 2
+    assert hidden.mask(0, [b"c"], np.zeros(1, np.bool_)).tolist() == [False]
+    hidden.clear(0, b"a")
+    hidden.clear(0, b"unknown")
+    assert shown(hidden, 0, b"a", b"b") == [True, False]
+    hidden.clear_all()
+    assert shown(hidden, 0, b"b") == [True]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_new_epoch_clears_all_keys_and_the_same_none(first: int) -> None:
+    hidden = HiddenKeys()
+    hidden.set_epoch(first)
+    hidden.hide(0, [b"a"])
+    hidden.set_epoch(first)
+    assert len(hidden) == 1
+    hidden.set_epoch(first + 1)
+    assert not len(hidden)
+
+
+def test_the_first_epoch_clears_what_was_hidden_before_it() -> None:
+    hidden = HiddenKeys()
+    hidden.hide(0, [b"a"])
+    hidden.set_epoch(1)
+    assert not len(hidden)
+
+
+def test_the_oldest_keys_are_forgotten_beyond_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hidden_keys, "MAX_HIDDEN_KEYS", 3)
+    hidden = HiddenKeys()
+    hidden.hide(0, [b"a", b"b", b"c"])
+    assert shown(hidden, 0, b"a", b"b", b"c") == [False] * 3
+    hidden.hide(0, [b"d"])
+    assert shown(hidden, 0, b"a", b"b", b"c", b"d") == [True, False, False, False]
+
+
+# ---------------------------------------------------------------------------------- representations
+
+
+def test_kinds_are_numbered_behind_the_groups_in_their_order() -> None:
+    kinds = [Representation(group, "test", 1, (64 + group,)) for group in (0, 2)]
+    planner = RepresentationPlanner(3, kinds)
+    asked = planner.asked([GroupHashes(group, [b"a"]) for group in range(3)])
+    assert [group.group_index for group in asked] == [3, 4] and planner.slot_bytes == (64, 66)
+    granted = planner.granted([np.array([True]), np.array([False])])
+    assert {group: mask.tolist() for group, mask in granted.items()} == {0: [True], 2: [False]}
+    with pytest.raises(ValueError, match="shorter"):
+        planner.granted([np.array([True])])
+
+
+def test_a_run_of_representations_is_told_from_one_of_blocks() -> None:
+    planner = RepresentationPlanner(2, [Representation(1, "test", 1, (64,))])
+    runs = [BlockRun(group, [b"a"], token_ids=[1]) for group in (0, 1)]
+    along = planner.of_run(runs[1])
+    assert along.group_index == 2 and not len(along.token_ids)
+    assert planner.split([*runs, along]) == (tuple(runs), (along,))
+
+
+def test_what_the_server_lacks_is_known_of_groups_with_representations_only() -> None:
+    parts = Parts(represented=[0])
+    planner = parts.finder.representations
+    hashes = request("a", 32).block_hashes
+    parts.put("a", [1], 1)
+    assert planner.lacking(parts.session, 1, hashes) is None
+    lacking = planner.lacking(parts.session, 0, hashes)
+    assert lacking is not None and lacking.tolist() == [True, False]
+    # Without a table all may be lacking.
+    parts.server.table = False
+    lacking = planner.lacking(parts.session, 0, hashes)
+    assert lacking is not None and lacking.tolist() == [True, True]
+
+
+# ------------------------------------------------------------------------------------------ reports
+
+
+def reports_of(parts: Parts, *, names: bool = True) -> UseReports:
+    return UseReports(
+        parts.session, TOKENS, parts.stats, lambda one: one.block_hashes if names else ()
+    )
+
+
+def sent(parts: Parts) -> list[Any]:
+    return [what for kind, what in parts.server.calls if kind == "report_requests"]
+
+
+@pytest.mark.parametrize(
+    "device, external, hits",
+    [(0, 0, (0, 0)), (16, 16, (16, 32)), (36, 16, (36, 37)), (99, 0, (37, 37))],
+)
+def test_a_request_is_reported_once_with_what_it_hit(
+    device: int, external: int, hits: tuple[int, int]
+) -> None:
+    parts = Parts()
+    reports = reports_of(parts)
+    state = parts.state(request("a", 37, decoded=30))
+    state.arrived_s, state.retention = 90.0, Retention(priority=1)
+    reports.matched(state, device)
+    reports.admitted(state, external)
+    reports.admitted(state, 99)
+    reports.send(100.0)
+    reports.send(101.0)
+    ((report,),) = sent(parts)
+    assert (report.device_hit_tokens, report.hit_tokens) == hits
+    assert report.hashes == state.request.block_hashes[:2] and report.prompt_tokens == 37
+    assert report.age_s == 10.0 and report.retention == state.retention
+    assert parts.count("reported_requests") == 1
+
+
+def test_a_clock_that_went_back_makes_no_negative_age() -> None:
+    parts = Parts()
+    reports, state = reports_of(parts), parts.state(request("a", 37))
+    state.arrived_s = 200.0
+    reports.admitted(state, 0)
+    reports.send(100.0)
+    assert sent(parts)[0][0].age_s == 0.0
+
+
+def test_a_request_without_a_name_is_not_reported_and_a_short_one_is() -> None:
+    parts = Parts()
+    reports = reports_of(parts, names=False)
+    reports.admitted(parts.state(request("a", 37)), 0)
+    reports.send(100.0)
+    assert not sent(parts)
+    reports.admitted(parts.state(request("short", 5)), 0)
+    reports.send(100.0)
+    assert len(sent(parts)) == 1
+
+
+def test_reports_are_dropped_without_a_server() -> None:
+    parts = Parts()
+    reports = reports_of(parts)
+    reports.admitted(parts.state(request("a", 37)), 0)
+    parts.server.up = False
+    reports.send(100.0)
+    parts.server.up = True
+    reports.send(101.0)
+    assert not sent(parts) and not parts.count("reported_requests")
+
+
+# -------------------------------------------------------------------------------------------- hints
+
+
+@pytest.mark.parametrize(
+    "params, retention",
+    [
+        (None, NO_RETENTION),
+        ("no mapping", NO_RETENTION),
+        ({}, NO_RETENTION),
+        ({"other.priority": 3, 5: 6}, NO_RETENTION),
+        ({"hotkv.priority": MAX_PRIORITY}, Retention(MAX_PRIORITY)),
+        ({"hotkv.priority": -MAX_PRIORITY}, Retention(-MAX_PRIORITY)),
+        ({"hotkv.ttl_s": MAX_TTL_S}, Retention(0, MAX_TTL_S)),
+        ({"hotkv.ttl_s": 0}, NO_RETENTION),
+        ({"hotkv.ttl_s": 5, "hotkv.pin": True}, Retention(0, 5.0, True)),
+        ({"hotkv.pin": False}, NO_RETENTION),
+    ],
+)
+def test_hints_that_fit_are_read(warnings: list[str], params: Any, retention: Retention) -> None:
+    stats = HotKVStats()
+    assert HintReader(stats).read(params, 1.0) == retention
+    assert not warnings and stats.is_empty()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"hotkv.priority": MAX_PRIORITY + 1},
+        {"hotkv.priority": -MAX_PRIORITY - 1},
+        {"hotkv.priority": True},
+        {"hotkv.priority": 1.0},
+        {"hotkv.ttl_s": MAX_TTL_S + 1},
+        {"hotkv.ttl_s": -1},
+        {"hotkv.ttl_s": True},
+        {"hotkv.ttl_s": "5"},
+        {"hotkv.ttl_s": float("nan")},
+        {"hotkv.pin": 1},
+        {"hotkv.pin": True},
+        {"hotkv.pin": True, "hotkv.ttl_s": 0},
+        {"hotkv.such": 1},
+    ],
+)
+def test_a_wrong_hint_is_left_out_counted_and_said(warnings: list[str], params: Any) -> None:
+    stats = HotKVStats()
+    assert HintReader(stats).read(params, 1.0) == NO_RETENTION
+    assert stats.data["wrong_hints"] == 1 and len(warnings) == 1
+
+
+def test_a_wrong_hint_leaves_the_others_as_they_are(warnings: list[str]) -> None:
+    params = {"hotkv.priority": 2, "hotkv.ttl_s": "x", "hotkv.pin": True}
+    assert HintReader(HotKVStats()).read(params, 1.0) == Retention(2)
+
+
+def test_wrong_hints_are_said_once_in_a_while(warnings: list[str]) -> None:
+    stats = HotKVStats()
+    reader = HintReader(stats)
+    for now_s, said in ((1.0, 1), (LOG_INTERVAL_S, 1), (1.0 + LOG_INTERVAL_S, 2)):
+        reader.read({"hotkv.pin": 1}, now_s)
+        assert len(warnings) == said
+    assert stats.data["wrong_hints"] == 3
+
+
+# --------------------------------------------------------------------------------- links of workers
+
+
+def test_links_are_complete_while_every_rank_has_one() -> None:
+    links = WorkerLinks()
+    assert links.are_complete and not links.will_say
+    links.told({0: "", 1: "gone"}, 1.0)
+    assert not links.are_complete and not links.will_say
+    links.told({}, 2.0, is_connected=False)
+    assert not links.will_say
+    links.told({1: "gone"}, 2.0, is_connected=False)
+    assert links.will_say
+    links.told({1: ""}, 3.0)
+    assert links.are_complete and not links.will_say
+
+
+@pytest.mark.parametrize("patience_s", [None, 0.5, 0.0])
+def test_a_worker_that_stays_absent_is_warned_of_once(
+    warnings: list[str], patience_s: float | None
+) -> None:
+    links = WorkerLinks()
+    waits_s = worker_links.PATIENCE_S if patience_s is None else patience_s
+    links.check(True, 0.0, patience_s)
+    links.told({1: "gone"}, 10.0)
+    # The time runs from the first of them on.
+    links.told({2: "gone"}, 10.0 + waits_s)
+    if waits_s:
+        links.check(True, 10.0 + waits_s - 0.1, patience_s)
+    assert not warnings
+    for now_s in (10.0, 20.0):
+        links.check(True, now_s + waits_s, patience_s)
+        assert len(warnings) == 2
+    assert "worker 1" in warnings[0] and "worker 2" in warnings[1]
+    # One that was back is warned of again.
+    links.told({1: ""}, 30.0)
+    links.told({1: "gone"}, 30.0)
+    links.check(True, 40.0 + waits_s, patience_s)
+    assert len(warnings) == 3
+
+
+def test_without_a_server_no_worker_is_warned_of(warnings: list[str]) -> None:
+    links = WorkerLinks()
+    links.told({1: "gone"}, 10.0)
+    links.check(False, 100.0)
+    links.check(True, 100.0 + worker_links.PATIENCE_S - 0.1)
+    assert not warnings
+    links.check(True, 100.0 + worker_links.PATIENCE_S)
+    assert len(warnings) == 1
+
+
+# ------------------------------------------------------------------------------------------ joining
+
+
+def test_requests_ask_again_until_ranks_are_late(warnings: list[str]) -> None:
+    one = Joining(2)
+    assert not one.was_late
+    assert one.asks_again(10.0) and not one.was_late
+    assert one.asks_again(10.0 + joining.PATIENCE_S - 0.1) and not warnings
+    for _ in range(3):
+        assert not one.asks_again(10.0 + joining.PATIENCE_S)
+        assert one.was_late and len(warnings) == 1
+
+
+def test_requests_wait_in_their_order_and_leave_once() -> None:
+    one = Joining(2)
+    first, second, third = (request(name, 5) for name in "abc")
+    for each in (first, second, third):
+        one.arrived(each)
+    one.ended("b")
+    one.ended("unknown")
+    assert one.take_requests() == [first, third] and one.take_requests() == []
+
+
+@pytest.mark.parametrize("count, complete", [(0, False), (1, False), (2, True), (3, True)])
+def test_handshakes_are_taken_when_all_ranks_have_sent_theirs(count: int, complete: bool) -> None:
+    report = HotKVWorkerMetadata(handshakes=(HotKVHandshake(None),) * count)
+    assert len(Joining(2).handshakes(report)) == (count if complete else 0)

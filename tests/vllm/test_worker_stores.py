@@ -1,0 +1,290 @@
+"""Stores of one rank, from the hook that begins them to the report of their end, and how a step
+takes back the blocks that they read."""
+
+from typing import Any
+
+import pytest
+
+from hotkv_vllm.compat.places import RankPlace
+from hotkv_vllm.metadata import HotKVMetadata
+from hotkv_vllm.worker import side, stores
+from tests.vllm.worker_parts import (
+    FAILED,
+    REPRESENTED,
+    STORED,
+    WRITTEN,
+    store,
+    with_sparse,
+)
+
+# ------------------------------------------------------------------------------------------- stores
+
+
+def test_a_store_is_sent_and_reported_once_when_it_has_ended(rig: Any) -> None:
+    one = rig()
+    one.step(stores=(store(fence_index=7),))
+    lease_id, runs, timeout_s, _, _, fence_index = one.session.sent["w1-k0"]
+    assert (lease_id, fence_index, timeout_s) == ("w1", 7, one.config.store_timeout_s)
+    assert len(runs) == 1 and not one.report() and len(one.worker.stores) == 1
+    one.session.end("w1-k0", [STORED, WRITTEN], num_bytes=30)
+    assert one.results() == {1: [bytes([STORED, WRITTEN])]}
+    assert not one.worker.stores and not one.report()
+    assert one.worker.stores.active == {}
+
+
+def test_bytes_that_were_stored_are_counted(rig: Any) -> None:
+    one = rig()
+    one.step(stores=(store(),))
+    one.session.end("w1-k0", [STORED, STORED], num_bytes=30)
+    assert one.worker.take_report(None).counters == {"store_bytes": 30}
+
+
+@pytest.mark.parametrize("how", ["cancelled", "refused", "unreadable", "breaks", "absent"])
+def test_a_store_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
+    one = rig()
+    one.session.breaks, one.session.connected = how == "breaks", how != "absent"
+    one.step(stores=(store(),))
+    answer = one.session.answers.get("w1-k0")
+    if how == "cancelled":
+        answer.cancel()
+    elif how == "refused":
+        answer.set_exception(OSError("no"))
+    elif how == "unreadable":
+        answer.set_result(None)
+    report = one.worker.take_report(None)
+    assert report.stores[1].results == [FAILED]
+    assert report.counters == ({"hook_errors": 1} if how == "unreadable" else {})
+    assert not one.report()
+
+
+def test_a_store_behind_a_mark_is_sent_when_the_mark_has_passed(rig: Any) -> None:
+    one = rig()
+    one.device.is_there = False
+    one.step(stores=(store(),))
+    assert not one.session.sent
+    one.step()
+    assert not one.session.sent
+    one.device.is_there = True
+    one.worker.save(HotKVMetadata())
+    assert list(one.session.sent) == ["w1-k0"]
+    one.session.end("w1-k0", [STORED, STORED])
+    one.step()
+    assert list(one.results()) == [1]
+
+
+@pytest.mark.parametrize("why", ["copies", "not trusted"])
+def test_stores_that_this_rank_does_not_write_are_reported_at_once(rig: Any, why: str) -> None:
+    one = rig()
+    if why == "copies":
+        one.rank.place = RankPlace(1, 1, 0, False)
+    else:
+        one.worker.transfers.adapters._unacknowledged = frozenset({1})
+    one.step(stores=(store(1), store(2, 3)))
+    assert not one.session.sent and not one.worker.stores
+    wanted = (
+        {1: [bytes([WRITTEN] * 2)], 2: [bytes([WRITTEN] * 3)]}
+        if why == "copies"
+        else {1: [FAILED], 2: [FAILED]}
+    )
+    assert one.results() == wanted
+
+
+def test_a_store_of_nothing_but_what_could_not_be_built_has_ended(rig: Any) -> None:
+    one = rig()
+    one.step(stores=(store(blocks=0, representations=(REPRESENTED,)),))
+    assert not one.session.sent and one.results() == {1: [b""]}
+
+
+def test_a_hook_that_broke_fails_what_it_has_not_sent(rig: Any) -> None:
+    one = rig()
+    one.step(stores=(store(1),))
+    one.device.is_there = False
+    one.step(stores=(store(2),))
+    one.worker.stores_broke(HotKVMetadata(stores=(store(1), store(2), store(3))))
+    one.device.is_there = True
+    one.step()
+    assert list(one.session.sent) == ["w1-k0"]
+    assert one.results() == {2: [FAILED], 3: [FAILED]}
+    one.session.end("w1-k0", [STORED, STORED])
+    assert one.results() == {1: [bytes([STORED] * 2)]}
+
+
+# -------------------------------------------------------------------------------------- taking back
+
+
+def test_a_step_goes_on_at_once_if_the_stores_that_it_awaits_have_ended(rig: Any) -> None:
+    one = rig()
+    one.step(stores=(store(),))
+    one.session.end("w1-k0", [STORED, STORED])
+    one.step(flush_stores=(1, 99))
+    assert not one.session.cancelled and "flush_s" in one.counters
+    assert one.results() == {1: [bytes([STORED] * 2)]}
+
+
+def test_unknown_stores_are_not_awaited(rig: Any) -> None:
+    one = rig()
+    one.step(flush_stores=(99,))
+    assert "flush_s" not in one.counters
+
+
+def test_a_store_that_does_not_end_is_taken_back(rig: Any) -> None:
+    one = rig()
+    one.step(stores=(store(1), store(2)))
+    one.step(flush_stores=(1,))
+    assert one.session.cancelled == ["w1-k0"]
+    assert one.results() == {1: [FAILED]} and list(one.worker.stores.active) == [2]
+    assert not one.opened
+
+
+def test_the_time_that_a_step_waited_is_counted(rig: Any) -> None:
+    one = rig()
+    one.step(stores=(store(),))
+    one.session.answers["w1-k0"] = answer = one.worker.stores.active[1].answer
+    answer.add_done_callback(lambda _: setattr(one, "now_s", one.now_s + 3))
+    one.step(flush_stores=(1,))
+    assert one.counters["flush_s"] == 3
+
+
+def test_while_the_server_is_slow_no_step_waits_for_it(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = rig(flush_timeout_s=0.25)
+    monkeypatch.setattr(stores, "_all_done", noted := NotedWaits(stores._all_done))
+    waits = noted.waits
+    for number in (1, 2):
+        one.step(stores=(store(number),))
+        one.step(flush_stores=(number,))
+    # Each time a moment for the store to end, none when it is known to be slow, then its deadline.
+    assert waits[0] == 0.25 and waits[2] == 0.0
+    one.report()
+    one.step(stores=(store(3),))
+    one.session.end("w3-k0", [STORED, STORED])
+    one.report()
+    one.step(stores=(store(4),))
+    waits.clear()
+    one.step(flush_stores=(4,))
+    assert waits[0] == 0.25
+
+
+def test_a_store_that_was_not_sent_is_taken_back_without_the_server(rig: Any) -> None:
+    one = rig()
+    one.device.is_there = False
+    one.step(stores=(store(),))
+    one.step(flush_stores=(1,))
+    one.device.is_there = True
+    one.step()
+    assert not one.session.sent and not one.session.cancelled and one.results() == {1: [FAILED]}
+
+
+@pytest.mark.parametrize("reason", ["fenced", "device behind"])
+def test_stores_that_have_not_read_or_are_revoked_are_taken_back_without_waiting(
+    rig: Any, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    one = rig(flush_timeout_s=0.25)
+    monkeypatch.setattr(stores, "_all_done", noted := NotedWaits(stores._all_done))
+    if reason == "fenced":
+        one.rank.fence = object()
+    one.step(stores=(store(),))
+    if reason == "device behind":
+        one.worker.stores.active[1].after.has_passed = False
+        one.device.is_there = False
+    one.step(flush_stores=(1,))
+    assert one.session.cancelled == ["w1-k0"] and 0.25 not in noted.waits[:1]
+    assert "flush_s" in one.counters
+    assert one.results() == {1: [FAILED]} and not one.opened
+
+
+class NotedWaits:
+    """Stands for `_all_done`: notes how long each wait may be, and does not wait."""
+
+    def __init__(self, plain: Any) -> None:
+        self.plain, self.waits = plain, list[float]()
+
+    def __call__(self, waiting: Any, timeout_s: float) -> bool:
+        self.waits.append(timeout_s)
+        return bool(self.plain(waiting, 0.0))
+
+
+@pytest.mark.parametrize("reason", ["slow", "fenced"])
+def test_a_store_that_a_server_does_not_end_takes_the_session(
+    rig: Any, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    one = rig()
+    monkeypatch.setattr(stores, "_all_done", noted := NotedWaits(stores._all_done))
+    one.session.ends_cancelled = False
+    one.rank.fence = object() if reason == "fenced" else None
+    one.step(stores=(store(1),))
+    one.now_s += 1
+    one.step(stores=(store(2),))
+    one.now_s += 1
+    one.step(flush_stores=(1, 2))
+    assert one.session.is_closed and len(one.opened) == 1
+    assert noted.waits[-1] == one.config.store_timeout_s + stores.FENCE_GRACE_S - 1
+    assert one.results() == {1: [FAILED], 2: [FAILED]} and not one.worker.stores
+    # Its marks are free again.
+    assert len(one.rank.marks._spare) == 2
+
+
+def test_without_a_session_nothing_is_taken_back(rig: Any) -> None:
+    one = rig()
+    one.step(stores=(store(),))
+    one.rank.session = None
+    one.step(flush_stores=(1,))
+    assert not one.session.cancelled and not one.opened
+
+
+def test_a_step_that_finds_no_session_to_ask_goes_on_over_a_fence(rig: Any) -> None:
+    """Whoever closed the session has ended its stores."""
+    one = rig()
+    one.rank.fence = object()
+    one.step(stores=(store(),))
+    one.rank.session = None
+    one.step(flush_stores=(1,))
+    assert "flush_s" in one.counters and not one.opened
+
+
+@pytest.mark.parametrize("how", ["well", "breaks", "absent"])
+def test_a_step_that_was_lost_track_of_takes_everything_back(rig: Any, how: str) -> None:
+    one = rig()
+    one.step(stores=(store(1),))
+    one.device.is_there = False
+    one.step(stores=(store(2),))
+    one.session.breaks = how == "breaks"
+    if how == "absent":
+        one.rank.session = None
+    one.step(lost_track=True)
+    assert one.session.num_revocations == (how == "well")
+    assert one.session.is_closed == (how == "breaks") == bool(one.opened)
+    assert one.counters == ({"hook_errors": 1} if how == "breaks" else {})
+    assert one.results() == {1: [FAILED], 2: [FAILED]} and not one.worker.stores.active
+    # Marks come back once.
+    assert len(one.rank.marks._spare) == 2 and one.results() == {}
+
+
+def test_representations_that_can_not_be_forgotten_are_shared_no_more(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = rig()
+    sparse = with_sparse(one, monkeypatch)
+    monkeypatch.setattr(one.worker.sparse, "distrust", lambda: True)
+    one.step(lost_track=True)
+    assert one.rank.shared is sparse
+    monkeypatch.setattr(one.worker.sparse, "distrust", lambda: False)
+    one.step(lost_track=True)
+    assert one.rank.shared is None
+
+
+def test_changed_weights_begin_another_session(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = rig(startup_wait_s=0.5)
+    one.step(stores=(store(),))
+    one.step()
+    assert not one.opened
+    monkeypatch.setattr(one.rank, "follow", lambda order: True)
+    one.step()
+    (session,) = one.opened
+    assert one.session.is_closed and session.waited_s == [min(0.5, side.RECONNECT_S)]
+    assert one.results() == {1: [FAILED]}
+    # Without a server there is nothing to wait for.
+    session.connected = False
+    one.step()
+    assert one.opened[-1].waited_s == []

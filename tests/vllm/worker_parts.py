@@ -1,0 +1,177 @@
+"""The worker side of one rank without an engine: its session answers when it is told to, the device
+is where the test puts it, and time is what the test says."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hotkv.order import OrderKind
+from hotkv_client.types import BlockResult, BlockRun, LoadRun, TransferResult, TransferStatus
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.metadata import HotKVMetadata, LoadJob, StoreJob
+from hotkv_vllm.worker import loads, side, stores
+from hotkv_vllm.worker.side import HotKVWorker
+from tests.vllm.parts import Clock, ids
+
+STORED, WRITTEN = BlockResult.STORED, BlockResult.WRITTEN
+FAILED = b""
+"""Results of a store that failed as a whole."""
+
+
+class Session:
+    """Stands for the rank's session. `answers`: of each transfer, by its name."""
+
+    def __init__(self) -> None:
+        self.connected = True
+        self.order_kind, self.order_message = OrderKind.HOST, ""
+        self.answers: dict[str, Future[Any]] = {}
+        self.sent: dict[str, Any] = {}
+        self.cancelled: list[str] = []
+        self.ends_cancelled = True
+        self.is_closed = False
+        self.num_revocations = 0
+        self.breaks = False
+        self.waited_s: list[float] = []
+
+    def _begin(self, name: str, what: Any) -> Any:
+        if self.breaks:
+            raise RuntimeError("told to break")
+        self.sent[name] = what
+        return self.answers.setdefault(name, Future())
+
+    def load(self, name: str, lease_id: str, runs: Any, timeout_s: float, after: Any) -> Any:
+        return self._begin(name, (lease_id, runs, timeout_s, after))
+
+    def store(self, name: str, lease_id: str, runs: Any, *more: Any) -> Any:
+        return self._begin(name, (lease_id, runs, *more))
+
+    def cancel(self, name: str) -> None:
+        self.cancelled.append(name)
+        if self.ends_cancelled:
+            self.answers[name].set_result(TransferResult(name, TransferStatus.CANCELLED))
+
+    def revoke_stores(self) -> None:
+        if self.breaks:
+            raise RuntimeError("told to break")
+        self.num_revocations += 1
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        self.waited_s.append(timeout_s)
+        return True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def end(self, name: str, *results: Any, num_bytes: int = 0, status: Any = None) -> None:
+        answer = TransferResult(
+            name, status or TransferStatus.DONE, num_bytes, tuple(map(list, results))
+        )
+        self.answers[name].set_result(answer)
+
+
+class Device:
+    """A device whose marks pass when `is_there` is set."""
+
+    uuid, stream = bytes(16), 1
+
+    def __init__(self) -> None:
+        self.is_there = True
+
+    def new_event(self, *, interprocess: bool) -> Any:
+        return SimpleNamespace(query=lambda: self.is_there)
+
+    def record(self, event: Any) -> None:
+        pass
+
+
+class Rig:
+    """A worker side with a session. `now_s`: time, as the test sets it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+        self.now_s = 100.0
+        for module in (loads, side, stores):
+            monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
+        vllm_config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(engine_id="engine"),
+            parallel_config=SimpleNamespace(rank=0),
+        )
+        kv = SimpleNamespace(num_blocks=64)
+        self.counted: list[str] = []
+        edge = HookEdge(Clock(), self.counted.append)
+        self.config = ConnectorConfig(**{"flush_timeout_s": 0.0} | settings)
+        self.worker = HotKVWorker(vllm_config, kv, self.config, None, edge)
+        self.rank: Any = self.worker.rank
+        self.session = Session()
+        self.device = Device()
+        self.rank.marks._device = self.device
+        self.rank.session = self.session
+        self.opened: list[Session] = []
+        monkeypatch.setattr(self.rank, "leave", self._leave)
+        monkeypatch.setattr(self.rank, "begin", self._begin)
+
+    def _leave(self) -> bool:
+        session, self.rank.session = self.rank.session, None
+        if session is not None:
+            session.close()
+        return session is not None
+
+    def _begin(self) -> None:
+        self.rank.session = Session()
+        self.opened.append(self.rank.session)
+
+    def step(self, **meta: Any) -> None:
+        """All hooks of a step."""
+        told = HotKVMetadata(**meta)
+        self.worker.before_step(told)
+        self.worker.start_loads(told)
+        self.worker.save(told)
+
+    def report(self) -> Any:
+        report = self.worker.take_report(None)
+        return report.stores if report is not None else {}
+
+    def results(self) -> dict[int, list[bytes]]:
+        return {store_id: one.results for store_id, one in self.report().items()}
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return dict(self.worker._report.counters)
+
+
+def load(name: str = "a", *, timeout_s: float = 10.0, **more: Any) -> LoadJob:
+    runs = (LoadRun(0, ids([0, 1]), ids([3, 4])),)
+    return LoadJob(name, f"t-{name}", f"l-{name}", runs, timeout_s, **more)
+
+
+def store(number: int = 1, blocks: int = 2, **more: Any) -> StoreJob:
+    runs = (BlockRun(0, [b"h"] * blocks, ids(list(range(blocks)))),) if blocks else ()
+    return StoreJob(number, f"w{number}", runs, **more)
+
+
+REPRESENTED = BlockRun(1, [b"h"], ids([5]))
+
+
+class Sparse:
+    """Stands for the sparse worker whose representations are shared."""
+
+    def __init__(self) -> None:
+        self.built: list[Any] = []
+        self.brought: list[Any] = []
+        self.breaks = False
+
+    def build(self, group: int, blocks: Any) -> None:
+        if self.breaks:
+            raise RuntimeError("told to break")
+        self.built.append((group, blocks.tolist()))
+
+    def loaded(self, group: int, blocks: Any) -> None:
+        self.brought.append((group, blocks.tolist()))
+
+
+def with_sparse(one: Rig, monkeypatch: pytest.MonkeyPatch) -> Sparse:
+    one.rank.shared = sparse = Sparse()
+    monkeypatch.setattr(one.rank, "shared_group", lambda index: index + 10)
+    return sparse
