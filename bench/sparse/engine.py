@@ -97,7 +97,7 @@ class Engine:
         )
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        self._worker: Any = get_kv_transfer_group()._sparse
+        self._worker: Any = get_kv_transfer_group()._worker.sparse.worker
         self._attend = self._worker.attend
 
     def prefill(self, tokens: Sequence[int]) -> None:

@@ -196,11 +196,17 @@ class SparseWorker:
             return None
         began_s = time.perf_counter()
         chosen = [(row, self._select(layer, row, query_of(row.token))) for row in plan.rows]
-        chosen = [(row, blocks) for row, blocks in chosen if len(blocks) < len(row.blocks_C)]
+        chosen = [(row, blocks) for row, blocks in chosen if self._leaves_out(row, blocks)]
         rewrite = plan.rewritten_with(chosen, layer.shape.block_tokens) if chosen else None
         self._faults.good_step(layer.name)
         self._counters.add(layer.index, "select_s", time.perf_counter() - began_s)
         return rewrite
+
+    @staticmethod
+    def _leaves_out(row: Row, blocks: I32) -> bool:
+        """Whether a row that attends to `blocks` leaves any of its context out; else it stays as it
+        is."""
+        return len(blocks) < len(row.blocks_C)
 
     def _update(self, index: int, blocks: list[I32]) -> None:
         """Representations of complete blocks that are new to a layer, or were overwritten."""
@@ -284,14 +290,9 @@ class SparseWorker:
         return self._order[layer.name] == self._num_steps // self._recall_steps % len(self._order)
 
     def _sample(self, layer: SparseLayer, row: Row, query_QD: F32, attended: Attended) -> None:
+        tokens, block_tokens = row.context_tokens, layer.shape.block_tokens
         found = measure(
-            layer.keys_of,
-            query_QD,
-            row.blocks_C,
-            row.context_tokens,
-            layer.shape.block_tokens,
-            layer.scale,
-            attended,
+            layer.keys_of, query_QD, row.blocks_C, tokens, block_tokens, layer.scale, attended
         )
         self._counters.add(layer.index, "recall_samples", 1)
         self._counters.add(layer.index, "recall", found.recall)
