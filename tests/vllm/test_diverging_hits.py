@@ -149,7 +149,14 @@ def test_many_requests_over_caches_that_diverge_while_they_run(
     blocks."""
     dice = random.Random(f"{model.__name__}{pipelined}")
     engines = [
-        engine(specs=model(), pipelined=pipelined, blocks=96, max_tokens_per_step=192)
+        engine(
+            specs=model(),
+            pipelined=pipelined,
+            blocks=96,
+            max_tokens_per_step=192,
+            # On a busy machine answers would be late, and nothing would be loaded.
+            extra={"lookup_timeout_s": 60.0},
+        )
         for _ in range(2)
     ]
     server.spoil_loads = True

@@ -216,6 +216,12 @@ class SparseWorker:
         self._counters.add(layer.index, "select_s", time.perf_counter() - began_s)
         return rewrite
 
+    @staticmethod
+    def _leaves_out(row: Row, blocks: I32) -> bool:
+        """Whether a row that attends to `blocks` leaves any of its context out; else it stays as it
+        is."""
+        return len(blocks) < len(row.blocks_C)
+
     def _update(self, index: int, blocks: list[I32]) -> None:
         """Representations of complete blocks that are new to a layer, or were overwritten."""
         began_s = time.perf_counter()
