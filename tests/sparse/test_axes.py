@@ -185,8 +185,9 @@ def test_kernel_builds_what_the_reference_builds(case: Case, seed: int) -> None:
     assert built.shape == expected.shape and built.dtype == np.uint8
     # A channel between two codes may fall to either side by rounding.
     assert np.count_nonzero(built != expected) <= 1e-3 * built.size + 2
-    sigma = [unpack_tokens("mix2", some, head_size).sigma for some in (built, expected)]
-    np.testing.assert_allclose(*sigma, rtol=2e-2)
+    found, wanted = (unpack_tokens("mix2", some, head_size) for some in (built, expected))
+    same = (found.levels == wanted.levels).all(axis=-1)
+    np.testing.assert_allclose(found.sigma[same], wanted.sigma[same], rtol=2e-3)
 
 
 @given(case=cases, seed=st.integers(0, 3))

@@ -228,8 +228,11 @@ class Residencies:
         calls.take_answer(one, now_s)
         if one.may_ask_until > one.kept:
             calls.ask(one, one.may_ask_until)
-        is_waiting = one.opened is None or one.asked is not None or bool(one.storing)
-        if not is_waiting or (one.opened is None and calls.is_connected):
+        one.computed = max(one.computed, one.state.request.num_computed_tokens // self._block_tokens)
+        is_waiting = one.opened is None or one.computed > one.kept
+        # In the queue it waits for vLLM, or for room in host memory.
+        is_queued = calls.is_connected and not self._pool.has_blocks(one.request_id)
+        if is_queued or not is_waiting:
             one.moved_s = now_s
         elif now_s >= one.moved_s + self._timeout_s and not one.has_failed:
             one.has_failed = True

@@ -23,9 +23,10 @@ ENDLESS = 1 << 40
 class Resident:
     """One request. `num_blocks`: most blocks that it may ever have.
 
-    `kept`: leading blocks that the server has said it keeps; `places` say where, in order. `told`:
-    how many of these the workers know. `asked`: the call that will say more, and of which blocks.
-    `storing`: by store, the first block of it. `names`: of its blocks, as far as they were needed.
+    `computed`: most complete blocks that it has ever had. `kept`: leading blocks that the server
+    has said it keeps; `places` say where, in order. `told`: how many of these the workers know.
+    `asked`: the call that will say more, and of which blocks. `storing`: by store, its first block.
+    `names`: of its blocks, as far as they were needed.
     `private_from`: blocks from here on have names of their own.
     """
 
@@ -37,6 +38,7 @@ class Resident:
     stream: int = 0
     ask_at_s: float = 0.0
     was_refused: bool = False
+    computed: int = 0
     kept: int = 0
     places: list[KeptBlocks] = field(default_factory=list)
     told: int = 0
