@@ -13,6 +13,7 @@ from hotkv_vllm.metadata import HotKVMetadata
 PARTS = frozenset({"requests", "steps"})
 """Parts of a side that the connector calls."""
 ANSWERS: dict[str, Callable[..., Any]] = {
+    "is_freeing": lambda *_: False,
     "match": lambda *_: (0, False),
     "plan": lambda *_: HotKVMetadata(),
     "plan_broke": lambda *_: HotKVMetadata(),

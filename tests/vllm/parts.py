@@ -160,8 +160,9 @@ def plan(
 ) -> tuple[tuple[StoreJob, ...], tuple[int, ...]]:
     """One step: each state, and how many tokens it computes. All have the same block table."""
     ids_of = tables or [list(range(1 + 10 * at, 10 + 10 * at)) for at in range(len(parts.specs))]
+    computed = [(state, state.request.num_computed_tokens + n) for state, n in scheduled]
     return parts.planner.plan(
-        scheduled, lambda _: tuple(map(list, ids_of)), handoffs or {}, lambda: written
+        computed, lambda _: tuple(map(list, ids_of)), handoffs or {}, lambda: written
     )
 
 

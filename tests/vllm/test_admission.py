@@ -11,6 +11,7 @@ from hotkv.retention import NO_RETENTION, Retention
 from hotkv_sparse.config import SparseConfig
 from hotkv_vllm.adapters import Adapters, Standing
 from hotkv_vllm.compat import NULL_BLOCK
+from hotkv_vllm.compat.device_pool import DevicePool
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.scheduler import admission
 from hotkv_vllm.scheduler.admission import Admission
@@ -63,9 +64,11 @@ class Desk:
         vllm_config = SimpleNamespace(
             kv_transfer_config=self.transfer,
             parallel_config=SimpleNamespace(world_size=1, decode_context_parallel_size=1),
+            model_config=SimpleNamespace(max_model_len=LONG),
         )
         kv = SimpleNamespace(
-            kv_cache_groups=[SimpleNamespace(kv_cache_spec=full_spec()) for _ in self.parts.specs]
+            num_blocks=64,
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=full_spec()) for _ in self.parts.specs],
         )
         engine = Engine(
             vllm_config,
@@ -75,6 +78,7 @@ class Desk:
             Adapters(1, lambda text: None),
             self.parts.exactness,
             counts_media,
+            DevicePool(vllm_config, kv),
         )
         self.adapters = engine.adapters
         self.sharing = Sharing(engine)
@@ -87,6 +91,7 @@ class Desk:
             UseReports(session, TOKENS, self.parts.stats, self.parts.groups.keys),
             CacheReset(session, planner),
             memory,  # type: ignore[arg-type]
+            None,
         )
         self.sharing.cache = self.cache
         self.edge = HookEdge(Clock(), self.parts.stats.add)

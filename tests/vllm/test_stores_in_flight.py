@@ -12,7 +12,7 @@ from hotkv_client.types import BlockResult, BlockRun
 from hotkv_vllm.metadata import StoreJob
 from hotkv_vllm.scheduler import stores_in_flight
 from hotkv_vllm.scheduler.fence import Fence
-from hotkv_vllm.scheduler.stores import stored_whole
+from hotkv_vllm.scheduler.store_results import stored_whole
 from hotkv_vllm.scheduler.stores_in_flight import StoreInFlight
 from tests.vllm.parts import (
     BLOCK_BYTES,
@@ -197,7 +197,7 @@ def test_a_block_is_stored_if_every_rank_has_stored_its_shard(
 
 
 def test_a_store_without_any_report_has_stored_nothing() -> None:
-    whole, num_stored = stored_whole(StoreInFlight((BlockRun(0, [b"a", b"b"]),), (), 0, 0, []))
+    whole, num_stored = stored_whole(StoreInFlight(1, (BlockRun(0, [b"a", b"b"]),), (), 0, 0, []))
     assert whole.tolist() == [False, False] and not num_stored
 
 

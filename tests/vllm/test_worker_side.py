@@ -200,7 +200,7 @@ def test_a_report_between_steps_says_nothing_and_breaks_nothing(
     asked: list[bool] = []
     monkeypatch.setattr(one.rank, "link_report", lambda is_asked: asked.append(is_asked) or {})
     assert one.worker.take_report(None) is None
-    assert asked == [False] and not one.counted and not one.worker.edge.broken
+    assert asked == [False] and not one.counted and not one.worker.report.edge.broken
 
 
 def test_a_state_that_can_not_be_read_is_left_out_of_the_report(
@@ -258,7 +258,7 @@ def test_a_worker_without_a_session_has_nothing_to_let_go(
 ) -> None:
     one = rig()
     one.rank.session = None
-    monkeypatch.setattr(one.worker, "_end_transfers", lambda: 1 // 0)
+    monkeypatch.setattr(one.worker.loads, "make_void", lambda: 1 // 0)
     one.worker.unregister()
     one.worker.let_go()
     assert not one.worker._is_unregistered

@@ -138,7 +138,7 @@ class Rig:
 
     @property
     def counters(self) -> dict[str, float]:
-        return dict(self.worker._report.counters)
+        return dict(self.worker.report._next.counters)
 
 
 def load(name: str = "a", *, timeout_s: float = 10.0, **more: Any) -> LoadJob:

@@ -55,10 +55,10 @@ class DevicePool:
         """Most tokens that a request can come to."""
         return min(int(request.num_prompt_tokens + request.max_tokens), self.max_model_len)
 
-    def holds_whole(self, num_tokens: int) -> bool:
-        """Whether a request of so many tokens stays on the device as a whole."""
+    def holds_whole(self, request: Any) -> bool:
+        """Whether a request stays on the device as a whole, as long as it may grow."""
         spec = self.spec
-        return spec is None or -(-num_tokens // spec.block_size) <= spec.whole_blocks
+        return spec is None or -(-self.longest(request) // spec.block_size) <= spec.whole_blocks
 
     def hot_blocks(self, request_id: str) -> tuple[int, ...]:
         """Ids of the request's hot slots."""

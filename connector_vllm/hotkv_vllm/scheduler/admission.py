@@ -150,7 +150,7 @@ class Admission:
         reserved room for it."""
         cache = self._sharing.cache
         if cache is None or cache.residencies is None:
-            return self._pool.holds_whole(self._pool.longest(request))
+            return self._pool.holds_whole(request)
         return cache.residencies.is_admitted(request, now_s)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

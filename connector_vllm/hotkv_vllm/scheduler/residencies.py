@@ -62,10 +62,9 @@ class Residencies:
     def arrived(self, state: RequestState, now_s: float) -> None:
         """Asks the server for room, if the request may outgrow what stays on the device."""
         request = state.request
-        num_tokens = self._pool.longest(request)
-        if self._pool.holds_whole(num_tokens):
+        if self._pool.holds_whole(request):
             return
-        num_blocks = -(-num_tokens // self._block_tokens)
+        num_blocks = -(-self._pool.longest(request) // self._block_tokens)
         residency_id = f"{self._prefix}-{request.request_id}"
         one = Resident(state, num_blocks, residency_id)
         self._residents[request.request_id] = one
@@ -90,8 +89,7 @@ class Residencies:
         """Whether the request may begin. One that outgrows the device waits for its reservation."""
         one = self._residents.get(request.request_id)
         if one is None:
-            num_tokens = self._pool.longest(request)
-            return self._pool.holds_whole(num_tokens)
+            return self._pool.holds_whole(request)
         self._reservations.renew(one, now_s)
         return self._reservations.is_open(one)
 

@@ -169,9 +169,9 @@ class StoresInFlight:
             self._take_back(store_id)
         return tuple(sorted(self.stores))
 
-    def plan_broke(self) -> None:
+    def plan_broke(self) -> list[StoreInFlight]:
         """The step's plan is lost: strikes off stores that no worker was told of, and revokes all
-        others if that is done here."""
+        others if that is done here. Returns what was struck off."""
         sent = {store_id: s for store_id, s in self.stores.items() if store_id <= self._last_sent}
         unsent = [store for store_id, store in self.stores.items() if store_id not in sent]
         self.stores = sent
@@ -180,6 +180,7 @@ class StoresInFlight:
         self.fence.revoke_all()
         for store in unsent:
             self.fence.end(store.fence_index)
+        return unsent
 
     def _take_back(self, store_id: int) -> None:
         self.fence.revoke(self.stores[store_id].fence_index)
