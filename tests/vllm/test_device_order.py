@@ -299,9 +299,9 @@ def test_dummy_runs_and_graph_capture_reach_no_hook(
     one.worker.wait_for_save()
     assert (
         not device.given
-        and not one.worker.report.edge.broken
+        and not one.worker.edge.broken
         and {kind for kind, _ in server.calls} <= {"probe"}
     )
     answer = one.generate("a", PROMPT, 2)
     finish(one, server, device)
-    assert answer[0] and not one.worker.report.edge.broken
+    assert answer[0] and not one.worker.edge.broken

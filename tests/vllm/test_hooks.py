@@ -37,21 +37,27 @@ AT_START = {
     "set_xfer_handshake_metadata_pp_aware",
     "set_xfer_handshake_metadata",
     "bind_kv_cache_manager",
+    "opened",
 }
 OF_THE_CLASS = {"get_required_kvcache_layout", "supports_sleep_mode"}
 AT_START |= OF_THE_CLASS
 AT_SLEEP = {"unregister_kv_caches", "restore_kv_caches"}
 AT_END = {"shutdown"}
 OF_METRICS = {"build_kv_connector_stats", "build_prom_metrics"}
-FORWARDS = {"request_finished": {"request_finished_all_groups"}}
-"""Hooks that only call another one."""
-DOES_NOTHING = {"wait_for_layer_load", "save_kv_layer", "requires_kv_delivery"}
+OF_RESIDENTS = {"has_pending_block_frees"}
+FORWARDS = {
+    "request_finished": {"request_finished_all_groups"},
+    "requires_kv_delivery": {"_is_resident"},
+}
+"""Hooks that only call another one, or say what is known from the start on."""
+DOES_NOTHING = {"wait_for_layer_load", "save_kv_layer"}
 IN_STEPS = sorted(
     set(FALLBACKS)
     - AT_START
     - AT_SLEEP
     - AT_END
     - OF_METRICS
+    - OF_RESIDENTS
     - {"_install_sparse", "_tell_reporter", "_plan_sparse"}
 )
 FIRST, SECOND, THIRD = prompt(1, 200), prompt(2, 400), prompt(3, 100)

@@ -190,7 +190,7 @@ def test_shutdown_in_the_middle_of_loads(engine: Any, server: Any) -> None:
     one.connector.shutdown()
     one.worker.shutdown()
     assert all(session.closed for session in server.sessions[-2:])
-    assert not one.connector.edge.broken and not one.worker.report.edge.broken
+    assert not one.connector.edge.broken and not one.worker.edge.broken
 
 
 def job(number: int) -> LoadJob:

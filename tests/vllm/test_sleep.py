@@ -325,7 +325,7 @@ def test_other_versions_run_without_hotkv(
     assert "hotkv is off: it is tested with vLLM 0.32 to 0.33, and this is 0.34.0" in caplog.text
     assert one.generate("a", PROMPT, 4)[1] == 0 and not server.sessions
     Core(one).sleep()
-    assert not one.connector.edge.broken and not one.worker.report.edge.broken
+    assert not one.connector.edge.broken and not one.worker.edge.broken
     assert (
         engine(extra={"allow_untested_vllm": True}).generate("b", PROMPT, 4)[0] == one.outputs["a"]
         and server.sessions
