@@ -140,6 +140,11 @@ class ConnectorConfig:
             self.tls_ca, self.tls_certificate, self.tls_key, self.tls_server_name, self.token_file
         )
 
+    @property
+    def is_resident(self) -> bool:
+        """Whether contexts are to live in host memory."""
+        return self.sparse is not None and self.sparse.residency == "host"
+
     def read_centres(self) -> Centres | None:
         """Reads the file that `sparse_centre` names; None if it names none. Raises ConfigError."""
         if not self.sparse_centre:

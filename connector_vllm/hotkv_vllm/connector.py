@@ -51,7 +51,6 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         is_scheduler = role is KVConnectorRole.SCHEDULER
         who = "scheduler" if is_scheduler else f"worker-{vllm_config.parallel_config.rank}"
         self.config = config
-        self._is_resident = config.sparse is not None and config.sparse.residency == "host"
         self.clock = HookClock(who, str(transfer.engine_id))
         self.edge = HookEdge(self.clock, self._count)
         self._scheduler = cast(HotKVScheduler, NoSide())
@@ -85,7 +84,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """Whether vLLM drops what steps in flight answer for requests that it preempts: if they may
         have read bytes that the server no longer had. A lost store is a later miss."""
-        return self._is_resident
+        return self.config.is_resident
 
     # --------------------------------------------------------------------------------- worker hooks
 

@@ -19,6 +19,7 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "plan_broke": lambda *_: HotKVMetadata(),
     "reset_broke": lambda *_: False,
     "take_results": lambda *_: (set(), set()),
+    "take_stats": lambda *_: None,
     "take_failed_results": lambda *_: set(),
     "take_lost": lambda *_: set(),
     "lost_broke": lambda *_: set(),
@@ -30,7 +31,10 @@ others answer None."""
 class NoSide:
     """Takes every call of a side, and does nothing."""
 
+    def __init__(self) -> None:
+        vars(self).update(ANSWERS | dict.fromkeys(PARTS, self))
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self if name in PARTS else ANSWERS.get(name, lambda *_: None)
+        return lambda *_: None

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from vllm.lora.request import LoRARequest
+from vllm.v1.outputs import KVConnectorOutput
 
 from hotkv.retention import NO_RETENTION
 from hotkv_vllm.adapters import (
@@ -22,6 +23,7 @@ from hotkv_vllm.adapters import (
     AdapterReport,
     AdapterWork,
 )
+from hotkv_vllm.metadata import HotKVWorkerMetadata
 from hotkv_vllm.worker.adapter_watch import AdapterWatch, watch_adapters
 from tests.vllm.harness import prompt
 from tests.vllm.tiny import BLOCK_TOKENS
@@ -340,7 +342,8 @@ def test_what_was_planned_on_old_bytes_is_dropped_when_the_change_is_told(
     scheduler = other.connector._scheduler
     assert {state.hit.phase.name for state in scheduler.requests.states.values()} == {"LOADING"}
     scheduler.cache.planner._tails.append((NO_RETENTION, ()))
-    scheduler._named(scheduler.cache, AdapterReport(changed=frozenset({1})))
+    told = HotKVWorkerMetadata(adapters=AdapterReport(changed=frozenset({1})))
+    other.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
     assert not scheduler.cache.planner._tails and (
         scheduler.requests.loads.cancelled == ["adapter"]
     )

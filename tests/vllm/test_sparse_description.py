@@ -18,7 +18,7 @@ from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
 from hotkv_vllm.sparse.batch import SparseLayer
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
-from hotkv_vllm.sparse.setup import _centre
+from hotkv_vllm.sparse.setup import centre_of
 from hotkv_vllm.sparse.shared import HANDLE, SharedPool, shared_pool
 from hotkv_vllm.worker.layout import ExportedMemory
 
@@ -133,9 +133,9 @@ def test_allocated_blocks_are_those_behind_what_is_valid() -> None:
 def test_a_rank_takes_its_heads_of_a_centre() -> None:
     mu = np.arange(4 * SIZE, dtype=np.float32).reshape(4, SIZE)
     centres = Centres("m", 2048, {3: LayerCentre(mu, {"rot2u": 0.2, "rot3u": 0.05})})
-    found, biases = _centre(3, ("rot2u", "mean"), 2, 2, centres)
+    found, biases = centre_of(3, ("rot2u", "mean"), 2, 2, centres)
     assert found is not None and np.array_equal(found, mu[2:]) and biases == {"rot2u": 0.2}
-    assert _centre(4, ("rot2u",), 0, 2, centres) == (None, {}) and _centre(
+    assert centre_of(4, ("rot2u",), 0, 2, centres) == (None, {}) and centre_of(
         3, ("rot2u",), 0, 2, None
     ) == (None, {})
     shape = LayerShape(4, TOKENS, 2, SIZE, ("rot2u", "mean"), found, biases)

@@ -226,7 +226,9 @@ class Residencies:
         calls.take_answer(one, now_s)
         if one.may_ask_until > one.kept:
             calls.ask(one, one.may_ask_until)
-        one.computed = max(one.computed, one.state.request.num_computed_tokens // self._block_tokens)
+        one.computed = max(
+            one.computed, one.state.request.num_computed_tokens // self._block_tokens
+        )
         is_waiting = one.opened is None or one.computed > one.kept
         # In the queue it waits for vLLM, or for room in host memory.
         is_queued = calls.is_connected and not self._pool.has_blocks(one.request_id)

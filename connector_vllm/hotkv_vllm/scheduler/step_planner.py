@@ -38,14 +38,17 @@ class StepPlanner:
         return f"StepPlanner({self._engine_id})"
 
     def plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """This step's work for the workers, with the rows that decode sparsely."""
+        """This step's work for the workers, with the rows that decode sparsely, and where the
+        blocks are that are not on the device."""
         rows = self._requests.rows
         named = rows.of_step(scheduler_output) if rows is not None else None
         meta = self._plan(scheduler_output)
         if named is not None:
             meta.sparse_rows = named
             self._plan_sparse(meta, named)
-        self._plan_resident(meta, scheduler_output)
+        cache = self._sharing.cache
+        if rows is not None and cache is not None and cache.residencies is not None:
+            meta.resident = cache.residencies.step(scheduler_output, rows, time.monotonic())
         return meta
 
     def _plan(self, scheduler_output: Any) -> HotKVMetadata:
@@ -140,12 +143,6 @@ class StepPlanner:
         # Last: if anything above breaks, `plan_broke` finds the loads and has them fail.
         meta.loads, meta.cancel_loads, meta.abandoned_loads = requests.loads.take()
         return meta
-
-    def _plan_resident(self, meta: HotKVMetadata, scheduler_output: Any) -> None:
-        """Adds where the blocks of the step's requests are that are not on the device."""
-        cache, rows = self._sharing.cache, self._requests.rows
-        if cache is not None and cache.residencies is not None and rows is not None:
-            meta.resident = cache.residencies.step(scheduler_output, rows, time.monotonic())
 
     @hook(nothing, is_part=True)
     def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:

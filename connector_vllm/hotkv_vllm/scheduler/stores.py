@@ -8,7 +8,7 @@ block has at most one store in flight (`stores_in_flight`). Which of a request's
 storing is `missing_blocks`'.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +26,7 @@ from hotkv_vllm.scheduler.missing_blocks import Handoff, MissingBlocks, portions
 from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.scheduler.residencies import Residencies
 from hotkv_vllm.scheduler.store_results import settle
-from hotkv_vllm.scheduler.stores_in_flight import StoreInFlight, StoresInFlight
+from hotkv_vllm.scheduler.stores_in_flight import StoresInFlight
 from hotkv_vllm.stats import HotKVStats
 
 Tables = Callable[[str], "tuple[list[int], ...] | None"]
@@ -64,7 +64,8 @@ class StorePlanner:
         )
         self._stats = stats
         max_bytes = config.max_inflight_store_mib << 20
-        self.in_flight = StoresInFlight(num_ranks, max_bytes, fence or Fence(), id_prefix)
+        on_end = (lambda store: None) if residencies is None else residencies.stored
+        self.in_flight = StoresInFlight(num_ranks, max_bytes, fence or Fence(), id_prefix, on_end)
         interval = config.state_interval_tokens
         self._missing = MissingBlocks(
             session, finder, self._cache_groups, interval, stats, self.in_flight
@@ -152,7 +153,6 @@ class StorePlanner:
         lost = self.in_flight.step()
         if lost:
             self._stats.add("dropped_blocks", sum(store.num_blocks for store in lost.values()))
-            self._ended(lost.values())
         flush = tuple(sorted({*lost, *self._fences(written_blocks)}))
         if self._is_closed:
             return (), self.take_all_back()
@@ -180,21 +180,13 @@ class StorePlanner:
 
     def reported(self, report: HotKVWorkerMetadata) -> None:
         """Takes in which stores have ended, as ranks report them."""
-        ended = self.in_flight.account(report)
-        for store in ended:
+        for store in self.in_flight.account(report):
             settle(store, self._stats, self._finder.hidden)
-        self._ended(ended)
-
-    def _ended(self, stores: Iterable[StoreInFlight]) -> None:
-        """What these stores have come to is for the server to say."""
-        if self._residencies is not None:
-            for store in stores:
-                self._residencies.stored(store)
 
     def plan_broke(self) -> None:
         """The step's plan is lost, and with it what waited for the step."""
         self._tails, self._tail_blocks = [], set()
-        self._ended(self.in_flight.plan_broke())
+        self.in_flight.plan_broke()
 
     def forget(self) -> None:
         """Drops tails that wait for the next step."""

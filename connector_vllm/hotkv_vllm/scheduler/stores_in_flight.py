@@ -7,7 +7,7 @@ was planned.
 
 import itertools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hotkv.retention import Retention
@@ -47,8 +47,17 @@ class StoreInFlight:
 class StoresInFlight:
     """See the module. `reading`: by block, the store that reads it and was not taken back."""
 
-    def __init__(self, num_ranks: int, max_bytes: int, fence: Fence, id_prefix: str) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        max_bytes: int,
+        fence: Fence,
+        id_prefix: str,
+        on_end: Callable[[StoreInFlight], None] = lambda store: None,
+    ) -> None:
+        """`on_end`: called for each store that leaves, whatever has come of it."""
         self.fence = fence
+        self._on_end = on_end
         self.reading: dict[int, int] = {}
         self.num_bytes = 0
         self.stores: dict[int, StoreInFlight] = {}
@@ -151,7 +160,11 @@ class StoresInFlight:
         self._stop_reading(store_id)
         store = self.stores.pop(store_id)
         self.num_bytes -= store.num_bytes
+        self._end(store)
+
+    def _end(self, store: StoreInFlight) -> None:
         self.fence.end(store.fence_index)
+        self._on_end(store)
 
     # ------------------------------------------------------------------------------- taking back
 
@@ -169,9 +182,9 @@ class StoresInFlight:
             self._take_back(store_id)
         return tuple(sorted(self.stores))
 
-    def plan_broke(self) -> list[StoreInFlight]:
+    def plan_broke(self) -> None:
         """The step's plan is lost: strikes off stores that no worker was told of, and revokes all
-        others if that is done here. Returns what was struck off."""
+        others if that is done here."""
         sent = {store_id: s for store_id, s in self.stores.items() if store_id <= self._last_sent}
         unsent = [store for store_id, store in self.stores.items() if store_id not in sent]
         self.stores = sent
@@ -179,8 +192,7 @@ class StoresInFlight:
         self.num_bytes = sum(store.num_bytes for store in sent.values())
         self.fence.revoke_all()
         for store in unsent:
-            self.fence.end(store.fence_index)
-        return unsent
+            self._end(store)
 
     def _take_back(self, store_id: int) -> None:
         self.fence.revoke(self.stores[store_id].fence_index)

@@ -96,9 +96,7 @@ class SparseRank:
     @property
     def lacks_residency(self) -> bool:
         """Whether contexts were to be resident, and no layer is: no block may be given back."""
-        sparse = self._config.sparse
-        is_asked = sparse is not None and sparse.residency == "host"
-        return is_asked and self.worker is None and self.cuda is None
+        return self._config.is_resident and self.worker is None and self.cuda is None
 
     def _install_cuda(self, config: SparseConfig, kv_caches: Mapping[str, Any]) -> None:
         # Imports CUDA's backend of vLLM.

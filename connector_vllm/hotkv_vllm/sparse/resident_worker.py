@@ -77,12 +77,12 @@ class ResidentWorker(SparseWorker):
     ) -> None:
         super().__init__(config, layers, recall_steps, turning)
         self._num_sinks = -(-config.sink_tokens // layers[0].shape.block_tokens)
-        self._kept = KeptRows(self._reprs)
+        self._kept = KeptRows(self.representations)
         self._pages = ResidentPages(places)
         self.residents = ResidentSequences(self._kept)
 
     def __repr__(self) -> str:
-        return f"ResidentWorker({self.residents}, {self._kept}, {self._reprs})"
+        return f"ResidentWorker({self.residents}, {self._kept}, {self.representations})"
 
     # ---------------------------------------------------------------------------------------- steps
 
@@ -140,9 +140,7 @@ class ResidentWorker(SparseWorker):
     def _resident_plan(self, layer: SparseLayer, key: object, batch: Batch) -> ResidentPlan:
         """Forgets what the step has overwritten, and finds out whose row each is."""
         tokens, plan = layer.shape.block_tokens, ResidentPlan(key, batch)
-        written = batch.written_slots[batch.written_slots >= 0] // tokens
-        indices = [other.index for other in self.layers.values() if other.group == layer.group]
-        self._reprs.forget(np.unique(written).astype(np.int32), indices)
+        self._forget_written(layer, batch)
         num_queries = np.diff(batch.starts)
         for row in np.flatnonzero(num_queries > 0).tolist():
             context = int(batch.seq_lens[row])
@@ -179,7 +177,8 @@ class ResidentWorker(SparseWorker):
         sequence, index = one.sequence, layer.index
         known = sequence.num_kept.get(index, 0)
         complete = one.context_tokens // layer.shape.block_tokens
-        if complete <= known or not self._is_kept(one) or not self._reprs.is_calibrated(index):
+        is_kept = complete > known and self._is_kept(one)
+        if not is_kept or not self.representations.is_calibrated(index):
             return
         positions = np.arange(known, complete)
         is_away = one.is_away(positions, self._num_sinks)
@@ -232,7 +231,7 @@ class ResidentWorker(SparseWorker):
         attends to everything, is left out."""
         chosen: dict[int, I32] = {}
         is_resting = self.is_off or self._faults.rests(layer.name, self._num_steps)
-        if is_resting or not self._reprs.is_calibrated(layer.index):
+        if is_resting or not self.representations.is_calibrated(layer.index):
             return chosen
         for row in plan.rows:
             if plan.residents[row.row].sequence.is_lost:

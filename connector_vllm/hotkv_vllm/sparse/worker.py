@@ -65,11 +65,11 @@ class SparseWorker:
         self.layers = {layer.name: layer for layer in layers}
         self._order = {layer.name: place for place, layer in enumerate(layers)}
         self._recall_steps = recall_steps
-        self._reprs = BlockReprManager(
+        self.representations = BlockReprManager(
             {layer.index: layer.shape for layer in layers},
             {layer.index: layer.keys_of for layer in layers},
         )
-        self.first_prompt = FirstPrompt.of(layers, turning, self._reprs.calibrate)
+        self.first_prompt = FirstPrompt.of(layers, turning, self.representations.calibrate)
         self._sequences: dict[str, _Sequence] = {}
         self._request_of: dict[int, str] = {}
         self._plans: dict[int, Plan] = {}
@@ -82,7 +82,7 @@ class SparseWorker:
     def __repr__(self) -> str:
         return (
             f"SparseWorker(layers {len(self.layers)}, sequences {len(self._sequences)}, "
-            f"{self._reprs})"
+            f"{self.representations})"
         )
 
     # ---------------------------------------------------------------------------------------- steps
@@ -101,17 +101,12 @@ class SparseWorker:
         For a step whose rows and written blocks are not known.
         """
         self._request_of, self._plans, self._sequences = {}, {}, {}
-        self._reprs.forget_all()
+        self.representations.forget_all()
 
     def will_write(self, blocks: I32) -> None:
         """Forgets the representations of blocks that another writer, such as a load, is about to
         write."""
-        self._reprs.forget(blocks)
-
-    @property
-    def representations(self) -> BlockReprManager:
-        """The pool of all layers."""
-        return self._reprs
+        self.representations.forget(blocks)
 
     def build(self, group: int, blocks: I32) -> None:
         """Builds the missing representations of these complete blocks of a KV cache group."""
@@ -122,7 +117,7 @@ class SparseWorker:
         """Marks blocks as built that were loaded with their representations, in all layers of the
         group."""
         for index in self._layers_of(group):
-            self._reprs.mark_built(index, blocks)
+            self.representations.mark_built(index, blocks)
             self._counters.add(index, "loaded_blocks", len(blocks))
 
     def _layers_of(self, group: int) -> list[int]:
@@ -177,7 +172,9 @@ class SparseWorker:
         if self._faults.rests(layer_name, self._num_steps + 1):
             # While it rests, nobody may look at what the steps overwrite.
             layer = self.layers[layer_name]
-            self._reprs.forget(np.arange(layer.shape.num_blocks, dtype=np.int32), [layer.index])
+            self.representations.forget(
+                np.arange(layer.shape.num_blocks, dtype=np.int32), [layer.index]
+            )
 
     def gave_up(self, layer_name: str) -> None:
         """The layer attends to everything in this step, as it could not be rewritten. Called while
@@ -206,7 +203,7 @@ class SparseWorker:
         if plan is None or plan.key is not key:
             plan = self._plans[layer.group] = self._planned(layer, key, batch())
         self._update(layer.index, plan.complete)
-        if not plan.rows or not self._reprs.is_calibrated(layer.index):
+        if not plan.rows or not self.representations.is_calibrated(layer.index):
             return None
         began_s = time.perf_counter()
         chosen = [(row, self._select(layer, row, query_of(row.token))) for row in plan.rows]
@@ -225,17 +222,21 @@ class SparseWorker:
     def _update(self, index: int, blocks: list[I32]) -> None:
         """Representations of complete blocks that are new to a layer, or were overwritten."""
         began_s = time.perf_counter()
-        num_built = sum(self._reprs.update(index, part) for part in blocks)
+        num_built = sum(self.representations.update(index, part) for part in blocks)
         if num_built:
             self._counters.add(index, "built_blocks", num_built)
             self._counters.add(index, "build_s", time.perf_counter() - began_s)
 
+    def _forget_written(self, layer: SparseLayer, batch: Batch) -> None:
+        """Forgets, in all layers of the group, blocks that the step has overwritten."""
+        written = batch.written_slots[batch.written_slots >= 0] // layer.shape.block_tokens
+        indices = self._layers_of(layer.group)
+        self.representations.forget(np.unique(written).astype(np.int32), indices)
+
     def _planned(self, layer: SparseLayer, key: object, batch: Batch) -> Plan:
         """Forgets what the step has overwritten, and finds the rows that matter."""
         block_tokens, plan = layer.shape.block_tokens, Plan(key, batch)
-        written = batch.written_slots[batch.written_slots >= 0] // block_tokens
-        indices = [other.index for other in self.layers.values() if other.group == layer.group]
-        self._reprs.forget(np.unique(written).astype(np.int32), indices)
+        self._forget_written(layer, batch)
         num_queries = np.diff(batch.starts)
         for row in np.flatnonzero(
             (batch.seq_lens >= self._config.min_context_tokens) & (num_queries > 0)
@@ -278,15 +279,9 @@ class SparseWorker:
             self._sample(layer, row, query_QD, attended)
         return attended.blocks
 
-    @staticmethod
-    def _leaves_out(row: Row, blocks: I32) -> bool:
-        """Whether a row that attends to `blocks` leaves any of its context out; else it stays as it
-        is."""
-        return len(blocks) < len(row.blocks_C)
-
     def _sources(self, layer: SparseLayer) -> Mapping[str, Source]:
         """The layer's representations, whose rows `Row.blocks_C` names."""
-        return self._reprs.sources(layer.index)
+        return self.representations.sources(layer.index)
 
     # ------------------------------------------------------------------------------------- sampling
 

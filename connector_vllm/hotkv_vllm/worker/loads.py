@@ -143,7 +143,8 @@ class Loads:
         """Returns the requests whose load is over, those of them whose load failed, and the ended
         loads."""
         if not self._active:
-            return *self._taken([]), []
+            failed, self._failed = self._failed, set()
+            return set(failed), failed, []
         ended = [
             self._end_of(load)
             for load in self._active.values()
