@@ -1,5 +1,5 @@
 """The loop of vLLM's RFC #37263, as written there, over real copies: attention reads hot slots
-only."""
+only, and host memory is an array or a residency of a real hotkv-server."""
 
 import itertools
 from collections.abc import Iterator
@@ -9,12 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from demo.processes import Server, runtime_folder
 from hotkv.errors import HotKVError
+from hotkv_client.testing import PagedEngine
 from hotkv_sparse import SparseConfig
 from hotkv_vllm.sparse.offloading import DecodeMetadata, SparseOffloadingHandler
 from hotkv_vllm.sparse.offloading_manager import SparseOffloadingManager
+from hotkv_vllm.sparse.offloading_pages import ArrayPages, HostPages, ResidencyPages
 from hotkv_vllm.sparse.pool import LayerShape
 from hotkv_vllm.sparse.swaps import copy_blocks, merged
+from tests.server.test_life import wait_until
 
 T, H, G, D = 16, 2, 2, 32
 PAGE = T * H * 2 * D * 4
@@ -34,14 +38,22 @@ def plain_attention(query: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 class Model:
-    """Sequences of random tokens in two layers, and the RFC's loop."""
+    """Sequences of random tokens in two layers, and the RFC's loop. `residency`: where pages are
+    instead of an array."""
 
     def __init__(
-        self, config: SparseConfig, slots: int, num_host: int = 200, sequences: int = 2
+        self,
+        config: SparseConfig,
+        slots: int,
+        num_host: int = 200,
+        sequences: int = 2,
+        residency: ResidencyPages | None = None,
     ) -> None:
         self.config = config
         self.rng = np.random.default_rng(0)
-        self.host = np.zeros((4, num_host, PAGE), np.uint8)
+        self.residency = residency
+        host = np.zeros((4, num_host, PAGE), np.uint8)
+        self.host: HostPages = residency or ArrayPages(host, config.copy_method)
         self.hot = np.zeros((4, slots * sequences, PAGE), np.uint8)
         shape = LayerShape(num_host, T, H, D, ("rot2u",))
         self.handler = SparseOffloadingHandler(
@@ -54,18 +66,29 @@ class Model:
         self.loaded: list[int] = []
 
     def hashes(self, name: str, count: int) -> list[bytes]:
-        return [f"{name}-{block}".encode() for block in range(count)]
+        return [f"{name}-{block}".encode().ljust(32) for block in range(count)]
 
     def prefill(self, name: str, num_blocks: int) -> None:
         """Whole blocks, computed and stored."""
         tokens = self.rng.standard_normal((4, num_blocks * T, H, 2 * D)).astype(np.float32)
-        table = self.manager.prepare_store(self.hashes(name, num_blocks))
-        self.host[:, table] = tokens.reshape(4, num_blocks, -1).view(np.uint8)
+        if self.residency is not None:
+            self.residency.open(name, num_blocks + 10)
+        table = self.reserve(name, 0, num_blocks)
+        pages = tokens.reshape(4, num_blocks, -1).view(np.uint8)
         for layer in LAYERS:
+            self.host.store(layer, table, pages[layer], np.arange(num_blocks, dtype=np.int32))
             self.handler.representations.update(layer, table)
         self.manager.complete_store(table, success=True)
         self.tokens[name], self.table[name] = tokens, table
         self.handler.begin(name)
+
+    def reserve(self, name: str, first: int, count: int) -> np.ndarray:
+        """Host blocks of the sequence from `first` on."""
+        hashes = self.hashes(name, first + count)[first:]
+        blocks = self.manager.prepare_store(hashes)
+        if self.residency is not None:
+            self.residency.name(name, first, hashes, blocks)
+        return blocks
 
     def step(self, name: str) -> None:
         """One token in every layer: the RFC's loop."""
@@ -74,7 +97,7 @@ class Model:
         fresh = self.rng.standard_normal((4, 1, H, 2 * D)).astype(np.float32)
         self.tokens[name] = np.concatenate([self.tokens[name], fresh], axis=1)
         if len(self.table[name]) <= num_complete:
-            new = self.manager.prepare_store(self.hashes(name, num_complete + 1)[-1:])
+            new = self.reserve(name, num_complete, 1)
             self.table[name] = np.concatenate([self.table[name], new])
         table, stored = self.table[name], np.empty(0, np.int32)
         query = self.rng.standard_normal((H * G, D)).astype(np.float32) * 2
@@ -140,6 +163,10 @@ def model(request: pytest.FixtureRequest) -> Iterator[Model]:
 
 
 def test_the_loop_of_the_rfc(model: Model) -> None:
+    loop(model)
+
+
+def loop(model: Model) -> None:
     model.prefill("a", 60)
     model.prefill("b", 45)
     for _ in range(50):
@@ -155,7 +182,7 @@ def test_the_loop_of_the_rfc(model: Model) -> None:
         table = model.table[name][:count]
         for layer in LAYERS:
             assert np.array_equal(
-                model.host[layer, table].view(np.float32).ravel(),
+                model.host.read(layer, table).view(np.float32).ravel(),
                 model.tokens[name][layer, : count * T].ravel(),
             )
             assert model.handler.representations.update(layer, table) == 0
@@ -163,6 +190,59 @@ def test_the_loop_of_the_rfc(model: Model) -> None:
             model.hashes(name, count), np.ones((H * G, D), np.float32), 2
         )
         assert len(rows) == 16 and set(rows) <= set(table)
+
+
+@pytest.fixture
+def engine() -> Iterator[PagedEngine]:
+    """Over a server of its own, with memory for 64 blocks on their way to it."""
+    with (
+        runtime_folder(64 << 20) as folder,
+        Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as server,
+    ):
+        server.wait_ready()
+        one = PagedEngine(server.target, layers=len(LAYERS), num_blocks=64, page_bytes=PAGE)
+        yield one.connect()
+        one.close()
+
+
+CONFIG = SparseConfig(sparse_topk=256, sink_tokens=16, recent_tokens=32, max_correction_blocks=3)
+
+
+def test_the_loop_of_the_rfc_over_a_residency(engine: PagedEngine) -> None:
+    """Old blocks are in the server's arena and in hot slots, and nowhere else."""
+    residency = ResidencyPages(engine.session, engine.kv, LAYERS)
+    model = Model(CONFIG, 32, residency=residency)
+    loop(model)
+    assert not residency._staged and len(residency._offsets) == 63 + 48
+    residency.close("a")
+    assert len(residency._offsets) == 48
+    model.step("b")
+    model.handler.close()
+
+
+def test_bytes_that_the_server_no_longer_pins_are_refused(engine: PagedEngine) -> None:
+    residency = ResidencyPages(engine.session, engine.kv, LAYERS)
+    model = Model(CONFIG, 32, residency=residency)
+    model.prefill("a", 20)
+    engine.session.close()
+    wait_until(lambda: not residency._arena.holds(residency._opened["a"]))
+    with pytest.raises(HotKVError, match="no longer keeps blocks of a"):
+        residency.read(LAYERS[0], model.table["a"][:1])
+    model.handler.close()
+
+
+def test_a_block_that_the_server_lacks_is_no_host_block(engine: PagedEngine) -> None:
+    residency = ResidencyPages(engine.session, engine.kv, LAYERS)
+    with pytest.raises(HotKVError, match=r"arena.bytes|share"):
+        residency.open("large", 1 << 24)
+    residency.open("a", 1)
+    pages, blocks = np.ones((2, PAGE), np.uint8), np.arange(2, dtype=np.int32)
+    residency.name("a", 0, [b"0" * 32, b"1" * 32], blocks)
+    for layer in LAYERS[:1]:
+        residency.store(layer, blocks, pages, blocks)
+    with pytest.raises(HotKVError):
+        residency.store(LAYERS[1], blocks, pages, blocks)
+    assert np.array_equal(residency.read(LAYERS[1], blocks[:1]), pages[:1])
 
 
 def test_regions_of_hot_slots_are_used_again() -> None:

@@ -5,7 +5,8 @@ those that are attended.
 prefix matter, pins them while they are loaded, and gives out new blocks of host memory.
 `SparseOffloadingHandler` is the worker's part: one layer's step and the copies that it asks for.
 `BlockReprManager` (`pool`) keeps representations by host block. All three are thin: selection and
-hot sets are those of `hotkv_sparse`, copies those of `swaps`.
+hot sets are those of `hotkv_sparse`. Host memory is an array of this process or a residency of
+hotkv-server (`offloading_pages`).
 
 Always true: a block is attended only in a hot slot that holds its bytes; a new block stays
 in its hot slot until its copy in host memory is complete; a pinned host block is not given out
@@ -27,8 +28,8 @@ from hotkv.errors import HotKVError, Reason
 from hotkv_sparse import HotSet, SparseConfig, span
 from hotkv_sparse.selector import exact_log_mass, select_layer
 from hotkv_vllm.sparse.offloading_manager import NO_BLOCKS
+from hotkv_vllm.sparse.offloading_pages import HostPages
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
-from hotkv_vllm.sparse.swaps import copy_blocks
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -79,7 +80,7 @@ class SparseOffloadingHandler:
     """Hot slots of every layer, cut into one region per sequence, and the copies between them and
     host memory.
 
-    `host` and `hot`: uint8 [layers, blocks, page bytes] and [layers, slots, page bytes].
+    `host`: pages of all blocks (`offloading_pages`). `hot`: uint8 [layers, slots, page bytes].
     `keys_of(pages)`: unpacked keys float32 [n, T, H, D] of pages uint8 [n, page bytes].
     `slots_per_sequence` is what a hot set may hold. Decides in the caller's thread; copies run in
     one of its own, in the order they were given.
@@ -90,7 +91,7 @@ class SparseOffloadingHandler:
         config: SparseConfig,
         layers: Mapping[int, LayerShape],
         slots_per_sequence: int,
-        host: U8,
+        host: HostPages,
         hot: U8,
         keys_of: Callable[[U8], F32],
     ) -> None:
@@ -230,8 +231,9 @@ class SparseOffloadingHandler:
             self._layers[layer_idx].block_tokens,
         )
         always = hot.span.always
-        pages = self._host[layer_idx, metadata.block_table[always]]
         resident = np.isin(always, hot.map().blocks)
+        pages = np.empty((len(always), self._hot.shape[2]), np.uint8)
+        pages[~resident] = self._host.read(layer_idx, metadata.block_table[always[~resident]])
         pages[resident] = self._hot[
             layer_idx, self._slots_of(metadata.sequence_id, hot, always[resident])
         ]
@@ -249,7 +251,7 @@ class SparseOffloadingHandler:
                 if not spec.is_load and np.isin(blocks, spec.blocks).any()
             ]
         )
-        return self._keys_of(self._host[layer_idx, blocks])
+        return self._keys_of(self._host.read(layer_idx, blocks))
 
     # --------------------------------------------------------------------------------------- copies
 
@@ -262,11 +264,8 @@ class SparseOffloadingHandler:
         self._jobs[job_id] = spec, self._copier.submit(self._copy, spec)
 
     def _copy(self, spec: SwapSpec) -> None:
-        host, hot = self._host[spec.layer_idx], self._hot[spec.layer_idx]
-        if spec.is_load:
-            copy_blocks(host, hot, spec.blocks, spec.slots, self._config.copy_method)
-        else:
-            copy_blocks(hot, host, spec.slots, spec.blocks, self._config.copy_method)
+        copy = self._host.load if spec.is_load else self._host.store
+        copy(spec.layer_idx, spec.blocks, self._hot[spec.layer_idx], spec.slots)
 
     def wait(self, job_ids: Iterable[int]) -> None:
         """Waits until these jobs have ended; raises what they raised.
