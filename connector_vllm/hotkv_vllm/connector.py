@@ -50,7 +50,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         config = ConnectorConfig.from_extra_config(transfer.kv_connector_extra_config)
         is_scheduler = role is KVConnectorRole.SCHEDULER
         who = "scheduler" if is_scheduler else f"worker-{vllm_config.parallel_config.rank}"
-        self.config = config
+        self.config, self._is_resident = config, config.is_resident
         self.clock = HookClock(who, str(transfer.engine_id))
         self.edge = HookEdge(self.clock, self._count)
         self._scheduler = cast(HotKVScheduler, NoSide())
@@ -84,7 +84,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """Whether vLLM drops what steps in flight answer for requests that it preempts: if they may
         have read bytes that the server no longer had. A lost store is a later miss."""
-        return self.config.is_resident
+        return self._is_resident
 
     # --------------------------------------------------------------------------------- worker hooks
 

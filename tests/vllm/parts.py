@@ -71,6 +71,7 @@ class Parts:
         num_ranks: int = 1,
         fence: Fence | None = None,
         by_handoff: Sequence[int] = (),
+        left_out: range = range(0),
         **settings: Any,
     ) -> None:
         self.server = FakeServer()
@@ -91,6 +92,7 @@ class Parts:
             self.stats,
             "e",
             RepresentationPlanner(len(self.specs), kinds),
+            lambda hit_tokens: left_out,
         )
         self.exactness = Exactness([spec.block_tokens for spec in self.specs], 100)
         cache_groups = [

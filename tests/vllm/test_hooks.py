@@ -47,7 +47,7 @@ OF_METRICS = {"build_kv_connector_stats", "build_prom_metrics"}
 OF_RESIDENTS = {"has_pending_block_frees"}
 FORWARDS = {
     "request_finished": {"request_finished_all_groups"},
-    "requires_kv_delivery": {"config", "is_resident"},
+    "requires_kv_delivery": {"_is_resident"},
 }
 """Hooks that only call another one, or say what is known from the start on."""
 DOES_NOTHING = {"wait_for_layer_load", "save_kv_layer"}

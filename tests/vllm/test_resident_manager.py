@@ -181,3 +181,7 @@ def test_hits_allocate_sinks_and_window() -> None:
     blocks = machine.manager.req_to_blocks["r0"]
     held = sum(not block.is_null for block in blocks)
     assert len(blocks) == 40 and held == 1 + CONFIG.recent_tokens // TOKENS
+    # What a lease leaves out is what no block is allocated for.
+    assert [at for at, block in enumerate(blocks) if block.is_null] == [
+        *machine.manager.spec.gap(40 * TOKENS)
+    ]

@@ -60,6 +60,12 @@ class DevicePool:
         spec = self.spec
         return spec is None or -(-self.longest(request) // spec.block_size) <= spec.whole_blocks
 
+    def left_out(self, hit_tokens: int) -> range:
+        """Blocks of a hit that need not come to the device, if the server keeps them all for the
+        request. As `ResidentManager` has it."""
+        spec = self.spec
+        return range(0) if spec is None else spec.gap(hit_tokens)
+
     def hot_blocks(self, request_id: str) -> tuple[int, ...]:
         """Ids of the request's hot slots."""
         return () if self._manager is None else self._manager.hot_ids.get(request_id, ())

@@ -74,6 +74,12 @@ class ResidentSpec(FullAttentionSpec):
         needed = _blocks(num_tokens, self.block_size)
         return needed if needed <= self.whole_blocks else self.whole_blocks + self.hot_blocks
 
+    def gap(self, hit_tokens: int) -> range:
+        """Blocks between the sinks and the recent window of a hit that outgrows the device."""
+        if _blocks(hit_tokens, self.block_size) <= self.whole_blocks:
+            return range(0)
+        return range(self.sink_blocks, (hit_tokens - self.recent_tokens) // self.block_size)
+
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """What vLLM's start asks of the pool for one request."""
         return self.device_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes

@@ -102,7 +102,9 @@ def _over(
         engine.adapters,
     )
     representations = RepresentationPlanner(len(space.groups), agreement.kinds)
-    finder = HitFinder(session, groups, config, stats, prefix, representations)
+    finder = HitFinder(
+        session, groups, config, stats, prefix, representations, engine.pool.left_out
+    )
     residencies = None
     if engine.pool.spec is not None:
         residencies = Residencies(

@@ -50,13 +50,22 @@ class CachedGroups:
         )
         return hashes
 
-    def named(self, request: Any, blocks: Sequence[range]) -> list[GroupHashes]:
+    def named(
+        self, request: Any, blocks: Sequence[range], left_out: range = range(0)
+    ) -> list[GroupHashes]:
         """The request's blocks in these ranges, one per group, as a call to the server names
-        them."""
-        return [
+        them. `left_out`: but for these of the first group."""
+        named = [
             GroupHashes(index, self.hashes(request, index)[part.start : part.stop])
             for index, part in enumerate(blocks)
         ]
+        if left_out:
+            start, stop = (
+                max(0, edge - blocks[0].start) for edge in (left_out.start, left_out.stop)
+            )
+            hashes = named[0].hashes
+            named[0] = GroupHashes(0, [*hashes[:start], *hashes[stop:]])
+        return named
 
     def num_blocks(self, index: int, limit_tokens: int) -> int:
         """Blocks of a group that matter to hits of up to `limit_tokens`."""

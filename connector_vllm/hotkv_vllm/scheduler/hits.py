@@ -11,7 +11,7 @@ hit longer or shorter.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -56,7 +56,10 @@ class HitFinder:
         stats: HotKVStats,
         id_prefix: str,
         representations: RepresentationPlanner | None = None,
+        left_out: Callable[[int], range] = lambda hit_tokens: range(0),
     ) -> None:
+        """`left_out`: blocks of a hit that are neither leased nor loaded."""
+        self._left_out = left_out
         self.groups = groups
         self.representations = representations or RepresentationPlanner(len(groups.specs))
         self.hidden = HiddenKeys()
@@ -241,7 +244,8 @@ class HitFinder:
         if hit_tokens <= computed_tokens:
             return self._miss(state, now_s)
         hit.leased = self.groups.missing_blocks(hit_tokens, computed_tokens)
-        groups = self.groups.named(state.request, hit.leased)
+        hit.left_out = self._left_out(hit_tokens)
+        groups = self.groups.named(state.request, hit.leased, hit.left_out)
         hit.lease_id = f"{self._prefix}-r{next(self._counter)}"
         hit.answer = self._session.acquire(
             hit.lease_id, groups + self.representations.asked(groups), self._config.lease_ttl_s

@@ -9,10 +9,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from hotkv.groups import needed_blocks
-from hotkv_client.types import LoadRun
+from hotkv_client.types import Int32s, LoadRun
 from hotkv_vllm.link import BoolMask
 from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.request import HitState, Masks
+
+
+def leased_positions(blocks: range, left_out: range) -> Int32s:
+    """The blocks of a group that a lease covers, rising: those of `blocks` but for `left_out`."""
+    found = np.arange(blocks.start, blocks.stop, dtype=np.int32)
+    return found[(found < left_out.start) | (found >= left_out.stop)]
 
 
 def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
@@ -24,20 +30,22 @@ def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
         if mask is not None and not mask.all():
             # Blocks that came without a representation are looked at once more, so that they get
             # one.
-            num_blocks = min(num_blocks, hit.leased[index].start + int(np.argmin(mask)))
+            positions = leased_positions(hit.leased[index], hit.left_out)
+            num_blocks = min(num_blocks, int(positions[np.argmin(mask)]))
         found.append(num_blocks)
     return tuple(found)
 
 
 def pinned_masks(groups: CachedGroups, hit: HitState, pinned: Sequence[BoolMask]) -> Masks:
     """Which blocks a lease has pinned, per group; `pinned` is the grant's answer for the leased
-    ones."""
+    ones. What is left out counts as pinned: others see to that."""
     masks = []
     for index, (blocks, is_pinned) in enumerate(zip(hit.leased, pinned, strict=True)):
         # Of the block behind a drafter's hit only the hash matters, so it is not leased.
         mask = np.ones(groups.num_blocks(index, hit.hit_tokens), np.bool_)
         mask[: blocks.stop] = False
-        mask[blocks.start : blocks.stop] = is_pinned
+        mask[leased_positions(blocks, hit.left_out)] = is_pinned
+        mask[hit.left_out.start : hit.left_out.stop] = True
         masks.append(mask)
     return tuple(masks)
 
@@ -63,7 +71,10 @@ def load_runs(
         table = table[table != null_block]
         if not len(table):
             continue
-        if wanted[0] < hit.leased[index].start or not hit.ready[index][wanted].all():
+        leased = leased_positions(hit.leased[index], hit.left_out)
+        at = np.searchsorted(leased, wanted).astype(np.int32)
+        is_leased = at[-1] < len(leased) and np.array_equal(leased[at], wanted)
+        if not is_leased or not hit.ready[index][wanted].all():
             return []
-        runs.append(LoadRun(index, wanted - np.int32(hit.leased[index].start), table))
+        runs.append(LoadRun(index, at, table))
     return runs

@@ -31,9 +31,9 @@ class HitState:
     """A request's way to its hit.
 
     `answer`: of the call that the phase waits for, until `deadline_s`. `computed_tokens`: local hit
-    for which the lease was taken. `leased`: leased blocks per group; `represented`: by group, of
-    which of them the representation is leased too. `unproved_loads`: loads begun and not known to
-    have ended well.
+    for which the lease was taken. `leased`: leased blocks per group, but for `left_out` of the
+    first; `represented`: by group, of which of them the representation is leased too.
+    `unproved_loads`: loads begun and not known to have ended well.
     """
 
     phase: Phase = Phase.IDLE
@@ -43,6 +43,7 @@ class HitState:
     computed_tokens: int = 0
     hit_tokens: int = 0
     leased: list[range] = field(default_factory=list)
+    left_out: range = range(0)
     ready: Masks = ()
     represented: dict[int, BoolMask] = field(default_factory=dict)
     granted_s: float = 0.0

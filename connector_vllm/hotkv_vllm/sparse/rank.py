@@ -48,7 +48,7 @@ class SparseRank:
         self.edge = edge
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._config = config
+        self._config, self._is_resident = config, config.is_resident
         self._arena_of = arena_of
         self._logged_build = False
         self.centres = centres
@@ -96,7 +96,7 @@ class SparseRank:
     @property
     def lacks_residency(self) -> bool:
         """Whether contexts were to be resident, and no layer is: no block may be given back."""
-        return self._config.is_resident and self.worker is None and self.cuda is None
+        return self._is_resident and self.worker is None and self.cuda is None
 
     def _install_cuda(self, config: SparseConfig, kv_caches: Mapping[str, Any]) -> None:
         # Imports CUDA's backend of vLLM.
