@@ -60,12 +60,15 @@ FALLBACKS: dict[str, str] = {
         "Without the manager no block is given back."
     ),
     "has_pending_block_frees": "vLLM preempts, as without hotkv.",
+    "_kept_tokens": "No block is given back in this step.",
     "on_new_request": (
-        "The request is unknown to hotkv: nothing is loaded for it, nothing of it stored."
+        "The request is unknown to hotkv: nothing is loaded for it, nothing of it stored. Where "
+        "contexts live in host memory it ends with an error."
     ),
     "_begin_sequences": "Rows that have no name attend to everything.",
     "get_num_new_matched_tokens": (
-        "A miss; from now on the request is unknown to hotkv, and its lease is given back."
+        "A miss; from now on the request is unknown to hotkv, and its lease is given back. Where "
+        "contexts live in host memory it ends with an error."
     ),
     "update_state_after_alloc": (
         "The request's load is reported as failed, and the next step takes all stores back."

@@ -6,7 +6,9 @@ selection raises from then on. `pool`: built blocks of each layer, and how many 
 representation than their page gives. `come_alone`: blocks are loaded without representations from
 then on. `in_flight`: stores that were begun and not reported. `lose` (steps): bytes in
 host memory are lost after these numbers of steps. `pace` (seconds): how long a step takes at
-least, from then on. Of several connectors in one engine, the first is meant.
+least, from then on. `called` (modules, prompts, max_tokens): names of the functions of these
+modules that the requests call. `break_once` (name, prompts, max_tokens, salt): the same requests,
+with one of them raising at its next call. Of several connectors in one engine, the first is meant.
 """
 
 from typing import Any
@@ -130,7 +132,51 @@ def lose(_: Any, steps: list[int]) -> dict[str, Any]:
     return {}
 
 
+def called(
+    llm: Any, modules: list[str], prompts: list[list[list[int]]], max_tokens: int
+) -> dict[str, Any]:
+    import sys
+
+    from tests.vllm import faults
+
+    known = {code: one for code, one in faults.functions().items() if _room(one) in modules}
+    seen = set()
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in known:
+            seen.add(_name(known[frame.f_code]))
+
+    sys.setprofile(profile)
+    try:
+        for batch in prompts:
+            engine_driver.generate(llm, batch, max_tokens)
+    finally:
+        sys.setprofile(None)
+    return {"names": sorted(seen)}
+
+
+def break_once(
+    llm: Any, name: str, prompts: list[list[list[int]]], max_tokens: int, salt: str
+) -> dict[str, Any]:
+    from tests.vllm import faults
+
+    (one,) = (one for one in faults.functions().values() if _name(one) == name)
+    with faults.broken(one, only_once=True) as fault:
+        answers = [engine_driver.generate(llm, batch, max_tokens, salt=salt) for batch in prompts]
+    return {"answers": answers, "strikes": fault.strikes}
+
+
+def _room(one: Any) -> str:
+    return str(one.__module__).removeprefix("hotkv_vllm.")
+
+
+def _name(one: Any) -> str:
+    return f"{_room(one)}:{one.__qualname__}"
+
+
 engine_driver.OPERATIONS |= {
+    "called": called,
+    "break_once": break_once,
     "lose": lose,
     "sparse": sparse,
     "rewrite_always": rewrite_always,

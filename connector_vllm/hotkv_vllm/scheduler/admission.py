@@ -243,7 +243,9 @@ class Admission:
 
     def request_broke(self, request_id: str) -> None:
         """The request's hook broke: it goes on as one that hotkv does not know, and what it held is
-        given back."""
+        given back. Where contexts live in host memory it can't go on so, and ends with an error."""
+        if self._pool.spec is not None:
+            self._pool.fail(request_id)
         state, cache = self.states.pop(request_id, None), self._sharing.cache
         if state is not None and state.hit.phase is Phase.LOADING:
             self.loads.cancelled.append(request_id)

@@ -14,7 +14,7 @@ from hotkv_vllm.adapters import Adapters
 from hotkv_vllm.compat import checks, kv_groups
 from hotkv_vllm.compat.device_pool import DevicePool
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.hooks import HookEdge, hook
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
 from hotkv_vllm.scheduler.admission import Admission
@@ -33,6 +33,7 @@ class HotKVScheduler:
         self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig, edge: HookEdge
     ) -> None:
         self._config = config
+        self.edge = edge
         self.stats, self.totals = HotKVStats(), HotKVStats()
         self._adapters = Adapters(
             vllm_config.parallel_config.world_size, lambda text: logger.warning("hotkv: %s", text)
@@ -97,6 +98,7 @@ class HotKVScheduler:
         if self._pool.spec is not None:
             logger.info("hotkv: %s", self._pool.describe())
 
+    @hook(lambda *_: 0, last=0, is_part=True)
     def _kept_tokens(self, request_id: str) -> int:
         """Leading tokens of a request that need not stay on the device."""
         cache = self.sharing.cache

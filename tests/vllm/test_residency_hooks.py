@@ -1,0 +1,60 @@
+"""Every function behind contexts beyond device memory breaks once, in a real engine over a real
+server: a request's tokens are right, or it ends with an error, and the engine serves the next."""
+
+import pytest
+
+from tests.vllm.processes import Daemon
+from tests.vllm.test_residency import Start, prompts, start
+from tests.vllm.test_residency_faults import EXACT, EXACT_POOL
+
+__all__ = ["start"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+MODULES = [
+    "scheduler.admission",
+    "scheduler.residencies",
+    "scheduler.resident",
+    "scheduler.reservations",
+    "scheduler.side",
+    "scheduler.step_planner",
+    "compat.device_pool",
+    "sparse.kept_rows",
+    "sparse.page_copies",
+    "sparse.rank",
+    "sparse.resident_pages",
+    "sparse.resident_sequence",
+    "sparse.resident_sequences",
+    "sparse.resident_step",
+    "sparse.resident_worker",
+]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_whatever_breaks_no_token_is_wrong(start: Start, daemon: Daemon, is_async: bool) -> None:
+    dense = start(None)
+    one = start(
+        EXACT,
+        target=daemon.start().target,
+        num_gpu_blocks_override=2 * EXACT_POOL,
+        async_scheduling=is_async,
+        connector_settings={"residency_timeout_s": 3.0},
+    )
+    one.ask("wait", connected=True, timeout_s=60.0)
+    one.ask("rewrite_always")
+    # One that misses, and one that has a prefix of it in common.
+    (base, other) = prompts(21, 900, 760)
+    batches = [[base, other], [[*base, *other[:80]]]]
+    expected = [dense.ask("generate", prompts=batch, max_tokens=30) for batch in batches]
+    names = one.ask("called", modules=MODULES, prompts=batches, max_tokens=30)["names"]
+    assert len(names) > 60, names
+    wrong = []
+    for number, name in enumerate(names):
+        found = one.ask("break_once", name=name, prompts=batches, max_tokens=30, salt=str(number))
+        for answer, wanted in zip(found["answers"], expected, strict=True):
+            for at, ended in enumerate(answer["ended"]):
+                same = answer["tokens"][at] == wanted["tokens"][at]
+                if not same and ended != "error":
+                    wrong.append(f"{name}: request {at} says something else, and ended {ended}")
+        again = one.ask("generate", prompts=[other], max_tokens=30, salt=f"{number}+")
+        if again["tokens"][0] != expected[0]["tokens"][1]:
+            wrong.append(f"{name}: a request afterwards is wrong, and ended {again['ended']}")
+    assert not wrong, "\n".join(wrong)
