@@ -43,7 +43,8 @@ class StoreJob:
 
     All ranks store their shard under the same lease. `representations`: the blocks, among these or
     stored earlier, whose representations are to be stored. `fence_index`: the word in which the
-    scheduler revokes the store; 0 if only workers revoke it.
+    scheduler revokes the store; 0 if only workers revoke it. `request_id`: of the resident request
+    that it belongs to, and `residency_id` its name at the server; empty for others.
     """
 
     store_id: int
@@ -53,6 +54,7 @@ class StoreJob:
     representations: tuple[BlockRun, ...] = ()
     fence_index: int = 0
     residency_id: str = ""
+    request_id: str = ""
 
 
 @dataclass(slots=True)

@@ -7,10 +7,13 @@ representation than their page gives. `come_alone`: blocks are loaded without re
 then on. `in_flight`: stores that were begun and not reported. `lose` (steps): bytes in
 host memory are lost after these numbers of steps. `pace` (seconds): how long a step takes at
 least, from then on. `called` (modules, prompts, max_tokens): names of the functions of these
-modules that the requests call. `break_once` (name, prompts, max_tokens, salt): the same requests,
-with one of them raising at its next call. Of several connectors in one engine, the first is meant.
+modules that the requests call, and how many steps they take. `break_once` (name, after_steps,
+prompts, max_tokens, salt): the same requests; one of these functions raises at its first call after
+so many steps. Of several connectors in one engine, the first is meant.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import engine_driver
@@ -140,30 +143,64 @@ def called(
     from tests.vllm import faults
 
     known = {code: one for code, one in faults.functions().items() if _room(one) in modules}
-    seen = set()
+    seen, num_steps = set(), [0]
 
     def profile(frame: Any, event: str, _: Any) -> None:
         if event == "call" and frame.f_code in known:
             seen.add(_name(known[frame.f_code]))
 
+    def count() -> None:
+        num_steps[0] += 1
+
     sys.setprofile(profile)
     try:
-        for batch in prompts:
-            engine_driver.generate(llm, batch, max_tokens)
+        with _before_steps(llm, count):
+            for batch in prompts:
+                engine_driver.generate(llm, batch, max_tokens)
     finally:
         sys.setprofile(None)
-    return {"names": sorted(seen)}
+    return {"names": sorted(seen), "steps": num_steps[0]}
 
 
 def break_once(
-    llm: Any, name: str, prompts: list[list[list[int]]], max_tokens: int, salt: str
+    llm: Any,
+    name: str,
+    after_steps: int,
+    prompts: list[list[list[int]]],
+    max_tokens: int,
+    salt: str,
 ) -> dict[str, Any]:
     from tests.vllm import faults
 
     (one,) = (one for one in faults.functions().values() if _name(one) == name)
-    with faults.broken(one, only_once=True) as fault:
-        answers = [engine_driver.generate(llm, batch, max_tokens, salt=salt) for batch in prompts]
-    return {"answers": answers, "strikes": fault.strikes}
+    left, strikes = [after_steps], []
+    with contextlib.ExitStack() as stack:
+
+        def arm() -> None:
+            if left[0] == 0:
+                strikes.append(stack.enter_context(faults.broken(one, only_once=True)))
+            left[0] -= 1
+
+        with _before_steps(llm, arm):
+            answers = [
+                engine_driver.generate(llm, batch, max_tokens, salt=salt) for batch in prompts
+            ]
+    return {"answers": answers, "strikes": sum(fault.strikes for fault in strikes)}
+
+
+@contextlib.contextmanager
+def _before_steps(llm: Any, call: Callable[[], None]) -> Iterator[None]:
+    """Calls this before each step of the engine."""
+    engine = llm.llm_engine
+    original = engine.step
+
+    def step() -> Any:
+        call()
+        return original()
+
+    engine.step = step
+    yield
+    engine.step = original
 
 
 def _room(one: Any) -> str:

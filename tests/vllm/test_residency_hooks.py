@@ -1,6 +1,8 @@
 """Every function behind contexts beyond device memory breaks once, in a real engine over a real
 server: a request's tokens are right, or it ends with an error, and the engine serves the next."""
 
+import random
+
 import pytest
 
 from tests.vllm.processes import Daemon
@@ -9,6 +11,8 @@ from tests.vllm.test_residency_faults import EXACT, EXACT_POOL
 
 __all__ = ["start"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+TOKENS = 12
+"""Of each answer."""
 MODULES = [
     "scheduler.admission",
     "scheduler.residencies",
@@ -28,8 +32,13 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_whatever_breaks_no_token_is_wrong(start: Start, daemon: Daemon, is_async: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_async", "later"), [(False, False), (True, True)], ids=["sync-first", "async-later"]
+)
+def test_whatever_breaks_no_token_is_wrong(
+    start: Start, daemon: Daemon, is_async: bool, later: bool
+) -> None:
+    """At its first call, or at its first one after any number of steps: half of them each way."""
     dense = start(None)
     one = start(
         EXACT,
@@ -43,18 +52,27 @@ def test_whatever_breaks_no_token_is_wrong(start: Start, daemon: Daemon, is_asyn
     # One that misses, and one that has a prefix of it in common.
     (base, other) = prompts(21, 900, 760)
     batches = [[base, other], [[*base, *other[:80]]]]
-    expected = [dense.ask("generate", prompts=batch, max_tokens=30) for batch in batches]
-    names = one.ask("called", modules=MODULES, prompts=batches, max_tokens=30)["names"]
-    assert len(names) > 60, names
-    wrong = []
-    for number, name in enumerate(names):
-        found = one.ask("break_once", name=name, prompts=batches, max_tokens=30, salt=str(number))
+    expected = [dense.ask("generate", prompts=batch, max_tokens=TOKENS) for batch in batches]
+    known = one.ask("called", modules=MODULES, prompts=batches, max_tokens=TOKENS)
+    assert len(known["names"]) > 60 and known["steps"] > 3 * TOKENS, known
+    wrong, num_strikes, dice = [], 0, random.Random(0)
+    for number, name in enumerate(known["names"][later::2]):
+        found = one.ask(
+            "break_once",
+            name=name,
+            after_steps=dice.randrange(known["steps"]) if later else 0,
+            prompts=batches,
+            max_tokens=TOKENS,
+            salt=str(number),
+        )
+        num_strikes += found["strikes"]
         for answer, wanted in zip(found["answers"], expected, strict=True):
             for at, ended in enumerate(answer["ended"]):
                 same = answer["tokens"][at] == wanted["tokens"][at]
                 if not same and ended != "error":
                     wrong.append(f"{name}: request {at} says something else, and ended {ended}")
-        again = one.ask("generate", prompts=[other], max_tokens=30, salt=f"{number}+")
+        again = one.ask("generate", prompts=[other], max_tokens=TOKENS, salt=f"{number}+")
         if again["tokens"][0] != expected[0]["tokens"][1]:
             wrong.append(f"{name}: a request afterwards is wrong, and ended {again['ended']}")
     assert not wrong, "\n".join(wrong)
+    assert num_strikes > len(known["names"]) / 4

@@ -192,9 +192,12 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def write_model(folder: Path, kind: str = "llama") -> Path:
-    """Writes the config.json of one of MODELS and returns the folder."""
+    """Writes the config.json of one of MODELS, at once where engines may read an earlier one, and
+    returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(COMMON | MODELS[kind]))
+    draft = folder / "config.json.new"
+    draft.write_text(json.dumps(COMMON | MODELS[kind]))
+    draft.replace(folder / "config.json")
     return folder
 
 

@@ -134,6 +134,7 @@ class StoresInFlight:
             tuple(representations),
             fence_index,
             residency[1],
+            residency[0],
         )
 
     def account(self, report: HotKVWorkerMetadata) -> list[StoreInFlight]:

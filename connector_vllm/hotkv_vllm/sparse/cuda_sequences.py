@@ -6,7 +6,7 @@ when its address was written before; a request of which that can't be said is lo
 part in a step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -93,6 +93,12 @@ class CudaSequences:
         """The request of that name, if it has a state."""
         return self._sequences.get(request_id)
 
+    def is_lost(self, request_id: str) -> bool:
+        """Whether what the request has computed in this step may be wrong: it was lost and is not
+        computed anew yet, or nothing is known of it."""
+        sequence = self._sequences.get(request_id)
+        return sequence is None or sequence.is_lost
+
     def is_away(self, sequence: CudaSequence) -> bool:
         """Whether some of its blocks are in host memory only."""
         return sequence.num_freed > self._residents.num_sinks
@@ -139,6 +145,12 @@ class CudaSequences:
             logger.warning("hotkv: request %s is computed anew: %s", sequence.request_id, why)
         sequence.is_lost = True
         self._lost.add(sequence.first_block)
+
+    def lose_away(self, among: Iterable[CudaSequence], why: str) -> None:
+        """Those of these requests are lost that have blocks in host memory only."""
+        for sequence in among:
+            if self.is_away(sequence):
+                self.lose(sequence, why)
 
     def take_lost(self) -> set[int]:
         """First blocks of the requests that were lost since the last call."""

@@ -263,20 +263,17 @@ class CudaWorker:
         """A layer's step broke: whoever has blocks in host memory only is lost."""
         self._counted["sparse_faults"] += 1
         logger.exception("hotkv: sparse attention of %s broke", layer_name)
-        self._lose_away(f"attention of {layer_name} broke")
+        self.sequences.lose_away(self._step, f"attention of {layer_name} broke")
 
     def start_over(self) -> None:
         """It is not known which rows the step has: what needs bytes of the arena is lost."""
         self._step, self._is_told = [], False
         self._residents.name_rows({})
-        for sequence in self.sequences:
-            if self.sequences.is_away(sequence):
-                self.sequences.lose(sequence, "a step's plan was lost")
+        self.sequences.lose_away(self.sequences, "a step's plan was lost")
 
-    def take_lost(self) -> set[int]:
-        """First blocks of the requests whose bytes were lost since the last call, or were read
-        while the server did not pin them. Call it after a step's last layer. Waits for the device
-        if the step has read from the arena: only then is it known what was read."""
+    def find_lost(self) -> None:
+        """As `ResidentSequences.find_lost`. Waits for the device if the step has read from the
+        arena: only then is it known what was read."""
         away = [one for one in self._step if self.sequences.is_away(one) and not one.is_lost]
         if away:
             faults = self._work.device.read(self._work.faults)
@@ -284,21 +281,20 @@ class CudaWorker:
             if faults.any():
                 self._work.device.write(self._work.faults, (0,), np.zeros(3, np.int32))
             if faults[1]:
-                self._lose_away("blocks had no address")
+                self.sequences.lose_away(self._step, "blocks had no address")
             for sequence in away:
                 if not sequence.is_lost and not sequence.still_holds():
                     self.sequences.lose(sequence, "the server pins it no more")
         self._step = []
+
+    def take_lost(self) -> set[int]:
+        """First blocks of the requests that were lost since the last call."""
+        self.find_lost()
         return self.sequences.take_lost()
 
     def all_away(self) -> set[int]:
         """First blocks of all requests that have blocks in host memory only."""
         return {one.first_block for one in self.sequences if self.sequences.is_away(one)}
-
-    def _lose_away(self, why: str) -> None:
-        for sequence in self._step:
-            if self.sequences.is_away(sequence):
-                self.sequences.lose(sequence, why)
 
     def will_capture(self) -> None:
         """vLLM captures a graph: the next step begins with tables that nothing has touched. (Only

@@ -6,7 +6,7 @@ fault here leaves rows that attend to everything, or blocks without representati
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -143,6 +143,18 @@ class SparseRank:
             if isinstance(self.worker, ResidentWorker):
                 self.worker.begin_resident(meta.resident or ResidentStep())
             self.worker.begin_step(meta.sparse_rows or SparseRows())
+
+    def find_lost(self, request_ids: Iterable[str]) -> set[str]:
+        """Those of these requests whose bytes in host memory were gone as the step read them, or
+        in an earlier step. Call it after the step's last layer."""
+        asked = set(request_ids)
+        if asked and self.cuda is not None:
+            self.cuda.find_lost()
+            return {one for one in asked if self.cuda.sequences.is_lost(one)}
+        if asked and isinstance(self.worker, ResidentWorker):
+            self.worker.residents.find_lost()
+            return {one for one in asked if self.worker.residents.is_lost(one)}
+        return set()
 
     def take_lost(self) -> set[int]:
         """First blocks of requests whose bytes in host memory are gone."""

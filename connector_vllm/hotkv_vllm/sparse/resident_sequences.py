@@ -16,6 +16,8 @@ from hotkv_vllm.sparse.resident_sequence import NOT_KEPT, ResidentSequence
 from hotkv_vllm.sparse.resident_step import FileId, KeptBlocks, ResidentRow
 
 logger = link.logger
+STEPS_IN_FLIGHT = 2
+"""Steps that vLLM may have planned before it hears what a step has come to."""
 
 
 class ResidentSequences:
@@ -27,6 +29,7 @@ class ResidentSequences:
         self._sequences: dict[str, ResidentSequence] = {}
         self._arenas: dict[FileId, Arena] = {}
         self._lost: set[int] = set()
+        self._unnamed: dict[int, int] = {}
         self.of_step: dict[int, ResidentSequence] = {}
         self.arena_of: Callable[[], Arena | None] = lambda: None
 
@@ -42,6 +45,7 @@ class ResidentSequences:
 
     def begin_step(self, rows: Iterable[ResidentRow]) -> None:
         """These are the step's rows."""
+        self._unnamed = {block: left - 1 for block, left in self._unnamed.items() if left}
         self.of_step = {row.written_block: self._follow(row) for row in rows}
 
     def end(self, request_id: str) -> None:
@@ -54,6 +58,9 @@ class ResidentSequences:
         sequence = self._sequences.get(row.request_id)
         if sequence is None:
             sequence = self._sequences[row.request_id] = ResidentSequence(row.request_id)
+            if row.first_block in self._unnamed:
+                # Planned before the scheduler heard of the step whose rows were not known.
+                sequence.is_lost = True
         sequence.first_block = row.first_block
         sequence.may_outgrow, sequence.num_freed = row.may_outgrow, row.num_freed
         if row.hot_blocks:
@@ -105,18 +112,34 @@ class ResidentSequences:
             if sequence.num_freed:
                 self.lose(sequence, why)
 
-    def lose_unnamed(self, first_block: int) -> None:
-        """The scheduler has not named a row; whose it is shows in its first block."""
+    def lose_unnamed(self, first_block: int, has_gaps: bool) -> None:
+        """The scheduler has not named a row; whose it is shows in its first block. `has_gaps`:
+        some of its blocks are not on the device."""
         for sequence in self._sequences.values():
             if sequence.num_freed and sequence.first_block == first_block:
                 self.lose(sequence, "the step's plan does not name it")
+        if has_gaps:
+            self._lost.add(first_block)
+            self._unnamed[first_block] = STEPS_IN_FLIGHT
 
-    def take_lost(self) -> set[int]:
-        """First blocks of the requests whose bytes were lost since the last call, or were read
-        while the server did not pin them. Call it after a step's last layer."""
+    def find_lost(self) -> None:
+        """Finds the requests whose bytes were read while the server did not pin them. Call it after
+        a step's last layer."""
         for sequence in self._sequences.values():
             if sequence.has_read and not sequence.still_holds():
                 self.lose(sequence, "the server pins its blocks no more")
+
+    def is_lost(self, request_id: str) -> bool:
+        """Whether what the request has computed in this step may be wrong: it was lost and is not
+        computed anew yet, or nothing is known of it."""
+        sequence = self._sequences.get(request_id)
+        return sequence is None or sequence.is_lost
+
+    def take_lost(self) -> set[int]:
+        """First blocks of the requests that were lost since the last call. Call it after a step's
+        last layer."""
+        self.find_lost()
+        for sequence in self._sequences.values():
             sequence.has_read = False
         lost, self._lost = self._lost, set()
         return lost

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.selector import Source
+from hotkv_vllm.compat import NULL_BLOCK
 from hotkv_vllm.sparse.batch import Batch, Context, Plan, Rewrite, Row, SparseLayer
 from hotkv_vllm.sparse.first_prompt import NO_TURNING, Turning
 from hotkv_vllm.sparse.kept_rows import KeptRows
@@ -147,7 +148,7 @@ class ResidentWorker(SparseWorker):
             blocks = batch.tables[row, : -(-context // tokens)].copy()
             sequence = self.residents.of_step.get(int(blocks[-1]))
             if sequence is None:
-                self.residents.lose_unnamed(int(blocks[0]))
+                self.residents.lose_unnamed(int(blocks[0]), bool((blocks == NULL_BLOCK).any()))
                 continue
             one = BatchRow(row, sequence, context - int(num_queries[row]), context, blocks)
             plan.residents[row] = one

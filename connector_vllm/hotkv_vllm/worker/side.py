@@ -198,8 +198,13 @@ class HotKVWorker:
         if not self.rank.place.is_writer:
             self.stores.leave_to_others(meta.stores)
             return
+        jobs = meta.stores
+        if lost := self.sparse.find_lost(job.request_id for job in jobs if job.request_id):
+            # What they have computed is wrong, and named as if it were right.
+            self.stores.refuse([job for job in jobs if job.request_id in lost])
+            jobs = tuple(job for job in jobs if job.request_id not in lost)
         after = self.rank.mark()
-        for job in meta.stores:
+        for job in jobs:
             self.stores.begin(job, self._built(job.representations), after)
         self.rank.marks.done(after)
 
