@@ -23,8 +23,10 @@ BYTES_PER_THREAD = 1 << 20
 class PageCopier:
     """Copies pages. One caller at a time."""
 
-    def __init__(self) -> None:
-        self._num_threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
+    def __init__(self, num_threads: int | None = None) -> None:
+        """`num_threads`: as many as there are cores, up to MAX_THREADS, if not said."""
+        usual = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
+        self._num_threads = num_threads or usual
         self._threads: ThreadPoolExecutor | None = None
         self._kernels: Any = native.load("hotkv.kernels")
         self._sizes = np.empty(0, np.int64)

@@ -7,6 +7,7 @@ checked afterwards.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from hotkv_vllm.sparse.batch import SparseLayer
 from hotkv_vllm.sparse.page_copies import PageCopier
 from hotkv_vllm.sparse.resident_sequence import ResidentSequence
 from hotkv_vllm.sparse.slot_places import SlotPlaces
+from hotkv_vllm.sparse.staging import Staging
 
 I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
@@ -30,39 +32,28 @@ class LostError(Exception):
 class ResidentPages:
     """See the module. `counted`: pages that were copied, by the names of `stats.COUNTERS`."""
 
-    def __init__(self, places: SlotPlaces) -> None:
+    def __init__(self, layers: Sequence[SparseLayer], places: SlotPlaces) -> None:
         self._places = places
         self._copier = PageCopier()
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.staging = Staging(layers, places, self._copier)
         self.counted: Counter[str] = Counter()
 
     def __repr__(self) -> str:
-        return f"ResidentPages(staging {self._memory.numel() >> 20} MiB)"
+        return f"ResidentPages({self.staging})"
 
     def take_counters(self) -> dict[str, float]:
         """Pages that were copied since the last call."""
         counted, self.counted = self.counted, Counter()
         return dict(counted)
 
-    def staging(self, layer: SparseLayer, num_pages: int) -> torch.Tensor:
-        """The staging area as pages of a layer, at least so many. Its memory stays."""
-        num_bytes = num_pages * layer.pages.page_bytes
-        if self._memory.numel() < num_bytes:
-            more = max(num_bytes, 2 * self._memory.numel())
-            self._memory = torch.empty(more, dtype=torch.uint8)
-        kv = layer.pages.tensor
-        room = self._memory.numel() // layer.pages.page_bytes
-        flat = self._memory[: room * layer.pages.page_bytes].view(kv.dtype)
-        return flat.view(room, *kv.shape[1:])
-
     def on_device(self, layer: SparseLayer, pages: torch.Tensor, blocks: Positions) -> I64:
         """Addresses of blocks [n] in a tensor of pages of the layer."""
         addresses: I64 = pages.data_ptr() + blocks.astype(np.int64) * layer.pages.page_bytes
         return addresses
 
-    def away(self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions) -> I64:
-        """Addresses of the layer's pages of blocks that only the server has, at rising positions.
-        Raises LostError."""
+    def slots(self, sequence: ResidentSequence, positions: Positions) -> I64:
+        """Addresses of the server's slots of blocks that only it has, at rising positions. Raises
+        LostError."""
         if sequence.is_lost:
             raise LostError("it was lost before")
         known = sequence.addresses
@@ -71,7 +62,11 @@ class ResidentPages:
         if not is_known or (len(slots) and np.minimum.reduce(slots) < 0):
             raise LostError("it is not known where the server keeps some of its blocks")
         sequence.has_read = True
-        addresses: I64 = slots + self._places.pages[layer.index]
+        return slots
+
+    def away(self, layer: SparseLayer, sequence: ResidentSequence, positions: Positions) -> I64:
+        """The same of the layer's pages in these slots."""
+        addresses: I64 = self.slots(sequence, positions) + self._places.pages[layer.index]
         return addresses
 
     def copy(self, layer: SparseLayer, to: I64, source: I64) -> None:

@@ -30,11 +30,13 @@ from hotkv_vllm.sparse.resident_sequence import ResidentSequence
 from hotkv_vllm.sparse.resident_sequences import ResidentSequences
 from hotkv_vllm.sparse.resident_step import ResidentStep
 from hotkv_vllm.sparse.slot_places import SlotPlaces
+from hotkv_vllm.sparse.staging import staged_places
 from hotkv_vllm.sparse.worker import SparseWorker
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
+NOTHING = np.empty(0, np.int64)
 BUILD_PAGES = 64
 """Blocks at a time whose representations are built from pages that only the server has."""
 
@@ -79,7 +81,7 @@ class ResidentWorker(SparseWorker):
         super().__init__(config, layers, recall_steps, turning)
         self._num_sinks = -(-config.sink_tokens // layers[0].shape.block_tokens)
         self._kept = KeptRows(self.representations)
-        self._pages = ResidentPages(places)
+        self._pages = ResidentPages(layers, places)
         self.residents = ResidentSequences(self._kept)
 
     def __repr__(self) -> str:
@@ -208,10 +210,9 @@ class ResidentWorker(SparseWorker):
             self._counters.add(layer.index, "loaded_blocks", len(there))
         for start in range(0, len(missing), BUILD_PAGES):
             part = missing[start : start + BUILD_PAGES]
-            pages, places = self._pages.staging(layer, len(part)), np.arange(len(part))
-            to = self._pages.on_device(layer, pages, places)
-            self._pages.copy(layer, to, self._pages.away(layer, sequence, part))
-            keys = layer.pages.over(pages).keys_of(places.astype(np.int32))
+            slots = self._pages.slots(sequence, part)
+            pages = self._pages.staging.fill(layer, slots, NOTHING, goes_on=False)
+            keys = layer.pages.over(pages).keys_of(np.arange(len(part), dtype=np.int32))
             for name, source in sources.items():
                 source.pool[sequence.rows[part]] = build(name, keys, source.mu, axes=source.axes)
             self._counters.add(layer.index, "built_blocks", len(part))
@@ -295,22 +296,24 @@ class ResidentWorker(SparseWorker):
         there. Rows of `whole` attend to their whole context."""
         rows = np.flatnonzero(np.diff(plan.batch.starts) > 0).tolist()
         counts = [-(-int(rewrite.seq_lens[row]) // layer.shape.block_tokens) for row in rows]
-        pages, sources, at = self._pages.staging(layer, sum(counts)), [], 0
+        slots, masks = [NOTHING], []
         for row, count in zip(rows, counts, strict=True):
-            blocks = rewrite.tables[row, :count]
-            addresses = self._pages.on_device(layer, layer.pages.tensor, blocks)
+            is_away = np.zeros(count, np.bool_)
             if row in whole:
                 one = whole[row]
                 away = np.flatnonzero(one.is_away(np.arange(count), self._num_sinks))
                 try:
-                    addresses[away] = self._pages.away(layer, one.sequence, away)
+                    slots.append(self._pages.slots(one.sequence, away))
+                    is_away[away] = True
                 except LostError as error:
                     self.residents.lose(one.sequence, str(error))
-            sources.append(addresses)
-            rewrite.tables[row, :count] = np.arange(at, at + count)
-            at += count
+            masks.append(is_away)
+        tables = [rewrite.tables[row, :count] for row, count in zip(rows, counts, strict=True)]
+        blocks, is_away = np.concatenate(tables), np.concatenate(masks)
+        here = self._pages.on_device(layer, layer.pages.tensor, blocks[~is_away])
+        parts = np.split(staged_places(is_away), np.cumsum(counts)[:-1])
+        for table, places in zip(tables, parts, strict=True):
+            table[:] = places
         plan.rewritten = rows
-        self._pages.counted["resident_staged_pages"] += at
-        to = self._pages.on_device(layer, pages, np.arange(at))
-        self._pages.copy(layer, to, np.concatenate(sources))
-        rewrite.pages = pages
+        self._pages.counted["resident_staged_pages"] += len(blocks)
+        rewrite.pages = self._pages.staging.fill(layer, np.concatenate(slots), here)

@@ -1,0 +1,71 @@
+"""The staging area against a model that copies every page anew: whatever is asked next, what was
+copied ahead is only used where it is the same."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotkv_vllm.sparse.page_copies import PageCopier
+from hotkv_vllm.sparse.staging import Staging, staged_places
+
+NUM_LAYERS, NUM_SLOTS, NUM_BLOCKS, PAGE = 3, 12, 6, 64
+DICE = np.random.default_rng(0)
+ARENA = DICE.integers(0, 256, (NUM_SLOTS, NUM_LAYERS, PAGE), np.uint8)
+DEVICE = DICE.integers(0, 256, (NUM_LAYERS, NUM_BLOCKS, PAGE), np.uint8)
+PLACES: Any = SimpleNamespace(pages={index: index * PAGE for index in range(NUM_LAYERS)})
+
+
+def layer(index: int) -> Any:
+    pages = SimpleNamespace(page_bytes=PAGE, tensor=torch.from_numpy(DEVICE[index]))
+    return SimpleNamespace(name=f"l{index}", index=index, group=0, pages=pages)
+
+
+LAYERS = [layer(index) for index in range(NUM_LAYERS)]
+asked = st.tuples(
+    st.integers(0, NUM_LAYERS - 1),
+    st.lists(st.integers(0, NUM_SLOTS - 1), max_size=9, unique=True),
+    st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=4),
+    st.booleans(),
+)
+
+
+def filled(staging: Staging, index: int, slots: list[int], blocks: list[int], on: bool) -> Any:
+    at = ARENA.ctypes.data + np.array(slots, np.int64) * NUM_LAYERS * PAGE
+    here = DEVICE[index].ctypes.data + np.array(blocks, np.int64) * PAGE
+    return staging.fill(LAYERS[index], at, here, goes_on=on).numpy()[: len(slots) + len(blocks)]
+
+
+def staging_of(monkeypatch: pytest.MonkeyPatch, num_cores: int) -> Staging:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(num_cores)))
+    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
+    return Staging(LAYERS, PLACES, PageCopier())
+
+
+@given(calls=st.lists(asked, max_size=12), num_cores=st.integers(1, 2))
+def test_pages_are_those_that_were_asked_for(calls: list[Any], num_cores: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        staging = staging_of(patch, num_cores)
+        for index, slots, blocks, goes_on in calls:
+            found = filled(staging, index, slots, blocks, goes_on)
+            wanted = np.concatenate([ARENA[slots, index], DEVICE[index][blocks]])
+            assert np.array_equal(found, wanted)
+
+
+def test_a_step_copies_ahead_where_a_core_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_cores, num_ahead in ((2, 2 * 5), (1, 0)):
+        staging = staging_of(monkeypatch, num_cores)
+        for index in range(NUM_LAYERS):
+            # What is on the device may differ from layer to layer.
+            found = filled(staging, index, [3, 4, 5, 6, 7], list(range(3 - index)), True)
+            assert np.array_equal(found[:5], ARENA[3:8, index])
+        assert staging.num_ahead == num_ahead
+
+
+def test_what_only_the_server_has_lies_first() -> None:
+    is_away = np.array([False, True, True, False, True])
+    assert staged_places(is_away).tolist() == [3, 0, 1, 4, 2]
