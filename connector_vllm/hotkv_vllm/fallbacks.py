@@ -61,6 +61,7 @@ FALLBACKS: dict[str, str] = {
     ),
     "has_pending_block_frees": "vLLM preempts, as without hotkv.",
     "_kept_tokens": "No block is given back in this step.",
+    "_has_room": "The request waits.",
     "on_new_request": (
         "The request is unknown to hotkv: nothing is loaded for it, nothing of it stored. Where "
         "contexts live in host memory it ends with an error."

@@ -139,7 +139,9 @@ class FakeCalls:
             number = self.memory.number(group_index)
             blocks = [self.server.blocks.get((self.space, number, h)) for h in hashes]
             name = (self.config.engine_id, residency_id)
-            found = self.server.residencies.extend(name, group_index, first_position, blocks)
+            found = self.server.residencies.extend(
+                name, group_index, first_position, hashes, blocks
+            )
             return ResidentBlocks(found, np.full(len(found), -1, np.int64))
 
         return self._call("extend_residency", residency_id, (first_position, list(hashes)), act)

@@ -37,11 +37,12 @@ class FakeArena:
 
 @dataclass
 class FakeResidency:
-    """`offsets`: by group and position."""
+    """By group and position: `offsets` and `names`."""
 
     opened: ResidencyOpened
     asked: dict[int, int]
     offsets: dict[tuple[int, int], int] = field(default_factory=dict)
+    names: dict[tuple[int, int], bytes] = field(default_factory=dict)
 
 
 class FakeResidencies:
@@ -77,15 +78,21 @@ class FakeResidencies:
         name: tuple[str, str],
         group_index: int,
         first_position: int,
+        hashes: Sequence[bytes],
         blocks: Sequence[Shards | None],
     ) -> Int64s:
-        """Offsets of blocks, given their shards; -1 for None. Raises UNKNOWN_RESIDENCY."""
+        """Offsets of blocks, given their names and shards; -1 for None. Raises UNKNOWN_RESIDENCY,
+        or DUPLICATE_ID where another block is pinned."""
         residency = self.open.get(name)
         if residency is None:
             raise HotKVError(Reason.UNKNOWN_RESIDENCY, f"residency_id {name[1]!r} is unknown")
         found = np.full(len(blocks), -1, np.int64)
-        for at, shards in enumerate(blocks):
+        for at, (name_of_block, shards) in enumerate(zip(hashes, blocks, strict=True)):
             place = (group_index, first_position + at)
+            if residency.names.get(place, name_of_block) != name_of_block:
+                raise HotKVError(Reason.DUPLICATE_ID, "another block at one of these positions")
+            if shards is not None:
+                residency.names[place] = name_of_block
             if place not in residency.offsets and shards is not None:
                 residency.offsets[place] = self._slot(shards)
             found[at] = residency.offsets.get(place, -1)

@@ -12,7 +12,10 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from hotkv_vllm import link
 from hotkv_vllm.compat.residency import ResidentManager, resident_spec
+
+logger = link.logger
 
 
 class DevicePool:
@@ -29,14 +32,19 @@ class DevicePool:
     def __repr__(self) -> str:
         return f"DevicePool({self._num_blocks} blocks, {self.spec})"
 
-    def bind(self, kv_cache_manager: Any, stored_tokens: Callable[[str], int]) -> None:
+    def bind(
+        self,
+        kv_cache_manager: Any,
+        stored_tokens: Callable[[str], int],
+        has_room: Callable[[str], bool],
+    ) -> None:
         """Called by vLLM's scheduler as it is made. `stored_tokens`: leading tokens of a request
-        that need not stay on the device."""
+        that need not stay on the device. `has_room`: whether one that outgrows it may begin."""
         self._scheduler = _scheduler_of_caller()
         managers = kv_cache_manager.coordinator.single_type_managers
         found = next((one for one in managers if isinstance(one, ResidentManager)), None)
         if found is not None:
-            found.stored_tokens = stored_tokens
+            found.stored_tokens, found.has_room = stored_tokens, has_room
             self._manager = found
 
     def describe(self) -> str:
@@ -78,6 +86,11 @@ class DevicePool:
         """Blocks of the request from the sinks up to here were given back."""
         return 0 if self._manager is None else self._manager.freed_blocks.get(request_id, 0)
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether vLLM is still to preempt a request that was lost."""
+        return self._manager is not None and bool(self._manager.lost)
+
     def lose(self, request_id: str) -> None:
         """Makes vLLM preempt the request before it gets another block, and drop what steps in
         flight answer for it."""
@@ -98,9 +111,10 @@ class DevicePool:
                     request.drop_stale_output = True
                     request.num_stale_output_tokens = request.num_in_flight_tokens
 
-    def fail(self, request_id: str) -> None:
+    def fail(self, request_id: str, why: str) -> None:
         """Makes vLLM end the request with an error. Its scheduler has one list of requests to end
         so with the next output, whatever made them fail."""
+        logger.error("hotkv: request %s ends with an error: %s", request_id, why)
         if self._scheduler is not None:
             self._scheduler.encoder_cache_mismatch_reqs.add(request_id)
 

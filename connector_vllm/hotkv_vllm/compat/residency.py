@@ -104,8 +104,9 @@ def _blocks(num_tokens: int, block_tokens: int) -> int:
 
 
 class ResidentManager(FullAttentionManager):
-    """See the module. The scheduler side sets `stored_tokens`; `freed_blocks` says, by request, up
-    to which block those behind the sinks were given back; `hot` has the hot slots."""
+    """See the module. The scheduler side sets `stored_tokens` and `has_room`; `freed_blocks` says,
+    by request, up to which block those behind the sinks were given back; `hot` has the hot
+    slots."""
 
     def __init__(self, kv_cache_spec: ResidentSpec, **more: Any) -> None:
         super().__init__(kv_cache_spec, **more)
@@ -113,6 +114,7 @@ class ResidentManager(FullAttentionManager):
         # vLLM gives a cap only to the kinds of specs that it knows.
         self.max_admission_blocks_per_request = kv_cache_spec.whole_blocks
         self.stored_tokens: Callable[[str], int] = lambda request_id: 0
+        self.has_room: Callable[[str], bool] = lambda request_id: True
         self.hot: dict[str, list[KVCacheBlock]] = {}
         self.hot_ids: dict[str, tuple[int, ...]] = {}
         self.freed_blocks: dict[str, int] = {}
@@ -161,6 +163,10 @@ class ResidentManager(FullAttentionManager):
             return int(self.block_pool.num_gpu_blocks) + 1
         if apply_admission_cap:
             self._longest[request_id] = num_tokens
+        is_new = not self.req_to_blocks.get(request_id)
+        if is_new and self._outgrows(request_id, num_tokens) and not self.has_room(request_id):
+            # Requests that ask for no hit don't wait for the answer to it.
+            return int(self.block_pool.num_gpu_blocks) + 1
         needed: int = super().get_num_blocks_to_allocate(
             request_id,
             num_tokens,

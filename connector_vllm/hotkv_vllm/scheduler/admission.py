@@ -8,7 +8,6 @@ load) is given back when it ends, however it ends; and each block that vLLM give
 import time
 from typing import Any
 
-from hotkv_vllm import link
 from hotkv_vllm.adapters import Standing
 from hotkv_vllm.compat import NULL_BLOCK, kv_groups, sparse_layers
 from hotkv_vllm.hooks import HookEdge, hook, nothing
@@ -21,8 +20,6 @@ from hotkv_vllm.scheduler.request import Phase, RequestState
 from hotkv_vllm.scheduler.sharing import Sharing
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
 from hotkv_vllm.sparse.rows import RowNames, announce
-
-logger = link.logger
 
 
 class Admission:
@@ -113,12 +110,12 @@ class Admission:
         """Answers vLLM, whose own hit is `num_computed_tokens` long."""
         self.written.matched(request.request_id, num_computed_tokens)
         now_s = time.monotonic()
-        if self._sharing.joining is not None:
-            return ASK_AGAIN if self._sharing.joining.asks_again(now_s) else NO_HIT
+        if self._sharing.joining is not None and self._sharing.joining.asks_again(now_s):
+            return ASK_AGAIN
         state, cache = self.states.get(request.request_id), self._sharing.cache
         if not self._has_room(request, now_s):
             return ASK_AGAIN
-        if state is None or cache is None:
+        if state is None or cache is None or self._sharing.joining is not None:
             return NO_HIT
         cache.reports.matched(state, num_computed_tokens)
         if self._sharing.makes_wait(state.arrived_s, now_s):
@@ -146,12 +143,14 @@ class Admission:
         return answer if keeps else NO_HIT
 
     def _has_room(self, request: Any, now_s: float) -> bool:
-        """Whether the request may begin: it stays on the device as a whole, or the server has
-        reserved room for it."""
-        cache = self._sharing.cache
-        if cache is None or cache.residencies is None:
-            return self._pool.holds_whole(request)
-        return cache.residencies.is_admitted(request, now_s)
+        """Whether the request may begin: it stays on the device, or the server has room for it."""
+        if self._pool.holds_whole(request):
+            return True
+        cache, state = self._sharing.cache, self.states.get(request.request_id)
+        if cache is None or cache.residencies is None or state is None:
+            self._pool.fail(request.request_id, "it outgrows the device, and hotkv is off")
+            return False
+        return cache.residencies.is_admitted(state, now_s)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks were allocated: begins the load, or gives back what was taken for it."""
@@ -224,6 +223,7 @@ class Admission:
             and state.store.may_store
             and is_computed
             and self._sharing.links.are_complete
+            and self._pool.holds_whole(request)
         ):
             # The last sampled token's slot may hold another token's KV, so a block that ends there
             # is not stored.
@@ -242,10 +242,10 @@ class Admission:
     # -------------------------------------------------------------------- fallbacks of broken hooks
 
     def request_broke(self, request_id: str) -> None:
-        """The request's hook broke: it goes on as one that hotkv does not know, and what it held is
-        given back. Where contexts live in host memory it can't go on so, and ends with an error."""
+        """The request's hook broke: it goes on as one that hotkv does not know (where contexts live
+        in host memory it ends with an error), and what it held is given back."""
         if self._pool.spec is not None:
-            self._pool.fail(request_id)
+            self._pool.fail(request_id, "a hook of hotkv's broke")
         state, cache = self.states.pop(request_id, None), self._sharing.cache
         if state is not None and state.hit.phase is Phase.LOADING:
             self.loads.cancelled.append(request_id)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hotkv.errors import HotKVError, Reason
 from hotkv_client.types import Int64s, ResidencyOpened, ResidentBlocks
 from hotkv_vllm import link
 from hotkv_vllm.scheduler.resident import Resident
@@ -20,6 +21,12 @@ from hotkv_vllm.stats import HotKVStats
 logger = link.logger
 ASK_AGAIN_S = 0.1
 """A reservation that was refused is asked for again after this long."""
+TURN_S = 2.0
+"""Once a request has waited for room so long, none that was refused later is asked for."""
+OF_THE_SESSION = (Reason.UNKNOWN_SESSION, Reason.DUPLICATE_ID)
+"""Refusals that say nothing about the next session."""
+CLOSED = -1
+"""Stands for a stream in which there is no residency."""
 
 
 class Reservations:
@@ -29,10 +36,11 @@ class Reservations:
         self._session = session
         self._streams = streams
         self._stats = stats
-        self._lost: deque[str] = deque()
+        self._compared: deque[tuple[str, ResidencyOpened | None]] = deque()
+        self._refused: dict[str, float] = {}
 
     def __repr__(self) -> str:
-        return f"Reservations({len(self._lost)} lost)"
+        return f"Reservations({len(self._refused)} refused)"
 
     @property
     def is_connected(self) -> bool:
@@ -43,8 +51,11 @@ class Reservations:
         return one.opened is not None and one.stream == self._streams.number
 
     def open(self, one: Resident, now_s: float) -> None:
-        """Asks for room."""
-        one.stream, one.moved_s = self._streams.number, now_s
+        """Asks for room, unless it is another's turn."""
+        turn_s = self._refused.get(one.request_id, now_s)
+        if any(since_s < min(turn_s, now_s - TURN_S) for since_s in self._refused.values()):
+            return
+        one.stream = self._streams.number
         one.opening = self._session.open_residency(one.residency_id, {0: one.num_blocks})
 
     def close(self, one: Resident) -> None:
@@ -52,6 +63,7 @@ class Reservations:
         if one.opening is not None or one.opened is not None:
             self._session.close_residency(one.residency_id)
         one.opening, one.opened = None, None
+        self._refused.pop(one.request_id, None)
 
     def renew(self, one: Resident, now_s: float) -> None:
         """Takes in the answer to a reservation, asks for one that was refused, and again after the
@@ -63,12 +75,17 @@ class Reservations:
                 self._opened(one, opening.result())
             else:
                 one.ask_at_s = now_s + ASK_AGAIN_S
-                self._refused(one, error)
+                self._was_refused(one, error, now_s)
         may_ask = one.opening is None and self._session.connected and now_s >= one.ask_at_s
         if may_ask and not self.is_open(one):
             self.open(one, now_s)
 
-    def _refused(self, one: Resident, why: Any) -> None:
+    def _was_refused(self, one: Resident, why: Any, now_s: float) -> None:
+        if isinstance(why, HotKVError):
+            if why.reason is Reason.NO_ROOM_FOR_RESIDENCY:
+                self._refused.setdefault(one.request_id, now_s)
+            elif not why.retryable and why.reason not in OF_THE_SESSION:
+                one.refusal = why
         if not one.was_refused:
             one.was_refused = True
             self._stats.add("refused_residencies")
@@ -76,27 +93,35 @@ class Reservations:
 
     def _opened(self, one: Resident, opened: ResidencyOpened) -> None:
         """The server has room. If it has been away, it has to pin anew what it kept."""
+        self._refused.pop(one.request_id, None)
         is_new = one.opened is None
-        one.opened = opened
+        one.opened, one.waited_s = opened, 0.0
         if is_new or not one.kept:
+            one.pin = opened
             return
         answer = self._session.extend_residency(one.residency_id, 0, 0, one.names[: one.kept])
         request_id, known = one.request_id, one.offsets
-        answer.add_done_callback(lambda done: self._compare(request_id, known, done))
+        answer.add_done_callback(lambda done: self._compare(request_id, opened, known, done))
 
-    def _compare(self, request_id: str, known: Int64s, done: "Future[ResidentBlocks]") -> None:
+    def _compare(
+        self,
+        request_id: str,
+        opened: ResidencyOpened,
+        known: Int64s,
+        done: "Future[ResidentBlocks]",
+    ) -> None:
         """Called by the client's thread: only names what the next step looks at."""
         is_same = (
             not done.cancelled()
             and done.exception() is None
             and np.array_equal(done.result().offsets, known)
         )
-        if not is_same:
-            self._lost.append(request_id)
+        self._compared.append((request_id, opened if is_same else None))
 
-    def take_lost(self) -> list[str]:
-        """Requests whose bytes a server that came back has not pinned where they were."""
-        return [self._lost.popleft() for _ in range(len(self._lost))]
+    def take_compared(self) -> list[tuple[str, ResidencyOpened | None]]:
+        """Requests of which it is known now whether a server that came back keeps their bytes where
+        they were, and under what to read them; None: it does not."""
+        return [self._compared.popleft() for _ in range(len(self._compared))]
 
     # ----------------------------------------------------------------------------------------- pins
 
@@ -114,9 +139,13 @@ class Reservations:
         if one.asked is None or not one.asked[0].done():
             return
         (answer, blocks), one.asked = one.asked, None
-        if answer.cancelled() or answer.exception() is not None or blocks.start != one.kept:
+        error = None if answer.cancelled() else answer.exception()
+        if isinstance(error, HotKVError) and error.reason is Reason.UNKNOWN_RESIDENCY:
+            # The server has closed it by itself: it is opened again, and what it keeps compared.
+            one.stream = CLOSED
+        if answer.cancelled() or error is not None or blocks.start != one.kept:
             return
         # A session that is gone by now has no arena; then they are asked for again.
         arena = self._session.arena()
         if arena is not None and one.keep(blocks.start, answer.result(), arena.file_id):
-            one.moved_s = now_s
+            one.waited_s = 0.0

@@ -8,12 +8,12 @@ whose KV is not exact have names of their own, which no other request finds. Sch
 never blocks.
 """
 
+import itertools
 import time
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hotkv_vllm import link
 from hotkv_vllm.compat.device_pool import DevicePool
 from hotkv_vllm.metadata import StoreJob
 from hotkv_vllm.scheduler.exactness import Exactness
@@ -21,12 +21,14 @@ from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.scheduler.reservations import Reservations
 from hotkv_vllm.scheduler.resident import Resident
+from hotkv_vllm.scheduler.resident_rows import ResidentRows
 from hotkv_vllm.scheduler.stores_in_flight import StoreInFlight
-from hotkv_vllm.sparse.resident_step import ResidentRow, ResidentStep
+from hotkv_vllm.sparse.resident_step import ResidentStep
 from hotkv_vllm.sparse.rows import RowNames
 from hotkv_vllm.stats import HotKVStats
 
-logger = link.logger
+SLOW_STEP_S = 1.0
+"""No step counts for more of `hotkv.residency_timeout_s`, however long it takes."""
 MAX_LOSSES = 8
 """A request whose bytes are lost so often without a new token between ends with an error."""
 
@@ -51,7 +53,9 @@ class Residencies:
         self._stats = stats
         self._timeout_s = timeout_s
         self._prefix = uuid.uuid4().hex[:8]
+        self._numbers = itertools.count()
         self._residents: dict[str, Resident] = {}
+        self.rows = ResidentRows(self._residents, pool, self._block_tokens)
         self._ended: list[str] = []
 
     def __repr__(self) -> str:
@@ -65,10 +69,13 @@ class Residencies:
         if self._pool.holds_whole(request):
             return
         num_blocks = -(-self._pool.longest(request) // self._block_tokens)
-        residency_id = f"{self._prefix}-{request.request_id}"
-        one = Resident(state, num_blocks, residency_id)
+        one = Resident(state, num_blocks, self._new_id(request.request_id), seen_s=now_s)
         self._residents[request.request_id] = one
         self._reservations.open(one, now_s)
+
+    def _new_id(self, request_id: str) -> str:
+        """A name that no residency ever had, so that private names are of this one alone."""
+        return f"{self._prefix}-{next(self._numbers)}-{request_id}"
 
     def ended(self, request_id: str) -> None:
         """The request is no more: the server may forget what it keeps for it."""
@@ -85,13 +92,22 @@ class Residencies:
         one = self._residents.get(request_id)
         return "" if one is None or one.opened is None else one.residency_id
 
-    def is_admitted(self, request: Any, now_s: float) -> bool:
-        """Whether the request may begin. One that outgrows the device waits for its reservation."""
-        one = self._residents.get(request.request_id)
+    def is_admitted(self, state: RequestState, now_s: float) -> bool:
+        """Whether the request may begin. One that outgrows the device waits for its reservation;
+        one that came under other weights has none yet."""
+        request_id = state.request.request_id
+        if request_id not in self._residents:
+            self.arrived(state, now_s)
+        one = self._residents.get(request_id)
         if one is None:
-            return self._pool.holds_whole(request)
+            return True
         self._reservations.renew(one, now_s)
         return self._reservations.is_open(one)
+
+    def has_room(self, request_id: str) -> bool:
+        """Whether room is reserved for a request that outgrows the device. vLLM's manager asks."""
+        one = self._residents.get(request_id)
+        return one is not None and self._reservations.is_open(one)
 
     def keeps_hit(self, request: Any, hit_tokens: int, now_s: float) -> bool | None:
         """Whether the server keeps all blocks of a hit for this request; None: it is being
@@ -107,6 +123,7 @@ class Residencies:
         if one.asked is None and one.asks_again:
             # They were asked for, and did not all come.
             one.asks_again = False
+            del one.names[one.kept :]
             return False
         if one.asked is None:
             one.asks_again = True
@@ -126,8 +143,12 @@ class Residencies:
         return one.name(self._groups.hashes(state.request, 0), until, exact)
 
     def reset(self, request_id: str) -> None:
-        """From now on nobody else finds what is stored of the request."""
+        """From now on nobody else finds what is stored of the request. If more was stored than is
+        known to be kept, it is computed anew."""
         one = self._residents[request_id]
+        if one.state.store.stored_blocks[0] > one.kept:
+            self._pool.lose(request_id)
+            self._start_over(one)
         del one.names[one.kept :]
         one.private_from = min(one.private_from, one.kept)
         one.store_from(one.kept)
@@ -157,24 +178,14 @@ class Residencies:
 
     def is_freeing(self, now_s: float) -> bool:
         """Whether blocks will be given back soon, so that a request need not be preempted."""
-        if any(one.is_lost for one in self._residents.values()):
+        if self._pool.has_lost or any(one.is_lost for one in self._residents.values()):
             return False
         return any(
-            (one.storing or one.asked is not None) and now_s < one.moved_s + self._timeout_s
+            (one.storing or one.asked is not None) and one.waited_s < self._timeout_s
             for one in self._residents.values()
         )
 
     # ---------------------------------------------------------------------------------------- steps
-
-    def fresh_hot_blocks(self, request_ids: Iterable[str]) -> list[int]:
-        """Hot slots of these requests that the workers have not heard of: they are about to be
-        written."""
-        fresh: list[int] = []
-        for request_id in request_ids:
-            one = self._residents.get(request_id)
-            if one is not None and not one.told_hot:
-                fresh += self._pool.hot_blocks(request_id)
-        return fresh
 
     def step(self, scheduler_output: Any, rows: RowNames, now_s: float) -> ResidentStep:
         """What the workers are to hear with the step that is planned. Before vLLM advances its
@@ -183,67 +194,61 @@ class Residencies:
             self._ended.append(request_id)
             if request_id in self._residents:
                 one = self._residents[request_id]
-                one.begin_anew(one.kept)
+                if one.is_lost or one.has_private_names:
+                    # Inexact blocks are pinned where exact ones are to be.
+                    self._start_over(one)
+                else:
+                    one.begin_anew(one.kept)
         for one in self._residents.values():
             self._advance(one, now_s)
-        lost = [one for one in self._reservations.take_lost() if one in self._residents]
-        for request_id in lost:
-            self._residents[request_id].is_lost = True
-            if not self._pool.has_blocks(request_id):
-                # No worker reads for it, so none will say that it is lost.
-                self.lost([request_id])
-        block_state = scheduler_output.kv_connector_block_state
-        told = []
-        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
-            tables = None if block_state is None else block_state.get_block_ids(request_id)
-            request = rows.request(request_id)
-            if tables is not None and request is not None:
-                context_tokens = request.num_computed_tokens + num_tokens
-                told.append(self._row(request_id, tables[0], context_tokens, num_tokens))
+        self._take_compared()
+        lost = [name for name, one in self._residents.items() if one.is_lost]
         ended, self._ended = tuple(self._ended), []
-        return ResidentStep(tuple(told), ended, tuple(lost))
+        return ResidentStep(self.rows.of_step(scheduler_output, rows), ended, tuple(lost))
 
-    def _row(
-        self, request_id: str, table: Sequence[int], context_tokens: int, new_tokens: int
-    ) -> ResidentRow:
-        written = int(table[(context_tokens - 1) // self._block_tokens])
-        one = self._residents.get(request_id)
-        if one is None:
-            return ResidentRow(request_id, written, int(table[0]), False, 0)
-        return one.news(
-            written,
-            int(table[0]),
-            self._pool.num_freed(request_id),
-            self._pool.hot_blocks(request_id),
-            context_tokens,
-            new_tokens,
-        )
+    def _take_compared(self) -> None:
+        """Takes in what a server that came back keeps."""
+        for request_id, pin in self._reservations.take_compared():
+            one = self._residents.get(request_id)
+            if one is not None and pin is not None and pin is one.opened:
+                one.pin = pin
+            elif one is not None and pin is None:
+                one.is_lost = True
+                if not self._pool.has_blocks(request_id):
+                    # No worker reads for it, so none will say that it is lost.
+                    self.lost([request_id])
 
     def _advance(self, one: Resident, now_s: float) -> None:
         """Asks where the blocks lie that were stored since the last time."""
         calls = self._reservations
         calls.renew(one, now_s)
         calls.take_answer(one, now_s)
-        if one.may_ask_until > one.kept:
-            calls.ask(one, one.may_ask_until)
+        until = one.may_ask_until(is_late=one.waited_s > self._timeout_s / 2)
+        if until > one.kept:
+            calls.ask(one, until)
         one.computed = max(
             one.computed, one.state.request.num_computed_tokens // self._block_tokens
         )
         is_waiting = one.opened is None or one.computed > one.kept
-        # In the queue it waits for vLLM, or for room in host memory.
+        # In the queue it waits for vLLM, or for room in host memory. A slow step says nothing.
         is_queued = calls.is_connected and not self._pool.has_blocks(one.request_id)
-        if is_queued or not is_waiting:
-            one.moved_s = now_s
-        elif now_s >= one.moved_s + self._timeout_s and not one.has_failed:
-            one.has_failed = True
+        passed_s, one.seen_s = min(now_s - one.seen_s, SLOW_STEP_S), now_s
+        if not is_waiting:
+            one.waited_s = 0.0
+        elif not is_queued:
+            one.waited_s += passed_s
+        if one.refusal is not None:
+            self._fail(one, f"the KV cache server has no room for it: {one.refusal.message}")
+        elif one.waited_s >= self._timeout_s:
             why = "the KV cache server has not taken its blocks for hotkv.residency_timeout_s"
             self._fail(one, f"{why} = {self._timeout_s:.0f} s")
 
     def _fail(self, one: Resident, why: str) -> None:
         """Ends a request that can't go on: vLLM answers it with an error."""
-        self._stats.add("failed_residencies")
-        logger.error("hotkv: request %s ends with an error: %s", one.request_id, why)
-        self._pool.fail(one.request_id)
+        if not one.has_failed:
+            one.has_failed = True
+            self._stats.add("failed_residencies")
+            self._pool.fail(one.request_id, why)
 
     def lost(self, request_ids: Iterable[str]) -> None:
         """Bytes of these requests are gone: they are computed anew."""
@@ -251,12 +256,15 @@ class Residencies:
             one = self._residents.get(request_id)
             if one is not None:
                 self._stats.add("lost_residencies")
-                self._reservations.close(one)
-                one.residency_id = f"{self._prefix}-{uuid.uuid4().hex[:8]}-{request_id}"
-                one.is_lost = False
-                one.begin_anew(0)
+                self._start_over(one)
                 num_tokens = one.state.request.num_tokens
                 one.num_losses = one.num_losses + 1 if num_tokens == one.tokens_at_loss else 1
                 one.tokens_at_loss = num_tokens
                 if one.num_losses == MAX_LOSSES:
                     self._fail(one, f"its bytes in host memory were lost {MAX_LOSSES} times")
+
+    def _start_over(self, one: Resident) -> None:
+        """Nothing that the server keeps for the request counts any more."""
+        self._reservations.close(one)
+        one.residency_id, one.is_lost = self._new_id(one.request_id), False
+        one.begin_anew(0)

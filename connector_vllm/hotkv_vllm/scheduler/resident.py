@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hotkv.errors import HotKVError
 from hotkv_client.types import Int64s, ResidencyOpened, ResidentBlocks
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.sparse.resident_step import FileId, KeptBlocks, ResidentRow
@@ -28,6 +29,10 @@ class Resident:
     `asked`: the call that will say more, and of which blocks. `storing`: by store, its first block.
     `names`: of its blocks, as far as they were needed.
     `private_from`: blocks from here on have names of their own.
+
+    `pin`: what workers may read the kept blocks under; behind `opened` while it is not known
+    whether a server that came back keeps them where they were. `refusal`: the server will never
+    reserve room. `waited_s`: for so long, up to `seen_s`, the server has taken none of its blocks.
     """
 
     state: RequestState
@@ -35,6 +40,8 @@ class Resident:
     residency_id: str
     opening: "Future[ResidencyOpened] | None" = None
     opened: ResidencyOpened | None = None
+    pin: ResidencyOpened | None = None
+    refusal: HotKVError | None = None
     stream: int = 0
     ask_at_s: float = 0.0
     was_refused: bool = False
@@ -49,7 +56,8 @@ class Resident:
     storing: dict[int, int] = field(default_factory=dict)
     names: list[bytes] = field(default_factory=list)
     private_from: int = ENDLESS
-    moved_s: float = 0.0
+    seen_s: float = 0.0
+    waited_s: float = 0.0
     is_lost: bool = False
     has_failed: bool = False
     num_losses: int = 0
@@ -66,10 +74,16 @@ class Resident:
         nothing = np.empty(0, np.int64)
         return np.concatenate([nothing, *(place.offsets for place in self.places)])
 
+    def may_ask_until(self, is_late: bool) -> int:
+        """Blocks before this one are stored, or their store has come to nothing. `is_late`: no
+        report of a store is waited for any more."""
+        stores = () if is_late else self.storing.values()
+        return min([self.state.store.stored_blocks[0], *stores])
+
     @property
-    def may_ask_until(self) -> int:
-        """Blocks before this one are stored, or their store has come to nothing."""
-        return min([self.state.store.stored_blocks[0], *self.storing.values()])
+    def has_private_names(self) -> bool:
+        """Whether blocks were stored, or are to be, under names that are nobody else's."""
+        return self.private_from < len(self.names)
 
     def name(self, hashes: Sequence[bytes], until: int, exact: int) -> Sequence[bytes]:
         """Names of the first `until` blocks. The first `exact` have those that all requests give
@@ -121,11 +135,11 @@ class Resident:
             num_freed,
             hot if hot != self.told_hot else (),
             tuple(self.places[self.told :]),
-            self.opened if self.opened is not self.told_pin else None,
+            self.pin if self.pin is not self.told_pin else None,
             context_tokens,
             new_tokens,
         )
-        self.told_hot, self.told, self.told_pin = hot, len(self.places), self.opened
+        self.told_hot, self.told, self.told_pin = hot, len(self.places), self.pin
         return row
 
     def begin_anew(self, kept: int) -> None:

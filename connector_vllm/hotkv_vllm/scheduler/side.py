@@ -94,7 +94,7 @@ class HotKVScheduler:
     def bind_manager(self, manager: Any) -> None:
         """Takes vLLM's manager of blocks, and its pool."""
         self.requests.loads.quarantine.pool = manager.block_pool
-        self._pool.bind(manager, self._kept_tokens)
+        self._pool.bind(manager, self._kept_tokens, self._has_room)
         if self._pool.spec is not None:
             logger.info("hotkv: %s", self._pool.describe())
 
@@ -104,6 +104,13 @@ class HotKVScheduler:
         cache = self.sharing.cache
         residencies = None if cache is None else cache.residencies
         return 0 if residencies is None else residencies.kept_tokens(request_id)
+
+    @hook(lambda *_: False, last=False, is_part=True)
+    def _has_room(self, request_id: str) -> bool:
+        """Whether a request that outgrows the device may begin."""
+        cache = self.sharing.cache
+        residencies = None if cache is None else cache.residencies
+        return residencies is not None and residencies.has_room(request_id)
 
     def is_freeing(self) -> bool:
         """Whether blocks will be given back soon, so that no request need be preempted."""

@@ -60,7 +60,7 @@ class StepPlanner:
         written.step(scheduler_output)
         residencies = None if self._sharing.cache is None else self._sharing.cache.residencies
         if residencies is not None:
-            written.add(residencies.fresh_hot_blocks(scheduler_output.num_scheduled_tokens))
+            written.add(residencies.rows.fresh_hot_blocks(scheduler_output.num_scheduled_tokens))
         sparse = sparse_requests(self._engine_id, scheduler_output)
         self._exactness.is_watching |= sparse is not None
         if self._exactness.is_watching:

@@ -53,6 +53,11 @@ class ResidentSequences:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._kept.give_back(sequence.rows)
+            used = {one.file_id for other in self._sequences.values() for one in other.arenas}
+            # The memory of servers that are gone is unmapped with its last reader.
+            self._arenas = {
+                file_id: one for file_id, one in self._arenas.items() if file_id in used
+            }
 
     def _follow(self, row: ResidentRow) -> ResidentSequence:
         sequence = self._sequences.get(row.request_id)

@@ -1,0 +1,343 @@
+"""The scheduler's books of requests that live in host memory, over a double of the server: who may
+begin, what workers hear, and how a request that can't go on ends. No engine; time is what the test
+says."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hotkv.errors import HotKVError, Reason
+from hotkv_client.types import ResidencyOpened
+from hotkv_vllm.scheduler.request import RequestState
+from hotkv_vllm.scheduler.reservations import ASK_AGAIN_S, TURN_S, Reservations
+from hotkv_vllm.scheduler.residencies import Residencies
+from hotkv_vllm.sparse.memory import Streams
+from hotkv_vllm.sparse.resident_step import ResidentStep
+from tests.vllm.parts import TOKENS, Parts, block_hash, request
+
+TIMEOUT_S = 30.0
+LONG = 8 * TOKENS
+
+
+class Pool:
+    """Stands for the device's pool. `running`: requests that have blocks."""
+
+    def __init__(self) -> None:
+        self.running: set[str] = set()
+        self.failed: dict[str, str] = {}
+        self.losing: list[str] = []
+        self.has_lost = False
+        self.freed: dict[str, int] = {}
+
+    def longest(self, one: Any) -> int:
+        return int(one.num_prompt_tokens) + 4 * TOKENS
+
+    def holds_whole(self, one: Any) -> bool:
+        return self.longest(one) <= 8 * TOKENS
+
+    def has_blocks(self, request_id: str) -> bool:
+        return request_id in self.running
+
+    def fail(self, request_id: str, why: str) -> None:
+        self.failed[request_id] = why
+
+    def lose(self, request_id: str) -> None:
+        self.losing.append(request_id)
+
+    def hot_blocks(self, request_id: str) -> tuple[int, ...]:
+        return (90, 91)
+
+    def num_freed(self, request_id: str) -> int:
+        return self.freed.get(request_id, 0)
+
+
+class Books:
+    """Residencies over the double. `stored`: blocks of a request that the server has."""
+
+    def __init__(self) -> None:
+        self.parts = Parts()
+        self.pool = Pool()
+        self.streams = Streams(lambda state, why: None)
+        session = self.parts.session
+        object.__setattr__(session.config, "on_state", self.streams)
+        self.reservations = Reservations(session, self.streams, self.parts.stats)
+        self.books = Residencies(
+            self.reservations,
+            self.parts.groups,
+            self.parts.exactness,
+            self.pool,  # type: ignore[arg-type]
+            self.parts.stats,
+            TIMEOUT_S,
+        )
+        self.now_s = 100.0
+        self.requests: dict[str, Any] = {}
+
+    @property
+    def server(self) -> Any:
+        return self.parts.server
+
+    def arrive(self, name: str) -> RequestState:
+        state = self.parts.state(request(name, LONG))
+        self.requests[name] = state.request
+        self.books.arrived(state, self.now_s)
+        return state
+
+    def run(self, name: str = "a") -> RequestState:
+        """A request that was admitted and runs."""
+        state = self.arrive(name)
+        assert self.books.is_admitted(state, self.now_s)
+        self.pool.running.add(name)
+        return state
+
+    def keep(self, state: RequestState, blocks: int) -> None:
+        """So many of its blocks are computed, stored, and known to be kept."""
+        name = state.request.request_id
+        state.request.num_computed_tokens = blocks * TOKENS
+        for block, key in enumerate(self.books.names(state, blocks)):
+            assert key == block_hash(name, block)
+            self.server.blocks[self.parts.space, 0, key] = {0: b"x"}
+        state.store.stored_blocks[0] = blocks
+        for _ in range(2):
+            self.step(name)
+        assert self.books.kept_tokens(name) == blocks * TOKENS
+
+    def step(self, *names: str, preempted: Any = (), passed_s: float = 0.0) -> ResidentStep:
+        """A step of these requests, one token each."""
+        self.now_s += passed_s
+        output = SimpleNamespace(
+            preempted_req_ids=set(preempted),
+            num_scheduled_tokens=dict.fromkeys(names, 1),
+            kv_connector_block_state=SimpleNamespace(get_block_ids=lambda _: (list(range(1, 20)),)),
+        )
+        self.pool.running -= set(preempted)
+        rows: Any = SimpleNamespace(request=self.requests.get)
+        return self.books.step(output, rows, self.now_s)
+
+    def refuse(self, reason: Reason) -> None:
+        def add(*_: Any) -> Any:
+            raise HotKVError(reason, "told to refuse")
+
+        self.server.residencies.add = add
+
+
+def test_a_request_that_was_kept_is_told_to_the_workers_once() -> None:
+    books = Books()
+    books.keep(books.run(), 3)
+    (row,) = books.step("a").rows
+    assert row.may_outgrow and not row.kept and row.pin is None
+    assert books.books.is_resident("a") and not books.pool.failed
+
+
+@pytest.mark.parametrize("reason", [Reason.RESIDENCY_TOO_LARGE, Reason.NOT_ALLOWED])
+def test_a_refusal_that_will_never_change_ends_the_request(reason: Reason) -> None:
+    books = Books()
+    books.refuse(reason)
+    state = books.arrive("a")
+    assert not books.books.is_admitted(state, books.now_s)
+    books.step()
+    books.step()
+    assert "told to refuse" in books.pool.failed["a"]
+    assert books.parts.count("failed_residencies") == 1
+
+
+def test_a_request_waits_for_room_as_long_as_it_takes() -> None:
+    books = Books()
+    books.server.residencies.most = 0
+    state = books.arrive("a")
+    for _ in range(200):
+        assert not books.books.is_admitted(state, books.now_s)
+        books.step(passed_s=1.0)
+    books.server.residencies.most = 1
+    for _ in range(3):
+        books.step(passed_s=2 * ASK_AGAIN_S)
+    assert books.books.is_admitted(state, books.now_s) and not books.pool.failed
+
+
+def test_who_has_waited_for_long_comes_before_who_came_later() -> None:
+    books = Books()
+    books.server.residencies.most = 0
+    first = books.arrive("a")
+    books.step(passed_s=ASK_AGAIN_S)
+    assert not books.books.is_admitted(first, books.now_s)
+    books.step(passed_s=TURN_S + 0.5)
+    second = books.arrive("b")
+    asked = books.server.count("open_residency")
+    books.server.residencies.most = 1
+    assert not books.books.is_admitted(second, books.now_s)
+    assert books.server.count("open_residency") == asked
+    for state in (first, second):
+        for _ in range(3):
+            books.now_s += 2 * ASK_AGAIN_S
+            admitted = books.books.is_admitted(state, books.now_s)
+        assert admitted == (state is first)
+
+
+def test_blocks_that_the_server_does_not_take_end_the_request() -> None:
+    books = Books()
+    state = books.run()
+    state.request.num_computed_tokens = 5 * TOKENS
+    books.step("a")
+    for _ in range(int(TIMEOUT_S) - 1):
+        books.step("a", passed_s=1.0)
+    assert not books.pool.failed
+    books.step("a", passed_s=1.0)
+    assert "residency_timeout_s" in books.pool.failed["a"]
+
+
+def test_slow_steps_and_the_queue_do_not_count_and_new_blocks_begin_anew() -> None:
+    books = Books()
+    state = books.run()
+    state.request.num_computed_tokens = 5 * TOKENS
+    for _ in range(int(TIMEOUT_S) - 2):
+        books.step("a", passed_s=60.0)
+    assert not books.pool.failed, "a step counts for a second"
+    books.step(preempted=["a"])
+    for _ in range(100):
+        books.step(passed_s=1.0)
+    assert not books.pool.failed, "in the queue it waits for vLLM"
+    assert books.books.is_admitted(state, books.now_s)
+    books.pool.running.add("a")
+    books.keep(state, 5)
+    state.request.num_computed_tokens = 6 * TOKENS
+    for _ in range(int(TIMEOUT_S) - 1):
+        books.step("a", passed_s=1.0)
+    assert not books.pool.failed
+
+
+def test_preemptions_over_and_over_do_not_make_a_request_immortal() -> None:
+    books = Books()
+    state = books.run()
+    for _ in range(12):
+        state.request.num_computed_tokens = 5 * TOKENS
+        for _ in range(3):
+            books.step("a", passed_s=1.0)
+        books.step(preempted=["a"], passed_s=1.0)
+        state.request.num_computed_tokens = 0
+        books.pool.running.add("a")
+    assert books.pool.failed
+
+
+def test_a_preempted_request_keeps_what_is_exact() -> None:
+    books = Books()
+    state = books.run()
+    books.keep(state, 4)
+    name = books.books.residency_of("a")
+    books.step(preempted=["a"])
+    assert books.books.residency_of("a") == name and books.books.kept_tokens("a") == 4 * TOKENS
+
+
+def test_blocks_with_names_of_their_own_are_given_up_at_a_preemption() -> None:
+    """The same positions are prefilled afterwards, and get the names that all give them."""
+    books = Books()
+    state = books.run()
+    books.keep(state, 4)
+    one = books.books._residents["a"]
+    assert len(one.name(state.request.block_hashes, 6, 4)) == 6 and one.has_private_names
+    name = books.books.residency_of("a")
+    books.step(preempted=["a"])
+    books.step()
+    assert books.server.count("close_residency") == 1
+    assert books.books.is_admitted(state, books.now_s)
+    assert books.books.residency_of("a") not in ("", name) and not books.books.kept_tokens("a")
+    books.pool.running.add("a")
+    books.keep(state, 6)
+
+
+def test_workers_hear_of_a_new_reservation_once_the_server_has_pinned_anew() -> None:
+    books = Books()
+    books.keep(books.run(), 3)
+    old = books.books._residents["a"].pin
+    name = ("engine", books.books.residency_of("a"))
+    offsets = books.server.residencies.open[name].offsets
+    books.server.die(empty=False)
+    books.step("a")
+    books.server.come_back()
+    books.server.hold = {"extend_residency"}
+    (row,) = books.step("a").rows
+    # Its memory is that of the server before.
+    books.server.residencies.open[name].offsets.update(offsets)
+    (row,) = books.step("a").rows
+    one = books.books._residents["a"]
+    assert one.opened is not old and one.pin is old and row.pin is None
+    books.server.hold = set()
+    books.server.settle()
+    (row,) = books.step("a").rows
+    assert isinstance(row.pin, ResidencyOpened) and row.pin is one.opened
+
+
+def test_a_loss_is_told_in_every_step_until_the_request_begins_anew() -> None:
+    books = Books()
+    state = books.run()
+    books.keep(state, 3)
+    books.server.die(empty=True)
+    books.step("a")
+    books.server.come_back()
+    for _ in range(4):
+        step = books.step("a")
+    assert step.lost == ("a",) and not books.books.kept_tokens("a")
+    assert not books.books.is_freeing(books.now_s)
+    assert books.step("a").lost == ("a",)
+    assert books.step(preempted=["a"]).lost == ()
+    books.step()
+    assert books.books.is_admitted(state, books.now_s)
+
+
+def test_a_residency_that_the_server_has_closed_is_opened_again() -> None:
+    books = Books()
+    state = books.run()
+    books.keep(state, 3)
+    name = ("engine", books.books.residency_of("a"))
+    offsets = books.server.residencies.open.pop(name).offsets
+    state.request.num_computed_tokens = 4 * TOKENS
+    state.store.stored_blocks[0] = 4
+    books.books.names(state, 4)
+    for _ in range(3):
+        books.step("a", passed_s=ASK_AGAIN_S)
+    assert name in books.server.residencies.open and offsets
+    assert books.server.count("open_residency") == 2
+
+
+def test_who_came_under_other_weights_gets_a_reservation_when_it_begins() -> None:
+    books = Books()
+    state = books.parts.state(request("a", LONG))
+    assert not books.books.has_room("a")
+    books.books.is_admitted(state, books.now_s)
+    assert books.books.is_admitted(state, books.now_s) and books.books.has_room("a")
+
+
+def test_rows_of_unknown_requests_say_what_was_given_back() -> None:
+    books = Books()
+    books.requests["b"] = request("b", LONG, computed=40)
+    books.pool.freed["b"] = 3
+    (row,) = books.step("b").rows
+    assert row.may_outgrow and row.num_freed == 3 and not row.kept
+
+
+def test_a_reset_makes_a_request_anew_of_which_more_is_stored_than_is_kept() -> None:
+    books = Books()
+    state = books.run()
+    books.keep(state, 3)
+    books.books.reset("a")
+    assert not books.pool.losing and books.books.kept_tokens("a") == 3 * TOKENS
+    books.books._residents["a"].state.store.stored_blocks[0] = 5
+    books.books.reset("a")
+    assert books.pool.losing == ["a"] and not books.books.kept_tokens("a")
+
+
+def test_nobody_waits_for_blocks_while_a_lost_request_is_to_be_preempted() -> None:
+    books = Books()
+    books.run()
+    books.books._residents["a"].storing[1] = 0
+    assert books.books.is_freeing(books.now_s)
+    books.pool.has_lost = True
+    assert not books.books.is_freeing(books.now_s)
+
+
+def test_no_two_residencies_of_an_engine_have_one_name() -> None:
+    books = Books()
+    books.run()
+    first = books.books.residency_of("a")
+    books.books.ended("a")
+    books.run()
+    assert books.books.residency_of("a") not in ("", first)
