@@ -48,9 +48,9 @@ from hotkv_client.tables import human_bytes, table
 
 ARENA = "1GiB"
 LONG_ARENA = "512MiB"
-BATCH_ARENA, BATCH_ARENA_BYTES = "2GiB", 2 << 30
-"""A hit leases all of its blocks until it has loaded what it needs of them, and leases together
-may hold a quarter of the arena: with less, some requests of the batch find half of their prompt."""
+BATCH_ARENA, BATCH_ARENA_BYTES = "1GiB", 1 << 30
+"""Room for the residencies of all requests of the batch, which promise and pin `residency.share`
+of the arena at most."""
 CASES = ("smollm2", "llama", "exact", "memory", "together", "long")
 
 

@@ -65,7 +65,8 @@ class ConnectorConfig:
         every state that vLLM hands over.
     hook_timing_file: file for the time spent in connector hooks, as JSON, written at shutdown;
         empty for none.
-    sparse: sparse decode (CPU engines), an object with the fields of `SparseConfig`; absent:
+    sparse: sparse decode (CPU engines; CUDA engines only with `residency` and
+        `allow_sparse_cuda_never_run`), an object with the fields of `SparseConfig`; absent:
         attention is vLLM's own.
     sparse_centre: file with the model's calibrated centres (`python -m
         hotkv_vllm.sparse.calibrate`), which make selections better; empty for none. Engines share

@@ -38,8 +38,10 @@ class SparseConfig:
     always attended at the two ends of the context; the partial block is always kept too.
     `dense_layers`: attended whole. `max_correction_blocks`: blocks a set may load per layer and
     step with the fresh query. `residency_prior`: a resident block's weight counts 1 + this; used by
-    `lru_prior`. `min_context_tokens`: shorter contexts stay dense. `residency`: `host` keeps
-    old blocks in host memory only, so that a context may be larger than the device's memory; `off`.
+    `lru_prior`. `cache_policy`: which block leaves the hot set, one of `CACHE_POLICIES`; `none`: no
+    hot set. `copy_method`: how `ArrayPages` copies blocks, one of `COPY_METHODS`; engines ignore
+    it. `min_context_tokens`: shorter contexts stay dense. `residency`: `host` keeps old blocks in
+    host memory only, so that a context may be larger than the device's memory; `off`.
     """
 
     sparse_topk: int | float = 0.1

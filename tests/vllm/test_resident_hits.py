@@ -1,10 +1,16 @@
-"""Hits of requests that live in host memory: what of them is leased and loaded. No engine; the
-server is a double."""
+"""Requests that live in host memory: which of them may begin, and what of their hits is leased and
+loaded. No engine; the server is a double."""
+
+from typing import Any
 
 import pytest
 
+from hotkv_vllm.scheduler.hits import ASK_AGAIN
 from tests.vllm.parts import TOKENS, Parts, request
+from tests.vllm.test_admission import desk
 from tests.vllm.test_hit_finder import LONG, granted
+
+__all__ = ["desk"]
 
 LEFT_OUT = range(1, 3)
 """Of four blocks: a resident engine needs the first and the last one on the device."""
@@ -43,3 +49,52 @@ def test_behind_a_local_hit_less_is_left_out() -> None:
     state = granted(parts, computed=2 * TOKENS)
     (lease,) = parts.server.leases[state.hit.lease_id]
     assert lease[1] == [request("a", LONG).block_hashes[3]]
+
+
+class SmallPool:
+    """Stands for a device on which no request stays as a whole."""
+
+    spec = object()
+
+    def __init__(self) -> None:
+        self.failed: dict[str, str] = {}
+
+    def holds_whole(self, one: Any) -> bool:
+        return False
+
+    def fail(self, request_id: str, why: str) -> None:
+        self.failed[request_id] = why
+
+
+@pytest.mark.parametrize("why", ["off", "no residencies", "unknown"])
+def test_what_outgrows_the_device_ends_with_an_error_where_nobody_keeps_it(
+    desk: Any, why: str
+) -> None:
+    one = desk()
+    first = request("a", LONG)
+    one.arrive(first)
+    one.desk._pool = pool = SmallPool()
+    if why == "off":
+        one.sharing.cache = None
+    elif why == "unknown":
+        one.desk.states.clear()
+    assert one.desk.match(first, 0) == ASK_AGAIN
+    assert "outgrows the device" in pool.failed["a"]
+
+
+def test_a_broken_hook_of_a_resident_engine_ends_its_request(desk: Any) -> None:
+    one = desk()
+    one.arrive(request("a", LONG))
+    one.desk._pool = pool = SmallPool()
+    one.desk.request_broke("a")
+    assert "broke" in pool.failed["a"]
+
+
+def test_the_last_block_of_what_outgrows_the_device_is_not_stored(desk: Any) -> None:
+    """It is not known whether the steps in flight read what they were to read."""
+    one = desk()
+    first = request("a", 32, computed=32)
+    one.arrive(first)
+    one.desk._pool = SmallPool()
+    one.desk.finished(first, [[1, 2]])
+    assert not one.tails()

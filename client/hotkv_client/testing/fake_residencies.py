@@ -4,7 +4,7 @@ Always true: a slot has the bytes of the block for which it was given, all shard
 other, and is never given again, so that a test finds every reader that goes on too long by the
 words alone. `most`: how many may be open, None for any number; beyond it opening one is refused as
 NO_ROOM_FOR_RESIDENCY. `revoke` is what a server does that takes its residencies back; `die` of the
-server leaves them to their readers until `end_grace`.
+server leaves them to their readers.
 """
 
 from collections.abc import Sequence
@@ -116,10 +116,6 @@ class FakeResidencies:
             self.arena.words[self.open.pop(name).opened.word_index] += np.uint64(1)
 
     def restart(self) -> None:
-        """Another server: what was open before holds until `end_grace`."""
+        """Another server: forgets what was open, whose readers go on, and raises the generation."""
         self.open.clear()
         self.generation += 1
-
-    def end_grace(self) -> None:
-        """Readers of servers before this one are told."""
-        self.arena.words[words.GENERATION] = self.generation

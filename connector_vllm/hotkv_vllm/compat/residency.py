@@ -86,8 +86,8 @@ class ResidentSpec(FullAttentionSpec):
 
     @classmethod
     def merge(cls, specs: list[Any]) -> Any:
-        """Layers of one group; specs of other kinds are refused, where vLLM's own would take
-        them."""
+        """Returns the spec of one group, that of its first layer. Raises AssertionError if layers
+        differ; vLLM's own would merge them."""
         return KVCacheSpec.merge.__func__(cls, specs)
 
 

@@ -59,7 +59,7 @@ class Reservations:
         one.opening = self._session.open_residency(one.residency_id, {0: one.num_blocks})
 
     def close(self, one: Resident) -> None:
-        """The server may forget what it keeps for the request."""
+        """Closes the request's residency, if it is open or being opened."""
         if one.opening is not None or one.opened is not None:
             self._session.close_residency(one.residency_id)
         one.opening, one.opened = None, None

@@ -78,7 +78,7 @@ class Residencies:
         return f"{self._prefix}-{next(self._numbers)}-{request_id}"
 
     def ended(self, request_id: str) -> None:
-        """The request is no more: the server may forget what it keeps for it."""
+        """Closes the request's residency; the next step tells the workers that it has ended."""
         one = self._residents.pop(request_id, None)
         self._ended.append(request_id)
         if one is not None:
@@ -156,7 +156,8 @@ class Residencies:
     # --------------------------------------------------------------------------------------- stores
 
     def stores(self, request_id: str, job: StoreJob) -> None:
-        """A store of the request's blocks was planned."""
+        """Notes that `job` stores blocks of the request, so that the server is not asked for them
+        before it ends."""
         one = self._residents.get(request_id)
         runs = (*job.runs, *job.representations)
         if one is not None and runs:

@@ -51,7 +51,7 @@ class KeptRows:
         return {name: one[2] for name, one in known.items()}
 
     def take(self, count: int) -> I32:
-        """Rows [count] that nobody has, lowest first."""
+        """Takes `count` free rows, int32 [count]; makes more if too few are free."""
         if count > len(self._free):
             more = max(FIRST_ROWS, self._num_rows, count)
             self._free = [*range(self._num_rows + more - 1, self._num_rows - 1, -1), *self._free]

@@ -45,7 +45,8 @@ class ResidentSequence:
     has_read: bool = False
 
     def kept(self, first: int, slots: I64, representations: I64) -> None:
-        """The server keeps the blocks from `first` on at these addresses."""
+        """Sets the addresses int64 [n] of blocks from `first` on, and of their representations; -1
+        for none."""
         stop = first + len(slots)
         if stop > len(self.addresses):
             more = max(stop, 2 * len(self.addresses), _FIRST_BLOCKS) - len(self.addresses)

@@ -44,12 +44,12 @@ class ResidentSequences:
         return self._sequences.values()
 
     def begin_step(self, rows: Iterable[ResidentRow]) -> None:
-        """These are the step's rows."""
+        """Takes in what the scheduler says of the step's rows, and sets `of_step`."""
         self._unnamed = {block: left - 1 for block, left in self._unnamed.items() if left}
         self.of_step = {row.written_block: self._follow(row) for row in rows}
 
     def end(self, request_id: str) -> None:
-        """The request has ended, or vLLM has taken its blocks."""
+        """Forgets a request that has ended or lost its blocks, and frees its rows."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self._kept.give_back(sequence.rows)

@@ -116,7 +116,6 @@ class ZmqPublisher:
         # back.
         self._first_number = 0
         self._context = zmq.Context()
-        self._sockets: list[zmq.Socket[bytes]] = []
         try:
             self._pub = self._open(zmq.PUB, endpoint, bind=binds(endpoint))
             self._replay = (

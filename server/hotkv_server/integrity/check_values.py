@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 Sums = NDArray[np.uint64]
 
-MAX_STRIDE = 1 << 14
 _KEY_FACTOR, _TAG = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(15)
 
 

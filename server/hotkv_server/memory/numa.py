@@ -7,14 +7,11 @@ prefaulted. If the machine does not grant a placement, the server runs on, with 
 
 import contextlib
 import ctypes
-import logging
 import os
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-log = logging.getLogger(__name__)
 
 SYS = Path("/sys")
 NVIDIA_VENDOR = "0x10de"

@@ -65,7 +65,6 @@ class Certificates:
         self._lock = threading.Lock()
         self._stamp = files.stamp()
         self._complaint = ""
-        self.num_reloads = 0
         self.credentials = grpc.dynamic_ssl_server_credentials(
             files.read(),
             self._changed,  # type: ignore[arg-type]
@@ -84,7 +83,6 @@ class Certificates:
                 self._complain(f"{type(error).__name__}: {error}")
                 return None
             self._stamp, self._complaint = stamp, ""
-            self.num_reloads += 1
             log.info("certificates reloaded certificate=%s", self._files.certificate)
             return config
 

@@ -1,8 +1,8 @@
 """State that a step shares where an engine owns pages and block tables, and old blocks of a context
 are in host memory only (*away*).
 
-    residents.follow(state, …)     the host, between steps, as it hears of requests
-    residents.begin(batch)         once a step, before the forward pass
+    residents.name_rows({block: state})   the host, between steps, as it hears of requests
+    residents.find(batch, …)              once a step, before the forward pass
 
 Always true:
 - The host knows a request by its *state*, the device finds out which row of the batch it is: the
@@ -18,15 +18,12 @@ pages of the engine's pool.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from hotkv.errors import HotKVError, Reason
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.cuda.device import Array, Device
 from hotkv_sparse.cuda.index import upload
 
-I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
 PIECES = 2
 """Thread blocks that copy a page."""
 

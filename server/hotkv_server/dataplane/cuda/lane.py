@@ -9,7 +9,6 @@ Three threads: `give` plans pieces and gives them to the stream, `follow` waits 
 stream's order, `finish` tells how jobs ended (which may take a while).
 """
 
-import logging
 import queue
 import threading
 import time
@@ -30,8 +29,6 @@ from hotkv_server.dataplane.cuda.values import (
 )
 from hotkv_server.dataplane.engine import CopyJob
 from hotkv_server.device.runtime import DeviceError, DeviceRuntime, Priority
-
-log = logging.getLogger(__name__)
 
 PAGEABLE = "pageable"
 MAX_TRIES = 3
