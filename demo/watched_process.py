@@ -51,7 +51,7 @@ class Engine:
         """Bytes beside the pool: the staging area, and rows of representations."""
         worker = _worker()
         rows = sum(rows.nbytes for rows in worker._kept._rows.values())
-        return {"staging": worker._pages._memory.numel(), "rows": rows}
+        return {"staging": worker._pages.staging.num_bytes, "rows": rows}
 
     def mode(self, dense: bool) -> dict[str, Any]:
         """Attends to everything from now on, or sparsely again."""
