@@ -67,6 +67,11 @@ class Staging:
         sizes = " + ".join(str(area.numel() >> 20) for area in self._areas)
         return f"Staging({sizes} MiB, {self.num_ahead} pages copied ahead)"
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of both areas."""
+        return sum(area.numel() for area in self._areas)
+
     def fill(self, layer: SparseLayer, slots: I64, here: I64, goes_on: bool = True) -> torch.Tensor:
         """Pages of `layer`: those of the server's slots at addresses `slots` [n], then those at
         addresses `here` [m]. They hold until the next call. `goes_on`: the next layer is going to
