@@ -5,7 +5,7 @@ dense attention. One thread.
 and 32k tokens (2k blocks) for the speed-up. Dense and sparse attention are vLLM's own kernel for
 CPU, in bf16, over all pages or over those of a full hot set, which holds twice the budget. Queries
 vary about a mean, two steps' at a cosine of .84 (FreeKV), so that a sixth of the selected blocks is
-missing: more than SPARSE.md saw in a real model (7 %). Variants take turns, so each finds in the
+missing: more than trials saw in a real model (7 %). Variants take turns, so each finds in the
 caches what attention has left there.
 
 `--json` prints one JSON object last: per number of blocks `dense_ms`, a scorer's `<name>_ms`,

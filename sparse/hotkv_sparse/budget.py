@@ -9,7 +9,7 @@ budget.
 from dataclasses import dataclass
 
 USUAL_SETS = 2
-"""Hot set over selection: twice the budget is better than fresh selections alone (SPARSE.md)."""
+"""Hot set over selection: twice the budget did better than fresh selections alone (SmolLM2)."""
 MAX_SETS = 4.0
 _DECAY = 0.98
 _PRESSURE_RATE = 0.1

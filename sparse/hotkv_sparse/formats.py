@@ -76,11 +76,11 @@ class Format:
         return AXES_KERNEL if self.by_axes else self.bits
 
 
-# Lloyd-Max levels of the normal distribution (SPARSE.md: ±.7979; ±.4528, ±1.510; ±.2451, ±.7560,
+# Lloyd-Max levels of the normal distribution (Max 1960: ±.7979; ±.4528, ±1.510; ±.2451, ±.7560,
 # ±1.344, ±2.152) in integer steps, the largest at 127. A key's sigma is taken against these
-# integers, so their rounding costs no bias. `bias` without a centre, measured on SmolLM2-135M: .33
-# and .09 in SPARSE.md, .95 for 1 bit in the same way (mean over blocks by their true mass); a good
-# centre lowers it. With its axes mix2 is off by .02 at most.
+# integers, so their rounding costs no bias. `bias` without a centre, measured on SmolLM2-135M: .33,
+# .09, and .95 for 1 bit (mean over blocks by their true mass); a good centre lowers it. With its
+# axes mix2 is off by .02 at most.
 FORMATS: dict[str, Format] = {
     "rot1u": Format("rot1u", bits=1, levels=(-1, 1), level_unit=1 / 0.7979, offset=1, bias=0.95),
     "rot2u": Format(

@@ -70,7 +70,7 @@ def build(
     tokens `num_tokens_B` (None: all). mix2 needs `axes`, the other formats have none.
 
     Token formats: x = k − mu, y = rotated x, codes nearest to y / rms(y), sigma = |y|² / (y ·
-    level) (SPARSE.md, rot2u; of the RaBitQ and TurboQuant family). mix2: the same of principal
+    level) (docs/sparse.md; of the RaBitQ and TurboQuant family). mix2: the same of principal
     axes (`axes`, `axis_codes`). Summaries: quest min and max
     (Quest), cuboid centre (min + max) / 2 and radius mean |k − c| (ArkVale), mean. `out` may be any
     array with contiguous last axis. Raises INVALID_FIELD. Does not block; compiled code runs

@@ -197,8 +197,8 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
     The pool may be any array whose last axis is contiguous, such as a view of a mapped arena. A
     block without tokens scores -inf. Raises INVALID_FIELD. Compiled code runs without the GIL.
 
-    token formats: S = logsumexp_i (sigma_i q~ · z_i + q · mu) * scale - c (SPARSE.md). quest: sum
-    max(q m, q M); cuboid: q · c + |q| · r.
+    token formats: S = logsumexp_i (sigma_i q~ · z_i + q · mu) * scale - c (docs/sparse.md). quest:
+    sum max(q m, q M); cuboid: q · c + |q| · r.
     """
     rows_S = (
         np.arange(len(packed_BHN), dtype=np.int32)

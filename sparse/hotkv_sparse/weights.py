@@ -36,7 +36,7 @@ class Weights:
 
 def aggregate(scores_QS: F32, always_log_mass_Q: F32, kv_heads: int) -> Weights:
     """w_b = mean over the group's query heads of exp(S_hb - Z_h), Z_h = logaddexp(L_h, logsumexp_b
-    S_hb) (SPARSE.md, GQA).
+    S_hb) (docs/sparse.md).
 
     `always_log_mass_Q` float32 [Q] is L_h: the exact log mass of sinks and recent window (-inf:
     nothing is kept). INVALID_FIELD.

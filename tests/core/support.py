@@ -5,7 +5,6 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
@@ -15,8 +14,6 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.reader_words import ReaderMemory
 from hotkv_server.core.restore import Restored, restore
-
-Int64s = NDArray[np.int64]
 
 
 def make_table(capacity: int, num_buckets: int = 0, arena_bytes: int = 1 << 30) -> BlockTable:

@@ -1,7 +1,6 @@
 """The core in cases worth telling apart: bursts, leases that end in a copy, ranks, key spaces."""
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import hypothesis.strategies as st
 import numpy as np
@@ -14,18 +13,11 @@ from hotkv.table import RESERVED_FLAG, SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
-from tests.core.cache_model import NUM_HASHES, snapshot
+from tests.core.cache_model import snapshot
 from tests.core.support import expire, make_key_space, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 6
-ENGINES = ["e0", "e1", "e2"]
-LEASE_IDS = ["a", "b", "c", "d"]
-TRANSFER_IDS = ["t", "u", "v"]
-MAX_BLOCKS = 40
-NUMBERS = st.lists(st.integers(0, NUM_HASHES - 1), min_size=1, max_size=9)
-TTLS = st.sampled_from([0.0, 3.0, 40.0])
-T = TypeVar("T")
 
 
 class Burst:

@@ -28,8 +28,6 @@ from tests.server.devices_support import (
     until,
 )
 
-ALL = tuple(range(8))
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[DeviceServer]:

@@ -32,7 +32,6 @@ from tests.server.refusals import state, stored
 __all__ = ["stored"]
 
 Make = Callable[..., PagedEngine]
-INT32 = np.int32
 
 
 def test_the_descriptor_socket_refuses(

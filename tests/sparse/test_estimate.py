@@ -121,7 +121,7 @@ def test_prefill_arithmetic() -> None:
 
 
 def test_sparse_s_case_of_a_million_tokens() -> None:
-    """SPARSE.md, "Cost at 1M tokens": KV 197 GB, index 13.1 GB in 3.0 ms, 14 MB against 403 MB."""
+    """The design's cost at 1M tokens: KV 197 GB, index 13.1 GB in 3.0 ms, 14 MB against 403 MB."""
     plan = Plan(1_000_000, sparse=sparse(sparse_topk=2048, sink_tokens=0, recent_tokens=1))
     taken = memory(QWEN, H200, plan, Mode.RESIDENT)
     assert taken.request_representations.value == pytest.approx(13.1e9, rel=0.005)

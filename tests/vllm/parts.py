@@ -2,7 +2,6 @@
 hashes, and time is what the test says."""
 
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -182,12 +181,6 @@ def report(*results: tuple[int, Sequence[BlockResult]]) -> HotKVWorkerMetadata:
 
 def ids(blocks: Sequence[int]) -> Any:
     return np.array(blocks, np.int32)
-
-
-def answered(value: Any) -> "Future[Any]":
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
 
 
 class Clock:

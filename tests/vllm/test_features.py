@@ -7,7 +7,7 @@ compute comes from hotkv.
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,6 @@ WHISPER = {
     "pad_token_id": 0,
     "decoder_start_token_id": 1,
 }
-
-Start = Callable[..., EngineProcess]
 
 
 class Starter:
