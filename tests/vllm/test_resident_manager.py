@@ -185,3 +185,19 @@ def test_hits_allocate_sinks_and_window() -> None:
     assert [at for at, block in enumerate(blocks) if block.is_null] == [
         *machine.manager.spec.gap(40 * TOKENS)
     ]
+
+
+@pytest.mark.parametrize("tokens", [64, 1300])
+def test_what_outgrows_the_device_gets_no_block_before_room_is_reserved(tokens: int) -> None:
+    """vLLM asks no connector about requests that want no prefix hit."""
+    manager = Requests().manager
+    asked = []
+    manager.has_room = lambda request_id: bool(asked.append(request_id))
+    num_blocks = manager.get_num_blocks_to_allocate(
+        "r9", tokens, [], 0, 0, tokens, apply_admission_cap=True
+    )
+    is_long = -(-tokens // TOKENS) > manager.spec.whole_blocks
+    assert (num_blocks > manager.block_pool.num_gpu_blocks) == is_long == bool(asked)
+    assert is_long == (tokens > 64)
+    manager.has_room = lambda request_id: True
+    assert 0 < manager.get_num_blocks_to_allocate("r9", tokens, [], 0, 0, tokens) < 200
