@@ -173,6 +173,37 @@ def test_who_has_waited_for_long_comes_before_who_came_later() -> None:
         assert admitted == (state is first)
 
 
+def test_who_has_bytes_to_pin_anew_waits_for_nobody() -> None:
+    books = Books()
+    books.keep(books.run("a"), 3)
+    books.server.residencies.most = 1
+    books.arrive("b")
+    for _ in range(3):
+        books.step("a", passed_s=TURN_S)
+    books.server.die(empty=False)
+    books.step("a")
+    books.server.come_back()
+    name = ("engine", books.books.residency_of("a"))
+    books.step("a", passed_s=ASK_AGAIN_S)
+    assert name in books.server.residencies.open
+
+
+def test_what_was_asked_of_a_residency_that_was_given_up_means_nothing() -> None:
+    books = Books()
+    state = books.run()
+    books.keep(state, 3)
+    books.server.die(empty=True)
+    books.step("a")
+    books.server.come_back()
+    books.server.hold = {"extend_residency"}
+    for _ in range(2):
+        books.step("a", passed_s=ASK_AGAIN_S)
+    books.books.lost(["a"])
+    books.server.hold = set()
+    books.server.settle()
+    assert books.step("a").lost == () and books.parts.count("lost_residencies") == 1
+
+
 def test_blocks_that_the_server_does_not_take_end_the_request() -> None:
     books = Books()
     state = books.run()

@@ -36,7 +36,7 @@ class Reservations:
         self._session = session
         self._streams = streams
         self._stats = stats
-        self._compared: deque[tuple[str, ResidencyOpened | None]] = deque()
+        self._compared: deque[tuple[str, ResidencyOpened, bool]] = deque()
         self._refused: dict[str, float] = {}
 
     def __repr__(self) -> str:
@@ -51,9 +51,12 @@ class Reservations:
         return one.opened is not None and one.stream == self._streams.number
 
     def open(self, one: Resident, now_s: float) -> None:
-        """Asks for room, unless it is another's turn."""
+        """Asks for room, unless it is another's turn. What was reserved before the server was away
+        comes first: its bytes wait to be pinned anew."""
         turn_s = self._refused.get(one.request_id, now_s)
-        if any(since_s < min(turn_s, now_s - TURN_S) for since_s in self._refused.values()):
+        if one.opened is None and any(
+            since_s < min(turn_s, now_s - TURN_S) for since_s in self._refused.values()
+        ):
             return
         one.stream = self._streams.number
         one.opening = self._session.open_residency(one.residency_id, {0: one.num_blocks})
@@ -116,11 +119,11 @@ class Reservations:
             and done.exception() is None
             and np.array_equal(done.result().offsets, known)
         )
-        self._compared.append((request_id, opened if is_same else None))
+        self._compared.append((request_id, opened, is_same))
 
-    def take_compared(self) -> list[tuple[str, ResidencyOpened | None]]:
-        """Requests of which it is known now whether a server that came back keeps their bytes where
-        they were, and under what to read them; None: it does not."""
+    def take_compared(self) -> list[tuple[str, ResidencyOpened, bool]]:
+        """Requests that a server which came back has answered: under what to read their bytes, and
+        whether it keeps them where they were."""
         return [self._compared.popleft() for _ in range(len(self._compared))]
 
     # ----------------------------------------------------------------------------------------- pins

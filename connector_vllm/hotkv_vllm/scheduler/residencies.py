@@ -209,11 +209,14 @@ class Residencies:
 
     def _take_compared(self) -> None:
         """Takes in what a server that came back keeps."""
-        for request_id, pin in self._reservations.take_compared():
+        for request_id, pin, is_same in self._reservations.take_compared():
             one = self._residents.get(request_id)
-            if one is not None and pin is not None and pin is one.opened:
+            if one is None or pin is not one.opened:
+                # It was about a residency that is given up since.
+                continue
+            if is_same:
                 one.pin = pin
-            elif one is not None and pin is None:
+            else:
                 one.is_lost = True
                 if not self._pool.has_blocks(request_id):
                     # No worker reads for it, so none will say that it is lost.

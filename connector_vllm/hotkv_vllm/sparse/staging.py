@@ -102,16 +102,15 @@ class Staging:
         self, thread: ThreadPoolExecutor, area: int, layer: SparseLayer, slots: I64, num_bytes: int
     ) -> None:
         """Begins to copy the pages that `layer` is going to ask for."""
-        page_bytes = layer.pages.page_bytes
         pages = self._pages(area, layer, num_bytes)
-        to = pages.data_ptr() + np.arange(len(slots)) * page_bytes
         source = slots + self._places.pages[layer.index]
+        done = thread.submit(self._copy_ahead, pages, source, layer.pages.page_bytes)
+        self._ahead = _Ahead(layer.index, slots, area, done)
 
-        def copy() -> None:
-            # Holds the pages' memory for as long as it is written.
-            self._thread_copier.copy(to, source, page_bytes) if pages.numel() else None
-
-        self._ahead = _Ahead(layer.index, slots, area, thread.submit(copy))
+    def _copy_ahead(self, pages: torch.Tensor, source: I64, page_bytes: int) -> None:
+        """In the thread. Holds the memory of `pages` for as long as it is written."""
+        to = pages.data_ptr() + np.arange(len(source)) * page_bytes
+        self._thread_copier.copy(to, source, page_bytes)
 
     def _pages(self, area: int, layer: SparseLayer, num_bytes: int) -> torch.Tensor:
         """An area as pages of a layer, so many bytes of them at least."""
