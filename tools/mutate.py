@@ -36,7 +36,8 @@ CORE = (
     "tests/core/test_starvation.py tests/core/test_index.py tests/core/test_space.py "
     "tests/core/test_slabs.py tests/core/test_restore.py "
     "tests/core/test_representations.py tests/core/test_cache.py tests/core/test_catalog.py "
-    "tests/core/test_incremental.py tests/core/test_counters.py"
+    "tests/core/test_incremental.py tests/core/test_counters.py tests/core/test_arrays.py "
+    "tests/core/test_residencies.py tests/core/test_sums.py"
 )
 POLICY = (
     "tests/core/test_ghosts.py tests/core/test_duel.py tests/core/test_hotness.py "
@@ -85,6 +86,11 @@ RANK = (
     f"tests/vllm/test_worker_side.py {ENGINE}"
 )
 """The same of the worker side."""
+RESIDENTS = (
+    "tests/vllm/test_residencies_books.py tests/vllm/test_resident_manager.py "
+    "tests/vllm/test_resident_hits.py tests/vllm/test_residency.py "
+    "tests/vllm/test_residency_faults.py"
+)
 TESTS: dict[str, str] = {
     "proto/hotkv/order.py": "tests/core/test_order.py",
     "proto/hotkv/table.py": "tests/wire/test_rereads.py tests/core/test_index.py",
@@ -111,13 +117,14 @@ TESTS: dict[str, str] = {
     ),
     "server/hotkv_server/integrity/kernels.py": "tests/core/test_checks.py",
     "server/hotkv_server/integrity/sums.py": (
-        "tests/core/test_checks.py tests/dataplane/test_contract.py"
+        "tests/core/test_checks.py tests/core/test_sums.py tests/dataplane/test_contract.py"
     ),
     "server/hotkv_server/integrity/": (
         f"tests/core/test_checks.py tests/core/test_verifier.py {CORE}"
     ),
+    "server/hotkv_server/dataplane/fair_queue.py": "tests/dataplane/test_fair_queue.py",
     "server/hotkv_server/dataplane/": (
-        f"{COPIES} tests/dataplane/test_layouts.py "
+        f"tests/dataplane/test_plans.py {COPIES} tests/dataplane/test_layouts.py "
         "tests/dataplane/test_gates.py tests/server/test_health.py"
     ),
     "client/hotkv_client/fence.py": (
@@ -167,6 +174,10 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/compat/fingerprint.py": "tests/vllm/test_fingerprint.py",
     "connector_vllm/hotkv_vllm/compat/kv_groups.py": f"tests/vllm/test_kv_groups.py {SEAMS}",
     "connector_vllm/hotkv_vllm/compat/steps.py": f"tests/vllm/test_steps.py {SEAMS}",
+    "connector_vllm/hotkv_vllm/compat/sparse_layers.py": (
+        "tests/vllm/test_sparse_layers.py tests/vllm/test_sparse_parts.py "
+        "tests/vllm/test_cuda_residency.py"
+    ),
     "connector_vllm/hotkv_vllm/compat/": f"tests/vllm/test_fingerprint.py {SEAMS}",
     "connector_vllm/hotkv_vllm/worker/device_order.py": (
         "tests/vllm/test_marks.py tests/vllm/test_device_order.py"
@@ -179,12 +190,13 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/scheduler/": REQUESTS,
     "connector_vllm/hotkv_vllm/scheduler/reset.py": f"tests/vllm/test_reset.py {REQUESTS}",
     "connector_vllm/hotkv_vllm/scheduler/storable.py": f"tests/vllm/test_hybrid.py {REQUESTS}",
-    "connector_vllm/hotkv_vllm/scheduler/residencies.py": (
-        "tests/vllm/test_residency.py tests/vllm/test_residency_faults.py"
-    ),
-    "connector_vllm/hotkv_vllm/compat/residency.py": (
-        "tests/vllm/test_resident_manager.py tests/vllm/test_residency.py"
-    ),
+    "connector_vllm/hotkv_vllm/scheduler/residencies.py": RESIDENTS,
+    "connector_vllm/hotkv_vllm/scheduler/resident.py": RESIDENTS,
+    "connector_vllm/hotkv_vllm/scheduler/resident_rows.py": RESIDENTS,
+    "connector_vllm/hotkv_vllm/scheduler/resident_side.py": RESIDENTS,
+    "connector_vllm/hotkv_vllm/scheduler/reservations.py": RESIDENTS,
+    "connector_vllm/hotkv_vllm/compat/device_pool.py": RESIDENTS,
+    "connector_vllm/hotkv_vllm/compat/residency.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/scheduler/agreement.py": (
         f"tests/vllm/test_ranks.py tests/vllm/test_revocations.py {ENGINE}"
     ),

@@ -88,26 +88,20 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --------------------------------------------------------------------------------- worker hooks
 
-    @hook(
-        lambda self, *_: self._worker.memory_broke(
-            "its memory could not be shown to the server; see the engine's log"
-        )
-    )
+    @hook(lambda self, *_: self._worker.memory.broke("shown to the server"))
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register(kv_caches)
+        self._worker.memory.register(kv_caches)
 
-    @hook(lambda self: self._worker.unregister_broke())
+    @hook(lambda self: self._worker.memory.unregister_broke())
     def unregister_kv_caches(self) -> None:
         """vLLM is about to discard the KV memory (from 0.33 on; 0.32 sleeps only with memory that
         hotkv can't share)."""
-        self._worker.unregister()
+        self._worker.memory.unregister()
 
-    @hook(
-        lambda self: self._worker.memory_broke("its memory could not be shared again after a sleep")
-    )
+    @hook(lambda self: self._worker.memory.broke("shared again after a sleep"))
     def restore_kv_caches(self) -> None:
         """The KV memory is mapped again at its old addresses, with other contents."""
-        self._worker.restore()
+        self._worker.memory.restore()
 
     @hook(lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"))
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -187,7 +181,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @hook(lambda _: False)
     def has_pending_block_frees(self) -> bool:
-        return bool(self._scheduler.is_freeing())
+        return bool(self._scheduler.residents.is_freeing())
 
     @hook(lambda self, request: self._scheduler.requests.request_broke(request.request_id))
     def on_new_request(self, request: Any) -> None:

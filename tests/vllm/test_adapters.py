@@ -16,6 +16,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput
 
 from hotkv.retention import NO_RETENTION
+from hotkv_client.types import BlockRun
 from hotkv_vllm.adapters import (
     LATER,
     NO_WORK,
@@ -341,12 +342,10 @@ def test_what_was_planned_on_old_bytes_is_dropped_when_the_change_is_told(
         other.step()
     scheduler = other.connector._scheduler
     assert {state.hit.phase.name for state in scheduler.requests.states.values()} == {"LOADING"}
-    scheduler.cache.planner._tails.append((NO_RETENTION, ()))
+    scheduler.cache.planner.tails.add(NO_RETENTION, [BlockRun(0, [b"a" * 32])])
     told = HotKVWorkerMetadata(adapters=AdapterReport(changed=frozenset({1})))
     other.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
-    assert not scheduler.cache.planner._tails and (
-        scheduler.requests.loads.cancelled == ["adapter"]
-    )
+    assert not scheduler.cache.planner.tails and (scheduler.requests.loads.cancelled == ["adapter"])
     server.hold = set()
     server.settle()
     other.run()

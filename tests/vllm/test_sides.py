@@ -9,16 +9,20 @@ import pytest
 
 from hotkv_vllm import connector
 from hotkv_vllm.scheduler.admission import Admission
+from hotkv_vllm.scheduler.resident_side import ResidentSide
 from hotkv_vllm.scheduler.side import HotKVScheduler
 from hotkv_vllm.scheduler.step_planner import StepPlanner
 from hotkv_vllm.sides import ANSWERS, PARTS, NoSide
+from hotkv_vllm.worker.memory import EngineMemory
 from hotkv_vllm.worker.side import HotKVWorker
 
 OWNERS = {
     "_scheduler": HotKVScheduler,
     "_scheduler.requests": Admission,
+    "_scheduler.residents": ResidentSide,
     "_scheduler.steps": StepPlanner,
     "_worker": HotKVWorker,
+    "_worker.memory": EngineMemory,
 }
 CALLED = sorted(
     set(re.findall(r"self\.(_(?:scheduler|worker)[\w.]*)\.(\w+)\(", inspect.getsource(connector)))

@@ -219,7 +219,7 @@ def test_blocks_that_wait_for_the_next_step_are_not_stored_after_the_sleep(
     core = Core(one)
     one.add("a", prompt(3, 60), 5)
     planner = one.connector._scheduler.cache.planner
-    while not planner._tails:
+    while not planner.tails:
         one.step()
     kept = set(server.blocks)
     core.sleep()
@@ -309,7 +309,7 @@ def test_an_unregister_that_breaks_ends_the_session(
 ) -> None:
     one = engine()
     session = one.worker._worker.rank.session
-    monkeypatch.setattr(one.worker._worker, "let_go", lambda: 1 // 0)
+    monkeypatch.setattr(one.worker._worker.memory, "_let_go", lambda: 1 // 0)
     one.worker.unregister_kv_caches()
     assert session.closed and one.worker._worker.rank.session is None
 

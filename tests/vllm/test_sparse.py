@@ -287,11 +287,7 @@ def test_a_fault_in_the_middle_of_a_step(start: Start) -> None:
 @pytest.mark.parametrize(
     ("sparse", "settings", "message"),
     [
-        ({"sparse_topk": 10}, {}, "hotkv.sparse.sparse_topk is 10"),
-        ({"scorer": "best"}, {}, "hotkv.sparse.scorer is 'best'"),
         ({"dense_layers": [4]}, {}, "hotkv.sparse.dense_layers is (4,)"),
-        ({"spare_topk": 0.1}, {}, "hotkv.sparse.spare_topk = 0.1"),
-        ({"sparse_topk": 0.1, "min_context_tokens": 300}, {}, "hotkv.sparse.sparse_topk is 0.1"),
         (
             {},
             {

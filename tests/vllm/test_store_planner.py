@@ -1,6 +1,8 @@
 """Which blocks the scheduler side stores after a step, and which stores a step waits for: the
 planner alone, over requests that are names and hashes."""
 
+from operator import attrgetter
+
 import pytest
 
 from hotkv.retention import NO_RETENTION, Retention
@@ -291,11 +293,11 @@ def test_a_block_that_a_tail_holds_is_not_stored_by_another_request() -> None:
     assert stored(plan(parts, (state, 64))[0]) == [(0, [1, 2]), (0, [3]), (0, [4])]
 
 
-@pytest.mark.parametrize("how", ["forget", "take_all_back", "plan_broke"])
+@pytest.mark.parametrize("how", ["tails.forget", "take_all_back", "plan_broke"])
 def test_tails_that_are_void_are_gone_and_their_blocks_free(how: str) -> None:
     parts = Parts()
     parts.planner.finish(parts.state(request("a", 32)), [[1, 2]], 32)
-    getattr(parts.planner, how)()
+    attrgetter(how)(parts.planner)()
     assert plan(parts) == ((), ())
     parts.planner.finish(parts.state(request("b", 32)), [[1, 2]], 32)
     assert stored(plan(parts)[0]) == [(0, [1, 2])]

@@ -1,9 +1,9 @@
 """The connector's scheduler side: answers vLLM's scheduler and plans each step's loads and stores.
 
 Holds together what lasts as long as the engine: `sharing` (whether there is a cache, and of which
-key space), `requests` (what each request has) and `steps` (what the workers are to do). Runs in the
-scheduler's thread and never blocks after the start, but for a reset. Without a cache every hook
-returns after one test.
+key space), `requests` (what each request has), `steps` (what the workers are to do) and `residents`
+(requests that outgrow the device). Runs in the scheduler's thread and never blocks after the start,
+but for a reset. Without a cache every hook returns after one test.
 """
 
 import time
@@ -14,12 +14,13 @@ from hotkv_vllm.adapters import Adapters
 from hotkv_vllm.compat import checks, kv_groups
 from hotkv_vllm.compat.device_pool import DevicePool
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.hooks import HookEdge, hook
+from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.assembly import Assembly, Engine
 from hotkv_vllm.scheduler.exactness import Exactness
+from hotkv_vllm.scheduler.resident_side import ResidentSide
 from hotkv_vllm.scheduler.sharing import Sharing
 from hotkv_vllm.scheduler.step_planner import StepPlanner
 from hotkv_vllm.stats import HotKVStats
@@ -41,7 +42,7 @@ class HotKVScheduler:
         exactness = Exactness(
             kv_groups.group_block_tokens(vllm_config, kv_cache_config), kv_cache_config.num_blocks
         )
-        self._pool = DevicePool(vllm_config, kv_cache_config)
+        pool = DevicePool(vllm_config, kv_cache_config)
         counts_media = checks.counts_media(vllm_config)
         engine = Engine(
             vllm_config,
@@ -51,9 +52,10 @@ class HotKVScheduler:
             self._adapters,
             exactness,
             counts_media,
-            self._pool,
+            pool,
         )
         self.sharing = Sharing(engine)
+        self.residents = ResidentSide(pool, self.sharing, edge)
         self.requests = Admission(engine, self.sharing, edge)
         self.steps = StepPlanner(engine, self.sharing, self.requests, edge)
 
@@ -94,29 +96,7 @@ class HotKVScheduler:
     def bind_manager(self, manager: Any) -> None:
         """Takes vLLM's manager of blocks, and its pool."""
         self.requests.loads.quarantine.pool = manager.block_pool
-        self._pool.bind(manager, self._kept_tokens, self._has_room)
-        if self._pool.spec is not None:
-            logger.info("hotkv: %s", self._pool.describe())
-
-    @hook(lambda *_: 0, last=0, is_part=True)
-    def _kept_tokens(self, request_id: str) -> int:
-        """Leading tokens of a request that need not stay on the device."""
-        cache = self.sharing.cache
-        residencies = None if cache is None else cache.residencies
-        return 0 if residencies is None else residencies.kept_tokens(request_id)
-
-    @hook(lambda *_: False, last=False, is_part=True)
-    def _has_room(self, request_id: str) -> bool:
-        """Whether a request that outgrows the device may begin."""
-        cache = self.sharing.cache
-        residencies = None if cache is None else cache.residencies
-        return residencies is not None and residencies.has_room(request_id)
-
-    def is_freeing(self) -> bool:
-        """Whether blocks will be given back soon, so that no request need be preempted."""
-        cache = self.sharing.cache
-        residencies = None if cache is None else cache.residencies
-        return residencies is not None and residencies.is_freeing(time.monotonic())
+        self.residents.bind(manager)
 
     def update(self, output: Any) -> None:
         """Takes in a step's results, joined over all ranks."""
@@ -129,8 +109,7 @@ class HotKVScheduler:
         if sharing.weights.reported(report.weights, now_s):
             # Loads of what was computed with the old weights come to nothing.
             self.requests.cancel_loads()
-        if output.invalid_block_ids and self._pool.spec is not None:
-            self._lost(self._pool.requests_of(output.invalid_block_ids))
+        self.residents.lost(output.invalid_block_ids)
         # Before vLLM frees anything of the requests that this step reports.
         num_hung = loads.quarantine.overdue(report.overdue_loads) if report.overdue_loads else 0
         if num_hung:
@@ -155,17 +134,10 @@ class HotKVScheduler:
             self._adapters.reported(report.adapters)
             if report.adapters.changed:
                 # Nothing is stored or loaded that was planned on the old bytes.
-                cache.planner.forget()
+                cache.planner.tails.forget()
                 self.requests.cancel_refused()
         if cache.memory is not None and report.sparse is not None:
             cache.memory.reported(report.sparse)
-
-    def _lost(self, request_ids: list[str]) -> None:
-        """Bytes of these requests are gone: vLLM computes them anew."""
-        for request_id in request_ids:
-            self._pool.lose(request_id)
-        if self.sharing.cache is not None and self.sharing.cache.residencies is not None:
-            self.sharing.cache.residencies.lost(request_ids)
 
     # ---------------------------------------------------------------------------------------- reset
 
@@ -181,7 +153,7 @@ class HotKVScheduler:
         if cache is None:
             return True
         self.sharing.weights.suspect()
-        cache.planner.forget()
+        cache.planner.tails.forget()
         self.requests.cancel_loads()
         for state in self.requests.states.values():
             cache.finder.forget(state)
@@ -197,8 +169,7 @@ class HotKVScheduler:
     def update_broke(self, output: Any) -> None:
         """Whatever of a step's results was not taken: its loads count as failed, and its stores as
         ended. Shares nothing with `update`."""
-        if output.invalid_block_ids:
-            self._pool.lose_blocks(output.invalid_block_ids)
+        self.residents.lost_broke(output.invalid_block_ids)
         report, cache = output.kv_connector_worker_meta, self.sharing.cache
         if cache is not None and isinstance(report, HotKVWorkerMetadata):
             cache.planner.in_flight.account(report)

@@ -27,6 +27,7 @@ from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.scheduler.residencies import Residencies
 from hotkv_vllm.scheduler.store_results import settle
 from hotkv_vllm.scheduler.stores_in_flight import StoresInFlight
+from hotkv_vllm.scheduler.tails import Tails
 from hotkv_vllm.stats import HotKVStats
 
 Tables = Callable[[str], "tuple[list[int], ...] | None"]
@@ -70,15 +71,14 @@ class StorePlanner:
         self._missing = MissingBlocks(
             session, finder, self._cache_groups, interval, stats, self.in_flight
         )
-        self._tails: list[tuple[Retention, tuple[BlockRun, ...]]] = []
-        self._tail_blocks: set[int] = set()
+        self.tails = Tails()
         self.is_held = False
         """Nothing new is stored, and every step waits for what is in flight."""
         self.is_rekeying = False
         """The same, while it is not known which key space stands for the engine's weights."""
 
     def __repr__(self) -> str:
-        return f"StorePlanner({self.in_flight}, {len(self._tails)} tails)"
+        return f"StorePlanner({self.in_flight}, {self.tails})"
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -115,9 +115,8 @@ class StorePlanner:
         ):
             return
         tables = tuple(list(ids) for ids in block_ids)
-        runs = self._runs_of(state, known_tokens, lambda _: tables, self._tail_blocks, last=True)
-        if runs:
-            self._tails.append((state.retention, tuple(runs)))
+        runs = self._runs_of(state, known_tokens, lambda _: tables, self.tails.blocks, last=True)
+        self.tails.add(state.retention, runs)
 
     def due(
         self,
@@ -158,9 +157,8 @@ class StorePlanner:
             return (), self.take_all_back()
         # By retention, and by request for those whose blocks the server pins.
         batches: dict[tuple[Retention, str], list[BlockRun]] = {}
-        for retention, tail in self._tails:
+        for retention, tail in self.tails.take():
             batches.setdefault((retention, ""), []).extend(tail)
-        self.forget()
         planned = {int(b) for runs in batches.values() for run in runs for b in run.block_ids}
         for state, computed in scheduled if self._session.connected else ():
             runs: list[BlockRun] = []
@@ -185,19 +183,14 @@ class StorePlanner:
 
     def plan_broke(self) -> None:
         """The step's plan is lost, and with it what waited for the step."""
-        self._tails, self._tail_blocks = [], set()
+        self.tails.forget()
         self.in_flight.plan_broke()
-
-    def forget(self) -> None:
-        """Drops tails that wait for the next step."""
-        self._tails.clear()
-        self._tail_blocks.clear()
 
     def take_all_back(self) -> tuple[int, ...]:
         """What a step waits for that may give away any block; what was not yet planned is
         dropped."""
         taken_back = self.in_flight.take_all_back()
-        self.forget()
+        self.tails.forget()
         return taken_back
 
     @property
@@ -207,14 +200,10 @@ class StorePlanner:
     def _fences(self, written_blocks: Callable[[], Collection[int]]) -> set[int]:
         """Takes back stores that read blocks which are about to be written, and drops such
         tails."""
-        if not self.in_flight.reading and not self._tails:
+        if not self.in_flight.reading and not self.tails:
             return set()
         written = written_blocks()
-        self._tails = [
-            (retention, tail)
-            for retention, tail in self._tails
-            if not any(int(b) in written for run in tail for b in run.block_ids)
-        ]
+        self.tails.drop_written(written)
         return self.in_flight.take_back_readers(written)
 
     def _runs_of(

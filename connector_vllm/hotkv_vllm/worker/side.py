@@ -1,8 +1,8 @@
-"""The connector's worker side: shows the engine's memory to the server, and carries out each step's
-loads and stores.
+"""The connector's worker side: carries out each step's loads and stores.
 
-Holds together the rank's session, its loads and its stores (`session`, `loads`, `stores` have their
-own rules). Nothing here waits, but for stores that a step must wait for.
+Holds together the engine's memory, the rank's session, its loads and its stores (`memory`,
+`session`, `loads`, `stores` have their own rules). Nothing here waits, but for stores that a step
+must wait for.
 
 Every transfer lies behind a mark in the device's queue (`device_order`). If the server can ask for
 the mark the transfer is sent at once, else in the hook that sees it passed. Deadlines of a transfer
@@ -14,7 +14,6 @@ more.
 """
 
 import time
-from concurrent.futures import wait as wait_futures
 from dataclasses import replace
 from typing import Any
 
@@ -28,14 +27,15 @@ from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetada
 from hotkv_vllm.rekeying import RECONNECT_S
 from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.worker.loads import ActiveLoad, Loads
+from hotkv_vllm.worker.memory import EngineMemory
 from hotkv_vllm.worker.report import RankReport
 from hotkv_vllm.worker.session import RankSession
-from hotkv_vllm.worker.stores import FENCE_GRACE_S, Stores
+from hotkv_vllm.worker.stores import Stores
 from hotkv_vllm.worker.transfers import Transfers
 
 
 class HotKVWorker:
-    """Worker side. Idle until `register` has found the memory exportable and begun a session.
+    """Worker side. Idle until `memory` was found exportable and has begun a session.
     `*_broke`: what makes up for a hook that has raised."""
 
     def __init__(
@@ -47,8 +47,6 @@ class HotKVWorker:
         edge: HookEdge,
     ) -> None:
         self._config = config
-        self._kv_caches: dict[str, Any] = {}
-        self._is_unregistered = False
         self.rank = RankSession(vllm_config, kv_cache_config, config)
         self.sparse = SparseRank(vllm_config, kv_cache_config, config, centres, edge, self._arena)
         self.transfers = Transfers(vllm_config, self.rank, config)
@@ -56,6 +54,9 @@ class HotKVWorker:
         number = vllm_config.parallel_config.rank
         self.report = RankReport(self.rank, number, self.sparse, edge)
         self.stores = Stores(self.rank, config, self.transfers, self.report.count)
+        self.memory = EngineMemory(
+            self.rank, self.sparse, self.transfers, self.loads, self.stores, config
+        )
 
     def __repr__(self) -> str:
         return f"HotKVWorker({self.rank}, {self.loads}, {self.stores})"
@@ -64,79 +65,13 @@ class HotKVWorker:
         """Adds one to a counter of `stats.COUNTERS`."""
         self.report.count(name)
 
-    # --------------------------------------------------------------------------------------- memory
-
-    def register(self, kv_caches: dict[str, Any]) -> None:
-        """vLLM has made its KV caches: a tensor per layer."""
-        self._kv_caches = kv_caches
-        # First the memory moves, then others look at it; the session tells the server of all of it
-        # at once.
-        self._export()
-        self.sparse.install(kv_caches)
-        if self.sparse.lacks_residency:
-            self.rank.turn_off("its layers can't attend to blocks in host memory; see its log")
-            return
-        self.rank.open(self.sparse.worker, self.sparse.centres)
-        self.sparse.opened()
-
-    def unregister(self) -> None:
-        """vLLM is about to discard the KV memory."""
-        if self.rank.session is None:
-            return
-        self._is_unregistered = True
-        self.let_go()
-        self.sparse.will_write_all()
-
-    def unregister_broke(self) -> None:
-        """The memory is given up, and it is not known what still reaches it."""
-        self.rank.shutdown()
-
-    def restore(self) -> None:
-        """The KV memory is there again, with other contents."""
-        if self._is_unregistered:
-            self._is_unregistered = False
-            self._export()
-            self.rank.open(self.sparse.worker, self.sparse.centres)
-
-    def memory_broke(self, why: str) -> None:
-        """The memory could not be shown to the server."""
-        self.rank.turn_off(why)
-
-    def _export(self) -> None:
-        """Lets go of memory that was exported before, and exports what there is now."""
-        if self.rank.memory is not None:
-            self.let_go()
-        if self.rank.export(self._kv_caches):
-            self.transfers.watch_adapters()
-
-    def let_go(self) -> None:
-        """Ends all transfers, the session and the export of memory that the engine is about to
-        unmap.
-
-        Waits for the server as long as for the end of a store. A hung server keeps mappings of its
-        own, so what it still writes reaches no memory that the engine gets afterwards; a load that
-        it has not ended stays unreported, and vLLM keeps its blocks.
-        """
-        if self.rank.session is not None:
-            self.loads.make_void()
-            answers = [answer for answer in self.loads.answers if answer is not None]
-            answers += self.stores.end_early()
-            if wait_futures(answers, self._config.store_timeout_s + FENCE_GRACE_S).not_done:
-                logger.error(
-                    "hotkv: the server did not end all transfers before the engine sleeps; its "
-                    "session is closed"
-                )
-                self.stores.fail_all()
-        self.rank.shutdown(keeps_fence=True)
-
     def handshake(self) -> HotKVHandshake | None:
         """Returns what the scheduler has to know of this rank."""
         return replace(self.rank.handshake, sparse_layers=self.sparse.layers)
 
     def shutdown(self) -> None:
         """Closes the session and the export."""
-        self._kv_caches = {}
-        self.rank.shutdown()
+        self.memory.shutdown()
 
     # ---------------------------------------------------------------------------------------- steps
 

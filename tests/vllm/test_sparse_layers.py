@@ -1,0 +1,191 @@
+"""Which engines, layers and centres sparse decode takes, and in which words it refuses others."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotkv_sparse import SparseConfig
+from hotkv_sparse.centre import MIN_TOKENS, Centres, LayerCentre
+from hotkv_vllm.compat import sparse_layers
+from hotkv_vllm.config import ConfigError
+from tests.vllm.specs import chunked_model, full_spec, window_spec
+
+NUM_LAYERS = 4
+
+
+def engine(device: str = "cpu", **parallel: Any) -> Any:
+    """What the checks read of a vLLM config."""
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            **{
+                "pipeline_parallel_size": 1,
+                "decode_context_parallel_size": 1,
+                "tensor_parallel_size": 1,
+            }
+            | parallel
+        ),
+        device_config=SimpleNamespace(device_type=device),
+        speculative_config=None,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: NUM_LAYERS),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+
+
+def groups(*specs: Any, replicas: int = 1) -> Any:
+    """What the checks read of a KV cache config: a group for each spec, with two layers."""
+    return SimpleNamespace(
+        kv_cache_groups=[
+            SimpleNamespace(
+                kv_cache_spec=spec, layer_names=[f"layers.{2 * i + k}.attn" for k in (0, 1)]
+            )
+            for i, spec in enumerate(specs)
+        ],
+        kv_tp_replicas=replicas,
+    )
+
+
+FULL = groups(full_spec())
+
+
+def refused(config: Any, sparse: SparseConfig | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        sparse_layers.check_sparse(config, FULL, sparse or SparseConfig())
+    return str(error.value)
+
+
+def test_a_plain_engine_is_taken() -> None:
+    sparse_layers.check_sparse(engine(), FULL, SparseConfig())
+    sparse_layers.check_sparse(engine(tensor_parallel_size=2), FULL, SparseConfig())
+
+
+@pytest.mark.parametrize("size", ["pipeline_parallel_size", "decode_context_parallel_size"])
+def test_layers_and_contexts_over_several_ranks_are_refused(size: str) -> None:
+    assert "does not work with pipeline or context parallelism" in refused(engine(**{size: 2}))
+
+
+def test_speculation_and_keys_of_8_bits_are_refused() -> None:
+    config = engine()
+    config.speculative_config = object()
+    assert "leave out speculative_config" in refused(config)
+    config = engine()
+    config.cache_config.cache_dtype = "fp8_e4m3"
+    assert "kv_cache_dtype fp8_e4m3; use auto" in refused(config)
+
+
+def test_another_device_is_refused() -> None:
+    assert "this one runs on xpu" in refused(engine("xpu"))
+    assert "this one runs on cuda" in refused(engine("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dense_layers": (NUM_LAYERS,)}, "hotkv.sparse.dense_layers is (4,)"),
+        ({"sparse_topk": 0.1, "min_context_tokens": 300}, "hotkv.sparse.sparse_topk is 0.1"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    assert message in refused(engine(), SparseConfig(**settings))
+
+
+def test_settings_need_fit_no_group_that_is_never_sparse() -> None:
+    tight = SparseConfig(sparse_topk=0.1, min_context_tokens=300)
+    sparse_layers.check_sparse(engine(), groups(window_spec()), tight)
+
+
+# ----------------------------------------------------------------------------------------- centres
+
+
+def centres(layer: int, num_heads: int = 2, head_size: int = 32) -> Centres:
+    mu_HD = np.zeros((num_heads, head_size), np.float32)
+    return Centres("a model", MIN_TOKENS, {layer: LayerCentre(mu_HD, {})})
+
+
+def test_centres_of_this_model_are_taken() -> None:
+    sparse_layers.check_centres(engine(), FULL, centres(1))
+    # Of layers that are not sparse nothing is asked.
+    sparse_layers.check_centres(engine(), FULL, centres(NUM_LAYERS - 1, head_size=8))
+    # A file has all heads, a rank its share of them; one that repeats another's has the same.
+    sparse_layers.check_centres(engine(tensor_parallel_size=2), FULL, centres(0, num_heads=4))
+    shared = groups(full_spec(), replicas=2)
+    sparse_layers.check_centres(engine(tensor_parallel_size=2), shared, centres(0, num_heads=2))
+
+
+@pytest.mark.parametrize(
+    ("of", "message"),
+    [
+        (centres(NUM_LAYERS), "it has a centre of layer 4, the model has 4 layers"),
+        (centres(1, num_heads=4), "its centre of layer 1 is [4, 32], the model's layer has 2"),
+        (centres(0, head_size=64), "has 2 KV heads of size 32"),
+    ],
+)
+def test_centres_of_another_model_are_refused(of: Centres, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        sparse_layers.check_centres(engine(), FULL, of)
+    assert message in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------ layers
+
+
+def plain(**changes: Any) -> Any:
+    """A layer of vLLM's as `full_attention_layers` reads it."""
+    impl = {
+        "attn_type": "decoder",
+        "kv_sharing_target_layer_name": None,
+        "sliding_window": (-1, -1),
+        "alibi_slopes": None,
+    }
+    return SimpleNamespace(impl=SimpleNamespace(**impl | changes), isa="vec")
+
+
+def found(kv_cache: Any, **layers: Any) -> list[tuple[int, int]]:
+    config = engine()
+    config.compilation_config.static_forward_context = {
+        name: layers.get(name.split(".")[1], plain())
+        for group in kv_cache.kv_cache_groups
+        for name in group.layer_names
+    }
+    return [
+        (layer.index, layer.group)
+        for layer in sparse_layers.full_attention_layers(config, kv_cache)
+    ]
+
+
+def test_layers_of_full_attention_are_found_in_the_models_order() -> None:
+    assert found(groups(full_spec(), full_spec())) == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    mixed = groups(window_spec(), full_spec(), next(reversed(chunked_model().values())))
+    assert found(mixed) == [(2, 1), (3, 1)]
+    backwards = groups(full_spec())
+    backwards.kv_cache_groups[0].layer_names.reverse()
+    assert found(backwards) == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attn_type": "encoder"},
+        {"kv_sharing_target_layer_name": "layers.0.attn"},
+        {"sliding_window": (128, 0)},
+        {"alibi_slopes": [1.0]},
+    ],
+)
+def test_layers_that_do_not_attend_to_all_of_their_own_keys_are_left_out(
+    change: dict[str, Any],
+) -> None:
+    assert found(FULL, **{"1": plain(**change)}) == [(0, 0)]
+    assert found(FULL, **{"1": plain(sliding_window=-1)}) == [(0, 0), (1, 0)]
+
+
+def test_layers_without_attention_or_whose_spec_has_a_window_are_left_out() -> None:
+    assert found(FULL, **{"0": SimpleNamespace(impl=None)}) == [(1, 0)]
+    assert found(FULL, **{"0": SimpleNamespace()}) == [(1, 0)]
+    for change in ({"sliding_window": 64}, {"attention_chunk_size": 64}, {"non_causal": True}):
+        assert not found(groups(replace(full_spec(), **change)))
