@@ -181,6 +181,12 @@ def mix(prefix: np.uint64, salt: np.uint64) -> np.uint64:
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
+def row_prefix(rows: Any, row: Any) -> np.uint64:
+    """The first 8 bytes of the hash that a row of words begins with."""
+    return np.uint64(rows[row, 0]) | (np.uint64(rows[row, 1]) << np.uint64(32))
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
 def home_bucket(mixed: np.uint64, num_buckets: int) -> int:
     return np.int64(((mixed >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32))
 
@@ -261,12 +267,9 @@ def find(
     want_records = out_records.shape[0] > 0
     for i in range(hashes.shape[0]):
         if i + PREFETCH_AHEAD < hashes.shape[0]:
-            prefix = np.uint64(hashes[i + PREFETCH_AHEAD, 0]) | (
-                np.uint64(hashes[i + PREFETCH_AHEAD, 1]) << np.uint64(32)
-            )
-            prefetch(buckets, home_bucket(mix(prefix, salt), num_buckets))
-        prefix = np.uint64(hashes[i, 0]) | (np.uint64(hashes[i, 1]) << np.uint64(32))
-        mixed = mix(prefix, salt)
+            ahead = row_prefix(hashes, i + PREFETCH_AHEAD)
+            prefetch(buckets, home_bucket(mix(ahead, salt), num_buckets))
+        mixed = mix(row_prefix(hashes, i), salt)
         tag = np.uint32(mixed & np.uint64(0xFFFF_FFFF))
         bucket = home_bucket(mixed, num_buckets)
         found = np.uint32(0)

@@ -25,6 +25,7 @@ from hotkv.kernels import (
     home_bucket,
     mix,
     prefetch,
+    row_prefix,
     store32,
 )
 from hotkv_server.core.values import KEY_SPACE_ROWS
@@ -47,11 +48,6 @@ KEY_SPACE_MASK = np.uint32(KEY_SPACE_ROWS - 1)
 AHEAD = 8
 
 
-@numba.njit(nogil=True, cache=True, inline="always")
-def _prefix(rows: Any, row: Any) -> Any:
-    return np.uint64(rows[row, 0]) | (np.uint64(rows[row, 1]) << np.uint64(32))
-
-
 @numba.njit(
     "void(uint32[:, ::1], uint64[:, ::1], uint32[::1], uint64[::1])", nogil=True, cache=True
 )
@@ -62,7 +58,7 @@ def mixed_keys(records: Any, salts: Any, entries: Any, out: Any) -> None:
             prefetch(records, np.int64(entries[i + AHEAD]))
         entry = entries[i]
         out[i] = mix(
-            _prefix(records, entry),
+            row_prefix(records, entry),
             salts[
                 records[entry, KEY_SPACE] & KEY_SPACE_MASK,
                 records[entry, GROUP_STATE] & np.uint32(0xFFFF),
@@ -196,8 +192,10 @@ def insert(
     """
     for i in range(entries.shape[0]):
         if i + AHEAD < entries.shape[0]:
-            prefetch(buckets, home_bucket(mix(_prefix(hashes, i + AHEAD), salt), buckets.shape[0]))
-        mixed = mix(_prefix(hashes, i), salt)
+            prefetch(
+                buckets, home_bucket(mix(row_prefix(hashes, i + AHEAD), salt), buckets.shape[0])
+            )
+        mixed = mix(row_prefix(hashes, i), salt)
         home = home_bucket(mixed, buckets.shape[0])
         bucket, way, distance = _open_way(buckets, home)
         if way < 0:
