@@ -144,6 +144,9 @@ TESTS: dict[str, str] = {
     "client/hotkv_client/channels.py": (
         "tests/wire/test_channels.py tests/server/test_tcp.py tests/server/test_security.py"
     ),
+    "client/hotkv_client/_admin_wire.py": (
+        "tests/server/test_record.py tests/server/test_health.py tests/server/test_flush.py"
+    ),
     "client/hotkv_client/_sparse_wire.py": (
         "tests/server/test_sparse_service.py tests/server/test_sparse_refusals.py"
     ),

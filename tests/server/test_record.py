@@ -15,6 +15,7 @@ from hypothesis import given
 
 from demo.processes import ROOT, Server
 from hotkv_client import RequestReport
+from hotkv_client._admin_wire import _read_stream
 from hotkv_client.admin import AdminClient
 from hotkv_client.recorder import Tracer
 from hotkv_client.testing import PagedEngine
@@ -168,6 +169,23 @@ def test_a_slow_watcher_is_told_what_it_missed(server: Server, engine: Make) -> 
         assert (
             seen + told == sent and told == admin.info()["counters"]["watched_requests_lost_total"]
         )
+
+
+def test_a_stream_that_nobody_reads_any_more_is_cancelled() -> None:
+    class Call:
+        is_cancelled = False
+
+        def __iter__(self) -> Any:
+            return iter([1, 2])
+
+        def cancel(self) -> None:
+            self.is_cancelled = True
+
+    call = Call()
+    stream = _read_stream(call, 0.0)
+    assert next(stream) == 1 and not call.is_cancelled
+    stream.close()  # type: ignore[attr-defined]
+    assert call.is_cancelled
 
 
 @given(

@@ -81,6 +81,32 @@ def test_weights_identity_tells_one_row_of_embeddings_and_one_expert(
     assert len(seen) == 6
 
 
+@pytest.mark.parametrize(
+    ("shape", "num_slices"),
+    [
+        ((weight_files.MAX_SLICES, 2, 8), weight_files.MAX_SLICES),
+        ((weight_files.MAX_SLICES + 1, 2, 8), 1),
+        ((3, 2, 8), 3),
+        ((3, 16), 1),
+        ((1, 2, 8), 1),
+    ],
+)
+def test_slices_of_a_tensor_are_sampled_as_long_as_they_are_few(
+    shape: tuple[int, ...], num_slices: int
+) -> None:
+    size = int(np.prod(shape)) * 4096
+    pieces = weight_files._pieces("experts.w2", {"data_offsets": [64, 64 + size], "shape": shape})
+    assert len(pieces) == 3 * num_slices
+    assert {begin for begin, _ in pieces} >= {
+        64 + number * (size // num_slices) for number in range(num_slices)
+    }
+    assert max(end for _, end in pieces) == 64 + size
+
+
+def test_a_tensor_without_values_is_read_as_nothing() -> None:
+    assert not weight_files._pieces("experts.w2", {"data_offsets": [64, 64], "shape": [0, 2, 8]})
+
+
 def test_what_changed_since_a_moment(tmp_path: Path) -> None:
     """Files in place, files moved there, and links that lead elsewhere now."""
     for name in ("one", "two"):
