@@ -1,0 +1,265 @@
+"""A tier in this process's memory whose faults are chosen: it fails, lags, loses, damages blocks.
+
+What is kept outlives it in `MemoryStore`, as a disk's bytes outlive a daemon; several tiers over
+one store are the nodes of a shared tier.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.tiers.protocol import (
+    Blocks,
+    Codes,
+    Int64s,
+    Medium,
+    OnProbe,
+    OnRead,
+    OnWrite,
+    Read,
+    TierFacts,
+    TierFigures,
+    Write,
+)
+from hotkv_server.tiers.seals import seal
+
+
+@dataclass
+class Faults:
+    """What goes wrong from now on. `problem`: as `Tier.problem`. `is_hung`: calls are taken and
+    none ends. `fails`: of a key, whether its read or write fails. `is_full`: nothing more is
+    stored."""
+
+    problem: str = ""
+    is_hung: bool = False
+    is_full: bool = False
+    fails: Callable[[bytes], bool] = lambda key: False
+
+
+@dataclass
+class MemoryStore:
+    """What tiers over it have stored: (bytes, seal) by key, or by place where `places`."""
+
+    places: bool
+    capacity_bytes: int = 1 << 40
+    content: dict[bytes | int, tuple[bytes, int]] = field(default_factory=dict)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that are stored."""
+        return sum(len(content) for content, _ in self.content.values())
+
+    def damage(self, name: bytes | int, at: int = 0) -> None:
+        """Flips a bit of a stored block."""
+        content, value = self.content[name]
+        changed = bytearray(content)
+        changed[at] ^= 1
+        self.content[name] = bytes(changed), value
+
+
+class MemoryTier:
+    """See the module. A thread does the calls in their order; `step` does the next one where
+    `is_manual`."""
+
+    def __init__(
+        self,
+        arena: Region,
+        store: MemoryStore,
+        *,
+        medium: Medium = Medium.DISK,
+        is_manual: bool = False,
+        name: str = "memory",
+    ) -> None:
+        self.faults = Faults()
+        self._arena = arena.array()
+        self._store = store
+        self._facts = TierFacts(
+            name, medium, store.places, store.capacity_bytes, not store.places, 1 << 20
+        )
+        self._calls: deque[tuple[Callable[[], None], Callable[[], None], int]] = deque()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._begun_s = 0.0
+        self._sums: Counter[str] = Counter()
+        self._thread: threading.Thread | None = None
+        if not is_manual:
+            self._thread = threading.Thread(target=self._work, name=f"tier-{name}", daemon=True)
+            self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"MemoryTier({self._facts.name!r}, {len(self._calls)} calls)"
+
+    def facts(self) -> TierFacts:
+        """See `Tier`."""
+        return self._facts
+
+    def probe(self, keys: Sequence[bytes], deadline_s: float, on_done: OnProbe) -> None:
+        """See `Tier`."""
+
+        def do() -> None:
+            is_late = time.monotonic() > deadline_s
+            found = [self._probe(key) if not is_late else Read.FAILED for key in keys]
+            on_done(np.array(found, np.uint8))
+
+        self._add(do, lambda: on_done(_all(Read.FAILED, len(keys))), 0)
+
+    def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
+        """See `Tier`."""
+
+        def do() -> None:
+            codes = _all(Read.FAILED, len(blocks))
+            if time.monotonic() <= deadline_s:
+                for at in range(len(blocks)):
+                    codes[at] = self._read(blocks, at)
+            self._count_read(codes, blocks.num_bytes)
+            on_done(codes)
+
+        self._add(do, lambda: on_done(_all(Read.FAILED, len(blocks))), blocks.total_bytes)
+
+    def write(self, blocks: Blocks, on_done: OnWrite) -> None:
+        """See `Tier`."""
+
+        def do() -> None:
+            codes, seals = _all(Write.FAILED, len(blocks)), np.zeros(len(blocks), np.uint64)
+            for at in range(len(blocks)):
+                codes[at], seals[at] = self._write(blocks, at)
+            stored = codes == Write.STORED
+            with self._changed:
+                self._sums["written_blocks"] += int(stored.sum())
+                self._sums["written_bytes"] += int(blocks.num_bytes[stored].sum())
+                self._sums["failed_blocks"] += int((codes == Write.FAILED).sum())
+            on_done(codes, seals)
+
+        failed = _all(Write.FAILED, len(blocks)), np.zeros(len(blocks), np.uint64)
+        self._add(do, lambda: on_done(*failed), blocks.total_bytes)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """See `Tier`."""
+
+        def do() -> None:
+            for key in keys:
+                self._store.content.pop(key, None)
+
+        self._add(do, lambda: None, 0)
+
+    def problem(self) -> str:
+        """See `Tier`."""
+        return self.faults.problem
+
+    def stalled_s(self, now_s: float) -> float:
+        """See `Tier`."""
+        begun_s = self._begun_s
+        return max(0.0, now_s - begun_s) if begun_s else 0.0
+
+    def figures(self) -> TierFigures:
+        """See `Tier`."""
+        with self._changed:
+            return TierFigures(**self._sums, queued_bytes=sum(size for *_, size in self._calls))
+
+    def close(self) -> None:
+        """See `Tier`."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        while self._calls:
+            self._calls.popleft()[1]()
+
+    def step(self) -> bool:
+        """Does the next call, if the tier is not hung. Returns whether there was one."""
+        with self._changed:
+            if not self._calls or self.faults.is_hung:
+                return False
+            do = self._calls[0][0]
+            self._begun_s = time.monotonic()
+        do()
+        with self._changed:
+            self._calls.popleft()
+            self._begun_s = 0.0
+        return True
+
+    def _add(self, do: Callable[[], None], drop: Callable[[], None], num_bytes: int) -> None:
+        with self._changed:
+            if not self._is_closed:
+                self._calls.append((do, drop, num_bytes))
+                self._changed.notify_all()
+                return
+        drop()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                # A hung tier looks again: nobody tells it that it is well.
+                while not self._is_closed and (not self._calls or self.faults.is_hung):
+                    self._changed.wait(0.01 if self._calls else None)
+                if self._is_closed and (not self._calls or self.faults.is_hung):
+                    return
+            self.step()
+
+    def _name(self, blocks: Blocks, at: int) -> bytes | int:
+        return int(blocks.places[at]) if self._store.places else blocks.keys[at]
+
+    def _slot(self, blocks: Blocks, at: int) -> Codes:
+        begin = int(blocks.slots[at])
+        return self._arena[begin : begin + int(blocks.num_bytes[at])]
+
+    def _probe(self, key: bytes) -> Read:
+        if self.faults.problem or self.faults.fails(key):
+            return Read.FAILED
+        return Read.FOUND if key in self._store.content else Read.ABSENT
+
+    def _read(self, blocks: Blocks, at: int) -> Read:
+        key = blocks.keys[at]
+        if self.faults.problem or self.faults.fails(key):
+            return Read.FAILED
+        found = self._store.content.get(self._name(blocks, at))
+        if found is None:
+            # Where the core chooses places, something was said to be here.
+            return Read.CORRUPT if self._store.places else Read.ABSENT
+        content, sealed = found
+        expected = int(blocks.seals[at]) if self._store.places else sealed
+        if len(content) != blocks.num_bytes[at] or seal(key, content) != expected:
+            if not self._store.places:
+                del self._store.content[key]
+            return Read.CORRUPT
+        self._slot(blocks, at)[:] = np.frombuffer(content, np.uint8)
+        return Read.FOUND
+
+    def _write(self, blocks: Blocks, at: int) -> tuple[Write, int]:
+        key, name = blocks.keys[at], self._name(blocks, at)
+        if self.faults.problem or self.faults.fails(key):
+            return Write.FAILED, 0
+        if not self._store.places and name in self._store.content:
+            return Write.PRESENT, 0
+        num_bytes = int(blocks.num_bytes[at])
+        if self.faults.is_full or (
+            not self._store.places
+            and self._store.used_bytes + num_bytes > self._store.capacity_bytes
+        ):
+            return Write.FULL, 0
+        content = self._slot(blocks, at).tobytes()
+        sealed = seal(key, content)
+        self._store.content[name] = content, sealed
+        return Write.STORED, sealed
+
+    def _count_read(self, codes: Codes, num_bytes: Int64s) -> None:
+        with self._changed:
+            found = codes == Read.FOUND
+            self._sums["read_blocks"] += int(found.sum())
+            self._sums["read_bytes"] += int(num_bytes[found].sum())
+            for code, name in (
+                (Read.ABSENT, "absent_blocks"),
+                (Read.CORRUPT, "corrupt_blocks"),
+                (Read.FAILED, "failed_blocks"),
+            ):
+                self._sums[name] += int((codes == code).sum())
+
+
+def _all(code: int, count: int) -> Codes:
+    return np.full(count, code, np.uint8)

@@ -1,0 +1,357 @@
+"""The contract of tiers: checks that every one of them must pass.
+
+A `Rig` is a tier over an arena of SLOTS slots; each check makes its own, and knows by itself what
+each block's bytes must be.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.tiers.protocol import (
+    MAX_KEY_BYTES,
+    Blocks,
+    Codes,
+    Read,
+    Seals,
+    Tier,
+    Write,
+)
+
+T = TypeVar("T")
+SLOT_BYTES = 4 * SLOT_ALIGN
+SLOTS = 64
+ARENA_BYTES = SLOTS * SLOT_BYTES
+WAIT_S = 60.0
+"""Longest wait for calls that must end; only a tier that hangs reaches it."""
+
+
+@dataclass(frozen=True)
+class Rig:
+    """`arena`: of ARENA_BYTES. `damage`: changes stored bytes of a block, given its key and place.
+    `breaks`: while its context is open, the store can't be used. Both None where that can't be
+    done."""
+
+    tier: Tier
+    arena: Region
+    damage: Callable[[bytes, int], None] | None = None
+    breaks: "Callable[[], contextlib.AbstractContextManager[None]] | None" = None
+
+
+MakeRig = Callable[[], "contextlib.AbstractContextManager[Rig]"]
+"""Makes a rig over an empty store with room for SLOTS blocks, and closes it; the tier may be closed
+already."""
+
+
+@dataclass
+class Bench:
+    """A rig's tier, called as the runtime does: blocks by number, in slots of the arena."""
+
+    rig: Rig
+    seals: dict[int, int] = field(default_factory=dict)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def tier(self) -> Tier:
+        """The rig's."""
+        return self.rig.tier
+
+    @property
+    def arena(self) -> NDArray[np.uint8]:
+        """All bytes of the arena."""
+        return self.rig.arena.array()
+
+    def blocks(
+        self, numbers: Sequence[int], slots: Sequence[int], sizes: Sequence[int] = ()
+    ) -> Blocks:
+        """Blocks with these numbers, in these slots."""
+        places, seals = np.empty(0, np.int64), np.empty(0, np.uint64)
+        if self.tier.facts().places:
+            places = np.array([number % SLOTS * SLOT_BYTES for number in numbers], np.int64)
+            seals = np.array([self.seals.get(number, 0) for number in numbers], np.uint64)
+        num_bytes = np.array(sizes or [SLOT_BYTES] * len(numbers), np.int64)
+        at = np.array(slots, np.int64) * SLOT_BYTES
+        return Blocks([key(number) for number in numbers], at, num_bytes, places, seals)
+
+    def fill(self, numbers: Sequence[int], slots: Sequence[int]) -> None:
+        """Puts the blocks' bytes into slots."""
+        for number, slot in zip(numbers, slots, strict=True):
+            self.slot(slot)[:] = content(number)
+
+    def slot(self, slot: int) -> NDArray[np.uint8]:
+        """Bytes of a slot of the arena."""
+        return self.arena[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
+
+    def write(
+        self, numbers: Sequence[int], slots: Sequence[int], sizes: Sequence[int] = ()
+    ) -> Codes:
+        """Writes slots, and returns what the tier says."""
+        ended: list[tuple[Codes, Seals]] = []
+        self.tier.write(
+            self.blocks(numbers, slots, sizes), lambda *answer: self._end(ended, answer)
+        )
+        ((codes, seals),) = self._wait(ended)
+        for number, code, sealed in zip(numbers, codes.tolist(), seals.tolist(), strict=True):
+            if code == Write.STORED:
+                self.seals[number] = sealed
+        return codes
+
+    def read(
+        self,
+        numbers: Sequence[int],
+        slots: Sequence[int],
+        sizes: Sequence[int] = (),
+        within_s: float = WAIT_S,
+    ) -> Codes:
+        """Reads into slots, and returns what the tier says."""
+        ended: list[Codes] = []
+        deadline_s = time.monotonic() + within_s
+        self.tier.read(
+            self.blocks(numbers, slots, sizes), deadline_s, lambda codes: self._end(ended, codes)
+        )
+        return self._wait(ended)[0]
+
+    def probe(self, numbers: Sequence[int]) -> Codes:
+        """Asks for blocks, and returns what the tier says."""
+        ended: list[Codes] = []
+        keys = [key(number) for number in numbers]
+        self.tier.probe(keys, time.monotonic() + WAIT_S, lambda codes: self._end(ended, codes))
+        return self._wait(ended)[0]
+
+    def check_read(self, numbers: Sequence[int], slots: Sequence[int]) -> None:
+        """Raises AssertionError unless all are found, bit for bit, and no other slot has
+        changed."""
+        before = self.arena.copy()
+        codes = self.read(numbers, slots)
+        assert (codes == Read.FOUND).all(), f"not all found: {codes.tolist()}"
+        for number, slot in zip(numbers, slots, strict=True):
+            assert np.array_equal(self.slot(slot), content(number)), f"block {number} differs"
+            before[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = self.slot(slot)
+        assert np.array_equal(before, self.arena), "a read wrote outside its slots"
+
+    def _end(self, ended: list[T], answer: T) -> None:
+        with self._changed:
+            ended.append(answer)
+            self._changed.notify_all()
+
+    def _wait(self, ended: list[T]) -> list[T]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: ended, WAIT_S), "a call did not end"
+        return ended
+
+
+def key(number: int) -> bytes:
+    """The key of a block."""
+    return b"hotkv/1/%032x/0/3/%064x" % (number % 3, number)
+
+
+def content(number: int) -> NDArray[np.uint8]:
+    """A block's bytes."""
+    return np.random.default_rng(number).integers(0, 256, SLOT_BYTES, np.uint8)
+
+
+def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
+    """What is written comes back bit for bit, from and into whatever slots, in batches of any
+    size."""
+    rng = np.random.default_rng(seed)
+    with make_rig() as rig:
+        bench, stored = Bench(rig), list[int]()
+        while len(stored) < SLOTS // 2:
+            numbers = list(
+                range(len(stored), min(SLOTS // 2, len(stored) + int(rng.integers(1, 9))))
+            )
+            slots = rng.permutation(SLOTS)[: len(numbers)].tolist()
+            bench.fill(numbers, slots)
+            assert (bench.write(numbers, slots) == Write.STORED).all()
+            # What was given may change now.
+            bench.arena[:] = 0
+            stored += numbers
+            some = rng.permutation(stored)[: int(rng.integers(1, 9))].tolist()
+            bench.check_read(some, rng.permutation(SLOTS)[: len(some)].tolist())
+        figures = rig.tier.figures()
+        assert figures.written_blocks == len(stored)
+        assert figures.written_bytes == len(stored) * SLOT_BYTES
+        assert figures.read_bytes == figures.read_blocks * SLOT_BYTES
+        assert not figures.queued_bytes and not figures.corrupt_blocks
+
+
+def check_sizes(make_rig: MakeRig) -> None:
+    """Blocks of any multiple of SLOT_ALIGN, and batches of none."""
+    with make_rig() as rig:
+        bench = Bench(rig)
+        numbers, sizes = [1, 2, 3, 4], [SLOT_ALIGN * count for count in (1, 2, 3, 4)]
+        bench.fill(numbers, numbers)
+        assert (bench.write(numbers, numbers, sizes) == Write.STORED).all()
+        bench.arena[:] = 0
+        assert (bench.read(numbers, [9, 8, 7, 6], sizes) == Read.FOUND).all()
+        for number, slot, size in zip(numbers, [9, 8, 7, 6], sizes, strict=True):
+            assert np.array_equal(bench.slot(slot)[:size], content(number)[:size])
+            assert not bench.slot(slot)[size:].any(), "more was read than the block has"
+        assert not len(bench.read([], [])) and not len(bench.write([], []))
+
+
+def check_keys(make_rig: MakeRig) -> None:
+    """A tier that places by itself: absent is absent, present is left alone, forgotten is gone; and
+    a block is found under its own key only, however long or like another."""
+    with make_rig() as rig:
+        bench = Bench(rig)
+        if rig.tier.facts().places:
+            return
+        assert bench.read([1, 2], [0, 1]).tolist() == [Read.ABSENT] * 2
+        assert bench.probe([1, 2]).tolist() == [Read.ABSENT] * 2
+        bench.fill([1], [0])
+        assert bench.write([1], [0]).tolist() == [Write.STORED]
+        assert bench.write([1], [0]).tolist() == [Write.PRESENT]
+        assert bench.probe([2, 1]).tolist() == [Read.ABSENT, Read.FOUND]
+        bench.check_read([1], [5])
+        rig.tier.forget([key(1)])
+        until_s = time.monotonic() + WAIT_S
+        while bench.probe([1]).tolist() != [Read.ABSENT]:
+            assert time.monotonic() < until_s, "a forgotten block is there"
+            time.sleep(1e-3)
+        assert len(key(1)) <= MAX_KEY_BYTES
+
+
+def check_places(make_rig: MakeRig) -> None:
+    """A tier in which the core chooses places: a place that was given to another block is that
+    block's, and nobody gets it as his own."""
+    with make_rig() as rig:
+        bench = Bench(rig)
+        if not rig.tier.facts().places:
+            return
+        bench.fill([1, 1 + SLOTS], [0, 1])
+        assert (bench.write([1], [0]) == Write.STORED).all()
+        assert (bench.write([1 + SLOTS], [1]) == Write.STORED).all()
+        bench.check_read([1 + SLOTS], [2])
+        assert bench.read([1], [3]).tolist() == [Read.CORRUPT]
+        # The bytes are those of another key: with its seal they are still not this block's.
+        bench.seals[1] = bench.seals[1 + SLOTS]
+        assert bench.read([1], [3]).tolist() == [Read.CORRUPT]
+
+
+def check_damage(make_rig: MakeRig) -> None:
+    """Bytes that have changed below are not served; what is beside them is."""
+    with make_rig() as rig:
+        if rig.damage is None:
+            return
+        bench = Bench(rig)
+        bench.fill([1, 2, 3], [0, 1, 2])
+        assert (bench.write([1, 2, 3], [0, 1, 2]) == Write.STORED).all()
+        rig.damage(key(2), 2 * SLOT_BYTES)
+        codes = bench.read([1, 2, 3], [4, 5, 6]).tolist()
+        assert codes == [Read.FOUND, Read.CORRUPT, Read.FOUND]
+        assert np.array_equal(bench.slot(6), content(3))
+        assert rig.tier.figures().corrupt_blocks == 1
+
+
+def check_deadline(make_rig: MakeRig) -> None:
+    """A read whose deadline has passed fails, and the tier goes on."""
+    with make_rig() as rig:
+        bench = Bench(rig)
+        bench.fill([1], [0])
+        bench.write([1], [0])
+        assert bench.read([1], [1], within_s=-1.0).tolist() == [Read.FAILED]
+        bench.check_read([1], [1])
+
+
+def check_breaks(make_rig: MakeRig) -> None:
+    """A store that can't be used fails what is asked of it, and nothing raises; when it is back it
+    works."""
+    with make_rig() as rig:
+        if rig.breaks is None:
+            return
+        bench = Bench(rig)
+        bench.fill([1, 2], [0, 1])
+        assert bench.write([1], [0]).tolist() == [Write.STORED]
+        with rig.breaks():
+            assert bench.read([1], [2]).tolist() == [Read.FAILED]
+            assert bench.write([2], [1]).tolist() == [Write.FAILED]
+        until_s = time.monotonic() + WAIT_S
+        while bench.write([2], [1]).tolist() != [Write.STORED]:
+            assert time.monotonic() < until_s, "the tier did not come back"
+            time.sleep(1e-2)
+        bench.check_read([2], [3])
+
+
+def check_many(make_rig: MakeRig, *, seed: int) -> None:
+    """Calls from several threads at once: each gets its own blocks, once."""
+    rng = np.random.default_rng(seed)
+    with make_rig() as rig:
+        bench = Bench(rig)
+        half = SLOTS // 2
+        bench.fill(range(half), range(half))
+        assert (bench.write(range(half), range(half)) == Write.STORED).all()
+        problems: list[str] = []
+
+        def work(worker: int) -> None:
+            # Each thread has eight slots of its own.
+            mine = list(range(half + 8 * worker, half + 8 * worker + 8))
+            for _ in range(20):
+                numbers = choices[worker].permutation(half)[:8].tolist()
+                codes = bench.read(numbers, mine)
+                good = (codes == Read.FOUND).all() and all(
+                    np.array_equal(bench.slot(slot), content(number))
+                    for number, slot in zip(numbers, mine, strict=True)
+                )
+                if not good:
+                    problems.append(f"{numbers}: {codes.tolist()}")
+
+        choices = rng.spawn(4)
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not problems, problems[0]
+
+
+def check_close(make_rig: MakeRig) -> None:
+    """Closing ends every call; one that comes later ends too."""
+    with make_rig() as rig:
+        bench = Bench(rig)
+        bench.fill(range(8), range(8))
+        ended: list[Codes] = []
+        for number in range(8):
+            rig.tier.write(
+                bench.blocks([number], [number]), lambda codes, seals: ended.append(codes)
+            )
+        rig.tier.close()
+        assert len(ended) == 8
+        assert bench.write([9], [9]).tolist() == [Write.FAILED]
+        assert bench.read([1], [10]).tolist() == [Read.FAILED]
+        rig.tier.close()
+
+
+def check_idle(make_rig: MakeRig) -> None:
+    """A tier without work has no problem and stalls nowhere."""
+    with make_rig() as rig:
+        bench = Bench(rig)
+        bench.fill([1], [0])
+        bench.write([1], [0])
+        until_s = time.monotonic() + WAIT_S
+        while rig.tier.stalled_s(time.monotonic()) > 0:
+            assert time.monotonic() < until_s, "a tier without work counts as stalled"
+            time.sleep(1e-3)
+        assert not rig.tier.problem()
+
+
+def check_tier(make_rig: MakeRig, *, seed: int) -> None:
+    """Runs all checks. Raises AssertionError if the tier breaks a rule."""
+    check_round_trip(make_rig, seed=seed)
+    check_sizes(make_rig)
+    check_keys(make_rig)
+    check_places(make_rig)
+    check_damage(make_rig)
+    check_deadline(make_rig)
+    check_breaks(make_rig)
+    check_many(make_rig, seed=seed)
+    check_close(make_rig)
+    check_idle(make_rig)

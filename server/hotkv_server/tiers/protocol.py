@@ -1,0 +1,149 @@
+"""The protocol of tiers: what each can do, in batches of blocks.
+
+Always true, of every tier: a call never blocks and never raises. Its `on_done` is called exactly
+once, from any thread, and only when the tier touches none of the call's slots any more; also for
+calls that wait in a queue when the tier is closed. A block is FOUND only if its slot holds, bit for
+bit, what was written under its key. STORED is said only when the very next read would find it.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s = NDArray[np.int64]
+Seals = NDArray[np.uint64]
+Codes = NDArray[np.uint8]
+
+
+class Medium(enum.Enum):
+    """Where a tier keeps its bytes, as vLLM's KV events name it."""
+
+    DISK = "DISK"
+    REMOTE = "REMOTE"
+
+
+class Read(enum.IntEnum):
+    """What has become of a block that was to be read. Only FOUND has filled its slot; the bytes of
+    other slots are undefined."""
+
+    FOUND = 1
+    ABSENT = 2
+    CORRUPT = 3
+    FAILED = 4
+
+
+class Write(enum.IntEnum):
+    """What has become of a block that was to be written."""
+
+    STORED = 1
+    PRESENT = 2
+    FULL = 3
+    FAILED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Blocks of one call, one row each.
+
+    `keys`: of a block and all nodes that share a tier, at most MAX_KEY_BYTES. `slots`: offsets in
+    the arena, and `num_bytes` there, multiples of SLOT_ALIGN both. `places`: offsets in the tier's
+    own space, in multiples of SLOT_ALIGN; empty for a tier that places by itself. `seals`: what
+    `seals.seal` gave when the block was written; for a tier that places by itself and keeps them
+    with its values, empty.
+    """
+
+    keys: Sequence[bytes]
+    slots: Int64s
+    num_bytes: Int64s
+    places: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
+    seals: Seals = field(default_factory=lambda: np.empty(0, np.uint64))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return int(self.num_bytes.sum())
+
+
+MAX_KEY_BYTES = 250
+"""Longest key of a block."""
+
+OnRead = Callable[[Codes], None]
+"""Given `Read` values uint8 [n]."""
+OnWrite = Callable[[Codes, Seals], None]
+"""Given `Write` values uint8 [n], and seals uint64 [n] of those that are STORED."""
+OnProbe = Callable[[Codes], None]
+"""Given `Read` values uint8 [n]: FOUND, ABSENT or FAILED. A hint."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierFacts:
+    """What the runtime has to know of a tier.
+
+    `places`: whether the core chooses where blocks lie in it, and evicts; else it does so itself.
+    `capacity_bytes`: 0 if it is not known. `is_shared`: whether other nodes write it too.
+    `batch_bytes`: how much to give it in one call.
+    """
+
+    name: str
+    medium: Medium
+    places: bool
+    capacity_bytes: int
+    is_shared: bool
+    batch_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierFigures:
+    """Sums since the start, of blocks and of bytes in slots. `queued_bytes`: of calls that have not
+    ended."""
+
+    read_blocks: int = 0
+    read_bytes: int = 0
+    written_blocks: int = 0
+    written_bytes: int = 0
+    absent_blocks: int = 0
+    corrupt_blocks: int = 0
+    failed_blocks: int = 0
+    queued_bytes: int = 0
+
+
+class Tier(Protocol):
+    """Moves blocks between slots of the arena and a store. Thread-safe."""
+
+    def facts(self) -> TierFacts:
+        """What holds for the tier until it is closed."""
+
+    def probe(self, keys: Sequence[bytes], deadline_s: float, on_done: OnProbe) -> None:
+        """Asks which blocks are there. `deadline_s`, of time.monotonic: nobody waits for answers
+        that come later, so the tier need not ask any more. Only for tiers that place by
+        themselves."""
+
+    def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
+        """Fills slots. What has not begun at the deadline is FAILED."""
+
+    def write(self, blocks: Blocks, on_done: OnWrite) -> None:
+        """Stores slots' bytes, which stay as they are until `on_done`."""
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Removes blocks if that costs little; nobody waits. Not for tiers in which the core
+        chooses places."""
+
+    def problem(self) -> str:
+        """Why the tier can't be used at all, in words; empty if nothing is known against it."""
+
+    def stalled_s(self, now_s: float) -> float:
+        """How long the call that is under way has waited for the store; 0 if none is."""
+
+    def figures(self) -> TierFigures:
+        """Sums since the start."""
+
+    def close(self) -> None:
+        """Ends all calls, waits for those under way as long as the store answers, and gives memory
+        and connections back."""
