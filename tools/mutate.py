@@ -39,6 +39,10 @@ CORE = (
     "tests/core/test_incremental.py tests/core/test_counters.py tests/core/test_arrays.py "
     "tests/core/test_residencies.py tests/core/test_sums.py"
 )
+KERNELS = (
+    "tests/core/test_index.py tests/core/test_slabs.py tests/core/test_chains.py "
+    "tests/core/test_cache.py"
+)
 POLICY = (
     "tests/core/test_ghosts.py tests/core/test_duel.py tests/core/test_hotness.py "
     "tests/core/test_chains.py tests/core/test_policy.py "
@@ -103,10 +107,8 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/core/pins.py": (
         f"tests/core/test_pins.py tests/core/test_retention.py {CORE}"
     ),
-    "server/hotkv_server/core/kernels.py": "tests/core/test_index.py tests/core/test_slabs.py",
-    "server/hotkv_server/core/reference.py": (
-        "tests/core/test_index.py tests/core/test_slabs.py tests/core/test_cache.py"
-    ),
+    "server/hotkv_server/core/kernels.py": KERNELS,
+    "server/hotkv_server/core/reference.py": KERNELS,
     "server/hotkv_server/core/index.py": f"tests/core/test_index.py {CORE}",
     "server/hotkv_server/core/slabs.py": f"tests/core/test_slabs.py {CORE}",
     "server/hotkv_server/core/restore.py": f"tests/core/test_restore.py {CORE}",
@@ -162,7 +164,9 @@ TESTS: dict[str, str] = {
         "tests/vllm/test_adapters_scheduler.py tests/vllm/test_adapters.py"
     ),
     "connector_vllm/hotkv_vllm/worker/adapter_watch.py": "tests/vllm/test_adapters.py",
-    "connector_vllm/hotkv_vllm/worker/layout.py": f"tests/vllm/test_folding.py {SEAMS}",
+    "connector_vllm/hotkv_vllm/worker/layout.py": (
+        f"tests/vllm/test_folding.py tests/vllm/test_sparse_parts.py {SEAMS}"
+    ),
     "connector_vllm/hotkv_vllm/worker/ranks.py": (
         "tests/vllm/test_ranks.py tests/vllm/test_ranks_together.py"
     ),

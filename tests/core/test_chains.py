@@ -1,12 +1,15 @@
 """Leaves first, through the whole core: no block is evicted before one behind it in its chain."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
 
+from hotkv import table
+from hotkv_server.core import kernels, reference
 from tests.core.support import words_of
 from tests.core.test_retention import Cache
 
@@ -118,3 +121,44 @@ def test_what_counts_as_in_use_is_not_kept_beyond_that() -> None:
     entries = space.index.find(1, 0, words_of(chain))
     space.policy.refresh(entries, 5.0)
     assert space.policy.heat(entries).max() < 1e6
+
+
+@pytest.mark.parametrize("path", [reference, kernels], ids=["reference", "kernels"])
+@given(data=st.data())
+def test_a_chain_goes_back_as_far_as_its_links_hold(path: Any, data: st.DataObject) -> None:
+    """Links are hints: of entries that are gone, or are others by now, none counts."""
+    words = {
+        table.W_PARENT: st.integers(0, 7),
+        table.W_KEY_SPACE: st.integers(1, 2),
+        table.W_GROUP_STATE: st.sampled_from(
+            [state << 16 | group for state in range(4) for group in (0, 1)]
+        ),
+        table.W_DEPTH: st.integers(0, 3),
+    }
+    records = np.zeros((8, table.RECORD_WORDS), np.uint32)
+    for entry in range(1, 8):
+        records[entry, table.W_PARENT] = entry - 1
+        records[entry, table.W_KEY_SPACE] = 1
+        records[entry, table.W_GROUP_STATE] = table.STATE_READY << 16
+        records[entry, table.W_DEPTH] = entry
+    for _ in range(data.draw(st.integers(0, 3))):
+        word = data.draw(st.sampled_from(sorted(words)))
+        records[data.draw(st.integers(1, 7)), word] = data.draw(words[word])
+    most = data.draw(st.integers(0, 8))
+    expected: list[int] = []
+    at = 7
+    while len(expected) < most:
+        parent = int(records[at, table.W_PARENT])
+        of_one_chain = all(
+            records[parent, word] & mask == records[at, word] & mask
+            for word, mask in ((table.W_KEY_SPACE, 0xFFFF_FFFF), (table.W_GROUP_STATE, 0xFFFF))
+        )
+        is_ready = records[parent, table.W_GROUP_STATE] >> 16 == table.STATE_READY
+        is_before = records[parent, table.W_DEPTH] + 1 == records[at, table.W_DEPTH]
+        if not parent or not (of_one_chain and is_ready and is_before):
+            break
+        expected.append(parent)
+        at = parent
+    out = np.zeros(most, np.uint32)
+    count = int(path.ancestors(records, 7, out))
+    assert out[:count].tolist() == expected

@@ -8,6 +8,7 @@ from hotkv import table
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import Representation
 from hotkv.results import BlockResult
+from hotkv.retention import Retention
 from hotkv.table import SLOT_ALIGN
 from hotkv.words import GENERATION, LATEST, MAX_SESSION_WORD
 from hotkv_server.core import incremental
@@ -18,7 +19,7 @@ from hotkv_server.core.residency_bound import slot_cost
 from hotkv_server.core.restore import restore
 from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.integrity.evidence import condemn
-from tests.core.support import expire, flush, make_key_space, make_table, words_of
+from tests.core.support import evict, expire, flush, make_key_space, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 16
@@ -456,3 +457,34 @@ def test_promised_representations_take_the_room_of_others() -> None:
     group = sessions[0].representations[0]
     assert place.store(mine, list(range(12)), "r", group) == [BlockResult.STORED] * 12
     assert place.core.residencies.bound.promised_bytes == 0
+
+
+def test_positions_without_a_block_have_no_place() -> None:
+    place = Place()
+    session = place.open()
+    place.core.residencies.open(session, "r", {0: 8}, 0.0)
+    place.store(session, [1, 3])
+    found = place.extend(session, "r", [1, 2, 3, 4])
+    assert [offset >= 0 for offset in found] == [True, False, True, False]
+    assert found[1] == found[3] == -1
+
+
+def test_a_block_at_two_positions_is_pinned_for_each_and_counts_once() -> None:
+    place = Place()
+    session = place.open()
+    place.core.residencies.open(session, "r", {0: 8}, 0.0)
+    place.store(session, [1])
+    first, second = place.extend(session, "r", [1, 1])
+    assert first == second >= 0
+    place.close(session, "r")
+    assert evict(place.core, 1, 0, words_of([1])) == (1, 0)
+
+
+def test_a_use_keeps_the_first_block_of_a_request_too() -> None:
+    place = Place()
+    session = place.open()
+    place.store(session, [1, 2, 3])
+    keep = Retention(ttl_s=50.0, pin=True)
+    for _ in incremental.use(place.core, session, HashList(0, words_of([1, 2, 3])), 2.0, keep):
+        pass
+    assert evict(place.core, 1, 0, words_of([1, 2, 3])) == (0, 3)

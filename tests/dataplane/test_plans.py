@@ -3,6 +3,7 @@ whatever shares they are taken."""
 
 import itertools
 import tracemalloc
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -113,3 +114,12 @@ def test_a_plan_that_leaves_its_memories_is_refused(outside: str) -> None:
             blocks = blocks - 1
     with pytest.raises(ValueError, match="copy plan leaves"):
         BlockCopies(plan.recipe, engine, arena, blocks, plan.slot_offsets, to_engine=True)
+
+
+def test_a_plan_between_two_devices_is_refused() -> None:
+    plan = plan_of(2, 1, 64)
+    on_device = [replace(region, device=0) for region in (plan.engine, plan.arena)]
+    for engine, arena in ((plan.engine, on_device[1]), (on_device[0], plan.arena)):
+        assert replace(plan, engine=engine, arena=arena).device == 0
+    with pytest.raises(ValueError, match="one side must be host memory"):
+        replace(plan, engine=on_device[0], arena=on_device[1])

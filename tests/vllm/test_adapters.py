@@ -345,7 +345,9 @@ def test_what_was_planned_on_old_bytes_is_dropped_when_the_change_is_told(
     scheduler.cache.planner.tails.add(NO_RETENTION, [BlockRun(0, [b"a" * 32])])
     told = HotKVWorkerMetadata(adapters=AdapterReport(changed=frozenset({1})))
     other.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=told))
-    assert not scheduler.cache.planner.tails and (scheduler.requests.loads.cancelled == ["adapter"])
+    assert not scheduler.cache.planner.tails.waiting and (
+        scheduler.requests.loads.cancelled == ["adapter"]
+    )
     server.hold = set()
     server.settle()
     other.run()

@@ -125,9 +125,9 @@ def test_tails_that_wait_for_the_next_step_are_dropped(engine: Any, server: Any)
     one = engine(pipelined=True)
     one.add("a", prompt(3, 60), 5)
     planner = one.connector._scheduler.cache.planner
-    while not planner.tails:
+    while not planner.tails.waiting:
         one.step()
-    assert one.scheduler.reset_prefix_cache(**RESET) and not planner.tails
+    assert one.scheduler.reset_prefix_cache(**RESET) and not planner.tails.waiting
     one.generate("b", prompt(4, 10), 3)
     assert not server.blocks
 

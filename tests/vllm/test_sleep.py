@@ -219,7 +219,7 @@ def test_blocks_that_wait_for_the_next_step_are_not_stored_after_the_sleep(
     core = Core(one)
     one.add("a", prompt(3, 60), 5)
     planner = one.connector._scheduler.cache.planner
-    while not planner.tails:
+    while not planner.tails.waiting:
         one.step()
     kept = set(server.blocks)
     core.sleep()

@@ -112,13 +112,13 @@ def test_sparse_attention_is_put_in_before_the_session_begins(
     monkeypatch.setattr(one.rank, "export", lambda caches: done.append("export"))
     monkeypatch.setattr(one.worker.sparse, "install", lambda caches: done.append("install"))
     monkeypatch.setattr(one.rank, "open", lambda *_: done.append("open"))
-    one.worker.register({})
+    one.worker.memory.register({})
     assert done == ["export", "install", "open"]
 
 
 def test_an_unregistration_that_broke_leaves_no_session(rig: Any) -> None:
     one = rig()
-    one.worker.unregister_broke()
+    one.worker.memory.unregister_broke()
     assert one.session.is_closed and one.rank.session is None
 
 
@@ -223,7 +223,7 @@ def test_before_a_sleep_all_transfers_are_ended(rig: Any, monkeypatch: pytest.Mo
     one.session.end("w2-k0", [STORED, STORED])
     one.device.is_there = False
     one.step(stores=(store(3),))
-    one.worker.unregister()
+    one.worker.memory.unregister()
     assert one.session.cancelled == ["t-a-k0", "w1-k0"] and closed == [True]
     assert one.worker.take_results() == ({"a"}, {"a"})
     assert one.results() == {1: [FAILED], 2: [bytes([STORED] * 2)], 3: [FAILED]}
@@ -245,7 +245,7 @@ def test_a_server_that_hangs_does_not_keep_the_engine_awake(
     monkeypatch.setattr(side, "wait_futures", wait)
     one.session.ends_cancelled = ends
     one.step(loads=(load("a"),), stores=(store(1),))
-    one.worker.let_go()
+    one.worker.memory._let_go()
     assert waits == [one.config.store_timeout_s + side.FENCE_GRACE_S]
     assert len(one.worker.stores) == (1 if ends else 0)
     assert one.results() == {1: [FAILED]}
@@ -259,8 +259,8 @@ def test_a_worker_without_a_session_has_nothing_to_let_go(
     one = rig()
     one.rank.session = None
     monkeypatch.setattr(one.worker.loads, "make_void", lambda: 1 // 0)
-    one.worker.unregister()
-    one.worker.let_go()
+    one.worker.memory.unregister()
+    one.worker.memory._let_go()
     assert not one.worker._is_unregistered
 
 
@@ -272,15 +272,15 @@ def test_memory_is_exported_again_after_a_sleep_and_not_before(
     monkeypatch.setattr(one.rank, "export", lambda caches: done.append("export") or True)
     monkeypatch.setattr(one.rank, "open", lambda *_: done.append("open"))
     monkeypatch.setattr(one.worker.transfers, "watch_adapters", lambda: done.append("watch"))
-    one.worker.restore()
+    one.worker.memory.restore()
     assert not done
-    one.worker.unregister()
-    one.worker.restore()
+    one.worker.memory.unregister()
+    one.worker.memory.restore()
     assert done == ["export", "watch", "open"]
-    one.worker.restore()
+    one.worker.memory.restore()
     assert len(done) == 3
     monkeypatch.setattr(one.rank, "export", lambda caches: False)
-    one.worker.register({})
+    one.worker.memory.register({})
     assert done[3:] == ["open"]
 
 
@@ -290,9 +290,9 @@ def test_memory_that_was_exported_before_is_let_go_of_first(
     one = rig()
     done: list[str] = []
     monkeypatch.setattr(one.rank, "export", lambda caches: done.append("export"))
-    monkeypatch.setattr(one.worker, "let_go", lambda: done.append("let go"))
-    one.worker.register({})
+    monkeypatch.setattr(one.worker.memory, "_let_go", lambda: done.append("let go"))
+    one.worker.memory.register({})
     one.rank.memory = SimpleNamespace(close=lambda: None)
-    one.worker.register({})
+    one.worker.memory.register({})
     one.rank.memory = None
     assert done == ["export", "let go", "export"] and one.rank.marks.order == NO_ORDER

@@ -48,7 +48,7 @@ class ResidentSide:
 
     def lost(self, first_blocks: Set[int]) -> None:
         """Bytes of the requests that have one of these blocks are gone: vLLM computes them anew."""
-        if not first_blocks or self._pool.spec is None:
+        if self._pool.spec is None:
             return
         request_ids = self._pool.requests_of(first_blocks)
         for request_id in request_ids:
@@ -58,8 +58,7 @@ class ResidentSide:
 
     def lost_broke(self, first_blocks: Set[int]) -> None:
         """As `lost`, for a hook that has raised. Shares nothing with it."""
-        if first_blocks:
-            self._pool.lose_blocks(first_blocks)
+        self._pool.lose_blocks(first_blocks)
 
     @property
     def _residencies(self) -> Residencies | None:

@@ -109,7 +109,8 @@ class HotKVScheduler:
         if sharing.weights.reported(report.weights, now_s):
             # Loads of what was computed with the old weights come to nothing.
             self.requests.cancel_loads()
-        self.residents.lost(output.invalid_block_ids)
+        if output.invalid_block_ids:
+            self.residents.lost(output.invalid_block_ids)
         # Before vLLM frees anything of the requests that this step reports.
         num_hung = loads.quarantine.overdue(report.overdue_loads) if report.overdue_loads else 0
         if num_hung:
@@ -169,7 +170,8 @@ class HotKVScheduler:
     def update_broke(self, output: Any) -> None:
         """Whatever of a step's results was not taken: its loads count as failed, and its stores as
         ended. Shares nothing with `update`."""
-        self.residents.lost_broke(output.invalid_block_ids)
+        if output.invalid_block_ids:
+            self.residents.lost_broke(output.invalid_block_ids)
         report, cache = output.kv_connector_worker_meta, self.sharing.cache
         if cache is not None and isinstance(report, HotKVWorkerMetadata):
             cache.planner.in_flight.account(report)

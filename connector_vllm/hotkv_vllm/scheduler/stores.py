@@ -200,7 +200,7 @@ class StorePlanner:
     def _fences(self, written_blocks: Callable[[], Collection[int]]) -> set[int]:
         """Takes back stores that read blocks which are about to be written, and drops such
         tails."""
-        if not self.in_flight.reading and not self.tails:
+        if not self.in_flight.reading and not self.tails.waiting:
             return set()
         written = written_blocks()
         self.tails.drop_written(written)

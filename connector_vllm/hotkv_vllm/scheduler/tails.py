@@ -14,37 +14,33 @@ Tail = tuple[Retention, tuple[BlockRun, ...]]
 
 
 class Tails:
-    """See the module. Scheduler thread only. `blocks`: of all tails since they were last taken."""
+    """See the module. Scheduler thread only. `waiting`: the tails, and `blocks`: what they have."""
 
     def __init__(self) -> None:
-        self._waiting: list[Tail] = []
+        self.waiting: list[Tail] = []
         self.blocks: set[int] = set()
 
     def __repr__(self) -> str:
-        return f"Tails({len(self)})"
-
-    def __len__(self) -> int:
-        return len(self._waiting)
+        return f"Tails({len(self.waiting)})"
 
     def add(self, retention: Retention, runs: Sequence[BlockRun]) -> None:
         """Keeps a request's tail until the next step."""
         if runs:
-            self._waiting.append((retention, tuple(runs)))
+            self.waiting.append((retention, tuple(runs)))
 
     def drop_written(self, written: Collection[int]) -> None:
         """Drops tails that have one of these blocks."""
-        self._waiting = [
+        self.waiting = [
             (retention, tail)
-            for retention, tail in self._waiting
+            for retention, tail in self.waiting
             if not any(int(block) in written for run in tail for block in run.block_ids)
         ]
 
     def take(self) -> list[Tail]:
         """Returns what waits; from now on nothing does."""
-        taken = self._waiting
-        self.forget()
+        taken, self.waiting, self.blocks = self.waiting, [], set()
         return taken
 
     def forget(self) -> None:
         """Drops what waits."""
-        self._waiting, self.blocks = [], set()
+        self.waiting, self.blocks = [], set()

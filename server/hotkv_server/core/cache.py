@@ -24,6 +24,7 @@ from hotkv_server.core.policies.protocol import Policy
 from hotkv_server.core.read_leases import ReadLeases
 from hotkv_server.core.reader_words import ReaderMemory
 from hotkv_server.core.reservations import Reservations
+from hotkv_server.core.space import Space
 from hotkv_server.core.stores import Stores
 from hotkv_server.core.uses import Uses
 from hotkv_server.core.values import (
@@ -53,8 +54,9 @@ class CacheCore:
         block_table: BlockTable,
         policy: Policy,
         readers: ReaderMemory | None = None,
+        below: Space | None = None,
     ) -> None:
-        books = make_books(config, block_table, policy, readers)
+        books = make_books(config, block_table, policy, readers, below)
         self.config = config
         self.counters = books.counters
         self.space = books.space
@@ -65,6 +67,7 @@ class CacheCore:
         self.leases = books.leases
         self.transfers = books.transfers
         self.residencies = books.residencies
+        self.lower = books.lower
         self._read_leases = ReadLeases(books)
         self._uses = Uses(books)
         self._loads = Loads(books, self._read_leases)
@@ -282,18 +285,29 @@ class CacheCore:
         """Raises AssertionError if any book disagrees with another. Linear in capacity."""
         self.space.check_invariants()
         self.catalog.check_invariants([s.key_space_id for s in self.sessions.records.values()])
-        for lease in self.leases.all():
-            assert lease.num_copies == self.transfers.count(lease), "copies miscounted"
-            assert not lease.released or lease.num_copies, (
-                "a released lease without copies was kept"
-            )
+        _check_copies(self)
         self.retention_pins.check_invariants()
         self.leases.check_invariants()
         self.transfers.check_invariants()
-        self._read_leases.check_invariants(self.residencies.pins.all())
+        self._read_leases.check_invariants(_other_pins(self))
         self.residencies.check_invariants(self.sessions.records)
         self._reservations.check_invariants()
+        if self.lower is not None:
+            self.lower.check_invariants()
         _check_kinds(self)
+
+
+def _check_copies(core: CacheCore) -> None:
+    """Raises AssertionError if leases miscount their copies."""
+    for lease in core.leases.all():
+        assert lease.num_copies == core.transfers.count(lease), "copies miscounted"
+        assert not lease.released or lease.num_copies, "a released lease without copies was kept"
+
+
+def _other_pins(core: CacheCore) -> Int64s:
+    """Pins by entry number that are neither leases' nor kept as a request has asked."""
+    pins = core.residencies.pins.all()
+    return pins if core.lower is None else pins + core.lower.moves.pins()
 
 
 def _check_kinds(core: CacheCore) -> None:

@@ -10,6 +10,7 @@ from hotkv.table import BlockTable
 from hotkv_server.core.bounds import Account, FairBound
 from hotkv_server.core.catalog import Catalog
 from hotkv_server.core.leases import LeaseBook
+from hotkv_server.core.lower import LowerTier
 from hotkv_server.core.pin_budget import PinBudget
 from hotkv_server.core.pins import RetentionPins
 from hotkv_server.core.policies.protocol import Policy
@@ -38,6 +39,7 @@ class CacheBooks:
     retention_pins: RetentionPins
     pin_budget: PinBudget
     residencies: Residencies
+    lower: LowerTier | None = None
 
 
 def make_books(
@@ -45,8 +47,10 @@ def make_books(
     block_table: BlockTable,
     policy: Policy,
     readers: ReaderMemory | None = None,
+    below: Space | None = None,
 ) -> CacheBooks:
-    """Books of a cache that is empty. `readers`: None if nobody reads the arena."""
+    """Books of a cache that is empty. `readers`: None if nobody reads the arena. `below`: places of
+    a tier below host memory; None without one."""
     readers = readers or no_readers(config.capacity)
     space = Space(
         block_table,
@@ -57,7 +61,8 @@ def make_books(
         is_backed=config.is_backed,
         makes_room=config.makes_room,
     )
-    catalog = Catalog(space, len(config.tenants))
+    lower = None if below is None else LowerTier(space, below)
+    catalog = Catalog(space, len(config.tenants), lower)
     client_memory = FairBound(config.client_memory_bytes)
     sessions, pin_budget = SessionBook(catalog, space.tenants), PinBudget(space.tenants)
     residencies = Residencies(
@@ -82,4 +87,5 @@ def make_books(
         RetentionPins(space.index, space.tenants, config.held_share, pin_budget),
         pin_budget,
         residencies,
+        lower,
     )

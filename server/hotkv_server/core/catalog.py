@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_GROUPS, KeySpace, Representation
+from hotkv_server.core.lower import LowerTier
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import KEY_SPACE_ROWS, MAX_REPRESENTATIONS, KeySpaceRecord
 
@@ -53,10 +54,11 @@ class _Holding:
 class Catalog:
     """Records of key spaces by number, from 1 on. `revision` changes with every change."""
 
-    def __init__(self, space: Space, num_tenants: int = 0) -> None:
+    def __init__(self, space: Space, num_tenants: int = 0, lower: LowerTier | None = None) -> None:
         self.records: dict[int, KeySpaceRecord] = {}
         self.revision = 0
         self._space = space
+        self._lower = lower
         self._numbers: dict[bytes, int] = {}
         self._last = 0
         self._rows = {0}
@@ -116,6 +118,8 @@ class Catalog:
             self._space.index.add_key_space(
                 number, [key_space.group_salt(g) for g in range(len(key_space.groups))]
             )
+            if self._lower is not None:
+                self._lower.add_key_space(self.records[number])
         return number, tuple(self._group_index(number, kind) for kind in kinds)
 
     def knows(self, key_space: KeySpace) -> bool:
@@ -151,7 +155,7 @@ class Catalog:
             if number != known and self._owner(self.records[number].key_space) == owner
         ]
         return next(
-            (number for number in mine if not self._space.tenants.bytes_of(number)),
+            (number for number in mine if not self.has_blocks(number)),
             mine[0] if mine else 0,
         )
 
@@ -161,13 +165,19 @@ class Catalog:
         for number, left_s in self._left_s.items():
             if left_s > now_s - FORGET_S:
                 return
-            if not self._space.tenants.bytes_of(number):
+            if not self.has_blocks(number):
                 yield number
+
+    def has_blocks(self, number: int) -> bool:
+        """Whether a slot of host memory, or a tier below, has something of the key space."""
+        return bool(self._space.tenants.bytes_of(number)) or (
+            self._lower is not None and self._lower.has_blocks(number)
+        )
 
     def forget(self, number: int) -> bool:
         """Forgets a key space. Returns False, with nothing changed, if it has a session or
         slots."""
-        if number not in self._left_s or self._space.tenants.bytes_of(number):
+        if number not in self._left_s or self.has_blocks(number):
             return False
         record = self.records.pop(number)
         self.revision += 1
@@ -286,15 +296,20 @@ class Catalog:
         assert self._numbers == {
             record.key_space.fingerprint: number for number, record in self.records.items()
         }, "fingerprints disagree"
-        assert self._rows == {0, *(number % KEY_SPACE_ROWS for number in self.records)}, (
-            "rows disagree"
-        )
-        assert len(self._rows) == len(self.records) + 1 <= MAX_KEY_SPACES + 1, (
-            "two key spaces share a row"
-        )
-        counted: dict[str, _Holding] = {}
-        for record in self.records.values():
-            holding = counted.setdefault(self._owner(record.key_space), _Holding())
-            holding.count += 1
-            holding.weight_bytes += weight_bytes(record.key_space, record.representations)
-        assert self._holdings == counted, "what tenants have of the catalog is miscounted"
+        _check_holdings(self)
+
+
+def _check_holdings(catalog: Catalog) -> None:
+    """Raises AssertionError if rows, or what tenants have of the catalog, are miscounted."""
+    assert catalog._rows == {0, *(number % KEY_SPACE_ROWS for number in catalog.records)}, (
+        "rows disagree"
+    )
+    assert len(catalog._rows) == len(catalog.records) + 1 <= MAX_KEY_SPACES + 1, (
+        "two key spaces share a row"
+    )
+    counted: dict[str, _Holding] = {}
+    for record in catalog.records.values():
+        holding = counted.setdefault(catalog._owner(record.key_space), _Holding())
+        holding.count += 1
+        holding.weight_bytes += weight_bytes(record.key_space, record.representations)
+    assert catalog._holdings == counted, "what tenants have of the catalog is miscounted"

@@ -6,6 +6,7 @@ changed since the first step are left alone, unless the generator says otherwise
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -118,9 +119,14 @@ def flush(core: CacheCore, key_space_id: int) -> Iterator[int]:
             ):
                 core.abort(lease)
         yield 0
-    for entries in _ready_blocks(core, key_space_id):
-        core.flush(entries)
-        yield len(entries)
+    with ExitStack() as while_flushed:
+        if core.lower is not None:
+            while_flushed.enter_context(core.lower.moves.stopped(key_space_id))
+            for _ in core.lower.flush(key_space_id, SCANNED_ENTRIES):
+                yield 0
+        for entries in _ready_blocks(core, key_space_id):
+            core.flush(entries)
+            yield len(entries)
 
 
 def use(

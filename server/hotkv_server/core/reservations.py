@@ -259,10 +259,10 @@ class Reservations:
         self._books.leases.remove(lease)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if write leases and reserved entries disagree. Linear in
+        """Raises AssertionError if write leases, moves and reserved entries disagree. Linear in
         capacity."""
-        index = self._books.space.index
-        owned = [np.empty(0, np.uint32)]
+        index, lower = self._books.space.index, self._books.lower
+        owned = [np.empty(0, np.uint32) if lower is None else lower.moves.reserved()]
         for lease in self._books.leases.all():
             if isinstance(lease, WriteLease):
                 owned.append(lease.entries)

@@ -1,0 +1,93 @@
+"""Moves down: blocks of host memory into a tier below.
+
+Always true: a block is ready below only when the tier has said that it is stored. It stays pinned
+in host memory until the tier reads it no more; a place is not given away while it is written.
+"""
+
+import numpy as np
+
+from hotkv import table
+from hotkv_server.core.index import Keys
+from hotkv_server.core.moves import Move, Moves, by_group, joined
+from hotkv_server.core.values import BoolMask, Entries
+
+
+class Demotion:
+    """Begins and ends moves down."""
+
+    def __init__(self, moves: Moves) -> None:
+        self._moves = moves
+        self._host = moves.host
+        self._below = moves.below
+
+    def __repr__(self) -> str:
+        return f"Demotion({self._moves!r})"
+
+    def lacks(self, entries: Entries) -> BoolMask:
+        """Which ready blocks [n] of host memory are neither below nor on their way there."""
+        missing = np.zeros(len(entries), np.bool_)
+        for key_space_id, group, at in by_group(self._host, entries):
+            hashes = self._host.index.keys(entries[at])[2]
+            missing[at] = self._below.index.find(key_space_id, group, hashes) == 0
+        return missing
+
+    def begin(self, entries: Entries, now_s: float) -> list[Move]:
+        """Begins to move ready blocks of host memory that are not below, as many as find a place; a
+        move for each key space. What is colder below than these makes room."""
+        moves = []
+        entries = entries[self.lacks(entries)]
+        for key_space_id in np.unique(self._host.index.key_spaces(entries)).tolist():
+            if not self._moves.may_begin(key_space_id):
+                continue
+            mine = entries[self._host.index.key_spaces(entries) == key_space_id]
+            number = self._moves.next_number()
+            moving, places = [], []
+            for _, group, at in by_group(self._host, mine):
+                some, taken = self._reserve_places(key_space_id, group, mine[at], number)
+                moving.append(some)
+                places.append(taken)
+            going = joined(moving)
+            self._moves.counters.refused += len(mine) - len(going)
+            if len(going):
+                self._host.index.pin(going, 1)
+                moves.append(self._moves.add(number, key_space_id, False, going, joined(places)))
+        return moves
+
+    def _reserve_places(
+        self, key_space_id: int, group: int, entries: Entries, number: int
+    ) -> tuple[Entries, Entries]:
+        """Reserves places for blocks of one group; returns those that have one, and the places."""
+        moving, places = [], []
+        sizes = self._host.index.slot_bytes(entries)
+        for size in np.unique(sizes).tolist():
+            mine = entries[sizes == size]
+            if not self._below.pool.capacity_slots(size):
+                continue
+            depths = self._host.index.table.records[mine, table.W_DEPTH].astype(np.int64)
+            mine = mine[np.argsort(depths, kind="stable")]
+            hashes = self._host.index.keys(mine)[2]
+            taken = self._below.insert(key_space_id, group, hashes, size, np.sort(depths), number)
+            mine = mine[: len(taken)]
+            self._below.chains.set_parents(taken, self._parents(key_space_id, group, mine))
+            moving.append(mine)
+            places.append(taken)
+        return joined(moving), joined(places)
+
+    def _parents(self, key_space_id: int, group: int, entries: Entries) -> Entries:
+        """The place of the block before each of these, 0 if it has none."""
+        parents = self._host.index.table.records[entries, table.W_PARENT]
+        parents = np.where(parents <= self._host.index.capacity, parents, 0).astype(np.uint32)
+        found = self._below.index.find(key_space_id, group, self._host.index.keys(parents)[2])
+        places: Entries = np.where(parents != 0, found & ~table.RESERVED_FLAG, 0).astype(np.uint32)
+        return places
+
+    def end(self, move: Move, is_stored: BoolMask, seals: Keys, now_s: float) -> None:
+        """The tier has ended a move down, and reads no slot of it any more. `is_stored` [n]: what
+        it has said of each block; `seals` uint64 [n]."""
+        self._moves.remove(move)
+        good = is_stored & ~move.is_void
+        self._below.publish(move.places[good], now_s, checks=seals[good])
+        self._below.removal.drop(move.places[~good])
+        self._host.index.pin(move.entries, -1)
+        self._host.removal.reap(move.entries)
+        self._moves.counters.demoted += int(good.sum())

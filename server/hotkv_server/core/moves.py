@@ -1,0 +1,133 @@
+"""Moves between host memory and a tier below it that are under way.
+
+Always true: a block that moves is in one move only; one that is flushed meanwhile is void.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv_server.core.space import Space
+from hotkv_server.core.values import BoolMask, Entries, Int64s
+
+FIRST_MOVE = 1 << 31
+"""Numbers of moves stand where reserved entries have the number of their lease, which is lower."""
+
+
+@dataclass(slots=True)
+class Move:
+    """Blocks of one key space on their way, one row each: `entries` in host memory, `places` of the
+    space below. `is_void` [n]: flushed meanwhile. `kept`: entries that came up and are pinned."""
+
+    number: int
+    key_space_id: int
+    is_up: bool
+    entries: Entries
+    places: Entries
+    is_void: BoolMask
+    kept: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+@dataclass(slots=True)
+class MoveCounters:
+    """Blocks since the start. `refused`: for which there was no place below; `lost`: that the tier
+    could not give back whole."""
+
+    demoted: int = 0
+    promoted: int = 0
+    refused: int = 0
+    lost: int = 0
+
+
+class Moves:
+    """The moves under way, between the space `host` of host memory and the space `below`."""
+
+    def __init__(self, host: Space, below: Space) -> None:
+        self.host = host
+        self.below = below
+        self.counters = MoveCounters()
+        self._under_way: dict[int, Move] = {}
+        self._stopped: Counter[int] = Counter()
+        self._numbers = itertools.count(FIRST_MOVE)
+
+    def __repr__(self) -> str:
+        return f"Moves({len(self)} under way, {self.counters})"
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def __iter__(self) -> Iterator[Move]:
+        return iter(self._under_way.values())
+
+    def next_number(self) -> int:
+        """The number of a new move."""
+        return next(self._numbers)
+
+    def add(
+        self, number: int, key_space_id: int, is_up: bool, entries: Entries, places: Entries
+    ) -> Move:
+        """Notes a move that begins."""
+        void = np.zeros(len(entries), np.bool_)
+        move = self._under_way[number] = Move(number, key_space_id, is_up, entries, places, void)
+        return move
+
+    def remove(self, move: Move) -> None:
+        """Forgets a move."""
+        del self._under_way[move.number]
+
+    def may_begin(self, key_space_id: int) -> bool:
+        """Whether blocks of this key space may move."""
+        return not self._stopped[key_space_id]
+
+    @contextmanager
+    def stopped(self, key_space_id: int) -> Iterator[None]:
+        """No block of this key space begins to move while the context is open, and what moves as it
+        opens becomes ready nowhere."""
+        self.void(key_space_id)
+        self._stopped[key_space_id] += 1
+        try:
+            yield
+        finally:
+            self._stopped[key_space_id] -= 1
+            if not self._stopped[key_space_id]:
+                del self._stopped[key_space_id]
+
+    def void(self, key_space_id: int) -> None:
+        """What moves of this key space becomes ready nowhere."""
+        for move in self:
+            if move.key_space_id == key_space_id:
+                move.is_void[:] = True
+
+    def reserved(self) -> Entries:
+        """Entries of host memory that moves up have reserved."""
+        return joined([move.entries for move in self if move.is_up])
+
+    def pins(self) -> NDArray[np.int64]:
+        """Pins of moves in host memory, by entry number."""
+        counts = np.zeros(self.host.index.capacity + 1, np.int64)
+        for move in self:
+            np.add.at(counts, move.kept if move.is_up else move.entries, 1)
+        return counts
+
+
+def joined(parts: list[Entries]) -> Entries:
+    """Entries of all parts, in their order."""
+    return np.concatenate(parts) if parts else np.empty(0, np.uint32)
+
+
+def by_group(space: Space, entries: Entries) -> Iterator[tuple[int, int, Int64s]]:
+    """Key space, group and positions of each part of blocks that has one of each."""
+    if not len(entries):
+        return
+    key_spaces, groups, _ = space.index.keys(entries)
+    both = np.stack((key_spaces, groups), axis=1)
+    for key_space_id, group in np.unique(both, axis=0).tolist():
+        yield key_space_id, group, np.flatnonzero((key_spaces == key_space_id) & (groups == group))

@@ -1,0 +1,261 @@
+"""A tier below host memory, in the core: blocks move down and up while stores, leases, evictions
+and flushes go on, and the tier fails, lags and loses what it had.
+
+The model remembers which block's bytes each slot and each place holds, and how often the key space
+was flushed when they were stored.
+"""
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hotkv import table
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.core import incremental
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.moves import Move
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.space import Space
+from hotkv_server.core.values import CoreConfig, HashList, Run
+from tests.core.support import evict, flush, make_key_space, make_table, words_of
+
+SLAB = 4 * SLOT_ALIGN
+NUM_HASHES = 12
+NUMBERS = st.lists(st.integers(0, NUM_HASHES - 1), min_size=1, max_size=6, unique=True)
+GROUPS = st.integers(0, 1)
+SPACES = st.integers(1, 2)
+Content = tuple[int, int, bytes, int]
+"""Key space, group, hash, and the number of flushes before it was stored."""
+GARBAGE: Content = (0, 0, b"", 0)
+
+
+class LowerMachine(RuleBasedStateMachine):
+    """Two key spaces over an arena of six slabs, with places for nine below."""
+
+    @initialize(
+        policy=st.sampled_from(sorted(POLICIES)),
+        sizes=st.sampled_from([(SLOT_ALIGN, 2 * SLOT_ALIGN), (3 * SLOT_ALIGN, SLOT_ALIGN)]),
+        places=st.sampled_from([1, 3, 9]),
+        capacity=st.sampled_from([3, 40]),
+    )
+    def start(self, policy: str, sizes: tuple[int, int], places: int, capacity: int) -> None:
+        below = Space(make_table(capacity), places * SLAB, SLAB, POLICIES[policy](capacity))
+        config = CoreConfig(6 * SLAB, SLAB, 40, lease_ttl_s=10.0)
+        self.core = CacheCore(config, make_table(40), POLICIES[policy](40), below=below)
+        assert self.core.lower is not None
+        self.lower = self.core.lower
+        self.sessions = {
+            number: self.core.open_session(
+                "e", "worker", make_key_space(f"m{number}", *sizes), 0.0
+            ).number
+            for number in (1, 2)
+        }
+        self.slots: dict[int, Content] = {}
+        self.places: dict[int, Content] = {}
+        self.num_flushes = {1: 0, 2: 0}
+        self.moves: list[tuple[Move, list[Content], list[int]]] = []
+        self.waiting: list[Move] = []
+        self.leases: list[tuple[str, int]] = []
+        self.now_s, self.num_calls = 1.0, 0
+
+    # Host memory
+
+    @rule(space=SPACES, group=GROUPS, numbers=NUMBERS, depth=st.integers(0, 2))
+    def store(self, space: int, group: int, numbers: list[int], depth: int) -> None:
+        self.num_calls += 1
+        self.now_s += 1.0
+        name, session = f"store {self.num_calls}", self.sessions[space]
+        runs = [Run(group, words_of(numbers), depth=depth)]
+        slots = self.core.begin_store(session, name, name, runs, 0, 0.0, self.now_s)
+        for run in slots:
+            for position, offset in zip(run.positions.tolist(), run.offsets.tolist(), strict=True):
+                self.slots[offset] = self.content(space, group, numbers[position])
+        self.core.end_store(session, name, True, self.now_s)
+
+    @rule(space=SPACES, group=GROUPS, numbers=NUMBERS)
+    def lease(self, space: int, group: int, numbers: list[int]) -> None:
+        self.num_calls += 1
+        lists = [HashList(group, words_of(numbers))]
+        name = f"lease {self.num_calls}"
+        self.core.acquire(self.sessions[space], name, lists, 10.0, self.now_s)
+        self.leases.append((name, self.sessions[space]))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        name, session = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        assert self.core.release(session, name)
+
+    @rule(space=SPACES, group=GROUPS, numbers=NUMBERS)
+    def evict(self, space: int, group: int, numbers: list[int]) -> None:
+        evict(self.core, space, group, words_of(numbers))
+
+    # Moves
+
+    @rule(data=st.data(), count=st.integers(1, 8))
+    def begin_down(self, data: st.DataObject, count: int) -> None:
+        ready = self.core.space.index.ready_blocks()
+        some = ready[data.draw(st.permutations(range(len(ready))))[:count]]
+        self.now_s += 1.0
+        for move in self.lower.down.begin(some.astype(np.uint32), self.now_s):
+            offsets = self.core.space.index.offsets(move.entries).tolist()
+            places = self.lower.space.index.offsets(move.places).tolist()
+            # From now on the tier may write there whenever it likes.
+            self.places.update(dict.fromkeys(places, GARBAGE))
+            self.moves.append((move, [self.slots[offset] for offset in offsets], offsets))
+
+    @rule(space=SPACES, group=GROUPS, numbers=NUMBERS)
+    def lie_below_only(self, space: int, group: int, numbers: list[int]) -> None:
+        """Blocks are stored, moved down and evicted: what a later move up needs."""
+        self.store(space, group, numbers, 0)
+        words = self.core.space.index.find(space, group, words_of(numbers))
+        ready = np.unique(words[table.is_ready(words)])
+        for move in self.lower.down.begin(ready, self.now_s):
+            offsets = self.core.space.index.offsets(move.entries).tolist()
+            places = self.lower.space.index.offsets(move.places).tolist()
+            self.places.update(zip(places, [self.slots[offset] for offset in offsets], strict=True))
+            all_of = np.ones(len(move), np.bool_)
+            self.lower.down.end(move, all_of, np.full(len(move), 7, np.uint64), self.now_s)
+        evict(self.core, space, group, words_of(numbers))
+
+    @rule(space=SPACES, group=GROUPS, numbers=NUMBERS)
+    def begin_up(self, space: int, group: int, numbers: list[int]) -> None:
+        self.move_up(space, HashList(group, words_of(numbers)))
+
+    @precondition(lambda self: len(self.lower.space.index.ready_blocks()))
+    @rule(data=st.data())
+    def begin_up_what_lies_below(self, data: st.DataObject) -> None:
+        ready = self.lower.space.index.ready_blocks()
+        some = ready[[data.draw(st.integers(0, len(ready) - 1))]]
+        spaces, groups, words = self.lower.space.index.keys(some)
+        self.move_up(int(spaces[0]), HashList(int(groups[0]), words))
+
+    def move_up(self, space: int, listed: HashList) -> None:
+        (wanted,) = self.lower.up.wanted(space, [listed])
+        self.now_s += 1.0
+        move = self.lower.up.begin(space, [listed], self.now_s)
+        if move is None:
+            return
+        assert len(move) <= len(wanted)
+        assert self.lower.up.is_coming(space, listed.group_index, listed.hashes).sum() >= len(move)
+        offsets = self.core.space.index.offsets(move.entries).tolist()
+        self.slots.update(dict.fromkeys(offsets, GARBAGE))
+        self.moves.append((move, [], offsets))
+
+    @precondition(lambda self: self.moves)
+    @rule(data=st.data(), fails=st.sampled_from(["none", "some", "all"]))
+    def end_move(self, data: st.DataObject, fails: str) -> None:
+        at = data.draw(st.integers(0, len(self.moves) - 1))
+        move, contents, offsets = self.moves.pop(at)
+        works = np.array(
+            [fails == "none" or (fails == "some" and data.draw(st.booleans())) for _ in offsets]
+        )
+        places = self.lower.space.index.offsets(move.places).tolist()
+        self.now_s += 1.0
+        if not move.is_up:
+            for offset, content in zip(offsets, contents, strict=True):
+                assert self.slots[offset] == content, "a slot changed while the tier read it"
+            for place, content, good in zip(places, contents, works.tolist(), strict=True):
+                if good:
+                    self.places[place] = content
+            seals = np.full(len(offsets), 7, np.uint64)
+            self.lower.down.end(move, works.astype(np.bool_), seals, self.now_s)
+            return
+        entries = self.core.space.index.keys(move.entries)
+        keys = [
+            (int(space), int(group), words.tobytes())
+            for space, group, words in zip(*entries, strict=True)
+        ]
+        holds = np.array([self.places[p][:3] == k for p, k in zip(places, keys, strict=True)])
+        found = works & holds
+        for offset, place, good in zip(offsets, places, found.tolist(), strict=True):
+            if good:
+                self.slots[offset] = self.places[place]
+        self.lower.up.end(move, found.astype(np.bool_), ~holds, None, self.now_s)
+        self.waiting.append(move)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        move = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
+        self.lower.up.let_go(move)
+
+    @precondition(lambda self: self.places)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        self.places[data.draw(st.sampled_from(sorted(self.places)))] = GARBAGE
+
+    # Flush
+
+    @rule(space=SPACES, data=st.data())
+    def flush(self, space: int, data: st.DataObject) -> None:
+        """While a flush goes on in parts, moves of its key space neither begin nor count."""
+        parts = incremental.flush(self.core, space)
+        next(parts, None)
+        self.begin_down(data, 8)
+        self.begin_up(space, 0, [0, 1, 2])
+        assert not any(
+            move.key_space_id == space and not move.is_void.all() for move, *_ in self.moves
+        )
+        self.num_flushes[space] += 1
+        for _ in parts:
+            pass
+        assert not len(self.core.space.index.ready_blocks(space))
+        assert not len(self.lower.space.index.ready_blocks(space))
+
+    # What must hold
+
+    def content(self, space: int, group: int, number: int) -> Content:
+        return space, group, words_of([number])[0].tobytes(), self.num_flushes[space]
+
+    @invariant()
+    def what_is_found_is_what_was_stored(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        self.core.take_effects()
+        for index, contents in (
+            (self.core.space.index, self.slots),
+            (self.lower.space.index, self.places),
+        ):
+            ready = index.ready_blocks()
+            for entry, offset in zip(ready, index.offsets(ready).tolist(), strict=True):
+                spaces, groups, words = index.keys(np.array([entry], np.uint32))
+                space, group = int(spaces[0]), int(groups[0])
+                expected = (space, group, words[0].tobytes(), self.num_flushes[space])
+                found = contents[offset]
+                if index is self.core.space.index:
+                    assert found == expected, "a slot has other bytes than its block"
+                else:
+                    assert found in (expected, GARBAGE), "a place was given to another block"
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "core"):
+            self.core.check_invariants()
+
+    def teardown(self) -> None:
+        """All ends at last, and nothing stays reserved or pinned."""
+        if not hasattr(self, "core"):
+            return
+        while self.moves:
+            move, *_ = self.moves.pop()
+            none = np.zeros(len(move), np.bool_)
+            if move.is_up:
+                self.lower.up.end(move, none, none, None, self.now_s)
+                self.waiting.append(move)
+            else:
+                self.lower.down.end(move, none, np.zeros(len(move), np.uint64), self.now_s)
+        for move in self.waiting:
+            self.lower.up.let_go(move)
+        for name, session in self.leases:
+            self.core.release(session, name)
+        self.core.check_invariants()
+        for index in (self.core.space.index, self.lower.space.index):
+            assert not index.pins.any() and (index.states() != table.STATE_RESERVED).all()
+        assert flush(self.core, 1) >= 0 and flush(self.core, 2) >= 0
+        assert not self.core.space.used_bytes() and not self.lower.space.used_bytes()
+
+
+TestLowerMachine: Any = LowerMachine.TestCase
