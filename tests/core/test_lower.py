@@ -9,6 +9,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv import table
@@ -173,8 +174,12 @@ class LowerMachine(RuleBasedStateMachine):
         for offset, place, good in zip(offsets, places, found.tolist(), strict=True):
             if good:
                 self.slots[offset] = self.places[place]
+        is_void = bool(move.is_void.any())
         self.lower.up.end(move, found.astype(np.bool_), ~holds, None, self.now_s)
         self.waiting.append(move)
+        for space, group, words in [k for k, good in zip(keys, holds, strict=True) if not good]:
+            hashes = np.frombuffer(words, np.uint32).reshape(1, 8)
+            assert is_void or not self.lower.find(space, group, hashes)[0], "a lost block is there"
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -182,12 +187,24 @@ class LowerMachine(RuleBasedStateMachine):
         move = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
         self.lower.up.let_go(move)
 
-    @precondition(lambda self: self.places)
-    @rule(data=st.data())
-    def lose(self, data: st.DataObject) -> None:
-        self.places[data.draw(st.sampled_from(sorted(self.places)))] = GARBAGE
+    @precondition(lambda self: len(self.lower.space.index.ready_blocks()))
+    @rule(data=st.data(), is_read=st.booleans())
+    def lose(self, data: st.DataObject, is_read: bool) -> None:
+        ready = self.lower.space.index.ready_blocks()
+        one = ready[[data.draw(st.integers(0, len(ready) - 1))]]
+        self.places[int(self.lower.space.index.offsets(one)[0])] = GARBAGE
+        if is_read:
+            spaces, groups, words = self.lower.space.index.keys(one)
+            self.move_up(int(spaces[0]), HashList(int(groups[0]), words))
 
     # Flush
+
+    @precondition(lambda self: len(self.lower.space.index.ready_blocks()))
+    @rule(data=st.data())
+    def flush_while_it_moves_up(self, data: st.DataObject) -> None:
+        self.begin_up_what_lies_below(data)
+        if self.moves:
+            self.flush(self.moves[-1][0].key_space_id, data)
 
     @rule(space=SPACES, data=st.data())
     def flush(self, space: int, data: st.DataObject) -> None:
@@ -259,3 +276,4 @@ class LowerMachine(RuleBasedStateMachine):
 
 
 TestLowerMachine: Any = LowerMachine.TestCase
+TestLowerMachine.settings = settings(max_examples=150, deadline=None)
