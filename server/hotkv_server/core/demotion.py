@@ -1,8 +1,12 @@
-"""Moves down: blocks of host memory into a tier below.
+"""Moves down: blocks of host memory into a tier below, in the order in which they were stored.
 
-Always true: a block is ready below only when the tier has said that it is stored. It stays pinned
-in host memory until the tier reads it no more; a place is not given away while it is written.
+Blocks are written soon after they are stored, and not when they are evicted: a store that needs
+room never waits for a tier. Always true: a block is ready below only when the tier has said that it
+is stored. It stays pinned in host memory until the tier reads it no more; a place is not given away
+while it is written.
 """
+
+from collections import deque
 
 import numpy as np
 
@@ -19,9 +23,42 @@ class Demotion:
         self._moves = moves
         self._host = moves.host
         self._below = moves.below
+        # Entries that became ready, with their generations.
+        self._waiting: deque[tuple[Entries, Entries]] = deque()
+        self.num_waiting = 0
 
     def __repr__(self) -> str:
-        return f"Demotion({self._moves!r})"
+        return f"Demotion({self.num_waiting} waiting, {self._moves!r})"
+
+    def queue(self, entries: Entries) -> None:
+        """Blocks have become ready that may be moved down. Forgets those that wait longest if more
+        wait than the index has entries."""
+        generations = self._host.index.table.records[entries, table.W_GENERATION]
+        self._waiting.append((entries.copy(), generations.copy()))
+        self.num_waiting += len(entries)
+        while self.num_waiting > self._host.index.capacity:
+            self.num_waiting -= len(self._waiting.popleft()[0])
+
+    def take(self, num_bytes: int) -> Entries:
+        """The next waiting blocks that are still there, verified and not below: about so many
+        bytes of slots. They wait no longer."""
+        index, taken = self._host.index, [np.empty(0, np.uint32)]
+        while self._waiting and num_bytes > 0:
+            entries, generations = self._waiting[0]
+            sizes = np.cumsum(index.slot_bytes(entries))
+            count = max(1, int(np.searchsorted(sizes, num_bytes, side="right")))
+            if count < len(entries):
+                self._waiting[0] = entries[count:], generations[count:]
+            else:
+                self._waiting.popleft()
+            self.num_waiting -= min(count, len(entries))
+            some, known = entries[:count], generations[:count]
+            same = index.table.records[some, table.W_GENERATION] == known
+            some = some[same & index.is_ready(some) & ~index.unverified[some]]
+            some = some[self.lacks(some)]
+            num_bytes -= int(index.slot_bytes(some).sum())
+            taken.append(some)
+        return np.unique(joined(taken))
 
     def lacks(self, entries: Entries) -> BoolMask:
         """Which ready blocks [n] of host memory are neither below nor on their way there."""

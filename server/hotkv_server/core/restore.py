@@ -13,6 +13,7 @@ ready that is not whole.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +22,34 @@ from hotkv import table
 from hotkv.keys import MAX_GROUPS
 from hotkv.table import SLOT_ALIGN, Words
 from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.catalog import Catalog
 from hotkv_server.core.restore_kept import keep_for_readers, kept_rows, link_detached
 from hotkv_server.core.slabs import aligned
+from hotkv_server.core.space import Space
 from hotkv_server.core.values import BoolMask, Entries, Int64s
 
 ADMIT_PARTS = 64
 """Blocks come back in so many parts, those used longest ago first."""
+
+
+class Restorable(Protocol):
+    """A space and the catalog of its key spaces: a core, or a tier below it."""
+
+    @property
+    def space(self) -> Space:
+        """Where entries come back."""
+
+    @property
+    def catalog(self) -> Catalog:
+        """The key spaces, with their representations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """The space of a tier below."""
+
+    space: Space
+    catalog: Catalog
 
 
 @dataclass(slots=True)
@@ -96,6 +119,38 @@ def restore(
     return report
 
 
+def restore_below(
+    below: Below, old: Words, key_spaces: Mapping[int, int], now_s: float
+) -> Restored:
+    """Fills the empty space of a tier from the records [n, 18] of its old table, as `restore` does.
+    Its seals are compared whenever a block is read."""
+    assert not below.space.index.num_entries, "restored into a tier that is in use"
+    report = Restored()
+    states = old[:, table.W_GROUP_STATE] >> np.uint32(16)
+    report.drop("unfinished", int(((states != 0) & (states != table.STATE_READY)).sum()))
+    rows = np.flatnonzero((states == table.STATE_READY) & (_groups(old) < MAX_GROUPS))
+    numbers = _new_numbers(old[rows, table.W_KEY_SPACE], key_spaces)
+    good = _well_shaped(below, old[rows], numbers)
+    rows, numbers = _kept(report, "misshapen", rows, numbers, good)
+    rows, numbers = _kept(report, "overlapping", rows, numbers, _apart(below, old[rows]))
+    new_of = np.zeros(len(old), np.uint32)
+    _link_entries(below, old, rows, numbers, new_of)
+    came = rows[new_of[rows] != 0]
+    report.drop("duplicate or beyond capacity", len(rows) - len(came))
+    for size in np.unique(old[came, table.W_SIZE]).tolist():
+        here = came[old[came, table.W_SIZE] == size]
+        offsets = old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
+        below.space.pool.claim(size * SLOT_ALIGN, offsets)
+    came = came[np.argsort(old[came, table.W_DEPTH], kind="stable")]
+    words = np.ascontiguousarray(old[came, table.W_CHECK : table.W_CHECK + 2])
+    below.space.publish(new_of[came], now_s, checks=words.view(np.uint64)[:, 0])
+    parents = old[came, table.W_PARENT]
+    known = np.where(parents < len(old), new_of[np.minimum(parents, len(old) - 1)], 0)
+    below.space.chains.set_parents(new_of[came], known)
+    report.blocks = len(came)
+    return report
+
+
 def _kept(
     report: Restored, reason: str, rows: Int64s, numbers: Entries, good: BoolMask
 ) -> tuple[Int64s, Entries]:
@@ -116,7 +171,7 @@ def _groups(records: Words) -> Entries:
     return groups
 
 
-def _well_shaped(core: CacheCore, records: Words, numbers: Entries) -> BoolMask:
+def _well_shaped(core: Restorable, records: Words, numbers: Entries) -> BoolMask:
     """Which records have a known shape, the slot size that belongs to it, and a slot inside the
     arena where slots of that size lie."""
     good = np.zeros(len(records), np.bool_)
@@ -138,7 +193,7 @@ def _well_shaped(core: CacheCore, records: Words, numbers: Entries) -> BoolMask:
     return good
 
 
-def _apart(core: CacheCore, records: Words) -> BoolMask:
+def _apart(core: Restorable, records: Words) -> BoolMask:
     """Which records share no byte with another, and no slab with a slot of another size. Of records
     that do, none is right for certain."""
     offsets, sizes = (
@@ -165,7 +220,7 @@ def _apart(core: CacheCore, records: Words) -> BoolMask:
 
 
 def _link_entries(
-    core: CacheCore, old: Words, rows: Int64s, numbers: Entries, new_of: Entries
+    core: Restorable, old: Words, rows: Int64s, numbers: Entries, new_of: Entries
 ) -> None:
     """Makes reserved entries for records. A record that finds no place, or whose key is there
     already, stays 0 in `new_of`."""

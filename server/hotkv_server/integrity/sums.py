@@ -5,6 +5,7 @@ Kernel and numpy reference give the same sums. Bytes are read without the GIL, a
 
 import itertools
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -149,8 +150,15 @@ def holds(memory: Region, evidence: Evidence) -> NDArray[np.bool_]:
     """True for each block [n] whose bytes give its check value; False if it has none. Blocks for as
     long as reading takes."""
     strides = np.maximum(strides_of(evidence.checks), 1)
-    sums, begin = np.zeros(len(strides), np.uint64), 0
-    for shard, num_bytes in enumerate(evidence.shard_bytes):
-        add_sums(memory, evidence.offsets + begin, num_bytes, shard, strides, sums)
-        begin += num_bytes
+    sums = sums_of(memory, evidence.offsets, evidence.shard_bytes, strides)
     return agree(sums, evidence.keys, evidence.checks)
+
+
+def sums_of(memory: Region, offsets: Int64s, shard_bytes: Sequence[int], strides: Int64s) -> Sums:
+    """Sums [n] over all shards of the blocks in slots at `offsets` [n], of one shape. As
+    `add_sums`."""
+    sums, begin = np.zeros(len(offsets), np.uint64), 0
+    for shard, num_bytes in enumerate(shard_bytes):
+        add_sums(memory, offsets + begin, num_bytes, shard, strides, sums)
+        begin += num_bytes
+    return sums

@@ -36,6 +36,7 @@ from hotkv_server.settings.storage import (
     LeaseSettings,
     ResidencySettings,
 )
+from hotkv_server.settings.tiers import TierSettings
 
 MIB = 1 << 20
 
@@ -81,6 +82,7 @@ class Settings(BaseSettings):
         validation_alias=AliasChoices("copy", "hotkv_copy"),
         alias="copy",
     )
+    tiers: TierSettings = Field(default_factory=lambda: TierSettings())  # type: ignore[call-arg]
     http: HttpSettings = Field(default_factory=lambda: HttpSettings())  # type: ignore[call-arg]
     events: EventSettings = Field(default_factory=lambda: EventSettings())  # type: ignore[call-arg]
     security: SecuritySettings = Field(default_factory=lambda: SecuritySettings())  # type: ignore[call-arg]

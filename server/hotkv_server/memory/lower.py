@@ -1,0 +1,99 @@
+"""The records of a tier whose places the core chooses: a block table in a file, and what its key
+spaces are.
+
+Always true: the file of the key spaces is written before the first block of a new one; a start that
+is killed has changed nothing, because the new table is another file until `adopt`. No record is
+trusted beyond its shape: a block is the one that its seal says.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotkv.table import BlockTable, TableGeometry
+from hotkv_server.memory.arena import lock_file
+from hotkv_server.memory.mapping import FileMapping
+from hotkv_server.memory.state import ServerState, StateError, read_state, write_state
+
+LOCK_FILE, STATE_FILE, TABLE_FILE, NEW_TABLE_FILE = "lock", "state.json", "records", "records.new"
+MODE = 0o600
+
+
+@dataclass(slots=True)
+class LowerMemory:
+    """The table of one tier, empty until the core has filled it, and `old` of an earlier server
+    with its `state`. `why_empty`: why there is none; empty on a fresh folder."""
+
+    folder: Path
+    slab_bytes: int
+    num_bytes: int
+    table: BlockTable
+    old: BlockTable | None
+    state: ServerState | None
+    why_empty: str
+    _files: list[FileMapping]
+    _lock_fd: int
+
+    @staticmethod
+    def open(folder: Path, num_bytes: int, slab_bytes: int, capacity: int) -> "LowerMemory":
+        """Makes a new table for `num_bytes` of places, and maps the one that is there. Raises
+        BusyError if another server has the folder, or OSError."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock_fd = lock_file(folder / LOCK_FILE)
+        files: list[FileMapping] = []
+        try:
+            old, state, why_empty = _left(folder, slab_bytes, files)
+            geometry = TableGeometry.for_capacity(capacity, 1, num_bytes)
+            (folder / NEW_TABLE_FILE).unlink(missing_ok=True)
+            fresh = FileMapping.create(folder / NEW_TABLE_FILE, geometry.file_bytes, MODE)
+            files.append(fresh)
+        except BaseException:
+            for file in files:
+                file.close()
+            os.close(lock_fd)
+            raise
+        view, header = fresh.array(), geometry.pack()
+        view[: len(header)] = memoryview(header)
+        table = BlockTable(view, geometry)
+        return LowerMemory(
+            folder, slab_bytes, num_bytes, table, old, state, why_empty, files, lock_fd
+        )
+
+    def adopt(self, state: ServerState) -> None:
+        """Puts the new table in the place of the old one, and its key spaces beside it. Between the
+        two there are no key spaces, so that no block is found under another's. Raises OSError."""
+        (self.folder / STATE_FILE).unlink(missing_ok=True)
+        (self.folder / NEW_TABLE_FILE).replace(self.folder / TABLE_FILE)
+        self.save_state(state)
+        self.old = self.state = None
+        for file in self._files[:-1]:
+            file.close()
+        del self._files[:-1]
+
+    def save_state(self, state: ServerState) -> None:
+        """Writes down what the records mean. Raises OSError."""
+        write_state(self.folder / STATE_FILE, state)
+
+    def close(self) -> None:
+        """Lets another server have the folder. The table must not be used any more."""
+        os.close(self._lock_fd)
+
+
+def _left(
+    folder: Path, slab_bytes: int, files: list[FileMapping]
+) -> tuple[BlockTable | None, ServerState | None, str]:
+    """Table and key spaces of an earlier server, whose mapping is added to `files`; else why they
+    can't be used."""
+    path = folder / TABLE_FILE
+    if not path.exists() and not (folder / STATE_FILE).exists():
+        return None, None, ""
+    try:
+        state = read_state(folder / STATE_FILE)
+        if state.slab_bytes != slab_bytes:
+            raise StateError(f"slabs were of {state.slab_bytes} bytes and are of {slab_bytes} now")
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        mapping = FileMapping(fd, os.fstat(fd).st_size, str(path))
+        files.append(mapping)
+        return BlockTable.open(mapping.array()), state, ""
+    except (FileNotFoundError, ValueError, StateError) as error:
+        return None, None, str(error)

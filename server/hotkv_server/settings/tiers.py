@@ -1,0 +1,57 @@
+"""Settings of the tiers below host memory."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ByteSize, Field, model_validator
+
+GIB = 1 << 30
+
+
+class DiskSettings(BaseModel, extra="forbid"):
+    """A tier on a local disk."""
+
+    path: Path | None = Field(
+        None,
+        description=(
+            "Folder of the tier on a local disk, of this server alone. None: no such tier."
+        ),
+    )
+    bytes: Annotated[ByteSize, Field(ge=0)] = Field(
+        ByteSize(0), description="Size of the slab file in that folder, such as 200GiB."
+    )
+    threads: Annotated[int, Field(ge=1, le=64)] = Field(
+        4, description="Threads that read and write."
+    )
+
+    @model_validator(mode="after")
+    def _has_room(self) -> "DiskSettings":
+        if self.path is not None and self.bytes < GIB // 64:
+            raise ValueError(
+                f"tiers.disk.bytes is {self.bytes}; give the slab file 16MiB or more, or leave "
+                "tiers.disk.path out"
+            )
+        return self
+
+
+class TierSettings(BaseModel, extra="forbid"):
+    """What lies below host memory, and how long a hit waits for it."""
+
+    disk: DiskSettings = Field(default_factory=lambda: DiskSettings())  # type: ignore[call-arg]
+    lookup_wait_ms: Annotated[int, Field(ge=0, le=60_000)] = Field(
+        200,
+        description=(
+            "Longest time that a request's lease waits for blocks to come up, in milliseconds. "
+            "What comes later is there for the next request."
+        ),
+    )
+
+    @property
+    def slab_bytes(self) -> int:
+        """Size of a slab below."""
+        return 4 << 20
+
+    @property
+    def capacity(self) -> int:
+        """Most blocks below: one per 16 KiB."""
+        return max(1 << 12, self.disk.bytes // (16 << 10))
