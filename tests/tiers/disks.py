@@ -113,13 +113,17 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0
 
 
 class Disk:
-    """A disk tier whose disk is faulty, over an arena of ARENA_BYTES and a file of as many."""
+    """A disk tier whose disk is faulty, over an arena of ARENA_BYTES and a file of as many.
 
-    def __init__(self, folder: Path, *, name: str = "kernels", direct: bool = True,
+    `name`: of the module that moves blocks; empty for the one that the tier chooses.
+    """
+
+    def __init__(self, folder: Path, *, name: str = "", direct: bool = True,
                  num_bytes: int = ARENA_BYTES, **options: Any) -> None:  # fmt: skip
+        by = moves(name) if name else None
         self.memory = memory(ARENA_BYTES)
         self.file = SlabFile.open(folder, num_bytes, direct=direct)
-        self.io = FaultyDisk(FileIO(self.file.fd, moves(name)))
+        self.io = FaultyDisk(FileIO(self.file.fd, by))
         self.tier = DiskTier(region(self.memory), self.file, io=self.io, **options)
 
     def rig(self) -> Rig:

@@ -111,7 +111,8 @@ def test_a_failed_allocation_leaves_the_file_as_it_was(
         with pytest.raises(SlabFileError, match=r"can't allocate 64 MiB .*tiers\.disk\.bytes"):
             SlabFile.open(folder, 64 * MIB)
         assert (folder / "slabs").read_bytes() == b"k" * MIB
-        assert os.statvfs(folder).f_bavail == before
+        # The file system may have taken a block or two for its own records.
+        assert before - os.statvfs(folder).f_bavail < 16
         SlabFile.open(folder, 2 * MIB).close()
 
 

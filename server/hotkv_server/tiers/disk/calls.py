@@ -2,8 +2,8 @@
 
 Always true: each block of a call is in at most one piece, and a call ends once: by the last of its
 pieces that is done, or by whoever drops its rest while no piece is under way. Reads go before
-writes, and calls of one kind take turns, a piece each: a large call makes no small one wait. Writes
-never have all threads, so a read waits for no write.
+writes that have not waited for PATIENCE_S, and calls of one kind take turns, a piece each: a large
+call makes no small one wait. Of several threads at most half write, so a read waits for no write.
 """
 
 import math
@@ -20,6 +20,8 @@ from hotkv_server.tiers.protocol import Blocks, Codes, Int64s, Read, Seals, Writ
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 256 << 10, 1 << 20
 """Large enough that Python's part of a piece does not count, small enough that a read which comes
 while all threads are busy waits a few milliseconds."""
+NO_DEADLINE_S = math.inf
+"""Writes have no deadline."""
 PATIENCE_S = 0.5
 """Writes that have had no turn for so long get one before reads: they hold slots of the arena."""
 
@@ -35,15 +37,15 @@ class Call:
     answer: Callable[[Codes, Seals], None]
     codes: Codes = field(init=False)
     seals: Seals = field(init=False)
-    code: int = 0
+    code: int = field(default=0, init=False)
     """errno of a block that failed, 0 if none has."""
     _ends: Int64s = field(init=False)
-    _num_cut: int = 0
-    _num_open: int = 0
+    _num_cut: int = field(default=0, init=False)
+    _num_open: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.codes = np.full(len(self.blocks), Write.FAILED if self.is_write else Read.FAILED,
-                             np.uint8)  # fmt: skip
+        failed = Write.FAILED if self.is_write else Read.FAILED
+        self.codes = np.full(len(self.blocks), failed, np.uint8)
         self.seals = np.zeros(len(self.blocks), np.uint64)
         self._ends = np.cumsum(self.blocks.num_bytes)
 
@@ -185,7 +187,3 @@ class CallQueue:
         if call.has_rest:
             calls.append(call)
         return piece
-
-
-NO_DEADLINE_S = math.inf
-"""Writes have no deadline."""

@@ -58,8 +58,8 @@ class DiskTier:
     """See the module. A `Tier` with places of its own node, which are offsets in the slab file.
 
     The GIL is held for microseconds a block: reading and writing give it up for a whole piece.
-    xxhash (4.1) computes seals of blocks up to 64 KiB with the GIL, some 4 us each, and gives it up
-    for larger ones.
+    xxhash 4.1 keeps it while it seals a block of up to 64 KiB, which takes a few microseconds, and
+    gives it up for a larger one.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class DiskTier:
         file's own I/O. `close_wait_s`: see `close`. Loads kernels, which takes seconds the first
         time."""
         self._arena = arena
-        self._bytes = memoryview(arena.array())
+        self._bytes = arena.array().data
         self._file = file
         self._io = FileIO(file.fd) if io is None else io
         self._close_wait_s = close_wait_s
