@@ -1,0 +1,94 @@
+"""A disk whose faults are chosen: block I/O over another's, for what real disks do rarely.
+
+Always true: a block without a fault is moved by the block I/O below, so the tier that is tested
+reads and writes its real file.
+"""
+
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hotkv_server.tiers.disk.block_io import BlockIO
+from hotkv_server.tiers.protocol import Int64s
+
+EVERYWHERE = -1
+"""Offset of a fault that all blocks meet which have none of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to a block. `code`: the errno that it fails with. `moved_bytes`: only so many
+    are moved, and nothing is said of the rest; None for all. `hangs`: first waits for `release`."""
+
+    code: int = 0
+    moved_bytes: int | None = None
+    hangs: bool = False
+
+
+@dataclass
+class FaultyDisk:
+    """See the module. `reads` and `writes`: faults by offset in the file, or EVERYWHERE; may change
+    at any time. `begun`: (is_write, offset) of all blocks in the order in which they began."""
+
+    under: BlockIO
+    reads: dict[int, Fault] = field(default_factory=dict)
+    writes: dict[int, Fault] = field(default_factory=dict)
+    begun: list[tuple[bool, int]] = field(default_factory=list)
+    num_hung: int = 0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _num_released: int = 0
+
+    def read_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
+        """See `BlockIO`."""
+        return self._move_many(False, addresses, offsets, sizes)
+
+    def write_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
+        """See `BlockIO`."""
+        return self._move_many(True, addresses, offsets, sizes)
+
+    def heal(self) -> None:
+        """Removes all faults, and releases what hangs."""
+        with self._changed:
+            self.reads.clear()
+            self.writes.clear()
+        self.release()
+
+    def release(self) -> None:
+        """Lets go on what hangs now."""
+        with self._changed:
+            self._num_released += 1
+            self._changed.notify_all()
+
+    def wait_hung(self, count: int, timeout_s: float = 30.0) -> None:
+        """Waits until so many blocks hang. Raises AssertionError if they do not."""
+        with self._changed:
+            hung = self._changed.wait_for(lambda: self.num_hung >= count, timeout_s)
+        assert hung, f"{self.num_hung} blocks hang, not {count}"
+
+    def _move_many(
+        self, is_write: bool, addresses: Int64s, offsets: Int64s, sizes: Int64s
+    ) -> Int64s:
+        rows = zip(addresses.tolist(), offsets.tolist(), sizes.tolist(), strict=True)
+        return np.array([self._move(is_write, *row) for row in rows], np.int64)
+
+    def _move(self, is_write: bool, address: int, offset: int, size: int) -> int:
+        faults = self.writes if is_write else self.reads
+        with self._changed:
+            self.begun.append((is_write, offset))
+            fault = faults.get(offset) or faults.get(EVERYWHERE) or Fault()
+            if fault.hangs:
+                self._hang()
+        if fault.code:
+            return -fault.code
+        move = self.under.write_many if is_write else self.under.read_many
+        num_bytes = size if fault.moved_bytes is None else fault.moved_bytes
+        (moved,) = move(np.array([address]), np.array([offset]), np.array([num_bytes])).tolist()
+        return int(moved)
+
+    def _hang(self) -> None:
+        released = self._num_released
+        self.num_hung += 1
+        self._changed.notify_all()
+        self._changed.wait_for(lambda: self._num_released > released)
+        self.num_hung -= 1

@@ -1,0 +1,1 @@
+"""The disk tier: blocks in one preallocated file of the local disk."""

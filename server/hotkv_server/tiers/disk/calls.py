@@ -1,0 +1,189 @@
+"""Calls of the disk tier, and the queue that cuts them into pieces for its threads.
+
+Always true: each block of a call is in at most one piece, and a call ends once: by the last of its
+pieces that is done, or by whoever drops its rest while no piece is under way. Reads go before
+writes that have not waited for PATIENCE_S, and calls of one kind take turns, a piece each: a large
+call makes no small one wait. Of several threads at most half write, so a read waits for no write.
+"""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hotkv_server.tiers.protocol import Blocks, Codes, Int64s, Read, Seals, Write
+
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 256 << 10, 1 << 20
+"""Large enough that Python's part of a piece does not count, small enough that a read which comes
+while all threads are busy waits a few milliseconds."""
+NO_DEADLINE_S = math.inf
+"""Writes have no deadline."""
+PATIENCE_S = 0.5
+"""Writes that have had no turn for so long get one before reads: they hold slots of the arena."""
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A read or a write of blocks. `codes` (uint8 [n]) and `seals` (uint64 [n]) are its answer as
+    far as it is known; FAILED and 0 at first. The rest is the queue's."""
+
+    blocks: Blocks
+    is_write: bool
+    deadline_s: float
+    answer: Callable[[Codes, Seals], None]
+    codes: Codes = field(init=False)
+    seals: Seals = field(init=False)
+    code: int = field(default=0, init=False)
+    """errno of a block that failed, 0 if none has."""
+    _ends: Int64s = field(init=False)
+    _num_cut: int = field(default=0, init=False)
+    _num_open: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        failed = Write.FAILED if self.is_write else Read.FAILED
+        self.codes = np.full(len(self.blocks), failed, np.uint8)
+        self.seals = np.zeros(len(self.blocks), np.uint64)
+        self._ends = np.cumsum(self.blocks.num_bytes)
+
+    def cut(self, num_threads: int) -> "Piece":
+        """The next piece: a share of what is left, and at least a block."""
+        begin = self._num_cut
+        begin_bytes = int(self._ends[begin - 1]) if begin else 0
+        share_bytes = (int(self._ends[-1]) - begin_bytes) // num_threads
+        piece_bytes = min(max(share_bytes, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+        end = int(np.searchsorted(self._ends, begin_bytes + piece_bytes, "right"))
+        self._num_cut = max(begin + 1, end)
+        self._num_open += 1
+        return Piece(self, begin, self._num_cut)
+
+    def cut_rest(self) -> "Piece":
+        """All that is left, as a piece that is not to be moved."""
+        begin, self._num_cut = self._num_cut, len(self.blocks)
+        self._num_open += 1
+        return Piece(self, begin, self._num_cut, is_late=True)
+
+    def drop_rest(self) -> bool:
+        """Cuts no more pieces. Returns True if the call has ended."""
+        self._num_cut = len(self.blocks)
+        return not self._num_open
+
+    def piece_done(self) -> bool:
+        """One piece less is under way. Returns True if the call has ended."""
+        self._num_open -= 1
+        return not self._num_open and not self.has_rest
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether blocks are in no piece yet."""
+        return self._num_cut < len(self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Blocks `begin`..`end` of a call. `is_late`: nobody waits for them any more."""
+
+    call: Call
+    begin: int
+    end: int
+    is_late: bool = False
+
+
+class CallQueue:
+    """See the module. Thread-safe. Not bounded by itself: the runtime bounds the bytes that it has
+    in calls."""
+
+    def __init__(self, num_threads: int, patience_s: float = PATIENCE_S) -> None:
+        self._num_threads = num_threads
+        self._max_writing = max(1, num_threads // 2)
+        self._patience_s = patience_s
+        self._changed = threading.Condition()
+        self._reads: deque[Call] = deque()
+        self._writes: deque[Call] = deque()
+        self._num_writing = 0
+        self._written_s = 0.0
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return (
+            f"CallQueue({len(self._reads)} reads, {len(self._writes)} writes, "
+            f"{self._num_writing} threads write)"
+        )
+
+    def add(self, call: Call) -> bool:
+        """Adds a call that has blocks. Returns False if the queue is closed."""
+        with self._changed:
+            if self._is_closed:
+                return False
+            if call.is_write:
+                if not self._writes:
+                    self._written_s = time.monotonic()
+                self._writes.append(call)
+            else:
+                self._reads.append(call)
+            self._changed.notify()
+        return True
+
+    def take(self) -> Piece | None:
+        """The next piece, or None once the queue is closed. Blocks until there is one."""
+        with self._changed:
+            while not self._is_closed:
+                if (piece := self._next(time.monotonic())) is not None:
+                    if self._reads or self._writes:
+                        # Whoever is woken wakes the next one.
+                        self._changed.notify()
+                    return piece
+                self._changed.wait()
+            return None
+
+    def done(self, piece: Piece) -> bool:
+        """A piece is done. Returns True if its call has ended; then nobody touches it any more."""
+        with self._changed:
+            if piece.call.is_write:
+                self._num_writing -= 1
+                if self._writes:
+                    self._changed.notify()
+            return piece.call.piece_done()
+
+    def drop_late(self, now_s: float) -> list[Call]:
+        """Drops what is left of reads whose deadline has passed, and returns those that have ended.
+        Only needed while all threads hang: `take` looks at deadlines too."""
+        with self._changed:
+            late = [call for call in self._reads if call.deadline_s < now_s]
+            for call in late:
+                self._reads.remove(call)
+            return [call for call in late if call.drop_rest()]
+
+    def close(self) -> list[Call]:
+        """Drops what is left of all calls, and returns those that have ended; others end when their
+        pieces are done."""
+        with self._changed:
+            self._is_closed = True
+            waiting = [*self._reads, *self._writes]
+            self._reads.clear()
+            self._writes.clear()
+            self._changed.notify_all()
+            return [call for call in waiting if call.drop_rest()]
+
+    def _next(self, now_s: float) -> Piece | None:
+        may_write = bool(self._writes) and self._num_writing < self._max_writing
+        is_overdue = may_write and now_s - self._written_s > self._patience_s
+        if may_write and (is_overdue or not self._reads):
+            self._num_writing += 1
+            self._written_s = now_s
+            return self._cut_first(self._writes)
+        if not self._reads:
+            return None
+        if self._reads[0].deadline_s < now_s:
+            return self._reads.popleft().cut_rest()
+        return self._cut_first(self._reads)
+
+    def _cut_first(self, calls: deque[Call]) -> Piece:
+        call = calls.popleft()
+        piece = call.cut(self._num_threads)
+        if call.has_rest:
+            calls.append(call)
+        return piece

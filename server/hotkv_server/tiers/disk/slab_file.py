@@ -1,0 +1,175 @@
+"""The slab file: one file of the local disk with room for all blocks of the disk tier.
+
+Always true: while it is open, this process alone uses it (flock), only its user may read it, and
+all its bytes have their place on the disk, so that a full file system does not stop writes. No hole
+is ever punched: writing it again could meet a full file system.
+"""
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import stat
+import threading
+from pathlib import Path
+
+from hotkv.table import SLOT_ALIGN
+
+SLABS_FILE = "slabs"
+log = logging.getLogger(__name__)
+
+
+class SlabFileError(OSError):
+    """The slab file can't be used. The message says why and what to do."""
+
+
+class SlabFile:
+    """See the module. `is_direct`: I/O goes past the page cache, and addresses, offsets and sizes
+    must be multiples of SLOT_ALIGN."""
+
+    def __init__(self, path: Path, fd: int, num_bytes: int, is_direct: bool) -> None:
+        """Takes the descriptor over. Use `open`."""
+        self.path = path
+        self.fd = fd
+        self.num_bytes = num_bytes
+        self.is_direct = is_direct
+        self._lock = threading.Lock()
+        self.is_open = True
+
+    def __repr__(self) -> str:
+        how = "direct" if self.is_direct else "buffered"
+        return f"SlabFile({str(self.path)!r}, {self.num_bytes} bytes, {how})"
+
+    @staticmethod
+    def open(folder: Path, num_bytes: int, *, direct: bool = True) -> "SlabFile":
+        """Opens `folder`/slabs at exactly this size, and makes folder and file if they are missing.
+
+        A file of another size keeps what fits: growing keeps all of it, shrinking drops what lies
+        beyond. `direct`: uses direct I/O if the file system can; else it says so in the log.
+        `num_bytes` is a multiple of SLOT_ALIGN. Blocks while the disk space is allocated. Raises
+        SlabFileError, after which the file has the size that it had; OSError if the folder can't be
+        made.
+        """
+        if num_bytes <= 0 or num_bytes % SLOT_ALIGN:
+            raise ValueError(f"{num_bytes} bytes are no multiple of {SLOT_ALIGN}")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / SLABS_FILE
+        fd = _open_own(path)
+        try:
+            _lock(fd, path)
+            _resize(fd, path, num_bytes)
+            is_direct = direct and _make_direct(fd, path)
+        except BaseException:
+            os.close(fd)
+            raise
+        return SlabFile(path, fd, num_bytes, is_direct)
+
+    def mend(self) -> bool:
+        """Returns True if somebody has cut the file short; then makes it whole again, so that later
+        writes have room. What lay beyond the cut is zeros now. Blocks; thread-safe."""
+        with self._lock:
+            if not self.is_open or (left := os.fstat(self.fd).st_size) >= self.num_bytes:
+                return False
+            log.error("%s was cut to %d bytes, %d are gone", self.path, left, self.num_bytes - left)
+            try:
+                _allocate(self.fd, self.path, self.num_bytes)
+            except SlabFileError as error:
+                log.error("%s", error)
+            return True
+
+    def close(self) -> None:
+        """Closes and unlocks the file. No I/O may be under way: another file could get the
+        descriptor's number."""
+        with self._lock:
+            if self.is_open:
+                self.is_open = False
+                os.close(self.fd)
+
+
+def _open_own(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, 0o600)
+    except OSError as error:
+        raise SlabFileError(
+            error.errno, f"can't open {path} ({error.strerror}): choose another tiers.disk.dir"
+        ) from error
+    found = os.fstat(fd)
+    problem = ""
+    if not stat.S_ISREG(found.st_mode):
+        problem = "is no regular file"
+    elif found.st_uid != os.geteuid():
+        problem = f"belongs to uid {found.st_uid}"
+    elif stat.S_IMODE(found.st_mode) & 0o077:
+        problem = f"has mode {stat.S_IMODE(found.st_mode):04o}, so others may access it"
+    if problem:
+        os.close(fd)
+        raise SlabFileError(
+            errno.EPERM, f"{path} {problem}: remove it, or choose another tiers.disk.dir"
+        )
+    return fd
+
+
+def _lock(fd: int, path: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise SlabFileError(
+            error.errno,
+            f"{path} is in use by another hotkv-server: give each its own tiers.disk.dir",
+        ) from error
+
+
+def _resize(fd: int, path: Path, num_bytes: int) -> None:
+    found = os.fstat(fd)
+    if found.st_size > num_bytes:
+        os.ftruncate(fd, num_bytes)
+        log.info("%s has %d bytes now, it had %d", path, num_bytes, found.st_size)
+    missing_bytes = num_bytes - os.fstat(fd).st_blocks * 512
+    if missing_bytes > (free_bytes := _free_bytes(fd)):
+        # Allocating until it fails would fill the file system, if only for a moment.
+        raise SlabFileError(
+            errno.ENOSPC,
+            f"{path} needs {missing_bytes >> 20} MiB more and its file system has "
+            f"{free_bytes >> 20} MiB free: lower tiers.disk.bytes ({num_bytes >> 20} MiB), or make "
+            "room",
+        )
+    _allocate(fd, path, num_bytes)
+
+
+def _free_bytes(fd: int) -> int:
+    space = os.fstatvfs(fd)
+    return space.f_bavail * space.f_frsize
+
+
+def _allocate(fd: int, path: Path, num_bytes: int) -> None:
+    before_bytes = os.fstat(fd).st_size
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as error:
+        # It keeps what it got before it failed.
+        os.ftruncate(fd, before_bytes)
+        raise SlabFileError(
+            error.errno,
+            f"can't allocate {num_bytes >> 20} MiB for {path} ({error.strerror}): lower "
+            "tiers.disk.bytes, or make room in its file system",
+        ) from error
+
+
+def _make_direct(fd: int, path: Path) -> bool:
+    """Turns direct I/O on, and tries it: some file systems refuse it only at the first read."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        with mmap.mmap(-1, SLOT_ALIGN) as page:
+            os.preadv(fd, [page], 0)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise SlabFileError(
+                error.errno, f"can't read {path} ({error.strerror}): check its disk"
+            ) from error
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        log.warning("%s: its file system has no direct I/O, the page cache is used", path)
+        return False
+    return True

@@ -1,0 +1,151 @@
+"""Disk tiers for tests: arenas, folders on file systems of several kinds, and rigs of the contract.
+
+Anything here takes effect in a temporary folder only, and is gone with it.
+"""
+
+import contextlib
+import mmap
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from hotkv import native
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.testing.faulty_disk import EVERYWHERE, Fault, FaultyDisk
+from hotkv_server.testing.tier_contract import ARENA_BYTES, Rig
+from hotkv_server.tiers.disk import reference
+from hotkv_server.tiers.disk.block_io import FileIO
+from hotkv_server.tiers.disk.slab_file import SlabFile
+from hotkv_server.tiers.disk.tier import DiskTier
+
+SHM = Path("/dev/shm")
+
+
+def memory(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeros at an address that is a multiple of a page."""
+    return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+
+
+def region(of: NDArray[np.uint8]) -> Region:
+    """The array as an arena."""
+    return Region(of.ctypes.data, len(of), "arena")
+
+
+def moves(name: str) -> Any:
+    """The module of kernels, or their reference."""
+    if name == "reference":
+        return reference
+    kernels = native.load("hotkv_server.tiers.disk.kernels")
+    if kernels is None:
+        pytest.skip("numba is not there")
+    return kernels
+
+
+@contextlib.contextmanager
+def shm_folder() -> Iterator[Path]:
+    """A folder on the tmpfs of shared memory."""
+    folder = Path(tempfile.mkdtemp(prefix="hotkv-disk-", dir=SHM))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def small_tmpfs(folder: Path, num_bytes: int) -> Iterator[Path]:
+    """A tmpfs of this size, mounted below the folder; skips the test if that is not allowed."""
+    with _mounted(folder, ["-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs"]) as at:
+        yield at
+
+
+@contextlib.contextmanager
+def small_ext4(folder: Path, num_bytes: int) -> Iterator[Path]:
+    """An ext4 file system of this size on a loop device, mounted below the folder; skips the test
+    if that is not allowed."""
+    image = folder / "image"
+    with open(image, "wb") as file:
+        file.truncate(num_bytes)
+    if not shutil.which("mkfs.ext4"):
+        pytest.skip("mkfs.ext4 is not there")
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True)
+    with _mounted(folder, ["-t", "ext4", "-o", "loop", str(image)]) as at:
+        yield at
+
+
+@contextlib.contextmanager
+def _mounted(folder: Path, arguments: list[str]) -> Iterator[Path]:
+    at = folder / "mounted"
+    at.mkdir()
+    done = subprocess.run(["mount", *arguments, str(at)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"can't mount: {done.stderr.strip()}")
+    try:
+        yield at
+    finally:
+        subprocess.run(["umount", str(at)], check=True)
+
+
+def flip(path: Path, at: int, mask: int = 1) -> None:
+    """Flips bits of a byte of a file."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ mask]), at)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+    """Waits for a condition. Raises AssertionError that names it if it does not come."""
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, what
+        time.sleep(1e-3)
+
+
+class Disk:
+    """A disk tier whose disk is faulty, over an arena of ARENA_BYTES and a file of as many.
+
+    `name`: of the module that moves blocks; empty for the one that the tier chooses.
+    """
+
+    def __init__(self, folder: Path, *, name: str = "", direct: bool = True,
+                 num_bytes: int = ARENA_BYTES, **options: Any) -> None:  # fmt: skip
+        by = moves(name) if name else None
+        self.memory = memory(ARENA_BYTES)
+        self.file = SlabFile.open(folder, num_bytes, direct=direct)
+        self.io = FaultyDisk(FileIO(self.file.fd, by))
+        self.tier = DiskTier(region(self.memory), self.file, io=self.io, **options)
+
+    def rig(self) -> Rig:
+        """Itself as the contract wants it."""
+        return Rig(self.tier, region(self.memory), self._damage, self._breaks)
+
+    def _damage(self, key: bytes, place: int) -> None:
+        flip(self.file.path, place + 5)
+
+    @contextlib.contextmanager
+    def _breaks(self) -> Iterator[None]:
+        self.io.reads[EVERYWHERE] = self.io.writes[EVERYWHERE] = Fault(code=5)
+        yield
+        self.io.heal()
+
+
+@contextlib.contextmanager
+def disk(folder: Path, **options: Any) -> Iterator[Disk]:
+    """A `Disk`; what hangs at the end is let go."""
+    made = Disk(folder, **options)
+    try:
+        yield made
+    finally:
+        made.io.heal()
+        made.tier.close()

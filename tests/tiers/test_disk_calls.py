@@ -1,0 +1,193 @@
+"""The queue of the disk tier: a block goes to one thread, a call ends once, reads go first."""
+
+import time
+from collections import deque
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.tiers.disk.calls import (
+    MAX_PIECE_BYTES,
+    MIN_PIECE_BYTES,
+    NO_DEADLINE_S,
+    Call,
+    CallQueue,
+    Piece,
+)
+from hotkv_server.tiers.protocol import Blocks
+
+NUM_THREADS = 4
+
+
+def call(num_blocks: int, block_bytes: int = MIN_PIECE_BYTES, *, is_write: bool = False,
+         deadline_s: float = NO_DEADLINE_S) -> Call:  # fmt: skip
+    zeros = np.zeros(num_blocks, np.int64)
+    blocks = Blocks([b"key"] * num_blocks, zeros, zeros + block_bytes, zeros)
+    return Call(blocks, is_write, deadline_s, lambda codes, seals: None)
+
+
+def take(queue: CallQueue) -> Piece:
+    piece = queue.take()
+    assert piece is not None
+    return piece
+
+
+class Machine(RuleBasedStateMachine):
+    """Beside the queue: what was added, which blocks came in pieces, and what has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Writes are never overdue, so that the order is one that can be told.
+        self.queue = CallQueue(NUM_THREADS, patience_s=1e9)
+        self.waiting: dict[bool, deque[Call]] = {False: deque(), True: deque()}
+        self.next_block: dict[Call, int] = {}
+        self.open: list[Piece] = []
+        self.ended: list[Call] = []
+        self.is_closed = False
+
+    @property
+    def num_writing(self) -> int:
+        return sum(piece.call.is_write for piece in self.open)
+
+    @rule(
+        num_blocks=st.integers(1, 20),
+        block_bytes=st.sampled_from([SLOT_ALIGN, MIN_PIECE_BYTES, 3 << 20]),
+        is_write=st.booleans(),
+        is_late=st.booleans(),
+    )
+    def add(self, num_blocks: int, block_bytes: int, is_write: bool, is_late: bool) -> None:
+        late_s = 0.0 if is_late and not is_write else NO_DEADLINE_S
+        added = call(num_blocks, block_bytes, is_write=is_write, deadline_s=late_s)
+        assert self.queue.add(added) == (not self.is_closed)
+        if not self.is_closed:
+            self.waiting[is_write].append(added)
+            self.next_block[added] = 0
+
+    @precondition(
+        lambda self: (
+            self.is_closed
+            or self.waiting[False]
+            or (self.waiting[True] and self.num_writing < NUM_THREADS // 2)
+        )
+    )
+    @rule()
+    def take(self) -> None:
+        piece = self.queue.take()
+        if self.is_closed:
+            assert piece is None
+            return
+        assert piece is not None
+        # Reads first; calls of one kind in turn.
+        line = self.waiting[not self.waiting[False]]
+        taken = line.popleft()
+        assert piece.call is taken
+        assert piece.begin == self.next_block[taken] < piece.end <= len(taken.blocks)
+        size = int(taken.blocks.num_bytes[0])
+        assert piece.is_late == (taken.deadline_s == 0.0)
+        if not piece.is_late:
+            assert (piece.end - piece.begin) * size <= max(MAX_PIECE_BYTES, size)
+        else:
+            assert piece.end == len(taken.blocks)
+        self.next_block[taken] = piece.end
+        if piece.end < len(taken.blocks):
+            line.append(taken)
+        self.open.append(piece)
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def done(self, data: st.DataObject) -> None:
+        piece = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        is_open = any(other.call is piece.call for other in self.open)
+        has_rest = self.next_block[piece.call] < len(piece.call.blocks)
+        assert self.queue.done(piece) == (not is_open and not has_rest)
+        if not is_open and not has_rest:
+            self.ended.append(piece.call)
+
+    @rule()
+    def drop_late(self) -> None:
+        late = [each for each in self.waiting[False] if each.deadline_s == 0.0]
+        self._dropped(late, self.queue.drop_late(time.monotonic()))
+        for each in late:
+            self.waiting[False].remove(each)
+
+    @rule()
+    @precondition(lambda self: len(self.ended) > 3)
+    def close(self) -> None:
+        rest = [*self.waiting[False], *self.waiting[True]]
+        self._dropped(rest, self.queue.close())
+        self.waiting = {False: deque(), True: deque()}
+        self.is_closed = True
+
+    def _dropped(self, dropped: list[Call], ended: list[Call]) -> None:
+        for each in dropped:
+            self.next_block[each] = len(each.blocks)
+        busy = {piece.call for piece in self.open}
+        assert ended == [each for each in dropped if each not in busy]
+        self.ended.extend(ended)
+
+    @invariant()
+    def bounds(self) -> None:
+        assert self.num_writing <= NUM_THREADS // 2
+        assert len(set(self.ended)) == len(self.ended)
+
+    def teardown(self) -> None:
+        while self.open:
+            piece = self.open.pop()
+            if self.queue.done(piece):
+                self.ended.append(piece.call)
+        self.ended.extend(self.queue.close())
+        assert set(self.ended) == set(self.next_block)
+
+
+TestMachine = Machine.TestCase
+
+
+def test_pieces_share_a_call_among_threads_and_are_bounded() -> None:
+    queue = CallQueue(NUM_THREADS)
+    queue.add(call(16, 64 << 10))
+    assert [(take(queue).end) for _ in range(4)] == [4, 8, 12, 16]
+    queue.add(call(1000, 64 << 10))
+    assert take(queue).end == MAX_PIECE_BYTES // (64 << 10)
+    queue.close()
+    queue = CallQueue(NUM_THREADS)
+    queue.add(call(2, 64 << 20))
+    assert [take(queue).end for _ in range(2)] == [1, 2]
+
+
+def test_a_small_read_waits_for_one_piece_of_a_large_one() -> None:
+    queue = CallQueue(1)
+    large, small = call(1000, 64 << 10), call(1)
+    queue.add(large)
+    first = take(queue)
+    queue.add(small)
+    queue.done(first)
+    second, third = take(queue), take(queue)
+    assert [second.call, third.call] == [large, small]
+
+
+def test_writes_that_have_waited_long_get_a_turn_before_reads() -> None:
+    queue = CallQueue(NUM_THREADS, patience_s=0.0)
+    read, write = call(100), call(100, is_write=True)
+    queue.add(read)
+    queue.add(write)
+    time.sleep(1e-3)
+    assert take(queue).call is write
+    patient = CallQueue(NUM_THREADS, patience_s=60.0)
+    patient.add(call(1, is_write=True))
+    patient.add(read := call(100))
+    assert take(patient).call is read
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_writes_never_have_all_threads_unless_there_is_one(num_threads: int) -> None:
+    queue = CallQueue(num_threads)
+    queue.add(call(100, MAX_PIECE_BYTES, is_write=True))
+    pieces = [take(queue) for _ in range(max(1, num_threads // 2))]
+    queue.add(read := call(1))
+    assert take(queue).call is read
+    for piece in pieces:
+        queue.done(piece)
+    assert take(queue).call.is_write

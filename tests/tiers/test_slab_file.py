@@ -1,0 +1,186 @@
+"""The slab file: its own user's, one process's, allocated as a whole, and honest about its size."""
+
+import errno
+import fcntl
+import logging
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotkv_server.tiers.disk import slab_file
+from hotkv_server.tiers.disk.slab_file import SlabFile, SlabFileError
+from tests.tiers.disks import shm_folder, small_ext4, small_tmpfs
+
+MIB = 1 << 20
+
+
+def test_a_new_file_is_private_and_has_all_its_bytes(tmp_path: Path) -> None:
+    file = SlabFile.open(tmp_path / "new" / "folder", 2 * MIB)
+    found = os.stat(tmp_path / "new" / "folder" / "slabs")
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    assert found.st_size == 2 * MIB and found.st_blocks * 512 >= 2 * MIB
+    assert file.is_direct and fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_DIRECT
+    assert not os.get_inheritable(file.fd)
+    file.close()
+    file.close()
+
+
+def test_growing_keeps_content_and_shrinking_drops_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "slabs"
+    SlabFile.open(tmp_path, MIB).close()
+    path.write_bytes(b"k" * MIB)
+    SlabFile.open(tmp_path, 3 * MIB).close()
+    assert path.read_bytes() == b"k" * MIB + bytes(2 * MIB)
+    assert path.stat().st_blocks * 512 >= 3 * MIB
+    SlabFile.open(tmp_path, MIB // 2).close()
+    assert path.read_bytes() == b"k" * (MIB // 2)
+
+
+def test_a_size_that_is_no_multiple_is_an_error(tmp_path: Path) -> None:
+    for num_bytes in (0, -4096, 4097):
+        with pytest.raises(ValueError, match="no multiple"):
+            SlabFile.open(tmp_path, num_bytes)
+
+
+def test_a_second_daemon_is_told_so(tmp_path: Path) -> None:
+    first = SlabFile.open(tmp_path, MIB)
+    with pytest.raises(SlabFileError, match=r"in use by another hotkv-server.*tiers\.disk\.dir"):
+        SlabFile.open(tmp_path, 2 * MIB)
+    assert (tmp_path / "slabs").stat().st_size == MIB
+    first.close()
+    SlabFile.open(tmp_path, MIB).close()
+
+
+def test_links_and_other_kinds_of_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "slabs"
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SlabFileError, match="can't open"):
+        SlabFile.open(tmp_path, MIB)
+    assert not (tmp_path / "elsewhere").exists()
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    with pytest.raises(SlabFileError, match="no regular file"):
+        SlabFile.open(tmp_path, MIB)
+
+
+def test_a_file_that_others_may_access_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "slabs"
+    path.touch()
+    path.chmod(0o640)
+    with pytest.raises(SlabFileError, match="mode 0640"):
+        SlabFile.open(tmp_path, MIB)
+    assert path.stat().st_size == 0
+
+
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    path = tmp_path / "slabs"
+    path.touch(0o600)
+    os.chown(path, 12345, -1)
+    with pytest.raises(SlabFileError, match="uid 12345"):
+        SlabFile.open(tmp_path, MIB)
+
+
+def test_a_file_system_that_is_too_small_is_not_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_tmpfs(tmp_path, 4 * MIB) as folder:
+        SlabFile.open(folder, MIB).close()
+        monkeypatch.setattr(os, "posix_fallocate", None)
+        with pytest.raises(
+            SlabFileError, match=r"7 MiB more and .* 3 MiB free: lower tiers\.disk\.bytes"
+        ):
+            SlabFile.open(folder, 8 * MIB)
+        assert (folder / "slabs").stat().st_size == MIB
+
+
+def test_a_failed_allocation_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_ext4(tmp_path, 16 * MIB) as folder:
+        SlabFile.open(folder, MIB).close()
+        (folder / "slabs").write_bytes(b"k" * MIB)
+        os.sync()
+        before = os.statvfs(folder).f_bavail
+        # As if another process had taken the room after it was looked at.
+        monkeypatch.setattr(slab_file, "_free_bytes", lambda fd: 1 << 40)
+        with pytest.raises(SlabFileError, match=r"can't allocate 64 MiB .*tiers\.disk\.bytes"):
+            SlabFile.open(folder, 64 * MIB)
+        assert (folder / "slabs").read_bytes() == b"k" * MIB
+        # The file system may have taken a block or two for its own records.
+        assert before - os.statvfs(folder).f_bavail < 16
+        SlabFile.open(folder, 2 * MIB).close()
+
+
+@pytest.mark.parametrize("at_first_read", [False, True])
+def test_a_file_system_without_direct_io_is_used_and_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    at_first_read: bool,
+) -> None:  # fmt: skip
+    real = fcntl.fcntl
+
+    def refuse(*arguments: Any) -> Any:
+        if at_first_read or (len(arguments) == 3 and arguments[2] & os.O_DIRECT):
+            raise OSError(errno.EINVAL, "refused")
+        return real(*arguments)
+
+    module, name = (os, "preadv") if at_first_read else (fcntl, "fcntl")
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(module, name, refuse)
+        file = SlabFile.open(tmp_path, MIB)
+    assert not file.is_direct and not fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_DIRECT
+    assert "no direct I/O" in caplog.text
+    file.close()
+
+
+def test_a_disk_that_can_not_be_read_is_an_error_and_not_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fail)
+        with pytest.raises(SlabFileError, match=r"can't read .*broken"):
+            SlabFile.open(tmp_path, MIB)
+    SlabFile.open(tmp_path, MIB).close()
+
+
+def test_a_file_that_was_cut_short_is_made_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = SlabFile.open(tmp_path, 2 * MIB)
+    assert not file.mend()
+    os.truncate(tmp_path / "slabs", MIB)
+    assert file.mend()
+    assert f"was cut to {MIB} bytes" in caplog.text
+    found = (tmp_path / "slabs").stat()
+    assert found.st_size == 2 * MIB and found.st_blocks * 512 >= 2 * MIB
+    assert not file.mend()
+    file.close()
+    os.truncate(tmp_path / "slabs", MIB)
+    assert not file.mend()
+
+
+def test_a_file_that_can_not_be_made_whole_is_left_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_tmpfs(tmp_path, 4 * MIB) as folder:
+        file = SlabFile.open(folder, 2 * MIB)
+        os.truncate(folder / "slabs", 0)
+        (folder / "other").write_bytes(bytes(3 * MIB))
+        assert file.mend()
+        assert "can't allocate" in caplog.text
+        assert (folder / "slabs").stat().st_size == 0
+        file.close()
+
+
+def test_buffered_is_what_was_asked_for() -> None:
+    with shm_folder() as folder:
+        file = SlabFile.open(folder, MIB, direct=False)
+        assert not file.is_direct and "buffered" in repr(file)
+        file.close()
