@@ -67,9 +67,10 @@ class Opened:
     wants_token_ids: bool
     salts: tuple[int, ...]
     has_residency: bool
+    has_tiers: bool
 
 
-NOT_OPENED = Opened("", 0, 0, False, False, (), False)
+NOT_OPENED = Opened("", 0, 0, False, False, (), False, False)
 
 
 def opened(response: Response | None) -> Opened:
@@ -87,6 +88,7 @@ def opened(response: Response | None) -> Opened:
         message.wants_token_ids,
         tuple(map(unsigned_salt, message.salts)) if Feature.TABLE_SALTS in features else (),
         Feature.RESIDENCY in features,
+        Feature.TIERS in features,
     )
 
 

@@ -80,8 +80,7 @@ class Session(Calls):
 
     @property
     def epoch(self) -> int:
-        """Epoch of the cache last connected to; 0 before. It changes whenever the cache was
-        lost."""
+        """Epoch of the cache last connected to; 0 before. It changes when the cache is lost."""
         return self._life.opened.epoch
 
     @property
@@ -100,6 +99,11 @@ class Session(Calls):
     def has_residency(self) -> bool:
         """True if the server last connected to has residencies; False before."""
         return self._life.opened.has_residency
+
+    @property
+    def has_tiers(self) -> bool:
+        """True if `lookup` finds more than `probe`: the server has tiers. False before."""
+        return self._life.opened.has_tiers
 
     @property
     def order_kind(self) -> OrderKind:
@@ -135,12 +139,8 @@ class Session(Calls):
         `LeaseGrant.offsets` and `extend_residency` say where blocks lie in it. Raises OSError if
         the system refuses.
         """
-        connection = self._connection
-        return (
-            connection.link.arena()
-            if connection is not None and connection.link is not None
-            else None
-        )
+        link = None if self._connection is None else self._connection.link
+        return None if link is None else link.arena()
 
     def load(
         self,

@@ -23,6 +23,8 @@ class Feature(enum.IntEnum):
     """The server gives the salts of the block table."""
     RESIDENCY = 2
     """The server reserves and pins a request's blocks, and has words behind its arena."""
+    TIERS = 3
+    """The server has tiers below host memory: a lookup also finds what the block table has not."""
 
 
 FEATURES: Final = frozenset(Feature)

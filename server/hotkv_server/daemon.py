@@ -17,17 +17,20 @@ import hotkv
 from hotkv import native
 from hotkv_server import systemd
 from hotkv_server.dataplane.host import HostCopyEngine
+from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.start import CudaError, CudaPart, look_in_background, open_part
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.rpc.server import RpcServer
 from hotkv_server.runtime.health import keep_checking
 from hotkv_server.runtime.node import STALLED_WORK_S, Node
+from hotkv_server.runtime.tiers import Tiers
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError, process
 from hotkv_server.startup.arena import open_memory
 from hotkv_server.startup.cache import load_kernels, open_cache
 from hotkv_server.startup.listeners import Listeners, make_publisher
 from hotkv_server.startup.places import check_places, lock_runtime_dir
+from hotkv_server.startup.tiers import LowerPart, open_lower
 
 if TYPE_CHECKING:
     from hotkv_server.events.publisher import ZmqPublisher
@@ -52,6 +55,7 @@ class Opened:
     memory: NodeMemory
     cuda: CudaPart
     publisher: "ZmqPublisher | None"
+    lower: LowerPart | None = None
 
     @staticmethod
     def open(settings: Settings, *, reset: bool) -> "Opened":
@@ -64,10 +68,17 @@ class Opened:
             cuda = open_part(settings, memory, host, looking.result())
         except CudaError as error:
             raise StartError(str(error)) from error
-        core, verifier = open_cache(settings, memory)
-        publisher = make_publisher(settings.events)
-        node = Node(core, memory, cuda.copy_engine, publisher, verifier, cuda.devices)
-        return Opened(node, memory, cuda, publisher)
+        arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
+        lower = open_lower(settings, arena)
+        core, verifier = open_cache(settings, memory, lower)
+        publisher, tiers = make_publisher(settings.events), None
+        if lower is not None:
+            wait_s = settings.tiers.lookup_wait_ms / 1000
+            tiers = Tiers(core, lower.tier, verifier, arena, wait_s)
+        node = Node(core, memory, cuda.copy_engine, publisher, verifier, cuda.devices, tiers)
+        if lower is not None:
+            node.add_state(lower.memory.save_state, lower.memory.slab_bytes)
+        return Opened(node, memory, cuda, publisher, lower)
 
     def fill(self) -> None:
         """Prefaults the rest of table and arena, in the background."""
@@ -88,6 +99,8 @@ class Opened:
         """Closes all, after the node. `keep`: leave the blocks to the next server. Blocks."""
         self.memory.filling.close()
         self.cuda.close()
+        if self.lower is not None:
+            self.lower.close()
         if self.publisher is not None:
             self.publisher.close()
         if keep:

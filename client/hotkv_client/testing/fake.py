@@ -48,6 +48,7 @@ class FakeServer:
         self.up = True
         self.table = True
         self.epoch = 1
+        self.has_tiers = False
         self.hold: set[str] = set()
         self.late: set[str] = set()
         self.fail_loads = False

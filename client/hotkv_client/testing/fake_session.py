@@ -59,6 +59,10 @@ class FakeSession(FakeCalls):
         return self.server.epoch
 
     @property
+    def has_tiers(self) -> bool:
+        return self.server.has_tiers
+
+    @property
     def wants_token_ids(self) -> bool:
         return self.server.wants_token_ids
 

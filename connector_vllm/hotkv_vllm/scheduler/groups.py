@@ -8,6 +8,8 @@ compute; a request whose adapter is not known has no names, and so neither hits 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from hotkv.groups import GroupSpec, longest_hit, needed_blocks
 from hotkv.keys import group_hashes
 from hotkv_client.types import GroupHashes
@@ -82,6 +84,15 @@ class CachedGroups:
         return longest_hit(
             self.specs, known, limit_tokens, self.alignment_tokens, self.draft_groups
         )
+
+    def is_whole(self, masks: Masks, computed_tokens: int, limit_tokens: int) -> bool:
+        """Whether no hit could be longer than that over these masks."""
+        all_of = tuple(
+            np.ones(self.num_blocks(index, limit_tokens), np.bool_)
+            for index in range(len(self.specs))
+        )
+        longest = self.longest_hit(all_of, computed_tokens, limit_tokens)
+        return self.longest_hit(masks, computed_tokens, limit_tokens) >= longest
 
     def missing_blocks(self, hit_tokens: int, computed_tokens: int) -> list[range]:
         """Per group: the blocks that a hit needs and the engine does not hold."""

@@ -76,12 +76,13 @@ class HitFinder:
         return f"HitFinder({self.groups}, {self.hidden}, {self.failed_loads})"
 
     def arrive(self, state: RequestState, now_s: float) -> None:
-        """Takes a new request's hint from the table, or asks the server if there is no table."""
+        """Takes a new request's hint from the table, or asks the server if there is no table, or
+        more may lie in a tier below."""
         if not self._session.connected:
             return
         self.hidden.set_epoch(self._session.epoch)
         state.hit.hint = self._table.ready(state.request, 0)
-        if state.hit.hint is not None:
+        if state.hit.hint is not None and not self._may_lie_below(state, state.hit.hint, 0):
             state.hit.hint_until_s = now_s + HINT_MEMORY_S
         elif self._session.connected:
             self._ask(state, now_s)
@@ -111,7 +112,7 @@ class HitFinder:
         is_good = now_s < hit.hint_until_s and not computed_tokens
         masks = hit.hint if is_good else self._table.ready(state.request, computed_tokens)
         hit.hint = None
-        if masks is None:
+        if masks is None or self._may_lie_below(state, masks, computed_tokens):
             return self._ask(state, now_s)
         return self._take_lease(state, masks, computed_tokens, now_s)
 
@@ -202,8 +203,13 @@ class HitFinder:
         if state.hit.phase is not Phase.LOADING:
             self.give_back(state)
 
+    def _may_lie_below(self, state: RequestState, masks: Masks, computed_tokens: int) -> bool:
+        """Whether a hit may be longer than the table says, because the server has tiers."""
+        limit = state.request.num_tokens - 1
+        return self._session.has_tiers and not self.groups.is_whole(masks, computed_tokens, limit)
+
     def _ask(self, state: RequestState, now_s: float) -> Answer:
-        """Sends a lookup: there is no table to probe."""
+        """Sends a lookup: there is no table to probe, or it has not all."""
         limit = state.request.num_tokens - 1
         groups = self.groups.named(
             state.request,

@@ -66,6 +66,10 @@ class _FeatureEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     """Residencies: requests whose blocks stay pinned in the arena as long as they run, and the words
     behind the arena (LinkResponse.word_byte_offset).
     """
+    FEATURE_TIERS: _Feature.ValueType  # 3
+    """The server has tiers below host memory: Lookup also finds blocks that the block table has not,
+    and AcquireLease waits for them to come up, within a bound of the server's.
+    """
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
     """Something that a session does only if both sides know it. Numbers that a side does not know are
@@ -79,6 +83,10 @@ FEATURE_TABLE_SALTS: Feature.ValueType  # 1
 FEATURE_RESIDENCY: Feature.ValueType  # 2
 """Residencies: requests whose blocks stay pinned in the arena as long as they run, and the words
 behind the arena (LinkResponse.word_byte_offset).
+"""
+FEATURE_TIERS: Feature.ValueType  # 3
+"""The server has tiers below host memory: Lookup also finds blocks that the block table has not,
+and AcquireLease waits for them to come up, within a bound of the server's.
 """
 Global___Feature: typing_extensions.TypeAlias = Feature
 

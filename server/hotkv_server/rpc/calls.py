@@ -8,6 +8,7 @@ from hotkv.groups import PREFIX_CLOSED
 from hotkv.keys import MAX_GROUPS
 from hotkv.v1 import cache_pb2, session_pb2, sparse_pb2
 from hotkv_server.core import inspect
+from hotkv_server.core.values import HashList
 from hotkv_server.rpc import convert, space_convert, sparse_convert
 from hotkv_server.rpc.errors import rights_log
 from hotkv_server.runtime.in_place import InPlaceGrant
@@ -42,9 +43,11 @@ def lookup(
         raise _hidden(session, number)
     group_index = session.group_index if session is not None and is_own else int
     groups = convert.hash_lists(request.groups, node.core.key_space(number).hash_bytes, group_index)
-    return cache_pb2.LookupResponse(
-        groups=convert.flags(request.groups, node.core.lookup(number, groups))
-    )
+    masks = node.core.lookup(number, groups)
+    if node.tiers is not None:
+        below = node.tiers.lies_below(number, groups)
+        masks = [ready | lower for ready, lower in zip(masks, below, strict=True)]
+    return cache_pb2.LookupResponse(groups=convert.flags(request.groups, masks))
 
 
 def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
@@ -76,8 +79,8 @@ def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError
 def acquire(
     node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest
 ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
-    """Pins ready blocks. Tells a session that has the arena where they lie, later if they must be
-    compared first."""
+    """Pins ready blocks, later if some must come up from a tier first. Tells a session that has the
+    arena where they lie, later if they must be compared first."""
     if request.wants_offsets and not session.has_arena:
         raise HotKVError(
             Reason.NOT_ALLOWED,
@@ -86,6 +89,36 @@ def acquire(
         )
     groups = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
     lease_id = _lease_id(request.lease_id)
+    if node.tiers is not None and node.tiers.has_some(session, groups):
+        return asyncio.create_task(_acquire_later(node, session, request, lease_id, groups))
+    return _acquire(node, session, request, lease_id, groups)
+
+
+async def _acquire_later(
+    node: Node,
+    session: LiveSession,
+    request: cache_pb2.AcquireLeaseRequest,
+    lease_id: str,
+    groups: list[HashList],
+) -> cache_pb2.AcquireLeaseResponse:
+    """The same when what lies below has come up, or nobody waits for it any more."""
+    assert node.tiers is not None
+    held = await node.tiers.bring_up(session, groups)
+    try:
+        acquired = _acquire(node, session, request, lease_id, groups)
+    finally:
+        node.tiers.let_go(held)
+    return await acquired if isinstance(acquired, asyncio.Task) else acquired
+
+
+def _acquire(
+    node: Node,
+    session: LiveSession,
+    request: cache_pb2.AcquireLeaseRequest,
+    lease_id: str,
+    groups: list[HashList],
+) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
+    """Pins what is ready now."""
     ttl_s = convert.seconds("ttl_ms", request.ttl_ms)
     grant = node.core.acquire(session.record.number, lease_id, groups, ttl_s, time.monotonic())
     if not request.wants_offsets:

@@ -138,6 +138,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
     ) -> session_pb2.ConnectResponse:
         opening = first.open_session
         features = agreed_features(opening.features)
+        if self._node.tiers is None:
+            features -= {Feature.TIERS}
         return session_pb2.ConnectResponse(
             request_id=first.request_id,
             session_opened=session_pb2.SessionOpened(

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.devices import NO_DEVICES, Devices
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.memory.state import ServerState
 from hotkv_server.runtime.effects import Effects
 from hotkv_server.runtime.events import EventHub, EventPublisher
 from hotkv_server.runtime.health import Health
@@ -37,6 +38,7 @@ from hotkv_server.runtime.session import Drain, LiveSession
 from hotkv_server.runtime.sessions import Sessions
 from hotkv_server.runtime.slices import slices
 from hotkv_server.runtime.sparse import SparseDecode
+from hotkv_server.runtime.tiers import Tiers
 from hotkv_server.runtime.transfers import Transfers
 
 log = logging.getLogger(__name__)
@@ -58,11 +60,13 @@ class Node:
         publisher: EventPublisher | None = None,
         verifier: Verifier | None = None,
         devices: Devices = NO_DEVICES,
+        tiers: Tiers | None = None,
     ) -> None:
         self.core = core
         self.memory = memory
         self.copy_engine = copy_engine
         self.devices = devices
+        self.tiers = tiers
         self.started_s = self.last_tick_s = time.monotonic()
         self.refusals: Counter[Reason] = Counter()
         self.health = Health()
@@ -101,6 +105,8 @@ class Node:
         """Starts the timer, and the scrubber unless it may read nothing."""
         self.lag.start()
         self.residencies.start()
+        if self.tiers is not None:
+            self.tiers.start()
         self._persistence.start()
         for number, record in self.core.key_spaces.items():
             self.events.add_key_space(number, record.key_space)
@@ -118,12 +124,18 @@ class Node:
     async def close(self) -> None:
         """Closes all sessions and stops the timer."""
         await self.sessions.close_all()
+        if self.tiers is not None:
+            await self.tiers.close()
         await self._persistence.close()
         self.sparse.close()
         self.transfers.close()
         self.lag.close()
         for task in self._tasks:
             task.cancel()
+
+    def add_state(self, save: Callable[[ServerState], None], slab_bytes: int) -> None:
+        """As `Persistence.add`."""
+        self._persistence.add(save, slab_bytes)
 
     def save_use(self) -> None:
         """Writes down for the next server when blocks were last used. Blocks."""

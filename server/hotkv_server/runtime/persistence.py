@@ -7,6 +7,7 @@ for it. A write that fails is logged: a restart then loses what it would have sa
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,8 @@ class Persistence:
     def __init__(self, core: CacheCore, memory: NodeMemory) -> None:
         self._core = core
         self._memory = memory
+        self._saves_state: list[tuple[Callable[[ServerState], None], int]] = []
+        self.add(memory.save_state, memory.slab_bytes)
         self._notes = UseNotes(core)
         # Revision of the catalog that is written down.
         self._saved = core.catalog.revision
@@ -72,6 +75,10 @@ class Persistence:
 
     def __repr__(self) -> str:
         return f"Persistence(revision {self._saved} of {self._core.catalog.revision})"
+
+    def add(self, save: Callable[[ServerState], None], slab_bytes: int) -> None:
+        """The key spaces are written down with `save`, too, for a space of slabs of this size."""
+        self._saves_state.append((save, slab_bytes))
 
     def start(self) -> None:
         """Takes the present key spaces as written down: `recovery` has done so."""
@@ -94,11 +101,12 @@ class Persistence:
             revision = self._core.catalog.revision
             if self._saved == revision:
                 return
-            state = state_of(self._core, self._memory.slab_bytes)
+            states = [
+                (save, state_of(self._core, slab_bytes)) for save, slab_bytes in self._saves_state
+            ]
             try:
-                await asyncio.get_running_loop().run_in_executor(
-                    None, self._memory.save_state, state
-                )
+                for save, state in states:
+                    await asyncio.get_running_loop().run_in_executor(None, save, state)
                 self._saved = revision
             except OSError as error:
                 log.warning(

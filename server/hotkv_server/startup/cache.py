@@ -8,10 +8,12 @@ from hotkv_server.core.values import CoreConfig
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.runtime.persistence import state_of
 from hotkv_server.runtime.recovery import take_over
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.access import tenant_shares
+from hotkv_server.startup.tiers import LowerPart, take_over_lower
 
 MAX_BLOCKS_PER_CALL = 1 << 17
 """The event loop serves nobody else during a call: some 20 ms to find so many."""
@@ -25,7 +27,9 @@ def load_kernels(settings: Settings) -> None:
         native.load("hotkv_server.integrity.kernels")
 
 
-def open_cache(settings: Settings, memory: NodeMemory) -> tuple[CacheCore, Verifier]:
+def open_cache(
+    settings: Settings, memory: NodeMemory, lower: LowerPart | None = None
+) -> tuple[CacheCore, Verifier]:
     """The core with the blocks that came back, compared for as long as the settings allow. Blocks.
     Raises StartError."""
     config = CoreConfig(
@@ -45,11 +49,21 @@ def open_cache(settings: Settings, memory: NodeMemory) -> tuple[CacheCore, Verif
         makes_room=False,
     )
     policy = POLICIES[settings.policy](config.capacity)
-    core = CacheCore(config, memory.table, policy, ReaderMemory(memory.words, memory.marks))
+    core = CacheCore(
+        config,
+        memory.table,
+        policy,
+        ReaderMemory(memory.words, memory.marks),
+        None if lower is None else lower.space,
+    )
     verifier = Verifier(core, Region(memory.arena.address, memory.arena.num_bytes, "the arena"))
     check_s = settings.integrity.start_check_s if settings.integrity.stride else None
     try:
         take_over(core, memory, verifier, check_s)
+        if lower is not None:
+            take_over_lower(core, lower)
+            # Key spaces of the tier may be new to the arena.
+            memory.save_state(state_of(core, memory.slab_bytes))
     except OSError as error:
         raise StartError(f"arena.dir: {error}") from error
     return core, verifier

@@ -1,0 +1,83 @@
+"""Opens the tiers below host memory, and takes over what an earlier server has left in them."""
+
+import logging
+import time
+from dataclasses import dataclass
+
+from hotkv.errors import HotKVError
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.restore import Below, restore_below
+from hotkv_server.core.space import Space
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.memory.arena import BusyError
+from hotkv_server.memory.lower import LowerMemory
+from hotkv_server.runtime.persistence import state_of
+from hotkv_server.settings import Settings
+from hotkv_server.startup import StartError
+from hotkv_server.tiers.disk.slab_file import SlabFile
+from hotkv_server.tiers.disk.tier import DiskTier
+from hotkv_server.tiers.protocol import Tier
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LowerPart:
+    """The disk tier of a server: its records, the space that the core fills, and its bytes."""
+
+    memory: LowerMemory
+    space: Space
+    tier: Tier
+
+    def close(self) -> None:
+        """Lets another server have the folder, after the tier was closed."""
+        self.memory.close()
+
+
+def open_lower(settings: Settings, arena: Region) -> LowerPart | None:
+    """Opens the disk tier; None if there is none. Blocks while its space is allocated. Raises
+    StartError."""
+    tiers, disk = settings.tiers, settings.tiers.disk
+    if disk.path is None:
+        return None
+    num_bytes = disk.bytes // tiers.slab_bytes * tiers.slab_bytes
+    try:
+        memory = LowerMemory.open(disk.path, num_bytes, tiers.slab_bytes, tiers.capacity)
+    except BusyError as error:
+        raise StartError(f"tiers.disk.path: {error}") from error
+    except OSError as error:
+        raise StartError(f"tiers.disk.path: {error}") from error
+    try:
+        tier = DiskTier(arena, SlabFile.open(disk.path, num_bytes), num_threads=disk.threads)
+    except OSError as error:
+        memory.close()
+        raise StartError(f"tiers.disk: {error}") from error
+    policy = POLICIES[settings.policy](tiers.capacity)
+    return LowerPart(memory, Space(memory.table, num_bytes, tiers.slab_bytes, policy), tier)
+
+
+def take_over_lower(core: CacheCore, part: LowerPart) -> None:
+    """Fills the space of the tier with what its records say. Blocks. Raises StartError."""
+    memory, began_s = part.memory, time.monotonic()
+    if memory.why_empty:
+        log.warning("disk tier starts empty reason=%r", memory.why_empty)
+    if memory.old is not None and memory.state is not None:
+        numbers: dict[int, int] = {}
+        for known in memory.state.key_spaces:
+            try:
+                numbers[known.number], _ = core.catalog.register(known.key_space, (), began_s)
+            except HotKVError as error:
+                log.warning("key space of the disk tier dropped reason=%r", error.message)
+        below = Below(part.space, core.catalog)
+        restored = restore_below(below, memory.old.records, numbers, began_s)
+        log.info(
+            "disk tier restored blocks=%d dropped=%s took_s=%.2f",
+            restored.blocks,
+            ",".join(f"{why}:{count}" for why, count in restored.dropped.items()) or "0",
+            time.monotonic() - began_s,
+        )
+    try:
+        memory.adopt(state_of(core, memory.slab_bytes))
+    except OSError as error:
+        raise StartError(f"tiers.disk.path: {error}") from error
