@@ -52,6 +52,22 @@ HELP: dict[str, str] = {
     "free_slabs": "Slabs that are lent to no slot size.",
     "ready_blocks": "Blocks that engines can load.",
     "representation_bytes": "Bytes of representations for sparse decode.",
+    # The tier below host memory
+    "tier_demoted_blocks_total": "Blocks that were written to the tier.",
+    "tier_promoted_blocks_total": "Blocks that came up from the tier for a request.",
+    "tier_refused_blocks_total": "Blocks for which the tier had no place.",
+    "tier_lost_blocks_total": "Blocks that the tier could not give back whole: damaged or cut off. "
+    "If it grows, look at the disk.",
+    "tier_read_bytes_total": "Bytes read from the tier.",
+    "tier_written_bytes_total": "Bytes written to the tier. What wears an SSD.",
+    "tier_failed_blocks_total": "Blocks whose reading or writing failed. If it grows, the log says "
+    "why.",
+    "tier_used_bytes": "Bytes of places that hold blocks.",
+    "tier_capacity_bytes": "Bytes of all places of the tier; 0 without one.",
+    "tier_queued_bytes": "Bytes that the tier has been asked to read or write and has not yet.",
+    "tier_waiting_blocks": "Blocks in host memory that wait to be written to the tier. If it stays "
+    "high, the tier is slower than the engines store.",
+    "tier_up": "1 if there is a tier and nothing is known against it.",
     # Residencies
     "residencies": "Requests whose blocks stay in the arena as long as they run.",
     "residencies_opened_total": "Residencies that were opened.",

@@ -19,7 +19,7 @@ from hotkv.keys import MAX_GROUPS
 from hotkv_server.core import incremental
 from hotkv_server.core.arrays import rows
 from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.moves import Move
+from hotkv_server.core.moves import Move, MoveCounters
 from hotkv_server.core.values import BoolMask, HashList, Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.check_values import sealed
@@ -101,6 +101,26 @@ class Tiers:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def moved(self) -> MoveCounters:
+        """Blocks moved since the start."""
+        return self._lower.moves.counters
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of places in use."""
+        return self._lower.space.used_bytes()
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all places."""
+        return self._lower.space.pool.capacity_bytes
+
+    @property
+    def num_waiting(self) -> int:
+        """Blocks that wait to be moved down."""
+        return self._lower.down.num_waiting
 
     # Down
 

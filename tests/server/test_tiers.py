@@ -1,0 +1,161 @@
+"""A disk below the arena: what the arena has evicted is found there and comes back byte for byte,
+also after a kill; and what the disk does wrong costs hits, never bytes."""
+
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from demo.processes import runtime_folder
+from hotkv_client import BlockResult, GroupHashes, TransferStatus
+from hotkv_client.testing import PagedEngine
+from tests.server.support import hashes
+from tests.server.test_life import wait_until
+from tests.server.test_restart import Place, load, store
+
+PAGE_BYTES, LAYERS, NUM_BLOCKS = 64 << 10, 2, 160
+SLOT_BYTES = PAGE_BYTES * LAYERS
+ARENA_SLOTS = (16 << 20) // SLOT_BYTES
+CHAIN = 30
+"""Fewer than a lease may pin before its load: a quarter of the arena."""
+
+
+class Tiered(Place):
+    """A place whose servers have a disk of 64 MiB."""
+
+    def start_tiered(self, *flags: str, disk: str = "64MiB") -> None:
+        folder = self.folder / "disk"
+        self.start("--tiers.disk.path", str(folder), "--tiers.disk.bytes", disk, *flags)
+
+    def connect(self, on_evicted: object = None) -> PagedEngine:
+        assert self.server is not None
+        self.engine = PagedEngine(
+            self.server.target, layers=LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES
+        ).connect()
+        return self.engine
+
+    def fill(self, blocks: list[bytes]) -> np.ndarray:
+        """Stores blocks with random bytes, and waits until the disk has them; returns the bytes."""
+        engine, count = self.engine, len(blocks)
+        assert engine is not None and count <= NUM_BLOCKS
+        content = np.random.default_rng().integers(0, 256, (LAYERS, count, PAGE_BYTES), np.uint8)
+        engine.kv[:, :count] = content
+        before = self.counter("tier_demoted_blocks_total")
+        assert store(engine, blocks) == {BlockResult.STORED}
+        wait_until(lambda: self.counter("tier_demoted_blocks_total") == before + count)
+        return content
+
+    def loads(self, blocks: list[bytes], content: np.ndarray) -> bool:
+        """Whether the blocks are found and loaded with these bytes."""
+        engine, count = self.engine, len(blocks)
+        assert engine is not None
+        engine.kv[:] = 0
+        if not engine.session.lookup([GroupHashes(0, blocks)]).result(10)[0].all():
+            return False
+        assert load(engine, blocks, 0) is TransferStatus.DONE
+        return np.array_equal(engine.kv[:, :count], content)
+
+
+@pytest.fixture
+def place() -> Iterator[Tiered]:
+    with runtime_folder(256 << 20) as folder:
+        made = Tiered(folder)
+        yield made
+        if made.engine is not None:
+            made.engine.close()
+        if made.server is not None:
+            made.server.__exit__()
+
+
+def test_what_the_arena_has_evicted_comes_back_from_the_disk(place: Tiered) -> None:
+    place.start_tiered()
+    engine = place.connect()
+    chains = [hashes(CHAIN) for _ in range(10)]
+    assert sum(map(len, chains)) > 2 * ARENA_SLOTS
+    contents = [place.fill(chain) for chain in chains]
+    assert not engine.session.probe(0, chains[0]).any(), "the first chain is still in the arena"
+    for chain, content in zip(chains, contents, strict=True):
+        assert place.loads(chain, content)
+    assert place.counter("tier_promoted_blocks_total") >= 6 * CHAIN
+    assert not place.counter("tier_lost_blocks_total")
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_the_disk_outlives_the_server_and_the_arena(place: Tiered, how: signal.Signals) -> None:
+    place.start_tiered()
+    place.connect()
+    chains = [hashes(CHAIN) for _ in range(8)]
+    contents = [place.fill(chain) for chain in chains]
+    place.stop(how)
+    # As after a reboot: the arena is gone, the disk is there.
+    for path in (place.folder / "arena").iterdir():
+        path.unlink()
+    place.start_tiered()
+    for chain, content in zip(chains, contents, strict=True):
+        assert place.loads(chain, content)
+    more = hashes(CHAIN)
+    assert place.loads(more, place.fill(more))
+
+
+def test_bytes_that_changed_on_the_disk_are_a_miss(place: Tiered) -> None:
+    place.start_tiered()
+    engine = place.connect()
+    chain = hashes(CHAIN)
+    content = place.fill(chain)
+    for _ in range(6):
+        place.fill(hashes(CHAIN))
+    slabs = np.memmap(place.folder / "disk" / "slabs", np.uint8, "r+")
+    at = slabs.tobytes().find(content[0, 7].tobytes())
+    assert at >= 0
+    slabs[at + 4097] ^= 1
+    slabs.flush()
+    grant = engine.session.acquire("a", [GroupHashes(0, chain)]).result(10)
+    assert [at for at, good in enumerate(grant.pinned[0]) if not good] == [7]
+    engine.session.release("a")
+    assert place.counter("tier_lost_blocks_total") == 1
+    good = [block for at, block in enumerate(chain) if at != 7]
+    assert place.loads(good, np.delete(content, 7, axis=1))
+    assert not engine.session.lookup([GroupHashes(0, chain[7:8])]).result(10)[0].any()
+
+
+def test_a_flush_reaches_the_disk(place: Tiered) -> None:
+    place.start_tiered()
+    engine = place.connect()
+    chains = [hashes(CHAIN) for _ in range(8)]
+    for chain in chains:
+        place.fill(chain)
+    engine.session.flush().result(10)
+    for chain in chains:
+        assert not engine.session.lookup([GroupHashes(0, chain)]).result(10)[0].any()
+    place.stop(signal.SIGKILL)
+    place.start_tiered()
+    for chain in chains:
+        assert not engine.session.lookup([GroupHashes(0, chain)]).result(10)[0].any()
+
+
+def test_a_lease_waits_no_longer_than_is_set(place: Tiered) -> None:
+    place.start_tiered("--tiers.lookup-wait-ms", "0")
+    engine = place.connect()
+    chain = hashes(CHAIN)
+    content = place.fill(chain)
+    for _ in range(6):
+        place.fill(hashes(CHAIN))
+    grant = engine.session.acquire("a", [GroupHashes(0, chain)]).result(10)
+    engine.session.release("a")
+    assert not grant.pinned[0].all()
+    # What was asked for comes up all the same, for the next request.
+    wait_until(lambda: bool(engine.session.probe(0, chain).all()))
+    assert place.loads(chain, content)
+
+
+def test_a_smaller_disk_keeps_what_fits(place: Tiered) -> None:
+    place.start_tiered()
+    place.connect()
+    chain = hashes(CHAIN)
+    content = place.fill(chain)
+    place.stop(signal.SIGTERM)
+    for path in (place.folder / "arena").iterdir():
+        path.unlink()
+    place.start_tiered(disk="16MiB")
+    assert place.loads(chain, content)
