@@ -21,9 +21,11 @@ from tests.vllm.tiny import engine_args, transfer_config
 
 
 class Daemon:
-    """A hotkv-server in `folder`, which a restart uses again."""
+    """A hotkv-server in `folder`, which a restart uses again. `flags`: more settings of the next
+    start."""
 
     def __init__(self, folder: Path, arena: str = "64MiB") -> None:
+        self.flags: list[str] = []
         self.folder = folder
         self.target = f"unix:{folder}/grpc.sock"
         self._arena = arena
@@ -40,7 +42,7 @@ class Daemon:
 
     def start(self, timeout_s: float = 60.0) -> "Daemon":
         arguments = ["--runtime-dir", str(self.folder), "--arena.dir", str(self._arena_folder)]
-        arguments += ["--arena.bytes", self._arena, "--http.port", "0"]
+        arguments += ["--arena.bytes", self._arena, "--http.port", "0", *self.flags]
         self.process = start_server(*arguments)
         until_s = time.monotonic() + timeout_s
         while time.monotonic() < until_s:
@@ -57,6 +59,11 @@ class Daemon:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait(30)
+
+    def lose_arena(self) -> None:
+        """Kills the server and removes its arena, as a reboot does."""
+        self.kill()
+        shutil.rmtree(self._arena_folder)
 
     def stop(self) -> None:
         """Sends SIGTERM, as a service manager would, and removes the arena."""
