@@ -39,6 +39,11 @@ MAX_DOWN_BYTES = 64 << 20
 """Most bytes on their way down: their slots can't be evicted meanwhile."""
 MOVING_SHARE = 0.125
 """Largest share of the arena that may be on its way down, and again on its way up."""
+CLOSE_S = 2.0
+"""Longest wait for what a closed tier has answered to be taken in. A disk that hangs answers no
+more; its slots are nobody's then, as the process ends."""
+MAX_STALL_S = 1.0
+"""A tier whose call has been under way for longer hangs."""
 UP_TIMEOUT_S = 30.0
 """A tier need not begin a read any more after this long: the slots are wanted back."""
 
@@ -95,9 +100,8 @@ class Tiers:
         """Begins no move any more and ends those under way. Waits as long as the tier's `close`."""
         self._is_closing = True
         await asyncio.get_running_loop().run_in_executor(None, self.tier.close)
-        # What the tier has answered is taken in before its tasks end.
-        for _ in range(2):
-            await asyncio.sleep(0)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -122,13 +126,19 @@ class Tiers:
         """Blocks that wait to be moved down."""
         return self._lower.down.num_waiting
 
+    @property
+    def is_usable(self) -> bool:
+        """False while the tier is known to be broken or hangs: lookups pass it by."""
+        hangs = self.tier.stalled_s(time.monotonic()) > MAX_STALL_S
+        return not (self._is_closing or hangs or self.tier.problem())
+
     # Down
 
     async def _move_down(self) -> None:
         while not self._is_closing:
             await asyncio.sleep(PAUSE_S)
             self._lower.space.removal.take_effects()
-            if self.tier.problem():
+            if not self.is_usable:
                 continue
             entries = self._lower.down.take(
                 min(MAX_DOWN_BYTES, self._moving_bytes) - self._down_bytes
@@ -165,6 +175,8 @@ class Tiers:
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
         """Whether a block of these lists is not in host memory but below, or on its way up."""
+        if not self.is_usable:
+            return False
         key_space_id = session.record.key_space_id
         return any(
             len(positions) for positions in self._lower.up.wanted(key_space_id, groups)
@@ -201,7 +213,7 @@ class Tiers:
         """Which blocks are ready below or on their way up, one mask a list."""
         masks = []
         for one in groups:
-            if one.group_index >= MAX_GROUPS:
+            if one.group_index >= MAX_GROUPS or not self.is_usable:
                 masks.append(np.zeros(len(one.hashes), np.bool_))
                 continue
             masks.append(
@@ -212,7 +224,7 @@ class Tiers:
 
     async def _begin_up(self, key_space_id: int, groups: list[HashList]) -> None:
         """Begins to read what lies below of these lists, as far as there is room."""
-        if self._is_closing or self._core.draining or self.tier.problem():
+        if not self.is_usable or self._core.draining:
             return
         wanted = self._lower.up.wanted(key_space_id, groups)
         runs = [

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ByteSize, Field, model_validator
+from pydantic import BaseModel, ByteSize, Field
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 class DiskSettings(BaseModel, extra="forbid"):
@@ -17,21 +17,13 @@ class DiskSettings(BaseModel, extra="forbid"):
             "Folder of the tier on a local disk, of this server alone. None: no such tier."
         ),
     )
-    bytes: Annotated[ByteSize, Field(ge=0)] = Field(
-        ByteSize(0), description="Size of the slab file in that folder, such as 200GiB."
+    bytes: Annotated[ByteSize, Field(ge=16 * MIB)] = Field(
+        ByteSize(100 * GIB),
+        description="Size of the slab file in that folder, such as 200GiB.",
     )
     threads: Annotated[int, Field(ge=1, le=64)] = Field(
         4, description="Threads that read and write."
     )
-
-    @model_validator(mode="after")
-    def _has_room(self) -> "DiskSettings":
-        if self.path is not None and self.bytes < GIB // 64:
-            raise ValueError(
-                f"tiers.disk.bytes is {self.bytes}; give the slab file 16MiB or more, or leave "
-                "tiers.disk.path out"
-            )
-        return self
 
 
 class TierSettings(BaseModel, extra="forbid"):

@@ -1,0 +1,259 @@
+"""Tiers as the daemon's event loop drives them, over a tier whose faults are chosen: whatever it
+does, nobody waits longer than is set, and no lease gets bytes that were not stored."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import LRU
+from hotkv_server.core.space import Space
+from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.integrity.sums import add_sums
+from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.runtime import tiers as tiers_module
+from hotkv_server.runtime.tiers import Tiers
+from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
+from tests.core.support import evict, flush, make_key_space, make_table, words_of
+
+SLAB = 4 * SLOT_ALIGN
+NUM_SLOTS = 64
+ARENA_BYTES = NUM_SLOTS * SLOT_ALIGN
+BLOCKS = list(range(6))
+
+
+class Setup:
+    """A core over memory of its own, and a tier below it."""
+
+    def __init__(self, lookup_wait_s: float) -> None:
+        below = Space(make_table(200), 256 * SLOT_ALIGN, SLAB, LRU(200))
+        config = CoreConfig(ARENA_BYTES, SLAB, 200, check_stride=1)
+        self.core = CacheCore(config, make_table(200), LRU(200), below=below)
+        self.memory = np.zeros(ARENA_BYTES, np.uint8)
+        arena = Region(self.memory.ctypes.data, ARENA_BYTES, "arena")
+        self.arena = arena
+        self.store = MemoryStore(places=True)
+        self.tier = MemoryTier(arena, self.store)
+        self.tiers = Tiers(self.core, self.tier, Verifier(self.core, arena), arena, lookup_wait_s)
+        key_space = make_key_space("m", SLOT_ALIGN, SLOT_ALIGN)
+        self.number = self.core.open_session("e", "worker", key_space, 0.0).number
+        self.session: Any = SimpleNamespace(record=self.core.sessions.record(self.number))
+        self.num_calls = 0
+
+    def put(self, numbers: list[int]) -> None:
+        """Stores blocks, each with bytes of its own."""
+        self.num_calls += 1
+        name, now_s = f"store {self.num_calls}", time.monotonic()
+        runs = [Run(0, words_of(numbers))]
+        (slots,) = self.core.begin_store(self.number, name, name, runs, 0, 0.0, now_s)
+        for position, offset in zip(slots.positions.tolist(), slots.offsets.tolist(), strict=True):
+            self.memory[offset : offset + SLOT_ALIGN] = content(numbers[position])
+        sums = np.zeros(len(slots.offsets), np.uint64)
+        strides = np.ones(len(sums), np.int64)
+        add_sums(self.arena, slots.offsets, SLOT_ALIGN, 0, strides, sums)
+        self.core.end_store(self.number, name, True, now_s, [sums])
+
+    async def until_down(self, count: int) -> None:
+        """Waits until so many blocks lie below."""
+        until_s = time.monotonic() + 20
+        while self.core.lower.moves.counters.demoted < count:  # type: ignore[union-attr]
+            assert time.monotonic() < until_s, "blocks are not moved down"
+            await asyncio.sleep(0.01)
+
+    async def lie_below(self, numbers: list[int]) -> None:
+        """Blocks are below, and not in host memory."""
+        self.put(numbers)
+        await self.until_down(len(numbers))
+        evict(self.core, 1, 0, words_of(numbers))
+
+    async def leased(self, numbers: list[int]) -> list[bool]:
+        """Brings blocks up and leases them, as the rpc does; checks the bytes of what is pinned."""
+        self.num_calls += 1
+        lists = [HashList(0, words_of(numbers))]
+        held = await self.tiers.bring_up(self.session, lists)
+        name = f"lease {self.num_calls}"
+        grant = self.core.acquire(self.number, name, lists, 10.0, time.monotonic())
+        self.tiers.let_go(held)
+        (offsets,) = self.core.slot_offsets(self.number, name)
+        for number, offset in zip(numbers, offsets.tolist(), strict=True):
+            if offset >= 0:
+                assert np.array_equal(self.memory[offset : offset + SLOT_ALIGN], content(number)), (
+                    f"block {number} has other bytes"
+                )
+        self.core.release(self.number, name)
+        self.core.check_invariants()
+        pinned: list[bool] = grant.pinned[0].tolist()
+        return pinned
+
+
+def content(number: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    return np.random.default_rng(number).integers(0, 256, SLOT_ALIGN, np.uint8)
+
+
+@contextlib.asynccontextmanager
+async def made(lookup_wait_s: float = 10.0) -> AsyncIterator[Setup]:
+    one = Setup(lookup_wait_s)
+    one.tiers.start()
+    try:
+        yield one
+    finally:
+        await one.tiers.close()
+        one.core.check_invariants()
+        assert not len(one.core.lower.moves)  # type: ignore[arg-type, union-attr]
+        assert not one.core.space.index.pins.any()
+
+
+def test_blocks_come_up_and_are_leased() -> None:
+    async def run() -> None:
+        async with made() as one:
+            await one.lie_below(BLOCKS)
+            assert await one.leased([*BLOCKS, 99]) == [True] * 6 + [False]
+            index = one.core.space.index
+            words = index.find(1, 0, words_of(BLOCKS))
+            cases = one.tiers._verifier.cases(words)
+            assert all(good.all() for good in one.tiers._verifier.judge(cases))
+
+    asyncio.run(run())
+
+
+def test_many_ask_at_once_and_each_block_is_read_once() -> None:
+    async def run() -> None:
+        async with made() as one:
+            await one.lie_below(BLOCKS)
+            answers = await asyncio.gather(*(one.leased(BLOCKS[at:]) for at in range(5)))
+            assert all(all(answer) for answer in answers)
+            assert one.tier.figures().read_blocks == len(BLOCKS)
+
+    asyncio.run(run())
+
+
+def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any) -> None:
+    monkeypatch.setattr(tiers_module, "MAX_STALL_S", 0.05)
+
+    async def run() -> None:
+        async with made(0.2) as one:
+            await one.lie_below(BLOCKS)
+            one.tier.faults.is_hung = True
+            stalled = monkeypatch.setattr
+            began_s = time.monotonic()
+            assert not any(await one.leased(BLOCKS))
+            assert time.monotonic() - began_s >= 0.2
+            stalled(one.tier, "stalled_s", lambda now_s: 1.0)
+            assert not one.tiers.has_some(one.session, [HashList(0, words_of([50]))])
+            assert not one.tiers.lies_below(1, [HashList(0, words_of(BLOCKS))])[0].any()
+            # What is read at last is there for the next one.
+            one.tier.faults.is_hung = False
+            stalled(one.tier, "stalled_s", lambda now_s: 0.0)
+            until_s = time.monotonic() + 20
+            while not all(await one.leased(BLOCKS)):
+                assert time.monotonic() < until_s
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+
+
+def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
+    async def run() -> None:
+        async with made() as one:
+            await one.lie_below(BLOCKS)
+            one.tier.faults.problem = "gone"
+            assert not one.tiers.has_some(one.session, [HashList(0, words_of(BLOCKS))])
+            assert not any(await one.leased(BLOCKS))
+            one.put([20, 21])
+            await asyncio.sleep(0.2)
+            one.tier.faults.problem = ""
+            assert all(await one.leased(BLOCKS))
+            await one.until_down(len(BLOCKS) + 2)
+
+    asyncio.run(run())
+
+
+def test_reads_that_fail_lose_nothing_below() -> None:
+    async def run() -> None:
+        async with made() as one:
+            await one.lie_below(BLOCKS)
+            one.tier.faults.fails = lambda key: key.endswith(words_of([3])[0].tobytes())
+            assert await one.leased(BLOCKS) == [True, True, True, False, True, True]
+            one.tier.faults.fails = lambda key: False
+            assert all(await one.leased(BLOCKS))
+
+    asyncio.run(run())
+
+
+def test_a_full_tier_goes_on_reading() -> None:
+    async def run() -> None:
+        async with made() as one:
+            await one.lie_below(BLOCKS)
+            one.tier.faults.is_full = True
+            one.put([20, 21])
+            await asyncio.sleep(0.2)
+            assert all(await one.leased(BLOCKS))
+            evict(one.core, 1, 0, words_of([20, 21]))
+            assert not any(await one.leased([20, 21]))
+
+    asyncio.run(run())
+
+
+def test_damaged_blocks_are_a_miss_and_gone() -> None:
+    async def run() -> None:
+        async with made() as one:
+            await one.lie_below(BLOCKS)
+            for place in list(one.store.content)[:2]:
+                one.store.damage(place, 100)
+            assert sum(await one.leased(BLOCKS)) == 4
+            assert one.core.lower.moves.counters.lost == 2  # type: ignore[union-attr]
+            one.put(BLOCKS)
+            assert all(await one.leased(BLOCKS))
+
+    asyncio.run(run())
+
+
+def test_blocks_whose_bytes_changed_in_host_memory_are_not_written() -> None:
+    async def run() -> None:
+        async with made() as one:
+            one.tier.faults.problem = "not yet"
+            one.put(BLOCKS)
+            words = one.core.space.index.find(1, 0, words_of([2]))
+            one.memory[int(one.core.space.index.offsets(words)[0]) + 7] ^= 1
+            one.tier.faults.problem = ""
+            await one.until_down(len(BLOCKS) - 1)
+            evict(one.core, 1, 0, words_of(BLOCKS))
+            assert await one.leased(BLOCKS) == [True, True, False, True, True, True]
+
+    asyncio.run(run())
+
+
+def test_nothing_comes_up_after_a_flush() -> None:
+    async def run() -> None:
+        async with made(0.05) as one:
+            await one.lie_below(BLOCKS)
+            one.tier.faults.is_hung = True
+            assert not any(await one.leased(BLOCKS))
+            flush(one.core, 1)
+            one.tier.faults.is_hung = False
+            until_s = time.monotonic() + 20
+            while len(one.core.lower.moves):  # type: ignore[arg-type, union-attr]
+                assert time.monotonic() < until_s
+                await asyncio.sleep(0.01)
+            assert not any(await one.leased(BLOCKS))
+
+    asyncio.run(run())
+
+
+def test_a_close_ends_what_is_under_way() -> None:
+    async def run() -> None:
+        async with made(0.05) as one:
+            await one.lie_below(BLOCKS)
+            one.tier.faults.is_hung = True
+            one.put([20, 21])
+            await asyncio.sleep(0.1)
+            assert not any(await one.leased(BLOCKS))
+
+    asyncio.run(run())
