@@ -40,10 +40,12 @@ class Server:
         """Starts it, again or for the first time."""
         self._server.start()
         self.port = self._server.port
-        self.client = valkey_client.Valkey(unix_socket_path=self.path)
+        # One connection: it stays logged in when the password comes.
+        self.client = valkey_client.Valkey(
+            unix_socket_path=self.path, single_connection_client=True
+        )
         if self._password:
             self.client.config_set("requirepass", self._password)
-            self.client = valkey_client.Valkey(unix_socket_path=self.path, password=self._password)
         self.pid = int(self.client.info("server")["process_id"])
 
     def kill(self) -> None:

@@ -62,7 +62,7 @@ def greet(ask: Ask, login: Login | None, database: int, until_s: float) -> None:
     if login is not None:
         words += [b"AUTH", login.user.encode(), login.password]
     (hello,) = ask([command(*words, b"SETNAME", b"hotkv")], until_s)
-    if isinstance(hello, ErrorReply) and hello.code in ("ERR", "NOPERM", "NOPROTO"):
+    if isinstance(hello, ErrorReply) and _knows_no_hello(hello, login):
         if b"max number of clients" in hello.text:
             raise UnusableError("has too many clients: raise its maxclients")
         _greet_version_2(ask, login, until_s)
@@ -74,8 +74,12 @@ def greet(ask: Ask, login: Login | None, database: int, until_s: float) -> None:
         _check_kind(hello)
     asked = [command(b"SELECT", b"%d" % database)] if database else []
     for reply in ask([*asked, command(b"EXISTS", CHECK_KEY)], until_s):
-        if isinstance(reply, ErrorReply):
-            raise unusable(reply.code) or UnusableError(f"refuses: {quoted(reply.text)}")
+        _check(reply)
+
+
+def _knows_no_hello(reply: ErrorReply, login: Login | None) -> bool:
+    # Before AUTH, a server says NOAUTH to commands that it does not know.
+    return reply.code in ("ERR", "NOPERM", "NOPROTO") or (reply.code == "NOAUTH" and bool(login))
 
 
 def _greet_version_2(ask: Ask, login: Login | None, until_s: float) -> None:
@@ -84,12 +88,16 @@ def _greet_version_2(ask: Ask, login: Login | None, until_s: float) -> None:
         # The default user goes unnamed: a server before version 6 knows no users.
         user = [login.user.encode()] if login.user != DEFAULT_USER else []
         (reply,) = ask([command(b"AUTH", *user, login.password)], until_s)
-        if isinstance(reply, ErrorReply):
-            raise unusable(reply.code) or UnusableError(
-                "does not accept AUTH: check user and password_file"
-            )
+        if isinstance(reply, ErrorReply) and reply.code != "WRONGPASS":
+            raise UnusableError("does not accept AUTH: check user and password_file")
+        _check(reply)
     # A name is for people who look at the server's list of clients; it may be refused.
     ask([command(b"CLIENT", b"SETNAME", b"hotkv")], until_s)
+
+
+def _check(reply: Reply) -> None:
+    if isinstance(reply, ErrorReply):
+        raise unusable(reply.code) or UnusableError(f"refuses: {quoted(reply.text)}")
 
 
 def _check_kind(hello: "dict[bytes, Reply]") -> None:

@@ -9,8 +9,8 @@ import struct
 from hotkv_server.tiers.protocol import Read
 from hotkv_server.tiers.seals import seal
 
-_HEAD = struct.Struct("<4sHHqQ")
-"""Magic number, version of the format, zero, size of the block in bytes, seal. Little endian."""
+_HEAD = struct.Struct("<4sIqQ")
+"""Magic number, version of the format, size of the block in bytes, seal. Little endian."""
 MAGIC = b"hkvb"
 VERSION = 1
 HEAD_BYTES = _HEAD.size
@@ -19,7 +19,7 @@ HEAD_BYTES = _HEAD.size
 def head(key: bytes, content: memoryview) -> tuple[bytes, int]:
     """(head, seal) of a block's value."""
     sealed = seal(key, content)
-    return _HEAD.pack(MAGIC, VERSION, 0, len(content), sealed), sealed
+    return _HEAD.pack(MAGIC, VERSION, len(content), sealed), sealed
 
 
 def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
@@ -28,7 +28,7 @@ def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
     value's length, head included."""
     if value_bytes < HEAD_BYTES:
         return Read.CORRUPT
-    magic, version, _, size_bytes, _ = _HEAD.unpack(head)
+    magic, version, size_bytes, _ = _HEAD.unpack(head)
     if magic != MAGIC:
         return Read.CORRUPT
     if version != VERSION:
