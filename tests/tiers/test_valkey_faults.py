@@ -2,10 +2,13 @@
 
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from hotkv_server.testing.fault_proxy import (
     Dam,
@@ -18,7 +21,7 @@ from hotkv_server.testing.fault_proxy import (
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, Codes, content
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.valkey import calls
-from hotkv_server.tiers.valkey.calls import Call, Part, PartQueue
+from hotkv_server.tiers.valkey.calls import PART_BLOCKS, PART_BYTES, Call, Part, PartQueue, cut
 from tests.tiers.valkey_support import Server, bench_over, running, wait_for
 
 REPLY_BYTES = len(b"$16408\r\n") + 24 + SLOT_BYTES + 2
@@ -262,6 +265,31 @@ def test_a_call_beyond_the_queue_fails_at_once(
             assert len(ended) == 2
         wait_for(lambda: len(ended) == 6, "calls did not end")
         assert bench.tier.figures().queued_bytes == 0
+
+
+def test_a_read_that_is_too_late_costs_no_connection(proxy: FaultProxy) -> None:
+    with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
+        stored(bench)
+        before = proxy.num_connections
+        assert bench.read([1], [4], within_s=-1.0).tolist() == [Read.FAILED]
+        bench.check_read([1], [4])
+        assert proxy.num_connections == before
+
+
+@given(st.lists(st.integers(0, 3 * PART_BYTES // 2) | st.integers(0, 4096), max_size=300))
+@example([4096] * 150)
+def test_parts_are_all_rows_in_order_and_bounded(sizes: list[int]) -> None:
+    num_bytes = np.array(sizes, np.int64)
+    parts = list(cut(num_bytes))
+    assert [row for part in parts for row in range(part.start, part.stop)] == [*range(len(sizes))]
+    for part in parts:
+        count = part.stop - part.start
+        assert 0 < count <= PART_BLOCKS
+        assert count == 1 or num_bytes[part].sum() <= PART_BYTES
+    for part, after in pairwise(parts):
+        # No part ends too early.
+        more = num_bytes[part.start : after.start + 1]
+        assert len(more) > PART_BLOCKS or more.sum() > PART_BYTES
 
 
 def test_reads_go_before_writes_and_each_kind_in_its_order() -> None:

@@ -152,6 +152,23 @@ def test_a_cluster(tmp_path: Path) -> None:
         assert "is a cluster" in problem_of(bench) and "glide" in problem_of(bench)
 
 
+@pytest.mark.parametrize(
+    ("said", "instead", "words"),
+    [
+        (b"+master", b"+replica", "is a read-only replica"),
+        (b"+master", b"+slave", "is a read-only replica"),
+        (b"+standalone", b"+sentinel", "is a sentinel"),
+        (b"+standalone", b"+cluster", "is a cluster"),
+    ],
+)
+def test_a_server_of_another_kind(said: bytes, instead: bytes, words: str) -> None:
+    with (
+        Scripted(HELLO.replace(said, instead), ABSENT) as server,
+        bench_over(server.address, connections=1) as bench,
+    ):
+        assert words in problem_of(bench)
+
+
 def test_too_many_clients(server: Server) -> None:
     server.client.config_set("maxclients", 1)
     with bench_over(f"127.0.0.1:{server.port}") as bench:
