@@ -8,6 +8,7 @@ from hotkv_server.tiers.valkey.errors import LostError
 from hotkv_server.tiers.valkey.resp import (
     MAX_LINE_BYTES,
     MAX_REPLY_BYTES,
+    MAX_SKIPPED_BYTES,
     Bulk,
     ErrorReply,
     Replies,
@@ -205,6 +206,12 @@ def test_what_cannot_be_a_reply_is_lost(content: bytes) -> None:
 @pytest.mark.parametrize("content", [b":1\r\n", b"+OK\r\n", b"*1\r\n$1\r\na\r\n", b"%0\r\n"])
 def test_a_value_of_another_kind_is_lost(content: bytes) -> None:
     with pytest.raises(LostError, match="kind"):
+        Replies(Cut(content, [7])).value(memoryview(bytearray(4)), lambda size: None, FOREVER)
+
+
+def test_a_value_too_long_to_be_skipped_is_lost() -> None:
+    with pytest.raises(LostError, match="keeps 67108869 bytes under the key of a block"):
+        content = b"$%d\r\nhead" % (MAX_SKIPPED_BYTES + 5)
         Replies(Cut(content, [7])).value(memoryview(bytearray(4)), lambda size: None, FOREVER)
 
 

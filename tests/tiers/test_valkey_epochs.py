@@ -20,6 +20,8 @@ from tests.tiers.valkey_support import Server, bench_over, running, tier_over, w
 
 T = TypeVar("T")
 NAME = "00ff" * 8
+REPLY_BYTES = len(b"$%d\r\n\r\n" % (SLOT_BYTES + 24)) + SLOT_BYTES + 24
+"""Of one block on the wire."""
 
 
 @pytest.fixture(scope="module")
@@ -244,9 +246,8 @@ def test_a_read_that_loses_its_epoch_finds_nothing(
     keys = keys_of(now, 2)
     with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
         write(bench, keys, {NAME: now})
-        size = len(b"$%d\r\n\r\n" % (SLOT_BYTES + 24)) + SLOT_BYTES + 24
         for lost in (0, 1, 5):
-            proxy.on_reply = cut_after(2 * size + lost)
+            proxy.on_reply = cut_after(2 * REPLY_BYTES + lost)
             assert read(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
             proxy.on_reply = nothing
             assert read(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 2
@@ -258,3 +259,31 @@ def test_nobody_answers_for_a_dead_server(tmp_path: Path) -> None:
         assert epoch(tier) is None and flush(tier) is None
         tier.close()
         assert epoch(tier) is None and flush(tier) is None
+
+
+def test_a_flush_counts_although_the_connection_is_lost_right_after(
+    server: Server, node_a: ValkeyTier
+) -> None:
+    # A damaged block makes the read delete it, and that is what the connection is lost in.
+    proxy = FaultProxy(server.path)
+    now = epoch(node_a)
+    keys = keys_of(now, 2)
+    with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
+        write(bench, keys, {NAME: now})
+        server.damage(keys[1])
+        raised = flush(node_a)
+        digits = len(str(raised))
+        proxy.on_reply = cut_after(2 * REPLY_BYTES + len(b"$%d\r\n" % digits) + digits + 2)
+        assert read(bench.tier, keys, {NAME: now}) == [Read.ABSENT] * 2
+    proxy.close()
+
+
+def test_a_probe_that_loses_its_epoch_finds_nothing(server: Server, node_a: ValkeyTier) -> None:
+    proxy = FaultProxy(server.path)
+    now = epoch(node_a)
+    keys = keys_of(now, 2)
+    with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
+        write(bench, keys, {NAME: now})
+        proxy.on_reply = cut_after(2 * len(b":1\r\n"))
+        assert probe(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
+    proxy.close()

@@ -242,6 +242,12 @@ def test_a_login_does_not_show_its_password(password_file: Path) -> None:
     assert SECRET not in repr(login)
 
 
+def test_an_address_that_no_system_call_takes() -> None:
+    with bench_over("..:6379", connections=1) as bench:
+        assert "can't be asked" in problem_of(bench)
+        assert bench.read([1], [0]).tolist() == [Read.FAILED]
+
+
 def test_state_on_sight(server: Server) -> None:
     with bench_over(f"unix:{server.path}") as bench:
         wait_for(lambda: "'well', 0 failures" in repr(bench.tier), repr(bench.tier))

@@ -22,8 +22,8 @@ class Client(Protocol):
     def probe(
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
-        """Looks which keys are there. Returns the epochs that differ from those expected, after
-        which no code counts."""
+        """Looks which keys are there. Returns the epochs that differ from those expected; if any
+        does, no block is settled."""
 
     def read(
         self,

@@ -14,6 +14,8 @@ from hotkv_server.tiers.valkey.errors import LostError, quoted
 MAX_LINE_BYTES = 4096
 MAX_REPLY_BYTES = 1 << 16
 """Longest string in a reply that is not a block's value."""
+MAX_SKIPPED_BYTES = 64 << 20
+"""Longest string that is skipped. To read past a longer one takes longer than to connect anew."""
 MAX_ITEMS = 1024
 """Most members of an array, map or set, which are of no use here beyond HELLO's answer."""
 MAX_DEPTH = 8
@@ -113,6 +115,8 @@ class Replies:
                     raise ValueError(f"{len(body)} bytes of memory for {skipped} of a value")
                 self._take(body, until_s)
                 skipped = 0
+            if skipped > MAX_SKIPPED_BYTES:
+                raise LostError(f"keeps {num_bytes} bytes under the key of a block")
             self._skip(skipped, until_s)
             self._line_end(until_s)
             return Bulk(num_bytes, body is not None)

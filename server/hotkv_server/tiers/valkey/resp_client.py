@@ -50,15 +50,19 @@ class RespClient:
         asked = [command(b"EXISTS", key) for key in keys]
         self._send(asked + [epochs.get(name) for name in expected], until_s)
         errors = Errors()
+        settled = codes.copy()
         for at in range(len(keys)):
             reply = self._replies.next(until_s)
             if isinstance(reply, ErrorReply):
                 errors.add(reply)
             elif reply in (0, 1):
-                codes[at] = Read.FOUND if reply else Read.ABSENT
+                settled[at] = Read.FOUND if reply else Read.ABSENT
             else:
                 raise LostError(f"answers EXISTS with {_shown(reply)}")
-        return self._changed(expected, errors, until_s)
+        changed = self._changed(expected, errors, until_s)
+        if not changed:
+            codes[:] = settled
+        return changed
 
     def read(
         self,
@@ -78,6 +82,8 @@ class RespClient:
         for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
             settled[at] = self._value(key, slot, errors, until_s)
         changed = self._changed(expected, errors, until_s)
+        if changed:
+            return changed
         codes[:] = settled
         # Now, and not with other work: the block may be written again as soon as this has ended.
         self.forget([keys[at] for at in (settled == Read.CORRUPT).nonzero()[0].tolist()], until_s)

@@ -137,4 +137,8 @@ class Workers:
             return self._connect_to(self._settings, until_s)
         except StoreError as error:
             self._health.fail(str(error))
+        except Exception as error:
+            # The edge of the effect executor, as above: the thread goes on.
+            log.exception("%s: %s", self._name, type(error).__name__)
+            self._health.fail(f"can't be asked: {type(error).__name__}")
         return None
