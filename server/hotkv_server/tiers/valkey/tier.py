@@ -38,6 +38,9 @@ from hotkv_server.tiers.valkey.workers import Connect, Workers
 class ValkeyTier:
     """See the module and `SharedTier`.
 
+    A call ends at its deadline at the latest, except when it has to connect first: then up to
+    `settings.connect_timeout_s` later, with its slots untouched.
+
     `on_epoch`: called from any thread with (fingerprint, epoch), before the answer to a call that
     expected another epoch; the epoch is NO_EPOCH if the server has none. It must not block.
     """
