@@ -7,9 +7,10 @@ bit, what was written under its key. STORED is said only when the very next read
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from types import MappingProxyType
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,11 @@ from numpy.typing import NDArray
 Int64s = NDArray[np.int64]
 Seals = NDArray[np.uint64]
 Codes = NDArray[np.uint8]
+Epochs: TypeAlias = Mapping[str, int]
+"""Epochs by the fingerprint of their key space."""
+NO_EPOCHS: Epochs = MappingProxyType({})
+NO_EPOCH = 0
+"""The epoch of a key space that has none at present. No block passes with it."""
 
 
 class Medium(enum.Enum):
@@ -54,6 +60,11 @@ class Blocks:
     own space, in multiples of SLOT_ALIGN; empty for a tier that places by itself. `seals`: what
     `seals.seal` gave when the block was written; for a tier that places by itself and keeps them
     with its values, empty.
+
+    `depths`: blocks that are before each in its sequence, for a tier that evicts by itself; empty
+    if all are 0. `epochs`: those that the keys were made with, for a tier that is a `SharedTier`:
+    if one of them is another in the store once the blocks have been read, all blocks are ABSENT.
+    Empty: not looked at.
     """
 
     keys: Sequence[bytes]
@@ -61,6 +72,8 @@ class Blocks:
     num_bytes: Int64s
     places: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
     seals: Seals = field(default_factory=lambda: np.empty(0, np.uint64))
+    depths: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
+    epochs: Epochs = field(default_factory=lambda: NO_EPOCHS)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -80,6 +93,8 @@ OnWrite = Callable[[Codes, Seals], None]
 """Given `Write` values uint8 [n], and seals uint64 [n] of those that are STORED."""
 OnProbe = Callable[[Codes], None]
 """Given `Read` values uint8 [n]: FOUND, ABSENT or FAILED. A hint."""
+OnEpoch = Callable[[int | None], None]
+"""Given an epoch, NO_EPOCH, or None if the store has not answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +162,29 @@ class Tier(Protocol):
     def close(self) -> None:
         """Ends all calls, waits for those under way as long as the store answers, and gives memory
         and connections back."""
+
+
+class SharedTier(Tier, Protocol):
+    """A tier that also keeps the epochs of key spaces, so that a flush counts on all nodes.
+
+    After `raise_epoch` has been answered, no node's read that begins later finds a block of an
+    earlier epoch, if the read names the epochs of its keys.
+    """
+
+    def probe(
+        self,
+        keys: Sequence[bytes],
+        deadline_s: float,
+        on_done: OnProbe,
+        epochs: Epochs = NO_EPOCHS,
+    ) -> None:
+        """As `Tier.probe`. `epochs`: as in `Blocks`."""
+
+    def epoch(self, fingerprint: str, deadline_s: float, on_done: OnEpoch) -> None:
+        """Asks for the epoch of a key space, which begins if there is none. NO_EPOCH if the store
+        has no room to begin one."""
+
+    def raise_epoch(self, fingerprint: str, on_done: OnEpoch) -> None:
+        """Ends the epoch of a key space, and gives the next one. NO_EPOCH if the store has no room
+        for it: then too, nothing of the old epoch passes. None: it may have happened or not; ask
+        again."""

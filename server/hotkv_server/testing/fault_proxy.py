@@ -1,0 +1,175 @@
+"""A proxy in front of a server that delays, holds, cuts and changes what passes.
+
+Always true: bytes pass in their order, through `on_command` and `on_reply`, which a test sets as it
+likes. A function that returns None ends the connection.
+"""
+
+import contextlib
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+PIECE_BYTES = 1 << 16
+Fault = Callable[[bytes], Iterator[bytes]]
+"""Given bytes that have come: gives the bytes that pass, and may wait in between. Raises OSError to
+end the connection."""
+
+
+def nothing(piece: bytes) -> Iterator[bytes]:
+    """No fault."""
+    yield piece
+
+
+def delayed(delay_s: float) -> Fault:
+    """Each piece passes `delay_s` later."""
+
+    def fault(piece: bytes) -> Iterator[bytes]:
+        time.sleep(delay_s)
+        yield piece
+
+    return fault
+
+
+def cut_after(num_bytes: int) -> Fault:
+    """`num_bytes` pass; then the connection ends."""
+    left = num_bytes
+
+    def fault(piece: bytes) -> Iterator[bytes]:
+        nonlocal left
+        yield piece[:left]
+        left -= len(piece)
+        if left <= 0:
+            raise ConnectionAbortedError
+
+    return fault
+
+
+def changed_at(at: int, garbage: bytes) -> Fault:
+    """The bytes from `at` on are `garbage` instead, as many as it has."""
+    passed = 0
+
+    def fault(piece: bytes) -> Iterator[bytes]:
+        nonlocal passed
+        begin, passed = passed, passed + len(piece)
+        changed = bytearray(piece)
+        for offset, byte in enumerate(garbage, at - begin):
+            if 0 <= offset < len(changed):
+                changed[offset] = byte
+        yield bytes(changed)
+
+    return fault
+
+
+class Dam:
+    """A fault that holds everything behind the first `num_bytes` until `opened` is set. `is_full`
+    is set once those have passed and something is held."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.is_full, self.opened = threading.Event(), threading.Event()
+        self._left = num_bytes
+
+    def __call__(self, piece: bytes) -> Iterator[bytes]:
+        ahead, rest = piece[: self._left], piece[self._left :]
+        self._left -= len(ahead)
+        yield ahead
+        if rest:
+            self.is_full.set()
+            self.opened.wait()
+            yield rest
+
+
+class FaultProxy:
+    """See the module. Listens on a free port of 127.0.0.1. `target`: (host, port) or the path of a
+    Unix socket. `tls`: what it speaks TLS with, towards clients only."""
+
+    def __init__(self, target: tuple[str, int] | str, tls: ssl.SSLContext | None = None) -> None:
+        self.on_command: Fault = nothing
+        self.on_reply: Fault = nothing
+        self._target = target
+        self._tls = tls
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, name="fault-proxy", daemon=True).start()
+
+    def __repr__(self) -> str:
+        return f"FaultProxy(port={self.port}, {len(self._pairs)} connections so far)"
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that it has taken."""
+        return len(self._pairs)
+
+    def close(self) -> None:
+        """Ends the proxy and its connections."""
+        self._listener.close()
+        self.drop()
+
+    def drop(self) -> None:
+        """Ends all connections."""
+        for pair in self._pairs:
+            for end in pair:
+                _end(end)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client = self._listener.accept()[0]
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        try:
+            if self._tls is not None:
+                client = self._tls.wrap_socket(client, server_side=True)
+            if isinstance(self._target, str):
+                server = socket.socket(socket.AF_UNIX)
+                server.connect(self._target)
+            else:
+                server = socket.create_connection(self._target)
+        except OSError:
+            client.close()
+            return
+        for end in (client, server):
+            if end.family == socket.AF_INET:
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._pairs.append((client, server))
+        # One thread at a time may be in an SSL object.
+        lock = threading.Lock()
+        commands = threading.Thread(
+            target=self._pump,
+            args=(client, server, lock, lambda piece: self.on_command(piece)),
+            daemon=True,
+        )
+        commands.start()
+        self._pump(server, client, lock, lambda piece: self.on_reply(piece))
+
+    def _pump(
+        self, source: socket.socket, sink: socket.socket, lock: threading.Lock, fault: Fault
+    ) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while piece := _receive(source, lock):
+                for passing in fault(piece):
+                    with lock if isinstance(sink, ssl.SSLSocket) else contextlib.nullcontext():
+                        sink.sendall(passing)
+        _end(source)
+        _end(sink)
+
+
+def _receive(source: socket.socket, lock: threading.Lock) -> bytes:
+    if not isinstance(source, ssl.SSLSocket):
+        return source.recv(PIECE_BYTES)
+    if not source.pending():
+        select.select([source], [], [])
+    with lock:
+        return source.recv(PIECE_BYTES)
+
+
+def _end(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()

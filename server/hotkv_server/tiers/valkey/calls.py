@@ -1,0 +1,144 @@
+"""Calls of a tier, cut into parts that fit one pipeline, and the queue of parts.
+
+Always true: a call ends once, when all its parts have ended; a part ends once, whether it was done
+or not. Parts of reads go before those of writes, each kind in its order.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hotkv_server.tiers.protocol import Codes, Epochs, Int64s, Read, Seals
+from hotkv_server.tiers.valkey.client import Client
+
+PART_BYTES = 2 << 20
+"""Bytes of blocks in a part: a few milliseconds, so that a read waits little behind writes, and
+large calls use all connections."""
+PART_BLOCKS = 64
+PART_KEYS = 1024
+"""Keys of a part that moves no blocks."""
+MAX_QUEUED_PARTS = 1 << 14
+"""A call beyond this many parts fails at once. The runtime bounds bytes in flight long before."""
+
+
+class Call:
+    """A call of `num_blocks` blocks. `on_end` gets it once, from the thread that ends its last
+    part."""
+
+    def __init__(self, num_blocks: int, on_end: "Callable[[Call], None]") -> None:
+        # FAILED has the same number for reads and writes.
+        self.codes: Codes = np.full(num_blocks, Read.FAILED, np.uint8)
+        self.seals: Seals = np.zeros(num_blocks, np.uint64)
+        self.epoch: int | None = None
+        self._changed: dict[str, int] = {}
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._parts_left = 0
+
+    def __repr__(self) -> str:
+        return f"Call({len(self.codes)} blocks, {self._parts_left} parts left)"
+
+    def expect(self, num_parts: int) -> None:
+        """Says how many parts it has, before any of them begins."""
+        self._parts_left = num_parts
+
+    def refuse(self, changed: Epochs) -> None:
+        """Takes note of epochs that are not those expected: nothing of the call counts."""
+        with self._lock:
+            self._changed.update(changed)
+
+    @property
+    def changed(self) -> Epochs:
+        """Epochs that are not those expected."""
+        return self._changed
+
+    def part_ended(self) -> None:
+        """Ends the call after its last part."""
+        with self._lock:
+            self._parts_left -= 1
+            if self._parts_left:
+                return
+        self._on_end(self)
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """Work for one pipeline. `do`: settles its blocks in the call, given a client and a time limit.
+    `deadline_s`: of time.monotonic, when it need not begin any more."""
+
+    call: Call
+    do: Callable[[Client, float], None] = field(repr=False)
+    deadline_s: float = float("inf")
+
+
+def cut(num_bytes: Int64s) -> Iterator[slice]:
+    """Rows of blocks, cut into parts of at most PART_BYTES, or of one block, and PART_BLOCKS."""
+    begin, total = 0, 0
+    for at, size in enumerate(num_bytes.tolist()):
+        if at > begin and (total + size > PART_BYTES or at - begin == PART_BLOCKS):
+            yield slice(begin, at)
+            begin, total = at, 0
+        total += size
+    if len(num_bytes):
+        yield slice(begin, len(num_bytes))
+
+
+def cut_keys(num_keys: int) -> Iterator[slice]:
+    """Rows of keys, cut into parts of at most PART_KEYS."""
+    for begin in range(0, num_keys, PART_KEYS):
+        yield slice(begin, min(begin + PART_KEYS, num_keys))
+
+
+class PartQueue:
+    """Parts that wait for a connection. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._ready = threading.Condition()
+        self._reads: deque[Part] = deque()
+        self._writes: deque[Part] = deque()
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._reads) + len(self._writes)
+
+    def __repr__(self) -> str:
+        return f"PartQueue({len(self._reads)} of reads, {len(self._writes)} of writes)"
+
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`."""
+        return self._is_closed
+
+    def put(self, parts: Sequence[Part], *, is_read: bool) -> bool:
+        """Adds all parts, or none if the queue is full or closed. Returns whether it has."""
+        with self._ready:
+            if self._is_closed or len(self) + len(parts) > MAX_QUEUED_PARTS:
+                return False
+            (self._reads if is_read else self._writes).extend(parts)
+            self._ready.notify(len(parts))
+            return True
+
+    def get(self, until_s: float) -> Part | None:
+        """The next part. Waits for one; None if the queue is closed, or empty at `until_s`, of
+        time.monotonic."""
+        with self._ready:
+            while not (self._reads or self._writes):
+                left_s = until_s - time.monotonic()
+                if self._is_closed or left_s <= 0:
+                    return None
+                self._ready.wait(min(left_s, threading.TIMEOUT_MAX))
+            return (self._reads or self._writes).popleft()
+
+    def close(self) -> list[Part]:
+        """Ends the queue. Returns the parts that nobody will get."""
+        with self._ready:
+            self._is_closed = True
+            self._ready.notify_all()
+            left = [*self._reads, *self._writes]
+            self._reads.clear()
+            self._writes.clear()
+            return left

@@ -1,0 +1,60 @@
+"""What a tier asks of a connection. Another client than RESP's, such as glide for clusters, has to
+give this and nothing else.
+
+Always true: a method settles its blocks, or raises StoreError, and then the client must be closed.
+Codes are filled in as blocks are settled; a block that was not settled keeps the code that it had.
+A slot is written only within `read`. The epochs are read after the blocks: see `epochs`.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from hotkv_server.tiers.protocol import Codes, Epochs, Seals
+
+
+class Client(Protocol):
+    """A connection that a tier calls, one call at a time. `until_s`: time limit, of
+    time.monotonic. All raise StoreError."""
+
+    def is_fresh(self) -> bool:
+        """False if the connection has ended meanwhile."""
+
+    def probe(
+        self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
+    ) -> Epochs:
+        """Looks which keys are there. Returns the epochs that differ from those expected; if any
+        does, no block is settled."""
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[memoryview],
+        expected: Epochs,
+        codes: Codes,
+        until_s: float,
+    ) -> Epochs:
+        """Fills slots, and deletes values that are damaged. Returns as `probe`."""
+
+    def write(
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[memoryview],
+        ttls_ms: Sequence[int],
+        codes: Codes,
+        seals: Seals,
+        until_s: float,
+    ) -> None:
+        """Stores slots under keys that are not there yet."""
+
+    def forget(self, keys: Sequence[bytes], until_s: float) -> None:
+        """Deletes values."""
+
+    def epoch(self, fingerprint: str, until_s: float) -> int:
+        """The epoch of a key space, which begins if there is none."""
+
+    def raise_epoch(self, fingerprint: str, until_s: float) -> int:
+        """Ends the epoch of a key space. Returns the new one, or NO_EPOCH if a full server has no
+        room for one: then nothing passes until `epoch` begins one."""
+
+    def close(self) -> None:
+        """Gives the connection back."""

@@ -1,0 +1,235 @@
+"""RESP, the protocol of Redis and Valkey, versions 2 and 3: commands to bytes, bytes to replies.
+
+Always true: a reply is read to its last byte and no further, or the reading raises and the
+connection must be closed; the reader is never left in the middle of a reply. A value goes straight
+into the memory that is given for it. Of what a server sends, nothing grows without a bound.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from hotkv_server.tiers.valkey.errors import LostError, quoted
+
+MAX_LINE_BYTES = 4096
+MAX_REPLY_BYTES = 1 << 16
+"""Longest string in a reply that is not a block's value."""
+MAX_SKIPPED_BYTES = 64 << 20
+"""Longest string that is skipped. To read past a longer one takes longer than to connect anew."""
+MAX_ITEMS = 1024
+"""Most members of an array, map or set, which are of no use here beyond HELLO's answer."""
+MAX_DEPTH = 8
+BUFFER_BYTES = 1 << 14
+BESIDE_VALUE_BYTES = 128
+"""How much is read ahead around values: enough for the end of one value and the begin of the next,
+so that a value needs one system call, and little enough that copying it costs nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """What the server says against a command. `code`: its first word, such as OOM."""
+
+    text: bytes
+
+    @property
+    def code(self) -> str:
+        """The first word."""
+        return self.text.split(b" ", 1)[0].decode("ascii", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Bulk:
+    """A value that was read. `num_bytes`: its length. `is_placed`: whether all after its head lies
+    in the memory that was given."""
+
+    num_bytes: int
+    is_placed: bool
+
+
+Reply: TypeAlias = (
+    "bool | int | float | bytes | ErrorReply | list[Reply] | dict[bytes, Reply] | None"
+)
+Place: TypeAlias = Callable[[int], "memoryview | None"]
+"""Given a value's length, once its head is there: memory for the rest, of just its size, or None if
+nobody wants it."""
+
+
+class Source(Protocol):
+    """Where replies come from."""
+
+    def receive(self, buffers: Sequence[memoryview], until_s: float) -> int:
+        """As `Stream.receive`."""
+
+
+def command(*words: bytes) -> bytes:
+    """A command's bytes."""
+    return b"".join(
+        (b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in words))
+    )
+
+
+class Replies:
+    """Reads replies from a source. One thread at a time."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._bytes = bytearray(BUFFER_BYTES)
+        self._buffer = memoryview(self._bytes)
+        # What has come and is not read yet.
+        self._begin = self._end = 0
+
+    def __repr__(self) -> str:
+        return f"Replies({self._end - self._begin} bytes read ahead)"
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing has come beyond the last reply."""
+        return self._begin == self._end
+
+    def next(self, until_s: float) -> Reply:
+        """The next reply. Raises LostError or LateError."""
+        while True:
+            kind, rest = self._line(until_s, BUFFER_BYTES)
+            reply = self._reply(kind, rest, until_s, 0)
+            # A push answers no command, nor does what only describes the reply that follows it.
+            if kind not in b">|":
+                return reply
+
+    def value(self, head: memoryview, place: Place, until_s: float) -> "Bulk | ErrorReply | None":
+        """The next reply, which must be a string, null or an error. Fills `head`, then the memory
+        that `place` gives; a value that is shorter than `head` is skipped. Raises LostError or
+        LateError."""
+        kind, rest = self._line(until_s, BESIDE_VALUE_BYTES)
+        while kind in b">|":
+            self._reply(kind, rest, until_s, 0)
+            kind, rest = self._line(until_s, BESIDE_VALUE_BYTES)
+        if kind == b"$" and rest != b"-1":
+            num_bytes, body = _length(rest, 1 << 40), None
+            skipped = num_bytes
+            if num_bytes >= len(head):
+                self._take(head, until_s)
+                skipped -= len(head)
+                body = place(num_bytes)
+            if body is not None:
+                if len(body) != skipped:
+                    raise ValueError(f"{len(body)} bytes of memory for {skipped} of a value")
+                self._take(body, until_s)
+                skipped = 0
+            if skipped > MAX_SKIPPED_BYTES:
+                raise LostError(f"keeps {num_bytes} bytes under the key of a block")
+            self._skip(skipped, until_s)
+            self._line_end(until_s)
+            return Bulk(num_bytes, body is not None)
+        reply = self._reply(kind, rest, until_s, 0)
+        if reply is None or isinstance(reply, ErrorReply):
+            return reply
+        raise LostError(f"answers GET with a reply of kind {quoted(kind)}")
+
+    def _reply(self, kind: bytes, rest: bytes, until_s: float, depth: int) -> Reply:
+        if depth > MAX_DEPTH:
+            raise LostError(f"sends a reply nested more than {MAX_DEPTH} deep")
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return ErrorReply(rest)
+        if kind in b":(":
+            return _integer(rest)
+        if kind == b"_" or (kind in b"$*" and rest == b"-1"):
+            return None
+        if kind == b"#" and rest in (b"t", b"f"):
+            return rest == b"t"
+        if kind == b",":
+            return _double(rest)
+        if kind in b"$!=":
+            return self._string(kind, _length(rest, MAX_REPLY_BYTES), until_s)
+        if kind in b"*~>":
+            return self._items(_length(rest, MAX_ITEMS), until_s, depth)
+        if kind in b"%|":
+            items = self._items(2 * _length(rest, MAX_ITEMS), until_s, depth)
+            pairs = zip(items[::2], items[1::2], strict=True)
+            return {name: value for name, value in pairs if isinstance(name, bytes)}
+        raise LostError(f"sends what is no reply: {quoted(kind + rest)}")
+
+    def _string(self, kind: bytes, num_bytes: int, until_s: float) -> Reply:
+        text = bytearray(num_bytes)
+        self._take(memoryview(text), until_s)
+        self._line_end(until_s)
+        if kind == b"!":
+            return ErrorReply(bytes(text))
+        # A verbatim string begins with its format: "txt:".
+        return bytes(text[4:] if kind == b"=" else text)
+
+    def _items(self, count: int, until_s: float, depth: int) -> "list[Reply]":
+        items: list[Reply] = []
+        while len(items) < count:
+            kind, rest = self._line(until_s, BUFFER_BYTES)
+            item = self._reply(kind, rest, until_s, depth + 1)
+            if kind != b"|":
+                items.append(item)
+        return items
+
+    def _line(self, until_s: float, ahead_bytes: int) -> tuple[bytes, bytes]:
+        """(first byte, rest) of the next line."""
+        while True:
+            begin, end = self._begin, self._bytes.find(b"\r\n", self._begin, self._end)
+            if end > begin:
+                self._begin = end + 2
+                return bytes(self._buffer[begin : begin + 1]), bytes(self._buffer[begin + 1 : end])
+            if end == begin or self._end - begin > MAX_LINE_BYTES:
+                said = bytes(self._buffer[begin : min(begin + 40, self._end)])
+                raise LostError(f"sends what is no reply: {quoted(said)}")
+            self._more(until_s, ahead_bytes)
+
+    def _line_end(self, until_s: float) -> None:
+        end = bytearray(2)
+        self._take(memoryview(end), until_s)
+        if end != b"\r\n":
+            raise LostError("sends a string that is longer than it says")
+
+    def _take(self, into: memoryview, until_s: float) -> None:
+        """Fills all of `into` with the next bytes, past the buffer as far as it can."""
+        at = min(len(into), self._end - self._begin)
+        into[:at] = self._buffer[self._begin : self._begin + at]
+        self._begin += at
+        while at < len(into):
+            self._begin = self._end = 0
+            ahead = self._buffer[:BESIDE_VALUE_BYTES]
+            count = self._source.receive([into[at:], ahead], until_s)
+            self._end = max(0, count - (len(into) - at))
+            at = min(len(into), at + count)
+
+    def _skip(self, num_bytes: int, until_s: float) -> None:
+        while num_bytes:
+            if self._begin == self._end:
+                self._more(until_s, BUFFER_BYTES)
+            count = min(num_bytes, self._end - self._begin)
+            self._begin += count
+            num_bytes -= count
+
+    def _more(self, until_s: float, most_bytes: int) -> None:
+        if self._begin:
+            left = self._end - self._begin
+            self._buffer[:left] = bytes(self._buffer[self._begin : self._end])
+            self._begin, self._end = 0, left
+        room = self._buffer[self._end : self._end + most_bytes]
+        self._end += self._source.receive([room], until_s)
+
+
+def _integer(text: bytes) -> int:
+    digits = text[1:] if text[:1] in (b"-", b"+") else text
+    if not digits.isdigit() or len(digits) > 40:
+        raise LostError(f"sends a number that is none: {quoted(text)}")
+    return int(text)
+
+
+def _double(text: bytes) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise LostError(f"sends a number that is none: {quoted(text)}") from error
+
+
+def _length(text: bytes, most: int) -> int:
+    if not text.isdigit() or len(text) > 15 or int(text) > most:
+        raise LostError(f"sends a length that can't be: {quoted(text)}")
+    return int(text)

@@ -1,0 +1,211 @@
+"""What calls of a tier are on the wire of one Valkey or Redis server: pipelines over a connection.
+
+Always true, besides what `Client` says: after a method, the connection is behind the last reply, so
+each reply belongs to the command that was sent for it.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Read, Seals, Write
+from hotkv_server.tiers.valkey import epochs, values
+from hotkv_server.tiers.valkey.errors import (
+    FULL_CODES,
+    LostError,
+    UnusableError,
+    quoted,
+    unusable,
+)
+from hotkv_server.tiers.valkey.greeting import greet, read_login
+from hotkv_server.tiers.valkey.resp import ErrorReply, Replies, Reply, command
+from hotkv_server.tiers.valkey.settings import ValkeySettings
+from hotkv_server.tiers.valkey.stream import Stream, connect
+
+
+class RespClient:
+    """See the module and `Client`. Connects when it is made."""
+
+    def __init__(self, settings: ValkeySettings, until_s: float) -> None:
+        login = read_login(settings)
+        self._stream: Stream = connect(settings, until_s)
+        self._replies = Replies(self._stream)
+        self._head = memoryview(bytearray(values.HEAD_BYTES))
+        try:
+            greet(self._ask, login, settings.database, until_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"RespClient({self._stream!r})"
+
+    def is_fresh(self) -> bool:
+        """See `Client`."""
+        return self._replies.is_empty and self._stream.is_quiet()
+
+    def probe(
+        self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
+    ) -> Epochs:
+        """See `Client`."""
+        asked = [command(b"EXISTS", key) for key in keys]
+        self._send(asked + [epochs.get(name) for name in expected], until_s)
+        errors = Errors()
+        settled = codes.copy()
+        for at in range(len(keys)):
+            reply = self._replies.next(until_s)
+            if isinstance(reply, ErrorReply):
+                errors.add(reply)
+            elif reply in (0, 1):
+                settled[at] = Read.FOUND if reply else Read.ABSENT
+            else:
+                raise LostError(f"answers EXISTS with {_shown(reply)}")
+        changed = self._changed(expected, errors, until_s)
+        if not changed:
+            codes[:] = settled
+        return changed
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[memoryview],
+        expected: Epochs,
+        codes: Codes,
+        until_s: float,
+    ) -> Epochs:
+        """See `Client`."""
+        asked = [command(b"GET", key) for key in keys]
+        # The order is what makes a flush count: see `epochs`.
+        self._send(asked + [epochs.get(name) for name in expected], until_s)
+        errors = Errors()
+        # Nothing counts before the epochs have been seen.
+        settled = codes.copy() if expected else codes
+        for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
+            settled[at] = self._value(key, slot, errors, until_s)
+        changed = self._changed(expected, errors, until_s)
+        if changed:
+            return changed
+        codes[:] = settled
+        # Now, and not with other work: the block may be written again as soon as this has ended.
+        self.forget([keys[at] for at in (settled == Read.CORRUPT).nonzero()[0].tolist()], until_s)
+        return changed
+
+    def write(
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[memoryview],
+        ttls_ms: Sequence[int],
+        codes: Codes,
+        seals: Seals,
+        until_s: float,
+    ) -> None:
+        """See `Client`."""
+        pieces: list[bytes | memoryview] = []
+        sealed = []
+        for key, slot, ttl_ms in zip(keys, slots, ttls_ms, strict=True):
+            head, seal = values.head(key, slot)
+            sealed.append(seal)
+            ttl = b"%d" % ttl_ms
+            pieces += (
+                b"*6\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b"
+                % (len(key), key, len(head) + len(slot), head),
+                slot,
+                b"\r\n$2\r\nNX\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl),
+            )
+        self._stream.send(pieces, until_s)
+        errors = Errors()
+        for at, seal in enumerate(sealed):
+            reply = self._replies.next(until_s)
+            if isinstance(reply, ErrorReply):
+                codes[at] = Write.FULL if reply.code in FULL_CODES else Write.FAILED
+                errors.add(reply)
+            elif reply is None:
+                codes[at] = Write.PRESENT
+            elif reply == b"OK":
+                codes[at], seals[at] = Write.STORED, seal
+            else:
+                raise LostError(f"answers SET with {_shown(reply)}")
+        errors.check()
+
+    def forget(self, keys: Sequence[bytes], until_s: float) -> None:
+        """See `Client`."""
+        if not keys:
+            return
+        for reply in self._ask([command(b"UNLINK", key) for key in keys], until_s):
+            if not isinstance(reply, int | ErrorReply):
+                raise LostError(f"answers UNLINK with {_shown(reply)}")
+
+    def epoch(self, fingerprint: str, until_s: float) -> int:
+        """See `Client`."""
+        begin = epochs.begin(fingerprint, time.time_ns() // 1000)
+        begun, reply = self._ask([begin, epochs.get(fingerprint)], until_s)
+        epoch = epochs.parsed(reply)
+        if epoch == NO_EPOCH and isinstance(begun, ErrorReply) and begun.code not in FULL_CODES:
+            raise unusable(begun.code) or LostError(f"begins no epoch: {begun.code}")
+        return epoch
+
+    def raise_epoch(self, fingerprint: str, until_s: float) -> int:
+        """See `Client`."""
+        begin = epochs.begin(fingerprint, time.time_ns() // 1000)
+        _, reply = self._ask([begin, epochs.raise_(fingerprint)], until_s)
+        if isinstance(reply, ErrorReply) and reply.code in FULL_CODES:
+            (removed,) = self._ask([epochs.remove(fingerprint)], until_s)
+            if isinstance(removed, ErrorReply):
+                raise unusable(removed.code) or LostError(f"keeps an old epoch: {removed.code}")
+            return NO_EPOCH
+        return epochs.parsed(reply)
+
+    def close(self) -> None:
+        """See `Client`."""
+        self._stream.close()
+
+    def _send(self, commands: Iterable[bytes], until_s: float) -> None:
+        self._stream.send([b"".join(commands)], until_s)
+
+    def _ask(self, commands: Sequence[bytes], until_s: float) -> list[Reply]:
+        self._send(commands, until_s)
+        return [self._replies.next(until_s) for _ in commands]
+
+    def _value(self, key: bytes, slot: memoryview, errors: "Errors", until_s: float) -> Read:
+        judged = Read.CORRUPT
+
+        def place(value_bytes: int) -> memoryview | None:
+            nonlocal judged
+            judged = values.judge_head(self._head, value_bytes, len(slot))
+            return slot if judged == Read.FOUND else None
+
+        reply = self._replies.value(self._head, place, until_s)
+        if reply is None:
+            return Read.ABSENT
+        if isinstance(reply, ErrorReply):
+            errors.add(reply)
+            return Read.CORRUPT if reply.code == "WRONGTYPE" else Read.FAILED
+        if reply.is_placed and not values.is_sound(key, self._head, slot):
+            return Read.CORRUPT
+        return judged
+
+    def _changed(self, expected: Epochs, errors: "Errors", until_s: float) -> Epochs:
+        replies = {name: self._replies.next(until_s) for name in expected}
+        errors.check()
+        now = {name: epochs.parsed(reply) for name, reply in replies.items()}
+        # NO_EPOCH is nobody's, also if it was expected.
+        return {name: at for name, at in now.items() if at != expected[name] or at == NO_EPOCH}
+
+
+class Errors:
+    """Errors of a pipeline's commands: the first that speaks about the whole server."""
+
+    def __init__(self) -> None:
+        self._first: UnusableError | None = None
+
+    def add(self, reply: ErrorReply) -> None:
+        """Takes a reply into account."""
+        self._first = self._first or unusable(reply.code)
+
+    def check(self) -> None:
+        """Raises that error, if there is one. Call it after the last reply."""
+        if self._first is not None:
+            raise self._first
+
+
+def _shown(reply: Reply) -> str:
+    return quoted(reply) if isinstance(reply, bytes) else repr(reply)[:80]

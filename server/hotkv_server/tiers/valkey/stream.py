@@ -1,0 +1,149 @@
+"""A stream of bytes to a server, over a Unix socket, TCP or TLS, with a time limit on each step.
+
+Always true: `send` and `receive` move bytes between the socket and the caller's own memory, without
+a copy in between; they end at `until_s` (of time.monotonic), and touch no buffer after that. Errors
+are LostError or LateError. Only the look-up of a host's name has no limit but the resolver's own.
+"""
+
+import os
+import select
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+
+from hotkv_server.security.path_checks import UnsafeError, check_private_key
+from hotkv_server.tiers.valkey.errors import LateError, LostError, UnusableError
+from hotkv_server.tiers.valkey.settings import ValkeySettings
+
+MAX_PIECES = 1024
+"""Most buffers of one sendmsg: IOV_MAX of Linux."""
+
+
+class Stream:
+    """See the module. One thread at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._is_tls = isinstance(sock, ssl.SSLSocket)
+
+    def __repr__(self) -> str:
+        return f"Stream(fd={self._socket.fileno()}{', tls' if self._is_tls else ''})"
+
+    def send(self, pieces: Sequence[bytes | memoryview], until_s: float) -> None:
+        """Sends all pieces, each of bytes."""
+        left = [memoryview(piece) for piece in pieces if len(piece)]
+        at = 0
+        while at < len(left):
+            self._limit(until_s)
+            try:
+                if self._is_tls:
+                    sent = self._socket.send(left[at])
+                else:
+                    sent = self._socket.sendmsg(left[at : at + MAX_PIECES])
+            except OSError as error:
+                raise _words(error) from error
+            while at < len(left) and sent >= len(left[at]):
+                sent -= len(left[at])
+                at += 1
+            if sent:
+                left[at] = left[at][sent:]
+
+    def receive(self, buffers: Sequence[memoryview], until_s: float) -> int:
+        """Fills the buffers in their order with what has come, and waits for the first byte.
+        Returns the number of bytes, at least 1."""
+        self._limit(until_s)
+        try:
+            if self._is_tls:
+                count = self._socket.recv_into(buffers[0])
+            else:
+                count = self._socket.recvmsg_into(buffers)[0]
+        except OSError as error:
+            raise _words(error) from error
+        if not count:
+            raise LostError("closed the connection")
+        return count
+
+    def is_quiet(self) -> bool:
+        """False if bytes or the end of the stream wait to be read: after the last reply, there must
+        be none."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
+        return not poll.poll(0)
+
+    def close(self) -> None:
+        """Gives the socket back."""
+        self._socket.close()
+
+    def _limit(self, until_s: float) -> None:
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            raise LateError("has not answered in time")
+        self._socket.settimeout(left_s)
+
+
+def connect(settings: ValkeySettings, until_s: float) -> Stream:
+    """Connects as the settings say. Raises LostError, LateError, or UnusableError if files of the
+    settings can't be used."""
+    left_s = max(until_s - time.monotonic(), 1e-3)
+    # The context first: what is wrong with files on this side is no matter of the server's.
+    context = _tls_context(settings) if settings.tls else None
+    try:
+        if settings.unix_path:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(left_s)
+                sock.connect(settings.unix_path)
+            except OSError:
+                sock.close()
+                raise
+            return Stream(sock)
+        sock = socket.create_connection(settings.host_and_port, left_s)
+    except OSError as error:
+        raise _words(error) from error
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if context is None:
+            return Stream(sock)
+        sock.settimeout(max(until_s - time.monotonic(), 1e-3))
+        name = settings.server_name or settings.host_and_port[0]
+        return Stream(context.wrap_socket(sock, server_hostname=name))
+    except OSError as error:
+        sock.close()
+        raise _words(error) from error
+
+
+def _tls_context(settings: ValkeySettings) -> ssl.SSLContext:
+    named = ""
+    try:
+        named = f"ca_file {settings.ca_file}"
+        context = ssl.create_default_context(cafile=settings.ca_file)
+        if settings.cert_file is not None and settings.key_file is not None:
+            named = f"cert_file {settings.cert_file} and key_file {settings.key_file}"
+            check_private_key(settings.key_file)
+            # No password: a key that needs one would make OpenSSL ask for it on the terminal.
+            context.load_cert_chain(settings.cert_file, settings.key_file, password=lambda: "")
+    except (OSError, UnsafeError) as error:
+        reason = str(error) if isinstance(error, UnsafeError) else _reason(error)
+        raise UnusableError(f"can't be asked, because of {named}: {reason}") from error
+    return context
+
+
+def _words(error: OSError) -> LostError | LateError:
+    if isinstance(error, TimeoutError):
+        return LateError("has not answered in time")
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return LostError(f"has a certificate that does not pass: {error.verify_message}")
+    if isinstance(error, ConnectionRefusedError):
+        return LostError(f"refuses connections: {_reason(error)}")
+    return LostError(f"can't be reached: {_reason(error)}")
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, ssl.SSLError):
+        return error.reason or "TLS error"
+    # A resolver's codes are not those of the system.
+    if isinstance(error, socket.gaierror) or not error.errno:
+        return error.strerror or type(error).__name__
+    return os.strerror(error.errno)

@@ -1,0 +1,42 @@
+"""A block as a value: a head of HEAD_BYTES, then the block's bytes.
+
+Always true: a value passes only if its head has the magic number, this version, the block's size
+and a seal that key and bytes reproduce. So neither foreign bytes nor those of another key pass.
+"""
+
+import struct
+
+from hotkv_server.tiers.protocol import Read
+from hotkv_server.tiers.seals import seal
+
+_HEAD = struct.Struct("<4sIqQ")
+"""Magic number, version of the format, size of the block in bytes, seal. Little endian."""
+MAGIC = b"hkvb"
+VERSION = 1
+HEAD_BYTES = _HEAD.size
+
+
+def head(key: bytes, content: memoryview) -> tuple[bytes, int]:
+    """(head, seal) of a block's value."""
+    sealed = seal(key, content)
+    return _HEAD.pack(MAGIC, VERSION, len(content), sealed), sealed
+
+
+def judge_head(head: memoryview, value_bytes: int, num_bytes: int) -> Read:
+    """FOUND if the rest of a value may be a block of `num_bytes`; ABSENT if the value has another
+    version of the format; CORRUPT if it is damaged, foreign or of another size. `value_bytes`: the
+    value's length, head included."""
+    if value_bytes < HEAD_BYTES:
+        return Read.CORRUPT
+    magic, version, size_bytes, _ = _HEAD.unpack(head)
+    if magic != MAGIC:
+        return Read.CORRUPT
+    if version != VERSION:
+        return Read.ABSENT
+    fits = size_bytes == num_bytes == value_bytes - HEAD_BYTES
+    return Read.FOUND if fits else Read.CORRUPT
+
+
+def is_sound(key: bytes, head: memoryview, content: memoryview) -> bool:
+    """True if these bytes are what was sealed under the key."""
+    return bool(seal(key, content) == _HEAD.unpack(head)[-1])

@@ -1,0 +1,144 @@
+"""The threads of the tier in Valkey: each has a connection and does one part of a call at a time.
+
+Always true: a connection whose call has failed is closed before the part ends. While something is
+known against the server, parts end at once without it, and one thread at a time tries to connect.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from hotkv_server.tiers.valkey.calls import Call, Part, PartQueue
+from hotkv_server.tiers.valkey.client import Client
+from hotkv_server.tiers.valkey.errors import LateError, LostError, StoreError
+from hotkv_server.tiers.valkey.health import Health
+from hotkv_server.tiers.valkey.settings import ValkeySettings
+
+log = logging.getLogger(__name__)
+
+Connect = Callable[[ValkeySettings, float], Client]
+"""Makes a client that can be used, until a time of time.monotonic. Raises StoreError."""
+
+
+class Workers:
+    """See the module. Thread-safe. `name`: of the server, for people."""
+
+    def __init__(self, name: str, settings: ValkeySettings, connect: Connect) -> None:
+        self._name = name
+        self._settings = settings
+        self._connect_to = connect
+        self._health = Health(name)
+        self._queue = PartQueue()
+        # When each thread began to wait for the server; 0 while it does not.
+        self._begun_s = [0.0] * settings.connections
+        self._threads = [
+            threading.Thread(target=self._work, args=(i,), name=f"hotkv-valkey-{i}", daemon=True)
+            for i in range(settings.connections)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __repr__(self) -> str:
+        return f"Workers({len(self._threads)} threads, {self._queue!r}, {self._health!r})"
+
+    @property
+    def problem(self) -> str:
+        """What is known against the server; empty if it is well."""
+        return self._health.problem
+
+    def stalled_s(self, now_s: float) -> float:
+        """How long the slowest thread has waited for the server; 0 if none does."""
+        return max(0.0, now_s - min(filter(None, self._begun_s), default=now_s))
+
+    def submit(self, call: Call, parts: Sequence[Part], *, is_read: bool) -> None:
+        """Queues a call's parts. Ends the call at once if it has none, if the queue is full, or
+        after `close`."""
+        call.expect(max(1, len(parts)))
+        if not parts:
+            call.part_ended()
+        elif not self._queue.put(parts, is_read=is_read):
+            for part in parts:
+                part.call.part_ended()
+
+    def close(self) -> None:
+        """Ends all calls, and waits for parts under way."""
+        for part in self._queue.close():
+            part.call.part_ended()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _work(self, number: int) -> None:
+        client: Client | None = None
+        while not self._queue.is_closed:
+            if self._health.claim():
+                client = self._retry(client)
+                continue
+            part = self._queue.get(self._health.retry_at_s)
+            if part is None:
+                continue
+            self._begun_s[number] = time.monotonic()
+            client = self._do(part, client)
+            self._begun_s[number] = 0.0
+            part.call.part_ended()
+            del part
+        if client is not None:
+            client.close()
+
+    def _retry(self, client: Client | None) -> Client | None:
+        if client is not None:
+            client.close()
+        client = self._connect()
+        if client is not None:
+            self._health.connected()
+        return client
+
+    def _do(self, part: Part, client: Client | None) -> Client | None:
+        """Does a part, or leaves it as it is. Returns the client for the next one."""
+        begun_s = time.monotonic()
+        if begun_s > part.deadline_s or self._health.problem:
+            return client
+        if client is not None and not client.is_fresh():
+            client.close()
+            client = None
+        client = client or self._connect()
+        if client is None:
+            return None
+        try:
+            part.do(client, min(part.deadline_s, time.monotonic() + self._settings.timeout_s))
+            self._health.worked()
+            return client
+        except StoreError as error:
+            # First of all: what is still on its way must not reach a slot.
+            client.close()
+            self._judge(error, part)
+        except (
+            Exception
+        ) as error:  # The edge of the effect executor: a failed part is a failed call.
+            client.close()
+            log.exception("%s: %s", self._name, type(error).__name__)
+        return None
+
+    def _judge(self, error: StoreError, part: Part) -> None:
+        """Decides whether an error speaks against the server."""
+        is_too_late = isinstance(error, LateError) and time.monotonic() >= part.deadline_s
+        if is_too_late:
+            log.debug("%s %s", self._name, error)
+        elif isinstance(error, LostError):
+            # Only the next connect shows whether the server is away.
+            log.info("%s %s", self._name, error)
+        else:
+            self._health.fail(str(error))
+
+    def _connect(self) -> Client | None:
+        until_s = time.monotonic() + self._settings.connect_timeout_s
+        try:
+            return self._connect_to(self._settings, until_s)
+        except StoreError as error:
+            self._health.fail(str(error))
+        except Exception as error:
+            # The edge of the effect executor, as above: the thread goes on.
+            log.exception("%s: %s", self._name, type(error).__name__)
+            self._health.fail(f"can't be asked: {type(error).__name__}")
+        return None

@@ -1,0 +1,219 @@
+"""The reader of replies, against a naive parser, with replies cut at every byte."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotkv_server.tiers.valkey.errors import LostError
+from hotkv_server.tiers.valkey.resp import (
+    MAX_LINE_BYTES,
+    MAX_REPLY_BYTES,
+    MAX_SKIPPED_BYTES,
+    Bulk,
+    ErrorReply,
+    Replies,
+    command,
+)
+
+FOREVER = float("inf")
+HEAD_BYTES = 4
+
+
+class Cut:
+    """A source that gives bytes in pieces: at most so many at a time, in turns."""
+
+    def __init__(self, content: bytes, sizes: list[int]) -> None:
+        self.left = content
+        self.sizes = sizes
+        self.calls = 0
+
+    def receive(self, buffers, until_s: float) -> int:
+        if not self.left:
+            raise LostError("closed the connection")
+        most = min(self.sizes[self.calls % len(self.sizes)], sum(map(len, buffers)))
+        self.calls += 1
+        piece, self.left = self.left[:most], self.left[most:]
+        count = len(piece)
+        for buffer in buffers:
+            part, piece = piece[: len(buffer)], piece[len(buffer) :]
+            buffer[: len(part)] = part
+        return count
+
+
+def naive(content: bytes, at: int = 0) -> tuple[object, int]:
+    """(reply, where the next begins), of a whole content in memory."""
+    end = content.index(b"\r\n", at)
+    kind, rest, after = content[at : at + 1], content[at + 1 : end], end + 2
+    if kind == b"|":
+        for _ in range(2 * int(rest)):
+            after = naive(content, after)[1]
+        return naive(content, after)
+    if kind in b"$!=" and rest != b"-1":
+        text = content[after : after + int(rest)]
+        text = text[4:] if kind == b"=" else text
+        return (ErrorReply(text) if kind == b"!" else text), after + int(rest) + 2
+    if kind in b"*~>%" and rest != b"-1":
+        items = []
+        for _ in range(int(rest) * (2 if kind == b"%" else 1)):
+            item, after = naive(content, after)
+            items.append(item)
+        if kind == b"%":
+            return dict(zip(items[::2], items[1::2], strict=True)), after
+        return items, after
+    scalars = {
+        b"+": lambda: rest,
+        b"-": lambda: ErrorReply(rest),
+        b":": lambda: int(rest),
+        b"(": lambda: int(rest),
+        b"_": lambda: None,
+        b"$": lambda: None,
+        b"*": lambda: None,
+        b"#": lambda: rest == b"t",
+        b",": lambda: float(rest),
+    }
+    return scalars[kind](), after
+
+
+line = st.text(st.characters(codec="ascii", exclude_characters="\r\n"), max_size=12).map(str.encode)
+scalars = st.one_of(
+    line.map(lambda text: b"+" + text + b"\r\n"),
+    line.map(lambda text: b"-ERR" + text + b"\r\n"),
+    st.integers(-(1 << 63), 1 << 63).map(lambda value: b":%d\r\n" % value),
+    st.integers(0, 1 << 90).map(lambda value: b"(%d\r\n" % value),
+    st.sampled_from([b"_\r\n", b"$-1\r\n", b"*-1\r\n", b"#t\r\n", b"#f\r\n", b",1.5\r\n"]),
+    st.binary(max_size=300).map(lambda text: b"$%d\r\n%b\r\n" % (len(text), text)),
+    st.binary(max_size=9).map(lambda text: b"!%d\r\n%b\r\n" % (len(text), text)),
+    st.binary(max_size=9).map(lambda text: b"=%d\r\ntxt:%b\r\n" % (len(text) + 4, text)),
+)
+attribute = st.just(b"|1\r\n+ttl\r\n:3\r\n")
+replies = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4).map(lambda items: b"*%d\r\n%b" % (len(items), b"".join(items))),
+        st.lists(inner, max_size=4).map(lambda items: b"~%d\r\n%b" % (len(items), b"".join(items))),
+        st.lists(inner, max_size=3).map(
+            lambda items: b"%%%d\r\n%b" % (len(items), b"".join(b"+k" + b"\r\n" + i for i in items))
+        ),
+        st.tuples(attribute, inner).map(b"".join),
+    ),
+    max_leaves=8,
+)
+pushes = st.just(b">2\r\n+invalidate\r\n*1\r\n$1\r\nk\r\n")
+cuts = st.lists(st.integers(1, 400), min_size=1, max_size=5)
+
+
+@given(st.lists(st.tuples(st.booleans(), replies), min_size=1, max_size=6), cuts)
+def test_replies_are_those_of_a_naive_parser(
+    sent: list[tuple[bool, bytes]], sizes: list[int]
+) -> None:
+    push = b">2\r\n+invalidate\r\n*1\r\n$1\r\nk\r\n"
+    content = b"".join((push if has_push else b"") + reply for has_push, reply in sent)
+    reader = Replies(Cut(content, sizes))
+    for _, reply in sent:
+        assert reader.next(FOREVER) == naive(reply)[0]
+    assert reader.is_empty
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.just(b"-OOM no"), st.binary(max_size=700)), min_size=1),
+    cuts,
+    st.booleans(),
+)
+def test_values_go_where_they_should_and_no_further(
+    values: list[bytes | None], sizes: list[int], is_wanted: bool
+) -> None:
+    wire = {None: b"_\r\n", b"-OOM no": b"-OOM no\r\n"}
+    content = b"".join(
+        wire.get(value) or b"$%d\r\n%b\r\n" % (len(value), value) for value in values
+    )
+    reader = Replies(Cut(content + b":7\r\n", sizes))
+    head = memoryview(bytearray(HEAD_BYTES))
+    for value in values:
+        memory = bytearray(b"\xee" * 800)
+
+        def place(num_bytes: int, memory: bytearray = memory) -> memoryview | None:
+            return memoryview(memory)[50 : 50 + num_bytes - HEAD_BYTES] if is_wanted else None
+
+        reply = reader.value(head, place, FOREVER)
+        if value is None or value == b"-OOM no":
+            assert reply == (None if value is None else ErrorReply(b"OOM no"))
+            assert memory == b"\xee" * 800
+            continue
+        is_placed = is_wanted and len(value) >= HEAD_BYTES
+        assert reply == Bulk(len(value), is_placed)
+        body = value[HEAD_BYTES:] if is_placed else b""
+        assert memory == b"\xee" * 50 + body + b"\xee" * (750 - len(body))
+        if len(value) >= HEAD_BYTES:
+            assert bytes(head) == value[:HEAD_BYTES]
+    assert reader.next(FOREVER) == 7 and reader.is_empty
+
+
+def test_every_cut_of_a_value_gives_the_same() -> None:
+    body = bytes(range(256))
+    content = b"$%d\r\n%b\r\n:1\r\n" % (len(body), body)
+    for at in range(1, len(content)):
+        reader = Replies(Cut(content, [at, 1 << 20]))
+        memory, head = bytearray(252), bytearray(4)
+        place = lambda num_bytes, memory=memory: memoryview(memory)  # noqa: E731
+        assert reader.value(memoryview(head), place, FOREVER) == Bulk(256, True)
+        assert head + memory == body and reader.next(FOREVER) == 1
+
+
+@given(replies, cuts)
+def test_a_reply_that_ends_too_early_is_lost(reply: bytes, sizes: list[int]) -> None:
+    for end in range(len(reply)):
+        with pytest.raises(LostError):
+            Replies(Cut(reply[:end], sizes)).next(FOREVER)
+
+
+@given(st.binary(min_size=1, max_size=200), cuts)
+def test_garbage_is_a_reply_or_lost_and_nothing_else(content: bytes, sizes: list[int]) -> None:
+    reader = Replies(Cut(content, sizes))
+    with pytest.raises(LostError):
+        for _ in range(len(content)):
+            reader.next(FOREVER)
+    reader = Replies(Cut(content, sizes))
+    with pytest.raises(LostError):
+        for _ in range(len(content)):
+            reader.value(memoryview(bytearray(4)), lambda num_bytes: None, FOREVER)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"$%d\r\n" % (MAX_REPLY_BYTES + 1),
+        b"*100000\r\n",
+        b"*1\r\n" * 20 + b":1\r\n",
+        b"+" + b"x" * (MAX_LINE_BYTES + 9),
+        b"$3\r\nabcd\r\n",
+        b"$3x\r\nabc\r\n",
+        b"$-2\r\n",
+        b"$+3\r\nabc\r\n",
+        b":1e3\r\n",
+        b"#x\r\n",
+        b",one\r\n",
+        b"\r\n",
+        b"HTTP/1.1 400 Bad Request\r\n",
+    ],
+)
+def test_what_cannot_be_a_reply_is_lost(content: bytes) -> None:
+    with pytest.raises(LostError) as caught:
+        Replies(Cut(content, [7])).next(FOREVER)
+    # It was refused for what it is, not for its end.
+    assert "closed" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b":1\r\n", b"+OK\r\n", b"*1\r\n$1\r\na\r\n", b"%0\r\n"])
+def test_a_value_of_another_kind_is_lost(content: bytes) -> None:
+    with pytest.raises(LostError, match="kind"):
+        Replies(Cut(content, [7])).value(memoryview(bytearray(4)), lambda size: None, FOREVER)
+
+
+def test_a_value_too_long_to_be_skipped_is_lost() -> None:
+    with pytest.raises(LostError, match="keeps 67108869 bytes under the key of a block"):
+        content = b"$%d\r\nhead" % (MAX_SKIPPED_BYTES + 5)
+        Replies(Cut(content, [7])).value(memoryview(bytearray(4)), lambda size: None, FOREVER)
+
+
+def test_a_command_has_its_lengths() -> None:
+    assert command(b"GET", b"a\r\nb") == b"*2\r\n$3\r\nGET\r\n$4\r\na\r\nb\r\n"

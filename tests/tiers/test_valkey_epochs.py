@@ -1,0 +1,289 @@
+"""A flush that one node has answered counts on every other, whenever it happens during a read."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from hotkv_server.testing.fault_proxy import Dam, FaultProxy, cut_after, nothing
+from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content
+from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Epochs, Read, Write
+from hotkv_server.tiers.valkey.calls import PART_KEYS
+from hotkv_server.tiers.valkey.epochs import epoch_key, get
+from hotkv_server.tiers.valkey.resp import command
+from hotkv_server.tiers.valkey.tier import ValkeyTier
+from tests.tiers.valkey_support import Server, bench_over, running, tier_over, wait_for
+
+T = TypeVar("T")
+NAME = "00ff" * 8
+REPLY_BYTES = len(b"$%d\r\n\r\n" % (SLOT_BYTES + 24)) + SLOT_BYTES + 24
+"""Of one block on the wire."""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: Server) -> Server:
+    shared.client.flushall()
+    return shared
+
+
+@pytest.fixture
+def node_a(server: Server) -> Iterator[ValkeyTier]:
+    with tier_over(f"unix:{server.path}", connections=1) as (tier, _):
+        yield tier
+
+
+def answer(call: Callable[[Callable[[T], None]], None]) -> T:
+    """What a call answers."""
+    done: list[T] = []
+    call(done.append)
+    wait_for(lambda: done, "the call did not end")
+    return done[0]
+
+
+def epoch(tier: ValkeyTier) -> int | None:
+    return answer(lambda on_done: tier.epoch(NAME, time.monotonic() + 9, on_done))
+
+
+def flush(tier: ValkeyTier) -> int | None:
+    return answer(lambda on_done: tier.raise_epoch(NAME, on_done))
+
+
+def keys_of(at: int, count: int) -> list[bytes]:
+    return [b"hotkv/1/%b/%d/0/%064x" % (NAME.encode(), at, number) for number in range(count)]
+
+
+def blocks_of(keys: list[bytes], first_slot: int, epochs: Epochs) -> Blocks:
+    slots = np.arange(first_slot, first_slot + len(keys), dtype=np.int64) * SLOT_BYTES
+    return Blocks(keys, slots, np.full(len(keys), SLOT_BYTES, np.int64), epochs=epochs)
+
+
+def write(bench: Bench, keys: list[bytes], epochs: Epochs) -> None:
+    bench.fill(range(len(keys)), range(len(keys)))
+    codes = answer(
+        lambda on_done: bench.tier.write(
+            blocks_of(keys, 0, epochs), lambda codes, seals: on_done(codes)
+        )
+    )
+    assert (codes == Write.STORED).all()
+
+
+def read(tier: ValkeyTier, keys: list[bytes], epochs: Epochs) -> list[int]:
+    blocks = blocks_of(keys, 8, epochs)
+    return answer(
+        lambda on_done: tier.read(
+            blocks, time.monotonic() + 20, lambda codes: on_done(codes.tolist())
+        )
+    )
+
+
+def test_an_epoch_begins_once_and_rises(server: Server, node_a: ValkeyTier) -> None:
+    before_us = time.time_ns() // 1000
+    first = epoch(node_a)
+    assert before_us <= first <= time.time_ns() // 1000
+    with tier_over(f"127.0.0.1:{server.port}") as (node_b, _):
+        assert epoch(node_b) == epoch(node_a) == first
+        assert flush(node_b) == first + 1 and flush(node_a) == first + 2
+        assert epoch(node_b) == first + 2
+    assert server.client.ttl(epoch_key(NAME)) == -1
+
+
+def test_a_flush_begins_an_epoch_where_none_is(node_a: ValkeyTier) -> None:
+    before_us = time.time_ns() // 1000
+    raised = flush(node_a)
+    assert before_us < raised and epoch(node_a) == raised
+
+
+def test_a_read_of_the_right_epoch_finds_its_blocks(server: Server, node_a: ValkeyTier) -> None:
+    now = epoch(node_a)
+    with bench_over(f"unix:{server.path}") as bench:
+        keys = keys_of(now, 3)
+        write(bench, keys, {NAME: now})
+        assert read(bench.tier, [*keys, b"hotkv/1/none"], {NAME: now}) == [1, 1, 1, Read.ABSENT]
+        for at in range(3):
+            assert np.array_equal(bench.slot(8 + at), content(at))
+        assert probe(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 3
+
+
+def probe(tier: ValkeyTier, keys: list[bytes], epochs: Epochs) -> list[int]:
+    return answer(
+        lambda on_done: tier.probe(
+            keys, time.monotonic() + 20, lambda codes: on_done(codes.tolist()), epochs
+        )
+    )
+
+
+@pytest.mark.parametrize("ask", [read, probe])
+@pytest.mark.parametrize("num_passed", range(5))
+def test_no_old_block_after_a_flush_was_answered(
+    server: Server, node_a: ValkeyTier, num_passed: int, ask: Callable[..., list[int]]
+) -> None:
+    # So many commands of node B's pipeline reach the server before the flush; the others after it.
+    proxy = FaultProxy(server.path)
+    now, told = epoch(node_a), []
+    keys = keys_of(now, 4)
+    on_epoch = lambda name, at: told.append((name, at))  # noqa: E731
+    with bench_over(f"127.0.0.1:{proxy.port}", connections=1, on_epoch=on_epoch) as bench:
+        write(bench, keys, {NAME: now})
+        asked = command(b"GET" if ask is read else b"EXISTS", keys[0])
+        dam = Dam(num_passed * len(asked))
+        proxy.on_command = dam
+        done: list[list[int]] = []
+        bench_call = lambda: done.append(ask(bench.tier, keys, {NAME: now}))  # noqa: E731
+        thread = threading.Thread(target=bench_call)
+        thread.start()
+        assert dam.is_full.wait(20)
+        # Commands that have passed are executed before the flush.
+        time.sleep(0.05)
+        raised = flush(node_a)
+        dam.opened.set()
+        thread.join()
+        assert done == [[Read.ABSENT] * 4]
+        assert told == [(NAME, raised)]
+        proxy.on_command = nothing
+        assert ask(bench.tier, keys, {NAME: raised}) == [Read.FOUND] * 4
+    proxy.close()
+
+
+def test_a_flush_between_two_parts_refuses_the_whole_call(
+    server: Server, node_a: ValkeyTier
+) -> None:
+    proxy = FaultProxy(server.path)
+    now = epoch(node_a)
+    keys = keys_of(now, PART_KEYS + 1)
+    server.client.mset(dict.fromkeys(keys, b"x"))
+    with tier_over(f"127.0.0.1:{proxy.port}", connections=1) as (node_b, _):
+        assert probe(node_b, keys, {NAME: now}) == [Read.FOUND] * len(keys)
+        first = b"".join(command(b"EXISTS", one) for one in keys[:PART_KEYS]) + get(NAME)
+        dam = Dam(len(first))
+        proxy.on_command = dam
+        done: list[list[int]] = []
+        node_b.probe(
+            keys, time.monotonic() + 20, lambda codes: done.append(codes.tolist()), {NAME: now}
+        )
+        assert dam.is_full.wait(20)
+        flush(node_a)
+        dam.opened.set()
+        wait_for(lambda: done, "the call did not end")
+        assert done == [[Read.ABSENT] * len(keys)]
+    proxy.close()
+
+
+def test_epochs_of_other_key_spaces_do_not_count(server: Server, node_a: ValkeyTier) -> None:
+    now = epoch(node_a)
+    keys = keys_of(now, 2)
+    with bench_over(f"unix:{server.path}") as bench:
+        write(bench, keys, {NAME: now})
+        answer(lambda on_done: node_a.raise_epoch("other", on_done))
+        assert read(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 2
+        assert read(bench.tier, keys, {NAME: now, "other": now}) == [Read.ABSENT] * 2
+
+
+def test_an_epoch_that_was_lost_lets_nothing_pass(server: Server, node_a: ValkeyTier) -> None:
+    now = epoch(node_a)
+    keys = keys_of(now, 2)
+    told = []
+    on_epoch = lambda name, at: told.append((name, at))  # noqa: E731
+    with bench_over(f"unix:{server.path}", on_epoch=on_epoch) as bench:
+        write(bench, keys, {NAME: now})
+        server.client.delete(epoch_key(NAME))
+        assert read(bench.tier, keys, {NAME: now}) == [Read.ABSENT] * 2
+        assert read(bench.tier, keys, {NAME: NO_EPOCH}) == [Read.ABSENT] * 2
+        assert told == [(NAME, NO_EPOCH)] * 2
+        assert epoch(node_a) > now
+
+
+def test_a_flush_of_a_full_server_counts(server: Server, node_a: ValkeyTier) -> None:
+    now = epoch(node_a)
+    keys = keys_of(now, 2)
+    with bench_over(f"unix:{server.path}") as bench:
+        write(bench, keys, {NAME: now})
+        server.client.config_set("maxmemory", "1")
+        try:
+            assert flush(node_a) == NO_EPOCH
+            assert epoch(node_a) == NO_EPOCH
+            assert read(bench.tier, keys, {NAME: now}) == [Read.ABSENT] * 2
+            assert not node_a.problem()
+        finally:
+            server.client.config_set("maxmemory", "0")
+        assert epoch(node_a) > now
+
+
+@pytest.mark.parametrize("value", [b"x", b"-4", b"1.5", b"9" * 30])
+def test_an_epoch_that_is_no_number_lets_nothing_pass(
+    server: Server, node_a: ValkeyTier, value: bytes
+) -> None:
+    now = epoch(node_a)
+    keys = keys_of(now, 2)
+    with bench_over(f"unix:{server.path}") as bench:
+        write(bench, keys, {NAME: now})
+        server.client.set(epoch_key(NAME), value)
+        assert read(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
+        assert epoch(node_a) is None
+        server.client.delete(epoch_key(NAME))
+        server.client.rpush(epoch_key(NAME), b"a")
+        assert read(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
+        assert flush(node_a) is None
+        # Other key spaces go on.
+        assert read(bench.tier, keys, {}) == [Read.FOUND] * 2
+
+
+def test_a_read_that_loses_its_epoch_finds_nothing(
+    server: Server, node_a: ValkeyTier, tmp_path: Path
+) -> None:
+    # All blocks have come whole; the reply with the epoch never does.
+    proxy = FaultProxy(server.path)
+    now = epoch(node_a)
+    keys = keys_of(now, 2)
+    with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
+        write(bench, keys, {NAME: now})
+        for lost in (0, 1, 5):
+            proxy.on_reply = cut_after(2 * REPLY_BYTES + lost)
+            assert read(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
+            proxy.on_reply = nothing
+            assert read(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 2
+    proxy.close()
+
+
+def test_nobody_answers_for_a_dead_server(tmp_path: Path) -> None:
+    with tier_over(f"unix:{tmp_path}/none.sock") as (tier, _):
+        assert epoch(tier) is None and flush(tier) is None
+        tier.close()
+        assert epoch(tier) is None and flush(tier) is None
+
+
+def test_a_flush_counts_although_the_connection_is_lost_right_after(
+    server: Server, node_a: ValkeyTier
+) -> None:
+    # A damaged block makes the read delete it, and that is what the connection is lost in.
+    proxy = FaultProxy(server.path)
+    now = epoch(node_a)
+    keys = keys_of(now, 2)
+    with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
+        write(bench, keys, {NAME: now})
+        server.damage(keys[1])
+        raised = flush(node_a)
+        digits = len(str(raised))
+        proxy.on_reply = cut_after(2 * REPLY_BYTES + len(b"$%d\r\n" % digits) + digits + 2)
+        assert read(bench.tier, keys, {NAME: now}) == [Read.ABSENT] * 2
+    proxy.close()
+
+
+def test_a_probe_that_loses_its_epoch_finds_nothing(server: Server, node_a: ValkeyTier) -> None:
+    proxy = FaultProxy(server.path)
+    now = epoch(node_a)
+    keys = keys_of(now, 2)
+    with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
+        write(bench, keys, {NAME: now})
+        proxy.on_reply = cut_after(2 * len(b":1\r\n"))
+        assert probe(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
+    proxy.close()

@@ -1,0 +1,292 @@
+"""What is known against a server is said in words, without a secret; settings say what to do."""
+
+import logging
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from hotkv_server.testing.tier_contract import Bench
+from hotkv_server.tiers.protocol import Read, Write
+from hotkv_server.tiers.valkey.errors import quoted
+from hotkv_server.tiers.valkey.greeting import Login, read_login
+from hotkv_server.tiers.valkey.settings import ValkeySettings
+from tests.tiers.valkey_support import Server, bench_over, running, wait_for
+
+SECRET = "s3cr3t-of-hotkv"
+CLIENT = b"%7\r\n+server\r\n+valkey\r\n+version\r\n+9\r\n+proto\r\n:3\r\n+id\r\n:1\r\n"
+HELLO = CLIENT + b"+mode\r\n+standalone\r\n+role\r\n+master\r\n+modules\r\n*0\r\n"
+ABSENT = b":0\r\n"
+
+
+class Scripted:
+    """A server that answers each command with the next reply of its script, on each connection
+    anew."""
+
+    def __init__(self, *script: bytes) -> None:
+        self._script = script
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def __enter__(self) -> "Scripted":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client = self._listener.accept()[0]
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(client,), daemon=True).start()
+
+    def _answer(self, client: socket.socket) -> None:
+        script = list(self._script)
+        with client:
+            while command := client.recv(1 << 16):
+                for _ in re.findall(rb"(?:^|\r\n)\*\d", command):
+                    if script:
+                        client.sendall(script.pop(0))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with running(tmp_path / "server") as one:
+        yield one
+
+
+@pytest.fixture
+def password_file(tmp_path: Path) -> Path:
+    path = tmp_path / "password"
+    path.touch(mode=0o600)
+    path.write_text(SECRET + "\n")
+    return path
+
+
+def problem_of(bench: Bench) -> str:
+    wait_for(bench.tier.problem, "no problem is known")
+    return bench.tier.problem()
+
+
+def test_a_server_that_asks_for_a_password(tmp_path: Path) -> None:
+    with running(tmp_path, password=SECRET) as server, bench_over(f"unix:{server.path}") as bench:
+        assert "asks for a password: set password_file" in problem_of(bench)
+        assert bench.read([1], [0]).tolist() == [Read.FAILED]
+
+
+def test_a_wrong_password_and_no_word_of_it(
+    tmp_path: Path, password_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with (
+        running(tmp_path / "server", password="right") as server,
+        bench_over(f"unix:{server.path}", password_file=password_file) as bench,
+    ):
+        assert "rejects user and password" in problem_of(bench)
+        assert SECRET not in repr(bench.tier) + bench.tier.problem() + caplog.text
+        # Whoever rotates a password changes server and file.
+        password_file.write_text("right")
+        wait_for(lambda: not bench.tier.problem(), "the new password is not read")
+
+
+def test_a_server_that_knows_no_hello(tmp_path: Path, password_file: Path) -> None:
+    # RESP2, as servers before version 6 speak it: null is another there.
+    renamed = "notice\nrename-command HELLO HELLO2"
+    with (
+        running(tmp_path / "server", password=SECRET, loglevel=renamed) as server,
+        bench_over(f"unix:{server.path}", password_file=password_file) as bench,
+    ):
+        bench.fill([1], [0])
+        assert bench.write([1, 1], [0, 0]).tolist() == [Write.STORED, Write.PRESENT]
+        bench.check_read([1], [3])
+        assert bench.read([2], [4]).tolist() == [Read.ABSENT]
+
+
+@pytest.mark.parametrize("code", ["ERR", "NOPERM", "NOAUTH", "OTHER"])
+def test_a_server_that_repeats_what_it_does_not_know(
+    password_file: Path, caplog: pytest.LogCaptureFixture, code: str
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    said = f"-{code} unknown command, with args beginning with: '3' 'AUTH' '{SECRET}'\r\n".encode()
+    with (
+        Scripted(said, said, said) as server,
+        bench_over(server.address, password_file=password_file) as bench,
+    ):
+        assert "does not accept" in problem_of(bench)
+        assert SECRET not in repr(bench.tier) + bench.tier.problem() + caplog.text
+
+
+def test_a_user_without_rights(tmp_path: Path, password_file: Path) -> None:
+    with (
+        running(tmp_path / "server", user=f"kv on >{SECRET} ~other/* +@all") as server,
+        bench_over(f"unix:{server.path}", user="kv", password_file=password_file) as bench,
+    ):
+        assert "forbids this user what hotkv needs: allow it ~hotkv/1/*" in problem_of(bench)
+
+
+def test_a_replica(server: Server) -> None:
+    with bench_over(f"unix:{server.path}", connections=1) as bench:
+        bench.fill([1], [0])
+        bench.write([1], [0])
+        server.client.replicaof("127.0.0.1", 1)
+        # The connection is older than that, and knows it from a write.
+        assert bench.write([2], [0]).tolist() == [Write.FAILED]
+        assert "is a read-only replica: give the primary's address" in problem_of(bench)
+        server.client.replicaof("NO", "ONE")
+        wait_for(lambda: not bench.tier.problem(), "the problem stays")
+        bench.check_read([1], [3])
+
+
+def test_a_cluster(tmp_path: Path) -> None:
+    with (
+        running(tmp_path, **{"cluster-enabled": "yes"}) as server,
+        bench_over(f"unix:{server.path}") as bench,
+    ):
+        assert "is a cluster" in problem_of(bench) and "glide" in problem_of(bench)
+
+
+@pytest.mark.parametrize(
+    ("said", "instead", "words"),
+    [
+        (b"+master", b"+replica", "is a read-only replica"),
+        (b"+master", b"+slave", "is a read-only replica"),
+        (b"+standalone", b"+sentinel", "is a sentinel"),
+        (b"+standalone", b"+cluster", "is a cluster"),
+    ],
+)
+def test_a_server_of_another_kind(said: bytes, instead: bytes, words: str) -> None:
+    with (
+        Scripted(HELLO.replace(said, instead), ABSENT) as server,
+        bench_over(server.address, connections=1) as bench,
+    ):
+        assert words in problem_of(bench)
+
+
+def test_too_many_clients(server: Server) -> None:
+    server.client.config_set("maxclients", 1)
+    with bench_over(f"127.0.0.1:{server.port}") as bench:
+        assert "too many clients: raise its maxclients" in problem_of(bench)
+        server.client.config_set("maxclients", 100)
+        wait_for(lambda: not bench.tier.problem(), "the problem stays")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (b"-LOADING Valkey is loading the dataset in memory", "still loads its data"),
+        (b"-MOVED 3999 127.0.0.1:6381", "is a cluster"),
+        (b"-CLUSTERDOWN Hash slot not served", "is a cluster"),
+        (b"-BUSY Valkey is busy running a script", "runs a script"),
+        (b"-MASTERDOWN Link with MASTER is down", "has lost its primary"),
+        (b"-NOPERM No permissions to access a key", "forbids this user"),
+        (b"-READONLY You can't write", "read-only replica"),
+        (b"-DENIED Running in protected mode", "is in protected mode"),
+    ],
+)
+def test_errors_that_speak_about_the_whole_server(error: bytes, words: str) -> None:
+    with (
+        Scripted(HELLO, ABSENT, error + b"\r\n", b"_\r\n") as server,
+        bench_over(server.address, connections=1) as bench,
+    ):
+        assert bench.read([1, 2], [0, 1]).tolist() == [Read.FAILED, Read.ABSENT]
+        assert words in problem_of(bench)
+    with (
+        Scripted(HELLO, error + b"\r\n") as server,
+        bench_over(server.address, connections=1) as bench,
+    ):
+        assert words in problem_of(bench)
+
+
+@pytest.mark.parametrize("code", [b"OOM", b"MISCONF", b"NOREPLICAS"])
+def test_a_server_that_takes_no_more_is_full(code: bytes) -> None:
+    script = [HELLO, ABSENT, b"-" + code + b" no\r\n", b"+OK\r\n", b"-ERR no\r\n"]
+    with Scripted(*script) as server, bench_over(server.address, connections=1) as bench:
+        codes = bench.write([1, 2, 3], [0, 1, 2]).tolist()
+        assert codes == [Write.FULL, Write.STORED, Write.FAILED]
+        assert not bench.tier.problem()
+
+
+def test_what_a_server_says_is_quoted_in_printable_characters() -> None:
+    assert quoted(b"a\x1b[31m\x00\xff" + b"x" * 999) == repr("a?[31m?\ufffd" + "x" * 192)
+
+
+def test_a_password_that_everybody_may_read_is_refused(server: Server, password_file: Path) -> None:
+    password_file.chmod(0o644)
+    with bench_over(f"unix:{server.path}", password_file=password_file) as bench:
+        assert "can be read by every user" in problem_of(bench)
+        assert f"chmod o-rwx {password_file}" in problem_of(bench)
+
+
+@pytest.mark.parametrize(("text", "words"), [(None, "No such file"), ("\n", "must have 1 to 4096")])
+def test_a_password_file_without_a_password(
+    server: Server, password_file: Path, text: str | None, words: str
+) -> None:
+    if text is None:
+        password_file.unlink()
+    else:
+        password_file.write_text(text)
+    with bench_over(f"unix:{server.path}", password_file=password_file) as bench:
+        assert "password_file" in problem_of(bench) and words in problem_of(bench)
+
+
+def test_a_login_does_not_show_its_password(password_file: Path) -> None:
+    login = read_login(ValkeySettings(address="a:1", password_file=password_file))
+    assert login == Login("default", SECRET.encode())
+    assert SECRET not in repr(login)
+
+
+def test_an_address_that_no_system_call_takes() -> None:
+    with bench_over("..:6379", connections=1) as bench:
+        assert "can't be asked" in problem_of(bench)
+        assert bench.read([1], [0]).tolist() == [Read.FAILED]
+
+
+def test_state_on_sight(server: Server) -> None:
+    with bench_over(f"unix:{server.path}") as bench:
+        wait_for(lambda: "'well', 0 failures" in repr(bench.tier), repr(bench.tier))
+        assert "4 threads, PartQueue(0 of reads, 0 of writes)" in repr(bench.tier)
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "words"),
+    [
+        ({"address": "unix:run/v.sock"}, "address", "must be absolute"),
+        ({"address": "unix:/" + "x" * 107}, "address", "at most 107 bytes"),
+        ({"address": "localhost"}, "address", "must be unix:/path, host:port"),
+        ({"address": f"redis://u:{SECRET}@host:1"}, "address", "settings of their own"),
+        ({"address": f"u:{SECRET}@host:6379"}, "address", "settings of their own"),
+        ({"address": "::1:6379"}, "address", "must be unix:/path, host:port"),
+        ({"address": "host:0"}, "address", "from 1 to 65535"),
+        ({"address": "host:65536"}, "address", "from 1 to 65535"),
+        ({"address": "host:²"}, "address", "from 1 to 65535"),
+        ({"address": "h:1", "password": SECRET}, "password", "Extra inputs"),
+        ({"address": "h:1", "user": "kv"}, "", "user needs password_file"),
+        ({"address": "unix:/v", "tls": True}, "", "a Unix socket has no TLS"),
+        ({"address": "h:1", "tls": True, "cert_file": "c"}, "", "must be set together"),
+        ({"address": "h:1", "ca_file": "c"}, "", "need tls = true"),
+        ({"address": "h:1", "connections": 0}, "connections", "greater than or equal to 1"),
+        ({"address": "h:1", "ttl_s": 0}, "ttl_s", "greater than or equal to 1"),
+        ({"address": "h:1", "timeout_s": 0}, "timeout_s", "greater than 0"),
+    ],
+)
+def test_settings_that_cannot_be(given: dict[str, object], field: str, words: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ValkeySettings(**given)
+    (error,) = caught.value.errors()
+    assert error["loc"] == ((field,) if field else ())
+    assert words in error["msg"]
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["valkey.example:6379", "[::1]:6379", "10.0.0.1:1"])
+def test_addresses_over_tcp(address: str) -> None:
+    host, port = ValkeySettings(address=address).host_and_port
+    assert (f"[{host}]:{port}" if ":" in host else f"{host}:{port}") == address
+    assert not ValkeySettings(address=address).unix_path

