@@ -48,6 +48,7 @@ POLICY = (
     "tests/core/test_chains.py tests/core/test_policy.py "
     "tests/core/test_retention.py tests/simulate/test_policies.py"
 )
+LOWER = "tests/core/test_lower.py tests/tiers/test_runtime.py tests/server/test_tiers.py"
 COPIES = (
     "tests/dataplane/test_streaming.py tests/dataplane/test_contract.py "
     "tests/core/test_checks.py tests/dataplane/test_machine.py"
@@ -112,6 +113,10 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/core/index.py": f"tests/core/test_index.py {CORE}",
     "server/hotkv_server/core/slabs.py": f"tests/core/test_slabs.py {CORE}",
     "server/hotkv_server/core/restore.py": f"tests/core/test_restore.py {CORE}",
+    "server/hotkv_server/core/lower.py": LOWER,
+    "server/hotkv_server/core/moves.py": LOWER,
+    "server/hotkv_server/core/demotion.py": LOWER,
+    "server/hotkv_server/core/promotion.py": LOWER,
     "server/hotkv_server/core/": CORE,
     "server/hotkv_server/dataplane/cuda/": CUDA,
     "server/hotkv_server/integrity/check_values.py": (
