@@ -91,7 +91,8 @@ def _mounted(folder: Path, arguments: list[str]) -> Iterator[Path]:
     try:
         yield at
     finally:
-        subprocess.run(["umount", str(at)], check=True)
+        # Lazily: what a failed test has left open must not keep the mount.
+        subprocess.run(["umount", "--lazy", str(at)], check=True)
 
 
 def flip(path: Path, at: int, mask: int = 1) -> None:

@@ -170,12 +170,30 @@ def test_the_reference_goes_on_after_a_short_move(
     assert other.read_bytes() == room[: 3 * SLOT_ALIGN].tobytes()
 
 
+def test_the_reference_ends_a_read_between_two_sectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def move(fd: int, buffers: Any, offset: int) -> int:
+        if offset:
+            raise OSError(errno.EINVAL, "no multiple of a sector")
+        return 777
+
+    monkeypatch.setattr(os, "preadv", move)
+    monkeypatch.setattr(os, "pwritev", move)
+    room = memory(ROOM_BYTES)
+    rows = int64s([room.ctypes.data]), int64s([0]), int64s([SLOT_ALIGN])
+    results = np.zeros(1, np.int64)
+    reference.read_many(-1, *rows, results)
+    assert results[0] == 777
+    reference.write_many(-1, *rows, results)
+    assert results[0] == -errno.EINVAL
+
+
 INTERRUPTED = """
 import ctypes, errno, sys
 import llvmlite.binding as llvm
 import numpy as np
 from hotkv.table import SLOT_ALIGN
 
+ODD = 100 * SLOT_ALIGN
 # The C library's calls, as a process sees them whose signals arrive all the time.
 calls = []
 @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
@@ -184,6 +202,11 @@ def move(fd, address, num_bytes, offset):
     calls.append((address, num_bytes, offset))
     if len(calls) % 2:
         ctypes.set_errno(errno.EINTR)
+        return -1
+    if offset == ODD:
+        return 777
+    if offset == ODD + 777:
+        ctypes.set_errno(errno.EINVAL)
         return -1
     if offset >= 8 * SLOT_ALIGN:
         return 0
@@ -207,6 +230,11 @@ for name in ("read_many", "write_many"):
         for (address, size, place), i in steps
         for _ in range(2)
     ], calls
+
+    # The odd end of a file, beyond which some file systems refuse direct I/O.
+    odd = np.zeros(1, np.int64)
+    getattr(kernels, name)(3, np.array([0]), np.array([ODD]), np.array([SLOT_ALIGN]), odd)
+    assert odd.tolist() == [777 if name == "read_many" else -errno.EINVAL], odd
 """
 
 

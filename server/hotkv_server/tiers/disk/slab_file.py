@@ -48,8 +48,8 @@ class SlabFile:
         A file of another size keeps what fits: growing keeps all of it, shrinking drops what lies
         beyond. `direct`: uses direct I/O if the file system can; else it says so in the log.
         `num_bytes` is a multiple of SLOT_ALIGN. Blocks while the disk space is allocated. Raises
-        SlabFileError, after which the file has the size that it had; OSError if the folder can't be
-        made.
+        SlabFileError, and if it was growing, the file has the size that it had; OSError if the
+        folder can't be made.
         """
         if num_bytes <= 0 or num_bytes % SLOT_ALIGN:
             raise ValueError(f"{num_bytes} bytes are no multiple of {SLOT_ALIGN}")

@@ -38,6 +38,7 @@ from hotkv_server.tiers.seals import seal
 NUM_THREADS = 8
 """I/O under way at once. They wait for the disk nearly all the time, on small machines too."""
 BATCH_BYTES = 16 << 20
+"""Enough in one call for all threads to have several pieces."""
 CLOSE_WAIT_S = 5.0
 LATE_CHECK_S = 0.1
 """How often reads are dropped whose deadline has passed, if no thread is there to do it."""
@@ -55,11 +56,13 @@ log = logging.getLogger(__name__)
 
 
 class DiskTier:
-    """See the module. A `Tier` with places of its own node, which are offsets in the slab file.
+    """See the module. A `Tier` in which the core chooses places: offsets in the slab file.
 
-    The GIL is held for microseconds a block: reading and writing give it up for a whole piece.
-    xxhash 4.1 keeps it while it seals a block of up to 64 KiB, which takes a few microseconds, and
-    gives it up for a larger one.
+    Calls that overlap in the file are done in any order: a place is read or given to another block
+    only after its write has ended. The GIL is held for microseconds a block: reading and writing
+    give it up for a whole piece. xxhash 4.1 keeps it while it seals a block of up to 64 KiB, which
+    takes a few microseconds, and gives it up for a larger one; 3.x gives it up for each digest, and
+    a thread that wants it back waits up to 5 ms for a busy event loop.
     """
 
     def __init__(
@@ -116,8 +119,8 @@ class DiskTier:
         self._add(Call(blocks, False, deadline_s, lambda codes, seals: on_done(codes)))
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
-        """See `Tier`. FULL: the file system has no room, which only some need when a block is
-        written again. Writes go on while reads wait, but have at most half of the threads."""
+        """See `Tier`. FULL: the file system has no room; few need any to write allocated blocks.
+        Reads go first, see `calls`."""
         self._add(Call(blocks, True, NO_DEADLINE_S, on_done))
 
     def forget(self, keys: Sequence[bytes]) -> None:
