@@ -484,7 +484,17 @@ def test_a_use_keeps_the_first_block_of_a_request_too() -> None:
     place = Place()
     session = place.open()
     place.store(session, [1, 2, 3])
-    keep = Retention(ttl_s=50.0, pin=True)
-    for _ in incremental.use(place.core, session, HashList(0, words_of([1, 2, 3])), 2.0, keep):
+    listed = HashList(0, words_of([1, 2, 3]))
+    for _ in incremental.use(place.core, session, listed, 2.0, Retention(ttl_s=50.0, pin=True)):
         pass
     assert evict(place.core, 1, 0, words_of([1, 2, 3])) == (0, 3)
+
+
+def test_a_use_that_does_not_ask_for_it_keeps_nothing() -> None:
+    place = Place()
+    session = place.open()
+    place.store(session, [1, 2, 3])
+    listed = HashList(0, words_of([1, 2, 3]))
+    for _ in incremental.use(place.core, session, listed, 2.0, Retention(ttl_s=50.0)):
+        pass
+    assert evict(place.core, 1, 0, words_of([1, 2, 3])) == (3, 0)

@@ -18,7 +18,7 @@ from hotkv_server.core.values import CoreConfig, HashList, Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.sums import add_sums
 from hotkv_server.integrity.verifier import Verifier
-from hotkv_server.runtime import tiers as tiers_module
+from hotkv_server.runtime import breaker
 from hotkv_server.runtime.tiers import Tiers
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
@@ -135,8 +135,6 @@ def test_many_ask_at_once_and_each_block_is_read_once() -> None:
 
 
 def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any) -> None:
-    monkeypatch.setattr(tiers_module, "MAX_STALL_S", 0.05)
-
     async def run() -> None:
         async with made(0.2) as one:
             await one.lie_below(BLOCKS)
@@ -145,7 +143,7 @@ def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any) -> None:
             began_s = time.monotonic()
             assert not any(await one.leased(BLOCKS))
             assert time.monotonic() - began_s >= 0.2
-            stalled(one.tier, "stalled_s", lambda now_s: 1.0)
+            stalled(one.tier, "stalled_s", lambda now_s: breaker.MAX_STALL_S + 1)
             assert not one.tiers.has_some(one.session, [HashList(0, words_of([50]))])
             assert not one.tiers.lies_below(1, [HashList(0, words_of(BLOCKS))])[0].any()
             # What is read at last is there for the next one.
@@ -164,10 +162,12 @@ def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
         async with made() as one:
             await one.lie_below(BLOCKS)
             one.tier.faults.problem = "gone"
-            assert not one.tiers.has_some(one.session, [HashList(0, words_of(BLOCKS))])
+            # One trial is due; after it nobody waits.
             assert not any(await one.leased(BLOCKS))
+            assert not one.tiers.has_some(one.session, [HashList(0, words_of(BLOCKS))])
             one.put([20, 21])
             await asyncio.sleep(0.2)
+            assert one.core.lower.down.num_waiting == 2  # type: ignore[union-attr]
             one.tier.faults.problem = ""
             assert all(await one.leased(BLOCKS))
             await one.until_down(len(BLOCKS) + 2)

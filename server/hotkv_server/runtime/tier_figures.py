@@ -26,5 +26,5 @@ def gauges(tiers: Tiers | None) -> dict[str, float]:
         "tier_capacity_bytes": float(tiers.capacity_bytes if tiers else 0),
         "tier_queued_bytes": float(tiers.tier.figures().queued_bytes if tiers else 0),
         "tier_waiting_blocks": float(tiers.num_waiting if tiers else 0),
-        "tier_up": float(tiers is not None and not tiers.tier.problem()),
+        "tier_up": float(tiers is not None and not tiers.breaker.is_open),
     }

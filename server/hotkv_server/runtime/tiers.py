@@ -25,6 +25,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.check_values import sealed
 from hotkv_server.integrity.sums import sums_of
 from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.runtime.breaker import Breaker
 from hotkv_server.runtime.session import LiveSession
 from hotkv_server.runtime.slices import slices
 from hotkv_server.tiers.protocol import Blocks, Codes, Read, Seals, Tier, Write
@@ -42,8 +43,6 @@ MOVING_SHARE = 0.125
 CLOSE_S = 2.0
 """Longest wait for what a closed tier has answered to be taken in. A disk that hangs answers no
 more; its slots are nobody's then, as the process ends."""
-MAX_STALL_S = 1.0
-"""A tier whose call has been under way for longer hangs."""
 UP_TIMEOUT_S = 30.0
 """A tier need not begin a read any more after this long: the slots are wanted back."""
 
@@ -80,6 +79,7 @@ class Tiers:
         self._core = core
         self._lower = core.lower
         self.tier = tier
+        self.breaker = Breaker(tier)
         self._verifier = verifier
         self._arena = arena
         self._lookup_wait_s = lookup_wait_s
@@ -126,19 +126,15 @@ class Tiers:
         """Blocks that wait to be moved down."""
         return self._lower.down.num_waiting
 
-    @property
-    def is_usable(self) -> bool:
-        """False while the tier is known to be broken or hangs: lookups pass it by."""
-        hangs = self.tier.stalled_s(time.monotonic()) > MAX_STALL_S
-        return not (self._is_closing or hangs or self.tier.problem())
-
     # Down
 
     async def _move_down(self) -> None:
-        while not self._is_closing:
+        while True:
             await asyncio.sleep(PAUSE_S)
+            if self._is_closing:
+                return
             self._lower.space.removal.take_effects()
-            if not self.is_usable:
+            if not self._lower.down.num_waiting or not self.breaker.take_turn():
                 continue
             entries = self._lower.down.take(
                 min(MAX_DOWN_BYTES, self._moving_bytes) - self._down_bytes
@@ -175,7 +171,7 @@ class Tiers:
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
         """Whether a block of these lists is not in host memory but below, or on its way up."""
-        if not self.is_usable:
+        if self._is_closing or not self.breaker.lets_pass:
             return False
         key_space_id = session.record.key_space_id
         return any(
@@ -213,7 +209,7 @@ class Tiers:
         """Which blocks are ready below or on their way up, one mask a list."""
         masks = []
         for one in groups:
-            if one.group_index >= MAX_GROUPS or not self.is_usable:
+            if one.group_index >= MAX_GROUPS or not self.breaker.lets_pass:
                 masks.append(np.zeros(len(one.hashes), np.bool_))
                 continue
             masks.append(
@@ -224,7 +220,7 @@ class Tiers:
 
     async def _begin_up(self, key_space_id: int, groups: list[HashList]) -> None:
         """Begins to read what lies below of these lists, as far as there is room."""
-        if not self.is_usable or self._core.draining:
+        if self._is_closing or self._core.draining:
             return
         wanted = self._lower.up.wanted(key_space_id, groups)
         runs = [
@@ -237,6 +233,8 @@ class Tiers:
         if not self._core.config.makes_room:
             async for _ in slices(incremental.make_room(self._core, key_space_id, runs)):
                 pass
+        if not self.breaker.take_turn():
+            return
         move = self._lower.up.begin(key_space_id, groups, time.monotonic())
         if move is None:
             return
@@ -307,7 +305,15 @@ class Tiers:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Nobody waits for it: told at once, not when it is collected.
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": "a move between tiers broke", "exception": error}
+            )
 
     async def _elsewhere(self, call: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(None, call, *arguments)

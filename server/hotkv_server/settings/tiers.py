@@ -22,7 +22,7 @@ class DiskSettings(BaseModel, extra="forbid"):
         description="Size of the slab file in that folder, such as 200GiB.",
     )
     threads: Annotated[int, Field(ge=1, le=64)] = Field(
-        4, description="Threads that read and write."
+        8, description="Threads that read and write."
     )
 
 

@@ -93,7 +93,7 @@ def _open_own(path: Path) -> int:
         fd = os.open(path, flags, 0o600)
     except OSError as error:
         raise SlabFileError(
-            error.errno, f"can't open {path} ({error.strerror}): choose another tiers.disk.dir"
+            error.errno, f"can't open {path} ({error.strerror}): choose another tiers.disk.path"
         ) from error
     found = os.fstat(fd)
     problem = ""
@@ -106,7 +106,7 @@ def _open_own(path: Path) -> int:
     if problem:
         os.close(fd)
         raise SlabFileError(
-            errno.EPERM, f"{path} {problem}: remove it, or choose another tiers.disk.dir"
+            errno.EPERM, f"{path} {problem}: remove it, or choose another tiers.disk.path"
         )
     return fd
 
@@ -117,7 +117,7 @@ def _lock(fd: int, path: Path) -> None:
     except OSError as error:
         raise SlabFileError(
             error.errno,
-            f"{path} is in use by another hotkv-server: give each its own tiers.disk.dir",
+            f"{path} is in use by another hotkv-server: give each its own tiers.disk.path",
         ) from error
 
 
