@@ -22,7 +22,7 @@ from tools.mutations import Mutant
 ROOT = Path(__file__).resolve().parent.parent
 PATHS = ("proto", "sparse", "client", "server", "connector_vllm", ".")
 SLOWEST_TEST_S = 120
-LONGEST_S = 900
+LONGEST_S = 450
 """A mutant whose tests take longer is killed."""
 
 

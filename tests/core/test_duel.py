@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hotkv_server.core.policies import duel, reference
+from hotkv_server.core.policies import duel, kernels, reference
 from hotkv_server.core.policies.duel import CONTENDERS, EPOCH_S, KEEP, LEAK, MARGIN, Contender, Duel
 from hotkv_server.core.policies.protocol import Keys
 from hotkv_server.core.policies.reference import DEPTH_STEP
@@ -240,3 +240,18 @@ def test_contenders_fit_the_shadows() -> None:
     assert len(CONTENDERS) <= 8 and len(set(CONTENDERS)) == len(CONTENDERS)
     assert Duel(10).winner == CONTENDERS[0]
     assert reference.LEAK == LEAK
+
+
+@given(
+    values=st.lists(st.sampled_from([0.0, 1.0, 2.5, np.inf]), min_size=1, max_size=16),
+    changes=st.lists(st.tuples(st.integers(0, 15), st.sampled_from([0.0, 3.0, np.inf]))),
+)
+def test_a_tree_finds_its_least_leaf(values: list[float], changes: list[tuple[int, float]]) -> None:
+    leaves = 1 << (len(values) - 1).bit_length()
+    tree = np.full(2 * leaves, np.inf)
+    model = np.full(leaves, np.inf)
+    for leaf, value in [*enumerate(values), *changes]:
+        if leaf < leaves:
+            kernels._set_leaf(tree, leaf, value)
+            model[leaf] = value
+    assert model[kernels._least_leaf(tree)] == model.min()
