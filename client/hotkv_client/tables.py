@@ -61,6 +61,7 @@ def show_status(answer: dict[str, Any]) -> str:
         f"{counters['no_space_blocks_total']:.0f}",
         *([gpu_line(answer["devices"])] if answer["devices"]["devices"] else []),
         *residency_line(counters),
+        *tier_line(counters),
         loop_line(counters, answer["loop_held_by"]),
         "",
         table(
@@ -95,6 +96,22 @@ def show_status(answer: dict[str, Any]) -> str:
         ),
     ]
     return "\n".join(parts)
+
+
+def tier_line(counters: dict[str, Any]) -> list[str]:
+    """One line on what moved between host memory and the tier below; none without a tier."""
+    if not counters.get("tier_capacity_bytes"):
+        return []
+    moved = {way: human_bytes(counters[f"tier_{way}_bytes_total"]) for way in ("written", "read")}
+    blocks = {
+        name: f"{counters[f'tier_{name}']:.0f}"
+        for name in ("lost_blocks_total", "failed_blocks_total", "waiting_blocks")
+    }
+    return [
+        f"disk {'up' if counters['tier_up'] else 'DOWN'}  written {moved['written']}  read "
+        f"{moved['read']}  waiting {blocks['waiting_blocks']}  lost {blocks['lost_blocks_total']}  "
+        f"failed {blocks['failed_blocks_total']}"
+    ]
 
 
 def residency_line(counters: dict[str, Any]) -> list[str]:

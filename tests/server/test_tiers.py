@@ -1,6 +1,7 @@
 """A disk below the arena: what the arena has evicted is found there and comes back byte for byte,
 also after a kill; and what the disk does wrong costs hits, never bytes."""
 
+import argparse
 import signal
 from collections.abc import Iterator
 
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 
 from demo.processes import runtime_folder
-from hotkv_client import BlockResult, GroupHashes, TransferStatus
+from hotkv_client import BlockResult, GroupHashes, TransferStatus, cli
+from hotkv_client.admin import AdminClient
+from hotkv_client.tables import show_status
 from hotkv_client.testing import PagedEngine
 from tests.server.support import hashes
 from tests.server.test_life import wait_until
@@ -117,6 +120,24 @@ def test_bytes_that_changed_on_the_disk_are_a_miss(place: Tiered) -> None:
     good = [block for at, block in enumerate(chain) if at != 7]
     assert place.loads(good, np.delete(content, 7, axis=1))
     assert not engine.session.lookup([GroupHashes(0, chain[7:8])]).result(10)[0].any()
+
+
+def test_the_command_line_says_what_lies_on_the_disk(place: Tiered) -> None:
+    place.start_tiered()
+    engine = place.connect()
+    chains = [hashes(CHAIN) for _ in range(6)]
+    for chain in chains:
+        place.fill(chain)
+    assert place.server is not None
+    with AdminClient(place.server.target) as admin:
+        (told,) = admin.explain(hashes=b"".join(chains[0]))
+        assert [block["verdict"] for block in told["blocks"]] == ["below"] * CHAIN
+        assert told["hit_token_count"] == 16 * CHAIN
+        tiers = admin.tiers()
+        status = show_status(cli.status(admin, argparse.Namespace()))
+    assert [(t["name"], t["block_count"]) for t in tiers][1] == ("disk", 6 * CHAIN)
+    assert "disk up  written 22.5 MiB" in status and "disk  " in status
+    assert engine.session.connected
 
 
 def test_a_flush_reaches_the_disk(place: Tiered) -> None:

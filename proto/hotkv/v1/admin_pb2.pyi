@@ -154,6 +154,8 @@ class _BlockVerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """It made room for others."""
     BLOCK_VERDICT_NEVER_STORED: _BlockVerdict.ValueType  # 4
     """It was never stored, or evicted so long ago that the server has forgotten it."""
+    BLOCK_VERDICT_BELOW: _BlockVerdict.ValueType  # 5
+    """It would: it lies in a tier below host memory, and comes up when a lease asks for it."""
 
 class BlockVerdict(_BlockVerdict, metaclass=_BlockVerdictEnumTypeWrapper):
     """Whether a block of a prompt would hit."""
@@ -168,6 +170,8 @@ BLOCK_VERDICT_EVICTED: BlockVerdict.ValueType  # 3
 """It made room for others."""
 BLOCK_VERDICT_NEVER_STORED: BlockVerdict.ValueType  # 4
 """It was never stored, or evicted so long ago that the server has forgotten it."""
+BLOCK_VERDICT_BELOW: BlockVerdict.ValueType  # 5
+"""It would: it lies in a tier below host memory, and comes up when a lease asks for it."""
 Global___BlockVerdict: typing_extensions.TypeAlias = BlockVerdict
 
 @typing.final
@@ -477,7 +481,7 @@ class Tier(google.protobuf.message.Message):
     SLAB_BYTE_COUNT_FIELD_NUMBER: builtins.int
     REPRESENTATION_BYTE_COUNT_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """`host`, later `disk` and others."""
+    """`host` or `disk`."""
     capacity_byte_count: builtins.int
     """Bytes it may hold: those that have memory."""
     used_byte_count: builtins.int
@@ -1109,7 +1113,9 @@ class BlockExplanation(google.protobuf.message.Message):
     block_hash: builtins.bytes
     """Its hash."""
     verdict: builtins.str
-    """`ready`, `reserved`, `evicted` or `never stored`: `block_verdict` for clients of version 1."""
+    """`ready`, `reserved`, `evicted`, `never stored` or `below`: `block_verdict` for clients of
+    version 1.
+    """
     detail: builtins.str
     """More, for people."""
     block_verdict: Global___BlockVerdict.ValueType

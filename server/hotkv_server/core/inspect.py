@@ -104,11 +104,12 @@ class BlockFigures:
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
     """The blocks of a prompt in one group: hash words [n, 8], entry words [n] as in `BlockTable`,
-    and whether each is among the last removed [n]."""
+    whether each is among the last removed [n], and whether it lies in a tier below [n]."""
 
     hashes: Words
     words: NDArray[np.uint32]
     evicted: BoolMask
+    below: BoolMask
 
 
 def limits(core: CacheCore) -> Limits:
@@ -153,6 +154,27 @@ def tier(core: CacheCore, counted: Census) -> TierFigures:
         counted.representation_bytes,
         counted.num_blocks,
         counted.num_unverified,
+        pool.num_free_slabs,
+        pool.slab_bytes,
+        tuple(pool.stats()),
+        pool.figures(),
+    )
+
+
+def lower_tier(core: CacheCore) -> TierFigures | None:
+    """The tier below, nothing of which is pinned or not verified; None without one."""
+    if core.lower is None:
+        return None
+    space = core.lower.space
+    pool, num_blocks = space.pool, space.index.num_entries
+    return TierFigures(
+        pool.capacity_bytes,
+        pool.capacity_bytes,
+        space.used_bytes(),
+        0,
+        0,
+        num_blocks,
+        0,
         pool.num_free_slabs,
         pool.slab_bytes,
         tuple(pool.stats()),
@@ -247,10 +269,14 @@ def prompt_blocks(
     core: CacheCore, key_space_id: int, group_index: int, hashes: Words
 ) -> PromptBlocks:
     """What the cache knows of the blocks of a prompt in one group."""
+    below = np.zeros(len(hashes), np.bool_)
+    if core.lower is not None:
+        below = core.lower.find(key_space_id, group_index, hashes) != 0
     return PromptBlocks(
         hashes,
         core.space.index.find(key_space_id, group_index, hashes),
         core.space.removal.was_evicted(key_space_id, group_index, hashes),
+        below,
     )
 
 

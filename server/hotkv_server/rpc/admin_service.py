@@ -68,27 +68,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ListTiers(
         self, request: admin_pb2.ListTiersRequest, context: Any
     ) -> admin_pb2.ListTiersResponse:
-        host = inspect.tier(self._node.core, await census(self._node))
-        message = admin_pb2.Tier(
-            name="host",
-            capacity_byte_count=host.capacity_bytes,
-            used_byte_count=host.used_bytes,
-            pinned_byte_count=host.pinned_bytes,
-            block_count=host.num_blocks,
-            free_slab_count=host.num_free_slabs,
-            slab_byte_count=host.slab_bytes,
-            representation_byte_count=host.representation_bytes,
-            slab_classes=[
-                admin_pb2.SlabClass(
-                    slot_byte_count=c.slot_bytes,
-                    slab_count=c.num_slabs,
-                    slot_count=c.num_slots,
-                    used_slot_count=c.num_used,
-                )
-                for c in host.slab_classes
-            ],
-        )
-        return admin_pb2.ListTiersResponse(tiers=[message])
+        tiers = [_tier("host", inspect.tier(self._node.core, await census(self._node)))]
+        if (lower := inspect.lower_tier(self._node.core)) is not None:
+            tiers.append(_tier("disk", lower))
+        return admin_pb2.ListTiersResponse(tiers=tiers)
 
     async def ListKeySpaces(
         self, request: admin_pb2.ListKeySpacesRequest, context: Any
@@ -271,3 +254,25 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             return await explain(self._node, request)
 
         return await answer(self._node, context, call)
+
+
+def _tier(name: str, figures: inspect.TierFigures) -> admin_pb2.Tier:
+    return admin_pb2.Tier(
+        name=name,
+        capacity_byte_count=figures.capacity_bytes,
+        used_byte_count=figures.used_bytes,
+        pinned_byte_count=figures.pinned_bytes,
+        block_count=figures.num_blocks,
+        free_slab_count=figures.num_free_slabs,
+        slab_byte_count=figures.slab_bytes,
+        representation_byte_count=figures.representation_bytes,
+        slab_classes=[
+            admin_pb2.SlabClass(
+                slot_byte_count=c.slot_bytes,
+                slab_count=c.num_slabs,
+                slot_count=c.num_slots,
+                used_slot_count=c.num_used,
+            )
+            for c in figures.slab_classes
+        ],
+    )

@@ -19,6 +19,8 @@ from hotkv_server.core import inspect
 from hotkv_server.rpc import convert
 from hotkv_server.runtime.node import Node
 
+HITS = ("ready", "below")
+"""Verdicts of blocks that would hit."""
 MAX_BLOCKS = 1 << 16
 """Most blocks of one answer, over all key spaces."""
 
@@ -96,9 +98,12 @@ def _explain(
     """Words the answer. Filled in place: to copy a message of this size would hold the GIL."""
     masks = []
     for index, group in enumerate(found):
-        masks.append((group.words != 0) & (group.words < RESERVED_FLAG))
+        is_ready = (group.words != 0) & (group.words < RESERVED_FLAG)
+        masks.append(is_ready | group.below)
         for depth, word in enumerate(group.words):
-            if word == 0:
+            if group.below[depth] and not is_ready[depth]:
+                verdict, text = admin_pb2.BLOCK_VERDICT_BELOW, "on disk; a lease brings it up"
+            elif word == 0:
                 verdict = (
                     admin_pb2.BLOCK_VERDICT_EVICTED
                     if group.evicted[depth]
@@ -151,7 +156,7 @@ def _summary(
 ) -> str:
     if limiting < 0:
         return f"all {hit} of {num_tokens} whole-block tokens hit"
-    missing = next((b for b in blocks if b.group_index == limiting and b.verdict != "ready"), None)
+    missing = next((b for b in blocks if b.group_index == limiting and b.verdict not in HITS), None)
     why = (
         f"block {missing.depth} is {missing.verdict}" if missing else "a block it needs is missing"
     )

@@ -249,7 +249,7 @@ class Tiers:
         ended: asyncio.Future[tuple[Codes]] = self._future()
         self.tier.read(blocks, time.monotonic() + UP_TIMEOUT_S, _on_loop(ended))
         (codes,) = await ended
-        checks = await self._elsewhere(self._checks, move)
+        checks = await self._elsewhere(_checks, self._core, self._arena, move)
         self._up_bytes -= coming.num_bytes
         is_found, is_lost = codes == Read.FOUND, np.isin(codes, (Read.CORRUPT, Read.ABSENT))
         if is_lost.any():
@@ -262,23 +262,6 @@ class Tiers:
     def _end_up(self, coming: Coming) -> None:
         if self._coming.pop(coming.move.number, None) is not None:
             self._lower.up.let_go(coming.move)
-
-    def _checks(self, move: Move) -> Seals:
-        """Check values of the slots of a move up. From any thread: its entries and slots are the
-        move's alone."""
-        index, stride = self._core.space.index, self._core.config.check_stride
-        checks = np.zeros(len(move), np.uint64)
-        if not stride:
-            return checks
-        _, groups, _ = index.keys(move.entries)
-        offsets, keys = index.offsets(move.entries), index.mixed(move.entries)
-        record = self._core.catalog.record(move.key_space_id)
-        for group in np.unique(groups).tolist():
-            at = np.flatnonzero(groups == group)
-            strides = np.full(len(at), stride, np.int64)
-            sums = sums_of(self._arena, offsets[at], record.shape(group).shard_bytes, strides)
-            checks[at] = sealed(sums, keys[at], stride)
-        return checks
 
     # Both
 
@@ -335,3 +318,21 @@ def _on_loop(ended: "asyncio.Future[Any]") -> Callable[..., None]:
             return
 
     return call
+
+
+def _checks(core: CacheCore, arena: Region, move: Move) -> Seals:
+    """Check values of the slots of a move up. From any thread: its entries and slots are the
+    move's alone."""
+    index, stride = core.space.index, core.config.check_stride
+    checks = np.zeros(len(move), np.uint64)
+    if not stride:
+        return checks
+    _, groups, _ = index.keys(move.entries)
+    offsets, keys = index.offsets(move.entries), index.mixed(move.entries)
+    record = core.catalog.record(move.key_space_id)
+    for group in np.unique(groups).tolist():
+        at = np.flatnonzero(groups == group)
+        strides = np.full(len(at), stride, np.int64)
+        sums = sums_of(arena, offsets[at], record.shape(group).shard_bytes, strides)
+        checks[at] = sealed(sums, keys[at], stride)
+    return checks
