@@ -4,11 +4,12 @@ again; no wrong byte is ever loaded.
 Always checked: each byte that is loaded, or read in the mapped arena under a lease, follows from
 the block's hash; and no server condemns a block. If the arena has room for everything (`roomy`),
 each acknowledged block is found after each restart. If it has not (`tight`), blocks may be evicted,
-and servers are killed while they rebalance and evict. A seed decides arenas, kills and requests;
-the timing of threads is the machine's.
+and servers are killed while they rebalance and evict; with a disk below, evicted blocks come up
+from it, and now and then the arena is lost as well, as in a reboot. A seed decides arenas, kills
+and requests; the timing of threads is the machine's.
 
 `python -m tests.robustness.campaign --kills 1000 --seed 7` runs the long form and prints a table;
-`make torture` calls it.
+`make torture` calls it. `--disk` runs all of it over a disk.
 """
 
 import argparse
@@ -18,9 +19,11 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -30,12 +33,13 @@ from pathlib import Path
 from demo.processes import runtime_folder
 from hotkv.errors import HotKVError
 from hotkv_client import GroupHashes
+from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_server.testing.crashing import MOMENTS, POINTS
 from tests.robustness.engine import Shape, hash_of
 
 MODELS = (Shape("large pages", 2, 8192, 160), Shape("small pages", 3, 1024, 200))
-ARENA = "16MiB"
+ARENA, DISK = "16MiB", "64MiB"
 TIGHT_HASHES = 3000
 START_DEADLINE_S = 60.0
 RESTART_POINTS = ("restore", "adopt", "open", "state", "use", "verify")
@@ -44,12 +48,15 @@ RESTART_POINTS = ("restore", "adopt", "open", "state", "use", "verify")
 @dataclass(slots=True)
 class Findings:
     """Counts of a campaign. `read_blocks`: read in the mapped arena; `void_blocks`: the same, but
-    the lease ended meanwhile. `wrong` and `lost` must stay empty.
+    the lease ended meanwhile; `promoted_blocks`: came up from the disk, of servers that were asked
+    before they were killed. `wrong` and `lost` must stay empty.
     """
 
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
     restarts: int = 0
     clean_stops: int = 0
+    lost_arenas: int = 0
+    promoted_blocks: int = 0
     loaded_blocks: int = 0
     read_blocks: int = 0
     void_blocks: int = 0
@@ -64,8 +71,8 @@ class Findings:
         return sum(self.kills.values())
 
     def rows(self) -> list[tuple[str, object]]:
-        blocks = ("acknowledged", "found_again", "loaded", "read", "void", "condemned")
-        names = ("restarts", "clean_stops", *(f"{name}_blocks" for name in blocks))
+        blocks = ("acknowledged", "found_again", "loaded", "read", "void", "promoted", "condemned")
+        names = ("restarts", "clean_stops", "lost_arenas", *(f"{name}_blocks" for name in blocks))
         rows: list[tuple[str, object]] = [
             ("kills", self.num_kills),
             *((name, getattr(self, name)) for name in names),
@@ -221,7 +228,15 @@ class Engines:
 class Campaign:
     """One arena, its servers and engines, until `kills` kills are done."""
 
-    def __init__(self, folder: Path, seed: int, *, roomy: bool, findings: Findings) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        *,
+        roomy: bool,
+        findings: Findings,
+        disk: Path | None = None,
+    ) -> None:
         self.chance = random.Random(seed)
         self.roomy = roomy
         self.findings = findings
@@ -231,7 +246,9 @@ class Campaign:
             else tuple(Shape(s.model, s.layers, s.page_bytes, TIGHT_HASHES) for s in MODELS)
         )
         self.shapes = shapes
-        self.servers = Servers(folder, ARENA)
+        self.servers, self.disk = Servers(folder, ARENA), disk
+        if disk is not None:
+            self.servers.flags += ["--tiers.disk.path", str(disk), "--tiers.disk.bytes", DISK]
         self.engines = Engines(self.servers.target, shapes, self.chance, findings)
 
     def close(self) -> None:
@@ -253,6 +270,9 @@ class Campaign:
 
     def cycle(self) -> None:
         """Starts a server, lets it work, and ends it."""
+        if self.disk is not None and not self.roomy and self.chance.random() < 0.1:
+            shutil.rmtree(self.servers.folder / "arena", ignore_errors=True)
+            self.findings.lost_arenas += 1
         crash = self.choose()
         pid = self.servers.start(crash)
         self.findings.restarts += 1
@@ -282,6 +302,10 @@ class Campaign:
             else:
                 self.count(f"server {crash.get('when')} {crash.get('point')}", pid)
             return
+        if self.disk is not None:
+            with contextlib.suppress(HotKVError), AdminClient(self.servers.target, 1.0) as admin:
+                came_up = admin.info()["counters"]["tier_promoted_blocks_total"]
+                self.findings.promoted_blocks += int(came_up)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         assert self.servers.has_ended(pid, START_DEADLINE_S)
@@ -356,10 +380,16 @@ class Campaign:
 
 
 @contextlib.contextmanager
-def campaign(seed: int, *, roomy: bool, findings: Findings) -> Iterator[Campaign]:
-    """A campaign in a folder of its own."""
-    with runtime_folder(256 << 20) as folder:
-        running = Campaign(folder, seed, roomy=roomy, findings=findings)
+def campaign(
+    seed: int, *, roomy: bool, findings: Findings, has_disk: bool = False
+) -> Iterator[Campaign]:
+    """A campaign in folders of its own, of which that of the disk is not in memory."""
+    with (
+        runtime_folder(256 << 20) as folder,
+        tempfile.TemporaryDirectory(prefix="hotkv-disk-") as below,
+    ):
+        disk = Path(below) / "tier" if has_disk else None
+        running = Campaign(folder, seed, roomy=roomy, findings=findings, disk=disk)
         try:
             yield running
         finally:
@@ -373,11 +403,17 @@ def main() -> int:
     )
     options.add_argument("--kills", type=int, default=1000)
     options.add_argument("--seed", type=int, default=int(time.time()))
+    options.add_argument("--disk", action="store_true", help="with a tier on a disk")
     chosen = options.parse_args()
     findings, began_s = Findings(), time.monotonic()
     print(f"seed {chosen.seed}", flush=True)
     for part in range(4):
-        with campaign(chosen.seed + part, roomy=part % 2 == 0, findings=findings) as running:
+        with campaign(
+            chosen.seed + part,
+            roomy=part % 2 == 0,
+            findings=findings,
+            has_disk=chosen.disk,
+        ) as running:
             running.run(-(-chosen.kills // 4))
         print(
             f"{findings.num_kills} kills, {findings.loaded_blocks} blocks loaded, "

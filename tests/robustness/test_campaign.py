@@ -8,11 +8,17 @@ MAX_KILLS = 100
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("roomy", [True, False], ids=["roomy", "tight"])
-def test_no_kill_makes_wrong_bytes_or_loses_what_was_acknowledged(roomy: bool) -> None:
+@pytest.mark.parametrize(
+    ("roomy", "has_disk"),
+    [(True, False), (False, False), (False, True)],
+    ids=["roomy", "tight", "disk"],
+)
+def test_no_kill_makes_wrong_bytes_or_loses_what_was_acknowledged(
+    roomy: bool, has_disk: bool
+) -> None:
     """`run` raises at the first wrong byte, lost block, or server that ends by itself."""
     findings = Findings()
-    with campaign(5, roomy=roomy, findings=findings) as running:
+    with campaign(5, roomy=roomy, findings=findings, has_disk=has_disk) as running:
         running.run(15)
         # On a busy machine engines may not have come to their turn.
         while (
@@ -25,4 +31,5 @@ def test_no_kill_makes_wrong_bytes_or_loses_what_was_acknowledged(roomy: bool) -
     )
     assert findings.read_blocks > 0
     assert not roomy or findings.found_again_blocks > 0
+    assert not has_disk or findings.promoted_blocks > 0
     assert findings.condemned_blocks == 0
