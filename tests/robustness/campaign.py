@@ -270,7 +270,7 @@ class Campaign:
 
     def cycle(self) -> None:
         """Starts a server, lets it work, and ends it."""
-        if self.disk is not None and not self.roomy and self.chance.random() < 0.1:
+        if self.disk is not None and not self.roomy and self.chance.random() < 0.3:
             shutil.rmtree(self.servers.folder / "arena", ignore_errors=True)
             self.findings.lost_arenas += 1
         crash = self.choose()
@@ -285,7 +285,9 @@ class Campaign:
             return
         else:
             self.look()
-        if self.servers.has_ended(pid, self.chance.choice((0.02, 0.1, 0.3, 0.6))) or (
+        # A disk needs time to fill before anything can come up from it.
+        lives_s = (0.02, 0.1, 0.3, 0.6) if self.disk is None else (0.02, 0.3, 0.6, 2.0)
+        if self.servers.has_ended(pid, self.chance.choice(lives_s)) or (
             crash and self.servers.has_ended(pid, 1.0)
         ):
             self.count(f"server {crash['when']} {crash['point']}", pid)
