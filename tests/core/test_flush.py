@@ -13,8 +13,9 @@ from hotkv.retention import Retention
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
-from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
-from tests.core.support import flush, make_key_space, make_table, words_of
+from hotkv_server.core.policies.protocol import Keys
+from hotkv_server.core.values import CoreConfig, Entries, HashList, LoadPositions, Run
+from tests.core.support import evict, flush, make_key_space, make_table, words_of
 
 NUM_SLOTS = 24
 NUMBERS = st.lists(st.integers(0, NUM_SLOTS - 1), min_size=1, max_size=8, unique=True)
@@ -157,3 +158,25 @@ def test_other_key_spaces_keep_theirs() -> None:
         flush(core, 3)
     assert caught.value.reason is Reason.UNKNOWN_KEY_SPACE
     assert store(core, session, [0]) == [BlockResult.STORED]
+
+
+def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy remembers what it should not have evicted; a flush tells nothing about that."""
+    core, session = filled(8)
+    told: list[tuple[int, bool]] = []
+    forget = core.space.policy.forget
+
+    def note(entries: Entries, keys: Keys, *, evicted: bool) -> None:
+        told.append((len(entries), evicted))
+        forget(entries, keys, evicted=evicted)
+
+    monkeypatch.setattr(core.space.policy, "forget", note)
+    assert evict(core, 1, 0, words_of([0, 1, 2])) == (3, 0)
+    assert told == [(3, True)]
+    told.clear()
+    assert flush(core, 1) == 5
+    assert told == [(5, False)]
+    told.clear()
+    core.reserve(session, "a", [Run(0, words_of([9]))], 10.0, 1.0)
+    core.release(session, "a")
+    assert told == [(1, False)]

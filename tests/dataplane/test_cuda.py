@@ -141,6 +141,21 @@ def test_a_cancelled_job_ends_when_what_was_given_has_passed(bench: Bench) -> No
     assert sum(m.num_pieces for m in bench.engine.figures().moved) <= 3
 
 
+def test_a_call_that_fails_again_and_again_has_failed_and_the_device_counts_as_lost(
+    bench: Bench,
+) -> None:
+    lane, num_calls = bench.engine._lanes[Direction.LOAD], 0
+
+    def fails() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        raise RuntimeError(f"call {num_calls}")
+
+    succeeded, error = lane._insist(fails)
+    assert not succeeded and error == "RuntimeError: call 1" and num_calls > 1
+    assert lane._problem
+
+
 def test_what_has_stalled_longest_shows(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.engine.submit(bench.ends.job("load", [bench.load(4096)]))
     bench.until(lambda: bench.engine.figures().num_in_flight == 1)
