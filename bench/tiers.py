@@ -1,0 +1,267 @@
+"""The disk tier beside fio over the same kind of buffers, and the restart over many records.
+
+Prints a table; `--json` prints one JSON object last: `disk_read_ratio_64k`, `disk_read_ratio_1m`,
+`disk_write_ratio_64k`, `disk_write_ratio_1m` (bytes a second of the tier, seals included, over
+those of fio at depth 16, both with direct I/O and buffers in shared memory, one after the other in
+each round, median of the rounds) and `disk_read_ratio`, `disk_write_ratio` (the lowest of them);
+`loop_lag_p99_ms` of an event loop that is otherwise idle while the tier reads 64 KiB blocks, and
+`loop_lag_idle_p99_ms`; `restart_s` (from old records to a space that answers, as many blocks of
+64 KiB as `--records-gib` holds). Needs `fio` (Debian's package): without it no ratios are taken.
+"""
+
+import asyncio
+import json
+import mmap
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.report import parser, print_report
+from demo.processes import ends_cleanly
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace
+from hotkv.table import Words
+from hotkv_server.core.catalog import Catalog
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.restore import Below, restore_below
+from hotkv_server.core.space import Space
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.memory.lower import LowerMemory
+from hotkv_server.tiers.disk.slab_file import SlabFile
+from hotkv_server.tiers.disk.tier import DiskTier
+from hotkv_server.tiers.protocol import Blocks, Int64s, Read, Write
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SIZES = {"64k": 64 * KIB, "1m": MIB}
+FILE_BYTES = GIB
+BUFFER_BYTES = 64 * MIB
+DEPTH = 16
+ROUND_S = 2.0
+SLAB_BYTES = 4 * MIB
+TARGETS = {"disk_read_ratio": 0.85, "disk_write_ratio": 0.85}
+LIMITS = {"restart_s": 2.0}
+
+
+class Disk:
+    """A tier over a file of FILE_BYTES and buffers in shared memory, with huge pages where the
+    kernel gives them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        descriptor = os.memfd_create("bench")
+        os.ftruncate(descriptor, BUFFER_BYTES)
+        self.buffer = mmap.mmap(descriptor, BUFFER_BYTES)
+        self.buffer.madvise(mmap.MADV_HUGEPAGE)
+        memory = np.frombuffer(self.buffer, np.uint8)
+        memory[:] = np.random.default_rng(1).integers(0, 256, BUFFER_BYTES, np.uint8)
+        arena = Region(memory.ctypes.data, BUFFER_BYTES, "buffers")
+        self.tier = DiskTier(arena, SlabFile.open(folder, FILE_BYTES))
+        self.rng = np.random.default_rng(2)
+        self.seals: dict[tuple[int, int], int] = {}
+
+    def blocks(self, size: int, places: Int64s) -> Blocks:
+        """DEPTH blocks or more of this size, at these places."""
+        slots = np.arange(len(places), dtype=np.int64) * size
+        keys = [b"block %d of %d" % (place, size) for place in places.tolist()]
+        seals = np.array([self.seals.get((int(p), size), 0) for p in places], np.uint64)
+        return Blocks(keys, slots, np.full(len(places), size, np.int64), places, seals)
+
+    async def write(self, size: int, seconds: float) -> float:
+        """Bytes a second of writes at random places."""
+        return await self._run(size, seconds, is_write=True)
+
+    async def read(self, size: int, seconds: float) -> float:
+        """Bytes a second of reads of what was written."""
+        return await self._run(size, seconds, is_write=False)
+
+    async def _run(self, size: int, seconds: float, *, is_write: bool) -> float:
+        loop, count = asyncio.get_running_loop(), BUFFER_BYTES // size
+        known = np.array([place for place, of in self.seals if of == size], np.int64)
+        began_s, moved = time.monotonic(), 0
+        while (passed_s := time.monotonic() - began_s) < seconds:
+            ended: asyncio.Future[Any] = loop.create_future()
+
+            def end(*answer: object, ended: "asyncio.Future[Any]" = ended) -> None:
+                loop.call_soon_threadsafe(ended.set_result, answer)
+
+            if is_write:
+                places = self.rng.permutation(FILE_BYTES // size)[:count].astype(np.int64) * size
+                blocks = self.blocks(size, places)
+                self.tier.write(blocks, end)
+                codes, seals = await ended
+                assert (codes == Write.STORED).all()
+                # Another size has overwritten what lay there.
+                self.seals = {key: seal for key, seal in self.seals.items() if key[1] == size}
+                self.seals.update(
+                    zip(((p, size) for p in places.tolist()), seals.tolist(), strict=True)
+                )
+            else:
+                places = self.rng.choice(known, min(count, len(known)), replace=False)
+                blocks = self.blocks(size, places)
+                self.tier.read(blocks, time.monotonic() + 60, end)
+                (codes,) = await ended
+                assert (codes == Read.FOUND).all()
+            moved += blocks.total_bytes
+        return moved / passed_s
+
+    def close(self) -> None:
+        """Closes the tier and removes its file."""
+        self.tier.close()
+        shutil.rmtree(self.folder)
+
+
+def fio(folder: Path, how: str, size: int) -> float:
+    """Bytes a second of fio with direct I/O at random places of a file of its own."""
+    answer = subprocess.run(
+        [
+            "fio",
+            "--name=bench",
+            f"--filename={folder / 'fio'}",
+            f"--rw={how}",
+            f"--bs={size}",
+            f"--size={FILE_BYTES}",
+            f"--iodepth={DEPTH}",
+            "--ioengine=libaio",
+            "--direct=1",
+            "--mem=mmapshared",
+            "--time_based",
+            f"--runtime={ROUND_S}",
+            "--output-format=json",
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    job = json.loads(answer.stdout)["jobs"][0]
+    return float(job["read" if how == "randread" else "write"]["bw_bytes"])
+
+
+async def ratios(folder: Path, rounds: int) -> dict[str, float]:
+    """Medians of the tier over fio, by key."""
+    disk = Disk(folder / "tier")
+    found: dict[str, list[float]] = {}
+    fio(folder, "randwrite", MIB)
+    try:
+        for name, size in SIZES.items():
+            await disk.write(size, ROUND_S)
+            for _ in range(rounds):
+                for how, run in (("write", disk.write), ("read", disk.read)):
+                    theirs = fio(folder, f"rand{how}", size)
+                    mine = await run(size, ROUND_S)
+                    found.setdefault(f"disk_{how}_ratio_{name}", []).append(mine / theirs)
+                    found.setdefault(f"disk_{how}_gb_s_{name}", []).append(mine / 1e9)
+    finally:
+        disk.close()
+    medians = {key: statistics.median(values) for key, values in found.items()}
+    for how in ("read", "write"):
+        medians[f"disk_{how}_ratio"] = min(medians[f"disk_{how}_ratio_{name}"] for name in SIZES)
+    return medians
+
+
+async def loop_lag(folder: Path) -> dict[str, float]:
+    """How late an otherwise idle loop is, without and with the tier reading."""
+    disk = Disk(folder / "lag")
+    try:
+        size = SIZES["64k"]
+        await disk.write(size, 1.0)
+        figures = {}
+        for key, is_busy in (("loop_lag_idle_p99_ms", False), ("loop_lag_p99_ms", True)):
+            reading = asyncio.create_task(disk.read(size, ROUND_S)) if is_busy else None
+            lags, until_s = list[float](), time.monotonic() + ROUND_S
+            while time.monotonic() < until_s:
+                due_s = time.monotonic() + 0.002
+                await asyncio.sleep(0.002)
+                lags.append(time.monotonic() - due_s)
+            figures[key] = float(np.percentile(lags, 99)) * 1000
+            if reading is not None:
+                await reading
+        return figures
+    finally:
+        disk.close()
+
+
+def hashes(first: int, count: int) -> Words:
+    """Hash words [count, 8] that differ."""
+    return np.random.default_rng(first).integers(0, 1 << 32, (count, 8), np.uint32)
+
+
+def restart(folder: Path, num_bytes: int) -> float:
+    """Seconds from the records of a full tier to a space that answers."""
+    size, count = SIZES["64k"], num_bytes // SIZES["64k"]
+    group = GroupSpec(GroupKind.FULL_ATTENTION, 16, (size,))
+    key_space = KeySpace("bench", "bench", "bfloat16", (group,), 16)
+
+    def opened(memory: LowerMemory) -> tuple[Space, int]:
+        space = Space(memory.table, num_bytes, SLAB_BYTES, POLICIES["hotness"](count))
+        number, _ = Catalog(space).register(key_space, (), 0.0)
+        return space, number
+
+    memory = LowerMemory.open(folder / "records", num_bytes, SLAB_BYTES, count)
+    space, number = opened(memory)
+    part = 1 << 14
+    for first in range(0, count, part):
+        some = hashes(first, min(part, count - first))
+        depths = np.arange(len(some), dtype=np.int64)
+        entries = space.insert(number, 0, some, size, depths, 1)
+        space.publish(entries, 0.0, checks=np.ones(len(entries), np.uint64))
+    old = memory.table.records
+    again = LowerMemory.open(folder / "again", num_bytes, SLAB_BYTES, count)
+    began_s = time.monotonic()
+    space, number = opened(again)
+    restored = restore_below(Below(space, _known(space, key_space)), old, {number: number}, 0.0)
+    took_s = time.monotonic() - began_s
+    assert restored.blocks == count, restored
+    return took_s
+
+
+def _known(space: Space, key_space: KeySpace) -> Catalog:
+    catalog = Catalog(space)
+    catalog.register(key_space, (), 0.0)
+    return catalog
+
+
+def main() -> int:
+    """Command line."""
+    flags = parser("The disk tier beside fio, and the restart over many records.")
+    flags.add_argument("--rounds", type=int, default=3)
+    flags.add_argument(
+        "--folder", type=Path, help="on the disk to measure; a temporary one if left out"
+    )
+    flags.add_argument("--records-gib", type=int, default=100)
+    options = flags.parse_args()
+    figures: dict[str, Any] = {}
+    with ends_cleanly(), tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        if shutil.which("fio"):
+            figures |= asyncio.run(ratios(folder, options.rounds))
+        else:
+            print("fio is not installed: no ratios", file=sys.stderr)
+        figures |= asyncio.run(loop_lag(folder))
+        figures["restart_s"] = restart(folder, options.records_gib * GIB)
+    rows = [
+        (
+            name,
+            f"{value:.3g}",
+            f"at least {TARGETS[name]:g}"
+            if name in TARGETS
+            else f"at most {LIMITS[name]:g}"
+            if name in LIMITS
+            else "",
+            "missed" if value < TARGETS.get(name, value) or value > LIMITS.get(name, value) else "",
+        )
+        for name, value in figures.items()
+    ]
+    print_report(("figure", "median", "target", ""), rows, figures, as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
