@@ -171,12 +171,18 @@ def _groups(records: Words) -> Entries:
     return groups
 
 
+def _kinds(numbers: Entries, groups: Entries) -> list[tuple[int, int]]:
+    """The pairs of key space and group that occur."""
+    pairs = np.unique(numbers.astype(np.uint64) << np.uint64(16) | groups)
+    return [(pair >> 16, pair & 0xFFFF) for pair in pairs.tolist()]
+
+
 def _well_shaped(core: Restorable, records: Words, numbers: Entries) -> BoolMask:
     """Which records have a known shape, the slot size that belongs to it, and a slot inside the
     arena where slots of that size lie."""
     good = np.zeros(len(records), np.bool_)
     groups, pool = _groups(records), core.space.pool
-    for number, group in np.unique(np.stack((numbers, groups), axis=1), axis=0).tolist():
+    for number, group in _kinds(numbers, groups):
         if not number or not core.catalog.record(number).has(group):
             continue
         here = (numbers == number) & (groups == group)
@@ -225,7 +231,7 @@ def _link_entries(
     """Makes reserved entries for records. A record that finds no place, or whose key is there
     already, stays 0 in `new_of`."""
     index, groups = core.space.index, _groups(old[rows])
-    for number, group in np.unique(np.stack((numbers, groups), axis=1), axis=0).tolist():
+    for number, group in _kinds(numbers, groups):
         here = rows[(numbers == number) & (groups == group)]
         hashes = np.ascontiguousarray(old[here, :8])
         _, unique = np.unique(index.mixed_hashes(number, group, hashes), return_index=True)
