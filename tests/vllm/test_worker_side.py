@@ -10,7 +10,7 @@ from hotkv.order import NO_ORDER
 from hotkv_client.types import LoadRun, TransferStatus
 from hotkv_vllm.adapters import NO_WORK
 from hotkv_vllm.metadata import HotKVMetadata
-from hotkv_vllm.worker import side, transfers
+from hotkv_vllm.worker import memory, transfers
 from tests.vllm.parts import ids
 from tests.vllm.worker_parts import (
     FAILED,
@@ -227,7 +227,7 @@ def test_before_a_sleep_all_transfers_are_ended(rig: Any, monkeypatch: pytest.Mo
     assert one.session.cancelled == ["t-a-k0", "w1-k0"] and closed == [True]
     assert one.worker.take_results() == ({"a"}, {"a"})
     assert one.results() == {1: [FAILED], 2: [bytes([STORED] * 2)], 3: [FAILED]}
-    assert "w3-k0" not in one.session.sent and one.worker._is_unregistered
+    assert "w3-k0" not in one.session.sent and one.worker.memory._is_unregistered
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -242,11 +242,11 @@ def test_a_server_that_hangs_does_not_keep_the_engine_awake(
         left = {answer for answer in answers if not answer.done()}
         return SimpleNamespace(not_done=left)
 
-    monkeypatch.setattr(side, "wait_futures", wait)
+    monkeypatch.setattr(memory, "wait_futures", wait)
     one.session.ends_cancelled = ends
     one.step(loads=(load("a"),), stores=(store(1),))
     one.worker.memory._let_go()
-    assert waits == [one.config.store_timeout_s + side.FENCE_GRACE_S]
+    assert waits == [one.config.store_timeout_s + memory.FENCE_GRACE_S]
     assert len(one.worker.stores) == (1 if ends else 0)
     assert one.results() == {1: [FAILED]}
     # A load that a hung server has not ended stays unreported.
@@ -261,7 +261,7 @@ def test_a_worker_without_a_session_has_nothing_to_let_go(
     monkeypatch.setattr(one.worker.loads, "make_void", lambda: 1 // 0)
     one.worker.memory.unregister()
     one.worker.memory._let_go()
-    assert not one.worker._is_unregistered
+    assert not one.worker.memory._is_unregistered
 
 
 def test_memory_is_exported_again_after_a_sleep_and_not_before(
