@@ -277,3 +277,42 @@ class LowerMachine(RuleBasedStateMachine):
 
 TestLowerMachine: Any = LowerMachine.TestCase
 TestLowerMachine.settings = settings(max_examples=150, deadline=None)
+
+
+def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
+    below = Space(make_table(40), 8 * SLAB, SLAB, POLICIES["lru"](40))
+    config = CoreConfig(6 * SLAB, SLAB, 6)
+    core = CacheCore(config, make_table(6), POLICIES["lru"](6), below=below)
+    session = core.open_session(
+        "e", "worker", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN), 0.0
+    ).number
+    assert core.lower is not None
+    down = core.lower.down
+
+    def store(number: int) -> None:
+        name = f"store {number}"
+        core.begin_store(session, name, name, [Run(0, words_of([number]))], 0, 0.0, 1.0)
+        core.end_store(session, name, True, 1.0)
+
+    def taken(num_bytes: int) -> list[int]:
+        entries = down.take(num_bytes)
+        return sorted(
+            number
+            for number in range(30)
+            if core.space.index.find(1, 0, words_of([number])) in entries
+        )
+
+    for number in range(4):
+        store(number)
+    assert taken(0) == [] and taken(1) == [0] and taken(2 * SLOT_ALIGN) == [1, 2]
+    evict(core, 1, 0, words_of([3]))
+    assert taken(SLOT_ALIGN) == [] and not down.num_waiting
+    # Those that wait longest are forgotten, once more wait than the index has entries.
+    for number in range(10, 20):
+        store(number)
+    assert down.num_waiting == 6
+    (move,) = down.begin(down.take(100 * SLOT_ALIGN), 2.0)
+    assert len(move) == 6
+    down.end(move, np.ones(6, np.bool_), np.full(6, 7, np.uint64), 2.0)
+    down.queue(move.entries)
+    assert not len(down.take(100 * SLOT_ALIGN)), "what is below was to be written again"

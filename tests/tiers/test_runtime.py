@@ -19,6 +19,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.sums import add_sums
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime import breaker
+from hotkv_server.runtime import tiers as tiers_module
 from hotkv_server.runtime.tiers import Tiers
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
@@ -130,6 +131,27 @@ def test_many_ask_at_once_and_each_block_is_read_once() -> None:
             answers = await asyncio.gather(*(one.leased(BLOCKS[at:]) for at in range(5)))
             assert all(all(answer) for answer in answers)
             assert one.tier.figures().read_blocks == len(BLOCKS)
+
+    asyncio.run(run())
+
+
+def test_a_session_whose_leases_wait_already_waits_for_no_more(monkeypatch: Any) -> None:
+    monkeypatch.setattr(tiers_module, "MAX_WAITING", 2)
+
+    async def run() -> None:
+        async with made(0.3) as one:
+            await one.lie_below(BLOCKS)
+            one.tier.faults.is_hung = True
+            lists = [HashList(0, words_of(BLOCKS))]
+            first = asyncio.create_task(one.tiers.bring_up(one.session, lists))
+            await asyncio.sleep(0.01)
+            assert one.tiers.has_some(one.session, lists)
+            second = asyncio.create_task(one.tiers.bring_up(one.session, lists))
+            await asyncio.sleep(0.01)
+            assert not one.tiers.has_some(one.session, lists)
+            for waiting in (first, second):
+                one.tiers.let_go(await waiting)
+            assert not one.tiers._waiting
 
     asyncio.run(run())
 

@@ -9,6 +9,7 @@ touches it no more. On the event loop only; the tier answers on threads of its o
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -40,6 +41,8 @@ MAX_DOWN_BYTES = 64 << 20
 """Most bytes on their way down: their slots can't be evicted meanwhile."""
 MOVING_SHARE = 0.125
 """Largest share of the arena that may be on its way down, and again on its way up."""
+MAX_WAITING = 256
+"""Leases of one session that wait for the tier at a time; others get what is in host memory."""
 CLOSE_S = 2.0
 """Longest wait for what a closed tier has answered to be taken in. A disk that hangs answers no
 more; its slots are nobody's then, as the process ends."""
@@ -84,6 +87,7 @@ class Tiers:
         self._arena = arena
         self._lookup_wait_s = lookup_wait_s
         self._coming: dict[int, Coming] = {}
+        self._waiting: Counter[int] = Counter()
         self._down_bytes = self._up_bytes = 0
         self._moving_bytes = int(MOVING_SHARE * core.config.arena_bytes)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -170,8 +174,11 @@ class Tiers:
     # Up
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
-        """Whether a block of these lists is not in host memory but below, or on its way up."""
+        """Whether a block of these lists is not in host memory but below, or on its way up. False
+        for a session of which many leases wait already."""
         if self._is_closing or not self.breaker.lets_pass:
+            return False
+        if self._waiting[session.record.number] >= MAX_WAITING:
             return False
         key_space_id = session.record.key_space_id
         return any(
@@ -185,8 +192,17 @@ class Tiers:
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Held:
         """Waits until those of the blocks that lie below are in host memory and pinned, or the time
         is up. `let_go` gives the pins back."""
-        held = Held()
-        key_space_id = session.record.key_space_id
+        number, held = session.record.number, Held()
+        self._waiting[number] += 1
+        try:
+            await self._wait_for(held, session.record.key_space_id, groups)
+        finally:
+            self._waiting[number] -= 1
+            if not self._waiting[number]:
+                del self._waiting[number]
+        return held
+
+    async def _wait_for(self, held: Held, key_space_id: int, groups: list[HashList]) -> None:
         until_s = time.monotonic() + self._lookup_wait_s
         await self._begin_up(key_space_id, groups)
         for one in list(self._coming.values()):
@@ -196,7 +212,6 @@ class Tiers:
         waits = [one.done for one in held.waits]
         if waits:
             await asyncio.wait(waits, timeout=max(0.0, until_s - time.monotonic()))
-        return held
 
     def let_go(self, held: Held) -> None:
         """The caller has leased what it wants, or gives up."""
