@@ -47,7 +47,7 @@ def test_a_size_that_is_no_multiple_is_an_error(tmp_path: Path) -> None:
 
 def test_a_second_daemon_is_told_so(tmp_path: Path) -> None:
     first = SlabFile.open(tmp_path, MIB)
-    with pytest.raises(SlabFileError, match=r"in use by another hotkv-server.*tiers\.disk\.dir"):
+    with pytest.raises(SlabFileError, match=r"in use by another hotkv-server.*tiers\.disk\.path"):
         SlabFile.open(tmp_path, 2 * MIB)
     assert (tmp_path / "slabs").stat().st_size == MIB
     first.close()
