@@ -15,8 +15,6 @@ from hotkv_server.memory.lower import LowerMemory
 from hotkv_server.runtime.persistence import state_of
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
-from hotkv_server.tiers.disk.slab_file import SlabFile
-from hotkv_server.tiers.disk.tier import DiskTier
 from hotkv_server.tiers.protocol import Tier
 
 log = logging.getLogger(__name__)
@@ -41,6 +39,10 @@ def open_lower(settings: Settings, arena: Region) -> LowerPart | None:
     tiers, disk = settings.tiers, settings.tiers.disk
     if disk.path is None:
         return None
+    # Servers without a tier need neither its kernels nor xxhash.
+    from hotkv_server.tiers.disk.slab_file import SlabFile
+    from hotkv_server.tiers.disk.tier import DiskTier
+
     num_bytes = disk.bytes // tiers.slab_bytes * tiers.slab_bytes
     try:
         memory = LowerMemory.open(disk.path, num_bytes, tiers.slab_bytes, tiers.capacity)
