@@ -69,7 +69,7 @@ class Opened:
         except CudaError as error:
             raise StartError(str(error)) from error
         arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
-        lower = open_lower(settings, arena)
+        lower = open_lower(settings, arena, reset=reset)
         core, verifier = open_cache(settings, memory, lower)
         publisher, tiers = make_publisher(settings.events), None
         if lower is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from demo.processes import runtime_folder
+from demo.processes import ChildError, Server, runtime_folder
 from hotkv_client import BlockResult, GroupHashes, TransferStatus, cli
 from hotkv_client.admin import AdminClient
 from hotkv_client.tables import show_status
@@ -168,6 +168,28 @@ def test_a_lease_waits_no_longer_than_is_set(place: Tiered) -> None:
     # What was asked for comes up all the same, for the next request.
     wait_until(lambda: bool(engine.session.probe(0, chain).all()))
     assert place.loads(chain, content)
+
+
+def test_a_reset_drops_what_is_on_the_disk(place: Tiered) -> None:
+    place.start_tiered()
+    engine = place.connect()
+    chain = hashes(CHAIN)
+    place.fill(chain)
+    place.stop(signal.SIGTERM)
+    place.start_tiered("--reset")
+    assert not engine.session.lookup([GroupHashes(0, chain)]).result(10)[0].any()
+    assert place.loads(chain, place.fill(chain))
+
+
+def test_a_disk_of_another_server_is_refused(place: Tiered) -> None:
+    place.start_tiered()
+    with runtime_folder(64 << 20) as folder:
+        disk = ("--tiers.disk.path", str(place.folder / "disk"))
+        with (
+            Server(folder, "16MiB", *disk, "--tiers.disk.bytes", "64MiB") as other,
+            pytest.raises(ChildError, match=r"tiers\.disk\.path: .* is in use by hotkv-server"),
+        ):
+            other.wait_ready()
 
 
 def test_a_smaller_disk_keeps_what_fits(place: Tiered) -> None:

@@ -35,13 +35,18 @@ class LowerMemory:
     _lock_fd: int
 
     @staticmethod
-    def open(folder: Path, num_bytes: int, slab_bytes: int, capacity: int) -> "LowerMemory":
-        """Makes a new table for `num_bytes` of places, and maps the one that is there. Raises
-        BusyError if another server has the folder, or OSError."""
+    def open(
+        folder: Path, num_bytes: int, slab_bytes: int, capacity: int, *, reset: bool = False
+    ) -> "LowerMemory":
+        """Makes a new table for `num_bytes` of places, and maps the one that is there. `reset`:
+        drops that one. Raises BusyError if another server has the folder, or OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock_fd = lock_file(folder / LOCK_FILE)
         files: list[FileMapping] = []
         try:
+            if reset:
+                for name in (STATE_FILE, TABLE_FILE):
+                    (folder / name).unlink(missing_ok=True)
             old, state, why_empty = _left(folder, slab_bytes, files)
             geometry = TableGeometry.for_capacity(capacity, 1, num_bytes)
             (folder / NEW_TABLE_FILE).unlink(missing_ok=True)

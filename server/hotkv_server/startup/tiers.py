@@ -10,7 +10,6 @@ from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.restore import Below, restore_below
 from hotkv_server.core.space import Space
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.memory.arena import BusyError
 from hotkv_server.memory.lower import LowerMemory
 from hotkv_server.runtime.persistence import state_of
 from hotkv_server.settings import Settings
@@ -33,9 +32,9 @@ class LowerPart:
         self.memory.close()
 
 
-def open_lower(settings: Settings, arena: Region) -> LowerPart | None:
-    """Opens the disk tier; None if there is none. Blocks while its space is allocated. Raises
-    StartError."""
+def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart | None:
+    """Opens the disk tier; None if there is none. `reset`: drops what an earlier server has left in
+    it. Blocks while its space is allocated. Raises StartError."""
     tiers, disk = settings.tiers, settings.tiers.disk
     if disk.path is None:
         return None
@@ -45,9 +44,9 @@ def open_lower(settings: Settings, arena: Region) -> LowerPart | None:
 
     num_bytes = disk.bytes // tiers.slab_bytes * tiers.slab_bytes
     try:
-        memory = LowerMemory.open(disk.path, num_bytes, tiers.slab_bytes, tiers.capacity)
-    except BusyError as error:
-        raise StartError(f"tiers.disk.path: {error}") from error
+        memory = LowerMemory.open(
+            disk.path, num_bytes, tiers.slab_bytes, tiers.capacity, reset=reset
+        )
     except OSError as error:
         raise StartError(f"tiers.disk.path: {error}") from error
     try:
