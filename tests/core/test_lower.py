@@ -19,7 +19,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.moves import Move
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.space import Space
-from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.core.values import FIRST_MOVE, CoreConfig, HashList, Run
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN
@@ -316,3 +316,39 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
     down.end(move, np.ones(6, np.bool_), np.full(6, 7, np.uint64), 2.0)
     down.queue(move.entries)
     assert not len(down.take(100 * SLOT_ALIGN)), "what is below was to be written again"
+
+
+def test_numbers_of_leases_and_moves_never_meet() -> None:
+    """Both begin again at the end of their half, and leave out those in use."""
+    below = Space(make_table(4), 2 * SLAB, SLAB, POLICIES["lru"](4))
+    core = CacheCore(CoreConfig(2 * SLAB, SLAB, 4), make_table(4), POLICIES["lru"](4), below=below)
+    session = core.open_session("e", "worker", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN), 0.0)
+    assert core.lower is not None
+    core.acquire(session.number, "first", [HashList(0, words_of([1]))], 10.0, 0.0)
+    (lease,) = core.leases.all()
+    assert lease.number == 1
+    core.leases._next_number = FIRST_MOVE - 1
+    assert [core.leases.next_number() for _ in range(2)] == [FIRST_MOVE - 1, 2]
+    none = np.empty(0, np.uint32)
+    moves = core.lower.moves
+    moves.add(moves.next_number(), 1, False, none, none)
+    moves._next_number = (1 << 32) - 1
+    assert [moves.next_number() for _ in range(2)] == [(1 << 32) - 1, FIRST_MOVE + 1]
+
+
+def test_a_key_space_is_known_as_long_as_it_has_a_block_below() -> None:
+    below = Space(make_table(4), 2 * SLAB, SLAB, POLICIES["lru"](4))
+    core = CacheCore(CoreConfig(2 * SLAB, SLAB, 4), make_table(4), POLICIES["lru"](4), below=below)
+    session = core.open_session("e", "worker", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN), 0.0)
+    number, lower = session.number, core.lower
+    assert lower is not None
+    core.begin_store(number, "s", "s", [Run(0, words_of([1]))], 0, 0.0, 1.0)
+    core.end_store(number, "s", True, 1.0)
+    (move,) = lower.down.begin(core.space.index.ready_blocks(), 1.0)
+    lower.down.end(move, np.ones(1, np.bool_), np.ones(1, np.uint64), 1.0)
+    evict(core, 1, 0, words_of([1]))
+    core.close_session(number, 1.0)
+    assert core.catalog.has_blocks(1) and not core.catalog.forget(1)
+    assert not list(core.catalog.outlived(1e9))
+    flush(core, 1)
+    assert not core.catalog.has_blocks(1) and core.catalog.forget(1)

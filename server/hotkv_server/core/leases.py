@@ -19,7 +19,14 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core.bounds import Account, FairBound
 from hotkv_server.core.index import Keys
-from hotkv_server.core.values import BoolMask, CoreConfig, Entries, HashList, SessionRecord
+from hotkv_server.core.values import (
+    FIRST_MOVE,
+    BoolMask,
+    CoreConfig,
+    Entries,
+    HashList,
+    SessionRecord,
+)
 from hotkv_server.integrity.check_values import Sums
 
 LEASE_BYTES = 1024
@@ -182,11 +189,11 @@ class LeaseBook:
         return f"LeaseBook({len(self._by_key)} leases)"
 
     def next_number(self) -> int:
-        """A number for a new lease: of 32 bits, and not that of another lease in the book."""
+        """A number for a new lease: below FIRST_MOVE, and not that of another lease in the book."""
         while self._next_number in self._by_number or self._next_number == 0:
-            self._next_number = (self._next_number + 1) & 0xFFFF_FFFF
+            self._next_number = (self._next_number + 1) % FIRST_MOVE
         number = self._next_number
-        self._next_number = (number + 1) & 0xFFFF_FFFF
+        self._next_number = (number + 1) % FIRST_MOVE
         return number
 
     def add(self, lease: Lease) -> None:

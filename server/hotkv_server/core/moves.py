@@ -3,7 +3,6 @@
 Always true: a block that moves is in one move only; one that is flushed meanwhile is void.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_server.core.space import Space
-from hotkv_server.core.values import BoolMask, Entries, Int64s
-
-FIRST_MOVE = 1 << 31
-"""Numbers of moves stand where reserved entries have the number of their lease, which is lower."""
+from hotkv_server.core.values import FIRST_MOVE, BoolMask, Entries, Int64s
 
 
 @dataclass(slots=True)
@@ -56,7 +52,7 @@ class Moves:
         self.counters = MoveCounters()
         self._under_way: dict[int, Move] = {}
         self._stopped: Counter[int] = Counter()
-        self._numbers = itertools.count(FIRST_MOVE)
+        self._next_number = FIRST_MOVE
 
     def __repr__(self) -> str:
         return f"Moves({len(self)} under way, {self.counters})"
@@ -68,8 +64,11 @@ class Moves:
         return iter(self._under_way.values())
 
     def next_number(self) -> int:
-        """The number of a new move."""
-        return next(self._numbers)
+        """A number for a new move: of 32 bits, and not that of another one under way."""
+        while self._next_number in self._under_way:
+            self._next_number = _after(self._next_number)
+        number, self._next_number = self._next_number, _after(self._next_number)
+        return number
 
     def add(
         self, number: int, key_space_id: int, is_up: bool, entries: Entries, places: Entries
@@ -116,6 +115,10 @@ class Moves:
         for move in self:
             np.add.at(counts, move.kept if move.is_up else move.entries, 1)
         return counts
+
+
+def _after(number: int) -> int:
+    return number + 1 if number < 0xFFFF_FFFF else FIRST_MOVE
 
 
 def joined(parts: list[Entries]) -> Entries:

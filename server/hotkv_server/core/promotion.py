@@ -12,8 +12,8 @@ from hotkv.keys import MAX_GROUPS
 from hotkv.table import Words
 from hotkv_server.core.arrays import first_occurrences, rows
 from hotkv_server.core.index import Keys
-from hotkv_server.core.moves import FIRST_MOVE, Move, Moves, joined
-from hotkv_server.core.values import BoolMask, Entries, HashList, Int64s
+from hotkv_server.core.moves import Move, Moves, joined
+from hotkv_server.core.values import FIRST_MOVE, BoolMask, Entries, HashList, Int64s
 
 
 class Promotion:
@@ -136,6 +136,16 @@ class Promotion:
         owners = self._host.index.owners(words & ~table.RESERVED_FLAG)
         coming: BoolMask = is_reserved & (owners >= FIRST_MOVE)
         return coming
+
+    def numbers(self, key_space_id: int, groups: list[HashList]) -> set[int]:
+        """The moves that bring up a block of these lists."""
+        found: set[int] = set()
+        for one in groups:
+            words = self._host.index.find(key_space_id, one.group_index, one.hashes)
+            reserved = words[words >= table.RESERVED_FLAG] & ~table.RESERVED_FLAG
+            owners = self._host.index.owners(reserved)
+            found.update(owners[owners >= FIRST_MOVE].tolist())
+        return found
 
     def _find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
         words = self._below.index.find(key_space_id, group_index, hashes)

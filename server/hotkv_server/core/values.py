@@ -16,6 +16,9 @@ BoolMask = NDArray[np.bool_]
 KEY_SPACE_ROWS = 1 << 13
 """Rows of arrays by key space. Numbers of key spaces are never reused, so the row is the number
 modulo this; no two known key spaces share one. A power of two."""
+FIRST_MOVE = 1 << 31
+"""A reserved entry has the number of its lease, or from this number on that of a move between
+tiers."""
 MAX_TRANSFERS = 1 << 14
 """Most transfers in flight, of all sessions together."""
 MAX_REPRESENTATIONS = 256

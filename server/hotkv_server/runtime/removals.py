@@ -85,7 +85,7 @@ class Removals:
             number = self._core.catalog.surplus(key_space, representations)
             if not number:
                 return
-            if self._core.space.tenants.bytes_of(number):
+            if self._core.catalog.has_blocks(number):
                 await self.flush(number)
             if not await self._forget(number):
                 return

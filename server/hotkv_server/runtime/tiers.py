@@ -181,13 +181,8 @@ class Tiers:
         if self._waiting[session.record.number] >= MAX_WAITING:
             return False
         key_space_id = session.record.key_space_id
-        return any(
-            len(positions) for positions in self._lower.up.wanted(key_space_id, groups)
-        ) or any(
-            self._lower.up.is_coming(key_space_id, one.group_index, one.hashes).any()
-            for one in groups
-            if one.group_index < MAX_GROUPS
-        )
+        wanted = self._lower.up.wanted(key_space_id, groups)
+        return any(map(len, wanted)) or bool(self._lower.up.numbers(key_space_id, groups))
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Held:
         """Waits until those of the blocks that lie below are in host memory and pinned, or the time
@@ -205,10 +200,10 @@ class Tiers:
     async def _wait_for(self, held: Held, key_space_id: int, groups: list[HashList]) -> None:
         until_s = time.monotonic() + self._lookup_wait_s
         await self._begin_up(key_space_id, groups)
-        for one in list(self._coming.values()):
-            if one.move.key_space_id == key_space_id and not one.done.done():
-                one.num_waiting += 1
-                held.waits.append(one)
+        for number in self._lower.up.numbers(key_space_id, groups):
+            one = self._coming[number]
+            one.num_waiting += 1
+            held.waits.append(one)
         waits = [one.done for one in held.waits]
         if waits:
             await asyncio.wait(waits, timeout=max(0.0, until_s - time.monotonic()))
