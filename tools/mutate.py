@@ -158,10 +158,10 @@ TESTS: dict[str, str] = {
         "tests/server/test_sparse_service.py tests/server/test_sparse_refusals.py"
     ),
     "client/hotkv_client/_answers.py": (
-        f"{WIRE} tests/wire/test_errors.py tests/wire/test_versions.py"
+        f"tests/wire/test_packing.py {WIRE} tests/wire/test_errors.py tests/wire/test_versions.py"
     ),
     "client/hotkv_client/_wire.py": (
-        f"{WIRE} tests/server/test_order_wire.py "
+        f"tests/wire/test_packing.py {WIRE} tests/server/test_order_wire.py "
         "tests/server/test_tcp.py tests/server/test_events.py"
     ),
     "client/hotkv_client/": f"{WIRE} tests/server/test_life.py",

@@ -1,14 +1,18 @@
 """Hashes packed by the client are what the server unpacks; wrong lengths are refused on either
 side."""
 
+from collections.abc import Callable
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_HASH_BYTES, MIN_HASH_BYTES
-from hotkv_client import _answers, _wire
+from hotkv.v1 import session_pb2
+from hotkv_client import RequestReport, _answers, _wire
 from hotkv_server.rpc import convert
+from hotkv_server.rpc.errors import detail
 
 HASH_BYTES = st.integers(MIN_HASH_BYTES, MAX_HASH_BYTES)
 
@@ -47,3 +51,19 @@ def test_the_server_refuses_a_wrong_total(num_bytes: int, hash_bytes: int) -> No
         return
     with pytest.raises(HotKVError, match="no multiple"):
         convert.hashes("hashes", bytes(num_bytes), hash_bytes)
+
+
+@given(age_s=st.floats(0, 1e6))
+def test_the_age_of_a_report_goes_in_milliseconds(age_s: float) -> None:
+    report = RequestReport([], 10, 0, 0, age_s)
+    (message,) = _wire.report_requests([report], 32).report_use.requests
+    assert message.age_ms <= age_s * 1000 < message.age_ms + 1
+
+
+@pytest.mark.parametrize("read", [_answers.link_sizes, _answers.ticket])
+def test_a_refusal_of_the_descriptor_socket_is_raised(read: Callable[[bytes], object]) -> None:
+    error = detail(HotKVError(Reason.NOT_ALLOWED, "not for you"))
+    packet = session_pb2.LinkResponse(error=error).SerializeToString()
+    with pytest.raises(HotKVError, match="not for you") as raised:
+        read(packet)
+    assert raised.value.reason is Reason.NOT_ALLOWED
