@@ -103,6 +103,12 @@ class Opened:
             self.lower.close()
         if self.publisher is not None:
             self.publisher.close()
+        lower = self.node.core.lower
+        if lower is not None and len(lower.moves):
+            # A disk that hangs may still write slots: the next server gets the arena when the
+            # kernel has ended this process.
+            log.error("a move from the disk has not ended: the arena stays locked until it has")
+            return
         if keep:
             self.node.save_use()
             self.memory.release()

@@ -100,7 +100,7 @@ class LowerMachine(RuleBasedStateMachine):
         ready = self.core.space.index.ready_blocks()
         some = ready[data.draw(st.permutations(range(len(ready))))[:count]]
         self.now_s += 1.0
-        for move in self.lower.down.begin(some.astype(np.uint32), self.now_s):
+        for move in self.lower.down.begin(some.astype(np.uint32)):
             offsets = self.core.space.index.offsets(move.entries).tolist()
             places = self.lower.space.index.offsets(move.places).tolist()
             # From now on the tier may write there whenever it likes.
@@ -113,7 +113,7 @@ class LowerMachine(RuleBasedStateMachine):
         self.store(space, group, numbers, 0)
         words = self.core.space.index.find(space, group, words_of(numbers))
         ready = np.unique(words[table.is_ready(words)])
-        for move in self.lower.down.begin(ready, self.now_s):
+        for move in self.lower.down.begin(ready):
             offsets = self.core.space.index.offsets(move.entries).tolist()
             places = self.lower.space.index.offsets(move.places).tolist()
             self.places.update(zip(places, [self.slots[offset] for offset in offsets], strict=True))
@@ -311,7 +311,7 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
     for number in range(10, 20):
         store(number)
     assert down.num_waiting == 6
-    (move,) = down.begin(down.take(100 * SLOT_ALIGN), 2.0)
+    (move,) = down.begin(down.take(100 * SLOT_ALIGN))
     assert len(move) == 6
     down.end(move, np.ones(6, np.bool_), np.full(6, 7, np.uint64), 2.0)
     down.queue(move.entries)
@@ -344,7 +344,7 @@ def test_a_key_space_is_known_as_long_as_it_has_a_block_below() -> None:
     assert lower is not None
     core.begin_store(number, "s", "s", [Run(0, words_of([1]))], 0, 0.0, 1.0)
     core.end_store(number, "s", True, 1.0)
-    (move,) = lower.down.begin(core.space.index.ready_blocks(), 1.0)
+    (move,) = lower.down.begin(core.space.index.ready_blocks())
     lower.down.end(move, np.ones(1, np.bool_), np.ones(1, np.uint64), 1.0)
     evict(core, 1, 0, words_of([1]))
     core.close_session(number, 1.0)

@@ -37,6 +37,9 @@ class Setup:
         below = Space(make_table(200), 256 * SLOT_ALIGN, SLAB, LRU(200))
         config = CoreConfig(ARENA_BYTES, SLAB, 200, check_stride=1)
         self.core = CacheCore(config, make_table(200), LRU(200), below=below)
+        assert self.core.lower is not None
+        self.lower = self.core.lower
+        self.removed: list[bytes] = []
         self.memory = np.zeros(ARENA_BYTES, np.uint8)
         arena = Region(self.memory.ctypes.data, ARENA_BYTES, "arena")
         self.arena = arena
@@ -47,6 +50,11 @@ class Setup:
         self.number = self.core.open_session("e", "worker", key_space, 0.0).number
         self.session: Any = SimpleNamespace(record=self.core.sessions.record(self.number))
         self.num_calls = 0
+
+    def tell(self) -> None:
+        """Notes what others are told of."""
+        for notice in self.core.take_effects():
+            self.removed += [words.tobytes() for words in notice.hashes]
 
     def put(self, numbers: list[int]) -> None:
         """Stores blocks, each with bytes of its own."""
@@ -64,7 +72,7 @@ class Setup:
     async def until_down(self, count: int) -> None:
         """Waits until so many blocks lie below."""
         until_s = time.monotonic() + 20
-        while self.core.lower.moves.counters.demoted < count:  # type: ignore[union-attr]
+        while self.lower.moves.counters.demoted < count:
             assert time.monotonic() < until_s, "blocks are not moved down"
             await asyncio.sleep(0.01)
 
@@ -101,13 +109,13 @@ def content(number: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
 @contextlib.asynccontextmanager
 async def made(lookup_wait_s: float = 10.0) -> AsyncIterator[Setup]:
     one = Setup(lookup_wait_s)
-    one.tiers.start()
+    one.tiers.start(one.tell)
     try:
         yield one
     finally:
         await one.tiers.close()
         one.core.check_invariants()
-        assert not len(one.core.lower.moves)  # type: ignore[arg-type, union-attr]
+        assert not len(one.lower.moves)
         assert not one.core.space.index.pins.any()
 
 
@@ -120,6 +128,26 @@ def test_blocks_come_up_and_are_leased() -> None:
             words = index.find(1, 0, words_of(BLOCKS))
             cases = one.tiers._verifier.cases(words)
             assert all(good.all() for good in one.tiers._verifier.judge(cases))
+
+    asyncio.run(run())
+
+
+def test_others_are_told_of_what_is_evicted_for_blocks_that_come_up() -> None:
+    async def run() -> None:
+        async with made() as one:
+            await one.lie_below(BLOCKS)
+            others = list(range(100, 100 + NUM_SLOTS))
+            one.put(others)
+            one.tell()
+            one.removed.clear()
+            assert all(await one.leased(BLOCKS))
+            await one.until_down(len(BLOCKS) + 1)
+            gone = {
+                words_of([number])[0].tobytes()
+                for number in others
+                if not one.core.space.index.find(1, 0, words_of([number]))[0]
+            }
+            assert len(gone) >= len(BLOCKS) and gone == set(one.removed)
 
     asyncio.run(run())
 
@@ -208,7 +236,7 @@ def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
             assert not one.tiers.has_some(one.session, [HashList(0, words_of(BLOCKS))])
             one.put([20, 21])
             await asyncio.sleep(0.2)
-            assert one.core.lower.down.num_waiting == 2  # type: ignore[union-attr]
+            assert one.lower.down.num_waiting == 2
             one.tier.faults.problem = ""
             assert all(await one.leased(BLOCKS))
             await one.until_down(len(BLOCKS) + 2)
@@ -249,7 +277,7 @@ def test_damaged_blocks_are_a_miss_and_gone() -> None:
             for place in list(one.store.content)[:2]:
                 one.store.damage(place, 100)
             assert sum(await one.leased(BLOCKS)) == 4
-            assert one.core.lower.moves.counters.lost == 2  # type: ignore[union-attr]
+            assert one.lower.moves.counters.lost == 2
             one.put(BLOCKS)
             assert all(await one.leased(BLOCKS))
 
@@ -280,7 +308,7 @@ def test_nothing_comes_up_after_a_flush() -> None:
             flush(one.core, 1)
             one.tier.faults.is_hung = False
             until_s = time.monotonic() + 20
-            while len(one.core.lower.moves):  # type: ignore[arg-type, union-attr]
+            while len(one.lower.moves):
                 assert time.monotonic() < until_s
                 await asyncio.sleep(0.01)
             assert not any(await one.leased(BLOCKS))

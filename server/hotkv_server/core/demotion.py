@@ -68,7 +68,7 @@ class Demotion:
             missing[at] = self._below.index.find(key_space_id, group, hashes) == 0
         return missing
 
-    def begin(self, entries: Entries, now_s: float) -> list[Move]:
+    def begin(self, entries: Entries) -> list[Move]:
         """Begins to move ready blocks of host memory that are not below, as many as find a place; a
         move for each key space. What is colder below than these makes room."""
         moves = []

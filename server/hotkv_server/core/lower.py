@@ -47,8 +47,7 @@ class LowerTier:
 
     def find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
         """Places [n] of blocks that are ready below, 0 for others."""
-        words = self.space.index.find(key_space_id, group_index, hashes)
-        return np.where(table.is_ready(words), words, 0).astype(np.uint32)
+        return self.moves.find(key_space_id, group_index, hashes)
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
         """Forgets what lies below of a key space, in parts of `portion` entry numbers; yields how

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv import table
+from hotkv.table import Words
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import FIRST_MOVE, BoolMask, Entries, Int64s
 
@@ -98,6 +100,11 @@ class Moves:
             self._stopped[key_space_id] -= 1
             if not self._stopped[key_space_id]:
                 del self._stopped[key_space_id]
+
+    def find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
+        """Places [n] of blocks that are ready below, 0 for others."""
+        words = self.below.index.find(key_space_id, group_index, hashes)
+        return np.where(table.is_ready(words), words, 0).astype(np.uint32)
 
     def void(self, key_space_id: int) -> None:
         """What moves of this key space becomes ready nowhere."""

@@ -37,7 +37,7 @@ class Promotion:
                 continue
             here = self._host.index.find(key_space_id, one.group_index, one.hashes)
             absent = np.flatnonzero(here == 0)
-            below = self._find(key_space_id, one.group_index, rows(one.hashes, absent))
+            below = self._moves.find(key_space_id, one.group_index, rows(one.hashes, absent))
             found.append(absent[below != 0])
         return found
 
@@ -55,7 +55,7 @@ class Promotion:
             if not len(positions):
                 continue
             positions = positions[first_occurrences(rows(one.hashes, positions))]
-            below = self._find(key_space_id, one.group_index, rows(one.hashes, positions))
+            below = self._moves.find(key_space_id, one.group_index, rows(one.hashes, positions))
             for size in np.unique(self._below.index.slot_bytes(below)).tolist():
                 at = self._below.index.slot_bytes(below) == size
                 taken = self._reserve_slots(
@@ -146,7 +146,3 @@ class Promotion:
             owners = self._host.index.owners(reserved)
             found.update(owners[owners >= FIRST_MOVE].tolist())
         return found
-
-    def _find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        words = self._below.index.find(key_space_id, group_index, hashes)
-        return np.where(table.is_ready(words), words, 0).astype(np.uint32)

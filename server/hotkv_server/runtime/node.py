@@ -106,7 +106,7 @@ class Node:
         self.lag.start()
         self.residencies.start()
         if self.tiers is not None:
-            self.tiers.start()
+            self.tiers.start(self._effects.run)
         self._persistence.start()
         for number, record in self.core.key_spaces.items():
             self.events.add_key_space(number, record.key_space)

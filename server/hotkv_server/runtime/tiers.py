@@ -91,13 +91,16 @@ class Tiers:
         self._down_bytes = self._up_bytes = 0
         self._moving_bytes = int(MOVING_SHARE * core.config.arena_bytes)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tell: Callable[[], None] = lambda: None
         self._is_closing = False
 
     def __repr__(self) -> str:
         return f"Tiers({self.tier!r}, {self._lower!r})"
 
-    def start(self) -> None:
-        """Starts moving blocks down."""
+    def start(self, tell: Callable[[], None]) -> None:
+        """Starts moving blocks down. `tell` is called when blocks may have been evicted or
+        condemned."""
+        self._tell = tell
         self._spawn(self._move_down())
 
     async def close(self) -> None:
@@ -145,7 +148,7 @@ class Tiers:
             )
             if not len(entries):
                 continue
-            for move in self._lower.down.begin(entries, time.monotonic()):
+            for move in self._lower.down.begin(entries):
                 self._spawn(self._write(move))
 
     async def _write(self, move: Move) -> None:
@@ -159,7 +162,6 @@ class Tiers:
         self._down_bytes -= blocks.total_bytes
         is_stored = np.isin(codes, (Write.STORED, Write.PRESENT)) & good
         self._lower.down.end(move, is_stored, seals, time.monotonic())
-        self._core.take_effects()
 
     async def _agreeing(self, move: Move) -> BoolMask:
         """Which blocks of a move down have the bytes of their check values."""
@@ -168,6 +170,7 @@ class Tiers:
         cases = self._verifier.cases(move.entries)
         verdicts = await self._elsewhere(self._verifier.judge, cases)
         bad = self._verifier.settle(cases, verdicts)
+        self._tell()
         agreeing: BoolMask = ~np.isin(move.entries, bad)
         return agreeing
 
@@ -242,10 +245,11 @@ class Tiers:
             return
         if not self._core.config.makes_room:
             async for _ in slices(incremental.make_room(self._core, key_space_id, runs)):
-                pass
+                self._tell()
         if not self.breaker.take_turn():
             return
         move = self._lower.up.begin(key_space_id, groups, time.monotonic())
+        self._tell()
         if move is None:
             return
         blocks = self._blocks(move)
