@@ -33,8 +33,9 @@ def test_tokens_are_the_same_from_the_disk(
 
     def warm() -> Any:
         daemon.lose_arena()
+        engine.ask("wait", connected=False, timeout_s=20)
         daemon.start()
-        time.sleep(1.5)
+        assert engine.ask("wait", connected=True, timeout_s=20)["connected"] == [True, True]
         return engine.ask("reset")
 
     warm()
