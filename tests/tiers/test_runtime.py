@@ -236,7 +236,7 @@ def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
             assert not one.tiers.has_some(one.session, [HashList(0, words_of(BLOCKS))])
             one.put([20, 21])
             await asyncio.sleep(0.2)
-            assert one.lower.down.num_waiting == 2
+            assert len(one.lower.down.waiting) == 2
             one.tier.faults.problem = ""
             assert all(await one.leased(BLOCKS))
             await one.until_down(len(BLOCKS) + 2)

@@ -21,7 +21,7 @@ from hotkv_server.core.residency_bound import ResidencyBound
 from hotkv_server.core.sessions import SessionBook
 from hotkv_server.core.space import Space
 from hotkv_server.core.transfers import TransferBook
-from hotkv_server.core.values import CoreConfig, Counters
+from hotkv_server.core.values import CoreConfig, Counters, Entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,11 @@ class CacheBooks:
     pin_budget: PinBudget
     residencies: Residencies
     lower: LowerTier | None = None
+
+    def offer_below(self, entries: Entries) -> None:
+        """Blocks were stored or used, in chain order: they may be copied to a tier below."""
+        if self.lower is not None:
+            self.lower.down.waiting.add(entries)
 
 
 def make_books(
@@ -61,7 +66,7 @@ def make_books(
         is_backed=config.is_backed,
         makes_room=config.makes_room,
     )
-    lower = None if below is None else LowerTier(space, below)
+    lower = None if below is None else LowerTier(space, below, config.write_bytes_per_day)
     catalog = Catalog(space, len(config.tenants), lower)
     client_memory = FairBound(config.client_memory_bytes)
     sessions, pin_budget = SessionBook(catalog, space.tenants), PinBudget(space.tenants)

@@ -17,15 +17,17 @@ from hotkv_server.core.moves import Moves, joined
 from hotkv_server.core.promotion import Promotion
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import Entries, KeySpaceRecord
+from hotkv_server.core.write_gate import WriteGate
 
 
 class LowerTier:
-    """See the module. `space`: of places below; `down` and `up` begin and end `moves`."""
+    """See the module. `space`: of places below; `down` and `up` begin and end `moves`.
+    `write_bytes_per_day`: as of `WriteGate`."""
 
-    def __init__(self, host: Space, space: Space) -> None:
+    def __init__(self, host: Space, space: Space, write_bytes_per_day: int | None = None) -> None:
         self.space = space
         self.moves = Moves(host, space)
-        self.down = Demotion(self.moves)
+        self.down = Demotion(self.moves, WriteGate(write_bytes_per_day, space.index.capacity))
         self.up = Promotion(self.moves)
 
     def __repr__(self) -> str:
@@ -34,6 +36,7 @@ class LowerTier:
     def add_key_space(self, record: KeySpaceRecord) -> None:
         """Declares a key space to the space below."""
         number, key_space = record.number, record.key_space
+        self.down.add_key_space(record)
         self.space.tenants.add_key_space(number, key_space.tenant)
         self.space.index.add_key_space(
             number, [key_space.group_salt(group) for group in range(len(key_space.groups))]

@@ -131,7 +131,7 @@ class Tiers:
     @property
     def num_waiting(self) -> int:
         """Blocks that wait to be moved down."""
-        return self._lower.down.num_waiting
+        return len(self._lower.down.waiting)
 
     # Down
 
@@ -141,10 +141,10 @@ class Tiers:
             if self._is_closing:
                 return
             self._lower.space.removal.take_effects()
-            if not self._lower.down.num_waiting or not self.breaker.take_turn():
+            if not len(self._lower.down.waiting) or not self.breaker.take_turn():
                 continue
             entries = self._lower.down.take(
-                min(MAX_DOWN_BYTES, self._moving_bytes) - self._down_bytes
+                min(MAX_DOWN_BYTES, self._moving_bytes) - self._down_bytes, time.monotonic()
             )
             if not len(entries):
                 continue

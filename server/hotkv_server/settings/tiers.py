@@ -21,6 +21,13 @@ class DiskSettings(BaseModel, extra="forbid"):
         ByteSize(100 * GIB),
         description="Size of the slab file in that folder, such as 200GiB.",
     )
+    write_gb_per_day: Annotated[float | None, Field(gt=0)] = Field(
+        None,
+        description=(
+            "Most that is written there in any 24 hours, in GB: disks wear. What is left decides "
+            "which share of new chains is written; one that comes again is. None: no limit."
+        ),
+    )
     threads: Annotated[int, Field(ge=1, le=64)] = Field(
         8, description="Threads that read and write."
     )
@@ -37,6 +44,12 @@ class TierSettings(BaseModel, extra="forbid"):
             "What comes later is there for the next request."
         ),
     )
+
+    @property
+    def write_bytes_per_day(self) -> int | None:
+        """The disk's budget."""
+        gb_per_day = self.disk.write_gb_per_day
+        return None if gb_per_day is None else int(gb_per_day * 1e9)
 
     @property
     def slab_bytes(self) -> int:
