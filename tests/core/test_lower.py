@@ -141,7 +141,9 @@ class LowerMachine(RuleBasedStateMachine):
         if move is None:
             return
         assert len(move) <= len(wanted)
-        assert self.lower.up.is_coming(space, listed.group_index, listed.hashes).sum() >= len(move)
+        assert self.core.arrivals.is_coming(space, listed.group_index, listed.hashes).sum() >= len(
+            move
+        )
         offsets = self.core.space.index.offsets(move.entries).tolist()
         self.slots.update(dict.fromkeys(offsets, GARBAGE))
         self.moves.append((move, [], offsets))
@@ -180,13 +182,15 @@ class LowerMachine(RuleBasedStateMachine):
         self.waiting.append(move)
         for space, group, words in [k for k, good in zip(keys, holds, strict=True) if not good]:
             hashes = np.frombuffer(words, np.uint32).reshape(1, 8)
-            assert is_void or not self.lower.find(space, group, hashes)[0], "a lost block is there"
+            assert is_void or not self.lower.up.find(space, HashList(group, hashes))[0], (
+                "a lost block is there"
+            )
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def let_go(self, data: st.DataObject) -> None:
         move = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
-        self.lower.up.let_go(move)
+        self.core.arrivals.let_go(move)
 
     @precondition(lambda self: len(self.lower.space.index.ready_blocks()))
     @rule(data=st.data(), is_read=st.booleans())
@@ -266,7 +270,7 @@ class LowerMachine(RuleBasedStateMachine):
             else:
                 self.lower.down.end(move, none, np.zeros(len(move), np.uint64), self.now_s)
         for move in self.waiting:
-            self.lower.up.let_go(move)
+            self.core.arrivals.let_go(move)
         for name, session in self.leases:
             self.core.release(session, name)
         self.core.check_invariants()

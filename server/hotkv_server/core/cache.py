@@ -18,6 +18,7 @@ from hotkv.keys import KeySpace, Representation
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable
 from hotkv_server.core.cache_books import make_books
+from hotkv_server.core.copies import Copies
 from hotkv_server.core.leases import Lease, ReadLease, WriteLease
 from hotkv_server.core.loads import Loads
 from hotkv_server.core.policies.protocol import Policy
@@ -67,7 +68,10 @@ class CacheCore:
         self.leases = books.leases
         self.transfers = books.transfers
         self.residencies = books.residencies
+        self.moves = books.moves
+        self.arrivals = books.arrivals
         self.lower = books.lower
+        self._copies = books.copies
         self._read_leases = ReadLeases(books)
         self._uses = Uses(books)
         self._loads = Loads(books, self._read_leases)
@@ -88,6 +92,11 @@ class CacheCore:
     def back_entries(self, num_entries: int) -> None:
         """So many entries have memory in the block table now; until the first call all have."""
         self.space.index.back(num_entries)
+
+    def add_copies(self) -> Copies:
+        """For a tier that places blocks by itself: what is stored from now on waits there."""
+        self._copies.append(Copies(self.moves))
+        return self._copies[-1]
 
     # Sessions and key spaces
 
@@ -294,6 +303,7 @@ class CacheCore:
         self._reservations.check_invariants()
         if self.lower is not None:
             self.lower.check_invariants()
+        self.moves.check_invariants()
         _check_kinds(self)
 
 
@@ -306,8 +316,7 @@ def _check_copies(core: CacheCore) -> None:
 
 def _other_pins(core: CacheCore) -> Int64s:
     """Pins by entry number that are neither leases' nor kept as a request has asked."""
-    pins = core.residencies.pins.all()
-    return pins if core.lower is None else pins + core.lower.moves.pins()
+    return core.residencies.pins.all() + core.moves.pins()
 
 
 def _check_kinds(core: CacheCore) -> None:

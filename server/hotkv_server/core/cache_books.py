@@ -4,13 +4,16 @@
 `CacheCore` checks that they agree.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hotkv.table import BlockTable
+from hotkv_server.core.arrivals import Arrivals
 from hotkv_server.core.bounds import Account, FairBound
 from hotkv_server.core.catalog import Catalog
+from hotkv_server.core.copies import Copies
 from hotkv_server.core.leases import LeaseBook
 from hotkv_server.core.lower import LowerTier
+from hotkv_server.core.moves import Moves
 from hotkv_server.core.pin_budget import PinBudget
 from hotkv_server.core.pins import RetentionPins
 from hotkv_server.core.policies.protocol import Policy
@@ -39,10 +42,19 @@ class CacheBooks:
     retention_pins: RetentionPins
     pin_budget: PinBudget
     residencies: Residencies
+    moves: Moves
+    arrivals: Arrivals
     lower: LowerTier | None = None
+    copies: list[Copies] = field(default_factory=list)
 
-    def offer_below(self, entries: Entries) -> None:
-        """Blocks were stored or used, in chain order: they may be copied to a tier below."""
+    def offer_stored(self, entries: Entries) -> None:
+        """Blocks were stored, in chain order: tiers may have them."""
+        for one in self.copies:
+            one.waiting.add(entries)
+        self.offer_used(entries)
+
+    def offer_used(self, entries: Entries) -> None:
+        """Blocks were used, in chain order: what the tier below has refused, it may take now."""
         if self.lower is not None:
             self.lower.down.waiting.add(entries)
 
@@ -66,7 +78,9 @@ def make_books(
         is_backed=config.is_backed,
         makes_room=config.makes_room,
     )
-    lower = None if below is None else LowerTier(space, below, config.write_bytes_per_day)
+    moves = Moves(space)
+    arrivals = Arrivals(moves)
+    lower = None if below is None else LowerTier(moves, arrivals, below, config.write_bytes_per_day)
     catalog = Catalog(space, len(config.tenants), lower)
     client_memory = FairBound(config.client_memory_bytes)
     sessions, pin_budget = SessionBook(catalog, space.tenants), PinBudget(space.tenants)
@@ -92,5 +106,7 @@ def make_books(
         RetentionPins(space.index, space.tenants, config.held_share, pin_budget),
         pin_budget,
         residencies,
+        moves,
+        arrivals,
         lower,
     )

@@ -10,7 +10,8 @@ import numpy as np
 
 from hotkv import table
 from hotkv_server.core.index import Keys
-from hotkv_server.core.moves import Move, Moves, by_group, joined
+from hotkv_server.core.moves import Move, MoveCounters, Moves, by_group, joined
+from hotkv_server.core.space import Space
 from hotkv_server.core.values import BoolMask, Entries, KeySpaceRecord
 from hotkv_server.core.waiting import WaitingBlocks
 from hotkv_server.core.write_gate import Offered, WriteGate
@@ -23,10 +24,11 @@ class Demotion:
     """Begins and ends moves down, of what `gate` admits. `waiting`: blocks that were stored or used
     and may not be below."""
 
-    def __init__(self, moves: Moves, gate: WriteGate) -> None:
+    def __init__(self, moves: Moves, below: Space, gate: WriteGate, counters: MoveCounters) -> None:
         self._moves = moves
         self._host = moves.host
-        self._below = moves.below
+        self._below = below
+        self._counters = counters
         self._block_tokens: dict[tuple[int, int], int] = {}
         self.gate = gate
         self.waiting = WaitingBlocks(moves.host.index)
@@ -101,7 +103,7 @@ class Demotion:
                 moving.append(some)
                 places.append(taken)
             going = joined(moving)
-            self._moves.counters.refused += len(mine) - len(going)
+            self._counters.refused += len(mine) - len(going)
             if len(going):
                 self._host.index.pin(going, 1)
                 moves.append(self._moves.add(number, key_space_id, False, going, joined(places)))
@@ -144,4 +146,4 @@ class Demotion:
         self._below.removal.drop(move.places[~good])
         self._host.index.pin(move.entries, -1)
         self._host.removal.reap(move.entries)
-        self._moves.counters.demoted += int(good.sum())
+        self._counters.demoted += int(good.sum())

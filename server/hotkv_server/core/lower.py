@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from hotkv import table
-from hotkv.table import Words
+from hotkv_server.core.arrivals import Arrivals
 from hotkv_server.core.demotion import Demotion
-from hotkv_server.core.moves import Moves, joined
+from hotkv_server.core.moves import MoveCounters, Moves, joined
 from hotkv_server.core.promotion import Promotion
 from hotkv_server.core.space import Space
-from hotkv_server.core.values import Entries, KeySpaceRecord
+from hotkv_server.core.values import KeySpaceRecord
 from hotkv_server.core.write_gate import WriteGate
 
 
@@ -24,11 +24,19 @@ class LowerTier:
     """See the module. `space`: of places below; `down` and `up` begin and end `moves`.
     `write_bytes_per_day`: as of `WriteGate`."""
 
-    def __init__(self, host: Space, space: Space, write_bytes_per_day: int | None = None) -> None:
+    def __init__(
+        self,
+        moves: Moves,
+        arrivals: Arrivals,
+        space: Space,
+        write_bytes_per_day: int | None = None,
+    ) -> None:
         self.space = space
-        self.moves = Moves(host, space)
-        self.down = Demotion(self.moves, WriteGate(write_bytes_per_day, space.index.capacity))
-        self.up = Promotion(self.moves)
+        self.moves = moves
+        self.counters = MoveCounters()
+        gate = WriteGate(write_bytes_per_day, space.index.capacity)
+        self.down = Demotion(moves, space, gate, self.counters)
+        self.up = Promotion(moves, arrivals, space, self.counters)
 
     def __repr__(self) -> str:
         return f"LowerTier({self.space!r}, {self.moves!r})"
@@ -48,10 +56,6 @@ class LowerTier:
             move.key_space_id == key_space_id for move in self.moves
         )
 
-    def find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        """Places [n] of blocks that are ready below, 0 for others."""
-        return self.moves.find(key_space_id, group_index, hashes)
-
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
         """Forgets what lies below of a key space, in parts of `portion` entry numbers; yields how
         many blocks each had. Its moves must have been stopped."""
@@ -68,9 +72,6 @@ class LowerTier:
         for move in self.moves:
             if move.is_up:
                 np.add.at(pins, move.places, 1)
-                assert np.all(self.moves.host.index.owners(move.entries) == move.number), (
-                    "a move up owns a slot that is not its own"
-                )
             else:
                 reserved.append(move.places)
         found = np.flatnonzero(self.space.index.states() == table.STATE_RESERVED)

@@ -5,6 +5,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ByteSize, Field
 
+from hotkv_server.tiers.valkey.settings import ValkeySettings
+
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -33,15 +35,19 @@ class DiskSettings(BaseModel, extra="forbid"):
     )
 
 
-class TierSettings(BaseModel, extra="forbid"):
+class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
     """What lies below host memory, and how long a hit waits for it."""
 
     disk: DiskSettings = Field(default_factory=lambda: DiskSettings())  # type: ignore[call-arg]
+    valkey: ValkeySettings | None = Field(
+        None,
+        description="A Valkey or Redis server that nodes share. None: no such tier.",
+    )
     lookup_wait_ms: Annotated[int, Field(ge=0, le=60_000)] = Field(
         200,
         description=(
-            "Longest time that a request's lease waits for blocks to come up, in milliseconds. "
-            "What comes later is there for the next request."
+            "Longest time that a request waits for a tier to say what it has, and again for blocks "
+            "to come up, in milliseconds. What comes later is there for the next request."
         ),
     )
 

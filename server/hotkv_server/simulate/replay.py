@@ -16,7 +16,9 @@ import numpy as np
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.table import SLOT_ALIGN, BlockTable, TableGeometry, Words
+from hotkv_server.core.arrivals import Arrivals
 from hotkv_server.core.lower import LowerTier
+from hotkv_server.core.moves import Moves
 from hotkv_server.core.policies import Policy
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import Entries, HashList, KeySpaceRecord
@@ -118,7 +120,9 @@ class TwoTiers:
     ) -> None:
         self.first = first
         self.second = second
-        self.lower = LowerTier(first.space, second.space, write_bytes_per_day)
+        moves = Moves(first.space)
+        self.arrivals = Arrivals(moves)
+        self.lower = LowerTier(moves, self.arrivals, second.space, write_bytes_per_day)
         self.lower.down.add_key_space(_record(block_tokens))
         self.num_hits = 0
         self.num_writes = 0
@@ -143,7 +147,7 @@ class TwoTiers:
             self.num_hits += len(move)
             all_of = np.ones(len(move), np.bool_)
             self.lower.up.end(move, all_of, ~all_of, None, now_s)
-            self.lower.up.let_go(move)
+            self.arrivals.let_go(move)
 
     def _write(self, entries: Entries, now_s: float) -> None:
         """Writes those blocks of a request that the gate admits; 0 for one that has no slot."""

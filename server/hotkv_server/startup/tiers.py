@@ -1,7 +1,9 @@
-"""Opens the tiers below host memory, and takes over what an earlier server has left in them."""
+"""Opens the tiers besides host memory, and takes over what an earlier server has left in that below
+it."""
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hotkv.errors import HotKVError
@@ -10,11 +12,15 @@ from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.restore import Below, restore_below
 from hotkv_server.core.space import Space
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.lower import LowerMemory
 from hotkv_server.runtime.persistence import state_of
+from hotkv_server.runtime.tier_below import TierBelow
+from hotkv_server.runtime.tier_shared import EpochRelay, TierShared
+from hotkv_server.runtime.tiers import Tiers, moving_bytes
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
-from hotkv_server.tiers.protocol import Tier
+from hotkv_server.tiers.protocol import SharedTier, Tier
 
 log = logging.getLogger(__name__)
 
@@ -82,3 +88,36 @@ def take_over_lower(core: CacheCore, part: LowerPart) -> None:
         memory.adopt(state_of(core, memory.slab_bytes))
     except OSError as error:
         raise StartError(f"tiers.disk.path: {error}") from error
+
+
+def make_tiers(
+    settings: Settings,
+    core: CacheCore,
+    verifier: Verifier,
+    arena: Region,
+    lower: LowerPart | None,
+) -> Tiers | None:
+    """All tiers of the settings as the runtime drives them; None if there are none. Connects to
+    nothing yet: a store that is away comes back by itself."""
+    shared, most_bytes = [], moving_bytes(core)
+    for make in shared_tiers(settings):
+        relay = EpochRelay()
+        shared.append(TierShared(core, make(arena, relay), verifier, relay, most_bytes))
+    if lower is None and not shared:
+        return None
+    below = None if lower is None else TierBelow(core, lower.tier, verifier, most_bytes)
+    return Tiers(core, arena, settings.tiers.lookup_wait_ms / 1000, below, shared)
+
+
+def shared_tiers(settings: Settings) -> list[Callable[[Region, EpochRelay], SharedTier]]:
+    """What makes each shared tier of the settings, in the order in which they are asked."""
+    makers: list[Callable[[Region, EpochRelay], SharedTier]] = []
+    if (valkey := settings.tiers.valkey) is not None:
+        # Servers without it don't need its modules.
+        from hotkv_server.tiers.valkey.tier import ValkeyTier
+
+        def make_valkey(arena: Region, relay: EpochRelay) -> SharedTier:
+            return ValkeyTier(arena, valkey, on_epoch=relay)
+
+        makers.append(make_valkey)
+    return makers
