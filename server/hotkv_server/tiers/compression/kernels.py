@@ -310,7 +310,7 @@ def encode_many(
     values, counts = blocks.view(np.uint16), np.empty(256, np.int64)
     for i in range(sizes.shape[0]):
         results[i] = 0
-        if sizes[i] > 0 and sizes[i] % GROUP_BYTES == 0:
+        if sizes[i] > 0 and sizes[i] % GROUP_BYTES == 0 and begins[i] % VALUE_BYTES == 0:
             results[i] = _encode(
                 values,
                 begins[i] // VALUE_BYTES,
@@ -330,7 +330,7 @@ def decode_many(
     values = blocks.view(np.uint16)
     for i in range(sizes.shape[0]):
         results[i] = 0
-        if sizes[i] > 0 and sizes[i] % GROUP_BYTES == 0:
+        if sizes[i] > 0 and sizes[i] % GROUP_BYTES == 0 and begins[i] % VALUE_BYTES == 0:
             results[i] = _decode(
                 rooms,
                 places[i],

@@ -32,13 +32,14 @@ def encode_many(
     `room_sizes[i]` bytes at `places[i]` of `rooms` (uint8); columns int64 [n].
 
     Results int64 [n]: bytes of the encoded form, zeros behind it up to the end of its room; 0 if it
-    does not fit its room or the size is no multiple of GROUP_BYTES: then the room's bytes are
-    undefined. Both arrays are at even addresses, as are all begins.
+    does not fit its room, its size is no multiple of GROUP_BYTES, or its begin is odd: then the
+    room's bytes are undefined. `blocks` is at an even address; all rows lie in the arrays.
     """
     for i, (begin, size, place, room_size) in enumerate(
         zip(begins.tolist(), sizes.tolist(), places.tolist(), room_sizes.tolist(), strict=True)
     ):
-        results[i] = _encode(blocks[begin : begin + size], rooms[place : place + room_size])
+        room = rooms[place : place + room_size]
+        results[i] = 0 if begin % VALUE_BYTES else _encode(blocks[begin : begin + size], room)
 
 
 def decode_many(
@@ -54,7 +55,8 @@ def decode_many(
     for i, (place, room_size, begin, size) in enumerate(
         zip(places.tolist(), room_sizes.tolist(), begins.tolist(), sizes.tolist(), strict=True)
     ):
-        results[i] = _decode(rooms[place : place + room_size], blocks[begin : begin + size])
+        room = rooms[place : place + room_size]
+        results[i] = 0 if begin % VALUE_BYTES else _decode(room, blocks[begin : begin + size])
 
 
 def _encode(block: Codes, room: Codes) -> int:
