@@ -178,8 +178,8 @@ class CompressedTier:
 
     def close(self) -> None:
         """See `Tier`. Waits as long as the tier below does, and `close_wait_s` for calls that it
-        leaves to themselves: those have not ended then, and the staging memory stays until they have
-        and `close` is called again. Not to be called by an `on_done`."""
+        leaves to themselves. Those have not ended then, and the staging memory stays until `close`
+        is called again after their end. Not to be called by an `on_done`."""
         for call in self._queue.close():
             self._end(call)
         self._inner.close()
