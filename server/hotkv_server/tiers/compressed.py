@@ -181,7 +181,7 @@ class CompressedTier:
         leaves to themselves. Those have not ended then, and the staging memory stays until `close`
         is called again after their end. Not to be called by an `on_done`."""
         for call in self._queue.close():
-            self._end(call)
+            self._finish(call)
         self._inner.close()
         for thread in self._threads:
             thread.join(self._close_wait_s)
@@ -230,9 +230,12 @@ class CompressedTier:
         )
 
     def _done(self, piece: Piece) -> None:
-        call = piece.call
-        if not self._queue.done(piece):
-            return
+        if self._queue.done(piece):
+            self._finish(piece.call)
+
+    def _finish(self, call: Call) -> None:
+        """Ends a call all of whose pieces are done. A flush may have come between two questions of
+        a read: then the epochs are looked at once more, by a block that was found."""
         if call.blocks.epochs and call.num_asked > 1 and call.found_key:
             self._probe_below(
                 [call.found_key],
