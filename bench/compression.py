@@ -58,14 +58,13 @@ def keys_and_values(folder: Path) -> NDArray[np.float32]:
             hidden = model.embed(torch.tensor(text.tokens))
             positions, layers = torch.arange(len(text.tokens)), []
             for layer in range(model.shape.num_layers):
-                query, key, value = model.queries_keys_values(layer, hidden, positions)
+                parts_SHD = model.queries_keys_values(layer, hidden, positions)
+                query, key, value = (part.transpose(0, 1)[None] for part in parts_SHD)
                 attended = functional.scaled_dot_product_attention(
-                    *(part.transpose(0, 1)[None] for part in (query, key, value)),
-                    is_causal=True,
-                    enable_gqa=True,
+                    query, key, value, is_causal=True, enable_gqa=True
                 )
                 hidden = model.after_attention(layer, hidden, attended[0].transpose(0, 1))
-                layers.append(torch.stack([key, value]))
+                layers.append(torch.stack(parts_SHD[1:]))
             parts.append(torch.stack(layers))
     whole: NDArray[np.float32] = torch.cat(parts, dim=2).numpy()
     return whole

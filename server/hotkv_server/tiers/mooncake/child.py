@@ -7,6 +7,7 @@ head, as of the tier in Valkey, then the block.
 """
 
 import ctypes
+import importlib
 import mmap
 import os
 import secrets
@@ -187,8 +188,7 @@ def _probed(code: int) -> int:
 
 def _set_up(line: Line, arena: mmap.mmap) -> Child | None:
     """The child as the parent's first message wants it. None if it can't be; the parent is told."""
-    from mooncake import store as native
-
+    native = importlib.import_module("mooncake.store")
     wanted = line.receive()
     store = native.MooncakeDistributedStore()
     code = store.setup(

@@ -155,11 +155,13 @@ def mooncake_tier(
 ) -> ValkeyTier:
     """A tier in Mooncake Store, which works as that in Valkey over other clients. `arena_fd`: see
     `MooncakeClient`. `on_epoch`: see `ValkeyTier`."""
-    workers = ValkeySettings(
-        address=settings.master,
-        connections=settings.children,
-        connect_timeout_s=settings.connect_timeout_s,
-        timeout_s=settings.timeout_s,
+    workers = ValkeySettings.model_validate(
+        {
+            "address": settings.master,
+            "connections": settings.children,
+            "connect_timeout_s": settings.connect_timeout_s,
+            "timeout_s": settings.timeout_s,
+        }
     )
     return ValkeyTier(
         arena,
