@@ -20,8 +20,19 @@ from typing import Any
 
 import numpy as np
 
+from hotkv.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.testing.tier_contract import ARENA_BYTES, SLOT_BYTES, Bench, Rig, check_tier, key
+from hotkv_server.testing.tier_contract import (
+    ARENA_BYTES,
+    SLOT_BYTES,
+    SLOTS,
+    Bench,
+    Rig,
+    check_tier,
+    key,
+)
+from hotkv_server.tiers.compressed import CompressedTier
+from hotkv_server.tiers.compression.stager import encoded_key
 from hotkv_server.tiers.mooncake.settings import MooncakeSettings
 from hotkv_server.tiers.mooncake.tier import mooncake_tier
 from hotkv_server.tiers.mooncake.words import quoted
@@ -99,6 +110,38 @@ def rig(world: World, **options: Any) -> Iterator[Rig]:
 def check_contract() -> None:
     world = World()
     check_tier(lambda: rig(world), seed=1)
+
+
+def check_compressed() -> None:
+    """A compressed tier keeps the contract: the children map its staging memory."""
+    world, size = World(), 8 * SLOT_ALIGN
+
+    def content(number: int) -> Any:
+        # As many different exponents as keys and values have.
+        floats = np.random.default_rng(number).normal(size=size // 2).astype(np.float32)
+        return (floats.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+    @contextlib.contextmanager
+    def make() -> Iterator[Rig]:
+        world.client.remove_all(True)
+        memory = np.zeros(SLOTS * size, np.uint8)
+        arena = Region(memory.ctypes.data, len(memory), "arena")
+        settings = MooncakeSettings(master=MASTER, local_hostname="127.0.0.1")
+        tier = CompressedTier(lambda at, fd: mooncake_tier(at, fd, settings), arena, 16 * size)
+        try:
+            yield Rig(
+                tier,
+                arena,
+                lambda name, at: world.damage(encoded_key(name)),
+                content=content,
+                slot_bytes=size,
+            )
+            stored = tier.stored()
+            assert stored.encoded_blocks or not stored.slot_bytes
+        finally:
+            tier.close()
+
+    check_tier(make, seed=2)
 
 
 def wait_for(is_so: Any) -> None:
@@ -197,6 +240,7 @@ def check_faults() -> None:
 
 
 CHECKS = {
+    "compressed": check_compressed,
     "contract": check_contract,
     "values": check_values,
     "full": check_full,

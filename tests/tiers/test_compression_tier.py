@@ -2,6 +2,7 @@
 answers once whatever the tier below does."""
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -57,7 +58,8 @@ class Over:
         self.inner: Any = None
         self.calls: list[Blocks] = []
 
-        def make(staging: Region) -> Any:
+        def make(staging: Region, fd: int) -> Any:
+            assert os.fstat(fd).st_size == staging.num_bytes
             self.inner = (
                 factory(staging)
                 if factory
@@ -221,7 +223,7 @@ def test_a_full_store_is_full() -> None:
 def test_a_tier_in_which_the_core_chooses_places_is_refused() -> None:
     inner: list[MemoryTier] = []
 
-    def make(staging: Region) -> Any:
+    def make(staging: Region, fd: int) -> Any:
         inner.append(MemoryTier(staging, MemoryStore(True)))
         return inner[0]
 

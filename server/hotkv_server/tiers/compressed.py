@@ -75,7 +75,7 @@ class CompressedTier:
 
     def __init__(
         self,
-        inner_factory: Callable[[Region], SharedTier],
+        inner_factory: Callable[[Region, int], SharedTier],
         arena: Region,
         staging_bytes: int,
         threads: int = NUM_THREADS,
@@ -83,16 +83,16 @@ class CompressedTier:
         functions: Any = None,
         close_wait_s: float = CLOSE_WAIT_S,
     ) -> None:
-        """`inner_factory` makes the tier below, over the staging memory as its arena; this tier
-        closes it. `staging_bytes`: a multiple of SLOT_ALIGN; blocks of more than that are FAILED.
-        `functions`: see `Codec`. Takes the memory, and loads kernels, which takes seconds the first
-        time. Raises OSError if memory is short; ValueError if the core chooses places in the tier
-        below."""
+        """`inner_factory` makes the tier below over the staging memory as its arena, given it and
+        the descriptor of its file; this tier closes both. `staging_bytes`: a multiple of
+        SLOT_ALIGN; blocks of more than that are FAILED. `functions`: see `Codec`. Takes the memory,
+        and loads kernels, which takes seconds the first time. Raises OSError if memory is short;
+        ValueError if the core chooses places in the tier below."""
         self._memory = open_staging(staging_bytes)
         staging = Region(self._memory.address, staging_bytes, "staging")
         self._close_wait_s = close_wait_s
         try:
-            self._inner = inner_factory(staging)
+            self._inner = inner_factory(staging, self._memory.fd)
         except BaseException:
             self._memory.close()
             raise
