@@ -259,10 +259,13 @@ def test_malformed_forms_stay_in_their_memory(
 ])  # fmt: skip
 @BOTH
 def test_each_part_of_a_form_is_checked(name: str, at: int, bytes_: bytes) -> None:
-    spoiled = GOOD.copy()
+    guarded = Guarded()
+    # No room behind the last escape.
+    spoiled = guarded.array(GOOD[: ESCAPES + 3 * NUM_ESCAPES])
     assert decode(name, spoiled, GOOD_BYTES)[0] == 1
     spoiled[at : at + len(bytes_)] = np.frombuffer(bytes_, np.uint8)
     assert decode(name, spoiled, GOOD_BYTES)[0] == 0
+    guarded.check()
 
 
 @BOTH
