@@ -34,7 +34,7 @@ from hotkv_server.testing.tier_contract import (
 from hotkv_server.tiers.compressed import CompressedTier
 from hotkv_server.tiers.compression.stager import encoded_key
 from hotkv_server.tiers.mooncake.settings import MooncakeSettings
-from hotkv_server.tiers.mooncake.tier import mooncake_tier
+from hotkv_server.tiers.mooncake.tier import MooncakeClient, mooncake_tier
 from hotkv_server.tiers.mooncake.words import quoted
 from hotkv_server.tiers.protocol import Blocks, Read, Write
 
@@ -239,11 +239,33 @@ def check_faults() -> None:
     assert time.monotonic() - begun_s < 5
 
 
+def check_orphans() -> None:
+    """A child ends with its daemon, however that ends."""
+    world = World()
+    command = [sys.executable, "-m", "tests.tiers.mooncake_world", "orphan"]
+    daemon = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert daemon.returncode == -signal.SIGKILL
+    wait_for(lambda: not Path(f"/proc/{int(daemon.stdout)}/cmdline").exists()
+             or not Path(f"/proc/{int(daemon.stdout)}/cmdline").read_bytes())  # fmt: skip
+    assert world.master.poll() is None
+
+
+def leave_an_orphan() -> None:
+    fd = os.memfd_create("arena")
+    os.ftruncate(fd, ARENA_BYTES)
+    arena = Region(0, ARENA_BYTES, "arena")
+    settings = MooncakeSettings(master=MASTER, local_hostname="127.0.0.1")
+    client = MooncakeClient(settings, arena, fd, time.monotonic() + WAIT_S)
+    print(client._process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 CHECKS = {
     "compressed": check_compressed,
     "contract": check_contract,
     "values": check_values,
     "full": check_full,
+    "orphans": check_orphans,
     "faults": check_faults,
 }
 
@@ -255,6 +277,8 @@ def main() -> int:
         _store = set_up(OWNER, int(sys.argv[2]))
         print("owns", flush=True)
         signal.pause()
+    if sys.argv[1] == "orphan":
+        leave_an_orphan()
     CHECKS[sys.argv[1]]()
     print("passed", flush=True)
     # The native client's threads do not end by themselves.

@@ -269,6 +269,19 @@ def test_each_part_of_a_form_is_checked(name: str, at: int, bytes_: bytes) -> No
 
 
 @BOTH
+def test_short_rooms_are_refused(name: str) -> None:
+    guarded = Guarded()
+    for length in (0, 1, 7, 8, 23, 24, 63, HEADS, ESCAPES - 1):
+        room = guarded.array(GOOD[:length])
+        assert decode(name, room, GOOD_BYTES)[0] == 0
+        block = keys_and_values(GOOD_BYTES, 7)
+        zero, size = np.zeros(1, np.int64), np.array([GOOD_BYTES], np.int64)
+        codec = Codec(block, room, functions(name))
+        assert codec.encode(zero, size, zero, np.array([length], np.int64)).tolist() == [0]
+    guarded.check()
+
+
+@BOTH
 def test_blocks_of_a_batch_have_their_own_results(name: str) -> None:
     rng, size = np.random.default_rng(9), 8 * SLOT_ALIGN
     room = form.room_bytes(size)

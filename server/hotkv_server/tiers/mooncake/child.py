@@ -146,8 +146,11 @@ class Child:
         return {name: self._number(epoch_key(name)) for name in asked["epochs"]}
 
     def _number(self, name: str) -> int:
-        """An epoch, or NO_EPOCH, with which nothing passes, also if the master is away."""
+        """An epoch, or NO_EPOCH, with which nothing passes."""
         found = bytes(self._store.get(name))
+        if not found:
+            # It says so too if the master does not answer.
+            _check(self._store.get_size(name))
         return int(found) if found.isdigit() else NO_EPOCH
 
     def _exist(self, names: list[str]) -> list[int]:
