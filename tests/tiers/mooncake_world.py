@@ -223,6 +223,7 @@ def check_faults() -> None:
             os.kill(process.pid, signal.SIGSTOP)
             begun_s = time.monotonic()
             assert bench.read([1], [5]).tolist() == [Read.FAILED]
+            assert "has not answered in time" in one.tier.problem()
             assert time.monotonic() - begun_s < 3
             before = bench.slot(5).copy()
             os.kill(process.pid, signal.SIGCONT)

@@ -254,6 +254,7 @@ def test_malformed_forms_stay_in_their_memory(
     (4, b"\2"), (5, b"\2"), (9, b"\0"), (16, (NUM_ESCAPES - 1).to_bytes(8, "little")),
     (16, (NUM_ESCAPES + 1).to_bytes(8, "little")), (16, b"\xff" * 8),
     (HEADS - 8, b"\xff\xff\xff\xff"), (HEADS - 8, b"\0\0\0\0"),
+    (HEADS - 8, (-1 << 31).to_bytes(4, "little", signed=True) + b"\x80\0\0\0"),
     (HEADS - 8, (NUM_ESCAPES + 1).to_bytes(4, "little")),
     (ESCAPES + 3 * NUM_ESCAPES - 3, b"\xff\xff"),
 ])  # fmt: skip
@@ -266,6 +267,18 @@ def test_each_part_of_a_form_is_checked(name: str, at: int, bytes_: bytes) -> No
     spoiled[at : at + len(bytes_)] = np.frombuffer(bytes_, np.uint8)
     assert decode(name, spoiled, GOOD_BYTES)[0] == 0
     guarded.check()
+
+
+@BOTH
+def test_odd_begins_are_refused(name: str) -> None:
+    block, room = np.zeros(GROUP_BYTES + 2, np.uint8), np.zeros(8192, np.uint8)
+    columns = [np.array([number], np.int64) for number in (1, GROUP_BYTES, 0, 8192)]
+    assert Codec(block, room, functions(name)).encode(*columns).tolist() == [0]
+    assert encode(name, block[:GROUP_BYTES], 8192)[0] > 0
+    _, form_of_zeros = encode(name, block[:GROUP_BYTES], 8192)
+    block[:] = 7
+    assert Codec(block, form_of_zeros, functions(name)).decode(*columns).tolist() == [0]
+    assert (block == 7).all()
 
 
 @BOTH
