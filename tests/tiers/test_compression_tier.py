@@ -21,6 +21,7 @@ from hotkv_server.tiers.compression import pieces
 from hotkv_server.tiers.compression.form import room_bytes
 from hotkv_server.tiers.compression.stager import encoded_key
 from hotkv_server.tiers.protocol import Blocks, Codes, Read, Write
+from hotkv_server.tiers.seals import seal
 from tests.tiers.test_compression import functions, keys_and_values
 
 SLOT_BYTES = 8 * SLOT_ALIGN
@@ -147,6 +148,8 @@ def test_blocks_are_stored_in_the_form_that_their_keys_say() -> None:
             encoded_key(key(number)): ROOM_BYTES for number in (1, 2, 4, 5)
         }
         assert made.store.content[key(3)][0] == noise(3).tobytes()
+        assert made.bench.seals[3] == made.store.content[key(3)][1]
+        assert made.bench.seals[4] == made.store.content[encoded_key(key(4))][1]
         stored = made.tier.stored()
         assert (stored.encoded_blocks, stored.plain_blocks) == (4, 2)
         assert stored.slot_bytes == 6 * SLOT_BYTES
@@ -186,8 +189,6 @@ def test_keys_without_room_for_the_suffix_are_plain() -> None:
 def test_what_is_no_encoded_form_is_corrupt_and_forgotten() -> None:
     with over() as made:
         content = bytes(ROOM_BYTES)
-        from hotkv_server.tiers.seals import seal
-
         name = encoded_key(key(1))
         made.store.content[name] = content, seal(name, content)
         made.bench.fill([2], [1])
@@ -333,7 +334,7 @@ def test_each_call_ends_once_whatever_fails() -> None:
             if rng.random() < 0.5:
                 made.tier.write(made.bench.blocks(numbers, numbers), ended.of(num_calls))
             else:
-                # One pair of slots a call would do; the bytes are checked by the contract.
+                # Calls share slots here; what comes back is the contract's matter.
                 deadline_s = time.monotonic() + float(rng.choice([-1.0, 0.001, 60.0]))
                 slots = [30 + n % 30 for n in numbers]
                 made.tier.read(made.bench.blocks(numbers, slots), deadline_s, ended.of(num_calls))
