@@ -2,7 +2,8 @@
 """Numba kernels that encode and decode blocks, without the GIL. Load by `hotkv.native.load`;
 `reference` has the same functions in Python, `form` says what they make.
 
-Always true: nothing outside a block and its room is touched, whatever the room has.
+Always true: nothing outside a block and its room is touched, whatever the room has. Numba's cache
+does not see changes of `form`: change this file too.
 """
 
 from typing import Any
