@@ -230,6 +230,12 @@ def check_faults() -> None:
             time.sleep(0.5)
             assert np.array_equal(bench.slot(5), before), "a slot changed after its call"
             wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
+        children = children_of_this()
+        assert children
+        for pid in children:
+            os.kill(pid, signal.SIGSEGV)
+        wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
+        assert not set(children) & set(children_of_this())
         world.master.kill()
         assert bench.read([1], [7]).tolist() == [Read.FAILED]
         # A child that is lost says nothing of the master; the next one does.
@@ -259,6 +265,13 @@ def leave_an_orphan() -> None:
     client = MooncakeClient(settings, arena, fd, time.monotonic() + WAIT_S)
     print(client._process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def children_of_this() -> list[int]:
+    """Pids of the tier's children."""
+    listed = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = [int(pid) for file in listed for pid in file.read_text().split()]
+    return [pid for pid in pids if b"mooncake.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 CHECKS = {
