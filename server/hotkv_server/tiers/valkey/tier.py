@@ -52,18 +52,19 @@ class ValkeyTier:
         *,
         connect: Connect = RespClient,
         on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
+        name: str = "valkey",
     ) -> None:
         self._arena = arena.array().data
         self._settings = settings
         self._on_epoch = on_epoch
         batch_bytes = settings.connections * PART_BYTES
-        self._facts = TierFacts("valkey", Medium.REMOTE, False, 0, True, batch_bytes)
-        self._workers = Workers(f"valkey at {settings.address}", settings, connect)
+        self._facts = TierFacts(name, Medium.REMOTE, False, 0, True, batch_bytes)
+        self._workers = Workers(f"{name} at {settings.address}", settings, connect)
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
 
     def __repr__(self) -> str:
-        return f"ValkeyTier({self._settings.address!r}, {self._workers!r})"
+        return f"ValkeyTier({self._facts.name!r}, {self._settings.address!r}, {self._workers!r})"
 
     def facts(self) -> TierFacts:
         """See `Tier`."""
