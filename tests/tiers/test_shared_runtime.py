@@ -18,8 +18,9 @@ from hotkv_server.core.values import CoreConfig, HashList, Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.sums import add_sums
 from hotkv_server.integrity.verifier import Verifier
-from hotkv_server.runtime import breaker, tier_shared
-from hotkv_server.runtime.tier_shared import EpochRelay, TierShared
+from hotkv_server.runtime import breaker, shared_epochs, tier_shared
+from hotkv_server.runtime.shared_epochs import EpochRelay
+from hotkv_server.runtime.tier_shared import TierShared
 from hotkv_server.runtime.tiers import Tiers, moving_bytes
 from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.testing.shared_memory_tier import SharedMemoryTier
@@ -116,8 +117,9 @@ async def until(holds: Any, why: str) -> None:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LINGER_S", "POLL_S", "RETRY_S", "FLUSH_WAIT_S"):
-        monkeypatch.setattr(tier_shared, name, 0.05)
+    monkeypatch.setattr(tier_shared, "LINGER_S", 0.05)
+    for name in ("POLL_S", "RETRY_S", "FLUSH_WAIT_S"):
+        monkeypatch.setattr(shared_epochs, name, 0.05)
 
 
 @contextlib.asynccontextmanager
@@ -181,7 +183,7 @@ def test_after_a_flush_nobody_finds_what_was_there() -> None:
             assert a.num_flushed_here == 0
             a.put(BLOCKS)
             await a.until_copied(12)
-            await until(lambda: 1 in b.shared._epochs, "the new epoch is not known")
+            await until(lambda: b.shared.epochs.get(1), "the new epoch is not known")
             assert all(await b.leased(BLOCKS))
             assert b.num_flushed_here == 1
 
@@ -207,7 +209,7 @@ def test_a_flush_counts_though_the_store_is_away() -> None:
             assert not any(b"/0/" in key and key.endswith(words_of([20])[0].tobytes())
                            for key in a.tier._store.content if isinstance(key, bytes))  # fmt: skip
             a.tier.faults.problem = ""
-            await until(lambda: 1 in a.shared._epochs, "the flush was forgotten")
+            await until(lambda: a.shared.epochs.get(1), "the flush was forgotten")
             assert not any(await a.leased(BLOCKS))
             await until(lambda: b.num_flushed_here == 1, "the flush was not heard of")
             assert not any(await b.leased(BLOCKS))
@@ -342,7 +344,7 @@ def test_many_nodes_and_flushes_never_serve_what_was_flushed() -> None:
             def knows(node: SharedNode) -> bool:
                 """Whether it has the epoch that the store has."""
                 (epoch,) = store.epochs.values()
-                return node.shared._epochs.get(1) == epoch
+                return node.shared.epochs.get(1) == epoch
 
             for _ in range(120):
                 one, numbers = made[dice.integers(3)], dice.integers(0, 12, 3).tolist()

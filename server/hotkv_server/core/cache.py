@@ -18,7 +18,6 @@ from hotkv.keys import KeySpace, Representation
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable
 from hotkv_server.core.cache_books import make_books
-from hotkv_server.core.copies import Copies
 from hotkv_server.core.leases import Lease, ReadLease, WriteLease
 from hotkv_server.core.loads import Loads
 from hotkv_server.core.policies.protocol import Policy
@@ -68,10 +67,8 @@ class CacheCore:
         self.leases = books.leases
         self.transfers = books.transfers
         self.residencies = books.residencies
-        self.moves = books.moves
-        self.arrivals = books.arrivals
-        self.lower = books.lower
-        self._copies = books.copies
+        self.moves, self.arrivals = books.moves, books.arrivals
+        self.lower, self.copies = books.lower, books.copies
         self._read_leases = ReadLeases(books)
         self._uses = Uses(books)
         self._loads = Loads(books, self._read_leases)
@@ -92,11 +89,6 @@ class CacheCore:
     def back_entries(self, num_entries: int) -> None:
         """So many entries have memory in the block table now; until the first call all have."""
         self.space.index.back(num_entries)
-
-    def add_copies(self) -> Copies:
-        """For a tier that places blocks by itself: what is stored from now on waits there."""
-        self._copies.append(Copies(self.moves))
-        return self._copies[-1]
 
     # Sessions and key spaces
 

@@ -1,26 +1,27 @@
 """A tier that other nodes share and that places blocks by itself: what is stored here is copied
 there, and a lookup asks it for what host memory lacks.
 
-Always true: no block is read or written while the epoch of its key space is not known; from the
-moment in which a flush begins here, until the store has raised the epoch, nothing of the key space
-is read from there. When another node has raised it, the key space is flushed here too: at once if a
-read tells of it, else within POLL_S. On the event loop only; the tier answers on threads.
+Always true: no block is read or written while the epoch of its key space is not known, see
+`shared_epochs`; what is written agrees with its check value. On the event loop only; the tier
+answers on threads.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import numpy as np
 
 from hotkv.keys import MAX_GROUPS
 from hotkv_server.core.arrays import rows
 from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.copies import Copies
 from hotkv_server.core.moves import Move
 from hotkv_server.core.values import BoolMask, HashList, Int64s
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime.breaker import Breaker
+from hotkv_server.runtime.shared_epochs import EpochRelay, Flush, SharedEpochs
 from hotkv_server.runtime.tier_tasks import (
     TierTasks,
     agreeing,
@@ -29,7 +30,16 @@ from hotkv_server.runtime.tier_tasks import (
     on_loop,
     tier_keys,
 )
-from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Codes, Read, Seals, SharedTier, Write
+from hotkv_server.tiers.protocol import (
+    NO_EPOCH,
+    Blocks,
+    Codes,
+    Epochs,
+    Read,
+    Seals,
+    SharedTier,
+    Write,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,28 +48,13 @@ LINGER_S = 1.0
 """Longest wait for more blocks to write with those that wait."""
 MAX_OUT_BYTES = 64 << 20
 """Most bytes on their way there: their slots can't be evicted meanwhile."""
-POLL_S = 1.0
-"""Between two looks at the epochs of the key spaces that sessions have."""
-MAX_POLLED = 256
-"""Key spaces that are looked at in a turn."""
 MAX_PROBED = 1 << 13
 """Blocks of one lookup that the store is asked for."""
 MAX_FOUND = 1 << 16
 """Blocks that are remembered to be there, until they are read."""
 FOUND_S = 10.0
-FLUSH_WAIT_S = 2.0
-"""How long a flush waits for the store; it is told later else."""
-RETRY_S = 1.0
-
-
-class EpochRelay:
-    """Given to a tier before there is a loop: passes on what it hears of epochs."""
-
-    def __init__(self) -> None:
-        self.hear: Callable[[str, int], None] = lambda fingerprint, epoch: None
-
-    def __call__(self, fingerprint: str, epoch: int) -> None:
-        self.hear(fingerprint, epoch)
+LEARN_S = 1.0
+"""Longest wait for the epoch of what is to be written."""
 
 
 class TierShared:
@@ -78,18 +73,17 @@ class TierShared:
         self.breaker = Breaker(tier)
         self.name = tier.facts().name
         self.num_copied = self.num_refused = self.num_fetched = 0
+        self.epochs = SharedEpochs(core, tier, self.breaker, relay)
         self._core = core
-        self._copies = core.add_copies()
+        self._copies = Copies(core.moves)
+        core.copies.append(self._copies)
         self._verifier = verifier
-        self._relay = relay
         self._most_bytes = min(MAX_OUT_BYTES, moving_bytes)
         self._out_bytes = 0
-        self._epochs: dict[int, int] = {}
-        self._raising: set[int] = set()
         self._found: dict[bytes, float] = {}
 
     def __repr__(self) -> str:
-        return f"TierShared({self.tier!r}, {len(self._epochs)} epochs)"
+        return f"TierShared({self.tier!r}, {self.epochs!r})"
 
     @property
     def num_waiting(self) -> int:
@@ -100,111 +94,11 @@ class TierShared:
         self,
         tasks: TierTasks,
         tell: Callable[[], None],
-        flush: Callable[[int], Awaitable[int]],
+        flush: Flush,
     ) -> None:
         """Starts copying. `flush`: of a key space in this node alone."""
-        loop = asyncio.get_running_loop()
-
-        def hear(fingerprint: str, epoch: int) -> None:
-            try:
-                loop.call_soon_threadsafe(self._hear, fingerprint, epoch, tasks, flush)
-            except RuntimeError:
-                # The loop has ended.
-                return
-
-        self._relay.hear = hear
         tasks.spawn(self._copy(tasks, tell))
-        tasks.spawn(self._poll(tasks, flush))
-
-    # Epochs
-
-    def _fingerprint(self, key_space_id: int) -> str:
-        return self._core.key_space(key_space_id).fingerprint.hex()
-
-    async def _learn(self, key_space_id: int, until_s: float) -> int | None:
-        """Asks the store for the epoch of a key space; None if it has not answered."""
-        ended: asyncio.Future[tuple[int | None]] = future()
-        self.tier.epoch(self._fingerprint(key_space_id), until_s, on_loop(ended))
-        await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
-        return ended.result()[0] if ended.done() else None
-
-    async def _knows(self, key_space_id: int, until_s: float) -> bool:
-        """Whether the epoch is known by then."""
-        if key_space_id not in self._epochs and key_space_id not in self._raising:
-            epoch = await self._learn(key_space_id, until_s)
-            if epoch and key_space_id not in self._raising:
-                self._epochs.setdefault(key_space_id, epoch)
-        return key_space_id in self._epochs
-
-    def _hear(
-        self,
-        fingerprint: str,
-        epoch: int,
-        tasks: TierTasks,
-        flush: Callable[[int], Awaitable[int]],
-    ) -> None:
-        """Another epoch than ours was seen: another node has flushed, or the store has lost it."""
-        for key_space_id, known in list(self._epochs.items()):
-            if key_space_id not in self._core.key_spaces:
-                del self._epochs[key_space_id]
-            elif epoch != known and self._fingerprint(key_space_id) == fingerprint:
-                log.info("tier=%s has a new epoch key_space=%d", self.name, key_space_id)
-                # Not known until all is gone here.
-                del self._epochs[key_space_id]
-                self._raising.add(key_space_id)
-                tasks.spawn(self._follow(key_space_id, epoch, flush))
-
-    async def _follow(
-        self, key_space_id: int, epoch: int, flush: Callable[[int], Awaitable[int]]
-    ) -> None:
-        await flush(key_space_id)
-        self._raising.discard(key_space_id)
-        if epoch != NO_EPOCH:
-            self._epochs[key_space_id] = epoch
-
-    async def _poll(self, tasks: TierTasks, flush: Callable[[int], Awaitable[int]]) -> None:
-        async for _ in tasks.turns(POLL_S):
-            if not self.breaker.lets_pass:
-                continue
-            used = {one.key_space_id for one in self._core.sessions.records.values()}
-            for key_space_id in sorted(used)[:MAX_POLLED]:
-                known = self._epochs.get(key_space_id)
-                epoch = await self._learn(key_space_id, time.monotonic() + POLL_S)
-                is_old = self._epochs.get(key_space_id) != known
-                if epoch is None or is_old or key_space_id not in self._core.key_spaces:
-                    continue
-                if known is not None:
-                    self._hear(self._fingerprint(key_space_id), epoch, tasks, flush)
-                elif key_space_id not in self._raising and epoch != NO_EPOCH:
-                    self._epochs[key_space_id] = epoch
-
-    async def raise_epoch(self, key_space_id: int, tasks: TierTasks) -> bool:
-        """A flush has begun here: nothing of the key space is read from the store any more, and it
-        is told. False if it has not answered within FLUSH_WAIT_S; it is told later then."""
-        self._epochs.pop(key_space_id, None)
-        self._raising.add(key_space_id)
-        raising = tasks.spawn(self._raise(key_space_id, self._fingerprint(key_space_id), tasks))
-        done, _ = await asyncio.wait([raising], timeout=FLUSH_WAIT_S)
-        if not done:
-            log.warning(
-                "tier=%s has not heard of the flush of key_space=%d; it is told as soon as it "
-                "answers, other nodes may find old blocks until then",
-                self.name,
-                key_space_id,
-            )
-        return bool(done)
-
-    async def _raise(self, key_space_id: int, fingerprint: str, tasks: TierTasks) -> None:
-        while not tasks.is_closing:
-            ended: asyncio.Future[tuple[int | None]] = future()
-            self.tier.raise_epoch(fingerprint, on_loop(ended))
-            (epoch,) = await ended
-            if epoch is not None:
-                self._raising.discard(key_space_id)
-                if epoch != NO_EPOCH and key_space_id in self._core.key_spaces:
-                    self._epochs[key_space_id] = epoch
-                return
-            await asyncio.sleep(RETRY_S)
+        self.epochs.start(tasks, flush)
 
     # Out
 
@@ -226,7 +120,7 @@ class TierShared:
         self._out_bytes += num_bytes
         try:
             good = await agreeing(self._core, self._verifier, move.entries, tell)
-            if await self._knows(move.key_space_id, time.monotonic() + POLL_S):
+            if await self.epochs.learn(move.key_space_id, time.monotonic() + LEARN_S):
                 ended: asyncio.Future[tuple[Codes, Seals]] = future()
                 blocks = self._blocks(move, good & ~move.is_void)
                 self.tier.write(blocks, on_loop(ended))
@@ -244,7 +138,7 @@ class TierShared:
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Asks which of the blocks that host memory lacks are there, as far as nobody knows."""
-        if not self.breaker.lets_pass or not await self._knows(key_space_id, until_s):
+        if not self.breaker.lets_pass or not await self.epochs.learn(key_space_id, until_s):
             return
         keys = [
             key
@@ -255,9 +149,7 @@ class TierShared:
         if not keys or not self.breaker.take_turn():
             return
         ended: asyncio.Future[tuple[Codes]] = future()
-        fingerprint = self._fingerprint(key_space_id)
-        epochs = {fingerprint: self._epochs[key_space_id]}
-        self.tier.probe(keys, until_s, on_loop(ended), epochs)
+        self.tier.probe(keys, until_s, on_loop(ended), self._epochs(key_space_id))
         await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
         if ended.done():
             self._remember(
@@ -276,7 +168,7 @@ class TierShared:
         """Positions of the blocks, one array a list, that were found there, and are not in host
         memory."""
         absent, now_s = self._absent(key_space_id, groups), time.monotonic()
-        if key_space_id not in self._epochs:
+        if self.epochs.get(key_space_id) == NO_EPOCH:
             return [at[:0] for at in absent]
         return [
             at[[self._found.get(key, 0.0) > now_s for key in keys]] if keys else at[:0]
@@ -333,13 +225,17 @@ class TierShared:
         ]
 
     def _prefix(self, key_space_id: int) -> bytes:
-        epoch = self._epochs.get(key_space_id, NO_EPOCH)
-        return b"hotkv/1/%s/%d" % (self._fingerprint(key_space_id).encode(), epoch)
+        fingerprint = self.epochs.fingerprint(key_space_id).encode()
+        return b"hotkv/1/%s/%d" % (fingerprint, self.epochs.get(key_space_id))
+
+    def _epochs(self, key_space_id: int) -> Epochs:
+        """What the store must still have when blocks have been read."""
+        return {self.epochs.fingerprint(key_space_id): self.epochs.get(key_space_id)}
 
     def _blocks(self, move: Move, is_meant: BoolMask) -> Blocks:
         number = move.key_space_id
-        epochs = {self._fingerprint(number): self._epochs.get(number, NO_EPOCH)}
-        return blocks_of(self._core, move.entries[is_meant], self._prefix(number), epochs)
+        entries = move.entries[is_meant]
+        return blocks_of(self._core, entries, self._prefix(number), self._epochs(number))
 
     def _remember(self, keys: list[bytes]) -> None:
         now_s = time.monotonic()

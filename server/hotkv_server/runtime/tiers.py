@@ -136,7 +136,7 @@ class Tiers:
 
     async def begin_flush(self, key_space_id: int) -> None:
         """A key space is about to be flushed, on all nodes that share a tier with this one."""
-        await asyncio.gather(*(one.raise_epoch(key_space_id, self._tasks) for one in self.shared))
+        await asyncio.gather(*(one.epochs.raise_(key_space_id, self._tasks) for one in self.shared))
 
     # Lookups
 

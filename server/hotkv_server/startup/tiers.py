@@ -15,8 +15,9 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.lower import LowerMemory
 from hotkv_server.runtime.persistence import state_of
+from hotkv_server.runtime.shared_epochs import EpochRelay
 from hotkv_server.runtime.tier_below import TierBelow
-from hotkv_server.runtime.tier_shared import EpochRelay, TierShared
+from hotkv_server.runtime.tier_shared import TierShared
 from hotkv_server.runtime.tiers import Tiers, moving_bytes
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
