@@ -71,7 +71,7 @@ class Opened:
         lower = open_lower(settings, arena, reset=reset)
         core, verifier = open_cache(settings, memory, lower)
         publisher = make_publisher(settings.events)
-        tiers = make_tiers(settings, core, verifier, arena, lower)
+        tiers = make_tiers(settings, core, verifier, memory, lower)
         node = Node(core, memory, cuda.copy_engine, publisher, verifier, cuda.devices, tiers)
         if lower is not None:
             node.add_state(lower.memory.save_state, lower.memory.slab_bytes)

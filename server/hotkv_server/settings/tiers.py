@@ -5,6 +5,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ByteSize, Field
 
+from hotkv_server.tiers.mooncake.settings import MooncakeSettings
 from hotkv_server.tiers.valkey.settings import ValkeySettings
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -42,6 +43,10 @@ class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
     valkey: ValkeySettings | None = Field(
         None,
         description="A Valkey or Redis server that nodes share. None: no such tier.",
+    )
+    mooncake: MooncakeSettings | None = Field(
+        None,
+        description="A Mooncake Store that nodes share. None: no such tier.",
     )
     lookup_wait_ms: Annotated[int, Field(ge=0, le=60_000)] = Field(
         200,

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from hotkv.errors import HotKVError
 from hotkv_server.core.cache import CacheCore
@@ -13,6 +14,7 @@ from hotkv_server.core.restore import Below, restore_below
 from hotkv_server.core.space import Space
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.lower import LowerMemory
 from hotkv_server.runtime.persistence import state_of
 from hotkv_server.runtime.shared_epochs import EpochRelay
@@ -21,6 +23,7 @@ from hotkv_server.runtime.tier_shared import TierShared
 from hotkv_server.runtime.tiers import Tiers, moving_bytes
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
+from hotkv_server.tiers.compression.settings import STAGING_BYTES
 from hotkv_server.tiers.protocol import SharedTier, Tier
 
 log = logging.getLogger(__name__)
@@ -95,30 +98,57 @@ def make_tiers(
     settings: Settings,
     core: CacheCore,
     verifier: Verifier,
-    arena: Region,
+    memory: NodeMemory,
     lower: LowerPart | None,
 ) -> Tiers | None:
     """All tiers of the settings as the runtime drives them; None if there are none. Connects to
-    nothing yet: a store that is away comes back by itself."""
+    nothing yet: a store that is away comes back by itself. Raises StartError."""
+    arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
     shared, most_bytes = [], moving_bytes(core)
-    for make in shared_tiers(settings):
+    for name, compress, make in shared_tiers(settings):
         relay = EpochRelay()
-        shared.append(TierShared(core, make(arena, relay), verifier, relay, most_bytes))
+        try:
+            tier = opened(make, compress, arena, memory.arena.fd, relay)
+        except OSError as error:
+            raise StartError(f"tiers.{name}: {error}") from error
+        shared.append(TierShared(core, tier, verifier, relay, most_bytes))
     if lower is None and not shared:
         return None
     below = None if lower is None else TierBelow(core, lower.tier, verifier, most_bytes)
     return Tiers(core, arena, settings.tiers.lookup_wait_ms / 1000, below, shared)
 
 
-def shared_tiers(settings: Settings) -> list[Callable[[Region, EpochRelay], SharedTier]]:
-    """What makes each shared tier of the settings, in the order in which they are asked."""
-    makers: list[Callable[[Region, EpochRelay], SharedTier]] = []
+MakeShared: TypeAlias = Callable[[Region, int, EpochRelay], SharedTier]
+"""Makes a tier over memory, given the file that it is a mapping of."""
+
+
+def shared_tiers(settings: Settings) -> list[tuple[str, str, MakeShared]]:
+    """Name, `compress` and maker of each shared tier of the settings, in the order in which they
+    are asked. Servers without one don't need its modules."""
+    makers: list[tuple[str, str, MakeShared]] = []
+    if (mooncake := settings.tiers.mooncake) is not None:
+        from hotkv_server.tiers.mooncake.tier import mooncake_tier
+
+        def make_mooncake(memory: Region, fd: int, relay: EpochRelay) -> SharedTier:
+            return mooncake_tier(memory, fd, mooncake, on_epoch=relay)
+
+        makers.append(("mooncake", mooncake.compress, make_mooncake))
     if (valkey := settings.tiers.valkey) is not None:
-        # Servers without it don't need its modules.
         from hotkv_server.tiers.valkey.tier import ValkeyTier
 
-        def make_valkey(arena: Region, relay: EpochRelay) -> SharedTier:
-            return ValkeyTier(arena, valkey, on_epoch=relay)
+        def make_valkey(memory: Region, fd: int, relay: EpochRelay) -> SharedTier:
+            return ValkeyTier(memory, valkey, on_epoch=relay)
 
-        makers.append(make_valkey)
+        makers.append(("valkey", valkey.compress, make_valkey))
     return makers
+
+
+def opened(
+    make: MakeShared, compress: str, arena: Region, fd: int, relay: EpochRelay
+) -> SharedTier:
+    """A tier over the arena, or over staging memory if it compresses. Raises OSError."""
+    if compress == "off":
+        return make(arena, fd, relay)
+    from hotkv_server.tiers.compressed import CompressedTier
+
+    return CompressedTier(lambda staging, fd: make(staging, fd, relay), arena, STAGING_BYTES)

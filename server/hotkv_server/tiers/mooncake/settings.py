@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
+from hotkv_server.tiers.compression.settings import Compress
+
 PEER_TO_PEER = "P2PHANDSHAKE"
 
 
@@ -20,6 +22,7 @@ class MooncakeSettings(BaseModel, extra="forbid"):
     )
     protocol: Literal["tcp", "rdma"] = Field("tcp", description="How bytes are moved.")
     devices: str = Field("", description="RDMA devices, with commas in between.")
+    compress: Compress = "off"
     children: Annotated[int, Field(ge=1, le=16)] = Field(
         2, description="Child processes, with a thread each."
     )
