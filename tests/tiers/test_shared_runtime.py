@@ -366,3 +366,17 @@ def test_many_nodes_and_flushes_never_serve_what_was_flushed() -> None:
                 await asyncio.sleep(0.005)
 
     asyncio.run(run())
+
+
+def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_shared, "MAX_FOUND", 4)
+    monkeypatch.setattr(tier_shared, "MAX_PROBED", 5)
+
+    async def run() -> None:
+        async with nodes() as (a, b):
+            a.put(BLOCKS)
+            await a.until_copied(6)
+            assert await b.looked_up(BLOCKS) == [False, True, True, True, True, False]
+            assert len(b.shared._found) == 4
+
+    asyncio.run(run())
