@@ -49,7 +49,9 @@ class SharedNode:
         self.tiers = Tiers(self.core, arena, lookup_wait_s, None, [self.shared])
         key_space = make_key_space("m", SLOT_ALIGN, SLOT_ALIGN)
         self.number = self.core.open_session("e", "worker", key_space, 0.0).number
-        self.session: Any = SimpleNamespace(record=self.core.sessions.record(self.number))
+        self.session: Any = SimpleNamespace(
+            record=self.core.sessions.record(self.number), knows_tiers=True
+        )
         self.num_calls = self.num_flushed_here = 0
 
     async def flushed_here(self, key_space_id: int) -> int:

@@ -82,8 +82,7 @@ class CacheCore:
         )
 
     def grow(self, num_bytes: int, coming_bytes: int = 0) -> None:
-        """The first `num_bytes` of the arena have memory now, and about `coming_bytes` more get
-        some within moments. Never shrinks it. See `Space.grow`."""
+        """As `Space.grow`. Never shrinks it."""
         self.space.grow(num_bytes, coming_bytes)
 
     def back_entries(self, num_entries: int) -> None:
@@ -113,8 +112,7 @@ class CacheCore:
         return self.sessions.open(engine_id, role, key_space, now_s, representations)
 
     def close_session(self, number: int, now_s: float) -> None:
-        """Ends a session whose transfers have ended, and its leases. Closing an unknown session is
-        no error."""
+        """Ends a session whose transfers have ended, and its leases; none if it is unknown."""
         if number not in self.sessions:
             return
         assert not self.transfers.of_session(number), "session closed with transfers in flight"

@@ -112,7 +112,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             engine_id, role, key_space, opening.client_name, representations,
             hears_evictions=not opening.without_eviction_notices,
         )  # fmt: skip
-        session.knows_words = Feature.RESIDENCY in agreed_features(opening.features)
+        features = agreed_features(opening.features)
+        session.knows_words = Feature.RESIDENCY in features
+        session.knows_tiers = Feature.TIERS in features
         if tenant is not None:
             session.maps_arena, session.maps_table = False, tenant.sees_table
             log.info(

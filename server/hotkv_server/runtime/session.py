@@ -65,6 +65,8 @@ class LiveSession:
     knows_words: bool = False
     """Whether its link hands out the descriptors of arena and table, and says where the words of
     residencies are."""
+    knows_tiers: bool = False
+    """Whether its lookups may be answered later, when a shared tier has been asked."""
     close_link: Callable[[], None] | None = None
     heard_s: float = field(default_factory=time.monotonic)
     """When its last message came."""

@@ -156,8 +156,10 @@ class Tiers:
 
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
         """Whether only a shared tier knows if a block of these lists is there. False for a session
-        of which many calls wait already, and without one."""
-        if self._tasks.is_closing or session is None or self._has_many(session):
+        of which many calls wait already, or that does not know tiers, and without one."""
+        if self._tasks.is_closing or session is None or not session.knows_tiers:
+            return False
+        if self._has_many(session):
             return False
         key_space_id = session.record.key_space_id
         return any(
