@@ -1,4 +1,4 @@
-"""Calls of a tier, cut into parts that fit one pipeline, and the queue of parts.
+"""Calls of a tier, cut into parts that one connection does at a time, and the queue of parts.
 
 Always true: a call ends once, when all its parts have ended; a part ends once, whether it was done
 or not. Parts of reads go before those of writes, each kind in its order.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hotkv_server.tiers.protocol import Codes, Epochs, Int64s, Read, Seals
-from hotkv_server.tiers.valkey.client import Client
+from hotkv_server.tiers.remote.client import Client
 
 PART_BYTES = 2 << 20
 """Bytes of blocks in a part: a few milliseconds, so that a read waits little behind writes, and
@@ -67,8 +67,8 @@ class Call:
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """Work for one pipeline. `do`: settles its blocks in the call, given a client and a time limit.
-    `deadline_s`: of time.monotonic, when it need not begin any more."""
+    """Work for one connection. `do`: settles its blocks in the call, given a client and a time
+    limit. `deadline_s`: of time.monotonic, when it need not begin any more."""
 
     call: Call
     do: Callable[[Client, float], None] = field(repr=False)
