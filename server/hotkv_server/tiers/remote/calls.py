@@ -75,11 +75,14 @@ class Part:
     deadline_s: float = float("inf")
 
 
-def cut(num_bytes: Int64s) -> Iterator[slice]:
-    """Rows of blocks, cut into parts of at most PART_BYTES, or of one block, and PART_BLOCKS."""
+def cut(
+    num_bytes: Int64s, part_bytes: int = PART_BYTES, part_blocks: int = PART_BLOCKS
+) -> Iterator[slice]:
+    """Rows of blocks, cut into parts of at most `part_bytes`, or of one block, and
+    `part_blocks`."""
     begin, total = 0, 0
     for at, size in enumerate(num_bytes.tolist()):
-        if at > begin and (total + size > PART_BYTES or at - begin == PART_BLOCKS):
+        if at > begin and (total + size > part_bytes or at - begin == part_blocks):
             yield slice(begin, at)
             begin, total = at, 0
         total += size
@@ -119,14 +122,15 @@ class PartQueue:
             if self._is_closed or len(self) + len(parts) > MAX_QUEUED_PARTS:
                 return False
             (self._reads if is_read else self._writes).extend(parts)
-            self._ready.notify(len(parts))
+            # All: a thread that takes no writes may be the one that wakes.
+            self._ready.notify_all()
             return True
 
-    def get(self, until_s: float) -> Part | None:
-        """The next part. Waits for one; None if the queue is closed, or empty at `until_s`, of
+    def get(self, until_s: float, *, takes_writes: bool = True) -> Part | None:
+        """The next part. Waits for one; None if the queue is closed, or has none at `until_s`, of
         time.monotonic."""
         with self._ready:
-            while not (self._reads or self._writes):
+            while not (self._reads or (takes_writes and self._writes)):
                 left_s = until_s - time.monotonic()
                 if self._is_closed or left_s <= 0:
                     return None

@@ -41,7 +41,7 @@ class RemoteTier:
     A call ends at its deadline at the latest, except when it has to connect first: then up to
     `Limits.connect_timeout_s` later, with its slots untouched.
 
-    `cut_writes`: a part of a write goes to the server in one piece. `on_epoch`: called from any
+    `cut_reads`, `cut_writes`: how calls become parts. `on_epoch`: called from any
     thread with (fingerprint, epoch), before the answer to a call that expected another epoch; the
     epoch is NO_EPOCH if the server has none. It must not block.
     """
@@ -52,12 +52,14 @@ class RemoteTier:
         arena: Region,
         workers: Workers,
         *,
+        cut_reads: Cut = cut,
         cut_writes: Cut = cut,
         on_epoch: Callable[[str, int], None],
     ) -> None:
         self._facts = facts
         self._arena = arena.array().data
         self._workers = workers
+        self._cut_reads = cut_reads
         self._cut_writes = cut_writes
         self._on_epoch = on_epoch
         self._lock = threading.Lock()
@@ -106,7 +108,7 @@ class RemoteTier:
 
             return Part(call, do, deadline_s)
 
-        parts = [part(rows) for rows in cut(blocks.num_bytes)]
+        parts = [part(rows) for rows in self._cut_reads(blocks.num_bytes)]
         self._workers.submit(call, parts, is_read=True)
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:

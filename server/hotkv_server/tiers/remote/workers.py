@@ -35,10 +35,14 @@ class Limits(Protocol):
 
 
 class Workers:
-    """See the module. Thread-safe. `name`: of the server, for people, with its kind first."""
+    """See the module. Thread-safe. `name`: of the server, for people, with its kind first.
+    `num_writers`: threads that also take writes, where those take long; None: all."""
 
-    def __init__(self, name: str, limits: Limits, connect: Connect) -> None:
+    def __init__(
+        self, name: str, limits: Limits, connect: Connect, num_writers: int | None = None
+    ) -> None:
         self._name = name
+        self._num_writers = limits.connections if num_writers is None else num_writers
         self._limits = limits
         self._connect_to = connect
         self._health = Health(name)
@@ -90,7 +94,7 @@ class Workers:
             if self._health.claim():
                 client = self._retry(client)
                 continue
-            part = self._queue.get(self._health.retry_at_s)
+            part = self._queue.get(self._health.retry_at_s, takes_writes=number < self._num_writers)
             if part is None:
                 continue
             self._begun_s[number] = time.monotonic()
