@@ -46,7 +46,7 @@ class S3Settings(BaseModel):
     connections: Annotated[int, Field(ge=1, le=64)] = Field(
         8, description="Calls to it at a time, with a thread each. Half of them may be writes."
     )
-    pack_bytes: Annotated[int, Field(ge=1 << 20, le=64 << 20)] = Field(
+    pack_bytes: Annotated[int, Field(ge=4 << 20, le=64 << 20)] = Field(
         16 << 20,
         description=(
             "Bytes of blocks in an object, as far as a write has so many. Each write under way "
