@@ -27,7 +27,7 @@ from hotkv_server.tiers.s3.tier import S3Tier
 
 WAIT_S = 20.0
 START_S = 30.0
-BUCKET = "blocks-of-tests"
+BUCKET = "of-tests"
 KEYS = {"admin": "admin-secret", "hotkv": "hotkv-secret", "reader": "reader-secret"}
 """Secrets by access key."""
 ACTIONS = {

@@ -6,6 +6,7 @@ not tried again. Errors are StoreErrors.
 """
 
 import asyncio
+import bisect
 import concurrent.futures
 import importlib
 import threading
@@ -17,15 +18,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hotkv_server.tiers.remote.errors import LateError, StoreError, UnusableError
 from hotkv_server.tiers.s3.credentials import read_access_key
-from hotkv_server.tiers.s3.errors import is_gone, store_error
+from hotkv_server.tiers.s3.errors import BeyondError, is_gone, store_error
 from hotkv_server.tiers.s3.settings import S3Settings
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Credential
 
 T = TypeVar("T")
-RANGES_AT_ONCE = 8
-"""Objects that one call reads at a time."""
+REQUESTS_AT_ONCE = 8
+"""Of one call that reads ranges."""
 GAP_BYTES = 128 << 10
 """Ranges of an object that are no further apart become one request."""
 
@@ -165,21 +166,32 @@ class Bucket:
     def ranges(
         self, wanted: Sequence[tuple[str, list[int], list[int]]], until_s: float
     ) -> "list[list[memoryview] | StoreError | None]":
-        """For each (path, begins, lengths) its bytes, shorter at the object's end; None if the
-        object is not there; or what went wrong. Raises LateError."""
-        limit = asyncio.Semaphore(RANGES_AT_ONCE)
+        """For each (path, begins, lengths) its bytes, shorter or empty beyond the object's end;
+        None if the object is not there; or what went wrong. Raises LateError."""
+        limit = asyncio.Semaphore(REQUESTS_AT_ONCE)
+
+        async def span(path: str, begin: int, end: int) -> memoryview:
+            async with limit:
+                # Not obstore's get_ranges, which panics if the object is too short.
+                try:
+                    got = await self._obstore.get_range_async(
+                        self._store, path, start=begin, end=end
+                    )
+                except self._obstore.exceptions.BaseError as error:
+                    if isinstance(store_error(str(error)), BeyondError):
+                        return memoryview(b"")
+                    raise
+                return memoryview(got)
 
         async def one(
             path: str, begins: list[int], lengths: list[int]
         ) -> "list[memoryview] | StoreError | None":
-            async with limit:
-                try:
-                    pieces = await self._obstore.get_ranges_async(
-                        self._store, path, starts=begins, lengths=lengths, coalesce=GAP_BYTES
-                    )
-                except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
-                    return self._judged(error)
-            return [memoryview(piece) for piece in pieces]
+            spans = merged(begins, lengths)
+            try:
+                parts = await asyncio.gather(*(span(path, begin, end) for begin, end in spans))
+            except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
+                return self._judged(error)
+            return [_piece(spans, parts, *each) for each in zip(begins, lengths, strict=True)]
 
         async def all_of_them() -> "list[list[memoryview] | StoreError | None]":
             return list(await asyncio.gather(*(one(*each) for each in wanted)))
@@ -221,9 +233,29 @@ class Bucket:
         return None if is_gone(said, isinstance(error, FileNotFoundError)) else store_error(said)
 
 
+def merged(begins: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """(begin, end) of as few ranges as have them all, without gaps of more than GAP_BYTES. In their
+    order."""
+    spans: list[tuple[int, int]] = []
+    for begin, length in sorted(zip(begins, lengths, strict=True)):
+        if spans and begin <= spans[-1][1] + GAP_BYTES:
+            spans[-1] = spans[-1][0], max(spans[-1][1], begin + length)
+        else:
+            spans.append((begin, begin + length))
+    return spans
+
+
 def check_installed() -> None:
     """Raises MissingError if the library is not installed."""
     _library()
+
+
+def _piece(
+    spans: list[tuple[int, int]], parts: list[memoryview], begin: int, length: int
+) -> memoryview:
+    at = bisect.bisect_right(spans, begin, key=lambda span: span[0]) - 1
+    first = begin - spans[at][0]
+    return parts[at][first : first + length]
 
 
 def _library() -> ModuleType:

@@ -13,7 +13,7 @@ from hotkv_server.tiers.protocol import NO_EPOCH, NO_EPOCHS, Codes, Epochs, Read
 from hotkv_server.tiers.remote.errors import StoreError, UnusableError
 from hotkv_server.tiers.s3 import epochs
 from hotkv_server.tiers.s3.bucket import Bucket, Loop
-from hotkv_server.tiers.s3.errors import BeyondError, FullError
+from hotkv_server.tiers.s3.errors import FullError
 from hotkv_server.tiers.s3.index import PackIndex, Place
 from hotkv_server.tiers.s3.lister import Lister
 from hotkv_server.tiers.s3.packs import Pack, Space, new_name, packed, space_of
@@ -196,8 +196,6 @@ class S3Client:
             if pieces is None:
                 self._index.drop(pack.path)
                 settled[[at for at, _ in rows]] = Read.ABSENT
-            elif isinstance(pieces, BeyondError):
-                settled[[at for at, _ in rows]] = Read.CORRUPT
             elif isinstance(pieces, StoreError):
                 first_error = first_error or pieces
             else:

@@ -20,8 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hotkv_server.tiers.remote.errors import LateError, LostError, StoreError
-from hotkv_server.tiers.s3.bucket import RANGES_AT_ONCE, Bucket
-from hotkv_server.tiers.s3.errors import BeyondError
+from hotkv_server.tiers.s3.bucket import Bucket
 from hotkv_server.tiers.s3.index import PackIndex
 from hotkv_server.tiers.s3.packs import (
     Space,
@@ -39,6 +38,7 @@ OVERLAP_S = 120.0
 MAX_SPACES = 4096
 MAX_PACKS = 16384
 """A pack of 16 MiB each is 256 GiB."""
+LISTS_AT_ONCE = 16
 FIRST_PACKS = 256
 """Packs whose blocks are known before the first answer."""
 
@@ -172,12 +172,12 @@ class Lister:
             until_s,
         )
         new = [name for name in names if self._is_new(space, folder, name)]
-        for at in range(0, len(new), RANGES_AT_ONCE):
-            if self._is_closed or not self._learn(bucket, space, new[at : at + RANGES_AT_ONCE]):
+        for at in range(0, len(new), LISTS_AT_ONCE):
+            if self._is_closed or not self._learn(bucket, space, new[at : at + LISTS_AT_ONCE]):
                 break
             with self._changed:
-                folder.seen.update(new[at : at + RANGES_AT_ONCE])
-            if at + RANGES_AT_ONCE >= FIRST_PACKS:
+                folder.seen.update(new[at : at + LISTS_AT_ONCE])
+            if at + LISTS_AT_ONCE >= FIRST_PACKS:
                 self._know(folder)
         with self._changed:
             folder.horizon = min(folder.horizon, horizon)
@@ -205,9 +205,9 @@ class Lister:
         for name, front in zip(names, bucket.ranges(wanted, until_s), strict=True):
             if front is None:
                 continue
-            if isinstance(front, StoreError) and not isinstance(front, BeyondError):
+            if isinstance(front, StoreError):
                 raise front
-            pack = None if isinstance(front, StoreError) else parsed(space, name, front[0])
+            pack = parsed(space, name, front[0])
             if pack is None:
                 log.warning("the list of a pack is damaged: %s", path_of(space, name))
             else:
