@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from hotkv_server.tiers.s3.packs import folder_of, list_bytes, space_of
 from hotkv_server.tiers.s3.settings import S3Settings
 from hotkv_server.tiers.s3.tier import S3Tier
 
+T = TypeVar("T")
 WAIT_S = 20.0
 START_S = 30.0
 BUCKET = "of-tests"
@@ -258,6 +260,14 @@ def rig_maker(
             yield Rig(tier, arena, damage, lambda: broken(proxy))
 
     return make
+
+
+def answer(call: Callable[[Callable[[T], None]], None]) -> T:
+    """What a call answers."""
+    done: list[T] = []
+    call(done.append)
+    wait_for(lambda: done, "the call did not end")
+    return done[0]
 
 
 def wait_for(is_so: Callable[[], object], what: str) -> None:

@@ -3,8 +3,7 @@ miss."""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,13 +17,13 @@ from hotkv_server.tiers.s3 import lister
 from hotkv_server.tiers.s3.packs import list_bytes
 from tests.tiers.s3_support import (
     Server,
+    answer,
     bench_over,
     new_prefix,
     proxied,
     wait_for,
 )
 
-T = TypeVar("T")
 SPACE = "0a/7"
 
 
@@ -35,14 +34,6 @@ def key(number: int, space: str = SPACE) -> bytes:
 def blocks_of(keys: list[bytes], first_slot: int, num_bytes: int = SLOT_BYTES) -> Blocks:
     slots = np.arange(first_slot, first_slot + len(keys), dtype=np.int64) * SLOT_BYTES
     return Blocks(keys, slots, np.full(len(keys), num_bytes, np.int64))
-
-
-def answer(call: Callable[[Callable[[T], None]], None]) -> T:
-    """What a call answers."""
-    done: list[T] = []
-    call(done.append)
-    wait_for(lambda: done, "the call did not end")
-    return done[0]
 
 
 def write(bench: Bench, numbers: list[int]) -> list[int]:

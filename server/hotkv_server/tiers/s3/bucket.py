@@ -28,7 +28,7 @@ T = TypeVar("T")
 REQUESTS_AT_ONCE = 8
 """Of one call that reads ranges."""
 GAP_BYTES = 128 << 10
-"""Ranges of an object that are no further apart become one request."""
+"""Between ranges of an object that become one request."""
 
 
 class MissingError(Exception):
@@ -234,14 +234,20 @@ class Bucket:
 
 
 def merged(begins: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(begin, end) of as few ranges as have them all, without gaps of more than GAP_BYTES. In their
-    order."""
+    """(begin, end) of few ranges that have them all, in their order. A gap of up to GAP_BYTES costs
+    less than another request; gaps never make more than half of a range."""
     spans: list[tuple[int, int]] = []
+    used_bytes = 0
     for begin, length in sorted(zip(begins, lengths, strict=True)):
-        if spans and begin <= spans[-1][1] + GAP_BYTES:
-            spans[-1] = spans[-1][0], max(spans[-1][1], begin + length)
-        else:
-            spans.append((begin, begin + length))
+        if spans:
+            first, end = spans[-1]
+            joined = max(end, begin + length)
+            used_bytes += length
+            if begin <= end + GAP_BYTES and joined - first <= 2 * used_bytes:
+                spans[-1] = first, joined
+                continue
+        spans.append((begin, begin + length))
+        used_bytes = length
     return spans
 
 

@@ -58,7 +58,7 @@ class S3Settings(BaseModel):
         description="Blocks of the bucket that this node knows of, some 150 bytes of memory each.",
     )
     refresh_s: Annotated[float, Field(ge=0.01, le=3600)] = Field(
-        5.0,
+        10.0,
         description=(
             "How long, in seconds, a node that asks for blocks waits until it looks again for what "
             "other nodes have written."
