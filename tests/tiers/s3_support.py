@@ -59,6 +59,8 @@ class Server:
             for name, secret in KEYS.items()
         ]
         (folder / "s3.json").write_text(json.dumps({"identities": identities}))
+        # One volume for a new bucket: each takes a while to make.
+        (folder / "master.toml").write_text("[master.volume_growth]\ncopy_1 = 1\n")
         ports = _free_ports(8)
         self.port = ports[0]
         parts = ("s3", "master", "volume", "filer")
@@ -109,7 +111,7 @@ class Server:
             secret_access_key=KEYS["admin"],
             client_options={"allow_http": True},
         )
-        self.store.put("made", b"")
+        self.store.put("made", b"made")
 
     def log(self) -> str:
         """The end of what it has said."""
@@ -255,8 +257,8 @@ def rig_maker(
             (path,) = server.packs(f"{prefix}/{folder_of(space_of(key))}")
             server.flip(path, list_bytes(path.rpartition("/")[2]) + 30)
 
-        endpoint = f"http://127.0.0.1:{proxy.port}"
-        with tier_over(server, prefix, endpoint=endpoint, **options) as (tier, arena):
+        over_it = {"endpoint": f"http://127.0.0.1:{proxy.port}", **options}
+        with tier_over(server, prefix, **over_it) as (tier, arena):
             yield Rig(tier, arena, damage, lambda: broken(proxy))
 
     return make

@@ -136,9 +136,9 @@ def test_a_chain_costs_few_requests(s3_server: Server) -> None:
             assert probe(node_a, [77, 78]) == [Read.ABSENT] * 2
             assert requests.taken() == {}
         with bench_over(s3_server, prefix, refresh_s=3600, connections=1, **over_it) as node_b:
-            # Only what shows that the bucket can be used comes before: three writes and a read.
-            wait_for(lambda: requests.counts["LIST other"], "it does not connect")
-            requests.taken()
+            # What shows that the bucket can be used comes before.
+            wait_for(lambda: requests.counts["PUT other"] == 3, "it does not connect")
+            assert requests.taken() == {"LIST other": 1, "PUT other": 3, "GET other": 1}
             assert probe(node_b, chain) == [Read.FOUND] * 32
             assert requests.taken() == {"LIST packs": 1, "GET packs": 1}
             assert read(node_b, chain) == [Read.FOUND] * 32

@@ -48,12 +48,12 @@ class Shared:
     def connect(self, until_s: float) -> "S3Client":
         """A client whose bucket has answered. Raises StoreError."""
         bucket = self.bucket()
+        # A folder that has nothing: this asks whether the bucket answers, and may be listed.
+        bucket.names(epochs.CHECK, 1, lambda name: True, until_s)
         with self._lock:
             if not self._is_checked:
                 epochs.check_conditions(bucket, until_s)
                 self._is_checked = True
-        # A folder that has nothing: this asks whether the bucket answers, and may be listed.
-        bucket.names(epochs.CHECK, 1, lambda name: True, until_s)
         return S3Client(self, bucket)
 
     def next_number(self) -> int:

@@ -19,8 +19,8 @@ class BeyondError(StoreError):
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>")
-_SYSTEM = re.compile(r"Os \{ code: [0-9]+, kind: [A-Za-z]+, message: \"([A-Za-z ]{1,80})\"")
-_CERTIFICATE = re.compile(r"invalid peer certificate: ([A-Za-z]{1,40})")
+_SYSTEM = re.compile(r"Os\s*\{\s*code: [0-9]+,\s*kind: [A-Za-z]+,\s*message: \"([A-Za-z ]{1,80})\"")
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*([A-Za-z]{1,40})")
 _KEY = "rejects the access key: check credentials_file"
 _ALLOW = (
     "forbids what hotkv needs: allow s3:GetObject, s3:PutObject and s3:DeleteObject on the prefix "
@@ -71,7 +71,7 @@ def store_error(said: str) -> StoreError:
         return LostError(f"refuses connections: {system[1]}")
     if "dns error" in said:
         return LostError("can't be reached: its host's name is not known")
-    if "TimedOut" in said:
+    if "kind: Timeout" in said or "TimedOut" in said:
         return LateError("has not answered in time")
     if system is not None:
         return LostError(f"can't be reached: {system[1]}")
