@@ -36,24 +36,33 @@ class Shared:
         )
         self._numbers = itertools.count()
         self._lock = threading.Lock()
+        self._bucket: Bucket | None = None
         self._is_checked = False
 
     def __repr__(self) -> str:
         return f"Shared({self.index!r}, {self.lister!r})"
 
     def bucket(self) -> Bucket:
-        """A new one. Raises UnusableError."""
-        return Bucket(self.settings, self.loop)
+        """The one that all use. Raises UnusableError."""
+        with self._lock:
+            if self._bucket is None:
+                self._bucket = Bucket(self.settings, self.loop)
+            return self._bucket
 
     def connect(self, until_s: float) -> "S3Client":
-        """A client whose bucket has answered. Raises StoreError."""
+        """A client whose bucket has answered. Raises StoreError; the next bucket is a new one then,
+        with files read anew."""
         bucket = self.bucket()
-        # A folder that has nothing: this asks whether the bucket answers, and may be listed.
-        bucket.names(epochs.CHECK, 1, lambda name: True, until_s)
-        with self._lock:
+        try:
+            # A folder that has nothing: this asks whether the bucket answers, and may be listed.
+            bucket.names(epochs.CHECK, 1, lambda name: True, until_s)
             if not self._is_checked:
                 epochs.check_conditions(bucket, until_s)
                 self._is_checked = True
+        except StoreError:
+            with self._lock:
+                self._bucket = None if self._bucket is bucket else self._bucket
+            raise
         return S3Client(self, bucket)
 
     def next_number(self) -> int:

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 OVERLAP_S = 120.0
 MAX_SPACES = 4096
 MAX_PACKS = 16384
-"""A pack of 16 MiB each is 256 GiB."""
+"""256 GiB, if each has 16 MiB."""
 LISTS_AT_ONCE = 16
 FIRST_PACKS = 256
 """Packs whose blocks are known before the first answer."""
@@ -74,7 +74,7 @@ class Lister:
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._folders: OrderedDict[Space, _Folder] = OrderedDict()
-        self._queue: deque[Space] = deque()
+        self._queue: deque[tuple[Space, _Folder]] = deque()
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="hotkv-s3-lister", daemon=True)
         self._thread.start()
@@ -90,7 +90,7 @@ class Lister:
             is_due = not folder.is_known or time.monotonic() >= folder.due_s
             if is_due and not folder.is_queued:
                 folder.is_queued = True
-                self._queue.append(space)
+                self._queue.append((space, folder))
                 self._changed.notify_all()
             looks = folder.looks
             while not folder.is_known:
@@ -112,7 +112,7 @@ class Lister:
         """Forgets all of a key space but the epoch that `space` has."""
         with self._changed:
             for one in [one for one in self._folders if one.partition("/")[0] == fingerprint]:
-                if one != space and not self._folders[one].is_queued:
+                if one != space:
                     del self._folders[one]
 
     def stop(self) -> None:
@@ -143,8 +143,7 @@ class Lister:
                     self._changed.wait()
                 if self._is_closed:
                     return
-                space = self._queue.popleft()
-                folder = self._folder(space)
+                space, folder = self._queue.popleft()
             failed: StoreError | None = None
             try:
                 bucket = bucket or self._connect()

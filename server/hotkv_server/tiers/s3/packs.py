@@ -1,7 +1,7 @@
 """A pack: one object with the blocks of a write, in their order, behind a list of them.
 
-Always true: a pack is written once and never changed. Its name has a random part and a count, so no
-two packs have the same, and names sort newest first. The list has a seal that is bound to the
+Always true: a pack is written once and never changed. Its name has its node's random name and a
+number, so names do not repeat, and they sort newest first. The list has a seal that is bound to the
 pack's path, so neither foreign bytes nor the list of another pack pass. A block passes only if its
 bytes give its seal under its key, wherever the list says that it lies.
 
@@ -31,7 +31,7 @@ BLOCKS = "blocks/1"
 MIN_PACK_BYTES = 4 << 20
 """What is left of a write and smaller goes into the pack before."""
 _KEY = re.compile(rb"hotkv/1/([0-9A-Za-z_-]{1,64})/([0-9]{1,20})/")
-_NAME = re.compile(r"([0-9]{16})-[0-9a-z]{1,32}-[0-9a-f]{1,16}-([0-9]{1,7})")
+_NAME = re.compile(r"([0-9]{16})-[0-9a-z]{1,32}-[0-9a-f]{1,16}-([0-9]{1,5})")
 _LAST_US = 10**16 - 1
 """A pack's name begins with this minus the microseconds of its time: newer ones are smaller."""
 _HEAD = struct.Struct("<4sIQ")

@@ -1,6 +1,6 @@
 """Settings of the tier in an S3 bucket: where it is, who hotkv is there, and how long it waits.
 
-Always true: no secret stands in them. The access key is read from a file at each connect, and
+Always true: no secret stands in them. The access key is read from a file when it is needed, and
 errors do not repeat what was given.
 """
 
@@ -36,7 +36,7 @@ class S3Settings(BaseModel):
         description=(
             "File with the access key, as AWS has it: [default], aws_access_key_id, "
             "aws_secret_access_key, and aws_session_token if there is one. Others must not be able "
-            "to read it. It is read at each connect. Default: the machine's role or AWS_* "
+            "to read it. It is read anew after each failure. Default: the machine's role or AWS_* "
             "variables."
         ),
     )
@@ -53,9 +53,9 @@ class S3Settings(BaseModel):
             "takes a copy of so much memory."
         ),
     )
-    index_blocks: Annotated[int, Field(ge=1 << 10, le=1 << 26)] = Field(
+    index_blocks: Annotated[int, Field(ge=1 << 16, le=1 << 26)] = Field(
         1 << 20,
-        description="Blocks of the bucket that this node knows of, some 150 bytes of memory each.",
+        description="Blocks of the bucket that this node knows of, some 170 bytes of memory each.",
     )
     refresh_s: Annotated[float, Field(ge=0.01, le=3600)] = Field(
         10.0,
