@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,7 +21,7 @@ import pytest
 from obstore.store import S3Store
 
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.testing.fault_proxy import Fault, FaultProxy, nothing
+from hotkv_server.testing.fault_proxy import FaultProxy, nothing
 from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig
 from hotkv_server.tiers.s3.packs import folder_of, list_bytes, space_of
 from hotkv_server.tiers.s3.settings import S3Settings
@@ -233,14 +234,23 @@ def broken(proxy: FaultProxy) -> Iterator[None]:
         proxy.on_command = nothing
 
 
-def on_request(start: bytes, fault: Fault) -> Fault:
-    """A fault of requests that begin so; the others pass. Requests come in one piece or begin
-    one."""
+class Gate:
+    """Holds requests that have this in their first line, from the `skipped`th on, until `opened`
+    is set. `is_held` is set once one waits."""
 
-    def choose(piece: bytes) -> Iterator[bytes]:
-        return fault(piece) if piece.startswith(start) else nothing(piece)
+    def __init__(self, method: bytes, part: str, skipped: int = 0) -> None:
+        self.is_held, self.opened = threading.Event(), threading.Event()
+        self._method, self._part = method, part.encode()
+        self._left = skipped
 
-    return choose
+    def __call__(self, piece: bytes) -> Iterator[bytes]:
+        line = piece[:500].partition(b"\r\n")[0]
+        if line.startswith(self._method + b" ") and self._part in line:
+            self._left -= 1
+            if self._left < 0:
+                self.is_held.set()
+                self.opened.wait(30)
+        yield piece
 
 
 def rig_maker(

@@ -18,6 +18,7 @@ from hotkv_server.tiers.s3.bucket import Bucket
 from hotkv_server.tiers.s3.errors import FullError
 from hotkv_server.tiers.s3.tier import S3Tier
 from tests.tiers.s3_support import (
+    Gate,
     Server,
     answer,
     bench_over,
@@ -110,25 +111,6 @@ def test_epochs_that_begin_at_a_time_are_one(s3_server: Server, prefix: str) -> 
             tier.epoch(NAME, time.monotonic() + 20, begun.append)
         wait_for(lambda: len(begun) == 6, "a call did not end")
         assert len(set(begun)) == 1 and begun[0]
-
-
-class Gate:
-    """Holds requests that have this in their first line, from the `skipped`th on, until `opened`
-    is set. `is_held` is set once one waits."""
-
-    def __init__(self, method: bytes, part: str, skipped: int = 0) -> None:
-        self.is_held, self.opened = threading.Event(), threading.Event()
-        self._method, self._part = method, part.encode()
-        self._left = skipped
-
-    def __call__(self, piece: bytes) -> Iterator[bytes]:
-        line = piece[:500].partition(b"\r\n")[0]
-        if line.startswith(self._method + b" ") and self._part in line:
-            self._left -= 1
-            if self._left < 0:
-                self.is_held.set()
-                self.opened.wait(30)
-        yield piece
 
 
 @pytest.mark.parametrize("ask", [read, probe])

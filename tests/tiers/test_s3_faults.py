@@ -1,5 +1,6 @@
 """A store that is dead, hung, slow, refuses or is out of its mind costs hits, never bytes."""
 
+import asyncio
 import gc
 import threading
 import time
@@ -76,6 +77,9 @@ def test_a_store_hung_in_mid_read_writes_no_slot_later(proxy: FaultProxy, bench:
     wait_for(lambda: ended, "the read did not end")
     assert 0.4 < time.monotonic() - begun_s < 2
     assert ended[0].tolist() == [Read.FAILED] * 2
+    # The request is given up, and nobody waits for its answer.
+    loop = bench.tier._shared.loop._loop
+    wait_for(lambda: not asyncio.all_tasks(loop), "a request goes on")
     assert not bench.arena.any(), "bytes that have not come whole are in a slot"
     # The slots belong to somebody else now.
     bench.arena[:] = 0xEE
@@ -324,6 +328,29 @@ def test_writes_under_way_leave_threads_for_reads(s3_server: Server, proxy: Faul
         opened.set()
         wait_for(lambda: len(ended) == 8, "writes did not end")
         assert all(codes.tolist() == [Write.STORED] for codes in ended)
+
+
+def test_a_write_wakes_a_thread_that_takes_writes() -> None:
+    queue, taken = calls.PartQueue(), []
+    part = calls.Part(calls.Call(0, lambda call: None), lambda client, until_s: None)
+
+    def work(*, takes_writes: bool) -> None:
+        taken.append(queue.get(float("inf"), takes_writes=takes_writes))
+
+    threads = [
+        threading.Thread(target=work, kwargs={"takes_writes": takes_writes})
+        for takes_writes in (False, True)
+    ]
+    for thread in threads:
+        # The one that takes none waits first, so one notice would go to it.
+        thread.start()
+        time.sleep(0.05)
+    assert queue.put([part], is_read=False)
+    wait_for(lambda: taken == [part], "nobody takes the write")
+    queue.close()
+    for thread in threads:
+        thread.join()
+    assert taken == [part, None]
 
 
 def test_a_call_that_is_too_late_costs_nothing(proxy: FaultProxy, bench: Bench) -> None:

@@ -16,6 +16,7 @@ from hotkv_server.tiers.protocol import Blocks, Codes, Read, Write
 from hotkv_server.tiers.s3 import lister
 from hotkv_server.tiers.s3.packs import list_bytes
 from tests.tiers.s3_support import (
+    Gate,
     Server,
     answer,
     bench_over,
@@ -100,9 +101,8 @@ def test_a_key_of_another_form_is_stored_by_nobody(s3_server: Server) -> None:
 class Requests:
     """Counts requests through a proxy by their method and the folder that they are for."""
 
-    def __init__(self, proxy: FaultProxy, prefix: str) -> None:
+    def __init__(self, proxy: FaultProxy) -> None:
         self.counts: Counter[str] = Counter()
-        self._prefix = prefix
         proxy.on_command = self
 
     def __call__(self, piece: bytes) -> Iterator[bytes]:
@@ -125,7 +125,7 @@ def test_a_chain_costs_few_requests(s3_server: Server) -> None:
     with proxied(s3_server) as (proxy, over_it):
         with bench_over(s3_server, prefix, refresh_s=3600, connections=1, **over_it) as node_a:
             assert read(node_a, [99]) == [Read.ABSENT]
-            requests = Requests(proxy, prefix)
+            requests = Requests(proxy)
             assert write(node_a, chain) == [Write.STORED] * 32
             assert requests.taken() == {"PUT packs": 1}
             assert read(node_a, chain) == [Read.FOUND] * 32
@@ -212,13 +212,50 @@ def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
         assert write(bench, [2]) == [Write.STORED] and not bench.tier.problem()
 
 
-def test_a_block_of_another_size_is_corrupt(s3_server: Server) -> None:
-    with bench_over(s3_server, new_prefix()) as bench:
+def test_a_pack_that_goes_while_it_is_looked_at_does_no_harm(s3_server: Server) -> None:
+    prefix = new_prefix()
+    with bench_over(s3_server, prefix) as node_a, proxied(s3_server) as (proxy, over_it):
+        assert write(node_a, [1]) == [Write.STORED]
+        assert write(node_a, [2]) == [Write.STORED]
+        gate = Gate(b"GET", "/blocks/1/")
+        proxy.on_command = gate
+        with bench_over(s3_server, prefix, **over_it) as node_b:
+            ended: list[Codes] = []
+            node_b.tier.probe([key(1), key(2)], time.monotonic() + 20, ended.append)
+            # It has the names of both.
+            assert gate.is_held.wait(20)
+            s3_server.store.delete(s3_server.packs(prefix)[1])
+            gate.opened.set()
+            wait_for(lambda: ended, "the probe did not end")
+            assert ended[0].tolist() == [Read.ABSENT, Read.FOUND]
+
+
+def test_a_damaged_list_is_read_once(s3_server: Server) -> None:
+    prefix = new_prefix()
+    with bench_over(s3_server, prefix) as node_a:
+        assert write(node_a, [1]) == [Write.STORED]
+    s3_server.flip(s3_server.packs(prefix)[0], 0)
+    with proxied(s3_server) as (proxy, over_it):
+        requests = Requests(proxy)
+        with bench_over(s3_server, prefix, **over_it) as node_b:
+            wait_for(
+                lambda: probe(node_b, [1]) and requests.counts["LIST packs"] > 4, "it looks no more"
+            )
+            assert requests.taken()["GET packs"] == 1
+
+
+def test_a_block_of_another_size_is_corrupt_and_not_asked_for(s3_server: Server) -> None:
+    with (
+        proxied(s3_server) as (proxy, over_it),
+        bench_over(s3_server, new_prefix(), refresh_s=3600, **over_it) as bench,
+    ):
         assert write(bench, [1]) == [Write.STORED]
         bench.arena[:] = 0
+        requests = Requests(proxy)
         blocks = blocks_of([key(1)], 32, SLOT_BYTES // 2)
         codes = answer(lambda done: bench.tier.read(blocks, time.monotonic() + 20, done))
         assert codes.tolist() == [Read.CORRUPT] and not bench.arena.any()
+        assert "GET packs" not in requests.taken()
 
 
 def test_other_objects_in_the_folder_do_no_harm(s3_server: Server) -> None:
