@@ -282,9 +282,9 @@ def answer(call: Callable[[Callable[[T], None]], None]) -> T:
     return done[0]
 
 
-def wait_for(is_so: Callable[[], object], what: str) -> None:
-    """Waits until it is so; fails after WAIT_S."""
-    until_s = time.monotonic() + WAIT_S
+def wait_for(is_so: Callable[[], object], what: str, within_s: float = WAIT_S) -> None:
+    """Waits until it is so; fails if it takes longer."""
+    until_s = time.monotonic() + within_s
     while not is_so():
         assert time.monotonic() < until_s, what
         time.sleep(1e-2)

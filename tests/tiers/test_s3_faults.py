@@ -79,7 +79,7 @@ def test_a_store_hung_in_mid_read_writes_no_slot_later(proxy: FaultProxy, bench:
     assert ended[0].tolist() == [Read.FAILED] * 2
     # The request is given up, and nobody waits for its answer.
     loop = bench.tier._shared.loop._loop
-    wait_for(lambda: not asyncio.all_tasks(loop), "a request goes on")
+    wait_for(lambda: not asyncio.all_tasks(loop), "a request goes on", within_s=2.0)
     assert not bench.arena.any(), "bytes that have not come whole are in a slot"
     # The slots belong to somebody else now.
     bench.arena[:] = 0xEE
@@ -338,7 +338,7 @@ def test_a_write_wakes_a_thread_that_takes_writes() -> None:
         taken.append(queue.get(float("inf"), takes_writes=takes_writes))
 
     threads = [
-        threading.Thread(target=work, kwargs={"takes_writes": takes_writes})
+        threading.Thread(target=work, kwargs={"takes_writes": takes_writes}, daemon=True)
         for takes_writes in (False, True)
     ]
     for thread in threads:
