@@ -1,6 +1,8 @@
 """What is known against a store is said in words, without a secret; settings say what to do."""
 
 import logging
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -128,6 +130,11 @@ def test_without_its_library_the_tier_says_so(
         bench_over(s3_server, new_prefix()),
     ):
         pass
+
+
+def test_the_library_is_loaded_with_the_first_tier_only() -> None:
+    code = "import sys, hotkv_server.tiers.s3.tier; sys.exit('obstore' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def answered(status: int, code: str = "") -> str:

@@ -270,7 +270,8 @@ def _library() -> ModuleType:
         return importlib.import_module("obstore")
     except ImportError as missing:
         raise MissingError(
-            f"a tier in S3 needs the module {missing.name}: pip install 'hotkv[s3]'"
+            f"a tier in S3 needs the module {missing.name}: pip install 'hotkv[s3]', with Python "
+            "3.11 or newer"
         ) from missing
 
 

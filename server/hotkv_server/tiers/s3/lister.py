@@ -172,7 +172,9 @@ class Lister:
         )
         new = [name for name in names if self._is_new(space, folder, name)]
         for at in range(0, len(new), LISTS_AT_ONCE):
-            if self._is_closed or not self._learn(bucket, space, new[at : at + LISTS_AT_ONCE]):
+            if self._is_closed:
+                return
+            if not self._learn(bucket, space, new[at : at + LISTS_AT_ONCE]):
                 break
             with self._changed:
                 folder.seen.update(new[at : at + LISTS_AT_ONCE])
