@@ -82,6 +82,40 @@ def test_an_access_key_that_is_wrong(
     assert KEYS["hotkv"] not in caplog.text + repr(read_access_key(file))
 
 
+def test_variables_change_nothing_that_is_set(
+    s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
+        "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:1",
+        "AWS_REGION": "elsewhere",
+        "AWS_BUCKET": "no-such-bucket",
+        "AWS_ACCESS_KEY_ID": "nobody",
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_SESSION_TOKEN": SECRET,
+        "AWS_SKIP_SIGNATURE": "true",
+        "AWS_S3_EXPRESS": "true",
+        "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "true",
+        "AWS_CONDITIONAL_PUT": "disabled",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with bench_over(s3_server, new_prefix()) as bench:
+        bench.fill([1], [0])
+        assert bench.write([1], [0]).tolist() == [Write.STORED]
+        bench.check_read([1], [4])
+
+
+def test_without_a_key_file_variables_say_who_hotkv_is(
+    s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "hotkv")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", KEYS["hotkv"])
+    with bench_over(s3_server, new_prefix(), credentials_file=None) as bench:
+        bench.fill([1], [0])
+        assert bench.write([1], [0]).tolist() == [Write.STORED]
+        assert KEYS["hotkv"] not in repr(bench.tier) + repr(bench.tier._shared.bucket()._store)
+
+
 @pytest.mark.parametrize(
     ("text", "mode", "words"),
     [

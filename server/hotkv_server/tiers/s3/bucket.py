@@ -97,9 +97,14 @@ class Bucket:
             self._store = self._obstore.store.S3Store(
                 settings.bucket,
                 prefix=settings.prefix,
+                # All that AWS_* variables would change otherwise, but for who hotkv is.
                 endpoint=settings.url,
+                aws_endpoint_url_s3=settings.url,
                 region=settings.region,
                 virtual_hosted_style_request=False,
+                skip_signature=False,
+                conditional_put="etag",
+                s3_express=False,
                 disable_bulk_delete=True,
                 # Over TLS nobody changes bytes on the way; below that, their digest is signed.
                 unsigned_payload=settings.is_tls,
