@@ -24,6 +24,7 @@ from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, Codes, content
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote import calls
 from tests.tiers.s3_support import (
+    Gate,
     Server,
     answer,
     bench_over,
@@ -247,6 +248,42 @@ def test_what_a_store_answers_to_a_write(
     found = bench.read([12], [7]).tolist()
     assert found == [Read.FOUND if expected == Write.STORED else Read.ABSENT]
     bench.check_read([3, 6, 9], [4, 5, 6])
+
+
+def test_a_store_that_refuses_writes_only_is_not_believed_in_between(
+    proxy: FaultProxy, bench: Bench
+) -> None:
+    def spoil(piece: bytes) -> Iterator[bytes]:
+        yield piece.replace(b"Signature=", b"Signature=00", 1) if piece[:4] == b"PUT " else piece
+
+    proxy.on_command = spoil
+    bench.fill([12], [1])
+    assert bench.write([12], [1]).tolist() == [Write.FAILED]
+    # To be listed is not enough: each try to connect writes.
+    until_s = time.monotonic() + 0.5
+    while time.monotonic() < until_s:
+        assert bench.tier.problem().endswith("rejects the access key: check credentials_file")
+        time.sleep(1e-3)
+    proxy.on_command = nothing
+    wait_for(lambda: not bench.tier.problem(), "the problem stays")
+    assert bench.write([12], [1]).tolist() == [Write.STORED]
+    bench.check_read([12, 3], [7, 8])
+
+
+def test_a_first_look_that_hangs_ends_by_the_deadline(
+    s3_server: Server, proxy: FaultProxy, bench: Bench
+) -> None:
+    prefix = repr(bench.tier).partition("/of-tests/")[2].partition("'")[0]
+    gate = Gate(b"GET", "blocks%2F1")
+    proxy.on_command = gate
+    endpoint = f"http://127.0.0.1:{proxy.port}"
+    with bench_over(s3_server, prefix, endpoint=endpoint, connections=1) as node_b:
+        begun_s = time.monotonic()
+        assert node_b.read([3], [4], within_s=0.3).tolist() == [Read.FAILED]
+        assert 0.2 < time.monotonic() - begun_s < 1 and gate.is_held.is_set()
+        assert not node_b.tier.problem()
+        gate.opened.set()
+        node_b.check_read([3, 6, 9], [4, 5, 6])
 
 
 def test_closing_over_a_hung_store_takes_its_time_and_no_longer(

@@ -68,9 +68,11 @@ class Loop:
 
 class Bucket:
     """See the module. Connects at its first request. Raises UnusableError if files of the settings
-    can't be used. Paths are relative to the settings' prefix."""
+    can't be used. Paths are relative to the settings' prefix. `is_refused`: an answer has said that
+    the store can't be used like this, or not by this user."""
 
     def __init__(self, settings: S3Settings, loop: Loop) -> None:
+        self.is_refused = False
         self._obstore = _library()
         self._loop = loop
         timeout_s = max(settings.timeout_s, settings.connect_timeout_s)
@@ -235,7 +237,11 @@ class Bucket:
 
     def _judged(self, error: Exception) -> StoreError | None:
         said = str(error)
-        return None if is_gone(said, isinstance(error, FileNotFoundError)) else store_error(said)
+        if is_gone(said, isinstance(error, FileNotFoundError)):
+            return None
+        judged = store_error(said)
+        self.is_refused = self.is_refused or isinstance(judged, UnusableError)
+        return judged
 
 
 def merged(begins: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -43,26 +43,22 @@ class Shared:
         return f"Shared({self.index!r}, {self.lister!r})"
 
     def bucket(self) -> Bucket:
-        """The one that all use. Raises UnusableError."""
+        """The one that all use; a new one, with files read anew, after it was refused. Raises
+        UnusableError."""
         with self._lock:
-            if self._bucket is None:
+            if self._bucket is None or self._bucket.is_refused:
+                self._is_checked = False
                 self._bucket = Bucket(self.settings, self.loop)
             return self._bucket
 
     def connect(self, until_s: float) -> "S3Client":
-        """A client whose bucket has answered. Raises StoreError; the next bucket is a new one then,
-        with files read anew."""
+        """A client whose bucket has answered. Raises StoreError."""
         bucket = self.bucket()
-        try:
-            # A folder that has nothing: this asks whether the bucket answers, and may be listed.
-            bucket.names(epochs.CHECK, 1, lambda name: True, until_s)
-            if not self._is_checked:
-                epochs.check_conditions(bucket, until_s)
-                self._is_checked = True
-        except StoreError:
-            with self._lock:
-                self._bucket = None if self._bucket is bucket else self._bucket
-            raise
+        # A folder that has nothing: this asks whether the bucket answers, and may be listed.
+        bucket.names(epochs.CHECK, 1, lambda name: True, until_s)
+        if not self._is_checked:
+            epochs.check_conditions(bucket, until_s)
+            self._is_checked = True
         return S3Client(self, bucket)
 
     def next_number(self) -> int:

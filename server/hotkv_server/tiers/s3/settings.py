@@ -36,8 +36,8 @@ class S3Settings(BaseModel):
         description=(
             "File with the access key, as AWS has it: [default], aws_access_key_id, "
             "aws_secret_access_key, and aws_session_token if there is one. Others must not be able "
-            "to read it. It is read anew after each failure. Default: the machine's role or AWS_* "
-            "variables."
+            "to read it. It is read anew when the store has refused it. Default: the machine's "
+            "role or AWS_* variables."
         ),
     )
     ca_file: Path | None = Field(
