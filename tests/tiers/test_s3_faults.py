@@ -287,7 +287,7 @@ def test_a_first_look_that_hangs_ends_by_the_deadline(
 
 
 def test_closing_over_a_hung_store_takes_its_time_and_no_longer(
-    proxy: FaultProxy, hasty: Bench
+    proxy: FaultProxy, hasty: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     dam = Dam(0)
     proxy.on_reply = dam
@@ -300,6 +300,8 @@ def test_closing_over_a_hung_store_takes_its_time_and_no_longer(
     hasty.tier.close()
     assert time.monotonic() - begun_s < 2
     assert [codes.tolist() for codes in ended] == [[Write.FAILED]] * 20
+    gc.collect()
+    assert "Task was destroyed" not in caplog.text
     dam.opened.set()
 
 

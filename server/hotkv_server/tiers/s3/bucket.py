@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 REQUESTS_AT_ONCE = 8
 """Of one call that reads ranges."""
+CLOSE_S = 1.0
+"""Longest wait for requests that were given up."""
 GAP_BYTES = 128 << 10
 """Between ranges of an object that become one request."""
 
@@ -61,6 +63,7 @@ class Loop:
         """Ends the thread. No request may be under way."""
         if self._loop.is_closed():
             return
+        asyncio.run_coroutine_threadsafe(_end_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -108,7 +111,7 @@ class Bucket:
                 conditional_put="etag",
                 s3_express=False,
                 disable_bulk_delete=True,
-                # Over TLS nobody changes bytes on the way; below that, their digest is signed.
+                # Without TLS, a digest of the bytes is signed.
                 unsigned_payload=settings.is_tls,
                 client_options=client,
                 retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
@@ -265,6 +268,15 @@ def merged(begins: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int
 def check_installed() -> None:
     """Raises MissingError if the library is not installed."""
     _library()
+
+
+async def _end_others() -> None:
+    # Requests that were given up may not have heard of it yet.
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=CLOSE_S)
 
 
 def _piece(
