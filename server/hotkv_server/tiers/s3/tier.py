@@ -30,6 +30,7 @@ class S3Tier(RemoteTier):
         settings: S3Settings,
         *,
         on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
+        name: str = "s3",
     ) -> None:
         check_installed()
 
@@ -39,11 +40,11 @@ class S3Tier(RemoteTier):
         def cut_writes(num_bytes: Int64s) -> Iterator[slice]:
             return cut_packs(num_bytes, settings.pack_bytes)
 
-        facts = TierFacts("s3", Medium.REMOTE, False, 0, True, settings.pack_bytes)
+        facts = TierFacts(name, Medium.REMOTE, False, 0, True, settings.pack_bytes)
         self._shared = Shared(settings)
         # A pack takes long: reads must not wait until all threads have written theirs.
         workers = Workers(
-            f"s3 at {settings.place}",
+            f"{name} at {settings.place}",
             settings,
             self._shared.connect,
             num_writers=(settings.connections + 1) // 2,

@@ -26,10 +26,11 @@ class ValkeyTier(RemoteTier):
         *,
         connect: Connect = RespClient,
         on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
+        name: str = "valkey",
     ) -> None:
         batch_bytes = settings.connections * PART_BYTES
-        facts = TierFacts("valkey", Medium.REMOTE, False, 0, True, batch_bytes)
+        facts = TierFacts(name, Medium.REMOTE, False, 0, True, batch_bytes)
         workers = Workers(
-            f"valkey at {settings.address}", settings, lambda until_s: connect(settings, until_s)
+            f"{name} at {settings.address}", settings, lambda until_s: connect(settings, until_s)
         )
         super().__init__(facts, arena, workers, on_epoch=on_epoch)
