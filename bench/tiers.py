@@ -1,4 +1,5 @@
-"""The disk tier beside fio over the same kind of buffers, and the restart over many records.
+"""The disk tier beside fio over the same kind of buffers, the restart over many records, and
+compression.
 
 Prints a table; `--json` prints one JSON object last: `disk_read_ratio_64k`, `disk_read_ratio_1m`,
 `disk_write_ratio_64k`, `disk_write_ratio_1m` (bytes a second of the tier, seals included, over
@@ -6,7 +7,8 @@ those of fio at depth 16, both with direct I/O and buffers in shared memory, one
 each round, median of the rounds) and `disk_read_ratio`, `disk_write_ratio` (the lowest of them);
 `loop_lag_p99_ms` of an event loop that is otherwise idle while the tier reads 64 KiB blocks, and
 `loop_lag_idle_p99_ms`; `restart_s` (from old records to a space that answers, as many blocks of
-64 KiB as `--records-gib` holds). Needs `fio` (Debian's package): without it no ratios are taken.
+64 KiB as `--records-gib` holds); and the figures of `bench.compression`, whose docstring explains
+them. Needs `fio` (Debian's package): without it no ratios of the disk are taken.
 """
 
 import asyncio
@@ -24,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import compression
 from bench.report import parser, print_report
 from demo.processes import ends_cleanly
 from hotkv.groups import GroupKind, GroupSpec
@@ -46,7 +49,7 @@ BUFFER_BYTES = 64 * MIB
 DEPTH = 16
 ROUND_S = 2.0
 SLAB_BYTES = 4 * MIB
-TARGETS = {"disk_read_ratio": 0.85, "disk_write_ratio": 0.85}
+TARGETS = {"disk_read_ratio": 0.85, "disk_write_ratio": 0.85} | compression.TARGETS
 LIMITS = {"restart_s": 2.0}
 
 
@@ -230,7 +233,7 @@ def _known(space: Space, key_space: KeySpace) -> Catalog:
 
 def main() -> int:
     """Command line."""
-    flags = parser("The disk tier beside fio, and the restart over many records.")
+    flags = parser("The disk tier beside fio, the restart over many records, and compression.")
     flags.add_argument("--rounds", type=int, default=3)
     flags.add_argument(
         "--folder", type=Path, help="on the disk to measure; a temporary one if left out"
@@ -243,9 +246,13 @@ def main() -> int:
         if shutil.which("fio"):
             figures |= asyncio.run(ratios(folder, options.rounds))
         else:
-            print("fio is not installed: no ratios", file=sys.stderr)
+            print("fio is not installed: no ratios of the disk", file=sys.stderr)
         figures |= asyncio.run(loop_lag(folder))
         figures["restart_s"] = restart(folder, options.records_gib * GIB)
+    try:
+        figures |= compression.measure()
+    except FileNotFoundError as error:
+        print(f"no figures of compression: {error}", file=sys.stderr)
     rows = [
         (
             name,
@@ -259,7 +266,7 @@ def main() -> int:
         )
         for name, value in figures.items()
     ]
-    print_report(("figure", "median", "target", ""), rows, figures, as_json=options.json)
+    print_report(("figure", "value", "target", ""), rows, figures, as_json=options.json)
     return 0
 
 

@@ -20,6 +20,7 @@ KERNELS = (
     "hotkv_sparse.kernels",
     "hotkv_server.core.kernels",
     "hotkv_server.core.policies.kernels",
+    "hotkv_server.tiers.compression.kernels",
     "hotkv_server.tiers.disk.kernels",
     "hotkv_server.integrity.kernels",
 )

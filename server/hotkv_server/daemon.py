@@ -23,14 +23,13 @@ from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.rpc.server import RpcServer
 from hotkv_server.runtime.health import keep_checking
 from hotkv_server.runtime.node import STALLED_WORK_S, Node
-from hotkv_server.runtime.tiers import Tiers
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError, process
 from hotkv_server.startup.arena import open_memory
 from hotkv_server.startup.cache import load_kernels, open_cache
 from hotkv_server.startup.listeners import Listeners, make_publisher
 from hotkv_server.startup.places import check_places, lock_runtime_dir
-from hotkv_server.startup.tiers import LowerPart, open_lower
+from hotkv_server.startup.tiers import LowerPart, make_tiers, open_lower
 
 if TYPE_CHECKING:
     from hotkv_server.events.publisher import ZmqPublisher
@@ -71,10 +70,8 @@ class Opened:
         arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
         lower = open_lower(settings, arena, reset=reset)
         core, verifier = open_cache(settings, memory, lower)
-        publisher, tiers = make_publisher(settings.events), None
-        if lower is not None:
-            wait_s = settings.tiers.lookup_wait_ms / 1000
-            tiers = Tiers(core, lower.tier, verifier, arena, wait_s)
+        publisher = make_publisher(settings.events)
+        tiers = make_tiers(settings, core, verifier, memory, lower)
         node = Node(core, memory, cuda.copy_engine, publisher, verifier, cuda.devices, tiers)
         if lower is not None:
             node.add_state(lower.memory.save_state, lower.memory.slab_bytes)
@@ -103,11 +100,10 @@ class Opened:
             self.lower.close()
         if self.publisher is not None:
             self.publisher.close()
-        lower = self.node.core.lower
-        if lower is not None and len(lower.moves):
+        if len(self.node.core.moves):
             # A disk that hangs may still write slots: the next server gets the arena when the
             # kernel has ended this process.
-            log.error("a move from the disk has not ended: the arena stays locked until it has")
+            log.error("a move from a tier has not ended: the arena stays locked until it has")
             return
         if keep:
             self.node.save_use()

@@ -67,6 +67,17 @@ HELP: dict[str, str] = {
     "tier_queued_bytes": "Bytes that the tier has been asked to read or write and has not yet.",
     "tier_waiting_blocks": "Blocks in host memory that wait to be written to the tier. If it stays "
     "high, the tier is slower than the engines store.",
+    "shared_copied_blocks_total": "Blocks that shared tiers have, written by this node or there "
+    "already.",
+    "shared_refused_blocks_total": "Blocks that shared tiers did not take: full, away, no epoch.",
+    "shared_fetched_blocks_total": "Blocks that came from shared tiers for a request.",
+    "shared_read_bytes_total": "Bytes of blocks read from shared tiers.",
+    "shared_written_bytes_total": "Bytes of blocks written to shared tiers.",
+    "shared_corrupt_blocks_total": "Blocks of shared tiers that were damaged or foreign: a miss.",
+    "shared_failed_blocks_total": "Blocks whose reading or writing in a shared tier failed.",
+    "shared_queued_bytes": "Bytes that shared tiers were asked to read or write and have not yet.",
+    "shared_waiting_blocks": "Blocks in host memory that wait to be copied to shared tiers.",
+    "shared_up": "1 if there are shared tiers and nothing is known against any.",
     "tier_up": "1 if there is a tier and nothing is known against it.",
     # Residencies
     "residencies": "Requests whose blocks stay in the arena as long as they run.",

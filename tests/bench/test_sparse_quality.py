@@ -1,6 +1,7 @@
 """The benchmark's own parts: its forward pass is transformers', its paged decode is the dense pass
 where budgets cover the context."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -87,9 +88,9 @@ def test_budgets_that_cover_the_context_change_nothing(
 ) -> None:
     model = Llama(model_folder)
     dense = dense_pass(model, tokens[:-1], COMPARED_TOKENS, DENSE_LAYERS)
-    ways = [(FRESH, 0), (PREVIOUS, 0), (LRU, 2)]
+    ways = itertools.cycle([(FRESH, 0), (PREVIOUS, 0), (LRU, 2)])
     variants = [
-        Variant(scorer, 1.0, block_tokens, shared, *way)
+        Variant(scorer, 1.0, block_tokens, shared, *next(ways))
         for scorer, block_tokens, shared in (
             (ORACLE, 16, False),
             ("rot2u", 32, True),
@@ -100,7 +101,6 @@ def test_budgets_that_cover_the_context_change_nothing(
             ("mix2+own", 16, False),
             ("mix2+first", 32, True),
         )
-        for way in ways
     ]
     for outcome in Decode(model, dense, tokens, _calibrated(dense), variants).run():
         assert abs(outcome.kl) < 1e-4 and abs(outcome.delta_nll) < 1e-4, outcome

@@ -19,7 +19,8 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.moves import Move
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.space import Space
-from hotkv_server.core.values import FIRST_MOVE, CoreConfig, HashList, Run
+from hotkv_server.core.values import FIRST_MOVE, BoolMask, CoreConfig, HashList, Run
+from hotkv_server.core.write_gate import Offered
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN
@@ -140,7 +141,9 @@ class LowerMachine(RuleBasedStateMachine):
         if move is None:
             return
         assert len(move) <= len(wanted)
-        assert self.lower.up.is_coming(space, listed.group_index, listed.hashes).sum() >= len(move)
+        assert self.core.arrivals.is_coming(space, listed.group_index, listed.hashes).sum() >= len(
+            move
+        )
         offsets = self.core.space.index.offsets(move.entries).tolist()
         self.slots.update(dict.fromkeys(offsets, GARBAGE))
         self.moves.append((move, [], offsets))
@@ -179,13 +182,15 @@ class LowerMachine(RuleBasedStateMachine):
         self.waiting.append(move)
         for space, group, words in [k for k, good in zip(keys, holds, strict=True) if not good]:
             hashes = np.frombuffer(words, np.uint32).reshape(1, 8)
-            assert is_void or not self.lower.find(space, group, hashes)[0], "a lost block is there"
+            assert is_void or not self.lower.up.find(space, HashList(group, hashes))[0], (
+                "a lost block is there"
+            )
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def let_go(self, data: st.DataObject) -> None:
         move = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
-        self.lower.up.let_go(move)
+        self.core.arrivals.let_go(move)
 
     @precondition(lambda self: len(self.lower.space.index.ready_blocks()))
     @rule(data=st.data(), is_read=st.booleans())
@@ -265,7 +270,7 @@ class LowerMachine(RuleBasedStateMachine):
             else:
                 self.lower.down.end(move, none, np.zeros(len(move), np.uint64), self.now_s)
         for move in self.waiting:
-            self.lower.up.let_go(move)
+            self.core.arrivals.let_go(move)
         for name, session in self.leases:
             self.core.release(session, name)
         self.core.check_invariants()
@@ -295,7 +300,7 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
         core.end_store(session, name, True, 1.0)
 
     def taken(num_bytes: int) -> list[int]:
-        entries = down.take(num_bytes)
+        entries = down.take(num_bytes, 1.0)
         return sorted(
             number
             for number in range(30)
@@ -306,16 +311,75 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
         store(number)
     assert taken(0) == [] and taken(1) == [0] and taken(2 * SLOT_ALIGN) == [1, 2]
     evict(core, 1, 0, words_of([3]))
-    assert taken(SLOT_ALIGN) == [] and not down.num_waiting
+    assert taken(SLOT_ALIGN) == [] and not len(down.waiting)
     # Those that wait longest are forgotten, once more wait than the index has entries.
     for number in range(10, 20):
         store(number)
-    assert down.num_waiting == 6
-    (move,) = down.begin(down.take(100 * SLOT_ALIGN))
+    assert len(down.waiting) == 6
+    (move,) = down.begin(down.take(100 * SLOT_ALIGN, 1.0))
     assert len(move) == 6
     down.end(move, np.ones(6, np.bool_), np.full(6, 7, np.uint64), 2.0)
-    down.queue(move.entries)
-    assert not len(down.take(100 * SLOT_ALIGN)), "what is below was to be written again"
+    down.waiting.add(move.entries)
+    assert not len(down.take(100 * SLOT_ALIGN, 1.0)), "what is below was to be written again"
+
+
+def test_the_gate_is_told_what_is_before_each_block() -> None:
+    """A part that goes on after one that is below, or goes there first; one that follows a gap; one
+    whose beginning is gone."""
+    below = Space(make_table(40), 8 * SLAB, SLAB, POLICIES["lru"](40))
+    core = CacheCore(
+        CoreConfig(6 * SLAB, SLAB, 40), make_table(40), POLICIES["lru"](40), None, below
+    )
+    session = core.open_session(
+        "e", "worker", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN), 0.0
+    ).number
+    assert core.lower is not None
+    down, seen = core.lower.down, []
+
+    class Admits:
+        """Writes what begins with an even number."""
+
+        def admit(self, offered: Offered, now_s: float) -> BoolMask:
+            first = int(np.flatnonzero(words_of(range(40))[:, 0] == offered.hashes[0, 0])[0])
+            seen.append(
+                (first, *(a.tolist() for a in (offered.begins, offered.follows, offered.has_gap)),
+                 (offered.ends_tokens // 16).tolist())
+            )  # fmt: skip
+            return np.full(len(offered.keys), first % 2 == 0)
+
+    down.gate = Admits()  # type: ignore[assignment]
+
+    def store(numbers: list[int], parent: int | None, depth: int) -> None:
+        name, root = f"store {numbers}", None if parent is None else words_of([parent])[0]
+        runs = [Run(0, words_of(numbers), root, depth)]
+        core.begin_store(session, name, name, runs, 0, 0.0, 1.0)
+        core.end_store(session, name, True, 1.0)
+
+    def written() -> list[tuple[object, ...]]:
+        seen.clear()
+        for move in down.begin(down.take(1 << 30, 1.0)):
+            down.end(move, np.ones(len(move), np.bool_), np.zeros(len(move), np.uint64), 1.0)
+        return list(seen)
+
+    store([0, 1, 2], None, 0)
+    store([4, 5], 2, 3)
+    yes, no = True, False
+    assert written() == [
+        (0, [yes, no, no], [no, no, no], [no, no, no], [1, 2, 3]),
+        (4, [yes, no], [yes, no], [no, no], [4, 5]),
+    ]
+    store([7, 8], 5, 5)
+    store([10], 8, 7)
+    assert written() == [
+        (7, [yes, no], [yes, no], [no, no], [6, 7]),
+        (10, [yes], [no], [yes], [8]),
+    ]
+    # What was used is offered again; what is below is not.
+    core.touch(session, [HashList(0, words_of([0, 1, 2, 4, 5, 7, 8]))], 2.0)
+    assert written() == [(7, [yes, no], [yes, no], [no, no], [6, 7])]
+    evict(core, 1, 0, words_of([8]))
+    store([12], 8, 7)
+    assert written() == [(12, [yes], [no], [no], [8])]
 
 
 def test_numbers_of_leases_and_moves_never_meet() -> None:

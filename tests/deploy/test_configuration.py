@@ -3,6 +3,8 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import NoneType
+from typing import get_args
 
 import pytest
 import tomllib
@@ -22,7 +24,10 @@ SAME_WORDS = 0.4
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Settings with their dotted names."""
     for name, info in model.model_fields.items():
-        inner = info.annotation
+        # A table that need not be there is that of its model.
+        inner, *others = [one for one in get_args(info.annotation) if one is not NoneType] or [None]
+        if others or NoneType not in get_args(info.annotation):
+            inner = info.annotation
         dotted = f"{prefix}{info.alias or name}"
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from leaves(inner, f"{dotted}.")
@@ -33,10 +38,18 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 ALL = dict(leaves(Settings))
 
 
+def with_tables() -> str:
+    """The file with the tables in place that are shown in comments, up to an empty line each."""
+
+    def table(match: re.Match[str]) -> str:
+        return "\n".join(line.removeprefix("# ") for line in match[0].splitlines())
+
+    return re.sub(r"^# \[[^]]+\]\n(?:#.*\n)*", table, CONFIG.read_text(), flags=re.MULTILINE)
+
+
 def uncommented() -> str:
     """The file with every setting in place: those that are shown in a comment, too."""
-    text = CONFIG.read_text()
-    text = re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE)
+    text = re.sub(r"^# (\w+ = )", r"\1", with_tables(), flags=re.MULTILINE)
     without_list = text.replace("tenants = []\n", "")
     lines = [re.sub(r"^#   ", "", line) for line in without_list.splitlines()]
     # A table comes after the settings of the one above it.
@@ -50,7 +63,7 @@ def shown() -> dict[str, tuple[str, str]]:
     """Settings as the file shows them: dotted name to value and comment."""
     found: dict[str, tuple[str, str]] = {}
     section, comment = "", list[str]()
-    for line in CONFIG.read_text().splitlines():
+    for line in with_tables().splitlines():
         if match := re.fullmatch(r"\[([\w.]+)\]", line):
             section, comment = f"{match[1]}.", []
         elif match := re.fullmatch(r"(?:# )?(\w+) = (.*)", line):
@@ -84,6 +97,8 @@ def test_what_is_set_is_the_default() -> None:
     def value(settings: Settings, name: str) -> object:
         found: object = settings
         for part in name.split("."):
+            if found is None:
+                return None
             found = getattr(found, {"copy": "copy_"}.get(part, part))
         return found
 

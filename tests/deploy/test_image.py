@@ -83,6 +83,7 @@ def test_variants_choose_extras(tmp_path: Path, variant: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_steps_make_an_image_that_serves(tmp_path: Path) -> None:
     """Installs from the package index as the build does; starts the entry point as the image's

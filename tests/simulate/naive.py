@@ -55,30 +55,25 @@ def lru_hits(requests: Requests, capacity: int) -> int:
     return hits
 
 
-def two_tier_hits(
-    requests: Requests, capacity: int, second_capacity: int, min_uses: int
-) -> tuple[int, int, int]:
-    """Hits over both tiers, those of the second, and blocks written to it."""
+def two_tier_hits(requests: Requests, capacity: int, second_capacity: int) -> tuple[int, int, int]:
+    """Hits over both tiers, those of the second, and blocks written to it: all that is stored."""
     first, second = NaiveLRU(capacity), NaiveLRU(second_capacity)
-    uses: dict[int, int] = {}
     hits = lower_hits = writes = 0
     for _, listed in sorted(requests, key=lambda request: request[0]):
-        hits += prefix_length(listed, first.blocks | second.blocks)
         ids = distinct(listed)
-        loaded = [
-            block
-            for block in ids[: prefix_length(ids, first.blocks | second.blocks)]
-            if block not in first.blocks
-        ]
-        lower_hits += len(loaded)
+        prefix = ids[: prefix_length(ids, first.blocks | second.blocks)]
+        loaded = [block for block in prefix if block not in first.blocks]
+        # The blocks of the prefix that are there stay while others come up.
+        here = [block for block in prefix if block in first.blocks]
+        loaded = loaded[: capacity - len(here)]
         second.use(loaded)
-        for block in ids:
-            uses[block] = uses.get(block, 0) + 1
-        wanted = [
-            block
-            for block in reversed(first.store(ids))
-            if uses[block] >= min_uses and block not in second.blocks
-        ]
+        while len(first.blocks) + len(loaded) > capacity:
+            del first.blocks[next(block for block in first.blocks if block not in here)]
+        first.use(loaded)
+        lower_hits += len(loaded)
+        hits += min(prefix_length(listed, {*here, *loaded}), prefix_length(listed, first.blocks))
+        first.store(ids)
+        wanted = [block for block in ids if block in first.blocks and block not in second.blocks]
         writes += len(wanted[:second_capacity])
         second.store(wanted)
     return hits, lower_hits, writes

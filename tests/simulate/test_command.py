@@ -91,33 +91,36 @@ def test_json(trace: Path, tmp_path: Path) -> None:
         )
 
 
-def test_second_tier(trace: Path) -> None:
+def test_a_tier_below(trace: Path) -> None:
     accesses = sum(len(ids) for _, ids in REQUESTS)
-    for flag, min_uses in (("--second-tier-gate", 2), ("--no-second-tier-gate", 1)):
-        rows = results(
-            "--trace",
-            trace,
-            "--policy",
-            "lru",
-            "--capacity-percent",
-            "4",
-            "--second-tier-percent",
-            "10",
-            flag,
-        )
-        row, best, endless = rows
-        assert [r["policy"] for r in rows] == ["lru", "clairvoyant", "unbounded"]
-        unique = len({block for _, ids in REQUESTS for block in ids})
-        second_capacity = max(1, int(unique * 0.1))
-        hits, lower_hits, writes = two_tier_hits(
-            REQUESTS, row["capacity_blocks"], second_capacity, min_uses
-        )
-        assert row["second_tier_percent"] == 10
-        assert row["second_tier_hit_rate"] == lower_hits / accesses
-        assert row["hit_rate"] == (hits - lower_hits) / accesses
-        assert row["total_hit_rate"] == pytest.approx(hits / accesses)
-        assert row["second_tier_written_blocks"] == writes
-        assert row["total_hit_rate"] <= best["total_hit_rate"] <= endless["total_hit_rate"]
+    given = ("--trace", trace, "--policy", "lru", "--capacity-percent", "4")
+    rows = results(*given, "--tier", "disk=10%", "--prefill-tokens-per-s", "1000")
+    row, best, endless = rows
+    assert [r["policy"] for r in rows] == ["lru", "clairvoyant", "unbounded"]
+    unique = len({block for _, ids in REQUESTS for block in ids})
+    size = max(1, int(unique * 0.1))
+    hits, lower_hits, writes = two_tier_hits(REQUESTS, row["capacity_blocks"], size)
+    assert (row["tier"], row["tier_percent"]) == ("disk", 10)
+    assert row["tier_hit_rate"] == lower_hits / accesses
+    assert row["hit_rate"] == (hits - lower_hits) / accesses
+    assert row["total_hit_rate"] == pytest.approx(hits / accesses)
+    assert (row["tier_read_blocks"], row["tier_written_blocks"]) == (lower_hits, writes)
+    assert row["computed_tokens"] == (accesses - hits) * 512
+    assert row["computed_s"] == row["computed_tokens"] / 1000
+    assert row["total_hit_rate"] <= best["total_hit_rate"] <= endless["total_hit_rate"]
+
+
+def test_a_tier_in_bytes_and_its_budget(trace: Path) -> None:
+    given = ("--trace", trace, "--policy", "hotness", "--capacity-percent", "4")
+    sizes = ("--block-mib", "16", "--tier", f"disk={16 * 40}MiB")
+    free, *_ = results(*given, *sizes)
+    day_blocks = free["tier_written_blocks"] // 2
+    budget = ("--disk-write-gb-per-day", str(day_blocks * (16 << 20) / 1e9))
+    gated, *_ = results(*given, *sizes, *budget)
+    assert 0 < gated["tier_written_blocks"] <= day_blocks + max(len(ids) for _, ids in REQUESTS)
+    table = simulate(*given, *sizes, *budget).stdout.splitlines()
+    headers = " ".join(table[1].split())
+    assert headers.endswith("hit rate disk both read GiB written GiB computed tokens accesses/s")
 
 
 def test_table(trace: Path) -> None:
@@ -161,8 +164,8 @@ def test_plot(trace: Path, tmp_path: Path) -> None:
         "lru",
         "--plot",
         png,
-        "--second-tier-percent",
-        "30",
+        "--tier",
+        "disk=30%",
         "--block-mib",
         "2",
     )
@@ -187,8 +190,13 @@ def test_plot(trace: Path, tmp_path: Path) -> None:
         ),
         (["--capacity-percent", "many"], "--capacity-percent: 'many' is no share"),
         (["--capacity-percent", "nan"], "--capacity-percent: 'nan' is no share"),
-        (["--second-tier-percent", "101"], "--second-tier-percent: '101' is no share"),
-        (["--block-mib", "-1"], "--block-mib: '-1' is no size; give a number of MiB above 0"),
+        (["--tier", "disk=101%"], "--tier: '101' is no share"),
+        (["--tier", "disk=much"], "--tier: 'much' is no size; give bytes such as 200GiB"),
+        (["--tier", "tape=1GiB"], "--tier: unknown tier 'tape'; allowed are disk"),
+        (["--tier", "disk=1GiB"], "--tier: a size in bytes needs to know a block's"),
+        (["--disk-write-gb-per-day", "9"], "--disk-write-gb-per-day: there is no tier"),
+        (["--block-tokens", "1.5"], "--block-tokens: '1.5' is no count"),
+        (["--block-mib", "-1"], "--block-mib: '-1' is no size; give a number above 0"),
         (
             ["--plot", "/nowhere/at/all.png"],
             "--plot: /nowhere/at/all.png can't be written; name a file in a folder that exists",

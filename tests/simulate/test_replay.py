@@ -7,7 +7,14 @@ from hypothesis import given
 
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.simulate.bounds import unbounded
-from hotkv_server.simulate.replay import OneTier, Tier, TwoTiers, replay, replay_two_tiers
+from hotkv_server.simulate.replay import (
+    BLOCK_TOKENS,
+    OneTier,
+    Tier,
+    TwoTiers,
+    replay,
+    replay_two_tiers,
+)
 from hotkv_server.simulate.trace import make_trace
 from tests.simulate.naive import any_requests, chained_requests, lru_hits, two_tier_hits
 from tests.simulate.traces import MAKERS, Requests
@@ -34,15 +41,12 @@ def test_lru_is_lru_on_traffic(maker: str, percent: float) -> None:
     requests=st.one_of(chained_requests(), any_requests()),
     capacity=st.integers(1, 12),
     second_capacity=st.integers(1, 20),
-    gated=st.booleans(),
 )
-def test_two_tiers_of_lru(
-    requests: Requests, capacity: int, second_capacity: int, gated: bool
-) -> None:
+def test_two_tiers_of_lru(requests: Requests, capacity: int, second_capacity: int) -> None:
     trace = make_trace("t", requests)
-    done = replay_two_tiers(trace, capacity, second_capacity, LRU, gated=gated)
+    done = replay_two_tiers(trace, capacity, second_capacity, LRU)
     found = trace.hit_blocks(done.prefix), done.num_second_tier_hits, done.num_second_tier_writes
-    assert found == two_tier_hits(requests, capacity, second_capacity, 2 if gated else 1)
+    assert found == two_tier_hits(requests, capacity, second_capacity)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -54,7 +58,7 @@ def test_an_endless_second_tier_loses_nothing(
     cache without end."""
     capacity = max(capacity, *(len(ids) for _, ids in requests))
     trace = make_trace("t", requests)
-    done = replay_two_tiers(trace, capacity, trace.num_unique_blocks, POLICIES[policy], gated=False)
+    done = replay_two_tiers(trace, capacity, trace.num_unique_blocks, POLICIES[policy])
     assert done.prefix.tolist() == unbounded(trace).tolist()
     assert done.num_second_tier_writes <= trace.num_unique_blocks, (
         "a block was written twice though it never went"
@@ -62,8 +66,14 @@ def test_an_endless_second_tier_loses_nothing(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@given(requests=chained_requests(), capacity=st.integers(1, 12), gated=st.booleans())
-def test_tiers_stay_consistent(policy: str, requests: Requests, capacity: int, gated: bool) -> None:
+@given(
+    requests=chained_requests(),
+    capacity=st.integers(1, 12),
+    budget=st.one_of(st.none(), st.integers(0, 1 << 18)),
+)
+def test_tiers_stay_consistent(
+    policy: str, requests: Requests, capacity: int, budget: int | None
+) -> None:
     """After every request the core's invariants hold, and all of it that fits is there for the next
     one."""
     trace = make_trace("t", requests)
@@ -71,8 +81,8 @@ def test_tiers_stay_consistent(policy: str, requests: Requests, capacity: int, g
     two = TwoTiers(
         Tier(capacity, POLICIES[policy]),
         Tier(capacity, POLICIES[policy]),
-        trace.num_unique_blocks,
-        gated=gated,
+        BLOCK_TOKENS,
+        budget,
     )
     for start, end, now_s in zip(trace.starts, trace.starts[1:], trace.times_s, strict=False):
         hashes = trace.hashes[start:end]
@@ -81,6 +91,7 @@ def test_tiers_stay_consistent(policy: str, requests: Requests, capacity: int, g
         for tier in (one.tier, two.first, two.second):
             tier.space.check_invariants()
             assert not tier.space.removal.effects and not tier.space.index.pins.any()
+        two.lower.check_invariants()
         held = int(np.count_nonzero(one.tier.find(hashes)))
         assert held == min(len(hashes), capacity)
 

@@ -40,6 +40,7 @@ def results() -> dict[str, np.ndarray]:
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="names x86 features")
 @pytest.mark.slow
+@pytest.mark.long
 def test_without_byte_products_the_scores_are_the_same(tmp_path: Path) -> None:
     target = tmp_path / "scores.npz"
     # Numba keeps kernels of several processors side by side.

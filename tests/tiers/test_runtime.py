@@ -20,7 +20,8 @@ from hotkv_server.integrity.sums import add_sums
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime import breaker
 from hotkv_server.runtime import tiers as tiers_module
-from hotkv_server.runtime.tiers import Tiers
+from hotkv_server.runtime.tier_below import TierBelow
+from hotkv_server.runtime.tiers import Tiers, moving_bytes
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
 
@@ -34,9 +35,9 @@ class Setup:
     """A core over memory of its own, and a tier below it."""
 
     def __init__(self, lookup_wait_s: float) -> None:
-        below = Space(make_table(200), 256 * SLOT_ALIGN, SLAB, LRU(200))
+        space = Space(make_table(200), 256 * SLOT_ALIGN, SLAB, LRU(200))
         config = CoreConfig(ARENA_BYTES, SLAB, 200, check_stride=1)
-        self.core = CacheCore(config, make_table(200), LRU(200), below=below)
+        self.core = CacheCore(config, make_table(200), LRU(200), below=space)
         assert self.core.lower is not None
         self.lower = self.core.lower
         self.removed: list[bytes] = []
@@ -45,7 +46,9 @@ class Setup:
         self.arena = arena
         self.store = MemoryStore(places=True)
         self.tier = MemoryTier(arena, self.store)
-        self.tiers = Tiers(self.core, self.tier, Verifier(self.core, arena), arena, lookup_wait_s)
+        self.verifier = Verifier(self.core, arena)
+        below = TierBelow(self.core, self.tier, self.verifier, moving_bytes(self.core))
+        self.tiers = Tiers(self.core, arena, lookup_wait_s, below)
         key_space = make_key_space("m", SLOT_ALIGN, SLOT_ALIGN)
         self.number = self.core.open_session("e", "worker", key_space, 0.0).number
         self.session: Any = SimpleNamespace(record=self.core.sessions.record(self.number))
@@ -55,6 +58,10 @@ class Setup:
         """Notes what others are told of."""
         for notice in self.core.take_effects():
             self.removed += [words.tobytes() for words in notice.hashes]
+
+    async def flushed(self, key_space_id: int) -> int:
+        flush(self.core, key_space_id)
+        return 0
 
     def put(self, numbers: list[int]) -> None:
         """Stores blocks, each with bytes of its own."""
@@ -72,7 +79,7 @@ class Setup:
     async def until_down(self, count: int) -> None:
         """Waits until so many blocks lie below."""
         until_s = time.monotonic() + 20
-        while self.lower.moves.counters.demoted < count:
+        while self.lower.counters.demoted < count:
             assert time.monotonic() < until_s, "blocks are not moved down"
             await asyncio.sleep(0.01)
 
@@ -109,13 +116,13 @@ def content(number: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
 @contextlib.asynccontextmanager
 async def made(lookup_wait_s: float = 10.0) -> AsyncIterator[Setup]:
     one = Setup(lookup_wait_s)
-    one.tiers.start(one.tell)
+    one.tiers.start(one.tell, one.flushed)
     try:
         yield one
     finally:
         await one.tiers.close()
         one.core.check_invariants()
-        assert not len(one.lower.moves)
+        assert not len(one.core.moves)
         assert not one.core.space.index.pins.any()
 
 
@@ -126,8 +133,8 @@ def test_blocks_come_up_and_are_leased() -> None:
             assert await one.leased([*BLOCKS, 99]) == [True] * 6 + [False]
             index = one.core.space.index
             words = index.find(1, 0, words_of(BLOCKS))
-            cases = one.tiers._verifier.cases(words)
-            assert all(good.all() for good in one.tiers._verifier.judge(cases))
+            cases = one.verifier.cases(words)
+            assert all(good.all() for good in one.verifier.judge(cases))
 
     asyncio.run(run())
 
@@ -214,7 +221,7 @@ def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any) -> None:
             assert time.monotonic() - began_s >= 0.2
             stalled(one.tier, "stalled_s", lambda now_s: breaker.MAX_STALL_S + 1)
             assert not one.tiers.has_some(one.session, [HashList(0, words_of([50]))])
-            assert not one.tiers.lies_below(1, [HashList(0, words_of(BLOCKS))])[0].any()
+            assert not one.tiers.lies_elsewhere(1, [HashList(0, words_of(BLOCKS))])[0].any()
             # What is read at last is there for the next one.
             one.tier.faults.is_hung = False
             stalled(one.tier, "stalled_s", lambda now_s: 0.0)
@@ -236,7 +243,7 @@ def test_a_dead_tier_is_a_miss_at_once_and_comes_back() -> None:
             assert not one.tiers.has_some(one.session, [HashList(0, words_of(BLOCKS))])
             one.put([20, 21])
             await asyncio.sleep(0.2)
-            assert one.lower.down.num_waiting == 2
+            assert len(one.lower.down.waiting) == 2
             one.tier.faults.problem = ""
             assert all(await one.leased(BLOCKS))
             await one.until_down(len(BLOCKS) + 2)
@@ -277,7 +284,7 @@ def test_damaged_blocks_are_a_miss_and_gone() -> None:
             for place in list(one.store.content)[:2]:
                 one.store.damage(place, 100)
             assert sum(await one.leased(BLOCKS)) == 4
-            assert one.lower.moves.counters.lost == 2
+            assert one.lower.counters.lost == 2
             one.put(BLOCKS)
             assert all(await one.leased(BLOCKS))
 

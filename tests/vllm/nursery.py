@@ -49,20 +49,30 @@ class Child:
         self.stdin = stdin
         self.stdout = stdout
         self._pidfd = os.pidfd_open(pid)
+        self._has_ended = False
 
     def poll(self) -> int | None:
         """Returns None while it lives, then 0: only the nursery knows its status."""
-        return 0 if select.select([self._pidfd], [], [], 0)[0] else None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0.0)
+        return None
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the end; returns 0. Raises subprocess.TimeoutExpired."""
-        if not select.select([self._pidfd], [], [], timeout)[0]:
-            raise subprocess.TimeoutExpired(f"engine {self.pid}", timeout or 0.0)
+        if not self._has_ended:
+            # Not select(): a long run has more than 1,024 files.
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            if not poll.poll(None if timeout is None else 1000 * timeout):
+                raise subprocess.TimeoutExpired(f"engine {self.pid}", timeout or 0.0)
+            self._has_ended = True
+            os.close(self._pidfd)
         return 0
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
 class Nursery:

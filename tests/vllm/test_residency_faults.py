@@ -21,6 +21,12 @@ EXACT_POOL = 100
 """Blocks: a request holds 89 of them at most, 72 of these as hot slots."""
 
 
+SCHEDULING = pytest.mark.parametrize(
+    "is_async",
+    [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.long)],
+)
+
+
 def totals(engine: EngineProcess) -> dict[str, float]:
     """The connector's counters, up to and with the last request."""
     engine.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
@@ -48,7 +54,7 @@ def until_stored(daemon: Daemon, num_blocks: int) -> None:
     raise AssertionError("nothing was stored")
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@SCHEDULING
 @pytest.mark.parametrize("blocks", [30, 62], ids=["prefill", "decode"])
 def test_a_server_is_killed_and_comes_back(
     start: Start, daemon: Daemon, blocks: int, is_async: bool
@@ -79,7 +85,7 @@ def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
     assert one.ask("generate", prompts=prompts(13, 100), max_tokens=5)["tokens"]
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@SCHEDULING
 def test_bytes_are_lost_again_and_again(start: Start, daemon: Daemon, is_async: bool) -> None:
     """In prefill and in decode: the step's tokens are dropped, and the requests computed anew."""
     dense = start(None)
@@ -100,7 +106,7 @@ def test_bytes_are_lost_again_and_again(start: Start, daemon: Daemon, is_async: 
     assert counted["lost_residencies"] >= 4 and "hook_errors" not in counted
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@SCHEDULING
 def test_requests_are_preempted_and_resume(start: Start, daemon: Daemon, is_async: bool) -> None:
     """A pool for two of five requests that are all let in."""
     dense = start(None)

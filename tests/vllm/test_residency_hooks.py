@@ -33,7 +33,11 @@ MODULES = [
 
 
 @pytest.mark.parametrize(
-    ("is_async", "later"), [(False, False), (True, True)], ids=["sync-first", "async-later"]
+    ("is_async", "later"),
+    [
+        pytest.param(True, True, id="async-later"),
+        pytest.param(False, False, id="sync-first", marks=pytest.mark.long),
+    ],
 )
 def test_whatever_breaks_no_token_is_wrong(
     start: Start, daemon: Daemon, is_async: bool, later: bool

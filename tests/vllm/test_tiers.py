@@ -1,5 +1,5 @@
-"""Real vLLM over a daemon with a disk: prompts whose blocks lie on the disk only, or half there and
-half in host memory, are answered as with vLLM's own cache."""
+"""Real vLLM over a daemon with tiers: prompts whose blocks lie on the disk or in a Valkey only, or
+half there and half in host memory, are answered as with vLLM's own cache."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.processes import Daemon, EngineProcess, Engines
+from tests.tiers.valkey_support import running
+from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
 from tests.vllm.test_end_to_end import difference, prompts, settled, usable
 from tests.vllm.tiny import write_model
 
@@ -51,6 +52,43 @@ def test_tokens_are_the_same_from_the_disk(
         assert one["cached"] == [usable(prompt) for prompt in batch]
         assert one["tokens"] == local["tokens"] and difference(cold, one) <= allowed
     assert promoted > 0 and not counter(daemon, "tier_lost_blocks_total")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_tokens_are_the_same_from_another_node(
+    daemon: Daemon, engines: Engines, tmp_path: Path, name: str
+) -> None:
+    """An engine of one node stores; one of another node, which shares a Valkey with it, hits."""
+    with running(tmp_path / "valkey") as valkey, own_daemon() as other:
+        for one in (daemon, other):
+            one.flags = ["--tiers.valkey.address", f"unix:{valkey.path}"]
+            # A lookup waits as long as it takes: the machine is slow, and that is not tested.
+            one.flags += ["--tiers.lookup-wait-ms", "20000"]
+            one.start()
+        model = write_model(tmp_path / "model", name)
+        first, second = (
+            engines.start(model, one.target, connector={"lookup_timeout_s": 20.0})
+            for one in (daemon, other)
+        )
+        batch = prompts(1, LENGTHS)
+        cold = first.ask("generate", prompts=batch, max_tokens=20)
+        local = first.ask("generate", prompts=batch, max_tokens=20)
+        settled(first)
+        until_s = time.monotonic() + 30
+        while counter(daemon, "shared_copied_blocks_total") < counter(
+            daemon, "stored_blocks_total"
+        ):
+            assert time.monotonic() < until_s, "the Valkey is behind"
+            time.sleep(0.05)
+        # Of each prompt the first part comes into host memory before the rest is asked for.
+        second.ask("generate", prompts=[one[: len(one) // 2 + 1] for one in batch], max_tokens=1)
+        second.ask("reset")
+        warm = second.ask("generate", prompts=batch, max_tokens=20)
+        assert warm["cached"] == [usable(prompt) for prompt in batch]
+        assert warm["tokens"] == local["tokens"]
+        assert difference(cold, warm) <= difference(cold, local)
+        assert counter(other, "shared_fetched_blocks_total") > 0
+        assert not counter(other, "shared_corrupt_blocks_total")
 
 
 def counter(daemon: Daemon, name: str) -> float:

@@ -67,7 +67,8 @@ class CacheCore:
         self.leases = books.leases
         self.transfers = books.transfers
         self.residencies = books.residencies
-        self.lower = books.lower
+        self.moves, self.arrivals = books.moves, books.arrivals
+        self.lower, self.copies = books.lower, books.copies
         self._read_leases = ReadLeases(books)
         self._uses = Uses(books)
         self._loads = Loads(books, self._read_leases)
@@ -294,6 +295,7 @@ class CacheCore:
         self._reservations.check_invariants()
         if self.lower is not None:
             self.lower.check_invariants()
+        self.moves.check_invariants()
         _check_kinds(self)
 
 
@@ -306,8 +308,7 @@ def _check_copies(core: CacheCore) -> None:
 
 def _other_pins(core: CacheCore) -> Int64s:
     """Pins by entry number that are neither leases' nor kept as a request has asked."""
-    pins = core.residencies.pins.all()
-    return pins if core.lower is None else pins + core.lower.moves.pins()
+    return core.residencies.pins.all() + core.moves.pins()
 
 
 def _check_kinds(core: CacheCore) -> None:

@@ -4,13 +4,16 @@
 `CacheCore` checks that they agree.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hotkv.table import BlockTable
+from hotkv_server.core.arrivals import Arrivals
 from hotkv_server.core.bounds import Account, FairBound
 from hotkv_server.core.catalog import Catalog
+from hotkv_server.core.copies import Copies
 from hotkv_server.core.leases import LeaseBook
 from hotkv_server.core.lower import LowerTier
+from hotkv_server.core.moves import Moves
 from hotkv_server.core.pin_budget import PinBudget
 from hotkv_server.core.pins import RetentionPins
 from hotkv_server.core.policies.protocol import Policy
@@ -21,7 +24,7 @@ from hotkv_server.core.residency_bound import ResidencyBound
 from hotkv_server.core.sessions import SessionBook
 from hotkv_server.core.space import Space
 from hotkv_server.core.transfers import TransferBook
-from hotkv_server.core.values import CoreConfig, Counters
+from hotkv_server.core.values import CoreConfig, Counters, Entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,21 @@ class CacheBooks:
     retention_pins: RetentionPins
     pin_budget: PinBudget
     residencies: Residencies
+    moves: Moves
+    arrivals: Arrivals
     lower: LowerTier | None = None
+    copies: list[Copies] = field(default_factory=list)
+
+    def offer_stored(self, entries: Entries) -> None:
+        """Blocks were stored, in chain order: tiers may have them."""
+        for one in self.copies:
+            one.waiting.add(entries)
+        self.offer_used(entries)
+
+    def offer_used(self, entries: Entries) -> None:
+        """Blocks were used, in chain order: what the tier below has refused, it may take now."""
+        if self.lower is not None:
+            self.lower.down.waiting.add(entries)
 
 
 def make_books(
@@ -61,7 +78,9 @@ def make_books(
         is_backed=config.is_backed,
         makes_room=config.makes_room,
     )
-    lower = None if below is None else LowerTier(space, below)
+    moves = Moves(space)
+    arrivals = Arrivals(moves)
+    lower = None if below is None else LowerTier(moves, arrivals, below, config.write_bytes_per_day)
     catalog = Catalog(space, len(config.tenants), lower)
     client_memory = FairBound(config.client_memory_bytes)
     sessions, pin_budget = SessionBook(catalog, space.tenants), PinBudget(space.tenants)
@@ -87,5 +106,7 @@ def make_books(
         RetentionPins(space.index, space.tenants, config.held_share, pin_budget),
         pin_budget,
         residencies,
+        moves,
+        arrivals,
         lower,
     )

@@ -1,64 +1,83 @@
 """Moves down: blocks of host memory into a tier below, in the order in which they were stored.
 
 Blocks are written soon after they are stored, and not when they are evicted: a store that needs
-room never waits for a tier. Always true: a block is ready below only when the tier has said that it
-is stored. It stays pinned in host memory until the tier reads it no more; a place is not given away
-while it is written.
+room never waits for a tier. What was not written then is offered again with each use. Always true:
+a block is ready below only when the tier has said that it is stored. It stays pinned in host memory
+until the tier reads it no more; a place is not given away while it is written.
 """
-
-from collections import deque
 
 import numpy as np
 
 from hotkv import table
 from hotkv_server.core.index import Keys
-from hotkv_server.core.moves import Move, Moves, by_group, joined
-from hotkv_server.core.values import BoolMask, Entries
+from hotkv_server.core.moves import Move, MoveCounters, Moves, by_group, joined
+from hotkv_server.core.space import Space
+from hotkv_server.core.values import BoolMask, Entries, KeySpaceRecord
+from hotkv_server.core.waiting import WaitingBlocks
+from hotkv_server.core.write_gate import Offered, WriteGate
+
+MAX_LOOKED = 1 << 14
+"""Waiting blocks that one look takes up: most of those that were used lie below already."""
 
 
 class Demotion:
-    """Begins and ends moves down."""
+    """Begins and ends moves down, of what `gate` admits. `waiting`: blocks that were stored or used
+    and may not be below."""
 
-    def __init__(self, moves: Moves) -> None:
+    def __init__(self, moves: Moves, below: Space, gate: WriteGate, counters: MoveCounters) -> None:
         self._moves = moves
         self._host = moves.host
-        self._below = moves.below
-        # Entries that became ready, with their generations.
-        self._waiting: deque[tuple[Entries, Entries]] = deque()
-        self.num_waiting = 0
+        self._below = below
+        self._counters = counters
+        self._block_tokens: dict[tuple[int, int], int] = {}
+        self.gate = gate
+        self.waiting = WaitingBlocks(moves.host.index)
 
     def __repr__(self) -> str:
-        return f"Demotion({self.num_waiting} waiting, {self._moves!r})"
+        return f"Demotion({self.waiting!r}, {self.gate!r}, {self._moves!r})"
 
-    def queue(self, entries: Entries) -> None:
-        """Blocks have become ready that may be moved down. Forgets those that wait longest if more
-        wait than the index has entries."""
-        generations = self._host.index.table.records[entries, table.W_GENERATION]
-        self._waiting.append((entries.copy(), generations.copy()))
-        self.num_waiting += len(entries)
-        while self.num_waiting > self._host.index.capacity:
-            self.num_waiting -= len(self._waiting.popleft()[0])
+    def add_key_space(self, record: KeySpaceRecord) -> None:
+        """How many tokens a block of each of its groups has."""
+        for group, spec in enumerate(record.key_space.groups):
+            self._block_tokens[record.number, group] = spec.block_tokens
 
-    def take(self, num_bytes: int) -> Entries:
-        """The next waiting blocks that are still there, verified and not below: about so many
-        bytes of slots. They wait no longer."""
-        index, taken = self._host.index, [np.empty(0, np.uint32)]
-        while self._waiting and num_bytes > 0:
-            entries, generations = self._waiting[0]
-            sizes = np.cumsum(index.slot_bytes(entries))
-            count = max(1, int(np.searchsorted(sizes, num_bytes, side="right")))
-            if count < len(entries):
-                self._waiting[0] = entries[count:], generations[count:]
-            else:
-                self._waiting.popleft()
-            self.num_waiting -= min(count, len(entries))
-            some, known = entries[:count], generations[:count]
-            same = index.table.records[some, table.W_GENERATION] == known
-            some = some[same & index.is_ready(some) & ~index.unverified[some]]
-            some = some[self.lacks(some)]
-            num_bytes -= int(index.slot_bytes(some).sum())
-            taken.append(some)
-        return np.unique(joined(taken))
+    def take(self, num_bytes: int, now_s: float) -> Entries:
+        """The next waiting blocks that are not below and may be written: about so many bytes of
+        slots, each block once. Looks at MAX_LOOKED of them."""
+        taken, num_looked = np.empty(0, np.uint32), 0
+        while len(self.waiting) and num_bytes > 0 and num_looked < MAX_LOOKED:
+            some = self.waiting.take(num_bytes)
+            num_looked += len(some) + 1
+            some = some[np.sort(np.unique(some, return_index=True)[1])]
+            some = some[self.lacks(some) & ~np.isin(some, taken)]
+            if len(some):
+                some = some[self.gate.admit(self._offered(some, taken), now_s)]
+            num_bytes -= int(self._host.index.slot_bytes(some).sum())
+            taken = np.concatenate((taken, some))
+        return taken
+
+    def _offered(self, entries: Entries, taken: Entries) -> Offered:
+        """Blocks as the gate looks at them; `taken`: that will be below first."""
+        index = self._host.index
+        key_spaces, groups, hashes = index.keys(entries)
+        records = index.table.records
+        parents = records[entries, table.W_PARENT]
+        parents = np.where(parents <= index.capacity, parents, 0).astype(np.uint32)
+        begins = np.append(True, parents[1:] != entries[:-1])
+        is_known = begins & (parents != 0) & index.is_ready(parents)
+        lies_below = np.isin(parents, taken)
+        lies_below[is_known] |= ~self.lacks(parents[is_known])
+        kinds = zip(key_spaces.tolist(), groups.tolist(), strict=True)
+        block_tokens = np.array([self._block_tokens.get(kind, 1) for kind in kinds], np.int64)
+        return Offered(
+            index.mixed(entries),
+            hashes,
+            index.slot_bytes(entries),
+            (records[entries, table.W_DEPTH].astype(np.int64) + 1) * block_tokens,
+            begins,
+            is_known & lies_below,
+            is_known & ~lies_below,
+        )
 
     def lacks(self, entries: Entries) -> BoolMask:
         """Which ready blocks [n] of host memory are neither below nor on their way there."""
@@ -84,7 +103,7 @@ class Demotion:
                 moving.append(some)
                 places.append(taken)
             going = joined(moving)
-            self._moves.counters.refused += len(mine) - len(going)
+            self._counters.refused += len(mine) - len(going)
             if len(going):
                 self._host.index.pin(going, 1)
                 moves.append(self._moves.add(number, key_space_id, False, going, joined(places)))
@@ -127,4 +146,4 @@ class Demotion:
         self._below.removal.drop(move.places[~good])
         self._host.index.pin(move.entries, -1)
         self._host.removal.reap(move.entries)
-        self._moves.counters.demoted += int(good.sum())
+        self._counters.demoted += int(good.sum())

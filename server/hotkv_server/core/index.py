@@ -192,6 +192,11 @@ class BlockIndex:
         sizes: Int64s = self.table.records[entries, table.W_SIZE].astype(np.int64) * SLOT_ALIGN
         return sizes
 
+    def depths(self, entries: Entries) -> Int64s:
+        """Blocks that are before each in its sequence."""
+        depths: Int64s = self.table.records[entries, table.W_DEPTH].astype(np.int64)
+        return depths
+
     def checks(self, entries: Entries) -> NDArray[np.uint64]:
         """Check values of ready entries; 0 for none."""
         words = np.ascontiguousarray(self.table.records[entries, table.W_CHECK : table.W_CHECK + 2])

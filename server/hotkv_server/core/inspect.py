@@ -18,7 +18,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.census import PART_ENTRIES, Census, take
 from hotkv_server.core.index import BlockIndex
 from hotkv_server.core.pool_figures import PoolFigures, SlabClassStats
-from hotkv_server.core.values import KEY_SPACE_ROWS, BoolMask
+from hotkv_server.core.values import KEY_SPACE_ROWS, BoolMask, HashList
 
 STATES = {
     table.STATE_RESERVED: "reserved",
@@ -271,7 +271,7 @@ def prompt_blocks(
     """What the cache knows of the blocks of a prompt in one group."""
     below = np.zeros(len(hashes), np.bool_)
     if core.lower is not None:
-        below = core.lower.find(key_space_id, group_index, hashes) != 0
+        below = core.lower.up.find(key_space_id, HashList(group_index, hashes)) != 0
     return PromptBlocks(
         hashes,
         core.space.index.find(key_space_id, group_index, hashes),

@@ -11,22 +11,32 @@ from collections.abc import Iterator
 import numpy as np
 
 from hotkv import table
-from hotkv.table import Words
+from hotkv_server.core.arrivals import Arrivals
 from hotkv_server.core.demotion import Demotion
-from hotkv_server.core.moves import Moves, joined
+from hotkv_server.core.moves import MoveCounters, Moves, joined
 from hotkv_server.core.promotion import Promotion
 from hotkv_server.core.space import Space
-from hotkv_server.core.values import Entries, KeySpaceRecord
+from hotkv_server.core.values import KeySpaceRecord
+from hotkv_server.core.write_gate import WriteGate
 
 
 class LowerTier:
-    """See the module. `space`: of places below; `down` and `up` begin and end `moves`."""
+    """See the module. `space`: of places below; `down` and `up` begin and end `moves`.
+    `write_bytes_per_day`: as of `WriteGate`."""
 
-    def __init__(self, host: Space, space: Space) -> None:
+    def __init__(
+        self,
+        moves: Moves,
+        arrivals: Arrivals,
+        space: Space,
+        write_bytes_per_day: int | None = None,
+    ) -> None:
         self.space = space
-        self.moves = Moves(host, space)
-        self.down = Demotion(self.moves)
-        self.up = Promotion(self.moves)
+        self.moves = moves
+        self.counters = MoveCounters()
+        gate = WriteGate(write_bytes_per_day, space.index.capacity)
+        self.down = Demotion(moves, space, gate, self.counters)
+        self.up = Promotion(moves, arrivals, space, self.counters)
 
     def __repr__(self) -> str:
         return f"LowerTier({self.space!r}, {self.moves!r})"
@@ -34,6 +44,7 @@ class LowerTier:
     def add_key_space(self, record: KeySpaceRecord) -> None:
         """Declares a key space to the space below."""
         number, key_space = record.number, record.key_space
+        self.down.add_key_space(record)
         self.space.tenants.add_key_space(number, key_space.tenant)
         self.space.index.add_key_space(
             number, [key_space.group_salt(group) for group in range(len(key_space.groups))]
@@ -44,10 +55,6 @@ class LowerTier:
         return bool(self.space.tenants.bytes_of(key_space_id)) or any(
             move.key_space_id == key_space_id for move in self.moves
         )
-
-    def find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        """Places [n] of blocks that are ready below, 0 for others."""
-        return self.moves.find(key_space_id, group_index, hashes)
 
     def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
         """Forgets what lies below of a key space, in parts of `portion` entry numbers; yields how
@@ -65,9 +72,6 @@ class LowerTier:
         for move in self.moves:
             if move.is_up:
                 np.add.at(pins, move.places, 1)
-                assert np.all(self.moves.host.index.owners(move.entries) == move.number), (
-                    "a move up owns a slot that is not its own"
-                )
             else:
                 reserved.append(move.places)
         found = np.flatnonzero(self.space.index.states() == table.STATE_RESERVED)

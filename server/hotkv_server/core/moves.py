@@ -1,4 +1,4 @@
-"""Moves between host memory and a tier below it that are under way.
+"""Moves between host memory and tiers that are under way.
 
 Always true: a block that moves is in one move only; one that is flushed meanwhile is void.
 """
@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import table
-from hotkv.table import Words
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import FIRST_MOVE, BoolMask, Entries, Int64s
 
@@ -20,7 +18,8 @@ from hotkv_server.core.values import FIRST_MOVE, BoolMask, Entries, Int64s
 @dataclass(slots=True)
 class Move:
     """Blocks of one key space on their way, one row each: `entries` in host memory, `places` of the
-    space below. `is_void` [n]: flushed meanwhile. `kept`: entries that came up and are pinned."""
+    space below, none for a tier that places by itself. `is_void` [n]: flushed meanwhile. `kept`:
+    entries that came up and are pinned."""
 
     number: int
     key_space_id: int
@@ -46,18 +45,16 @@ class MoveCounters:
 
 
 class Moves:
-    """The moves under way, between the space `host` of host memory and the space `below`."""
+    """The moves under way, from and to the space `host` of host memory."""
 
-    def __init__(self, host: Space, below: Space) -> None:
+    def __init__(self, host: Space) -> None:
         self.host = host
-        self.below = below
-        self.counters = MoveCounters()
         self._under_way: dict[int, Move] = {}
         self._stopped: Counter[int] = Counter()
         self._next_number = FIRST_MOVE
 
     def __repr__(self) -> str:
-        return f"Moves({len(self)} under way, {self.counters})"
+        return f"Moves({len(self)} under way)"
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -101,10 +98,11 @@ class Moves:
             if not self._stopped[key_space_id]:
                 del self._stopped[key_space_id]
 
-    def find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
-        """Places [n] of blocks that are ready below, 0 for others."""
-        words = self.below.index.find(key_space_id, group_index, hashes)
-        return np.where(table.is_ready(words), words, 0).astype(np.uint32)
+    def check_invariants(self) -> None:
+        """Raises AssertionError if a move up has a slot that is not its own."""
+        for move in self:
+            owners = self.host.index.owners(move.entries)
+            assert not move.is_up or np.all(owners == move.number), "a move up has another's slot"
 
     def void(self, key_space_id: int) -> None:
         """What moves of this key space becomes ready nowhere."""

@@ -261,8 +261,7 @@ class Reservations:
     def check_invariants(self) -> None:
         """Raises AssertionError if write leases, moves and reserved entries disagree. Linear in
         capacity."""
-        index, lower = self._books.space.index, self._books.lower
-        owned = [np.empty(0, np.uint32) if lower is None else lower.moves.reserved()]
+        index, owned = self._books.space.index, [self._books.moves.reserved()]
         for lease in self._books.leases.all():
             if isinstance(lease, WriteLease):
                 owned.append(lease.entries)

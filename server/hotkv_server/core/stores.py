@@ -207,8 +207,7 @@ class Stores:
         if len(entries):
             self._books.space.refresh_ancestors(int(entries[0]), now_s)
         self._uses.retain(entries, lease.retention, now_s)
-        if self._books.lower is not None:
-            self._books.lower.down.queue(entries)
+        self._books.offer_stored(entries)
         self._books.counters.stored_blocks += len(entries)
 
     def _publish_representations(

@@ -43,6 +43,7 @@ class CoreConfig:
     `residency_grace_s`: how long an earlier server's readers may go on. `client_memory_bytes`: most
     that clients' leases, transfers and sequences take besides the arena. `check_stride`: of check
     values, see `checks`; 0 for none.
+    `write_bytes_per_day`: budget of a tier below, None for no limit.
     `tenants`: shares by name; a tenant that is not named has none of its own and no bound.
     `is_backed`: False if the arena has no memory yet; `CacheCore.grow` says how much has.
     `makes_room`: False if room is made before each reservation, see `incremental.make_room`.
@@ -61,6 +62,7 @@ class CoreConfig:
     residency_grace_s: float = 10.0
     client_memory_bytes: int = 96 << 20
     check_stride: int = 0
+    write_bytes_per_day: int | None = None
     tenants: Mapping[str, TenantShare] = field(default_factory=dict)
     is_backed: bool = True
     makes_room: bool = True

@@ -206,7 +206,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.FlushKeySpaceResponse:
         async def call() -> admin_pb2.FlushKeySpaceResponse:
             return admin_pb2.FlushKeySpaceResponse(
-                flushed_block_count=await self._node.removals.flush(request.key_space_id)
+                flushed_block_count=await self._node.flush(request.key_space_id)
             )
 
         return await answer(self._node, context, call)

@@ -20,7 +20,8 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.LookupResponse:
         async def call() -> cache_pb2.LookupResponse:
             session = self._node.sessions.get(request.session_id) if request.session_id else None
-            return calls.lookup(self._node, session, request)
+            found = calls.lookup(self._node, session, request)
+            return await found if isinstance(found, asyncio.Task) else found
 
         return await answer(self._node, context, call)
 

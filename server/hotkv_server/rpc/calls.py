@@ -29,8 +29,9 @@ def _transfer_id(text: str) -> str:
 
 def lookup(
     node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
-) -> cache_pb2.LookupResponse:
-    """Says which blocks are ready. Without a session the request must name its key space."""
+) -> "cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]":
+    """Says which blocks are ready or can be brought in, later if a tier must be asked. Without a
+    session the request must name its key space."""
     number = request.key_space_id or (session.record.key_space_id if session else 0)
     if number == 0:
         raise HotKVError(
@@ -43,11 +44,30 @@ def lookup(
         raise _hidden(session, number)
     group_index = session.group_index if session is not None and is_own else int
     groups = convert.hash_lists(request.groups, node.core.key_space(number).hash_bytes, group_index)
-    masks = node.core.lookup(number, groups)
+    if node.tiers is not None and is_own and node.tiers.must_ask(session, groups):
+        assert session is not None
+        return asyncio.create_task(_lookup_later(node, session, request, groups))
+    return _lookup(node, request, number, groups)
+
+
+def _lookup(
+    node: Node, request: cache_pb2.LookupRequest, key_space_id: int, groups: list[HashList]
+) -> cache_pb2.LookupResponse:
+    masks = node.core.lookup(key_space_id, groups)
     if node.tiers is not None:
-        below = node.tiers.lies_below(number, groups)
-        masks = [ready | lower for ready, lower in zip(masks, below, strict=True)]
+        elsewhere = node.tiers.lies_elsewhere(key_space_id, groups)
+        masks = [ready | other for ready, other in zip(masks, elsewhere, strict=True)]
     return cache_pb2.LookupResponse(groups=convert.flags(request.groups, masks))
+
+
+async def _lookup_later(
+    node: Node, session: LiveSession, request: cache_pb2.LookupRequest, groups: list[HashList]
+) -> cache_pb2.LookupResponse:
+    """The same when shared tiers have said what they have, or the time is up."""
+    assert node.tiers is not None
+    key_space_id = session.record.key_space_id
+    await node.tiers.ask(session, key_space_id, groups)
+    return _lookup(node, request, key_space_id, groups)
 
 
 def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
@@ -333,7 +353,7 @@ def report_sparse(node: Node, session: LiveSession, request: sparse_pb2.ReportSp
 
 async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
     """Flushes the session's key space."""
-    return session_pb2.Flushed(block_count=await node.removals.flush(session.record.key_space_id))
+    return session_pb2.Flushed(block_count=await node.flush(session.record.key_space_id))
 
 
 def cancel(

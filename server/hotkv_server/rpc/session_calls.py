@@ -48,9 +48,11 @@ class SessionCalls:
         node, session = self._node, self._session
         match request.WhichOneof("body"):
             case "lookup":
-                return session_pb2.ConnectResponse(
-                    lookup=calls.lookup(node, session, request.lookup)
-                )
+                found = calls.lookup(node, session, request.lookup)
+                if not isinstance(found, asyncio.Task):
+                    return session_pb2.ConnectResponse(lookup=found)
+                found.add_done_callback(partial(self._answer_lookup, request.request_id))
+                return None
             case "acquire_lease":
                 acquired = calls.acquire(node, session, request.acquire_lease)
                 if not isinstance(acquired, asyncio.Task):
@@ -162,6 +164,15 @@ class SessionCalls:
 
         if not done.cancelled():
             self._answer_later(request.request_id, answer)
+
+    def _answer_lookup(
+        self, request_id: int, done: "asyncio.Task[cache_pb2.LookupResponse]"
+    ) -> None:
+        def answer() -> session_pb2.ConnectResponse:
+            return session_pb2.ConnectResponse(lookup=done.result())
+
+        if not done.cancelled():
+            self._answer_later(request_id, answer)
 
     def _answer_residency(
         self, request_id: int, done: "asyncio.Task[residency_pb2.ExtendResidencyResponse]"

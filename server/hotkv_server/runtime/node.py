@@ -106,7 +106,7 @@ class Node:
         self.lag.start()
         self.residencies.start()
         if self.tiers is not None:
-            self.tiers.start(self._effects.run)
+            self.tiers.start(self._effects.run, self.removals.flush)
         self._persistence.start()
         for number, record in self.core.key_spaces.items():
             self.events.add_key_space(number, record.key_space)
@@ -195,6 +195,13 @@ class Node:
         )
         self._effects.run()
         return list(reservation.results), reservation.ttl_s
+
+    async def flush(self, key_space_id: int) -> int:
+        """As `Removals.flush`, also in tiers that other nodes share: none finds a block of it there
+        afterwards."""
+        if self.tiers is not None:
+            await self.tiers.begin_flush(key_space_id)
+        return await self.removals.flush(key_space_id)
 
     # Draining and time
 

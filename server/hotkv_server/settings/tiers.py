@@ -5,6 +5,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ByteSize, Field
 
+from hotkv_server.tiers.mooncake.settings import MooncakeSettings
+from hotkv_server.tiers.valkey.settings import ValkeySettings
+
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -21,22 +24,43 @@ class DiskSettings(BaseModel, extra="forbid"):
         ByteSize(100 * GIB),
         description="Size of the slab file in that folder, such as 200GiB.",
     )
+    write_gb_per_day: Annotated[float | None, Field(gt=0)] = Field(
+        None,
+        description=(
+            "Most that is written there in any 24 hours, in GB: disks wear. What is left decides "
+            "which share of new chains is written; one that comes again is. None: no limit."
+        ),
+    )
     threads: Annotated[int, Field(ge=1, le=64)] = Field(
         8, description="Threads that read and write."
     )
 
 
-class TierSettings(BaseModel, extra="forbid"):
+class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
     """What lies below host memory, and how long a hit waits for it."""
 
     disk: DiskSettings = Field(default_factory=lambda: DiskSettings())  # type: ignore[call-arg]
+    valkey: ValkeySettings | None = Field(
+        None,
+        description="A Valkey or Redis server that nodes share. None: no such tier.",
+    )
+    mooncake: MooncakeSettings | None = Field(
+        None,
+        description="A Mooncake Store that nodes share. None: no such tier.",
+    )
     lookup_wait_ms: Annotated[int, Field(ge=0, le=60_000)] = Field(
         200,
         description=(
-            "Longest time that a request's lease waits for blocks to come up, in milliseconds. "
-            "What comes later is there for the next request."
+            "Longest time that a request waits for a tier to say what it has, and again for blocks "
+            "to come up, in milliseconds. What comes later is there for the next request."
         ),
     )
+
+    @property
+    def write_bytes_per_day(self) -> int | None:
+        """The disk's budget."""
+        gb_per_day = self.disk.write_gb_per_day
+        return None if gb_per_day is None else int(gb_per_day * 1e9)
 
     @property
     def slab_bytes(self) -> int:

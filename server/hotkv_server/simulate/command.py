@@ -7,16 +7,29 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.simulate.bounds import clairvoyant, next_uses, unbounded
 from hotkv_server.simulate.plot import PlotError, check_plot, write_plot
-from hotkv_server.simulate.replay import Progress, replay, replay_two_tiers
-from hotkv_server.simulate.report import CLAIRVOYANT, UNBOUNDED, Row, SecondTier, as_json, as_table
+from hotkv_server.simulate.replay import BLOCK_TOKENS, Progress, replay, replay_two_tiers
+from hotkv_server.simulate.report import (
+    CLAIRVOYANT,
+    UNBOUNDED,
+    LowerTier,
+    Row,
+    Units,
+    as_json,
+    as_table,
+)
 from hotkv_server.simulate.trace import Int64s, Trace, TraceError, load_trace
 
 USAGE_ERROR = 2
+MIB, BYTES_PER_GB = 1 << 20, 1e9
+TIERS = ("disk",)
 DEFAULT_PERCENTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
@@ -59,18 +72,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="size of a block: shows capacities in GiB too",
     )
     parser.add_argument(
-        "--second-tier-percent",
-        type=_percent,
-        metavar="P",
-        help="models a second tier of this size, which takes what is evicted",
+        "--block-tokens",
+        type=_count,
+        default=BLOCK_TOKENS,
+        metavar="N",
+        help="tokens of a block (default: 512, as in Mooncake's traces)",
     )
     parser.add_argument(
-        "--second-tier-gate",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help=(
-            "whether only blocks used at least twice are written to the second tier (default: yes)"
-        ),
+        "--prefill-tokens-per-s",
+        type=_size,
+        metavar="N",
+        help="how fast an engine prefills: shows how long it computed what was not there",
+    )
+    parser.add_argument(
+        "--tier",
+        type=_tier,
+        metavar="NAME=SIZE",
+        help="adds a tier below, such as disk=200GiB (needs --block-mib) or disk=30%%",
+    )
+    parser.add_argument(
+        "--disk-write-gb-per-day",
+        type=_size,
+        metavar="GB",
+        help="what may be written to that tier in 24 hours of the trace (needs --block-mib; "
+        "default: no limit)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
@@ -83,6 +108,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.plot is not None:
             check_plot(options.plot)
+        _check_units(options)
         traces = [load_trace(path) for path in dict.fromkeys(options.trace)]
         for trace in traces:
             if trace.num_late:
@@ -90,7 +116,8 @@ def run(options: argparse.Namespace) -> int:
         rows = _simulate(traces, options)
         if options.plot is not None:
             write_plot(options.plot, rows, options.block_mib)
-    except (TraceError, PlotError) as error:
+        units = Units(options.block_tokens, options.block_mib, options.prefill_tokens_per_s)
+    except (TraceError, PlotError, UnitsError) as error:
         _say(str(error))
         return USAGE_ERROR
     except OSError as error:
@@ -99,12 +126,41 @@ def run(options: argparse.Namespace) -> int:
             "written (--plot)"
         )
         return USAGE_ERROR
-    print(
-        as_json(rows, options.block_mib)
-        if options.json
-        else as_table(rows, traces, options.block_mib)
-    )
+    print(as_json(rows, units) if options.json else as_table(rows, traces, units))
     return 0
+
+
+class UnitsError(ValueError):
+    """Options that need to know how large a block is."""
+
+
+def _check_units(options: argparse.Namespace) -> None:
+    """Raises UnitsError if a size in bytes is given and that of a block is not."""
+    tier: TierSize | None = options.tier
+    if options.disk_write_gb_per_day is not None and tier is None:
+        raise UnitsError("--disk-write-gb-per-day: there is no tier; add --tier disk=SIZE")
+    for name, needs in (
+        ("--tier", tier is not None and tier.mib is not None),
+        ("--disk-write-gb-per-day", options.disk_write_gb_per_day is not None),
+    ):
+        if needs and options.block_mib is None:
+            raise UnitsError(f"{name}: a size in bytes needs to know a block's; add --block-mib")
+
+
+@dataclass(frozen=True, slots=True)
+class TierSize:
+    """A tier below: its size in percent of the unique blocks, or in MiB."""
+
+    name: str
+    percent: float | None
+    mib: float | None
+
+    def blocks(self, trace: Trace, block_mib: float | None) -> int:
+        """Blocks of a trace that it holds; at least one, at most all."""
+        if self.percent is not None:
+            return trace.capacity_blocks(self.percent)
+        assert self.mib is not None and block_mib is not None, "sizes were not checked"
+        return min(trace.num_unique_blocks, max(1, int(self.mib / block_mib)))
 
 
 def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[Row]:
@@ -121,7 +177,7 @@ def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[Row]:
                     _replayed(trace, percent, policy, options, progress)
                     for policy in options.policy
                 ]
-                rows += _bounds(trace, percent, options.second_tier_percent, following)
+                rows += _bounds(trace, percent, options, following)
     return rows
 
 
@@ -133,56 +189,64 @@ def _replayed(
     progress: Progress | None,
 ) -> Row:
     capacity = trace.capacity_blocks(percent)
-    lower_percent = options.second_tier_percent
-    if lower_percent is None:
+    tier: TierSize | None = options.tier
+    if tier is None:
         done = replay(trace, capacity, POLICIES[policy], progress)
     else:
-        lower = trace.capacity_blocks(lower_percent)
+        gb_per_day = options.disk_write_gb_per_day
         done = replay_two_tiers(
             trace,
             capacity,
-            lower,
+            tier.blocks(trace, options.block_mib),
             POLICIES[policy],
-            gated=options.second_tier_gate,
+            block_tokens=options.block_tokens,
+            writes_per_day=gb_per_day and gb_per_day * BYTES_PER_GB / options.block_mib / MIB,
             progress=progress,
         )
     num_hits = trace.hit_blocks(done.prefix)
-    second = None
-    if lower_percent is not None:
-        second = SecondTier(
-            lower_percent,
-            done.num_second_tier_hits / trace.num_accesses,
+    lower, num_below = None, done.num_second_tier_hits
+    if tier is not None:
+        lower = LowerTier(
+            tier.name,
+            _percent_of(trace, tier, options),
+            num_below / trace.num_accesses,
+            num_below,
             done.num_second_tier_writes,
         )
-    hit_rate = (num_hits - done.num_second_tier_hits) / trace.num_accesses
+    hit_rate = (num_hits - num_below) / trace.num_accesses
     return Row(
-        trace.name, policy, percent, capacity, hit_rate, trace.num_accesses, done.seconds, second
+        trace.name, policy, percent, capacity, hit_rate, trace.num_accesses, done.seconds, lower
     )
 
 
+def _percent_of(trace: Trace, tier: TierSize, options: argparse.Namespace) -> float:
+    """The size of a tier as share of the unique blocks."""
+    blocks = tier.blocks(trace, options.block_mib)
+    return tier.percent or round(100 * blocks / trace.num_unique_blocks, 2)
+
+
 def _bounds(
-    trace: Trace, percent: float, lower_percent: float | None, following: Int64s
+    trace: Trace, percent: float, options: argparse.Namespace, following: Int64s
 ) -> list[Row]:
-    """The bounds; as second tier, the gain of the clairvoyant cache from being that much larger."""
-    capacity = trace.capacity_blocks(percent)
+    """The bounds; as tier below, the gain of the clairvoyant cache from being that much larger."""
+    capacity, tier = trace.capacity_blocks(percent), options.tier
     rows = []
     for name in (CLAIRVOYANT, UNBOUNDED):
         started_s = time.perf_counter()
         prefix = unbounded(trace) if name == UNBOUNDED else clairvoyant(trace, capacity, following)
         seconds = time.perf_counter() - started_s
         hit_rate = trace.hit_blocks(prefix) / trace.num_accesses
-        second = None
-        if lower_percent is not None:
+        lower = None
+        if tier is not None:
             larger = (
-                clairvoyant(trace, capacity + trace.capacity_blocks(lower_percent), following)
+                clairvoyant(trace, capacity + tier.blocks(trace, options.block_mib), following)
                 if name == CLAIRVOYANT
                 else prefix
             )
-            second = SecondTier(
-                lower_percent, trace.hit_blocks(larger) / trace.num_accesses - hit_rate, 0
-            )
+            gain = trace.hit_blocks(larger) / trace.num_accesses - hit_rate
+            lower = LowerTier(tier.name, _percent_of(trace, tier, options), gain)
         rows.append(
-            Row(trace.name, name, percent, capacity, hit_rate, trace.num_accesses, seconds, second)
+            Row(trace.name, name, percent, capacity, hit_rate, trace.num_accesses, seconds, lower)
         )
     return rows
 
@@ -238,8 +302,32 @@ def _percents(text: str) -> tuple[float, ...]:
 def _size(text: str) -> float:
     value = _number(text)
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; give a number of MiB above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give a number above 0")
     return value
+
+
+def _tier(text: str) -> TierSize:
+    name, _, size = text.partition("=")
+    if name not in TIERS:
+        raise argparse.ArgumentTypeError(
+            f"unknown tier {name!r}; allowed are {', '.join(TIERS)}, as in disk=200GiB"
+        )
+    if size.endswith("%"):
+        return TierSize(name, _percent(size[:-1].strip()), None)
+    try:
+        return TierSize(name, None, TypeAdapter(ByteSize).validate_python(size) / MIB)
+    except ValidationError:
+        raise argparse.ArgumentTypeError(
+            f"{size!r} is no size; give bytes such as 200GiB, or a share of the unique blocks such "
+            "as 30%"
+        ) from None
+
+
+def _count(text: str) -> int:
+    value = _number(text)
+    if not value >= 1 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; give a whole number above 0")
+    return int(value)
 
 
 def _number(text: str) -> float:

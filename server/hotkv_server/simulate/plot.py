@@ -68,8 +68,8 @@ def _draw_panel(panel: Any, trace: str, rows: Sequence[Row], block_mib: float | 
     panel.set_xscale("log")
     panel.set_xticks(ticks, [_tick(percent, blocks[percent], block_mib) for percent in ticks])
     panel.set_xticks([], minor=True)
-    lower = next((row.second_tier for row in rows if row.second_tier is not None), None)
-    below = f", and a second tier of {lower.capacity_percent:g} %" if lower is not None else ""
+    lower = next((row.lower for row in rows if row.lower is not None), None)
+    below = f", and {lower.name} of {lower.capacity_percent:g} %" if lower is not None else ""
     panel.set_xlabel(f"capacity, share of unique blocks{below}")
     panel.set_ylabel("miss ratio (blocks not in the prefix that hits)")
     panel.set_title(Path(trace).name, fontsize="medium")

@@ -13,11 +13,16 @@ from itertools import pairwise
 
 import numpy as np
 
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace
 from hotkv.table import SLOT_ALIGN, BlockTable, TableGeometry, Words
+from hotkv_server.core.arrivals import Arrivals
+from hotkv_server.core.lower import LowerTier
+from hotkv_server.core.moves import Moves
 from hotkv_server.core.policies import Policy
 from hotkv_server.core.space import Space
-from hotkv_server.core.values import Entries
-from hotkv_server.simulate.trace import W_ID, Int64s, Trace
+from hotkv_server.core.values import Entries, HashList, KeySpaceRecord
+from hotkv_server.simulate.trace import Int64s, Trace
 
 MakePolicy = Callable[[int], Policy]
 """Makes a policy for entry numbers 1 to the given capacity."""
@@ -28,7 +33,8 @@ KEY_SPACE, GROUP, LEASE = 1, 0, 1
 WARM_UP_REQUESTS, WARM_UP_BLOCKS = 64, 16
 STEP_REQUESTS = 500
 """Between two reports of progress."""
-SECOND_TOUCH = 2
+BLOCK_TOKENS = 512
+"""Of a block in Mooncake's traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +92,6 @@ class Tier:
         space.publish(fresh, now_s)
         return len(fresh)
 
-    def take_evicted(self) -> Words:
-        """Hash words [n, 8] of the blocks that were evicted since the last call, coldest first."""
-        notices = self.space.removal.take_effects()
-        return (
-            np.concatenate([notice.hashes for notice in notices])
-            if notices
-            else np.empty((0, 8), np.uint32)
-        )
-
 
 class OneTier:
     """A cache of one tier."""
@@ -112,41 +109,64 @@ class OneTier:
 
 
 class TwoTiers:
-    """A second tier below the first: it takes the blocks that the first evicts, and a prefix goes
-    on over both.
+    """A tier below the first, with the moves of the daemon: what a request stores is written soon,
+    if the gate admits it, and a prefix that lies below comes up before it is used.
 
-    `gated`: it takes only blocks that were in at least two requests. A block that is loaded from it
-    comes back into the first tier and stays in the second, so that it need not be written again.
+    `write_bytes_per_day`: the gate's budget, in bytes of slots of the replay; None for no limit.
     """
 
-    def __init__(self, first: Tier, second: Tier, num_unique_blocks: int, *, gated: bool) -> None:
+    def __init__(
+        self, first: Tier, second: Tier, block_tokens: int, write_bytes_per_day: int | None
+    ) -> None:
         self.first = first
         self.second = second
+        moves = Moves(first.space)
+        self.arrivals = Arrivals(moves)
+        self.lower = LowerTier(moves, self.arrivals, second.space, write_bytes_per_day)
+        self.lower.down.add_key_space(_record(block_tokens))
         self.num_hits = 0
         self.num_writes = 0
-        self._min_uses = SECOND_TOUCH if gated else 1
-        self._uses = np.zeros(num_unique_blocks, np.int64)
 
     def serve(self, hashes: Words, now_s: float) -> int:
         """Length of the prefix that a request hits in either tier; its blocks [n, 8] are used or
         stored in the first."""
-        entries, lower = self.first.find(hashes), self.second.find(hashes)
-        prefix = _prefix(np.where(entries == 0, lower, entries))
-        loaded = lower[:prefix][entries[:prefix] == 0]
-        self.num_hits += len(loaded)
-        self.second.touch(loaded, now_s)
-        self._uses[hashes[:, W_ID]] += 1
+        entries, below = self.first.find(hashes), self.second.find(hashes)
+        prefix = _prefix(np.where(entries == 0, below, entries))
+        if not entries[:prefix].all():
+            self._bring_up(hashes[:prefix], now_s)
+            entries = self.first.find(hashes)
+            prefix = min(prefix, _prefix(entries))
         self.first.store(hashes, entries, _prefix(entries), now_s)
-        self._demote(self.first.take_evicted(), now_s)
+        self.first.space.removal.take_effects()
+        self._write(self.first.find(hashes), now_s)
         return prefix
 
-    def _demote(self, evicted: Words, now_s: float) -> None:
-        """Writes evicted blocks to the second tier that it shall take and has not; the hottest,
-        evicted last, comes first, as heads of chains do."""
-        wanted = evicted[self._uses[evicted[:, W_ID]] >= self._min_uses][::-1]
-        absent = np.ascontiguousarray(wanted[self.second.find(np.ascontiguousarray(wanted)) == 0])
-        self.num_writes += self.second.store(absent, np.zeros(len(absent), np.uint32), 0, now_s)
-        self.second.take_evicted()
+    def _bring_up(self, hashes: Words, now_s: float) -> None:
+        move = self.lower.up.begin(KEY_SPACE, [HashList(GROUP, hashes)], now_s)
+        if move is not None:
+            self.num_hits += len(move)
+            all_of = np.ones(len(move), np.bool_)
+            self.lower.up.end(move, all_of, ~all_of, None, now_s)
+            self.arrivals.let_go(move)
+
+    def _write(self, entries: Entries, now_s: float) -> None:
+        """Writes those blocks of a request that the gate admits; 0 for one that has no slot."""
+        down = self.lower.down
+        self.first.space.chains.link(KEY_SPACE, GROUP, entries, None)
+        down.waiting.add(entries[entries != 0])
+        while len(down.waiting):
+            for move in down.begin(down.take(self.first.space.pool.capacity_bytes, now_s)):
+                self.num_writes += len(move)
+                seals = np.zeros(len(move), np.uint64)
+                down.end(move, np.ones(len(move), np.bool_), seals, now_s)
+        self.second.space.removal.take_effects()
+
+
+def _record(block_tokens: int) -> KeySpaceRecord:
+    """What a trace's blocks are, for the gate."""
+    group = GroupSpec(GroupKind.FULL_ATTENTION, block_tokens, (SLOT_ALIGN,))
+    key_space = KeySpace("trace", "trace", "bfloat16", (group,), block_tokens)
+    return KeySpaceRecord(KEY_SPACE, key_space)
 
 
 def _prefix(entries: Entries) -> int:
@@ -170,16 +190,18 @@ def replay_two_tiers(
     second_blocks: int,
     make_policy: MakePolicy,
     *,
-    gated: bool,
+    block_tokens: int = BLOCK_TOKENS,
+    writes_per_day: float | None = None,
     progress: Progress | None = None,
 ) -> Replayed:
-    """Replays a trace over two tiers, each with a policy of its own."""
+    """Replays a trace over two tiers, each with a policy of its own. `writes_per_day`: blocks that
+    may be written to the second, None for no limit."""
     _warm_up(trace, make_policy)
     tiers = TwoTiers(
         Tier(capacity_blocks, make_policy),
         Tier(second_blocks, make_policy),
-        trace.num_unique_blocks,
-        gated=gated,
+        block_tokens,
+        None if writes_per_day is None else int(writes_per_day * SLOT_ALIGN),
     )
     prefix, seconds = _timed(trace, tiers.serve, progress)
     return Replayed(prefix, seconds, tiers.num_hits, tiers.num_writes)

@@ -15,12 +15,25 @@ MIB_PER_GIB = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class SecondTier:
-    """The modelled second tier: its size, the share of accesses it served, blocks written to it."""
+class LowerTier:
+    """The tier below: its name and size, the share of accesses that it served, and the blocks that
+    were read from it and written to it. A bound has no reads and writes of its own: 0."""
 
+    name: str
     capacity_percent: float
     hit_rate: float
-    num_writes: int
+    num_reads: int = 0
+    num_writes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """What the blocks of a trace stand for. `block_mib`: None if it is not known. `tokens_per_s`:
+    how fast an engine prefills; None if it is not known."""
+
+    block_tokens: int
+    block_mib: float | None = None
+    tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +48,26 @@ class Row:
     hit_rate: float
     block_accesses: int
     seconds: float
-    second_tier: SecondTier | None = None
+    lower: LowerTier | None = None
 
     @property
     def total_hit_rate(self) -> float:
         """Over all tiers."""
-        return self.hit_rate + (self.second_tier.hit_rate if self.second_tier else 0.0)
+        return self.hit_rate + (self.lower.hit_rate if self.lower else 0.0)
+
+    @property
+    def missed_blocks(self) -> int:
+        """Accesses that no tier served: what engines computed."""
+        return round((1 - self.total_hit_rate) * self.block_accesses)
 
 
-def as_json(rows: Iterable[Row], block_mib: float | None) -> str:
+def as_json(rows: Iterable[Row], units: Units) -> str:
     """One object with a list `results`, an object per row."""
-    return json.dumps({"results": [_fields(row, block_mib) for row in rows]})
+    return json.dumps({"results": [_fields(row, units) for row in rows]})
 
 
-def _fields(row: Row, block_mib: float | None) -> dict[str, object]:
+def _fields(row: Row, units: Units) -> dict[str, object]:
+    computed_tokens = row.missed_blocks * units.block_tokens
     fields: dict[str, object] = {
         "trace": row.trace,
         "policy": row.policy,
@@ -56,19 +75,24 @@ def _fields(row: Row, block_mib: float | None) -> dict[str, object]:
         "capacity_blocks": row.capacity_blocks,
         "hit_rate": row.hit_rate,
         "block_accesses": row.block_accesses,
+        "computed_tokens": computed_tokens,
         "seconds": row.seconds,
     }
-    if block_mib is not None:
-        fields["capacity_gib"] = row.capacity_blocks * block_mib / MIB_PER_GIB
-    if row.second_tier is not None:
-        fields["second_tier_percent"] = row.second_tier.capacity_percent
-        fields["second_tier_hit_rate"] = row.second_tier.hit_rate
-        fields["second_tier_written_blocks"] = row.second_tier.num_writes
+    if units.tokens_per_s is not None:
+        fields["computed_s"] = computed_tokens / units.tokens_per_s
+    if units.block_mib is not None:
+        fields["capacity_gib"] = row.capacity_blocks * units.block_mib / MIB_PER_GIB
+    if row.lower is not None:
+        fields["tier"] = row.lower.name
+        fields["tier_percent"] = row.lower.capacity_percent
+        fields["tier_hit_rate"] = row.lower.hit_rate
+        fields["tier_read_blocks"] = row.lower.num_reads
+        fields["tier_written_blocks"] = row.lower.num_writes
         fields["total_hit_rate"] = row.total_hit_rate
     return fields
 
 
-def as_table(rows: Sequence[Row], traces: Sequence[Trace], block_mib: float | None) -> str:
+def as_table(rows: Sequence[Row], traces: Sequence[Trace], units: Units) -> str:
     """A table per trace, under a line that describes it; capacities are set apart."""
     parts = []
     for trace in traces:
@@ -77,39 +101,51 @@ def as_table(rows: Sequence[Row], traces: Sequence[Trace], block_mib: float | No
             f"{trace.name}: {trace.num_requests:,} requests over {trace.times_s[-1]:,.0f} s, "
             f"{trace.num_accesses:,} block accesses to {trace.num_unique_blocks:,} blocks"
         )
-        two_tiers = any(row.second_tier is not None for row in mine)
-        lines = [_headers(block_mib, two_tiers=two_tiers)]
+        lines = [_headers(units, next((row.lower for row in mine if row.lower), None))]
         for _, group in groupby(mine, lambda row: row.capacity_percent):
-            lines += [_cells(row, block_mib) for row in group] + [[]]
+            lines += [_cells(row, units) for row in group] + [[]]
         parts.append(_aligned(lines))
     return "\n".join(parts).rstrip()
 
 
-def _headers(block_mib: float | None, *, two_tiers: bool) -> list[str]:
-    memory = ["GiB"] if block_mib is not None else []
-    lower = ["second tier", "both", "written"] if two_tiers else []
-    return ["capacity", "blocks", *memory, "policy", "hit rate", *lower, "accesses/s"]
+def _headers(units: Units, lower: LowerTier | None) -> list[str]:
+    memory = ["GiB"] if units.block_mib is not None else []
+    unit = " GiB" if memory else ""
+    below = [lower.name, "both", f"read{unit}", f"written{unit}"] if lower is not None else []
+    seconds = ["prefill s"] if units.tokens_per_s is not None else []
+    tokens = ["computed tokens", *seconds] if below or seconds else []
+    return ["capacity", "blocks", *memory, "policy", "hit rate", *below, *tokens, "accesses/s"]
 
 
-def _cells(row: Row, block_mib: float | None) -> list[str]:
-    memory = (
-        [f"{row.capacity_blocks * block_mib / MIB_PER_GIB:,.1f}"] if block_mib is not None else []
-    )
-    is_bound = row.policy in BOUNDS
-    lower = []
-    if row.second_tier is not None:
-        written = "" if is_bound else f"{row.second_tier.num_writes:,}"
-        lower = [f"{row.second_tier.hit_rate:.1%}", f"{row.total_hit_rate:.1%}", written]
-    speed = "" if is_bound else f"{row.block_accesses / row.seconds:,.0f}"
+def _cells(row: Row, units: Units) -> list[str]:
+    memory = [_size(row.capacity_blocks, units)] if units.block_mib is not None else []
+    is_bound, lower, below = row.policy in BOUNDS, row.lower, []
+    if lower is not None:
+        moved = [_size(count, units) for count in (lower.num_reads, lower.num_writes)]
+        below = [f"{lower.hit_rate:.1%}", f"{row.total_hit_rate:.1%}"]
+        below += ["", ""] if is_bound else moved
+    computed_tokens, tokens = row.missed_blocks * units.block_tokens, []
+    if below or units.tokens_per_s is not None:
+        tokens = [f"{computed_tokens:,}"]
+    if units.tokens_per_s is not None:
+        tokens.append(f"{computed_tokens / units.tokens_per_s:,.0f}")
     return [
         f"{row.capacity_percent:g} %",
         f"{row.capacity_blocks:,}",
         *memory,
         row.policy,
         f"{row.hit_rate:.1%}",
-        *lower,
-        speed,
+        *below,
+        *tokens,
+        "" if is_bound else f"{row.block_accesses / row.seconds:,.0f}",
     ]
+
+
+def _size(num_blocks: int, units: Units) -> str:
+    """Blocks in GiB, or their number if nobody said how large one is."""
+    if units.block_mib is None:
+        return f"{num_blocks:,}"
+    return f"{num_blocks * units.block_mib / MIB_PER_GIB:,.1f}"
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> str:

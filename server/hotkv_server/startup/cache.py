@@ -44,6 +44,7 @@ def open_cache(
         residency_grace_s=settings.residency.grace_s,
         client_memory_bytes=settings.client_memory_bytes,
         check_stride=settings.integrity.stride,
+        write_bytes_per_day=settings.tiers.write_bytes_per_day,
         tenants=tenant_shares(settings.security),
         is_backed=False,
         makes_room=False,

@@ -1,8 +1,11 @@
-"""Opens the tiers below host memory, and takes over what an earlier server has left in them."""
+"""Opens the tiers besides host memory, and takes over what an earlier server has left in that below
+it."""
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from hotkv.errors import HotKVError
 from hotkv_server.core.cache import CacheCore
@@ -10,11 +13,18 @@ from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.restore import Below, restore_below
 from hotkv_server.core.space import Space
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.lower import LowerMemory
 from hotkv_server.runtime.persistence import state_of
+from hotkv_server.runtime.shared_epochs import EpochRelay
+from hotkv_server.runtime.tier_below import TierBelow
+from hotkv_server.runtime.tier_shared import TierShared
+from hotkv_server.runtime.tiers import Tiers, moving_bytes
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
-from hotkv_server.tiers.protocol import Tier
+from hotkv_server.tiers.compression.settings import STAGING_BYTES
+from hotkv_server.tiers.protocol import SharedTier, Tier
 
 log = logging.getLogger(__name__)
 
@@ -82,3 +92,63 @@ def take_over_lower(core: CacheCore, part: LowerPart) -> None:
         memory.adopt(state_of(core, memory.slab_bytes))
     except OSError as error:
         raise StartError(f"tiers.disk.path: {error}") from error
+
+
+def make_tiers(
+    settings: Settings,
+    core: CacheCore,
+    verifier: Verifier,
+    memory: NodeMemory,
+    lower: LowerPart | None,
+) -> Tiers | None:
+    """All tiers of the settings as the runtime drives them; None if there are none. Connects to
+    nothing yet: a store that is away comes back by itself. Raises StartError."""
+    arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
+    shared, most_bytes = [], moving_bytes(core)
+    for name, compress, make in shared_tiers(settings):
+        relay = EpochRelay()
+        try:
+            tier = opened(make, compress, arena, memory.arena.fd, relay)
+        except OSError as error:
+            raise StartError(f"tiers.{name}: {error}") from error
+        shared.append(TierShared(core, tier, verifier, relay, most_bytes))
+    if lower is None and not shared:
+        return None
+    below = None if lower is None else TierBelow(core, lower.tier, verifier, most_bytes)
+    return Tiers(core, arena, settings.tiers.lookup_wait_ms / 1000, below, shared)
+
+
+MakeShared: TypeAlias = Callable[[Region, int, EpochRelay], SharedTier]
+"""Makes a tier over memory, given the file that it is a mapping of."""
+
+
+def shared_tiers(settings: Settings) -> list[tuple[str, str, MakeShared]]:
+    """Name, `compress` and maker of each shared tier of the settings, in the order in which they
+    are asked. Servers without one don't need its modules."""
+    makers: list[tuple[str, str, MakeShared]] = []
+    if (mooncake := settings.tiers.mooncake) is not None:
+        from hotkv_server.tiers.mooncake.tier import mooncake_tier
+
+        def make_mooncake(memory: Region, fd: int, relay: EpochRelay) -> SharedTier:
+            return mooncake_tier(memory, fd, mooncake, on_epoch=relay)
+
+        makers.append(("mooncake", mooncake.compress, make_mooncake))
+    if (valkey := settings.tiers.valkey) is not None:
+        from hotkv_server.tiers.valkey.tier import ValkeyTier
+
+        def make_valkey(memory: Region, fd: int, relay: EpochRelay) -> SharedTier:
+            return ValkeyTier(memory, valkey, on_epoch=relay)
+
+        makers.append(("valkey", valkey.compress, make_valkey))
+    return makers
+
+
+def opened(
+    make: MakeShared, compress: str, arena: Region, fd: int, relay: EpochRelay
+) -> SharedTier:
+    """A tier over the arena, or over staging memory if it compresses. Raises OSError."""
+    if compress == "off":
+        return make(arena, fd, relay)
+    from hotkv_server.tiers.compressed import CompressedTier
+
+    return CompressedTier(lambda staging, fd: make(staging, fd, relay), arena, STAGING_BYTES)

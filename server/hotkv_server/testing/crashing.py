@@ -134,6 +134,7 @@ def _preload() -> None:
         "hotkv.kernels",
         "hotkv_server.core.kernels",
         "hotkv_server.core.policies.kernels",
+        "hotkv_server.tiers.compression.kernels",
         "hotkv_server.tiers.disk.kernels",
         "hotkv_server.integrity.kernels",
     ):

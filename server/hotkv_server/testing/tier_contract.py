@@ -34,16 +34,28 @@ WAIT_S = 60.0
 """Longest wait for calls that must end; only a tier that hangs reaches it."""
 
 
+def key(number: int) -> bytes:
+    """The key of a block."""
+    return b"hotkv/1/%032x/0/3/%064x" % (number % 3, number)
+
+
+def content(number: int) -> NDArray[np.uint8]:
+    """A block's bytes."""
+    return np.random.default_rng(number).integers(0, 256, SLOT_BYTES, np.uint8)
+
+
 @dataclass(frozen=True)
 class Rig:
-    """`arena`: of ARENA_BYTES. `damage`: changes stored bytes of a block, given its key and place.
-    `breaks`: while its context is open, the store can't be used. Both None where that can't be
-    done."""
+    """`arena`: SLOTS slots of `slot_bytes`. `damage`: changes stored bytes of a block, given its
+    key and place. `breaks`: while its context is open, the store can't be used. Both None where
+    that can't be done. `content`: a block's bytes, given its number."""
 
     tier: Tier
     arena: Region
     damage: Callable[[bytes, int], None] | None = None
     breaks: "Callable[[], contextlib.AbstractContextManager[None]] | None" = None
+    content: Callable[[int], NDArray[np.uint8]] = content
+    slot_bytes: int = SLOT_BYTES
 
 
 MakeRig = Callable[[], "contextlib.AbstractContextManager[Rig]"]
@@ -75,20 +87,22 @@ class Bench:
         """Blocks with these numbers, in these slots."""
         places, seals = np.empty(0, np.int64), np.empty(0, np.uint64)
         if self.tier.facts().places:
-            places = np.array([number % SLOTS * SLOT_BYTES for number in numbers], np.int64)
+            places = np.array(
+                [number % SLOTS * self.rig.slot_bytes for number in numbers], np.int64
+            )
             seals = np.array([self.seals.get(number, 0) for number in numbers], np.uint64)
-        num_bytes = np.array(sizes or [SLOT_BYTES] * len(numbers), np.int64)
-        at = np.array(slots, np.int64) * SLOT_BYTES
+        num_bytes = np.array(sizes or [self.rig.slot_bytes] * len(numbers), np.int64)
+        at = np.array(slots, np.int64) * self.rig.slot_bytes
         return Blocks([key(number) for number in numbers], at, num_bytes, places, seals)
 
     def fill(self, numbers: Sequence[int], slots: Sequence[int]) -> None:
         """Puts the blocks' bytes into slots."""
         for number, slot in zip(numbers, slots, strict=True):
-            self.slot(slot)[:] = content(number)
+            self.slot(slot)[:] = self.rig.content(number)
 
     def slot(self, slot: int) -> NDArray[np.uint8]:
         """Bytes of a slot of the arena."""
-        return self.arena[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
+        return self.arena[slot * self.rig.slot_bytes : (slot + 1) * self.rig.slot_bytes]
 
     def write(
         self, numbers: Sequence[int], slots: Sequence[int], sizes: Sequence[int] = ()
@@ -133,8 +147,10 @@ class Bench:
         codes = self.read(numbers, slots)
         assert (codes == Read.FOUND).all(), f"not all found: {codes.tolist()}"
         for number, slot in zip(numbers, slots, strict=True):
-            assert np.array_equal(self.slot(slot), content(number)), f"block {number} differs"
-            before[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = self.slot(slot)
+            assert np.array_equal(self.slot(slot), self.rig.content(number)), (
+                f"block {number} differs"
+            )
+            before[slot * self.rig.slot_bytes : (slot + 1) * self.rig.slot_bytes] = self.slot(slot)
         assert np.array_equal(before, self.arena), "a read wrote outside its slots"
 
     def _end(self, ended: list[T], answer: T) -> None:
@@ -146,16 +162,6 @@ class Bench:
         with self._changed:
             assert self._changed.wait_for(lambda: ended, WAIT_S), "a call did not end"
         return ended
-
-
-def key(number: int) -> bytes:
-    """The key of a block."""
-    return b"hotkv/1/%032x/0/3/%064x" % (number % 3, number)
-
-
-def content(number: int) -> NDArray[np.uint8]:
-    """A block's bytes."""
-    return np.random.default_rng(number).integers(0, 256, SLOT_BYTES, np.uint8)
 
 
 def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
@@ -178,8 +184,8 @@ def check_round_trip(make_rig: MakeRig, *, seed: int) -> None:
             bench.check_read(some, rng.permutation(SLOTS)[: len(some)].tolist())
         figures = rig.tier.figures()
         assert figures.written_blocks == len(stored)
-        assert figures.written_bytes == len(stored) * SLOT_BYTES
-        assert figures.read_bytes == figures.read_blocks * SLOT_BYTES
+        assert figures.written_bytes == len(stored) * rig.slot_bytes
+        assert figures.read_bytes == figures.read_blocks * rig.slot_bytes
         assert not figures.queued_bytes and not figures.corrupt_blocks
 
 
@@ -187,13 +193,14 @@ def check_sizes(make_rig: MakeRig) -> None:
     """Blocks of any multiple of SLOT_ALIGN, and batches of none."""
     with make_rig() as rig:
         bench = Bench(rig)
-        numbers, sizes = [1, 2, 3, 4], [SLOT_ALIGN * count for count in (1, 2, 3, 4)]
+        numbers = list(range(1, rig.slot_bytes // SLOT_ALIGN + 1))
+        sizes, others = [SLOT_ALIGN * count for count in numbers], [20 - n for n in numbers]
         bench.fill(numbers, numbers)
         assert (bench.write(numbers, numbers, sizes) == Write.STORED).all()
         bench.arena[:] = 0
-        assert (bench.read(numbers, [9, 8, 7, 6], sizes) == Read.FOUND).all()
-        for number, slot, size in zip(numbers, [9, 8, 7, 6], sizes, strict=True):
-            assert np.array_equal(bench.slot(slot)[:size], content(number)[:size])
+        assert (bench.read(numbers, others, sizes) == Read.FOUND).all()
+        for number, slot, size in zip(numbers, others, sizes, strict=True):
+            assert np.array_equal(bench.slot(slot)[:size], rig.content(number)[:size])
             assert not bench.slot(slot)[size:].any(), "more was read than the block has"
         assert not len(bench.read([], [])) and not len(bench.write([], []))
 
@@ -245,10 +252,10 @@ def check_damage(make_rig: MakeRig) -> None:
         bench = Bench(rig)
         bench.fill([1, 2, 3], [0, 1, 2])
         assert (bench.write([1, 2, 3], [0, 1, 2]) == Write.STORED).all()
-        rig.damage(key(2), 2 * SLOT_BYTES)
+        rig.damage(key(2), 2 * rig.slot_bytes)
         codes = bench.read([1, 2, 3], [4, 5, 6]).tolist()
         assert codes == [Read.FOUND, Read.CORRUPT, Read.FOUND]
-        assert np.array_equal(bench.slot(6), content(3))
+        assert np.array_equal(bench.slot(6), rig.content(3))
         assert rig.tier.figures().corrupt_blocks == 1
 
 
@@ -298,7 +305,7 @@ def check_many(make_rig: MakeRig, *, seed: int) -> None:
                 numbers = choices[worker].permutation(half)[:8].tolist()
                 codes = bench.read(numbers, mine)
                 good = (codes == Read.FOUND).all() and all(
-                    np.array_equal(bench.slot(slot), content(number))
+                    np.array_equal(bench.slot(slot), rig.content(number))
                     for number, slot in zip(numbers, mine, strict=True)
                 )
                 if not good:

@@ -9,6 +9,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from hotkv_server.tiers.compression.settings import Compress
+
 UNIX = "unix:"
 MAX_UNIX_PATH_BYTES = 107
 """Of sun_path in struct sockaddr_un, without its final zero."""
@@ -42,6 +44,7 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
     key_file: Path | None = Field(
         None, description="Its private key. Others must not be able to read it."
     )
+    compress: Compress = "off"
     connections: Annotated[int, Field(ge=1, le=64)] = Field(
         4, description="Connections to it, with a thread each."
     )

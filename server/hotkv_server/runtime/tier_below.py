@@ -1,0 +1,103 @@
+"""The tier in which the core chooses places: blocks go down soon after they were stored, and come
+up when a lease asks for them. On the event loop only; the tier answers on threads of its own.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.moves import Move
+from hotkv_server.core.values import BoolMask, HashList, Int64s
+from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.runtime.breaker import Breaker
+from hotkv_server.runtime.tier_tasks import TierTasks, agreeing, blocks_of, future, on_loop
+from hotkv_server.tiers.protocol import Blocks, Codes, Read, Seals, Tier, Write
+
+PAUSE_S = 0.05
+"""Between two looks for blocks to move down."""
+MAX_DOWN_BYTES = 64 << 20
+"""Most bytes on their way down: their slots can't be evicted meanwhile."""
+
+
+class TierBelow:
+    """See the module. `core.lower` says what lies below; `tier` has its bytes. `moving_bytes`: most
+    that may be on their way down."""
+
+    def __init__(self, core: CacheCore, tier: Tier, verifier: Verifier, moving_bytes: int) -> None:
+        assert core.lower is not None, "a tier without places"
+        self.lower = core.lower
+        self.tier = tier
+        self.breaker = Breaker(tier)
+        self._core = core
+        self._verifier = verifier
+        self._most_bytes = min(MAX_DOWN_BYTES, moving_bytes)
+        self._down_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"TierBelow({self.tier!r}, {self.lower!r})"
+
+    def start(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
+        """Starts moving blocks down."""
+        tasks.spawn(self._move_down(tasks, tell))
+
+    # Down
+
+    async def _move_down(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
+        down = self.lower.down
+        async for _ in tasks.turns(PAUSE_S):
+            self.lower.space.removal.take_effects()
+            if not len(down.waiting) or not self.breaker.take_turn():
+                continue
+            entries = down.take(self._most_bytes - self._down_bytes, time.monotonic())
+            for move in down.begin(entries) if len(entries) else ():
+                tasks.spawn(self._write(move, tell))
+
+    async def _write(self, move: Move, tell: Callable[[], None]) -> None:
+        """Writes the blocks of a move. Only what agrees with its check value is written as such."""
+        blocks = self.blocks(move)
+        self._down_bytes += blocks.total_bytes
+        ended: asyncio.Future[tuple[Codes, Seals]] = future()
+        good = await agreeing(self._core, self._verifier, move.entries, tell)
+        self.tier.write(blocks, on_loop(ended))
+        codes, seals = await ended
+        self._down_bytes -= blocks.total_bytes
+        is_stored = np.isin(codes, (Write.STORED, Write.PRESENT)) & good
+        self.lower.down.end(move, is_stored, seals, time.monotonic())
+
+    # Up
+
+    async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
+        """What lies here is known."""
+
+    def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
+        """Whether a block of these lists lies here and not in host memory."""
+        return any(map(len, self.wanted(key_space_id, groups)))
+
+    def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
+        """Positions of those blocks, one array a list."""
+        return self.lower.up.wanted(key_space_id, groups)
+
+    def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
+        """Which blocks are ready below, one mask a list."""
+        return [self.lower.up.find(key_space_id, one) != 0 for one in groups]
+
+    def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
+        """Reserves slots for what lies here, as far as there is room."""
+        return self.lower.up.begin(key_space_id, groups, now_s)
+
+    def blocks(self, move: Move) -> Blocks:
+        """The rows of a move as the tier takes them."""
+        below = self.lower.space.index
+        fingerprint = self._core.key_space(move.key_space_id).fingerprint
+        blocks = blocks_of(self._core, move.entries, b"hotkv/1/" + fingerprint.hex().encode())
+        return replace(blocks, places=below.offsets(move.places), seals=below.checks(move.places))
+
+    def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
+        """The tier has read; returns how many blocks it has lost."""
+        is_lost = np.isin(codes, (Read.CORRUPT, Read.ABSENT))
+        self.lower.up.end(move, codes == Read.FOUND, is_lost, checks, now_s)
+        return int(is_lost.sum())

@@ -1,0 +1,235 @@
+"""The child that has Mooncake's native client: `python -m hotkv_server.tiers.mooncake.child SOCKET
+ARENA BYTES`, two descriptors and the arena's size.
+
+Always true: it ends with its parent. It writes the arena in `read` only, and in slots that it was
+given. Bytes of slots move between the arena and the network without a copy in between; a value is a
+head, as of the tier in Valkey, then the block.
+"""
+
+import ctypes
+import importlib
+import mmap
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from hotkv_server.tiers.mooncake.words import Line, epoch_key
+from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
+from hotkv_server.tiers.valkey import values
+from hotkv_server.tiers.remote.calls import PART_BLOCKS
+
+LOCAL_BYTES = 16 << 20
+"""Of the client's own memory, for values that are not in the arena: epochs."""
+ROW_BYTES = 64
+"""Of a head beside the others."""
+HEADS_BYTES = PART_BLOCKS * ROW_BYTES
+ABSENT_CODE, FULL_CODE = -704, -200
+"""OBJECT_NOT_FOUND and NO_AVAILABLE_HANDLE of Mooncake's types.h."""
+LOST_CODES = frozenset((-900, -901))
+"""The master can't be asked: RPC_FAIL, and a request that ran out of time."""
+_PR_SET_PDEATHSIG = 1
+
+
+class MasterLostError(Exception):
+    """The master can't be asked."""
+
+
+class Child:
+    """Requests by name. `store`: a client that is set up. One thread."""
+
+    def __init__(self, store: Any, native: Any, arena: mmap.mmap) -> None:
+        self._store, self._native = store, native
+        self._heads = mmap.mmap(-1, HEADS_BYTES)
+        self._arena_bytes = memoryview(arena)
+        self._head_bytes = memoryview(self._heads)
+        self._arena_at, self._heads_at = _address(arena), _address(self._heads)
+        for address, num_bytes in (
+            (self._arena_at, len(self._arena_bytes)),
+            (self._heads_at, HEADS_BYTES),
+        ):
+            if code := store.register_buffer(address, num_bytes):
+                raise MasterLostError(f"can't register {num_bytes} bytes: {code}")
+        self.requests: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "probe": self._probe,
+            "read": self._read,
+            "write": self._write,
+            "forget": self._forget,
+            "epoch": self._epoch,
+            "raise": self._raise,
+        }
+
+    def _probe(self, asked: dict[str, Any]) -> dict[str, Any]:
+        codes = [_probed(code) for code in self._exist(asked["names"])]
+        return {"codes": codes, "epochs": self._epochs(asked)}
+
+    def _read(self, asked: dict[str, Any]) -> dict[str, Any]:
+        names, slots, sizes = asked["names"], asked["slots"], asked["sizes"]
+        got = self._store.batch_get_into_multi_buffers(names, *self._buffers(slots, sizes))
+        codes = [
+            self._judged(row, name, bytes.fromhex(key), slot, size, code)
+            for row, (name, key, slot, size, code) in enumerate(
+                zip(names, asked["keys"], slots, sizes, got, strict=True)
+            )
+        ]
+        # Behind the blocks: see `epochs` of the tier in Valkey.
+        epochs = self._epochs(asked)
+        if corrupt := [
+            name for name, code in zip(names, codes, strict=True) if code == Read.CORRUPT
+        ]:
+            self._store.batch_remove(corrupt, True)
+        return {"codes": codes, "epochs": epochs}
+
+    def _judged(self, row: int, name: str, key: bytes, slot: int, size: int, code: int) -> Read:
+        if code == ABSENT_CODE:
+            return Read.ABSENT
+        if code < 0:
+            _check(code)
+            # Mooncake says that it failed if the value has another size than the buffers.
+            value_bytes = _check(self._store.get_size(name))
+            is_other = 0 <= value_bytes != size + values.HEAD_BYTES
+            return Read.CORRUPT if is_other else Read.FAILED
+        head = self._head_bytes[row * ROW_BYTES :][: values.HEAD_BYTES]
+        judged = values.judge_head(head, code, size)
+        if judged == Read.FOUND and not values.is_sound(key, head, self._slot(slot, size)):
+            return Read.CORRUPT
+        return judged
+
+    def _write(self, asked: dict[str, Any]) -> dict[str, Any]:
+        names, slots, sizes = asked["names"], asked["slots"], asked["sizes"]
+        codes, seals = [int(Write.PRESENT)] * len(names), [0] * len(names)
+        # To put what is there counts as done, so it must be known before.
+        rows = [row for row, code in enumerate(self._exist(names)) if code != 1]
+        for at, row in enumerate(rows):
+            content = self._slot(slots[row], sizes[row])
+            head, seals[row] = values.head(bytes.fromhex(asked["keys"][row]), content)
+            self._head_bytes[at * ROW_BYTES :][: len(head)] = head
+        new = [names[row] for row in rows]
+        if not rows:
+            return {"codes": codes, "seals": seals}
+        buffers = self._buffers([slots[row] for row in rows], [sizes[row] for row in rows])
+        put = self._store.batch_put_from_multi_buffers(new, *buffers)
+        # A full store says that it has put blocks which it evicts at once.
+        for row, code, there in zip(rows, put, self._exist(new), strict=True):
+            if _check(code) == 0:
+                codes[row] = Write.STORED if there == 1 else Write.FULL
+            else:
+                codes[row] = Write.FULL if code == FULL_CODE else Write.FAILED
+        return {"codes": codes, "seals": seals}
+
+    def _forget(self, asked: dict[str, Any]) -> dict[str, Any]:
+        self._store.batch_remove(asked["names"], True)
+        return {}
+
+    def _epoch(self, asked: dict[str, Any]) -> dict[str, Any]:
+        return {"epoch": self._begun(epoch_key(asked["fingerprint"]))}
+
+    def _raise(self, asked: dict[str, Any]) -> dict[str, Any]:
+        name = epoch_key(asked["fingerprint"])
+        code = _check(self._store.remove(name, True))
+        if code not in (0, ABSENT_CODE):
+            raise MasterLostError(f"keeps an old epoch: {code}")
+        return {"epoch": self._begun(name)}
+
+    def _begun(self, name: str) -> int:
+        """The epoch of a key space, which begins if there is none. It is a number by chance, so
+        none comes back; what is put under a key that is there changes nothing."""
+        pinned = self._native.ReplicateConfig()
+        pinned.with_hard_pin = True
+        _check(self._store.put(name, b"%d" % (1 + secrets.randbits(62)), pinned))
+        return self._number(name)
+
+    def _epochs(self, asked: dict[str, Any]) -> dict[str, int]:
+        return {name: self._number(epoch_key(name)) for name in asked["epochs"]}
+
+    def _number(self, name: str) -> int:
+        """An epoch, or NO_EPOCH, with which nothing passes."""
+        found = bytes(self._store.get(name))
+        if not found:
+            # It says so too if the master does not answer.
+            _check(self._store.get_size(name))
+        return int(found) if found.isdigit() else NO_EPOCH
+
+    def _exist(self, names: list[str]) -> list[int]:
+        return [_check(code) for code in self._store.batch_is_exist(names)]
+
+    def _slot(self, slot: int, size: int) -> memoryview:
+        return self._arena_bytes[slot : slot + size]
+
+    def _buffers(
+        self, slots: list[int], sizes: list[int]
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """(addresses, sizes) of heads and slots."""
+        if any(
+            slot < 0 or size <= 0 or slot + size > len(self._arena_bytes)
+            for slot, size in zip(slots, sizes, strict=True)
+        ):
+            raise ValueError("a slot lies outside the arena")
+        heads = [self._heads_at + row * ROW_BYTES for row in range(len(slots))]
+        return (
+            [[head, self._arena_at + slot] for head, slot in zip(heads, slots, strict=True)],
+            [[values.HEAD_BYTES, size] for size in sizes],
+        )
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _check(code: int) -> int:
+    if code in LOST_CODES:
+        raise MasterLostError(f"the master does not answer: {code}")
+    return code
+
+
+def _probed(code: int) -> int:
+    return {1: Read.FOUND, 0: Read.ABSENT}.get(code, Read.FAILED)
+
+
+def _set_up(line: Line, arena: mmap.mmap) -> Child | None:
+    """The child as the parent's first message wants it. None if it can't be; the parent is told."""
+    native = importlib.import_module("mooncake.store")
+    wanted = line.receive()
+    store = native.MooncakeDistributedStore()
+    code = store.setup(
+        wanted["local_hostname"],
+        wanted["metadata_server"],
+        0,
+        LOCAL_BYTES,
+        wanted["protocol"],
+        wanted["devices"],
+        wanted["master"],
+    )
+    if code:
+        line.send({"error": f"can't be set up: {code}"})
+        return None
+    return Child(store, native, arena)
+
+
+def main() -> int:
+    """Answers requests until the parent is gone. A master that is lost ends it: the parent starts
+    another child when it wants one."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    socket_fd, arena_fd, num_bytes = map(int, sys.argv[1:])
+    line = Line(socket.socket(fileno=socket_fd))
+    arena = mmap.mmap(arena_fd, num_bytes)
+    try:
+        child = _set_up(line, arena)
+        if child is not None:
+            line.send({})
+            while True:
+                asked = line.receive()
+                line.send(child.requests[asked["do"]](asked))
+    except MasterLostError as error:
+        line.send({"error": str(error)})
+    except (EOFError, OSError):
+        pass
+    # The native client's threads would keep the process for seconds.
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

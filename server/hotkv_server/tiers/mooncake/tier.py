@@ -1,0 +1,164 @@
+"""The tier in Mooncake Store: a child process with its native client for each thread.
+
+Always true: a call that ends late ends after its child was killed and reaped, so nothing touches
+its slots any more. What is written is found by all nodes with the same master. Who evicts is the
+master; depths are not used.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.tiers.mooncake.settings import MooncakeSettings
+from hotkv_server.tiers.mooncake.words import Line, quoted
+from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Medium, Seals, TierFacts
+from hotkv_server.tiers.remote.calls import PART_BYTES
+from hotkv_server.tiers.remote.errors import LateError, LostError, UnusableError
+from hotkv_server.tiers.remote.tier import RemoteTier
+from hotkv_server.tiers.remote.workers import Limits, Workers
+
+CHILD = "hotkv_server.tiers.mooncake.child"
+
+
+class MooncakeClient:
+    """A child, as a `Client`. Starts it when it is made. `arena_fd`: the file that `arena` is a
+    shared mapping of, from its start."""
+
+    def __init__(
+        self, settings: MooncakeSettings, arena: Region, arena_fd: int, until_s: float
+    ) -> None:
+        self._arena = arena
+        mine, theirs = socket.socketpair()
+        self._line = Line(mine)
+        fds = (theirs.fileno(), arena_fd)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", CHILD, *map(str, fds), str(arena.num_bytes)],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=os.environ | {"GLOG_minloglevel": "3"},
+            )
+        except OSError as error:
+            self._line.close()
+            raise UnusableError(f"can't be asked: no child process ({error.strerror})") from error
+        finally:
+            theirs.close()
+        try:
+            self._ask(settings.model_dump(), until_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"MooncakeClient(pid={self._process.pid})"
+
+    def is_fresh(self) -> bool:
+        """See `Client`."""
+        return self._process.poll() is None
+
+    def probe(
+        self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
+    ) -> Epochs:
+        """See `Client`."""
+        reply = self._ask(
+            {"do": "probe", "names": [*map(quoted, keys)], "epochs": [*expected]}, until_s
+        )
+        return _settle(reply, expected, codes)
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[memoryview],
+        expected: Epochs,
+        codes: Codes,
+        until_s: float,
+    ) -> Epochs:
+        """See `Client`."""
+        reply = self._ask({"do": "read", **self._rows(keys, slots), "epochs": [*expected]}, until_s)
+        return _settle(reply, expected, codes)
+
+    def write(
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[memoryview],
+        depths: Sequence[int],
+        codes: Codes,
+        seals: Seals,
+        until_s: float,
+    ) -> None:
+        """See `Client`. Mooncake evicts by itself."""
+        reply = self._ask({"do": "write", **self._rows(keys, slots)}, until_s)
+        codes[:] = reply["codes"]
+        seals[:] = np.array(reply["seals"], np.uint64)
+
+    def forget(self, keys: Sequence[bytes], until_s: float) -> None:
+        """See `Client`."""
+        self._ask({"do": "forget", "names": [*map(quoted, keys)]}, until_s)
+
+    def epoch(self, fingerprint: str, until_s: float) -> int:
+        """See `Client`."""
+        return int(self._ask({"do": "epoch", "fingerprint": fingerprint}, until_s)["epoch"])
+
+    def raise_epoch(self, fingerprint: str, until_s: float) -> int:
+        """See `Client`."""
+        return int(self._ask({"do": "raise", "fingerprint": fingerprint}, until_s)["epoch"])
+
+    def close(self) -> None:
+        """See `Client`. Kills the child, and waits until it is gone."""
+        self._line.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _rows(self, keys: Sequence[bytes], slots: Sequence[memoryview]) -> dict[str, Any]:
+        begins = [np.frombuffer(slot, np.uint8).ctypes.data - self._arena.address for slot in slots]
+        return {
+            "names": [*map(quoted, keys)],
+            "keys": [key.hex() for key in keys],
+            "slots": begins,
+            "sizes": [*map(len, slots)],
+        }
+
+    def _ask(self, message: dict[str, Any], until_s: float) -> dict[str, Any]:
+        try:
+            self._line.send(message, until_s)
+            reply = self._line.receive(until_s)
+        except TimeoutError as error:
+            raise LateError("has not answered in time") from error
+        except (EOFError, OSError, ValueError) as error:
+            raise LostError("has lost its child process") from error
+        if "error" in reply:
+            raise LostError(str(reply["error"]))
+        return reply
+
+
+def _settle(reply: dict[str, Any], expected: Epochs, codes: Codes) -> Epochs:
+    now: dict[str, int] = reply["epochs"]
+    changed = {name: at for name, at in now.items() if at != expected[name] or at == NO_EPOCH}
+    if not changed:
+        codes[:] = reply["codes"]
+    return changed
+
+
+def mooncake_tier(
+    arena: Region,
+    arena_fd: int,
+    settings: MooncakeSettings,
+    *,
+    on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
+) -> RemoteTier:
+    """A tier in Mooncake Store. `arena_fd`: see `MooncakeClient`. `on_epoch`: see `RemoteTier`."""
+    facts = TierFacts("mooncake", Medium.REMOTE, False, 0, True, settings.children * PART_BYTES)
+    workers = Workers(
+        f"mooncake at {settings.master}",
+        Limits(settings.children, settings.connect_timeout_s, settings.timeout_s),
+        lambda until_s: MooncakeClient(settings, arena, arena_fd, until_s),
+    )
+    return RemoteTier(facts, arena, workers, on_epoch=on_epoch)

@@ -1,0 +1,105 @@
+"""A tier that places by itself, in the core, beside one below: blocks are copied out and come in
+while all that `test_lower` does goes on, and the store forgets what it likes."""
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import settings
+from hypothesis.stateful import precondition, rule
+
+from hotkv_server.core.copies import Copies
+from hotkv_server.core.moves import Move
+from hotkv_server.core.values import HashList
+from tests.core.support import words_of
+from tests.core.test_lower import GARBAGE, GROUPS, NUMBERS, SPACES, Content, LowerMachine
+
+
+class SharedMachine(LowerMachine):
+    """`remote`: what the store has, with the number of flushes in the key, as epochs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.remote: set[Content] = set()
+        self.going: list[tuple[Move, list[Content], list[int]]] = []
+        self.coming: list[tuple[Move, int]] = []
+        self._copies: Copies | None = None
+
+    @property
+    def copies(self) -> Copies:
+        if self._copies is None:
+            self._copies = Copies(self.core.moves)
+            self.core.copies.append(self._copies)
+        return self._copies
+
+    @rule(num_bytes=st.integers(0, 1 << 16))
+    def begin_out(self, num_bytes: int) -> None:
+        for move in self.copies.begin(self.copies.take(num_bytes)):
+            offsets = self.core.space.index.offsets(move.entries).tolist()
+            self.going.append((move, [self.slots[offset] for offset in offsets], offsets))
+
+    @precondition(lambda self: self.going)
+    @rule(data=st.data())
+    def end_out(self, data: st.DataObject) -> None:
+        move, contents, offsets = self.going.pop(data.draw(st.integers(0, len(self.going) - 1)))
+        for offset, content in zip(offsets, contents, strict=True):
+            assert self.slots[offset] == content, "a slot changed while the tier read it"
+            if data.draw(st.booleans()):
+                self.remote.add(content)
+        self.copies.end(move)
+
+    @rule(space=SPACES, group=GROUPS, numbers=NUMBERS)
+    def begin_in(self, space: int, group: int, numbers: list[int]) -> None:
+        listed, record = HashList(group, words_of(numbers)), self.core.catalog.record(space)
+        (absent,) = self.core.arrivals.absent(space, [listed])
+        there = [at for at in absent if self.content(space, group, numbers[at]) in self.remote]
+        move = self.core.arrivals.begin(
+            space, [listed], [np.array(there, np.int64)], lambda one: record.shape(one).slot_bytes
+        )
+        if move is not None:
+            assert len(move) <= len(there) and not len(move.places)
+            offsets = self.core.space.index.offsets(move.entries).tolist()
+            self.slots.update(dict.fromkeys(offsets, GARBAGE))
+            self.coming.append((move, self.num_flushes[space]))
+
+    @rule(space=SPACES, group=GROUPS, numbers=NUMBERS, data=st.data())
+    def share_and_fetch(
+        self, space: int, group: int, numbers: list[int], data: st.DataObject
+    ) -> None:
+        """What another node has stored comes in."""
+        self.remote |= {self.content(space, group, number) for number in numbers}
+        self.begin_in(space, group, numbers)
+
+    @precondition(lambda self: self.coming)
+    @rule(data=st.data())
+    def end_in(self, data: st.DataObject) -> None:
+        move, epoch = self.coming.pop(data.draw(st.integers(0, len(self.coming) - 1)))
+        offsets = self.core.space.index.offsets(move.entries).tolist()
+        keys = zip(*self.core.space.index.keys(move.entries), strict=True)
+        found = np.zeros(len(move), np.bool_)
+        for at, (space, group, words) in enumerate(keys):
+            content = (int(space), int(group), words.tobytes(), epoch)
+            if content in self.remote and data.draw(st.booleans()):
+                self.slots[offsets[at]] = content
+                found[at] = True
+        self.now_s += 1.0
+        came = self.core.arrivals.end(move, found, None, self.now_s)
+        assert len(came) == int((found & ~move.is_void).sum())
+        self.waiting.append(move)
+
+    @rule(keep=st.booleans())
+    def forget(self, keep: bool) -> None:
+        """The store evicts by itself."""
+        self.remote = {content for at, content in enumerate(sorted(self.remote)) if keep and at % 2}
+
+    def teardown(self) -> None:
+        for move, _ in self.coming:
+            self.core.arrivals.end(move, np.zeros(len(move), np.bool_), None, self.now_s)
+            self.waiting.append(move)
+        for move, *_ in self.going:
+            self.copies.end(move)
+        super().teardown()
+
+
+TestSharedMachine: Any = SharedMachine.TestCase
+TestSharedMachine.settings = settings(max_examples=60, deadline=None)

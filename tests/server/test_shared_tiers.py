@@ -1,0 +1,195 @@
+"""Two daemons that share a real Valkey: what an engine of one has stored, an engine of the other
+loads byte for byte; a flush on one counts on both; and a Valkey that is away costs hits only."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from demo.processes import runtime_folder
+from hotkv_client import BlockResult, GroupHashes, TransferStatus
+from hotkv_client.testing import PagedEngine
+from tests.server.support import hashes
+from tests.server.test_life import wait_until
+from tests.server.test_restart import Place, load, store
+from tests.tiers.valkey_support import Server as Valkey
+from tests.tiers.valkey_support import running
+
+PAGE_BYTES, LAYERS, NUM_BLOCKS = 16 << 10, 2, 64
+CHAIN = 12
+SECRET = "never-to-be-seen-anywhere"
+
+
+class SharingNode(Place):
+    """A place whose servers share a Valkey."""
+
+    def start_sharing(self, *flags: str) -> "SharingNode":
+        self.start(*flags)
+        if self.engine is None:
+            assert self.server is not None
+            self.engine = PagedEngine(
+                self.server.target, layers=LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES
+            ).connect()
+        return self
+
+    def fill(self, blocks: list[bytes]) -> np.ndarray:
+        """Stores blocks with random bytes, and waits until the Valkey has them."""
+        engine, count = self.engine, len(blocks)
+        assert engine is not None
+        content = np.random.default_rng().integers(0, 256, (LAYERS, count, PAGE_BYTES), np.uint8)
+        engine.kv[:, :count] = content
+        before = self.counter("shared_copied_blocks_total")
+        assert store(engine, blocks) == {BlockResult.STORED}
+        wait_until(lambda: self.counter("shared_copied_blocks_total") == before + count, 20)
+        return content
+
+    def finds(self, blocks: list[bytes]) -> bool:
+        assert self.engine is not None
+        found = self.engine.session.lookup([GroupHashes(0, blocks)]).result(20)
+        return bool(found[0].all())
+
+    def loads(self, blocks: list[bytes], content: np.ndarray) -> bool:
+        """Whether the blocks are found and loaded with these bytes."""
+        engine, count = self.engine, len(blocks)
+        assert engine is not None
+        engine.kv[:] = 0
+        if not self.finds(blocks):
+            return False
+        assert load(engine, blocks, 0) is TransferStatus.DONE
+        return np.array_equal(engine.kv[:, :count], content)
+
+
+@contextlib.contextmanager
+def node() -> Iterator[SharingNode]:
+    with runtime_folder(128 << 20) as folder:
+        made = SharingNode(folder)
+        try:
+            yield made
+        finally:
+            if made.engine is not None:
+                made.engine.close()
+            if made.server is not None:
+                made.server.__exit__()
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[SharingNode, SharingNode]]:
+    with node() as a, node() as b:
+        yield a, b
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[Valkey]:
+    with running(tmp_path / "valkey") as server:
+        yield server
+
+
+@pytest.mark.parametrize("compress", ["off", "auto"])
+def test_what_one_node_stores_another_loads(
+    nodes: tuple[SharingNode, SharingNode], valkey: Valkey, compress: str
+) -> None:
+    flags = ("--tiers.valkey.address", f"unix:{valkey.path}", "--tiers.valkey.compress", compress)
+    a, b = (one.start_sharing(*flags) for one in nodes)
+    chain = hashes(CHAIN)
+    content = a.fill(chain)
+    assert b.loads(chain, content)
+    assert b.counter("shared_fetched_blocks_total") == CHAIN
+    # Once in host memory, it is not fetched again.
+    assert b.loads(chain, content)
+    assert b.counter("shared_fetched_blocks_total") == CHAIN
+    # A node that comes back empty finds it, too.
+    b.stop(signal.SIGKILL)
+    for path in (b.folder / "arena").iterdir():
+        path.unlink()
+    b.start_sharing(*flags)
+    assert b.loads(chain, content)
+    assert not b.counter("shared_corrupt_blocks_total")
+
+
+def test_a_flush_on_one_node_counts_on_both(
+    nodes: tuple[SharingNode, SharingNode], valkey: Valkey
+) -> None:
+    flags = ("--tiers.valkey.address", f"127.0.0.1:{valkey.port}")
+    a, b = (one.start_sharing(*flags) for one in nodes)
+    kept, fetched = hashes(CHAIN), hashes(CHAIN)
+    contents = [a.fill(chain) for chain in (kept, fetched)]
+    assert b.loads(fetched, contents[1])
+    assert a.engine is not None
+    a.engine.session.flush().result(20)
+    assert not b.finds(kept) and not a.finds(kept) and not a.finds(fetched)
+    wait_until(lambda: not b.finds(fetched), 20)
+    again = a.fill(kept)
+    wait_until(lambda: b.finds(kept), 20)
+    assert b.loads(kept, again)
+
+
+def test_key_spaces_of_two_models_never_meet(
+    nodes: tuple[SharingNode, SharingNode], valkey: Valkey
+) -> None:
+    flags = ("--tiers.valkey.address", f"unix:{valkey.path}")
+    a = nodes[0].start_sharing(*flags)
+    chain = hashes(CHAIN)
+    a.fill(chain)
+    b = nodes[1]
+    b.start(*flags)
+    assert b.server is not None
+    b.engine = PagedEngine(
+        b.server.target, layers=LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES, model="other"
+    ).connect()
+    assert not b.finds(chain)
+
+
+def test_a_valkey_that_hangs_dies_and_comes_back(
+    nodes: tuple[SharingNode, SharingNode], valkey: Valkey
+) -> None:
+    flags = ("--tiers.valkey.address", f"unix:{valkey.path}", "--tiers.valkey.timeout-s", "0.5")
+    a, b = (one.start_sharing(*flags) for one in nodes)
+    chain = hashes(CHAIN)
+    content = a.fill(chain)
+    assert b.loads(chain, content)
+    missing = hashes(CHAIN)
+    with valkey.stopped():
+        for _ in range(3):
+            assert b.loads(chain, content), "host memory serves without it"
+            assert not b.finds(missing)
+        waits = []
+        for _ in range(20):
+            began_s = time.monotonic()
+            assert not b.finds(hashes(CHAIN))
+            waits.append(time.monotonic() - began_s)
+        # Once it is known to hang nobody waits for it.
+        assert sorted(waits)[len(waits) // 2] < 0.15, waits
+    with valkey.killed():
+        assert b.loads(chain, content) and not b.finds(missing)
+    more = hashes(CHAIN)
+
+    def is_shared_again() -> bool:
+        content = np.random.default_rng().integers(0, 256, (LAYERS, CHAIN, PAGE_BYTES), np.uint8)
+        fresh = hashes(CHAIN)
+        assert a.engine is not None
+        a.engine.kv[:, :CHAIN] = content
+        assert store(a.engine, fresh) == {BlockResult.STORED}
+        time.sleep(1.5)
+        return b.loads(fresh, content)
+
+    wait_until(is_shared_again, 40)
+    assert not b.finds(more)
+
+
+def test_a_server_without_its_valkey_starts_and_serves(
+    nodes: tuple[SharingNode, SharingNode], tmp_path: Path
+) -> None:
+    secret = tmp_path / "password"
+    secret.touch(mode=0o600)
+    secret.write_text(SECRET)
+    flags = ("--tiers.valkey.address", "127.0.0.1:1", "--tiers.valkey.password-file", str(secret))
+    a = nodes[0].start_sharing(*flags)
+    chain = hashes(CHAIN)
+    assert a.engine is not None
+    assert store(a.engine, chain) == {BlockResult.STORED}
+    assert load(a.engine, chain, 0) is TransferStatus.DONE
+    assert not a.counter("shared_up")

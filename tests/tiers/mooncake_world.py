@@ -1,0 +1,303 @@
+"""`python -m tests.tiers.mooncake_world CHECK`: runs a check against a real Mooncake Store, in a
+network namespace of its own (`unshare -n`), since Mooncake's ports listen on all interfaces.
+
+A master, and an owner that gives memory, are child processes; both end with this one.
+"""
+
+import contextlib
+import ctypes
+import importlib.util
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.testing.tier_contract import (
+    ARENA_BYTES,
+    SLOT_BYTES,
+    SLOTS,
+    Bench,
+    Rig,
+    check_tier,
+    key,
+)
+from hotkv_server.tiers.compressed import CompressedTier
+from hotkv_server.tiers.compression.stager import encoded_key
+from hotkv_server.tiers.mooncake.settings import MooncakeSettings
+from hotkv_server.tiers.mooncake.tier import MooncakeClient, mooncake_tier
+from hotkv_server.tiers.mooncake.words import quoted
+from hotkv_server.tiers.protocol import Blocks, Read, Write
+
+MASTER, OWNER = "127.0.0.1:50051", "127.0.0.1:17001"
+OWNED_BYTES = 64 << 20
+WAIT_S = 30.0
+
+
+def end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+class World:
+    """The processes, and a client of its own that looks at values and changes them."""
+
+    def __init__(self, owned_bytes: int = OWNED_BYTES) -> None:
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        self.master = self._start_master()
+        self.owner = subprocess.Popen(
+            [sys.executable, "-m", "tests.tiers.mooncake_world", "own", str(owned_bytes)],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent,
+        )  # fmt: skip
+        assert self.owner.stdout is not None and self.owner.stdout.readline() == b"owns\n"
+        self.client = set_up("127.0.0.1:17002", 0)
+
+    def _start_master(self) -> "subprocess.Popen[bytes]":
+        spec = importlib.util.find_spec("mooncake")
+        assert spec is not None and spec.origin is not None
+        binary = Path(spec.origin).parent / "mooncake_master"
+        return subprocess.Popen(
+            [str(binary), "--rpc_port=50051", "--metrics_port=9004"],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=end_with_parent,
+        )  # fmt: skip
+
+    def damage(self, name: bytes, at: int = 30) -> None:
+        value = bytearray(self.client.get(quoted(name)))
+        value[at] ^= 1
+        self.replace(name, bytes(value))
+
+    def replace(self, name: bytes, value: bytes) -> None:
+        assert self.client.remove(quoted(name), True) == 0
+        assert self.client.put(quoted(name), value) == 0
+
+
+def set_up(hostname: str, owned_bytes: int) -> Any:
+    from mooncake.store import MooncakeDistributedStore
+
+    until_s = time.monotonic() + WAIT_S
+    while True:
+        store = MooncakeDistributedStore()
+        if not store.setup(hostname, "P2PHANDSHAKE", owned_bytes, 16 << 20, "tcp", "", MASTER):
+            return store
+        assert time.monotonic() < until_s, "the master does not answer"
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def rig(world: World, **options: Any) -> Iterator[Rig]:
+    world.client.remove_all(True)
+    fd = os.memfd_create("arena")
+    os.ftruncate(fd, ARENA_BYTES)
+    memory = np.frombuffer(mmap.mmap(fd, ARENA_BYTES), np.uint8)
+    arena = Region(memory.ctypes.data, ARENA_BYTES, "arena")
+    settings = MooncakeSettings(master=MASTER, local_hostname="127.0.0.1", **options)
+    tier = mooncake_tier(arena, fd, settings)
+    try:
+        yield Rig(tier, arena, lambda name, at: world.damage(name))
+    finally:
+        tier.close()
+        os.close(fd)
+
+
+def check_contract() -> None:
+    world = World()
+    check_tier(lambda: rig(world), seed=1)
+
+
+def check_compressed() -> None:
+    """A compressed tier keeps the contract: the children map its staging memory."""
+    world, size = World(), 8 * SLOT_ALIGN
+
+    def content(number: int) -> Any:
+        # As many different exponents as keys and values have.
+        floats = np.random.default_rng(number).normal(size=size // 2).astype(np.float32)
+        return (floats.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+    @contextlib.contextmanager
+    def make() -> Iterator[Rig]:
+        world.client.remove_all(True)
+        memory = np.zeros(SLOTS * size, np.uint8)
+        arena = Region(memory.ctypes.data, len(memory), "arena")
+        settings = MooncakeSettings(master=MASTER, local_hostname="127.0.0.1")
+        tier = CompressedTier(lambda at, fd: mooncake_tier(at, fd, settings), arena, 16 * size)
+        try:
+            yield Rig(
+                tier,
+                arena,
+                lambda name, at: world.damage(encoded_key(name)),
+                content=content,
+                slot_bytes=size,
+            )
+            stored = tier.stored()
+            assert stored.encoded_blocks or not stored.slot_bytes
+        finally:
+            tier.close()
+
+    check_tier(make, seed=2)
+
+
+def wait_for(is_so: Any) -> None:
+    until_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < until_s, "it did not come"
+        time.sleep(1e-2)
+
+
+def asked(do: Any, *arguments: Any) -> Any:
+    ended, answers = threading.Event(), []
+
+    def on_done(*answer: Any) -> None:
+        answers.append(answer[0])
+        ended.set()
+
+    do(*arguments, on_done)
+    assert ended.wait(WAIT_S)
+    return answers[0]
+
+
+def check_values() -> None:
+    """Values of other sizes, versions and keys are refused; epochs count."""
+    world = World()
+    with rig(world) as one:
+        bench = Bench(one)
+        bench.fill([1, 2, 3, 4], [0, 1, 2, 3])
+        assert (bench.write([1, 2, 3, 4], [0, 1, 2, 3]) == Write.STORED).all()
+        value = bytes(world.client.get(quoted(key(1))))
+        assert value[24:] == bench.slot(0).tobytes()
+        world.replace(key(1), value + bytes(8))
+        world.replace(key(2), value[:-8])
+        world.replace(key(3), value)
+        world.replace(key(4), value[:4] + b"\2" + value[5:])
+        codes = bench.read([1, 2, 3, 4], [4, 5, 6, 7]).tolist()
+        assert codes == [Read.CORRUPT, Read.CORRUPT, Read.CORRUPT, Read.ABSENT], codes
+        assert bench.probe([1, 2, 3]).tolist() == [Read.ABSENT] * 3
+        # A flush: what was made with the old epoch is refused, and the new one is another.
+        bench.fill([5], [0])
+        assert bench.write([5], [0]).tolist() == [Write.STORED]
+        tier: Any = one.tier
+        epoch = asked(tier.epoch, "f", time.monotonic() + WAIT_S)
+        assert epoch > 0 and asked(tier.epoch, "f", time.monotonic() + WAIT_S) == epoch
+        blocks = bench.blocks([5], [9])
+        named = Blocks(blocks.keys, blocks.slots, blocks.num_bytes, epochs={"f": epoch})
+        until_s = time.monotonic() + WAIT_S
+        assert asked(tier.read, named, until_s).tolist() == [Read.FOUND]
+        raised = asked(tier.raise_epoch, "f")
+        assert raised > 0 and raised != epoch
+        assert asked(tier.read, named, until_s).tolist() == [Read.ABSENT]
+        assert asked(tier.epoch, "f", until_s) == raised
+
+
+def check_full() -> None:
+    """A store that has no room says so, and what it says is STORED is there."""
+    world = World(16 << 20)
+    with rig(world) as one:
+        bench, said = Bench(one), []
+        for number in range(0, 1600, 32):
+            numbers = range(number, number + 32)
+            bench.fill(numbers, range(32))
+            codes = bench.write(numbers, range(32))
+            stored = [n for n, code in zip(numbers, codes, strict=True) if code == Write.STORED]
+            said += codes.tolist()
+            if stored:
+                assert (bench.read(stored[-1:], [40]) == Read.FOUND).all()
+        assert set(said) <= {Write.STORED, Write.FULL}, set(said)
+        assert said.count(Write.STORED) * SLOT_BYTES >= 8 << 20
+
+
+def check_faults() -> None:
+    """A master or an owner that hangs or dies costs hits: calls end in time, slots stay."""
+    world = World()
+    with rig(world, timeout_s=0.5, connect_timeout_s=1.0) as one:
+        bench = Bench(one)
+        bench.fill([1, 2], [0, 1])
+        wait_for(lambda: bench.write([1], [0]).tolist() in ([Write.STORED], [Write.PRESENT]))
+        for process in (world.owner, world.master):
+            os.kill(process.pid, signal.SIGSTOP)
+            begun_s = time.monotonic()
+            assert bench.read([1], [5]).tolist() == [Read.FAILED]
+            assert "has not answered in time" in one.tier.problem()
+            assert time.monotonic() - begun_s < 3
+            before = bench.slot(5).copy()
+            os.kill(process.pid, signal.SIGCONT)
+            time.sleep(0.5)
+            assert np.array_equal(bench.slot(5), before), "a slot changed after its call"
+            wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
+        children = children_of_this()
+        assert children
+        for pid in children:
+            os.kill(pid, signal.SIGSEGV)
+        wait_for(lambda: bench.read([1], [6]).tolist() == [Read.FOUND])
+        assert not set(children) & set(children_of_this())
+        world.master.kill()
+        assert bench.read([1], [7]).tolist() == [Read.FAILED]
+        # A child that is lost says nothing of the master; the next one does.
+        wait_for(lambda: bench.read([1], [7]).tolist() == [Read.FAILED] and one.tier.problem())
+        assert "mooncake at" in one.tier.problem()
+        assert bench.write([2], [1]).tolist() == [Write.FAILED]
+        begun_s = time.monotonic()
+    assert time.monotonic() - begun_s < 5
+
+
+def check_orphans() -> None:
+    """A child ends with its daemon, however that ends."""
+    world = World()
+    command = [sys.executable, "-m", "tests.tiers.mooncake_world", "orphan"]
+    daemon = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert daemon.returncode == -signal.SIGKILL
+    wait_for(lambda: not Path(f"/proc/{int(daemon.stdout)}/cmdline").exists()
+             or not Path(f"/proc/{int(daemon.stdout)}/cmdline").read_bytes())  # fmt: skip
+    assert world.master.poll() is None
+
+
+def leave_an_orphan() -> None:
+    fd = os.memfd_create("arena")
+    os.ftruncate(fd, ARENA_BYTES)
+    arena = Region(0, ARENA_BYTES, "arena")
+    settings = MooncakeSettings(master=MASTER, local_hostname="127.0.0.1")
+    client = MooncakeClient(settings, arena, fd, time.monotonic() + WAIT_S)
+    print(client._process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def children_of_this() -> list[int]:
+    """Pids of the tier's children."""
+    listed = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = [int(pid) for file in listed for pid in file.read_text().split()]
+    return [pid for pid in pids if b"mooncake.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+CHECKS = {
+    "compressed": check_compressed,
+    "contract": check_contract,
+    "values": check_values,
+    "full": check_full,
+    "orphans": check_orphans,
+    "faults": check_faults,
+}
+
+
+def main() -> int:
+    os.environ["MC_TCP_BIND_ADDRESS"] = "127.0.0.1"
+    if sys.argv[1] == "own":
+        end_with_parent()
+        _store = set_up(OWNER, int(sys.argv[2]))
+        print("owns", flush=True)
+        signal.pause()
+    if sys.argv[1] == "orphan":
+        leave_an_orphan()
+    CHECKS[sys.argv[1]]()
+    print("passed", flush=True)
+    # The native client's threads do not end by themselves.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,320 @@
+"""Compression gives every block back bit for bit, in the form that is written down, and refuses all
+else without leaving its memory."""
+
+import ctypes
+import mmap
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from hotkv import native
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.tiers.compression import form, reference
+from hotkv_server.tiers.compression.codec import Codec
+
+GROUP_BYTES, TILE_BYTES = form.GROUP_BYTES, form.TILE_VALUES * form.VALUE_BYTES
+LARGEST_BYTES = 2 * TILE_BYTES + 5 * GROUP_BYTES
+SIZES = st.integers(1, LARGEST_BYTES // GROUP_BYTES).map(lambda groups: groups * GROUP_BYTES)
+ODD = np.array(
+    [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7FFF, 0x7F7F], np.uint16
+)
+"""Zeros, denormals, infinities, NaNs of several kinds, the largest value."""
+
+
+def functions(name: str) -> Any:
+    """The module of kernels, or their reference."""
+    if name == "reference":
+        return reference
+    kernels = native.load("hotkv_server.tiers.compression.kernels")
+    if kernels is None:
+        pytest.skip("numba is not there")
+    return kernels
+
+
+BOTH = pytest.mark.parametrize("name", ["kernels", "reference"])
+
+
+def keys_and_values(num_bytes: int, seed: int, odd_share: float = 0.0) -> Any:
+    """A block as models make them, of which a share are odd values and random bits."""
+    rng = np.random.default_rng(seed)
+    floats = rng.normal(size=num_bytes // 2).astype(np.float32) * np.float32(2.0 ** (seed % 40))
+    values = (floats.view(np.uint32) >> 16).astype(np.uint16)
+    where = np.flatnonzero(rng.random(len(values)) < odd_share)
+    values[where] = np.where(
+        rng.random(len(where)) < 0.5,
+        rng.choice(ODD, len(where)),
+        rng.integers(0, 1 << 16, len(where), np.uint16),
+    )
+    return values.view(np.uint8)
+
+
+def encode(name: str, block: Any, room_bytes: int) -> tuple[int, Any]:
+    room = np.full(room_bytes, 0xA5, np.uint8)
+    zero, size = np.zeros(1, np.int64), np.array([len(block)], np.int64)
+    codec = Codec(block, room, functions(name))
+    (used,) = codec.encode(zero, size, zero, np.array([room_bytes], np.int64)).tolist()
+    return used, room
+
+
+def decode(name: str, room: Any, num_bytes: int) -> tuple[int, Any]:
+    block = np.full(num_bytes, 0x5A, np.uint8)
+    zero, size = np.zeros(1, np.int64), np.array([num_bytes], np.int64)
+    codec = Codec(block, room, functions(name))
+    (is_sound,) = codec.decode(zero, size, zero, np.array([len(room)], np.int64)).tolist()
+    return is_sound, block
+
+
+def all_escapes(num_bytes: int) -> int:
+    """A room that holds the form of any block."""
+    return form.escapes_at(num_bytes // 2) + num_bytes // 2 * form.ESCAPE_BYTES
+
+
+@given(num_bytes=SIZES, seed=st.integers(0, 1000), share=st.sampled_from([0, 0.001, 0.1, 1]))
+def test_blocks_come_back_and_kernels_agree_with_the_reference(
+    num_bytes: int, seed: int, share: float
+) -> None:
+    block = keys_and_values(num_bytes, seed, share)
+    forms = {name: encode(name, block, all_escapes(num_bytes)) for name in
+             ("kernels", "reference")}  # fmt: skip
+    assert forms["kernels"][0] == forms["reference"][0] > 0
+    assert np.array_equal(forms["kernels"][1], forms["reference"][1])
+    assert not forms["kernels"][1][forms["kernels"][0] :].any()
+    for name in forms:
+        is_sound, back = decode(name, forms["reference"][1], num_bytes)
+        assert is_sound and np.array_equal(back, block)
+
+
+@BOTH
+def test_every_value_comes_back(name: str) -> None:
+    block = np.random.default_rng(1).permutation(1 << 16).astype(np.uint16).view(np.uint8)
+    used, room = encode(name, block, all_escapes(len(block)))
+    is_sound, back = decode(name, room[:used], len(block))
+    assert is_sound and np.array_equal(back, block)
+
+
+def naive(room: bytes, num_values: int) -> list[int]:
+    """Values of an encoded form, one by one, as `form` describes it."""
+    num_tiles = -(-num_values // form.TILE_VALUES)
+    assert int.from_bytes(room[:8], "little") == form.HEAD
+    assert int.from_bytes(room[8:16], "little") == num_values
+    values = []
+    for at in range(num_values):
+        group, place = divmod(at, form.GROUP_VALUES)
+        packed = room[form.indices_at(num_values) + group * 64 + place % 64]
+        index = packed >> 4 if place >= 64 else packed & 15
+        table = form.HEAD_BYTES + at // form.TILE_VALUES * 16
+        rest = room[form.rests_at(num_values) + at]
+        values.append((rest & 0x80) << 8 | room[table + index] << 7 | rest & 0x7F)
+    at, seen = form.escapes_at(num_values), 0
+    for tile in range(num_tiles):
+        counted = form.HEAD_BYTES + num_tiles * 16 + 4 * tile
+        for _ in range(int.from_bytes(room[counted : counted + 4], "little")):
+            where = tile * form.TILE_VALUES + int.from_bytes(room[at : at + 2], "little")
+            values[where] = values[where] & 0x807F | room[at + 2] << 7
+            at, seen = at + form.ESCAPE_BYTES, seen + 1
+    assert seen == int.from_bytes(room[16:24], "little")
+    return values
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 1000), share=st.sampled_from([0.001, 0.1]))
+def test_the_form_is_what_is_written_down(seed: int, share: float) -> None:
+    block = keys_and_values(TILE_BYTES + 3 * GROUP_BYTES, seed, share)
+    _, room = encode("reference", block, all_escapes(len(block)))
+    assert naive(room.tobytes(), len(block) // 2) == block.view(np.uint16).tolist()
+
+
+@BOTH
+@given(pages=st.integers(1, 40), seed=st.integers(0, 100))
+@settings(max_examples=20)
+def test_rooms_hold_keys_and_values_and_have_no_old_bytes(name: str, pages: int, seed: int) -> None:
+    block = keys_and_values(pages * SLOT_ALIGN, seed)
+    room_bytes = form.room_bytes(len(block))
+    assert not room_bytes % SLOT_ALIGN
+    used, room = encode(name, block, room_bytes)
+    assert 0 < used <= room_bytes and not room[used:].any()
+
+
+def test_a_block_of_smollm2_takes_three_quarters() -> None:
+    # 16 tokens, 30 layers, keys and values, 3 heads of 64 channels.
+    num_bytes = 16 * 30 * 2 * 3 * 64 * 2
+    assert num_bytes / form.room_bytes(num_bytes) >= 1.30
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["random", "float32", "float16", "fp8"])
+def test_other_bytes_do_not_fit(name: str, kind: str) -> None:
+    rng, num_bytes = np.random.default_rng(3), 16 * SLOT_ALIGN
+    block = {
+        "random": rng.integers(0, 256, num_bytes, np.uint8),
+        "float32": rng.normal(size=num_bytes // 4).astype(np.float32).view(np.uint8),
+        "float16": rng.normal(size=num_bytes // 2).astype(np.float16).view(np.uint8),
+        # Bits of float8_e4m3: sign, 4 bits of exponent about 7, 3 of mantissa.
+        "fp8": (rng.normal(7, 1.5, num_bytes).clip(0, 15).astype(np.uint8) << 3)
+        | rng.integers(0, 8, num_bytes, np.uint8)
+        | rng.integers(0, 2, num_bytes, np.uint8) << 7,
+    }[kind]
+    assert encode(name, block, form.room_bytes(num_bytes))[0] == 0
+
+
+@BOTH
+def test_a_form_fits_its_room_to_the_byte(name: str) -> None:
+    block = keys_and_values(4 * SLOT_ALIGN, 5, 0.01)
+    used, room = encode(name, block, all_escapes(len(block)))
+    assert encode(name, block, used)[0] == used
+    assert encode(name, block, used - 1)[0] == 0
+    assert encode(name, block, 0)[0] == 0
+    assert decode(name, room[:used], len(block))[0] == 1
+    assert decode(name, room[: used - 1], len(block))[0] == 0
+
+
+@BOTH
+@pytest.mark.parametrize("num_bytes", [0, 2, GROUP_BYTES - 2, GROUP_BYTES + 2])
+def test_odd_sizes_are_refused(name: str, num_bytes: int) -> None:
+    block, room = keys_and_values(GROUP_BYTES * 2, 1)[:num_bytes], np.zeros(8192, np.uint8)
+    assert encode(name, block, 8192)[0] == 0
+    assert decode(name, room, num_bytes)[0] == 0
+
+
+class Guarded:
+    """Arrays each of which ends where the next page can't be touched: what reads or writes beyond
+    ends the process. Before it lie bytes that must stay."""
+
+    def __init__(self) -> None:
+        self._mappings: list[mmap.mmap] = []
+        self._befores: list[Any] = []
+
+    def array(self, content: Any) -> Any:
+        pages = -(-len(content) // mmap.PAGESIZE) + 1
+        mapping = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
+        self._mappings.append(mapping)
+        whole = np.frombuffer(mapping, np.uint8)
+        libc = ctypes.CDLL(None, use_errno=True)
+        end = pages * mmap.PAGESIZE
+        address = ctypes.c_void_p(whole.ctypes.data + end)
+        assert not libc.mprotect(address, ctypes.c_size_t(mmap.PAGESIZE), 0)
+        self._befores.append(whole[: end - len(content)])
+        whole[: end - len(content)] = 0xEE
+        whole[end - len(content) : end] = content
+        return whole[end - len(content) : end]
+
+    def check(self) -> None:
+        assert all((before == 0xEE).all() for before in self._befores)
+
+
+GOOD_BYTES = TILE_BYTES + 2 * GROUP_BYTES
+_, GOOD = encode("reference", keys_and_values(GOOD_BYTES, 7, 0.02), all_escapes(GOOD_BYTES))
+HEADS = form.HEAD_BYTES + 2 * form.TILE_BYTES
+ESCAPES = form.escapes_at(GOOD_BYTES // 2)
+NUM_ESCAPES = int(GOOD[16:24].view("<i8")[0])
+CHANGES = st.lists(
+    st.tuples(
+        st.one_of(
+            st.sampled_from([0, 4, 5, 8, 16, 17, 23]),
+            st.integers(0, HEADS - 1),
+            st.integers(ESCAPES, ESCAPES + 3 * NUM_ESCAPES - 1),
+            st.integers(0, len(GOOD) - 1),
+        ),
+        st.integers(0, 255),
+    ),
+    max_size=4,
+)
+
+
+@given(
+    changes=CHANGES,
+    cut=st.one_of(st.just(0), st.integers(0, len(GOOD)), st.integers(0, len(GOOD) - ESCAPES)),
+    grown=st.sampled_from([-2, -1, 0, 0, 0, 1]),
+)
+def test_malformed_forms_stay_in_their_memory(
+    changes: list[tuple[int, int]], cut: int, grown: int
+) -> None:
+    spoiled = GOOD[: len(GOOD) - cut].copy()
+    for at, byte in changes:
+        if at < len(spoiled):
+            spoiled[at] = byte
+    num_bytes = GOOD_BYTES + grown * GROUP_BYTES
+    answers = []
+    for name in ("kernels", "reference"):
+        guarded = Guarded()
+        room, block = guarded.array(spoiled), guarded.array(np.zeros(num_bytes, np.uint8))
+        columns = [np.array([number], np.int64) for number in (0, num_bytes, 0, len(spoiled))]
+        (is_sound,) = Codec(block, room, functions(name)).decode(*columns).tolist()
+        guarded.check()
+        assert np.array_equal(room, spoiled)
+        answers.append((is_sound, block.tobytes() if is_sound else b""))
+    assert answers[0] == answers[1]
+    assert answers[0][0] or cut or grown or changes
+
+
+@pytest.mark.parametrize("at, bytes_", [
+    (4, b"\2"), (5, b"\2"), (9, b"\0"), (16, (NUM_ESCAPES - 1).to_bytes(8, "little")),
+    (16, (NUM_ESCAPES + 1).to_bytes(8, "little")), (16, b"\xff" * 8),
+    (HEADS - 8, b"\xff\xff\xff\xff"), (HEADS - 8, b"\0\0\0\0"),
+    (HEADS - 8, (-1 << 31).to_bytes(4, "little", signed=True) + b"\x80\0\0\0"),
+    (HEADS - 8, (NUM_ESCAPES + 1).to_bytes(4, "little")),
+    (ESCAPES + 3 * NUM_ESCAPES - 3, b"\xff\xff"),
+])  # fmt: skip
+@BOTH
+def test_each_part_of_a_form_is_checked(name: str, at: int, bytes_: bytes) -> None:
+    guarded = Guarded()
+    # No room behind the last escape.
+    spoiled = guarded.array(GOOD[: ESCAPES + 3 * NUM_ESCAPES])
+    assert decode(name, spoiled, GOOD_BYTES)[0] == 1
+    spoiled[at : at + len(bytes_)] = np.frombuffer(bytes_, np.uint8)
+    assert decode(name, spoiled, GOOD_BYTES)[0] == 0
+    guarded.check()
+
+
+@BOTH
+def test_odd_begins_are_refused(name: str) -> None:
+    block, room = np.zeros(GROUP_BYTES + 2, np.uint8), np.zeros(8192, np.uint8)
+    columns = [np.array([number], np.int64) for number in (1, GROUP_BYTES, 0, 8192)]
+    assert Codec(block, room, functions(name)).encode(*columns).tolist() == [0]
+    assert encode(name, block[:GROUP_BYTES], 8192)[0] > 0
+    _, form_of_zeros = encode(name, block[:GROUP_BYTES], 8192)
+    block[:] = 7
+    assert Codec(block, form_of_zeros, functions(name)).decode(*columns).tolist() == [0]
+    assert (block == 7).all()
+
+
+@BOTH
+def test_short_rooms_are_refused(name: str) -> None:
+    guarded = Guarded()
+    for length in (0, 1, 7, 8, 23, 24, 63, HEADS, ESCAPES - 1):
+        room = guarded.array(GOOD[:length])
+        assert decode(name, room, GOOD_BYTES)[0] == 0
+        block = keys_and_values(GOOD_BYTES, 7)
+        zero, size = np.zeros(1, np.int64), np.array([GOOD_BYTES], np.int64)
+        codec = Codec(block, room, functions(name))
+        assert codec.encode(zero, size, zero, np.array([length], np.int64)).tolist() == [0]
+    guarded.check()
+
+
+@BOTH
+def test_blocks_of_a_batch_have_their_own_results(name: str) -> None:
+    rng, size = np.random.default_rng(9), 8 * SLOT_ALIGN
+    room = form.room_bytes(size)
+    blocks = np.concatenate(
+        [keys_and_values(size, 1), rng.integers(0, 256, size, np.uint8), keys_and_values(size, 2)]
+    )
+    begins, places = np.arange(3) * size, np.array([2, 0, 1]) * room
+    sizes, rooms = np.full(3, size, np.int64), np.full(3 * room, 7, np.uint8)
+    room_sizes = np.full(3, room, np.int64)
+    codec = Codec(blocks, rooms, functions(name))
+    used = codec.encode(begins, sizes, places, room_sizes)
+    assert (used > 0).tolist() == [True, False, True]
+    back = np.zeros(3 * size, np.uint8)
+    rooms[:8] = 0
+    found = Codec(back, rooms, functions(name)).decode(begins, sizes, places, room_sizes)
+    assert found.tolist() == [1, 0, 1]
+    for i in (0, 2):
+        assert np.array_equal(back[i * size :][:size], blocks[i * size :][:size])
+
+
+def test_without_numba_the_reference_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "load", lambda name: None)
+    assert "reference" in repr(Codec(np.empty(0, np.uint8), np.empty(0, np.uint8)))

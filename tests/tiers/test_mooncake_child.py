@@ -1,0 +1,179 @@
+"""What the child answers to all that a Mooncake Store can say, over one that is made up; a real one
+is in `test_mooncake.py`."""
+
+import ctypes
+import mmap
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotkv_server.tiers.mooncake.child import ABSENT_CODE, FULL_CODE, Child, MasterLostError
+from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
+
+SIZE = 4096
+NAMES = ["a", "b", "c"]
+RPC_FAIL, OTHER = -900, -1
+
+
+class Store:
+    """Values by name. `codes`: answers by the name of a method, in place of the right ones.
+    `said`: methods that were called."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.codes: dict[str, Any] = {}
+        self.said: list[str] = []
+
+    def register_buffer(self, address: int, num_bytes: int) -> int:
+        return self.codes.get("register_buffer", 0)
+
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        self.said.append("exist")
+        codes = self.codes.get("exist")
+        return codes.pop(0) if codes else [int(name in self.values) for name in names]
+
+    def batch_put_from_multi_buffers(self, names: Any, addresses: Any, sizes: Any) -> list[int]:
+        self.said.append("put")
+        if "put" in self.codes:
+            return self.codes["put"]
+        for name, *buffers in zip(names, addresses, sizes, strict=True):
+            parts = [ctypes.string_at(*buffer) for buffer in zip(*buffers, strict=True)]
+            self.values.setdefault(name, b"".join(parts))
+        return [0] * len(names)
+
+    def batch_get_into_multi_buffers(self, names: Any, addresses: Any, sizes: Any) -> list[int]:
+        self.said.append("get")
+        if "get" in self.codes:
+            return self.codes["get"]
+        codes = []
+        for name, places, lengths in zip(names, addresses, sizes, strict=True):
+            value = self.values.get(name)
+            codes.append(ABSENT_CODE if value is None else len(value))
+            if value is not None and len(value) != sum(lengths):
+                codes[-1] = OTHER
+            elif value is not None:
+                ctypes.memmove(places[0], value[: lengths[0]], lengths[0])
+                ctypes.memmove(places[1], value[lengths[0] :], lengths[1])
+        return codes
+
+    def batch_remove(self, names: list[str], force: bool) -> list[int]:
+        assert force
+        self.said.append("remove")
+        return [0 if self.values.pop(name, None) else ABSENT_CODE for name in names]
+
+    def remove(self, name: str, force: bool) -> int:
+        return self.codes.get("remove_one", self.batch_remove([name], force)[0])
+
+    def get_size(self, name: str) -> int:
+        size = len(self.values[name]) if name in self.values else ABSENT_CODE
+        return int(self.codes.get("size", size))
+
+    def get(self, name: str) -> bytes:
+        self.said.append("epoch")
+        return self.values.get(name, b"")
+
+    def put(self, name: str, value: bytes, config: Any) -> int:
+        assert config.with_hard_pin
+        self.values.setdefault(name, value)
+        return self.codes.get("put_one", 0)
+
+
+class Made:
+    def __init__(self) -> None:
+        self.store, self.arena = Store(), mmap.mmap(-1, 8 * SIZE)
+        native = SimpleNamespace(ReplicateConfig=SimpleNamespace)
+        self.child = Child(self.store, native, self.arena)
+        self.bytes = np.frombuffer(self.arena, np.uint8)
+        self.bytes[: 3 * SIZE] = np.random.default_rng(1).integers(0, 256, 3 * SIZE, np.uint8)
+
+    def ask(self, do: str, first: int = 0, epochs: tuple[str, ...] = (), **more: Any) -> Any:
+        slots = [(first + n) * SIZE for n in range(3)]
+        rows = {"names": NAMES, "keys": [name.encode().hex() for name in NAMES], "slots": slots}
+        asked = {"do": do, "sizes": [SIZE] * 3, "epochs": epochs, **rows, **more}
+        return self.child.requests[do](asked)
+
+
+@pytest.fixture
+def made() -> Made:
+    return Made()
+
+
+def test_blocks_come_back(made: Made) -> None:
+    answer = made.ask("write")
+    assert answer["codes"] == [Write.STORED] * 3 and all(answer["seals"])
+    assert made.ask("write") == {"codes": [Write.PRESENT] * 3, "seals": [0] * 3}
+    del made.store.values["b"]
+    assert made.ask("read", 4)["codes"] == [Read.FOUND, Read.ABSENT, Read.FOUND]
+    assert np.array_equal(made.bytes[4 * SIZE : 5 * SIZE], made.bytes[:SIZE])
+    assert np.array_equal(made.bytes[6 * SIZE : 7 * SIZE], made.bytes[2 * SIZE : 3 * SIZE])
+    assert made.ask("probe")["codes"] == [Read.FOUND, Read.ABSENT, Read.FOUND]
+    assert made.ask("write")["codes"] == [Write.PRESENT, Write.STORED, Write.PRESENT]
+    made.ask("forget")
+    assert not made.store.values
+
+
+def test_what_is_not_there_after_it_was_put_is_not_stored(made: Made) -> None:
+    made.store.codes |= {"exist": [[0, 0, 0], [1, 0, OTHER]]}
+    assert made.ask("write")["codes"] == [Write.STORED, Write.FULL, Write.FULL]
+
+
+def test_a_put_that_fails(made: Made) -> None:
+    made.store.codes |= {"put": [FULL_CODE, OTHER, 0], "exist": [[0, 0, 0], [0, 0, 1]]}
+    assert made.ask("write")["codes"] == [Write.FULL, Write.FAILED, Write.STORED]
+
+
+def test_a_get_that_fails_is_no_damage(made: Made) -> None:
+    made.ask("write")
+    made.store.values["b"] += b"more"
+    made.store.codes["get"] = [OTHER, OTHER, ABSENT_CODE]
+    assert made.ask("read", 4)["codes"] == [Read.FAILED, Read.CORRUPT, Read.ABSENT]
+    assert set(made.store.values) == {"a", "c"}
+
+
+@pytest.mark.parametrize("do, codes", [
+    ("probe", {"exist": [[1, RPC_FAIL, 1]]}), ("write", {"exist": [[0, RPC_FAIL, 1]]}),
+    ("write", {"put": [0, RPC_FAIL, 0]}), ("read", {"get": [SIZE + 24, RPC_FAIL, ABSENT_CODE]}),
+    ("read", {"get": [OTHER] * 3, "size": RPC_FAIL}), ("epoch", {"put_one": RPC_FAIL}),
+    ("raise", {"remove_one": RPC_FAIL}), ("raise", {"remove_one": OTHER}),
+])  # fmt: skip
+def test_a_lost_master_answers_nothing(made: Made, do: str, codes: dict[str, Any]) -> None:
+    made.store.codes |= codes
+    with pytest.raises(MasterLostError):
+        made.ask(do, fingerprint="f")
+
+
+def test_memory_that_is_refused_ends_the_child() -> None:
+    store = Store()
+    store.codes["register_buffer"] = OTHER
+    with pytest.raises(MasterLostError, match="register"):
+        Child(store, None, mmap.mmap(-1, SIZE))
+
+
+@pytest.mark.parametrize(
+    "slot, size", [(-SIZE, SIZE), (8 * SIZE, SIZE), (7 * SIZE, 2 * SIZE), (0, 0)]
+)
+@pytest.mark.parametrize("do", ["read", "write"])
+def test_slots_outside_the_arena_are_refused(made: Made, do: str, slot: int, size: int) -> None:
+    asked = {"names": ["a"], "keys": ["61"], "slots": [slot], "sizes": [size], "epochs": []}
+    with pytest.raises(ValueError, match="outside"):
+        made.child.requests[do](asked)
+    assert not {"put", "get"} & set(made.store.said)
+
+
+def test_epochs_are_read_behind_the_blocks(made: Made) -> None:
+    epoch = made.ask("epoch", fingerprint="f")["epoch"]
+    assert epoch > 0 and made.ask("epoch", fingerprint="f")["epoch"] == epoch
+    for do, first in (("read", "get"), ("probe", "exist")):
+        made.store.said.clear()
+        assert made.ask(do, 4, epochs=("f", "g"))["epochs"] == {"f": epoch, "g": NO_EPOCH}
+        assert made.store.said == [first, "epoch", "epoch"]
+    raised = made.ask("raise", fingerprint="f")["epoch"]
+    assert raised not in (epoch, NO_EPOCH)
+    assert made.ask("raise", fingerprint="g")["epoch"] > 0
+    made.store.values["hotkv/1/f/epoch"] = b"x"
+    assert made.ask("read", 4, epochs=("f",))["epochs"] == {"f": NO_EPOCH}
+    made.store.codes["size"] = RPC_FAIL
+    with pytest.raises(MasterLostError):
+        made.ask("read", 4, epochs=("h",))

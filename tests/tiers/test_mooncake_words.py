@@ -1,0 +1,94 @@
+"""Lines between a tier and its Mooncake child: bounded, in time, and one at a time; a child that is
+no child is lost."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.tiers.mooncake import tier, words
+from hotkv_server.tiers.mooncake.settings import MooncakeSettings
+from hotkv_server.tiers.mooncake.words import Line, quoted
+from hotkv_server.tiers.remote.errors import LostError
+
+Ends = tuple[Line, socket.socket]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    mine, theirs = socket.socketpair()
+    yield Line(mine), theirs
+    mine.close()
+    theirs.close()
+
+
+def test_messages_come_one_by_one(ends: Ends) -> None:
+    line, other = ends
+    other.sendall(b'{"a": 1}\n{"b"')
+    assert line.receive() == {"a": 1}
+    other.sendall(b": 2}\n")
+    assert line.receive(time.monotonic() + 5) == {"b": 2}
+    line.send({"c": "ä"})
+    assert other.recv(100) == b'{"c": "\\u00e4"}\n'
+
+
+def test_nothing_is_waited_for_beyond_the_limit(ends: Ends) -> None:
+    line, other = ends
+    other.sendall(b'{"a"')
+    begun_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        line.receive(begun_s + 0.1)
+    with pytest.raises(TimeoutError):
+        line.send({}, begun_s)
+    assert time.monotonic() - begun_s < 5
+
+
+def test_a_line_without_end_is_bounded(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, other = ends
+    monkeypatch.setattr(words, "MAX_LINE_BYTES", 1 << 18)
+
+    def flood() -> None:
+        while True:
+            try:
+                other.sendall(b"x" * 65536)
+            except OSError:
+                return
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    with pytest.raises(EOFError):
+        line.receive(time.monotonic() + 20)
+    assert len(line._received) <= (1 << 18) + words.RECEIVE_BYTES
+    line.close()
+    thread.join()
+
+
+@pytest.mark.parametrize("said", [b"[]\n", b"1\n"])
+def test_what_is_no_object_is_the_end(ends: Ends, said: bytes) -> None:
+    line, other = ends
+    other.sendall(said)
+    with pytest.raises(EOFError):
+        line.receive()
+
+
+def test_the_end_of_the_other_end_is_one(ends: Ends) -> None:
+    line, other = ends
+    other.close()
+    with pytest.raises(EOFError):
+        line.receive(time.monotonic() + 5)
+
+
+def test_keys_that_differ_are_quoted_apart_and_readable() -> None:
+    assert quoted(b"hotkv/1/ab/0~1") == "hotkv/1/ab/0~1"
+    assert quoted(b"%00\x00\xff") == "%2500%00%FF"
+    assert len({quoted(bytes([n])) for n in range(256)}) == 256
+
+
+def test_a_child_that_ends_is_lost_and_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "CHILD", "hotkv_no_such_module")
+    settings = MooncakeSettings(master="127.0.0.1:1", local_hostname="127.0.0.1")
+    with open("/dev/null", "rb") as file, pytest.raises(LostError, match="lost its child"):
+        tier.MooncakeClient(settings, Region(0, 1, "arena"), file.fileno(), time.monotonic() + 20)
