@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from hotkv_server.tiers.remote.calls import Call, Part, PartQueue
 from hotkv_server.tiers.remote.client import Client
@@ -21,17 +21,14 @@ Connect = Callable[[float], Client]
 """Makes a client that can be used, until a time of time.monotonic. Raises StoreError."""
 
 
-class Limits(Protocol):
-    """What the settings of each remote tier have. `connections`: with a thread each.
-    `connect_timeout_s`: longest wait for a connection that can be used. `timeout_s`: longest time
-    for a part."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`connections`: with a thread each. `connect_timeout_s`: longest wait for a connection that can
+    be used. `timeout_s`: longest time for a part."""
 
-    @property
-    def connections(self) -> int: ...
-    @property
-    def connect_timeout_s(self) -> float: ...
-    @property
-    def timeout_s(self) -> float: ...
+    connections: int
+    connect_timeout_s: float
+    timeout_s: float
 
 
 class Workers:

@@ -6,7 +6,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.protocol import Int64s, Medium, TierFacts
 from hotkv_server.tiers.remote.calls import cut
 from hotkv_server.tiers.remote.tier import RemoteTier
-from hotkv_server.tiers.remote.workers import Workers
+from hotkv_server.tiers.remote.workers import Limits, Workers
 from hotkv_server.tiers.s3.bucket import check_installed
 from hotkv_server.tiers.s3.client import Shared
 from hotkv_server.tiers.s3.packs import cut_packs
@@ -45,7 +45,7 @@ class S3Tier(RemoteTier):
         # A pack takes long: reads must not wait until all threads have written theirs.
         workers = Workers(
             f"{name} at {settings.place}",
-            settings,
+            Limits(settings.connections, settings.connect_timeout_s, settings.timeout_s),
             self._shared.connect,
             num_writers=(settings.connections + 1) // 2,
         )

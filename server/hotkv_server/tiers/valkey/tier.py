@@ -7,7 +7,7 @@ from hotkv_server.tiers.protocol import Medium, TierFacts
 from hotkv_server.tiers.remote.calls import PART_BYTES
 from hotkv_server.tiers.remote.client import Client
 from hotkv_server.tiers.remote.tier import RemoteTier
-from hotkv_server.tiers.remote.workers import Workers
+from hotkv_server.tiers.remote.workers import Limits, Workers
 from hotkv_server.tiers.valkey.resp_client import RespClient
 from hotkv_server.tiers.valkey.settings import ValkeySettings
 
@@ -30,7 +30,8 @@ class ValkeyTier(RemoteTier):
     ) -> None:
         batch_bytes = settings.connections * PART_BYTES
         facts = TierFacts(name, Medium.REMOTE, False, 0, True, batch_bytes)
+        limits = Limits(settings.connections, settings.connect_timeout_s, settings.timeout_s)
         workers = Workers(
-            f"{name} at {settings.address}", settings, lambda until_s: connect(settings, until_s)
+            f"{name} at {settings.address}", limits, lambda until_s: connect(settings, until_s)
         )
         super().__init__(facts, arena, workers, on_epoch=on_epoch)
