@@ -23,8 +23,8 @@ Connect = Callable[[float], Client]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`connections`: with a thread each. `connect_timeout_s`: longest wait for a connection that can
-    be used. `timeout_s`: longest time for a part."""
+    """`connections`: with a thread each. `connect_timeout_s`: longest wait for a connection that
+    can be used. `timeout_s`: longest time for a part."""
 
     connections: int
     connect_timeout_s: float
