@@ -12,7 +12,7 @@ import pytest
 from hotkv_server.testing.fault_proxy import Dam, FaultProxy, cut_after, nothing
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content
 from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Epochs, Read, Write
-from hotkv_server.tiers.valkey.calls import PART_KEYS
+from hotkv_server.tiers.remote.calls import PART_KEYS
 from hotkv_server.tiers.valkey.epochs import epoch_key, get
 from hotkv_server.tiers.valkey.resp import command
 from hotkv_server.tiers.valkey.tier import ValkeyTier

@@ -23,8 +23,8 @@ from hotkv_server.testing.fault_proxy import (
 )
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, Codes, content
 from hotkv_server.tiers.protocol import Read, Write
-from hotkv_server.tiers.valkey import calls
-from hotkv_server.tiers.valkey.calls import PART_BLOCKS, PART_BYTES, Call, Part, PartQueue, cut
+from hotkv_server.tiers.remote import calls
+from hotkv_server.tiers.remote.calls import PART_BLOCKS, PART_BYTES, Call, Part, PartQueue, cut
 from tests.tiers.valkey_support import Server, bench_over, running, wait_for
 
 REPLY_BYTES = len(b"$16408\r\n") + 24 + SLOT_BYTES + 2

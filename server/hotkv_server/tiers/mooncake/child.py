@@ -19,8 +19,8 @@ from typing import Any
 
 from hotkv_server.tiers.mooncake.words import Line, epoch_key
 from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
+from hotkv_server.tiers.remote.calls import PART_BLOCKS
 from hotkv_server.tiers.valkey import values
-from hotkv_server.tiers.valkey.calls import PART_BLOCKS
 
 LOCAL_BYTES = 16 << 20
 """Of the client's own memory, for values that are not in the arena: epochs."""

@@ -17,10 +17,11 @@ import numpy as np
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.mooncake.settings import MooncakeSettings
 from hotkv_server.tiers.mooncake.words import Line, quoted
-from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Seals
-from hotkv_server.tiers.valkey.errors import LateError, LostError, UnusableError
-from hotkv_server.tiers.valkey.settings import ValkeySettings
-from hotkv_server.tiers.valkey.tier import ValkeyTier
+from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Medium, Seals, TierFacts
+from hotkv_server.tiers.remote.calls import PART_BYTES
+from hotkv_server.tiers.remote.errors import LateError, LostError, UnusableError
+from hotkv_server.tiers.remote.tier import RemoteTier
+from hotkv_server.tiers.remote.workers import Limits, Workers
 
 CHILD = "hotkv_server.tiers.mooncake.child"
 
@@ -88,12 +89,12 @@ class MooncakeClient:
         self,
         keys: Sequence[bytes],
         slots: Sequence[memoryview],
-        ttls_ms: Sequence[int],
+        depths: Sequence[int],
         codes: Codes,
         seals: Seals,
         until_s: float,
     ) -> None:
-        """See `Client`. Mooncake knows no time to live."""
+        """See `Client`. Mooncake evicts by itself."""
         reply = self._ask({"do": "write", **self._rows(keys, slots)}, until_s)
         codes[:] = reply["codes"]
         seals[:] = np.array(reply["seals"], np.uint64)
@@ -152,21 +153,12 @@ def mooncake_tier(
     settings: MooncakeSettings,
     *,
     on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
-) -> ValkeyTier:
-    """A tier in Mooncake Store, which works as that in Valkey over other clients. `arena_fd`: see
-    `MooncakeClient`. `on_epoch`: see `ValkeyTier`."""
-    workers = ValkeySettings.model_validate(
-        {
-            "address": settings.master,
-            "connections": settings.children,
-            "connect_timeout_s": settings.connect_timeout_s,
-            "timeout_s": settings.timeout_s,
-        }
+) -> RemoteTier:
+    """A tier in Mooncake Store. `arena_fd`: see `MooncakeClient`. `on_epoch`: see `RemoteTier`."""
+    facts = TierFacts("mooncake", Medium.REMOTE, False, 0, True, settings.children * PART_BYTES)
+    workers = Workers(
+        f"mooncake at {settings.master}",
+        Limits(settings.children, settings.connect_timeout_s, settings.timeout_s),
+        lambda until_s: MooncakeClient(settings, arena, arena_fd, until_s),
     )
-    return ValkeyTier(
-        arena,
-        workers,
-        connect=lambda _, until_s: MooncakeClient(settings, arena, arena_fd, until_s),
-        on_epoch=on_epoch,
-        name="mooncake",
-    )
+    return RemoteTier(facts, arena, workers, on_epoch=on_epoch)

@@ -1,6 +1,5 @@
 """The tier in a Valkey or Redis server, which many nodes can share.
 
-`tier` queues calls and runs them on a few connections; `client` says what a call is on the wire;
-`resp` and `stream` speak the protocol; `values` lays a block out as a value; `epochs` makes a flush
-count on all nodes.
+`resp_client` says what a call is on the wire; `resp` and `stream` speak the protocol; `values` lays
+a block out as a value; `epochs` makes a flush count on all nodes.
 """

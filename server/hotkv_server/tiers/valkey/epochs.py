@@ -23,7 +23,8 @@ not begin again with numbers that were used before.
 """
 
 from hotkv_server.tiers.protocol import NO_EPOCH
-from hotkv_server.tiers.valkey.errors import LostError, unusable
+from hotkv_server.tiers.remote.errors import LostError
+from hotkv_server.tiers.valkey.errors import unusable
 from hotkv_server.tiers.valkey.resp import ErrorReply, Reply, command
 
 

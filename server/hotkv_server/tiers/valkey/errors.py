@@ -1,28 +1,10 @@
-"""What can go wrong with a Valkey server, in words that people can act on.
+"""What a Valkey server says when it can't be used, in words that people can act on.
 
 Always true: a message has no secret in it. What the server says about AUTH or HELLO is never
 quoted, because servers repeat the arguments of commands that they do not know.
 """
 
-MAX_WORDS = 200
-
-
-class StoreError(Exception):
-    """The call has failed, and its connection must not be used any more. The message goes on after
-    "valkey at ...": it names neither."""
-
-
-class LostError(StoreError):
-    """The connection has ended, or what came over it is no reply that was asked for."""
-
-
-class LateError(StoreError):
-    """The time limit has passed."""
-
-
-class UnusableError(StoreError):
-    """The server answers, but cannot be used as it is, or not by this user."""
-
+from hotkv_server.tiers.remote.errors import UnusableError
 
 FULL_CODES = ("OOM", "MISCONF", "NOREPLICAS")
 """Codes of errors with which a server takes no more writes while reads go on."""
@@ -55,9 +37,3 @@ def unusable(code: str) -> UnusableError | None:
     """The error for a reply with this code, if it speaks about the whole server; else None."""
     words = _UNUSABLE.get(code)
     return UnusableError(words) if words else None
-
-
-def quoted(text: bytes) -> str:
-    """What a server said, in printable characters, shortened."""
-    said = text.decode("utf-8", "replace")[:MAX_WORDS]
-    return repr("".join(char if char.isprintable() else "?" for char in said))

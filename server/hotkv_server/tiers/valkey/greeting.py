@@ -8,12 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hotkv_server.security.path_checks import UnsafeError, check_private_key
-from hotkv_server.tiers.valkey.errors import (
-    LostError,
-    UnusableError,
-    quoted,
-    unusable,
-)
+from hotkv_server.tiers.remote.errors import LostError, UnusableError, quoted
+from hotkv_server.tiers.valkey.errors import unusable
 from hotkv_server.tiers.valkey.resp import ErrorReply, Reply, command
 from hotkv_server.tiers.valkey.settings import ValkeySettings
 

@@ -8,18 +8,14 @@ import time
 from collections.abc import Iterable, Sequence
 
 from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Read, Seals, Write
+from hotkv_server.tiers.remote.errors import LostError, UnusableError, quoted
 from hotkv_server.tiers.valkey import epochs, values
-from hotkv_server.tiers.valkey.errors import (
-    FULL_CODES,
-    LostError,
-    UnusableError,
-    quoted,
-    unusable,
-)
+from hotkv_server.tiers.valkey.errors import FULL_CODES, unusable
 from hotkv_server.tiers.valkey.greeting import greet, read_login
 from hotkv_server.tiers.valkey.resp import ErrorReply, Replies, Reply, command
 from hotkv_server.tiers.valkey.settings import ValkeySettings
 from hotkv_server.tiers.valkey.stream import Stream, connect
+from hotkv_server.tiers.valkey.ttl import ttl_ms
 
 
 class RespClient:
@@ -27,6 +23,7 @@ class RespClient:
 
     def __init__(self, settings: ValkeySettings, until_s: float) -> None:
         login = read_login(settings)
+        self._ttl_s = settings.ttl_s
         self._stream: Stream = connect(settings, until_s)
         self._replies = Replies(self._stream)
         self._head = memoryview(bytearray(values.HEAD_BYTES))
@@ -93,7 +90,7 @@ class RespClient:
         self,
         keys: Sequence[bytes],
         slots: Sequence[memoryview],
-        ttls_ms: Sequence[int],
+        depths: Sequence[int],
         codes: Codes,
         seals: Seals,
         until_s: float,
@@ -101,10 +98,10 @@ class RespClient:
         """See `Client`."""
         pieces: list[bytes | memoryview] = []
         sealed = []
-        for key, slot, ttl_ms in zip(keys, slots, ttls_ms, strict=True):
+        for key, slot, depth in zip(keys, slots, depths, strict=True):
             head, seal = values.head(key, slot)
             sealed.append(seal)
-            ttl = b"%d" % ttl_ms
+            ttl = b"%d" % ttl_ms(self._ttl_s, depth)
             pieces += (
                 b"*6\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b"
                 % (len(key), key, len(head) + len(slot), head),

@@ -1,4 +1,4 @@
-"""Calls of a tier, cut into parts that fit one pipeline, and the queue of parts.
+"""Calls of a tier, cut into parts that one connection does at a time, and the queue of parts.
 
 Always true: a call ends once, when all its parts have ended; a part ends once, whether it was done
 or not. Parts of reads go before those of writes, each kind in its order.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hotkv_server.tiers.protocol import Codes, Epochs, Int64s, Read, Seals
-from hotkv_server.tiers.valkey.client import Client
+from hotkv_server.tiers.remote.client import Client
 
 PART_BYTES = 2 << 20
 """Bytes of blocks in a part: a few milliseconds, so that a read waits little behind writes, and
@@ -67,19 +67,22 @@ class Call:
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """Work for one pipeline. `do`: settles its blocks in the call, given a client and a time limit.
-    `deadline_s`: of time.monotonic, when it need not begin any more."""
+    """Work for one connection. `do`: settles its blocks in the call, given a client and a time
+    limit. `deadline_s`: of time.monotonic, when it need not begin any more."""
 
     call: Call
     do: Callable[[Client, float], None] = field(repr=False)
     deadline_s: float = float("inf")
 
 
-def cut(num_bytes: Int64s) -> Iterator[slice]:
-    """Rows of blocks, cut into parts of at most PART_BYTES, or of one block, and PART_BLOCKS."""
+def cut(
+    num_bytes: Int64s, part_bytes: int = PART_BYTES, part_blocks: int = PART_BLOCKS
+) -> Iterator[slice]:
+    """Rows of blocks, cut into parts of at most `part_bytes`, or of one block, and
+    `part_blocks`."""
     begin, total = 0, 0
     for at, size in enumerate(num_bytes.tolist()):
-        if at > begin and (total + size > PART_BYTES or at - begin == PART_BLOCKS):
+        if at > begin and (total + size > part_bytes or at - begin == part_blocks):
             yield slice(begin, at)
             begin, total = at, 0
         total += size
@@ -119,14 +122,15 @@ class PartQueue:
             if self._is_closed or len(self) + len(parts) > MAX_QUEUED_PARTS:
                 return False
             (self._reads if is_read else self._writes).extend(parts)
-            self._ready.notify(len(parts))
+            # All: a thread that takes no writes may be the one that wakes.
+            self._ready.notify_all()
             return True
 
-    def get(self, until_s: float) -> Part | None:
-        """The next part. Waits for one; None if the queue is closed, or empty at `until_s`, of
+    def get(self, until_s: float, *, takes_writes: bool = True) -> Part | None:
+        """The next part. Waits for one; None if the queue is closed, or has none at `until_s`, of
         time.monotonic."""
         with self._ready:
-            while not (self._reads or self._writes):
+            while not (self._reads or (takes_writes and self._writes)):
                 left_s = until_s - time.monotonic()
                 if self._is_closed or left_s <= 0:
                     return None

@@ -1,9 +1,9 @@
-"""What a tier asks of a connection. Another client than RESP's, such as glide for clusters, has to
-give this and nothing else.
+"""What a tier asks of a connection to its server.
 
 Always true: a method settles its blocks, or raises StoreError, and then the client must be closed.
 Codes are filled in as blocks are settled; a block that was not settled keeps the code that it had.
-A slot is written only within `read`. The epochs are read after the blocks: see `epochs`.
+A slot is written only within `read`. The epochs are read after the blocks: see the `epochs` of each
+kind of server.
 """
 
 from collections.abc import Sequence
@@ -39,12 +39,12 @@ class Client(Protocol):
         self,
         keys: Sequence[bytes],
         slots: Sequence[memoryview],
-        ttls_ms: Sequence[int],
+        depths: Sequence[int],
         codes: Codes,
         seals: Seals,
         until_s: float,
     ) -> None:
-        """Stores slots under keys that are not there yet."""
+        """Stores slots under keys that are not there yet. `depths`: as in `Blocks`."""
 
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
         """Deletes values."""

@@ -1,4 +1,4 @@
-"""The threads of the tier in Valkey: each has a connection and does one part of a call at a time.
+"""The threads of a remote tier: each has a connection and does one part of a call at a time.
 
 Always true: a connection whose call has failed is closed before the part ends. While something is
 known against the server, parts end at once without it, and one thread at a time tries to connect.
@@ -8,39 +8,55 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from hotkv_server.tiers.valkey.calls import Call, Part, PartQueue
-from hotkv_server.tiers.valkey.client import Client
-from hotkv_server.tiers.valkey.errors import LateError, LostError, StoreError
-from hotkv_server.tiers.valkey.health import Health
-from hotkv_server.tiers.valkey.settings import ValkeySettings
+from hotkv_server.tiers.remote.calls import Call, Part, PartQueue
+from hotkv_server.tiers.remote.client import Client
+from hotkv_server.tiers.remote.errors import LateError, LostError, StoreError
+from hotkv_server.tiers.remote.health import Health
 
 log = logging.getLogger(__name__)
 
-Connect = Callable[[ValkeySettings, float], Client]
+Connect = Callable[[float], Client]
 """Makes a client that can be used, until a time of time.monotonic. Raises StoreError."""
 
 
-class Workers:
-    """See the module. Thread-safe. `name`: of the server, for people."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`connections`: with a thread each. `connect_timeout_s`: longest wait for a connection that
+    can be used. `timeout_s`: longest time for a part."""
 
-    def __init__(self, name: str, settings: ValkeySettings, connect: Connect) -> None:
+    connections: int
+    connect_timeout_s: float
+    timeout_s: float
+
+
+class Workers:
+    """See the module. Thread-safe. `name`: of the server, for people, with its kind first.
+    `num_writers`: threads that also take writes, where those take long; None: all."""
+
+    def __init__(
+        self, name: str, limits: Limits, connect: Connect, num_writers: int | None = None
+    ) -> None:
         self._name = name
-        self._settings = settings
+        self._num_writers = limits.connections if num_writers is None else num_writers
+        self._limits = limits
         self._connect_to = connect
         self._health = Health(name)
         self._queue = PartQueue()
         # When each thread began to wait for the server; 0 while it does not.
-        self._begun_s = [0.0] * settings.connections
+        self._begun_s = [0.0] * limits.connections
+        kind = name.partition(" ")[0]
         self._threads = [
-            threading.Thread(target=self._work, args=(i,), name=f"hotkv-valkey-{i}", daemon=True)
-            for i in range(settings.connections)
+            threading.Thread(target=self._work, args=(i,), name=f"hotkv-{kind}-{i}", daemon=True)
+            for i in range(limits.connections)
         ]
         for thread in self._threads:
             thread.start()
 
     def __repr__(self) -> str:
-        return f"Workers({len(self._threads)} threads, {self._queue!r}, {self._health!r})"
+        what = f"{len(self._threads)} threads, {self._queue!r}, {self._health!r}"
+        return f"Workers({self._name!r}, {what})"
 
     @property
     def problem(self) -> str:
@@ -75,7 +91,7 @@ class Workers:
             if self._health.claim():
                 client = self._retry(client)
                 continue
-            part = self._queue.get(self._health.retry_at_s)
+            part = self._queue.get(self._health.retry_at_s, takes_writes=number < self._num_writers)
             if part is None:
                 continue
             self._begun_s[number] = time.monotonic()
@@ -106,7 +122,7 @@ class Workers:
         if client is None:
             return None
         try:
-            part.do(client, min(part.deadline_s, time.monotonic() + self._settings.timeout_s))
+            part.do(client, min(part.deadline_s, time.monotonic() + self._limits.timeout_s))
             self._health.worked()
             return client
         except StoreError as error:
@@ -132,9 +148,9 @@ class Workers:
             self._health.fail(str(error))
 
     def _connect(self) -> Client | None:
-        until_s = time.monotonic() + self._settings.connect_timeout_s
+        until_s = time.monotonic() + self._limits.connect_timeout_s
         try:
-            return self._connect_to(self._settings, until_s)
+            return self._connect_to(until_s)
         except StoreError as error:
             self._health.fail(str(error))
         except Exception as error:

@@ -1,0 +1,216 @@
+"""A tier in a server: queues calls, and runs them on a few connections.
+
+Always true: a call ends once, and then no thread touches its slots: a connection on which a slot's
+bytes may still come is closed before the call is answered. While something is known against the
+server, calls end at once as FAILED, and the tier tries to connect by itself. What the server stores
+for one node, another one reads; who is slower to write the same key gets PRESENT.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.tiers.protocol import (
+    NO_EPOCHS,
+    Blocks,
+    Epochs,
+    Int64s,
+    OnEpoch,
+    OnProbe,
+    OnRead,
+    OnWrite,
+    Read,
+    TierFacts,
+    TierFigures,
+    Write,
+)
+from hotkv_server.tiers.remote.calls import Call, Part, cut, cut_keys
+from hotkv_server.tiers.remote.client import Client
+from hotkv_server.tiers.remote.workers import Workers
+
+Cut = Callable[[Int64s], Iterator[slice]]
+"""Cuts rows of blocks into parts, given their sizes in bytes."""
+
+
+class RemoteTier:
+    """See the module and `SharedTier`.
+
+    A call ends at its deadline at the latest, except when it has to connect first: then up to
+    `Limits.connect_timeout_s` later, with its slots untouched.
+
+    `cut_reads`, `cut_writes`: how calls become parts. `on_epoch`: called from any
+    thread with (fingerprint, epoch), before the answer to a call that expected another epoch; the
+    epoch is NO_EPOCH if the server has none. It must not block.
+    """
+
+    def __init__(
+        self,
+        facts: TierFacts,
+        arena: Region,
+        workers: Workers,
+        *,
+        cut_reads: Cut = cut,
+        cut_writes: Cut = cut,
+        on_epoch: Callable[[str, int], None],
+    ) -> None:
+        self._facts = facts
+        self._arena = arena.array().data
+        self._workers = workers
+        self._cut_reads = cut_reads
+        self._cut_writes = cut_writes
+        self._on_epoch = on_epoch
+        self._lock = threading.Lock()
+        self._sums: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._workers!r})"
+
+    def facts(self) -> TierFacts:
+        """See `Tier`."""
+        return self._facts
+
+    def probe(
+        self,
+        keys: Sequence[bytes],
+        deadline_s: float,
+        on_done: OnProbe,
+        epochs: Epochs = NO_EPOCHS,
+    ) -> None:
+        """See `SharedTier`."""
+        call = self._call(len(keys), 0, lambda call: on_done(call.codes))
+
+        def part(rows: slice) -> Part:
+            def do(client: Client, until_s: float) -> None:
+                call.refuse(client.probe(keys[rows], epochs, call.codes[rows], until_s))
+
+            return Part(call, do, deadline_s)
+
+        parts = [part(rows) for rows in cut_keys(len(keys))]
+        self._workers.submit(call, parts, is_read=True)
+
+    def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
+        """See `Tier`."""
+
+        def end(call: Call) -> None:
+            self._count_read(call, blocks)
+            on_done(call.codes)
+
+        call = self._call(len(blocks), blocks.total_bytes, end)
+
+        def part(rows: slice) -> Part:
+            def do(client: Client, until_s: float) -> None:
+                keys, codes = blocks.keys[rows], call.codes[rows]
+                slots = self._slots(blocks, rows)
+                call.refuse(client.read(keys, slots, blocks.epochs, codes, until_s))
+
+            return Part(call, do, deadline_s)
+
+        parts = [part(rows) for rows in self._cut_reads(blocks.num_bytes)]
+        self._workers.submit(call, parts, is_read=True)
+
+    def write(self, blocks: Blocks, on_done: OnWrite) -> None:
+        """See `Tier`. Of `blocks`, `epochs` is not used: a block that is written under a key of an
+        old epoch is found by nobody."""
+
+        def end(call: Call) -> None:
+            stored = call.codes == Write.STORED
+            self._count(
+                written_blocks=int(stored.sum()),
+                written_bytes=int(blocks.num_bytes[stored].sum()),
+                failed_blocks=int((call.codes == Write.FAILED).sum()),
+            )
+            on_done(call.codes, call.seals)
+
+        call = self._call(len(blocks), blocks.total_bytes, end)
+        depths = blocks.depths if len(blocks.depths) else np.zeros(len(blocks), np.int64)
+
+        def part(rows: slice) -> Part:
+            def do(client: Client, until_s: float) -> None:
+                keys, slots = blocks.keys[rows], self._slots(blocks, rows)
+                codes, seals = call.codes[rows], call.seals[rows]
+                client.write(keys, slots, depths[rows].tolist(), codes, seals, until_s)
+
+            return Part(call, do)
+
+        parts = [part(rows) for rows in self._cut_writes(blocks.num_bytes)]
+        self._workers.submit(call, parts, is_read=False)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """See `Tier`."""
+        call = self._call(0, 0, lambda call: None)
+
+        def part(rows: slice) -> Part:
+            return Part(call, lambda client, until_s: client.forget(keys[rows], until_s))
+
+        parts = [part(rows) for rows in cut_keys(len(keys))]
+        self._workers.submit(call, parts, is_read=False)
+
+    def epoch(self, fingerprint: str, deadline_s: float, on_done: OnEpoch) -> None:
+        """See `SharedTier`."""
+        call = self._call(0, 0, lambda call: on_done(call.epoch))
+
+        def do(client: Client, until_s: float) -> None:
+            call.epoch = client.epoch(fingerprint, until_s)
+
+        self._workers.submit(call, [Part(call, do, deadline_s)], is_read=True)
+
+    def raise_epoch(self, fingerprint: str, on_done: OnEpoch) -> None:
+        """See `SharedTier`."""
+        call = self._call(0, 0, lambda call: on_done(call.epoch))
+
+        def do(client: Client, until_s: float) -> None:
+            call.epoch = client.raise_epoch(fingerprint, until_s)
+
+        self._workers.submit(call, [Part(call, do)], is_read=True)
+
+    def problem(self) -> str:
+        """See `Tier`."""
+        return self._workers.problem
+
+    def stalled_s(self, now_s: float) -> float:
+        """See `Tier`."""
+        return self._workers.stalled_s(now_s)
+
+    def figures(self) -> TierFigures:
+        """See `Tier`."""
+        with self._lock:
+            return TierFigures(**self._sums)
+
+    def close(self) -> None:
+        """See `Tier`. Waits for what is under way, at most as long as the settings let it take."""
+        self._workers.close()
+
+    def _call(self, num_blocks: int, num_bytes: int, on_end: Callable[[Call], None]) -> Call:
+        def end(call: Call) -> None:
+            self._count(queued_bytes=-num_bytes)
+            for fingerprint, epoch in call.changed.items():
+                self._on_epoch(fingerprint, epoch)
+            if call.changed:
+                call.codes[:] = Read.ABSENT
+            on_end(call)
+
+        self._count(queued_bytes=num_bytes)
+        return Call(num_blocks, end)
+
+    def _slots(self, blocks: Blocks, rows: slice) -> list[memoryview]:
+        begins, sizes = blocks.slots[rows].tolist(), blocks.num_bytes[rows].tolist()
+        return [
+            self._arena[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)
+        ]
+
+    def _count_read(self, call: Call, blocks: Blocks) -> None:
+        found = call.codes == Read.FOUND
+        self._count(
+            read_blocks=int(found.sum()),
+            read_bytes=int(blocks.num_bytes[found].sum()),
+            absent_blocks=int((call.codes == Read.ABSENT).sum()),
+            corrupt_blocks=int((call.codes == Read.CORRUPT).sum()),
+            failed_blocks=int((call.codes == Read.FAILED).sum()),
+        )
+
+    def _count(self, **changes: int) -> None:
+        with self._lock:
+            self._sums.update(changes)

@@ -1,0 +1,306 @@
+"""Requests to a bucket, each with a time limit.
+
+Always true: a request ends at `until_s`, of time.monotonic, and what comes later is dropped: bytes
+are in memory of obstore's own, which nobody else sees before a request has ended well. A request is
+not tried again. Errors are StoreErrors.
+"""
+
+import asyncio
+import bisect
+import concurrent.futures
+import importlib
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from datetime import timedelta
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
+
+from hotkv_server.tiers.remote.errors import LateError, StoreError, UnusableError
+from hotkv_server.tiers.s3.credentials import read_access_key
+from hotkv_server.tiers.s3.errors import BeyondError, is_gone, store_error
+from hotkv_server.tiers.s3.settings import S3Settings
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, S3Credential
+
+T = TypeVar("T")
+REQUESTS_AT_ONCE = 8
+"""Of one call that reads ranges."""
+CLOSE_S = 1.0
+"""Longest wait for requests that were given up."""
+GAP_BYTES = 128 << 10
+"""Between ranges of an object that become one request."""
+
+
+class MissingError(Exception):
+    """The library is not installed; the message says what to do."""
+
+
+class Loop:
+    """A thread that waits for answers, on behalf of threads that have a time limit. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="hotkv-s3-loop", daemon=True
+        )
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"Loop({'runs' if self._thread.is_alive() else 'closed'})"
+
+    def run(self, request: Coroutine[object, object, T], until_s: float) -> T:
+        """What a request gives. Raises LateError, with the request given up."""
+        future = asyncio.run_coroutine_threadsafe(request, self._loop)
+        try:
+            return future.result(max(0.0, until_s - time.monotonic()))
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise LateError("has not answered in time") from None
+
+    def close(self) -> None:
+        """Ends the thread. No request may be under way."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(_end_others(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Bucket:
+    """See the module. Connects at its first request. Raises UnusableError if files of the settings
+    can't be used. Paths are relative to the settings' prefix. `is_refused`: an answer has said that
+    the store can't be used like this, or not by this user."""
+
+    def __init__(self, settings: S3Settings, loop: Loop) -> None:
+        self.is_refused = False
+        self._obstore = _library()
+        self._loop = loop
+        timeout_s = max(settings.timeout_s, settings.connect_timeout_s)
+        client: ClientConfig = {
+            "allow_http": not settings.is_tls,
+            "connect_timeout": timedelta(seconds=settings.connect_timeout_s),
+            "timeout": timedelta(seconds=timeout_s),
+        }
+        if settings.ca_file is not None:
+            client["root_certificate"] = _read_authority(settings)
+        key = read_access_key(settings.credentials_file) if settings.credentials_file else None
+
+        def credential() -> "S3Credential":
+            assert key is not None
+            return {
+                "access_key_id": key.id,
+                "secret_access_key": key.secret,
+                "token": key.token or None,
+                "expires_at": None,
+            }
+
+        self._name = settings.place
+        try:
+            self._store = self._obstore.store.S3Store(
+                settings.bucket,
+                prefix=settings.prefix,
+                # All that AWS_* variables would change otherwise, but for who hotkv is.
+                endpoint=settings.url,
+                aws_endpoint_url_s3=settings.url,
+                region=settings.region,
+                virtual_hosted_style_request=False,
+                skip_signature=False,
+                conditional_put="etag",
+                s3_express=False,
+                disable_bulk_delete=True,
+                # Without TLS, a digest of the bytes is signed.
+                unsigned_payload=settings.is_tls,
+                client_options=client,
+                retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
+                credential_provider=credential if key is not None else None,
+            )
+        except (self._obstore.exceptions.BaseError, ValueError):
+            # Without its cause, which may quote variables of the environment.
+            raise UnusableError(
+                "can't be asked: check endpoint, ca_file and AWS_* variables"
+            ) from None
+
+    def __repr__(self) -> str:
+        return f"Bucket({self._name!r})"
+
+    def get(self, path: str, until_s: float) -> tuple[bytes, str] | None:
+        """(bytes, version) of an object; None if it is not there."""
+
+        async def request() -> tuple[bytes, str]:
+            answer = await self._obstore.get_async(self._store, path)
+            return bytes(await answer.bytes_async()), answer.meta["e_tag"] or ""
+
+        try:
+            return self._ask(request(), until_s)
+        except FileNotFoundError:
+            return None
+
+    def put(self, path: str, body: "bytes | bytearray", until_s: float, version: str = "") -> bool:
+        """Makes an object that is not there yet; or replaces it if it still has this version.
+        Returns whether it has."""
+        exceptions = self._obstore.exceptions
+
+        async def request() -> bool:
+            try:
+                await self._obstore.put_async(
+                    self._store,
+                    path,
+                    body,
+                    mode={"e_tag": version} if version else "create",
+                    use_multipart=False,
+                )
+            except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+                return False
+            return True
+
+        try:
+            return self._ask(request(), until_s)
+        except FileNotFoundError:
+            # To replace what is gone.
+            return False
+
+    def delete(self, path: str, until_s: float) -> None:
+        """Removes an object, if it is there."""
+
+        async def request() -> None:
+            await self._obstore.delete_async(self._store, path)
+
+        try:
+            self._ask(request(), until_s)
+        except FileNotFoundError:
+            return
+
+    def ranges(
+        self, wanted: Sequence[tuple[str, list[int], list[int]]], until_s: float
+    ) -> "list[list[memoryview] | StoreError | None]":
+        """For each (path, begins, lengths) its bytes, shorter or empty beyond the object's end;
+        None if the object is not there; or what went wrong. Raises LateError."""
+        limit = asyncio.Semaphore(REQUESTS_AT_ONCE)
+
+        async def span(path: str, begin: int, end: int) -> memoryview:
+            async with limit:
+                # Not obstore's get_ranges, which panics if the object is too short.
+                try:
+                    got = await self._obstore.get_range_async(
+                        self._store, path, start=begin, end=end
+                    )
+                except self._obstore.exceptions.BaseError as error:
+                    if isinstance(store_error(str(error)), BeyondError):
+                        return memoryview(b"")
+                    raise
+                return memoryview(got)
+
+        async def one(
+            path: str, begins: list[int], lengths: list[int]
+        ) -> "list[memoryview] | StoreError | None":
+            spans = merged(begins, lengths)
+            try:
+                parts = await asyncio.gather(*(span(path, begin, end) for begin, end in spans))
+            except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
+                return self._judged(error)
+            return [_piece(spans, parts, *each) for each in zip(begins, lengths, strict=True)]
+
+        async def all_of_them() -> "list[list[memoryview] | StoreError | None]":
+            return list(await asyncio.gather(*(one(*each) for each in wanted)))
+
+        return self._loop.run(all_of_them(), until_s)
+
+    def names(
+        self, folder: str, most: int, is_enough: Callable[[str], bool], until_s: float
+    ) -> list[str]:
+        """The first names of objects in a folder, in their order: at most `most`, and up to one
+        that `is_enough`, or a little beyond it."""
+
+        async def request() -> list[str]:
+            found: list[str] = []
+            async for listed in self._obstore.list(self._store, folder, chunk_size=1000):
+                found += [each["path"].rpartition("/")[2] for each in listed]
+                if len(found) >= most or is_enough(found[-1]):
+                    break
+            return found[:most]
+
+        try:
+            return self._ask(request(), until_s)
+        except FileNotFoundError:
+            return []
+
+    def _ask(self, request: Coroutine[object, object, T], until_s: float) -> T:
+        """What a request gives. Raises StoreError, or FileNotFoundError without its words."""
+        try:
+            return self._loop.run(request, until_s)
+        except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
+            judged = self._judged(error)
+        # Outside of the handler: the cause would be logged with all that the store has said.
+        if judged is None:
+            raise FileNotFoundError
+        raise judged
+
+    def _judged(self, error: Exception) -> StoreError | None:
+        said = str(error)
+        if is_gone(said, isinstance(error, FileNotFoundError)):
+            return None
+        judged = store_error(said)
+        self.is_refused = self.is_refused or isinstance(judged, UnusableError)
+        return judged
+
+
+def merged(begins: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """(begin, end) of few ranges that have them all, in their order. A gap of up to GAP_BYTES costs
+    less than another request; gaps never make more than half of a range."""
+    spans: list[tuple[int, int]] = []
+    used_bytes = 0
+    for begin, length in sorted(zip(begins, lengths, strict=True)):
+        if spans:
+            first, end = spans[-1]
+            joined = max(end, begin + length)
+            used_bytes += length
+            if begin <= end + GAP_BYTES and joined - first <= 2 * used_bytes:
+                spans[-1] = first, joined
+                continue
+        spans.append((begin, begin + length))
+        used_bytes = length
+    return spans
+
+
+def check_installed() -> None:
+    """Raises MissingError if the library is not installed."""
+    _library()
+
+
+async def _end_others() -> None:
+    # Requests that were given up may not have heard of it yet.
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=CLOSE_S)
+
+
+def _piece(
+    spans: list[tuple[int, int]], parts: list[memoryview], begin: int, length: int
+) -> memoryview:
+    at = bisect.bisect_right(spans, begin, key=lambda span: span[0]) - 1
+    first = begin - spans[at][0]
+    return parts[at][first : first + length]
+
+
+def _library() -> ModuleType:
+    # Here and not above: only servers that have this tier need it, and it takes a while to load.
+    try:
+        return importlib.import_module("obstore")
+    except ImportError as missing:
+        raise MissingError(
+            f"a tier in S3 needs the module {missing.name}: pip install 'hotkv[s3]', with Python "
+            "3.11 or newer"
+        ) from missing
+
+
+def _read_authority(settings: S3Settings) -> bytes:
+    assert settings.ca_file is not None
+    try:
+        return settings.ca_file.read_bytes()
+    except OSError as error:
+        raise UnusableError(f"can't be asked, because of ca_file: {error}") from error

@@ -1,0 +1,248 @@
+"""What calls of a tier are in requests to a bucket.
+
+Always true, besides what `Client` says: a slot is written only with bytes that have come whole and
+give their seal. A block that is damaged, and a pack that is gone, are forgotten.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+
+from hotkv_server.tiers.protocol import NO_EPOCH, NO_EPOCHS, Codes, Epochs, Read, Seals, Write
+from hotkv_server.tiers.remote.errors import StoreError, UnusableError
+from hotkv_server.tiers.s3 import epochs
+from hotkv_server.tiers.s3.bucket import Bucket, Loop
+from hotkv_server.tiers.s3.errors import FullError
+from hotkv_server.tiers.s3.index import PackIndex, Place
+from hotkv_server.tiers.s3.lister import Lister
+from hotkv_server.tiers.s3.packs import Pack, Space, new_name, packed, space_of
+from hotkv_server.tiers.s3.settings import S3Settings
+from hotkv_server.tiers.seals import seal
+
+
+class Shared:
+    """What all clients of a tier have in common."""
+
+    def __init__(self, settings: S3Settings) -> None:
+        self.settings = settings
+        self.loop = Loop()
+        self.index = PackIndex(settings.index_blocks)
+        self.lister = Lister(
+            self.index,
+            self.bucket,
+            refresh_s=settings.refresh_s,
+            timeout_s=settings.timeout_s,
+        )
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._bucket: Bucket | None = None
+        self._is_checked = False
+
+    def __repr__(self) -> str:
+        return f"Shared({self.index!r}, {self.lister!r})"
+
+    def bucket(self) -> Bucket:
+        """The one that all use; a new one, with files read anew, after it was refused. Raises
+        UnusableError."""
+        with self._lock:
+            if self._bucket is None or self._bucket.is_refused:
+                self._is_checked = False
+                self._bucket = Bucket(self.settings, self.loop)
+            return self._bucket
+
+    def connect(self, until_s: float) -> "S3Client":
+        """A client whose bucket has answered. Raises StoreError."""
+        bucket = self.bucket()
+        # A folder that has nothing: this asks whether the bucket answers, and may be listed.
+        bucket.names(epochs.CHECK, 1, lambda name: True, until_s)
+        if not self._is_checked:
+            epochs.check_conditions(bucket, until_s)
+            self._is_checked = True
+        return S3Client(self, bucket)
+
+    def next_number(self) -> int:
+        """Of a pack."""
+        return next(self._numbers)
+
+    def close(self) -> None:
+        """Ends its threads. No client may be in use."""
+        self.lister.close()
+        self.loop.close()
+
+
+class S3Client:
+    """See the module and `Client`."""
+
+    def __init__(self, shared: Shared, bucket: Bucket) -> None:
+        self._shared = shared
+        self._bucket = bucket
+        self._index = shared.index
+
+    def __repr__(self) -> str:
+        return f"S3Client({self._bucket!r})"
+
+    def is_fresh(self) -> bool:
+        """See `Client`. A connection that has ended meanwhile is made anew by itself."""
+        return True
+
+    def probe(
+        self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
+    ) -> Epochs:
+        """See `Client`. Answers from memory; only the epochs are asked for."""
+        places = self._places(keys, until_s)
+        changed = self._changed(expected, until_s)
+        if not changed:
+            codes[:] = [Read.ABSENT if place is None else Read.FOUND for place in places]
+        return changed
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[memoryview],
+        expected: Epochs,
+        codes: Codes,
+        until_s: float,
+    ) -> Epochs:
+        """See `Client`."""
+        places = self._places(keys, until_s)
+        settled = codes.copy()
+        rows_of: dict[Pack, list[tuple[int, int]]] = {}
+        for at, place in enumerate(places):
+            if place is None:
+                settled[at] = Read.ABSENT
+            elif place.pack.num_bytes[place.row] != len(slots[at]):
+                settled[at] = Read.CORRUPT
+            else:
+                rows_of.setdefault(place.pack, []).append((at, place.row))
+        first_error = self._fill(rows_of, keys, slots, settled, until_s)
+        # The order is what makes a flush count: see `epochs`.
+        changed = self._changed(expected, until_s)
+        if changed:
+            return changed
+        codes[:] = settled
+        self._index.forget(keys[at] for at in (settled == Read.CORRUPT).nonzero()[0].tolist())
+        if first_error is not None:
+            raise first_error
+        return NO_EPOCHS
+
+    def write(
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[memoryview],
+        depths: Sequence[int],
+        codes: Codes,
+        seals: Seals,
+        until_s: float,
+    ) -> None:
+        """See `Client`. The blocks of each key space become one pack."""
+        rows_of: dict[Space, list[int]] = {}
+        first_of: dict[bytes, int] = {}
+        for at, (key, place) in enumerate(zip(keys, self._places(keys, until_s), strict=True)):
+            space = space_of(key)
+            if place is not None:
+                codes[at] = Write.PRESENT
+            elif space is not None and first_of.setdefault(key, at) == at:
+                rows_of.setdefault(space, []).append(at)
+        for space, rows in rows_of.items():
+            pack = self._put(space, [keys[at] for at in rows], [slots[at] for at in rows], until_s)
+            codes[rows] = Write.STORED if pack is not None else Write.FULL
+            if pack is not None:
+                seals[rows] = pack.seals
+        for at, key in enumerate(keys):
+            # A key that was given twice is there once.
+            first = first_of.get(key, at)
+            if first != at:
+                codes[at] = max(Write.PRESENT, codes[first])
+
+    def forget(self, keys: Sequence[bytes], until_s: float) -> None:
+        """See `Client`. This node forgets them; objects stay until the lifecycle rule removes
+        them."""
+        self._index.forget(keys)
+
+    def epoch(self, fingerprint: str, until_s: float) -> int:
+        """See `Client`."""
+        return epochs.begin_epoch(self._bucket, fingerprint, _now_us(), until_s)
+
+    def raise_epoch(self, fingerprint: str, until_s: float) -> int:
+        """See `Client`."""
+        raised = epochs.raise_epoch(self._bucket, fingerprint, _now_us(), until_s)
+        self._forget_others(fingerprint, raised)
+        return raised
+
+    def close(self) -> None:
+        """See `Client`. Connections end with the last reference to the bucket."""
+
+    def _places(self, keys: Sequence[bytes], until_s: float) -> list[Place | None]:
+        for space in dict.fromkeys(map(space_of, keys)):
+            if space is not None:
+                self._shared.lister.ask(space, until_s)
+        return self._index.find(keys)
+
+    def _fill(
+        self,
+        rows_of: dict[Pack, list[tuple[int, int]]],
+        keys: Sequence[bytes],
+        slots: Sequence[memoryview],
+        settled: Codes,
+        until_s: float,
+    ) -> StoreError | None:
+        """Fills slots with rows of packs, (row of the call, row of the pack) each. Returns the
+        first error; blocks that it was in stay as they are."""
+        wanted = []
+        for pack, rows in rows_of.items():
+            in_pack = [row for _, row in rows]
+            wanted.append(
+                (pack.path, pack.begins[in_pack].tolist(), pack.num_bytes[in_pack].tolist())
+            )
+        first_error: StoreError | None = None
+        found = self._bucket.ranges(wanted, until_s) if wanted else []
+        for (pack, rows), pieces in zip(rows_of.items(), found, strict=True):
+            if pieces is None:
+                self._index.drop(pack.path)
+                settled[[at for at, _ in rows]] = Read.ABSENT
+            elif isinstance(pieces, StoreError):
+                first_error = first_error or pieces
+            else:
+                for (at, row), piece in zip(rows, pieces, strict=True):
+                    is_sound = len(piece) == len(slots[at]) and (
+                        seal(keys[at], piece) == pack.seals[row]
+                    )
+                    settled[at] = Read.FOUND if is_sound else Read.CORRUPT
+                    if is_sound:
+                        slots[at][:] = piece
+        return first_error
+
+    def _put(
+        self, space: Space, keys: list[bytes], slots: list[memoryview], until_s: float
+    ) -> Pack | None:
+        """Writes a pack; None if the store is full."""
+        number = self._shared.next_number()
+        name = new_name(_now_us(), self._shared.settings.node, number, len(keys))
+        pack, body = packed(space, name, keys, slots)
+        try:
+            is_new = self._bucket.put(pack.path, body, until_s)
+        except FullError:
+            return None
+        if not is_new:
+            raise UnusableError(f"has a pack {name} already: give each server another node")
+        self._shared.lister.saw(space, name)
+        self._index.add(pack)
+        return pack
+
+    def _changed(self, expected: Epochs, until_s: float) -> Epochs:
+        now = {name: epochs.read_epoch(self._bucket, name, until_s) for name in expected}
+        # NO_EPOCH is nobody's, also if it was expected.
+        changed = {name: at for name, at in now.items() if at != expected[name] or at == NO_EPOCH}
+        for name, at in changed.items():
+            self._forget_others(name, at)
+        return changed
+
+    def _forget_others(self, fingerprint: str, epoch: int) -> None:
+        space = Space(f"{fingerprint}/{epoch}") if epoch != NO_EPOCH else None
+        self._index.drop_others(fingerprint, space)
+        self._shared.lister.forget_others(fingerprint, space)
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000

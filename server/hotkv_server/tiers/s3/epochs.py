@@ -1,0 +1,101 @@
+"""Epochs in a bucket: a number in the object `epochs/1/{fingerprint}`, which a flush raises.
+
+Always true: the epoch of a key space never returns to a value that it has had. It begins by a write
+that fails if the object is there (If-None-Match), and rises by one that fails if the object has
+changed since it was read (If-Match): so of all writes that read the same epoch one succeeds, and
+one that is late does nothing. Keys of blocks have the epoch in them, so blocks of an old epoch are
+only found by a node that has not heard of the flush. Such a node is stopped by the order of its
+requests: **the epoch is read after the blocks**.
+
+Proof. A store is strongly consistent: a read that begins after a write has been answered sees it.
+Let a node read blocks and then, when all have come, the epoch, and let that be E, the epoch that
+the keys were made with. Epochs do not come back, so a flush that ended E was answered after that
+read of the epoch had begun, hence after the blocks had come. So if a flush was answered before the
+read of the blocks began, the epoch differs and the blocks are refused. Each part of a call reads
+the epoch for itself; a call is refused whole if one of its parts saw another epoch.
+
+The proof needs one bucket: a replica in another region may give an old epoch. Whether the store
+honours the two conditions is tried when the tier connects for the first time.
+
+An epoch that is not there equals none: nothing passes. It begins at the clock's microseconds and
+not at 0, so a bucket that has lost it does not begin again with numbers that were used before.
+"""
+
+import re
+
+from hotkv_server.tiers.protocol import NO_EPOCH
+from hotkv_server.tiers.remote.errors import LostError, UnusableError
+from hotkv_server.tiers.s3.bucket import Bucket
+from hotkv_server.tiers.s3.errors import FullError
+
+CHECK = "check"
+"""The object on which conditional writes are tried."""
+TRIES = 16
+_FINGERPRINT = re.compile(r"[0-9A-Za-z_-]{1,64}")
+
+
+def epoch_path(fingerprint: str) -> str:
+    """Where a key space's epoch is. It is not below `blocks/`, so a lifecycle rule can leave it."""
+    if not _FINGERPRINT.fullmatch(fingerprint):
+        raise LostError("keeps no epoch under such a fingerprint")
+    return f"epochs/1/{fingerprint}"
+
+
+def read_epoch(bucket: Bucket, fingerprint: str, until_s: float) -> int:
+    """The epoch; NO_EPOCH if there is none. Raises StoreError."""
+    return _read(bucket, fingerprint, until_s)[0]
+
+
+def begin_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -> int:
+    """The epoch, which begins if there is none; NO_EPOCH if the store has no room to begin one.
+    `now_us`: microseconds of the wall clock. Raises StoreError."""
+    for _ in range(TRIES):
+        epoch = read_epoch(bucket, fingerprint, until_s)
+        if epoch != NO_EPOCH:
+            return epoch
+        try:
+            if bucket.put(epoch_path(fingerprint), b"%d" % now_us, until_s):
+                return now_us
+        except FullError:
+            return NO_EPOCH
+    raise LostError("changes an epoch again and again")
+
+
+def raise_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -> int:
+    """Ends the epoch, and returns the next one; NO_EPOCH if the store has no room for it: then
+    nothing passes until one begins. Raises StoreError."""
+    for _ in range(TRIES):
+        epoch, version = _read(bucket, fingerprint, until_s)
+        try:
+            if epoch == NO_EPOCH:
+                # What was there before is gone, and the next one must be another.
+                if bucket.put(epoch_path(fingerprint), b"%d" % now_us, until_s):
+                    return now_us
+            elif bucket.put(epoch_path(fingerprint), b"%d" % (epoch + 1), until_s, version):
+                return epoch + 1
+        except FullError:
+            bucket.delete(epoch_path(fingerprint), until_s)
+            return NO_EPOCH
+    raise LostError("changes an epoch again and again")
+
+
+def check_conditions(bucket: Bucket, until_s: float) -> None:
+    """Tries whether the store honours the two conditions. Raises UnusableError if it does not."""
+    bucket.put(CHECK, b"1", until_s)
+    found = bucket.get(CHECK, until_s)
+    if found is None:
+        raise LostError("has lost an object that was just written")
+    if bucket.put(CHECK, b"2", until_s):
+        raise UnusableError("ignores If-None-Match: without it, a flush can't count on all nodes")
+    if bucket.put(CHECK, b"3", until_s, '"0123456789abcdef0123456789abcdef"'):
+        raise UnusableError("ignores If-Match: without it, a flush can't count on all nodes")
+
+
+def _read(bucket: Bucket, fingerprint: str, until_s: float) -> tuple[int, str]:
+    found = bucket.get(epoch_path(fingerprint), until_s)
+    if found is None:
+        return NO_EPOCH, ""
+    text, version = found
+    if not (text.isdigit() and len(text) < 20 and int(text) > 0) or not version:
+        raise LostError("has an epoch that is no number: remove the objects below epochs/")
+    return int(text), version

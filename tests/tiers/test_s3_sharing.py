@@ -1,0 +1,310 @@
+"""What one node writes others read, at few requests; what is damaged or gone in the bucket is a
+miss."""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+pytest.importorskip("obstore", reason="obstore speaks S3")
+
+from hotkv_server.testing.fault_proxy import FaultProxy
+from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content
+from hotkv_server.tiers.protocol import Blocks, Codes, Read, Write
+from hotkv_server.tiers.s3 import lister
+from hotkv_server.tiers.s3.packs import list_bytes
+from tests.tiers.s3_support import (
+    Gate,
+    Server,
+    answer,
+    bench_over,
+    new_prefix,
+    proxied,
+    wait_for,
+)
+
+SPACE = "0a/7"
+
+
+def key(number: int, space: str = SPACE) -> bytes:
+    return b"hotkv/1/%b/0/%064x" % (space.encode(), number)
+
+
+def blocks_of(keys: list[bytes], first_slot: int, num_bytes: int = SLOT_BYTES) -> Blocks:
+    slots = np.arange(first_slot, first_slot + len(keys), dtype=np.int64) * SLOT_BYTES
+    return Blocks(keys, slots, np.full(len(keys), num_bytes, np.int64))
+
+
+def write(bench: Bench, numbers: list[int]) -> list[int]:
+    bench.fill(numbers, range(len(numbers)))
+    blocks = blocks_of([key(number) for number in numbers], 0)
+    return answer(lambda done: bench.tier.write(blocks, lambda codes, seals: done(codes))).tolist()
+
+
+def read(bench: Bench, numbers: list[int], first_slot: int = 32) -> list[int]:
+    """Codes; what is found must be right."""
+    blocks = blocks_of([key(number) for number in numbers], first_slot)
+    codes: Codes = answer(lambda done: bench.tier.read(blocks, time.monotonic() + 20, done))
+    for at, number in enumerate(numbers):
+        if codes[at] == Read.FOUND:
+            assert np.array_equal(bench.slot(first_slot + at), content(number))
+    return codes.tolist()
+
+
+def probe(bench: Bench, numbers: list[int]) -> list[int]:
+    keys = [key(number) for number in numbers]
+    return answer(lambda done: bench.tier.probe(keys, time.monotonic() + 20, done)).tolist()
+
+
+def test_a_node_reads_what_another_wrote(s3_server: Server) -> None:
+    prefix = new_prefix()
+    with bench_over(s3_server, prefix) as node_a, bench_over(s3_server, prefix) as node_b:
+        assert write(node_a, [1, 2, 3]) == [Write.STORED] * 3
+        assert read(node_b, [3, 9, 1, 2]) == [Read.FOUND, Read.ABSENT, Read.FOUND, Read.FOUND]
+        assert write(node_b, [3, 1]) == [Write.PRESENT] * 2
+        # B knows the key space now, so what is new comes behind its answers.
+        assert write(node_a, [4]) == [Write.STORED]
+        wait_for(lambda: probe(node_b, [4]) == [Read.FOUND], "a later pack is not found")
+        assert read(node_b, [4]) == [Read.FOUND]
+        assert write(node_b, [5]) == [Write.STORED]
+        wait_for(lambda: read(node_a, [5]) == [Read.FOUND], "A does not find what B wrote")
+    with bench_over(s3_server, prefix) as node_c:
+        assert read(node_c, [1, 2, 3, 4, 5]) == [Read.FOUND] * 5
+
+
+def test_a_prefix_is_a_cache_of_its_own(s3_server: Server) -> None:
+    with (
+        bench_over(s3_server, new_prefix()) as node_a,
+        bench_over(s3_server, new_prefix()) as node_b,
+    ):
+        assert write(node_a, [1]) == [Write.STORED]
+        assert read(node_b, [1]) == [Read.ABSENT]
+
+
+def test_a_key_that_is_given_twice_is_stored_once(s3_server: Server) -> None:
+    with bench_over(s3_server, new_prefix()) as bench:
+        assert write(bench, [1, 2, 1]) == [Write.STORED, Write.STORED, Write.PRESENT]
+        assert read(bench, [1, 2, 1]) == [Read.FOUND] * 3
+
+
+def test_a_key_of_another_form_is_stored_by_nobody(s3_server: Server) -> None:
+    with bench_over(s3_server, new_prefix()) as bench:
+        blocks = blocks_of([b"elsewhere", key(1)], 0)
+        codes = answer(lambda done: bench.tier.write(blocks, lambda codes, seals: done(codes)))
+        assert codes.tolist() == [Write.FAILED, Write.STORED]
+        codes = answer(lambda done: bench.tier.read(blocks, time.monotonic() + 20, done))
+        assert codes.tolist() == [Read.ABSENT, Read.FOUND]
+
+
+class Requests:
+    """Counts requests through a proxy by their method and the folder that they are for."""
+
+    def __init__(self, proxy: FaultProxy) -> None:
+        self.counts: Counter[str] = Counter()
+        proxy.on_command = self
+
+    def __call__(self, piece: bytes) -> Iterator[bytes]:
+        method, _, rest = piece[:400].partition(b" ")
+        if method in (b"GET", b"PUT", b"HEAD", b"DELETE", b"POST"):
+            place = rest.split(b" ")[0].decode()
+            listed = "?list-type" in place
+            kind = "LIST" if listed else method.decode()
+            self.counts[f"{kind} {'packs' if 'blocks' in place else 'other'}"] += 1
+        yield piece
+
+    def taken(self) -> dict[str, int]:
+        """Since the last time."""
+        counts, self.counts = dict(self.counts), Counter()
+        return counts
+
+
+def test_a_chain_costs_few_requests(s3_server: Server) -> None:
+    prefix, chain = new_prefix(), list(range(32))
+    with proxied(s3_server) as (proxy, over_it):
+        with bench_over(s3_server, prefix, refresh_s=3600, connections=1, **over_it) as node_a:
+            assert read(node_a, [99]) == [Read.ABSENT]
+            requests = Requests(proxy)
+            assert write(node_a, chain) == [Write.STORED] * 32
+            assert requests.taken() == {"PUT packs": 1}
+            assert read(node_a, chain) == [Read.FOUND] * 32
+            assert requests.taken() == {"GET packs": 1}
+            assert read(node_a, [*chain[:9], 77, *chain[11:20]]).count(Read.FOUND) == 18
+            assert requests.taken() == {"GET packs": 1}
+            assert probe(node_a, chain * 10) == [Read.FOUND] * 320
+            assert probe(node_a, [77, 78]) == [Read.ABSENT] * 2
+            assert requests.taken() == {}
+        with bench_over(s3_server, prefix, refresh_s=3600, connections=1, **over_it) as node_b:
+            # What shows that the bucket can be used comes before.
+            wait_for(lambda: requests.counts["PUT other"] == 3, "it does not connect")
+            assert requests.taken() == {"LIST other": 1, "PUT other": 3, "GET other": 1}
+            assert probe(node_b, chain) == [Read.FOUND] * 32
+            assert requests.taken() == {"LIST packs": 1, "GET packs": 1}
+            assert read(node_b, chain) == [Read.FOUND] * 32
+            assert requests.taken() == {"GET packs": 1}
+
+
+@pytest.mark.parametrize("at", [0, 4, 8, 15, 16, 24, 32, 39, 111])
+def test_a_damaged_list_costs_its_pack(s3_server: Server, at: int) -> None:
+    prefix = new_prefix()
+    with bench_over(s3_server, prefix) as node_a:
+        assert write(node_a, [1, 2, 3, 4]) == [Write.STORED] * 4
+        assert write(node_a, [5]) == [Write.STORED]
+        _, path = s3_server.packs(prefix)
+        assert list_bytes(path.rpartition("/")[2]) == 112
+        s3_server.flip(path, at)
+        with bench_over(s3_server, prefix) as node_b:
+            assert read(node_b, [1, 2, 5]) == [Read.ABSENT, Read.ABSENT, Read.FOUND]
+            # It may be written again, and is found by all then.
+            assert write(node_b, [2]) == [Write.STORED]
+            assert read(node_b, [2]) == [Read.FOUND]
+        # A has the list in memory, and the blocks themselves are whole.
+        assert read(node_a, [1, 2, 3, 4]) == [Read.FOUND] * 4
+
+
+@pytest.mark.parametrize("at", [0, 1, 4095, SLOT_BYTES - 1])
+def test_a_damaged_block_is_corrupt_once_on_each_node(s3_server: Server, at: int) -> None:
+    prefix = new_prefix()
+    with bench_over(s3_server, prefix) as node_a, bench_over(s3_server, prefix) as node_b:
+        assert write(node_a, [1, 2, 3]) == [Write.STORED] * 3
+        (path,) = s3_server.packs(prefix)
+        s3_server.flip(path, list_bytes(path.rpartition("/")[2]) + SLOT_BYTES + at)
+        for node in (node_a, node_b):
+            node.arena[:] = 0
+            assert read(node, [1, 2, 3]) == [Read.FOUND, Read.CORRUPT, Read.FOUND]
+            assert not node.slot(33).any(), "damaged bytes are in a slot"
+            assert node.tier.figures().corrupt_blocks == 1
+        assert read(node_a, [2]) == probe(node_a, [2]) == [Read.ABSENT]
+        assert write(node_a, [2]) == [Write.STORED]
+        wait_for(lambda: read(node_b, [2]) == [Read.FOUND], "the new one is not found")
+    # The newest of two is the one that counts, after a restart too.
+    with bench_over(s3_server, prefix) as node_c:
+        assert read(node_c, [1, 2, 3]) == [Read.FOUND] * 3
+
+
+@pytest.mark.parametrize("left", [1.5, 0.5])
+def test_a_pack_that_was_cut_short_gives_no_wrong_block(s3_server: Server, left: float) -> None:
+    prefix = new_prefix()
+    with bench_over(s3_server, prefix) as node_a, bench_over(s3_server, prefix) as node_b:
+        assert write(node_a, [1, 2, 3]) == [Write.STORED] * 3
+        assert probe(node_b, [1, 2, 3]) == [Read.FOUND] * 3
+        (path,) = s3_server.packs(prefix)
+        kept = list_bytes(path.rpartition("/")[2]) + int(left * SLOT_BYTES)
+        s3_server.store.put(path, s3_server.bytes_of(path)[:kept])
+        codes = read(node_b, [1, 2, 3])
+        assert codes[1:] == [Read.CORRUPT] * 2 and Read.FAILED not in codes
+        assert read(node_b, [2, 3]) == [Read.ABSENT] * 2 and not node_b.tier.problem()
+        s3_server.store.put(path, b"hkvp")
+        with bench_over(s3_server, prefix) as node_c:
+            assert read(node_c, [1, 2, 3]) == [Read.ABSENT] * 3
+
+
+def test_a_pack_that_the_lifecycle_removed_is_absent(s3_server: Server) -> None:
+    prefix = new_prefix()
+    with bench_over(s3_server, prefix) as bench:
+        assert write(bench, [1, 2]) == [Write.STORED] * 2
+        assert write(bench, [3]) == [Write.STORED]
+        s3_server.store.delete(s3_server.packs(prefix)[1])
+        assert read(bench, [1, 2, 3]) == [Read.ABSENT, Read.ABSENT, Read.FOUND]
+        # Its other blocks are not asked for again, and may be written.
+        assert probe(bench, [2]) == [Read.ABSENT]
+        assert write(bench, [2]) == [Write.STORED] and not bench.tier.problem()
+
+
+def test_a_pack_that_goes_while_it_is_looked_at_does_no_harm(s3_server: Server) -> None:
+    prefix = new_prefix()
+    with bench_over(s3_server, prefix) as node_a, proxied(s3_server) as (proxy, over_it):
+        assert write(node_a, [1]) == [Write.STORED]
+        assert write(node_a, [2]) == [Write.STORED]
+        gate = Gate(b"GET", "/blocks/1/")
+        proxy.on_command = gate
+        with bench_over(s3_server, prefix, **over_it) as node_b:
+            ended: list[Codes] = []
+            node_b.tier.probe([key(1), key(2)], time.monotonic() + 20, ended.append)
+            # It has the names of both.
+            assert gate.is_held.wait(20)
+            s3_server.store.delete(s3_server.packs(prefix)[1])
+            gate.opened.set()
+            wait_for(lambda: ended, "the probe did not end")
+            assert ended[0].tolist() == [Read.ABSENT, Read.FOUND]
+
+
+def test_a_damaged_list_is_read_once(s3_server: Server) -> None:
+    prefix = new_prefix()
+    with bench_over(s3_server, prefix) as node_a:
+        assert write(node_a, [1]) == [Write.STORED]
+    s3_server.flip(s3_server.packs(prefix)[0], 0)
+    with proxied(s3_server) as (proxy, over_it):
+        requests = Requests(proxy)
+        with bench_over(s3_server, prefix, **over_it) as node_b:
+            wait_for(
+                lambda: probe(node_b, [1]) and requests.counts["LIST packs"] > 4, "it looks no more"
+            )
+            assert requests.taken()["GET packs"] == 1
+
+
+def test_a_block_of_another_size_is_corrupt_and_not_asked_for(s3_server: Server) -> None:
+    with (
+        proxied(s3_server) as (proxy, over_it),
+        bench_over(s3_server, new_prefix(), refresh_s=3600, **over_it) as bench,
+    ):
+        assert write(bench, [1]) == [Write.STORED]
+        bench.arena[:] = 0
+        requests = Requests(proxy)
+        blocks = blocks_of([key(1)], 32, SLOT_BYTES // 2)
+        codes = answer(lambda done: bench.tier.read(blocks, time.monotonic() + 20, done))
+        assert codes.tolist() == [Read.CORRUPT] and not bench.arena.any()
+        assert "GET packs" not in requests.taken()
+
+
+def test_other_objects_in_the_folder_do_no_harm(s3_server: Server) -> None:
+    prefix = new_prefix()
+    folder = f"{prefix}/blocks/1/{SPACE}"
+    for name in ("readme", "!", "~", f"{5:016}-node-1-900", f"{5:016}-node-1-1/more"):
+        s3_server.store.put(f"{folder}/{name}", b"<html>" * 100)
+    with bench_over(s3_server, prefix) as node_a, bench_over(s3_server, prefix) as node_b:
+        assert write(node_a, [1]) == [Write.STORED]
+        assert read(node_b, [1, 2]) == [Read.FOUND, Read.ABSENT]
+
+
+def test_many_packs_are_learned_newest_first(
+    s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = new_prefix()
+    with bench_over(s3_server, prefix) as node_a:
+        for number in range(12):
+            assert write(node_a, [number]) == [Write.STORED]
+    monkeypatch.setattr(lister, "MAX_PACKS", 5)
+    with bench_over(s3_server, prefix) as node_b:
+        assert probe(node_b, list(range(12))) == [Read.ABSENT] * 7 + [Read.FOUND] * 5
+
+
+def test_a_late_pack_is_found_as_long_as_the_overlap(
+    s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = new_prefix()
+    with bench_over(s3_server, prefix) as node_a, bench_over(s3_server, prefix) as node_b:
+        assert write(node_a, [1]) == [Write.STORED]
+        (path,) = s3_server.packs(prefix)
+        body = s3_server.bytes_of(path)
+        # The pack comes long after its name says: B has looked before.
+        s3_server.store.delete(path)
+        assert read(node_b, [1]) == [Read.ABSENT]
+        assert write(node_a, [2]) == [Write.STORED]
+        wait_for(lambda: read(node_b, [2]) == [Read.FOUND], "a pack is not found")
+        s3_server.store.put(path, body)
+        wait_for(lambda: read(node_b, [1]) == [Read.FOUND], "a late pack is not found")
+
+
+def test_key_spaces_beyond_the_bound_are_looked_at_anew(
+    s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lister, "MAX_SPACES", 2)
+    with bench_over(s3_server, new_prefix()) as bench:
+        blocks = blocks_of([key(1, f"0a/{epoch}") for epoch in range(5)], 0)
+        codes = answer(lambda done: bench.tier.write(blocks, lambda codes, seals: done(codes)))
+        assert codes.tolist() == [Write.STORED] * 5
+        assert "Lister(2 key spaces" in repr(bench.tier._shared)
+        codes = answer(lambda done: bench.tier.read(blocks, time.monotonic() + 20, done))
+        assert codes.tolist() == [Read.FOUND] * 5
