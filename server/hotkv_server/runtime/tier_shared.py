@@ -44,8 +44,10 @@ from hotkv_server.tiers.protocol import (
 log = logging.getLogger(__name__)
 
 PAUSE_S = 0.05
-LINGER_S = 1.0
-"""Longest wait for more blocks to write with those that wait."""
+LINGER_S, LARGE_LINGER_S = 1.0, 5.0
+"""Longest wait for more blocks to write with those that wait; the second for a tier that wants
+LARGE_BATCH_BYTES at a time, as its calls cost money."""
+LARGE_BATCH_BYTES = 8 << 20
 MAX_OUT_BYTES = 64 << 20
 """Most bytes on their way there: their slots can't be evicted meanwhile."""
 MAX_PROBED = 1 << 13
@@ -106,7 +108,8 @@ class TierShared:
         batch_bytes, last_s = self.tier.facts().batch_bytes, time.monotonic()
         async for _ in tasks.turns(PAUSE_S):
             waiting = self._copies.waiting
-            is_due = time.monotonic() >= last_s + LINGER_S or waiting.num_bytes >= batch_bytes
+            linger_s = LINGER_S if batch_bytes < LARGE_BATCH_BYTES else LARGE_LINGER_S
+            is_due = time.monotonic() >= last_s + linger_s or waiting.num_bytes >= batch_bytes
             if not len(waiting) or not is_due or not self.breaker.take_turn():
                 continue
             last_s = time.monotonic()

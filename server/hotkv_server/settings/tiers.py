@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import BaseModel, ByteSize, Field
 
 from hotkv_server.tiers.mooncake.settings import MooncakeSettings
+from hotkv_server.tiers.s3.settings import S3Settings
 from hotkv_server.tiers.valkey.settings import ValkeySettings
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -47,6 +48,10 @@ class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
     mooncake: MooncakeSettings | None = Field(
         None,
         description="A Mooncake Store that nodes share. None: no such tier.",
+    )
+    s3: S3Settings | None = Field(
+        None,
+        description="A bucket of S3 or of a store like it, that nodes share. None: no such tier.",
     )
     lookup_wait_ms: Annotated[int, Field(ge=0, le=60_000)] = Field(
         200,

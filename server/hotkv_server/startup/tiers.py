@@ -140,6 +140,17 @@ def shared_tiers(settings: Settings) -> list[tuple[str, str, MakeShared]]:
             return ValkeyTier(memory, valkey, on_epoch=relay)
 
         makers.append(("valkey", valkey.compress, make_valkey))
+    if (s3 := settings.tiers.s3) is not None:
+        from hotkv_server.tiers.s3.bucket import MissingError
+        from hotkv_server.tiers.s3.tier import S3Tier
+
+        def make_s3(memory: Region, fd: int, relay: EpochRelay) -> SharedTier:
+            try:
+                return S3Tier(memory, s3, on_epoch=relay)
+            except MissingError as error:
+                raise StartError(f"tiers.s3: {error}") from error
+
+        makers.append(("s3", s3.compress, make_s3))
     return makers
 
 

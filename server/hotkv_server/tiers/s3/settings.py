@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from hotkv_server.tiers.compression.settings import Compress
+
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*(/[0-9A-Za-z_-][0-9A-Za-z._-]*)*")
 _REGION = re.compile(r"[0-9A-Za-z-]{1,64}")
@@ -43,6 +45,7 @@ class S3Settings(BaseModel):
     ca_file: Path | None = Field(
         None, description="Authority that signs the store's certificate, besides the system's."
     )
+    compress: Compress = "off"
     connections: Annotated[int, Field(ge=1, le=64)] = Field(
         8, description="Calls to it at a time, with a thread each. Half of them may be writes."
     )
