@@ -193,3 +193,31 @@ def test_a_server_without_its_valkey_starts_and_serves(
     assert store(a.engine, chain) == {BlockResult.STORED}
     assert load(a.engine, chain, 0) is TransferStatus.DONE
     assert not a.counter("shared_up")
+
+
+def test_what_one_node_stores_in_a_bucket_another_loads(
+    nodes: tuple[SharingNode, SharingNode], tmp_path: Path
+) -> None:
+    """And a flush on one counts on both."""
+    pytest.importorskip("obstore", reason="obstore speaks S3")
+    from tests.tiers.s3_support import BUCKET
+    from tests.tiers.s3_support import running as running_s3
+
+    with running_s3(tmp_path) as s3:
+        settings = {
+            "bucket": BUCKET,
+            "endpoint": f"http://127.0.0.1:{s3.port}",
+            "credentials-file": str(s3.keys["hotkv"]),
+            "refresh-s": "0.2",
+        }
+        flags = [word for key, value in settings.items() for word in (f"--tiers.s3.{key}", value)]
+        a, b = (one.start_sharing(*flags) for one in nodes)
+        chain = hashes(CHAIN)
+        content = a.fill(chain)
+        wait_until(lambda: b.finds(chain), 20)
+        assert b.loads(chain, content)
+        assert b.counter("shared_fetched_blocks_total") == CHAIN
+        assert a.engine is not None
+        a.engine.session.flush().result(20)
+        assert not a.finds(chain)
+        wait_until(lambda: not b.finds(chain), 20)
