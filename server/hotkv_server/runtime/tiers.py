@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from hotkv_server.core import incremental
 from hotkv_server.core.arrays import rows
 from hotkv_server.core.cache import CacheCore
@@ -143,9 +145,11 @@ class Tiers:
     def lies_elsewhere(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
         """Which blocks are known to lie in a tier or on their way up, one mask a list."""
         # Of a tier that hangs nobody knows when it comes.
-        is_well = all(source.breaker.lets_pass for source in self._sources)
+        is_well = self._coming and all(source.breaker.lets_pass for source in self._sources)
         masks = [
-            self._core.arrivals.is_coming(key_space_id, one.group_index, one.hashes) & is_well
+            self._core.arrivals.is_coming(key_space_id, one.group_index, one.hashes)
+            if is_well
+            else np.zeros(len(one.hashes), np.bool_)
             for one in groups
         ]
         for source in self._sources:
@@ -210,6 +214,8 @@ class Tiers:
 
     def _under_way(self, key_space_id: int, groups: list[HashList]) -> list[Coming]:
         """Moves up of blocks of these lists, of tiers that don't hang."""
+        if not self._coming:
+            return []
         coming = [self._coming[n] for n in self._core.arrivals.numbers(key_space_id, groups)]
         return [one for one in coming if one.source.breaker.lets_pass]
 
