@@ -83,7 +83,7 @@ def events(client: AdminClient, options: argparse.Namespace) -> None:
     """Prints what is stored and removed, as it happens, until Ctrl-C."""
     shown = json.dumps if options.json else tables.event_line
     with contextlib.suppress(KeyboardInterrupt):
-        for items, lost in client.events(options.key_space, options.seconds):
+        for items, lost in client.events(options.key_space, options.seconds, tiers=True):
             for item in [*items, *([{"event": "lost", "count": lost}] if lost else [])]:
                 print(shown(item), flush=True)
 

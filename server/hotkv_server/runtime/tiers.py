@@ -22,12 +22,13 @@ from hotkv_server.core.moves import Move
 from hotkv_server.core.values import BoolMask, HashList, Int64s, Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.runtime.breaker import Breaker
+from hotkv_server.runtime.moved_events import OnReady, nobody
 from hotkv_server.runtime.session import LiveSession
 from hotkv_server.runtime.slices import slices
 from hotkv_server.runtime.tier_below import TierBelow
 from hotkv_server.runtime.tier_shared import TierShared
 from hotkv_server.runtime.tier_tasks import TierTasks, check_values, elsewhere, future, on_loop
-from hotkv_server.tiers.protocol import Blocks, Codes, Seals, Tier
+from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Seals, Tier
 
 log = logging.getLogger(__name__)
 
@@ -115,17 +116,25 @@ class Tiers:
         self._most_bytes = moving_bytes(core)
         self._tasks = TierTasks()
         self._tell: Callable[[], None] = lambda: None
+        self._on_ready: OnReady = nobody
 
     def __repr__(self) -> str:
         return f"Tiers({self._sources!r})"
 
-    def start(self, tell: Callable[[], None], flush: Callable[[int], Awaitable[int]]) -> None:
-        """Starts moving blocks. `tell` is called when blocks may have been evicted or condemned;
-        `flush` flushes a key space in this node alone."""
-        self._tell = tell
+    def start(
+        self,
+        tell: Callable[[], None],
+        flush: Callable[[int], Awaitable[int]],
+        on_ready: OnReady = nobody,
+    ) -> None:
+        """Starts moving blocks. `tell` is called when blocks may have been evicted or condemned,
+        `on_ready` when some have come to a tier or up from one; `flush` flushes a key space in this
+        node alone."""
+        self._tell, self._on_ready = tell, on_ready
         if self.below is not None:
-            self.below.start(self._tasks, tell)
+            self.below.start(self._tasks, tell, on_ready)
         for one in self.shared:
+            one.on_ready = on_ready
             one.start(self._tasks, tell, flush)
 
     async def close(self) -> None:
@@ -261,6 +270,7 @@ class Tiers:
         checks = await elsewhere(check_values, self._core, self._arena, move)
         self._up_bytes -= coming.num_bytes
         num_lost = source.end_up(move, codes, checks, time.monotonic())
+        self._on_ready(move.kept, Medium.CPU, "")
         if num_lost:
             log.error("tier=%s lost blocks=%d", source.tier.facts().name, num_lost)
         coming.done.set_result(None)
