@@ -480,10 +480,11 @@ class Tier(google.protobuf.message.Message):
     FREE_SLAB_COUNT_FIELD_NUMBER: builtins.int
     SLAB_BYTE_COUNT_FIELD_NUMBER: builtins.int
     REPRESENTATION_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    ACTIVITY_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """`host` or `disk`."""
+    """`host`, `disk`, or the name of a tier that nodes share."""
     capacity_byte_count: builtins.int
-    """Bytes it may hold: those that have memory."""
+    """Bytes it may hold: those that have memory. Zero if a tier that nodes share does not say."""
     used_byte_count: builtins.int
     """Bytes in slots that are reserved or ready."""
     pinned_byte_count: builtins.int
@@ -500,6 +501,10 @@ class Tier(google.protobuf.message.Message):
     def slab_classes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SlabClass]:
         """Slabs lent, per slot size."""
 
+    @property
+    def activity(self) -> Global___TierActivity:
+        """How the tier answers; unset for host memory."""
+
     def __init__(
         self,
         *,
@@ -512,10 +517,94 @@ class Tier(google.protobuf.message.Message):
         free_slab_count: builtins.int = ...,
         slab_byte_count: builtins.int = ...,
         representation_byte_count: builtins.int = ...,
+        activity: Global___TierActivity | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_count", b"block_count", "capacity_byte_count", b"capacity_byte_count", "free_slab_count", b"free_slab_count", "name", b"name", "pinned_byte_count", b"pinned_byte_count", "representation_byte_count", b"representation_byte_count", "slab_byte_count", b"slab_byte_count", "slab_classes", b"slab_classes", "used_byte_count", b"used_byte_count"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["activity", b"activity"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["activity", b"activity", "block_count", b"block_count", "capacity_byte_count", b"capacity_byte_count", "free_slab_count", b"free_slab_count", "name", b"name", "pinned_byte_count", b"pinned_byte_count", "representation_byte_count", b"representation_byte_count", "slab_byte_count", b"slab_byte_count", "slab_classes", b"slab_classes", "used_byte_count", b"used_byte_count"]) -> None: ...
 
 Global___Tier: typing_extensions.TypeAlias = Tier
+
+@typing.final
+class TierActivity(google.protobuf.message.Message):
+    """What a tier below host memory does, since the start unless a field says otherwise."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    IS_SHARED_FIELD_NUMBER: builtins.int
+    IS_UP_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    ASKED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    HIT_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    WRITTEN_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    READ_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    READ_COUNT_FIELD_NUMBER: builtins.int
+    READ_P50_S_FIELD_NUMBER: builtins.int
+    READ_P99_S_FIELD_NUMBER: builtins.int
+    READ_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    QUEUED_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    WAITING_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    LOST_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    FAILED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    BUDGET_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    BUDGET_LEFT_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    is_shared: builtins.bool
+    """Whether nodes share it; their blocks are not counted."""
+    is_up: builtins.bool
+    """Whether nothing is known against it."""
+    problem: builtins.str
+    """Why it can't be used, if it says so."""
+    asked_block_count: builtins.int
+    """Blocks that lookups asked for and no faster tier had."""
+    hit_block_count: builtins.int
+    """Those of them that it had."""
+    written_byte_count: builtins.int
+    """Bytes written to it."""
+    read_byte_count: builtins.int
+    """Bytes read from it."""
+    read_count: builtins.int
+    """Reads, each for all blocks that a lease asks for."""
+    read_p50_s: builtins.float
+    """Half of the last 1024 reads took at most so many seconds; zero before the first."""
+    read_p99_s: builtins.float
+    """99 % of them."""
+    read_bytes_per_s: builtins.float
+    """Bytes a second that one of them brought; zero if none has found any."""
+    queued_byte_count: builtins.int
+    """Bytes that it has been asked to read or write and has not yet."""
+    waiting_block_count: builtins.int
+    """Blocks in host memory that wait to be written to it."""
+    lost_block_count: builtins.int
+    """Blocks that it gave back damaged."""
+    failed_block_count: builtins.int
+    """Blocks whose reading or writing failed."""
+    budget_byte_count: builtins.int
+    """Most bytes that may be written to it in 24 hours; zero for no limit."""
+    budget_left_byte_count: builtins.int
+    """What is left of them."""
+    def __init__(
+        self,
+        *,
+        is_shared: builtins.bool = ...,
+        is_up: builtins.bool = ...,
+        problem: builtins.str = ...,
+        asked_block_count: builtins.int = ...,
+        hit_block_count: builtins.int = ...,
+        written_byte_count: builtins.int = ...,
+        read_byte_count: builtins.int = ...,
+        read_count: builtins.int = ...,
+        read_p50_s: builtins.float = ...,
+        read_p99_s: builtins.float = ...,
+        read_bytes_per_s: builtins.float = ...,
+        queued_byte_count: builtins.int = ...,
+        waiting_block_count: builtins.int = ...,
+        lost_block_count: builtins.int = ...,
+        failed_block_count: builtins.int = ...,
+        budget_byte_count: builtins.int = ...,
+        budget_left_byte_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asked_block_count", b"asked_block_count", "budget_byte_count", b"budget_byte_count", "budget_left_byte_count", b"budget_left_byte_count", "failed_block_count", b"failed_block_count", "hit_block_count", b"hit_block_count", "is_shared", b"is_shared", "is_up", b"is_up", "lost_block_count", b"lost_block_count", "problem", b"problem", "queued_byte_count", b"queued_byte_count", "read_byte_count", b"read_byte_count", "read_bytes_per_s", b"read_bytes_per_s", "read_count", b"read_count", "read_p50_s", b"read_p50_s", "read_p99_s", b"read_p99_s", "waiting_block_count", b"waiting_block_count", "written_byte_count", b"written_byte_count"]) -> None: ...
+
+Global___TierActivity: typing_extensions.TypeAlias = TierActivity
 
 @typing.final
 class SlabClass(google.protobuf.message.Message):

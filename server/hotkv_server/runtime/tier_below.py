@@ -16,6 +16,7 @@ from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime.breaker import Breaker
 from hotkv_server.runtime.events import DISK_TIER
 from hotkv_server.runtime.moved_events import OnReady, nobody
+from hotkv_server.runtime.tier_reads import TierReads
 from hotkv_server.runtime.tier_tasks import TierTasks, agreeing, blocks_of, future, on_loop
 from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Read, Seals, Tier, Write
 
@@ -34,6 +35,7 @@ class TierBelow:
         self.lower = core.lower
         self.tier = tier
         self.breaker = Breaker(tier)
+        self.reads = TierReads()
         self._core = core
         self._verifier = verifier
         self._most_bytes = min(MAX_DOWN_BYTES, moving_bytes)

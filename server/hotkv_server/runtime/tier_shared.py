@@ -23,6 +23,7 @@ from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime.breaker import Breaker
 from hotkv_server.runtime.moved_events import OnReady, nobody
 from hotkv_server.runtime.shared_epochs import EpochRelay, Flush, SharedEpochs
+from hotkv_server.runtime.tier_reads import TierReads
 from hotkv_server.runtime.tier_tasks import (
     TierTasks,
     agreeing,
@@ -73,6 +74,7 @@ class TierShared:
     ) -> None:
         self.tier = tier
         self.breaker = Breaker(tier)
+        self.reads = TierReads()
         self.name = tier.facts().name
         self.num_copied = self.num_refused = self.num_fetched = 0
         self.epochs = SharedEpochs(core, tier, self.breaker, relay)

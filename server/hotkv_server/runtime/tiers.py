@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from hotkv_server.core import incremental
 from hotkv_server.core.arrays import rows
 from hotkv_server.core.cache import CacheCore
@@ -26,9 +28,10 @@ from hotkv_server.runtime.moved_events import OnReady, nobody
 from hotkv_server.runtime.session import LiveSession
 from hotkv_server.runtime.slices import slices
 from hotkv_server.runtime.tier_below import TierBelow
+from hotkv_server.runtime.tier_reads import TierReads
 from hotkv_server.runtime.tier_shared import TierShared
 from hotkv_server.runtime.tier_tasks import TierTasks, check_values, elsewhere, future, on_loop
-from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Seals, Tier
+from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Read, Seals, Tier
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class Source(Protocol):
     memory already does not come."""
 
     breaker: Breaker
+    reads: TierReads
 
     @property
     def tier(self) -> Tier:
@@ -150,17 +154,28 @@ class Tiers:
     # Lookups
 
     def lies_elsewhere(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Which blocks are known to lie in a tier or on their way up, one mask a list."""
+        """Which blocks of a lookup are known to lie in a tier or on their way up, one mask a
+        list."""
         # Of a tier that hangs nobody knows when it comes.
         is_well = all(source.breaker.lets_pass for source in self._sources)
         masks = [
             self._core.arrivals.is_coming(key_space_id, one.group_index, one.hashes) & is_well
             for one in groups
         ]
+        lacking = []
+        for one, absent in zip(
+            groups, self._core.arrivals.absent(key_space_id, groups), strict=True
+        ):
+            lacking.append(np.isin(np.arange(len(one.hashes)), absent))
         for source in self._sources:
             if source.breaker.lets_pass:
-                for mask, here in zip(masks, source.lies_here(key_space_id, groups), strict=True):
+                found = source.lies_here(key_space_id, groups)
+                num_asked = sum(int(lack.sum()) for lack in lacking)
+                for mask, here, lack in zip(masks, found, lacking, strict=True):
                     mask |= here
+                    lack &= ~here
+                num_left = sum(int(lack.sum()) for lack in lacking)
+                source.reads.add_lookup(num_asked, num_asked - num_left)
         return masks
 
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
@@ -265,8 +280,11 @@ class Tiers:
     async def _read(self, coming: Coming, blocks: Blocks) -> None:
         source, move = coming.source, coming.move
         ended: asyncio.Future[tuple[Codes]] = future()
-        source.tier.read(blocks, time.monotonic() + UP_TIMEOUT_S, on_loop(ended))
+        began_s = time.monotonic()
+        source.tier.read(blocks, began_s + UP_TIMEOUT_S, on_loop(ended))
         (codes,) = await ended
+        num_found_bytes = int(blocks.num_bytes[codes == Read.FOUND].sum())
+        source.reads.add(time.monotonic() - began_s, num_found_bytes)
         checks = await elsewhere(check_values, self._core, self._arena, move)
         self._up_bytes -= coming.num_bytes
         num_lost = source.end_up(move, codes, checks, time.monotonic())
