@@ -277,11 +277,28 @@ def show_explain(answer: list[dict[str, Any]]) -> str:
     parts = []
     for space in answer:
         rows = [
-            (b["group_index"], b["depth"], b["block_hash"][:16], b["verdict"], b["detail"])
+            (
+                b["group_index"],
+                b["depth"],
+                b["block_hash"][:16],
+                b["verdict"],
+                b.get("tier") or "-",
+                b["detail"],
+            )
             for b in space["blocks"]
         ]
+        loads = "".join(f"{load_line(load)}\n" for load in space.get("loads", ()))
         parts.append(
-            f"key space {space['key_space_id']}: {space['summary']}\n"
-            + table(("group", "depth", "hash", "verdict", "detail"), rows)
+            f"key space {space['key_space_id']}: {space['summary']}\n{loads}"
+            + table(("group", "depth", "hash", "verdict", "tier", "detail"), rows)
         )
     return "\n\n".join(parts)
+
+
+def load_line(load: dict[str, Any]) -> str:
+    """What it takes to bring blocks of a hit up from a tier."""
+    time = f"about {load['load_s'] * 1e3:.1f} ms" if load["load_s"] else "time not measured yet"
+    return (
+        f"from {load['tier']}: {load['block_count']} blocks, {human_bytes(load['byte_count'])}, "
+        f"{time}"
+    )

@@ -12,6 +12,7 @@ from demo.processes import ChildError, Server, runtime_folder
 from hotkv_client import BlockResult, GroupHashes, TransferStatus, cli
 from hotkv_client.admin import AdminClient
 from hotkv_client.status_tables import show_status
+from hotkv_client.tables import show_explain
 from hotkv_client.testing import PagedEngine
 from tests.server.support import hashes
 from tests.server.test_life import wait_until
@@ -133,6 +134,14 @@ def test_the_command_line_says_what_lies_on_the_disk(place: Tiered) -> None:
         (told,) = admin.explain(hashes=b"".join(chains[0]))
         assert [block["verdict"] for block in told["blocks"]] == ["below"] * CHAIN
         assert told["hit_token_count"] == 16 * CHAIN
+        assert {block["tier"] for block in told["blocks"]} == {"disk"}
+        bytes_of_chain = CHAIN * SLOT_BYTES
+        assert told["loads"] == [
+            {"tier": "disk", "block_count": CHAIN, "byte_count": bytes_of_chain, "load_s": 0.0}
+        ]
+        assert f"from disk: {CHAIN} blocks, 3.8 MiB, time not measured yet" in show_explain([told])
+        (told,) = admin.explain(hashes=b"".join(chains[-1]))
+        assert {block["tier"] for block in told["blocks"]} == {"host"} and not told["loads"]
         tiers = admin.tiers()
         status = show_status(cli.status(admin, argparse.Namespace()))
     assert [(t["name"], t["block_count"]) for t in tiers][1] == ("disk", 6 * CHAIN)
@@ -154,7 +163,9 @@ def test_status_says_how_the_disk_answers(place: Tiered) -> None:
     assert place.loads(chains[0], contents[0])
     assert place.server is not None
     with AdminClient(place.server.target) as admin:
+        (told,) = admin.explain(hashes=b"".join(chains[1]))
         status = cli.status(admin, argparse.Namespace())
+    assert 0 < told["loads"][0]["load_s"] < 60 and " ms" in show_explain([told])
     (disk,) = [tier["activity"] for tier in status["tiers"] if tier["name"] == "disk"]
     assert disk["asked_block_count"] == disk["hit_block_count"] == CHAIN
     assert disk["read_byte_count"] == CHAIN * SLOT_BYTES

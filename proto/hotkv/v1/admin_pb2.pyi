@@ -1195,6 +1195,7 @@ class BlockExplanation(google.protobuf.message.Message):
     VERDICT_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
     BLOCK_VERDICT_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
     group_index: builtins.int
     """The group."""
     depth: builtins.int
@@ -1209,6 +1210,10 @@ class BlockExplanation(google.protobuf.message.Message):
     """More, for people."""
     block_verdict: Global___BlockVerdict.ValueType
     """Whether it would hit."""
+    tier: builtins.str
+    """Where it lies, the fastest place: `host`, `disk` or the name of a tier that nodes share; empty
+    for nowhere.
+    """
     def __init__(
         self,
         *,
@@ -1218,10 +1223,41 @@ class BlockExplanation(google.protobuf.message.Message):
         verdict: builtins.str = ...,
         detail: builtins.str = ...,
         block_verdict: Global___BlockVerdict.ValueType = ...,
+        tier: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "block_verdict", b"block_verdict", "depth", b"depth", "detail", b"detail", "group_index", b"group_index", "verdict", b"verdict"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "block_verdict", b"block_verdict", "depth", b"depth", "detail", b"detail", "group_index", b"group_index", "tier", b"tier", "verdict", b"verdict"]) -> None: ...
 
 Global___BlockExplanation: typing_extensions.TypeAlias = BlockExplanation
+
+@typing.final
+class TierLoad(google.protobuf.message.Message):
+    """What it takes to bring the blocks of a hit from one tier into host memory."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    BYTE_COUNT_FIELD_NUMBER: builtins.int
+    LOAD_S_FIELD_NUMBER: builtins.int
+    tier: builtins.str
+    """Name of the tier."""
+    block_count: builtins.int
+    """Blocks."""
+    byte_count: builtins.int
+    """Their bytes in slots."""
+    load_s: builtins.float
+    """Seconds at the rate of the tier's last reads; zero if none was measured yet."""
+    def __init__(
+        self,
+        *,
+        tier: builtins.str = ...,
+        block_count: builtins.int = ...,
+        byte_count: builtins.int = ...,
+        load_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_count", b"block_count", "byte_count", b"byte_count", "load_s", b"load_s", "tier", b"tier"]) -> None: ...
+
+Global___TierLoad: typing_extensions.TypeAlias = TierLoad
 
 @typing.final
 class KeySpaceExplanation(google.protobuf.message.Message):
@@ -1235,6 +1271,7 @@ class KeySpaceExplanation(google.protobuf.message.Message):
     LIMITING_GROUP_INDEX_FIELD_NUMBER: builtins.int
     BLOCKS_FIELD_NUMBER: builtins.int
     SUMMARY_FIELD_NUMBER: builtins.int
+    LOADS_FIELD_NUMBER: builtins.int
     key_space_id: builtins.int
     """The key space."""
     hit_token_count: builtins.int
@@ -1249,6 +1286,10 @@ class KeySpaceExplanation(google.protobuf.message.Message):
     def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockExplanation]:
         """Per block and group."""
 
+    @property
+    def loads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierLoad]:
+        """What the tokens that would hit need from tiers, in the order in which these are asked."""
+
     def __init__(
         self,
         *,
@@ -1258,8 +1299,9 @@ class KeySpaceExplanation(google.protobuf.message.Message):
         limiting_group_index: builtins.int = ...,
         blocks: collections.abc.Iterable[Global___BlockExplanation] | None = ...,
         summary: builtins.str = ...,
+        loads: collections.abc.Iterable[Global___TierLoad] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "hit_token_count", b"hit_token_count", "key_space_id", b"key_space_id", "limiting_group_index", b"limiting_group_index", "summary", b"summary", "token_count", b"token_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "hit_token_count", b"hit_token_count", "key_space_id", b"key_space_id", "limiting_group_index", b"limiting_group_index", "loads", b"loads", "summary", b"summary", "token_count", b"token_count"]) -> None: ...
 
 Global___KeySpaceExplanation: typing_extensions.TypeAlias = KeySpaceExplanation
 

@@ -34,6 +34,7 @@ class TierBelow:
         assert core.lower is not None, "a tier without places"
         self.lower = core.lower
         self.tier = tier
+        self.name = DISK_TIER
         self.breaker = Breaker(tier)
         self.reads = TierReads()
         self._core = core

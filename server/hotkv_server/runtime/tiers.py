@@ -40,6 +40,8 @@ MOVING_SHARE = 0.125
 MAX_WAITING = 256
 """Leases and lookups of one session that wait for tiers at a time; others get what is in host
 memory."""
+EXPLAIN_WAIT_S = 2.0
+"""Longest wait of an operator for shared tiers."""
 UP_TIMEOUT_S = 30.0
 """A tier need not begin a read any more after this long: the slots are wanted back."""
 
@@ -50,6 +52,7 @@ class Source(Protocol):
 
     breaker: Breaker
     reads: TierReads
+    name: str
 
     @property
     def tier(self) -> Tier:
@@ -86,6 +89,17 @@ class Coming:
     num_bytes: int
     done: "asyncio.Future[None]"
     num_waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lying:
+    """What lies in one tier of some lists: a mask a list. `is_up`: the tier can be read.
+    `bytes_per_s`: as of `TierReads`."""
+
+    name: str
+    masks: list[BoolMask]
+    is_up: bool
+    bytes_per_s: float
 
 
 @dataclass(slots=True)
@@ -193,6 +207,20 @@ class Tiers:
         until_s = time.monotonic() + self._lookup_wait_s
         with self._counted(session):
             await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self.shared))
+
+    async def find(self, key_space_id: int, groups: list[HashList]) -> list[Lying]:
+        """For operators: what lies in each tier. Asks shared tiers for what host memory lacks."""
+        until_s = time.monotonic() + EXPLAIN_WAIT_S
+        await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self.shared))
+        return [
+            Lying(
+                one.name,
+                one.lies_here(key_space_id, groups),
+                one.breaker.lets_pass,
+                one.reads.bytes_per_s(),
+            )
+            for one in self._sources
+        ]
 
     # Leases
 
