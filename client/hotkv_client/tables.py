@@ -198,7 +198,7 @@ def event_line(item: dict[str, Any]) -> str:
     head = f"{at}  key space {item['key_space_id']}  {item['event']}"
     if item["event"] == "cleared":
         return head
-    head += f"  {item['tier'] or 'host'}"
+    head += f"  {item['tier']}" if item.get("tier") else ""
     blocks = (
         f"  group {item['group_index']}  {item['block_count']} blocks, first {item['hashes'][:16]}"
     )

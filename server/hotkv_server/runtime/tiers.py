@@ -176,11 +176,10 @@ class Tiers:
             self._core.arrivals.is_coming(key_space_id, one.group_index, one.hashes) & is_well
             for one in groups
         ]
-        lacking = []
-        for one, absent in zip(
-            groups, self._core.arrivals.absent(key_space_id, groups), strict=True
-        ):
-            lacking.append(np.isin(np.arange(len(one.hashes)), absent))
+        lacking = [np.zeros(len(one.hashes), np.bool_) for one in groups]
+        absent = self._core.arrivals.absent(key_space_id, groups)
+        for lack, positions in zip(lacking, absent, strict=True):
+            lack[positions] = True
         for source in self._sources:
             if source.breaker.lets_pass:
                 found = source.lies_here(key_space_id, groups)
