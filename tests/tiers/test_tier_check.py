@@ -58,7 +58,7 @@ def test_a_folder_that_is_missing_is_missing_afterwards(
     assert main(["tiers", "check", "--json", *flags]) == 0
     assert not list(tmp_path.iterdir())
     said = json.loads(capsys.readouterr().out)
-    assert said["problems"] == {}
+    assert said["problems"] == said["left"] == {}
     assert [(one["block_bytes"], one["num_blocks"]) for one in said["timings"]] == SIZES
     assert all(one["write_ms"] > 0 and one["read_ms"] > 0 for one in said["timings"])
 
@@ -156,6 +156,19 @@ def test_blocks_that_are_lost_or_damaged_are_seen() -> None:
         assert not store.content
 
 
+def test_a_store_that_does_not_remove_blocks_works_and_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tier_check, "REMOVE_S", 0.1)
+    arena, store = tier_check._arena(), MemoryStore(places=False)
+    tier = SharedMemoryTier(arena, store)
+    monkeypatch.setattr(tier, "forget", lambda keys: None)
+    checked = tier_check.check_shared(tier, arena)
+    assert [(one.block_bytes, one.num_blocks) for one in checked.timings] == SIZES
+    (fingerprint,) = store.epochs
+    assert checked.left.startswith("works, but 40 keys") and fingerprint in checked.left
+
+
 @pytest.fixture
 def valkey(tmp_path: Path) -> Iterator[Server]:
     with running(tmp_path / "valkey") as server:
@@ -173,6 +186,7 @@ def test_a_store_that_others_use_is_left_as_it_was(
     assert sorted(client.keys()) == [b"hotkv/1/abc/7/0/hash", b"hotkv/1/abc/epoch"]
     assert client.get(b"hotkv/1/abc/epoch") == b"7"
     said = json.loads(capsys.readouterr().out)
+    assert said["problems"] == said["left"] == {}
     assert [(one["tier"], one["block_bytes"]) for one in said["timings"]] == [
         ("valkey", size) for size, _ in SIZES
     ]
