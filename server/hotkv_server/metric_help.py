@@ -67,6 +67,17 @@ HELP: dict[str, str] = {
     "tier_queued_bytes": "Bytes that the tier has been asked to read or write and has not yet.",
     "tier_waiting_blocks": "Blocks in host memory that wait to be written to the tier. If it stays "
     "high, the tier is slower than the engines store.",
+    "shared_copied_blocks_total": "Blocks that shared tiers have, written by this node or there "
+    "already.",
+    "shared_refused_blocks_total": "Blocks that shared tiers did not take: full, away, no epoch.",
+    "shared_fetched_blocks_total": "Blocks that came from shared tiers for a request.",
+    "shared_read_bytes_total": "Bytes of blocks read from shared tiers.",
+    "shared_written_bytes_total": "Bytes of blocks written to shared tiers.",
+    "shared_corrupt_blocks_total": "Blocks of shared tiers that were damaged or foreign: a miss.",
+    "shared_failed_blocks_total": "Blocks whose reading or writing in a shared tier failed.",
+    "shared_queued_bytes": "Bytes that shared tiers were asked to read or write and have not yet.",
+    "shared_waiting_blocks": "Blocks in host memory that wait to be copied to shared tiers.",
+    "shared_up": "1 if there are shared tiers and nothing is known against any.",
     "tier_up": "1 if there is a tier and nothing is known against it.",
     "tier_asked_blocks_total": "Blocks that lookups asked for and host memory lacked, while the "
     "tier was up.",
@@ -75,25 +86,9 @@ HELP: dict[str, str] = {
     "tier_budget_left_bytes": "Bytes that are left of the budget. At 0 nothing is written.",
     "tier_read_seconds": "How long reads from each tier took, a read for all blocks that a lease "
     "asks it for.",
-    # Tiers that nodes share, all together
-    "shared_copied_blocks_total": "Blocks that were copied to shared tiers.",
-    "shared_refused_blocks_total": "Blocks that shared tiers did not take: full, away, or without "
-    "an epoch for their key space.",
-    "shared_fetched_blocks_total": "Blocks that came from shared tiers for a request.",
-    "shared_read_bytes_total": "Bytes read from shared tiers.",
-    "shared_written_bytes_total": "Bytes written to shared tiers.",
-    "shared_corrupt_blocks_total": "Blocks that came damaged from shared tiers. If it grows, look "
-    "at the store.",
-    "shared_failed_blocks_total": "Blocks whose reading or writing failed. If it grows, the log "
-    "says why.",
     "shared_asked_blocks_total": "Blocks that lookups asked for and neither host memory nor a tier "
     "before had.",
     "shared_hit_blocks_total": "Blocks of these that were found in shared tiers.",
-    "shared_queued_bytes": "Bytes that shared tiers have been asked to read or write and have not "
-    "yet.",
-    "shared_waiting_blocks": "Blocks in host memory that wait to be copied. If it stays high, a "
-    "store is slower than the engines store.",
-    "shared_up": "1 if there are shared tiers and nothing is known against any.",
     # Residencies
     "residencies": "Requests whose blocks stay in the arena as long as they run.",
     "residencies_opened_total": "Residencies that were opened.",
