@@ -224,6 +224,7 @@ TESTS: dict[str, str] = {
 """The tests of a file: those of the longest entry that its path begins with, quick ones first."""
 LEFT_OUT = (
     "client/hotkv_client/cli.py",
+    "client/hotkv_client/status_tables.py",
     "client/hotkv_client/tables.py",
     "client/hotkv_client/__init__.py",
     "connector_vllm/hotkv_vllm/sparse/",

@@ -110,11 +110,11 @@ def watch_requests(
 
 
 def subscribe(
-    channel: grpc.Channel, key_space_id: int, seconds: float, metadata: Metadata
+    channel: grpc.Channel, key_space_id: int, seconds: float, tiers: bool, metadata: Metadata
 ) -> Iterator[tuple[list[dict[str, Any]], int]]:
     """Events as they come, as plain values, and how many were missed after them; first an empty
-    answer. `seconds` 0 for ever."""
-    request = events_pb2.SubscribeRequest(key_space_id=key_space_id)
+    answer. `seconds` 0 for ever. `tiers`: also of blocks in tiers."""
+    request = events_pb2.SubscribeRequest(key_space_id=key_space_id, tiers=tiers)
     stream = events_pb2_grpc.EventServiceStub(channel).Subscribe(
         request, timeout=seconds or None, metadata=metadata
     )
@@ -125,6 +125,9 @@ def subscribe(
 def _plain_event(event: events_pb2.Event) -> dict[str, Any]:
     kind = str(event.WhichOneof("body"))
     fields = plain(getattr(event, kind))
+    if "medium" in fields:
+        # Servers that know no tiers name no medium.
+        fields["medium"] = fields["medium"].removeprefix("MEDIUM_").replace("UNSPECIFIED", "CPU")
     if kind == "stored":
         fields["token_ids"] = np.frombuffer(event.stored.token_ids, "<i4").tolist()
         fields["extra_keys"] = [

@@ -103,11 +103,11 @@ class AdminClient:
         return _admin_wire.watch_requests(self._channel, key_space_id, seconds, self._metadata)
 
     def events(
-        self, key_space_id: int = 0, seconds: float = 0
+        self, key_space_id: int = 0, seconds: float = 0, *, tiers: bool = False
     ) -> Iterator[tuple[list[dict[str, Any]], int]]:
         """Events as they come, and how many were missed after them. First answer and end as for
-        `watch_requests`."""
-        return _admin_wire.subscribe(self._channel, key_space_id, seconds, self._metadata)
+        `watch_requests`. `tiers`: also of blocks in tiers; else of host memory only."""
+        return _admin_wire.subscribe(self._channel, key_space_id, seconds, tiers, self._metadata)
 
     def drain(self, timeout_s: float = 0) -> dict[str, Any]:
         """Begins to drain; the server stops when all has ended or the time is up."""

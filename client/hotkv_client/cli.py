@@ -13,7 +13,7 @@ from typing import Any
 
 from hotkv.counters import SPARSE_COUNTERS, sparse_figures
 from hotkv.errors import HotKVError
-from hotkv_client import recorder, residency_tables, tables
+from hotkv_client import recorder, residency_tables, status_tables, tables
 from hotkv_client.admin import DEFAULT_TARGET, AdminClient
 from hotkv_client.types import Credentials
 
@@ -83,7 +83,7 @@ def events(client: AdminClient, options: argparse.Namespace) -> None:
     """Prints what is stored and removed, as it happens, until Ctrl-C."""
     shown = json.dumps if options.json else tables.event_line
     with contextlib.suppress(KeyboardInterrupt):
-        for items, lost in client.events(options.key_space, options.seconds):
+        for items, lost in client.events(options.key_space, options.seconds, tiers=True):
             for item in [*items, *([{"event": "lost", "count": lost}] if lost else [])]:
                 print(shown(item), flush=True)
 
@@ -147,7 +147,7 @@ def parse_prompt(words: Sequence[str]) -> tuple[bytes, bytes]:
 
 
 COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
-    "status": (status, tables.show_status),
+    "status": (status, status_tables.show_status),
     "devices": (devices, tables.show_devices),
     "ping": (
         ping,

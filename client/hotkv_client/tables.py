@@ -44,114 +44,6 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def show_status(answer: dict[str, Any]) -> str:
-    counters = answer["counters"]
-    acquired, missed = (
-        counters.get("acquired_blocks_total", 0),
-        counters.get("missed_blocks_total", 0),
-    )
-    rate = f"{acquired / (acquired + missed):.1%}" if acquired + missed else "-"
-    moved = {name: human_bytes(counters[f"{name}_bytes_total"]) for name in ("stored", "loaded")}
-    parts = [
-        f"hotkv-server {answer['version']}  pid {answer['pid']}  {answer['state']}  "
-        f"up {human_seconds(answer['uptime_s'])}  epoch {answer['epoch']:x}",
-        f"sessions {len(answer['sessions'])}  stored {moved['stored']}  loaded {moved['loaded']} "
-        f" leased blocks found {rate}  "
-        f"evicted {counters['evicted_blocks_total']:.0f}  no space "
-        f"{counters['no_space_blocks_total']:.0f}",
-        *([gpu_line(answer["devices"])] if answer["devices"]["devices"] else []),
-        *residency_line(counters),
-        *tier_line(counters),
-        loop_line(counters, answer["loop_held_by"]),
-        "",
-        table(
-            ("tier", "used", "capacity", "share", "pinned", "representations", "blocks"),
-            [
-                (
-                    t["name"],
-                    human_bytes(t["used_byte_count"]),
-                    human_bytes(t["capacity_byte_count"]),
-                    f"{t['used_byte_count'] / max(1, t['capacity_byte_count']):.1%}",
-                    human_bytes(t["pinned_byte_count"]),
-                    human_bytes(t["representation_byte_count"]),
-                    t["block_count"],
-                )
-                for t in answer["tiers"]
-            ],
-        ),
-        "",
-        table(
-            ("key space", "model", "dtype", "groups", "blocks", "fingerprint"),
-            [
-                (
-                    k["key_space_id"],
-                    k["key_space"]["model"],
-                    k["key_space"]["dtype"],
-                    len(k["key_space"]["groups"]),
-                    k["block_count"],
-                    k["fingerprint"][:12],
-                )
-                for k in answer["key_spaces"]
-            ],
-        ),
-    ]
-    return "\n".join(parts)
-
-
-def tier_line(counters: dict[str, Any]) -> list[str]:
-    """One line on what moved between host memory and the tier below; none without a tier."""
-    if not counters.get("tier_capacity_bytes"):
-        return []
-    moved = {way: human_bytes(counters[f"tier_{way}_bytes_total"]) for way in ("written", "read")}
-    blocks = {
-        name: f"{counters[f'tier_{name}']:.0f}"
-        for name in ("lost_blocks_total", "failed_blocks_total", "waiting_blocks")
-    }
-    return [
-        f"disk {'up' if counters['tier_up'] else 'DOWN'}  written {moved['written']}  read "
-        f"{moved['read']}  waiting {blocks['waiting_blocks']}  lost {blocks['lost_blocks_total']}  "
-        f"failed {blocks['failed_blocks_total']}"
-    ]
-
-
-def residency_line(counters: dict[str, Any]) -> list[str]:
-    """One line on residencies; none if there are and were none."""
-    names = ("residencies", "residencies_waiting", "residency_grace_bytes")
-    if not any(counters.get(name) for name in names):
-        return []
-    pinned, promised, bound, grace = (
-        counters[f"residency_{name}_bytes"] for name in ("pinned", "promised", "bound", "grace")
-    )
-    waiting = counters["residencies_waiting"]
-    return [
-        f"residencies {counters['residencies']:.0f}  pinned {human_bytes(pinned)}  promised "
-        f"{human_bytes(promised)}  of at most {human_bytes(bound)}"
-        + (f"  engines that wait {waiting:.0f}" if waiting else "")
-        + (f"  kept after the restart {human_bytes(grace)}" if grace else "")
-    ]
-
-
-def loop_line(counters: dict[str, Any], held_by: str) -> str:
-    """One line: the lateness of the server's event loop in the last minute."""
-    p50, p99, longest = (
-        f"{counters[f'loop_lag_{name}_seconds'] * 1e3:.1f} ms" for name in ("p50", "p99", "longest")
-    )
-    return (
-        f"event loop late by {p50} (p50), {p99} (p99), {longest} "
-        f"(longest{', in ' + held_by if held_by else ''})"
-    )
-
-
-def gpu_line(answer: dict[str, Any]) -> str:
-    """GPUs in one line; `hotkv devices` says more."""
-    problems = [d["problem"] for d in answer["devices"] if d["problem"]]
-    why = f"  {answer['registering_error']}" if answer["registering_error"] else ""
-    return (
-        f"GPUs {len(answer['devices'])}  arena registered "
-        f"{human_bytes(answer['registered_byte_count'])}{why}  "
-    ) + ("; ".join(problems) or "all copy")
-
-
 def show_devices(answer: dict[str, Any]) -> str:
     if not answer["devices"]:
         return f"no devices: {answer['why_none']}"
@@ -306,6 +198,7 @@ def event_line(item: dict[str, Any]) -> str:
     head = f"{at}  key space {item['key_space_id']}  {item['event']}"
     if item["event"] == "cleared":
         return head
+    head += f"  {item['tier']}" if item.get("tier") else ""
     blocks = (
         f"  group {item['group_index']}  {item['block_count']} blocks, first {item['hashes'][:16]}"
     )
@@ -384,11 +277,28 @@ def show_explain(answer: list[dict[str, Any]]) -> str:
     parts = []
     for space in answer:
         rows = [
-            (b["group_index"], b["depth"], b["block_hash"][:16], b["verdict"], b["detail"])
+            (
+                b["group_index"],
+                b["depth"],
+                b["block_hash"][:16],
+                b["verdict"],
+                b.get("tier") or "-",
+                b["detail"],
+            )
             for b in space["blocks"]
         ]
+        loads = "".join(f"{load_line(load)}\n" for load in space.get("loads", ()))
         parts.append(
-            f"key space {space['key_space_id']}: {space['summary']}\n"
-            + table(("group", "depth", "hash", "verdict", "detail"), rows)
+            f"key space {space['key_space_id']}: {space['summary']}\n{loads}"
+            + table(("group", "depth", "hash", "verdict", "tier", "detail"), rows)
         )
     return "\n\n".join(parts)
+
+
+def load_line(load: dict[str, Any]) -> str:
+    """What it takes to bring blocks of a hit up from a tier."""
+    time = f"about {load['load_s'] * 1e3:.1f} ms" if load["load_s"] else "time not measured yet"
+    return (
+        f"from {load['tier']}: {load['block_count']} blocks, {human_bytes(load['byte_count'])}, "
+        f"{time}"
+    )

@@ -1,5 +1,5 @@
-"""`hotkv-server`: run the server, check its configuration, compile its kernels, look after arenas,
-or simulate a cache over a trace."""
+"""`hotkv-server`: run the server, check its configuration and its tiers, compile its kernels, look
+after arenas, or simulate a cache over a trace."""
 
 import argparse
 import asyncio
@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import hotkv
 from hotkv import native
@@ -57,11 +58,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="list arenas in shared memory, and give back the memory of those whose server is gone",
     )
     arenas.add_arguments(left)
+    tiers = commands.add_parser("tiers", help="try the tiers of the settings, without a server")
+    check = tiers.add_subparsers(dest="action", required=True).add_parser(
+        "check",
+        help="write, read, compare and remove some blocks in each tier",
+        epilog="Every other flag is a setting, as of `hotkv-server run`.",
+    )
+    check.add_argument("--config", type=Path, help="TOML file with settings")
+    check.add_argument("--json", action="store_true", help="print JSON")
     simulate = commands.add_parser("simulate", help="say what a cache would have hit in a trace")
     simulation.add_arguments(simulate)
     known, flags = parser.parse_known_args(arguments)
     if known.command == "run":
         return _run(known, flags)
+    if known.command == "tiers":
+        return _check_tiers(known, flags)
     if flags:
         parser.error(f"unknown arguments: {' '.join(flags)}")
     if known.command == "compile":
@@ -83,14 +94,26 @@ def _compile() -> int:
     return 0
 
 
+def _check_tiers(options: argparse.Namespace, flags: list[str]) -> int:
+    try:
+        from hotkv_server import tier_check
+    except ImportError as missing:
+        _exit_without_extra(missing)
+    return tier_check.run(options, flags)
+
+
+def _exit_without_extra(missing: ImportError) -> NoReturn:
+    sys.exit(
+        f"hotkv-server: {missing.name} is not installed: the server needs its extra, pip "
+        "install 'hotkv[server]'"
+    )
+
+
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
     try:
         from hotkv_server.settings import load_settings, print_error
     except ImportError as missing:
-        sys.exit(
-            f"hotkv-server: {missing.name} is not installed: the server needs its extra, pip "
-            "install 'hotkv[server]'"
-        )
+        _exit_without_extra(missing)
     try:
         settings = load_settings(
             options.config, ["--help"] if options.help_settings else flags, "hotkv-server run"

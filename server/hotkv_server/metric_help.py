@@ -79,6 +79,16 @@ HELP: dict[str, str] = {
     "shared_waiting_blocks": "Blocks in host memory that wait to be copied to shared tiers.",
     "shared_up": "1 if there are shared tiers and nothing is known against any.",
     "tier_up": "1 if there is a tier and nothing is known against it.",
+    "tier_asked_blocks_total": "Blocks that lookups asked for and host memory lacked, while the "
+    "tier was up.",
+    "tier_hit_blocks_total": "Blocks of these that lay in the tier.",
+    "tier_budget_bytes": "Most bytes that may be written to the tier in 24 hours; 0 for no limit.",
+    "tier_budget_left_bytes": "Bytes that are left of the budget. At 0 nothing is written.",
+    "tier_read_seconds": "How long reads from each tier took, a read for all blocks that a lease "
+    "asks it for.",
+    "shared_asked_blocks_total": "Blocks that lookups asked for and neither host memory nor a tier "
+    "before had.",
+    "shared_hit_blocks_total": "Blocks of these that were found in shared tiers.",
     # Residencies
     "residencies": "Requests whose blocks stay in the arena as long as they run.",
     "residencies_opened_total": "Residencies that were opened.",

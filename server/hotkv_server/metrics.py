@@ -18,9 +18,11 @@ from hotkv.counters import SPARSE_COUNTERS
 from hotkv.errors import Reason
 from hotkv_server.device.devices import Devices
 from hotkv_server.metric_help import HELP, SPARSE_LAYER_HELP
+from hotkv_server.runtime import tier_figures
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.sparse import SparseDecode
 from hotkv_server.runtime.stats import census, counters, gauges
+from hotkv_server.runtime.tier_reads import READ_BOUNDS_S
 from hotkv_server.sparse.figures import LATENCY_BOUNDS_S
 
 
@@ -40,6 +42,7 @@ class NodeCollector(Collector):
             *_sparse_metrics(self._node.sparse),
             _refusals(self._node),
             *_device_metrics(self._node.devices),
+            _tier_reads(self._node),
         ]
 
     def collect(self) -> list[Metric]:
@@ -74,6 +77,17 @@ def _refusals(node: Node) -> Metric:
     family = _counter("refused_by_reason_total", labels=("reason",))
     for reason in Reason:
         family.add_metric([reason.name.lower()], float(node.refusals[reason]))
+    return family
+
+
+def _tier_reads(node: Node) -> Metric:
+    """How long reads from each tier took."""
+    name = "tier_read_seconds"
+    family = HistogramMetricFamily(f"hotkv_{name}", _help(name), labels=["tier"])
+    bounds = [*map(str, READ_BOUNDS_S), "+Inf"]
+    for tier in tier_figures.states(node.tiers):
+        sums = list(zip(bounds, itertools.accumulate(tier.reads.counts), strict=True))
+        family.add_metric([tier.name], sums, tier.reads.sum_s)
     return family
 
 

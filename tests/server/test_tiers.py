@@ -11,7 +11,8 @@ import pytest
 from demo.processes import ChildError, Server, runtime_folder
 from hotkv_client import BlockResult, GroupHashes, TransferStatus, cli
 from hotkv_client.admin import AdminClient
-from hotkv_client.tables import show_status
+from hotkv_client.status_tables import show_status
+from hotkv_client.tables import show_explain
 from hotkv_client.testing import PagedEngine
 from tests.server.support import hashes
 from tests.server.test_life import wait_until
@@ -133,11 +134,48 @@ def test_the_command_line_says_what_lies_on_the_disk(place: Tiered) -> None:
         (told,) = admin.explain(hashes=b"".join(chains[0]))
         assert [block["verdict"] for block in told["blocks"]] == ["below"] * CHAIN
         assert told["hit_token_count"] == 16 * CHAIN
+        assert {block["tier"] for block in told["blocks"]} == {"disk"}
+        bytes_of_chain = CHAIN * SLOT_BYTES
+        assert told["loads"] == [
+            {"tier": "disk", "block_count": CHAIN, "byte_count": bytes_of_chain, "load_s": 0.0}
+        ]
+        assert f"from disk: {CHAIN} blocks, 3.8 MiB, time not measured yet" in show_explain([told])
+        (told,) = admin.explain(hashes=b"".join(chains[-1]))
+        assert {block["tier"] for block in told["blocks"]} == {"host"} and not told["loads"]
         tiers = admin.tiers()
         status = show_status(cli.status(admin, argparse.Namespace()))
     assert [(t["name"], t["block_count"]) for t in tiers][1] == ("disk", 6 * CHAIN)
-    assert "disk up  written 22.5 MiB" in status and "disk  " in status
+    disk = tiers[1]["activity"]
+    assert (disk["is_up"], disk["is_shared"], disk["problem"]) == (True, False, "")
+    assert disk["written_byte_count"] == 6 * CHAIN * SLOT_BYTES
+    assert (disk["read_count"], disk["budget_byte_count"]) == (0, 0)
+    row = next(line for line in status.splitlines() if line.startswith("disk "))
+    assert row.split()[1:6] == ["up", "22.5", "MiB", "64.0", "MiB"]
+    assert row.endswith("no limit")
     assert engine.session.connected
+
+
+def test_status_says_how_the_disk_answers(place: Tiered) -> None:
+    place.start_tiered("--tiers.disk.write-gb-per-day", "1e5")
+    place.connect()
+    chains = [hashes(CHAIN) for _ in range(6)]
+    contents = [place.fill(chain) for chain in chains]
+    assert place.loads(chains[0], contents[0])
+    assert place.server is not None
+    with AdminClient(place.server.target) as admin:
+        (told,) = admin.explain(hashes=b"".join(chains[1]))
+        status = cli.status(admin, argparse.Namespace())
+    assert 0 < told["loads"][0]["load_s"] < 60 and " ms" in show_explain([told])
+    (disk,) = [tier["activity"] for tier in status["tiers"] if tier["name"] == "disk"]
+    assert disk["asked_block_count"] == disk["hit_block_count"] == CHAIN
+    assert disk["read_byte_count"] == CHAIN * SLOT_BYTES
+    assert disk["read_count"] >= 1 and 0 < disk["read_p50_s"] <= disk["read_p99_s"] < 20
+    assert disk["read_bytes_per_s"] > 0
+    assert disk["budget_byte_count"] == 10**14
+    assert disk["budget_left_byte_count"] == 10**14 - 6 * CHAIN * SLOT_BYTES
+    assert status["counters"]["tier_budget_left_bytes"] == disk["budget_left_byte_count"]
+    row = next(line for line in show_status(status).splitlines() if line.startswith("disk "))
+    assert "100.0%" in row and row.endswith("90.9 TiB")
 
 
 def test_a_flush_reaches_the_disk(place: Tiered) -> None:

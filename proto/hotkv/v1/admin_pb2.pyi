@@ -480,10 +480,11 @@ class Tier(google.protobuf.message.Message):
     FREE_SLAB_COUNT_FIELD_NUMBER: builtins.int
     SLAB_BYTE_COUNT_FIELD_NUMBER: builtins.int
     REPRESENTATION_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    ACTIVITY_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """`host` or `disk`."""
+    """`host`, `disk`, or the name of a tier that nodes share."""
     capacity_byte_count: builtins.int
-    """Bytes it may hold: those that have memory."""
+    """Bytes it may hold: those that have memory. Zero if a tier that nodes share does not say."""
     used_byte_count: builtins.int
     """Bytes in slots that are reserved or ready."""
     pinned_byte_count: builtins.int
@@ -500,6 +501,10 @@ class Tier(google.protobuf.message.Message):
     def slab_classes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SlabClass]:
         """Slabs lent, per slot size."""
 
+    @property
+    def activity(self) -> Global___TierActivity:
+        """How the tier answers; unset for host memory."""
+
     def __init__(
         self,
         *,
@@ -512,10 +517,94 @@ class Tier(google.protobuf.message.Message):
         free_slab_count: builtins.int = ...,
         slab_byte_count: builtins.int = ...,
         representation_byte_count: builtins.int = ...,
+        activity: Global___TierActivity | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_count", b"block_count", "capacity_byte_count", b"capacity_byte_count", "free_slab_count", b"free_slab_count", "name", b"name", "pinned_byte_count", b"pinned_byte_count", "representation_byte_count", b"representation_byte_count", "slab_byte_count", b"slab_byte_count", "slab_classes", b"slab_classes", "used_byte_count", b"used_byte_count"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["activity", b"activity"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["activity", b"activity", "block_count", b"block_count", "capacity_byte_count", b"capacity_byte_count", "free_slab_count", b"free_slab_count", "name", b"name", "pinned_byte_count", b"pinned_byte_count", "representation_byte_count", b"representation_byte_count", "slab_byte_count", b"slab_byte_count", "slab_classes", b"slab_classes", "used_byte_count", b"used_byte_count"]) -> None: ...
 
 Global___Tier: typing_extensions.TypeAlias = Tier
+
+@typing.final
+class TierActivity(google.protobuf.message.Message):
+    """What a tier below host memory does, since the start unless a field says otherwise."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    IS_SHARED_FIELD_NUMBER: builtins.int
+    IS_UP_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    ASKED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    HIT_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    WRITTEN_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    READ_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    READ_COUNT_FIELD_NUMBER: builtins.int
+    READ_P50_S_FIELD_NUMBER: builtins.int
+    READ_P99_S_FIELD_NUMBER: builtins.int
+    READ_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    QUEUED_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    WAITING_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    LOST_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    FAILED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    BUDGET_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    BUDGET_LEFT_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    is_shared: builtins.bool
+    """Whether nodes share it; their blocks are not counted."""
+    is_up: builtins.bool
+    """Whether nothing is known against it."""
+    problem: builtins.str
+    """Why it can't be used, if it says so."""
+    asked_block_count: builtins.int
+    """Blocks that lookups asked for and no faster tier had."""
+    hit_block_count: builtins.int
+    """Those of them that it had."""
+    written_byte_count: builtins.int
+    """Bytes written to it."""
+    read_byte_count: builtins.int
+    """Bytes read from it."""
+    read_count: builtins.int
+    """Reads, each for all blocks that a lease asks for."""
+    read_p50_s: builtins.float
+    """Half of the last 1024 reads took at most so many seconds; zero before the first."""
+    read_p99_s: builtins.float
+    """99 % of them."""
+    read_bytes_per_s: builtins.float
+    """Bytes a second that one of them brought; zero if none has found any."""
+    queued_byte_count: builtins.int
+    """Bytes that it has been asked to read or write and has not yet."""
+    waiting_block_count: builtins.int
+    """Blocks in host memory that wait to be written to it."""
+    lost_block_count: builtins.int
+    """Blocks that it gave back damaged."""
+    failed_block_count: builtins.int
+    """Blocks whose reading or writing failed."""
+    budget_byte_count: builtins.int
+    """Most bytes that may be written to it in 24 hours; zero for no limit."""
+    budget_left_byte_count: builtins.int
+    """What is left of them."""
+    def __init__(
+        self,
+        *,
+        is_shared: builtins.bool = ...,
+        is_up: builtins.bool = ...,
+        problem: builtins.str = ...,
+        asked_block_count: builtins.int = ...,
+        hit_block_count: builtins.int = ...,
+        written_byte_count: builtins.int = ...,
+        read_byte_count: builtins.int = ...,
+        read_count: builtins.int = ...,
+        read_p50_s: builtins.float = ...,
+        read_p99_s: builtins.float = ...,
+        read_bytes_per_s: builtins.float = ...,
+        queued_byte_count: builtins.int = ...,
+        waiting_block_count: builtins.int = ...,
+        lost_block_count: builtins.int = ...,
+        failed_block_count: builtins.int = ...,
+        budget_byte_count: builtins.int = ...,
+        budget_left_byte_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asked_block_count", b"asked_block_count", "budget_byte_count", b"budget_byte_count", "budget_left_byte_count", b"budget_left_byte_count", "failed_block_count", b"failed_block_count", "hit_block_count", b"hit_block_count", "is_shared", b"is_shared", "is_up", b"is_up", "lost_block_count", b"lost_block_count", "problem", b"problem", "queued_byte_count", b"queued_byte_count", "read_byte_count", b"read_byte_count", "read_bytes_per_s", b"read_bytes_per_s", "read_count", b"read_count", "read_p50_s", b"read_p50_s", "read_p99_s", b"read_p99_s", "waiting_block_count", b"waiting_block_count", "written_byte_count", b"written_byte_count"]) -> None: ...
+
+Global___TierActivity: typing_extensions.TypeAlias = TierActivity
 
 @typing.final
 class SlabClass(google.protobuf.message.Message):
@@ -1106,6 +1195,7 @@ class BlockExplanation(google.protobuf.message.Message):
     VERDICT_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
     BLOCK_VERDICT_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
     group_index: builtins.int
     """The group."""
     depth: builtins.int
@@ -1120,6 +1210,10 @@ class BlockExplanation(google.protobuf.message.Message):
     """More, for people."""
     block_verdict: Global___BlockVerdict.ValueType
     """Whether it would hit."""
+    tier: builtins.str
+    """Where it lies, the fastest place: `host`, `disk` or the name of a tier that nodes share; empty
+    for nowhere.
+    """
     def __init__(
         self,
         *,
@@ -1129,10 +1223,41 @@ class BlockExplanation(google.protobuf.message.Message):
         verdict: builtins.str = ...,
         detail: builtins.str = ...,
         block_verdict: Global___BlockVerdict.ValueType = ...,
+        tier: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "block_verdict", b"block_verdict", "depth", b"depth", "detail", b"detail", "group_index", b"group_index", "verdict", b"verdict"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "block_verdict", b"block_verdict", "depth", b"depth", "detail", b"detail", "group_index", b"group_index", "tier", b"tier", "verdict", b"verdict"]) -> None: ...
 
 Global___BlockExplanation: typing_extensions.TypeAlias = BlockExplanation
+
+@typing.final
+class TierLoad(google.protobuf.message.Message):
+    """What it takes to bring the blocks of a hit from one tier into host memory."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    BYTE_COUNT_FIELD_NUMBER: builtins.int
+    LOAD_S_FIELD_NUMBER: builtins.int
+    tier: builtins.str
+    """Name of the tier."""
+    block_count: builtins.int
+    """Blocks."""
+    byte_count: builtins.int
+    """Their bytes in slots."""
+    load_s: builtins.float
+    """Seconds at the rate of the tier's last reads; zero if none was measured yet."""
+    def __init__(
+        self,
+        *,
+        tier: builtins.str = ...,
+        block_count: builtins.int = ...,
+        byte_count: builtins.int = ...,
+        load_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_count", b"block_count", "byte_count", b"byte_count", "load_s", b"load_s", "tier", b"tier"]) -> None: ...
+
+Global___TierLoad: typing_extensions.TypeAlias = TierLoad
 
 @typing.final
 class KeySpaceExplanation(google.protobuf.message.Message):
@@ -1146,6 +1271,7 @@ class KeySpaceExplanation(google.protobuf.message.Message):
     LIMITING_GROUP_INDEX_FIELD_NUMBER: builtins.int
     BLOCKS_FIELD_NUMBER: builtins.int
     SUMMARY_FIELD_NUMBER: builtins.int
+    LOADS_FIELD_NUMBER: builtins.int
     key_space_id: builtins.int
     """The key space."""
     hit_token_count: builtins.int
@@ -1160,6 +1286,10 @@ class KeySpaceExplanation(google.protobuf.message.Message):
     def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockExplanation]:
         """Per block and group."""
 
+    @property
+    def loads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierLoad]:
+        """What the tokens that would hit need from tiers, in the order in which these are asked."""
+
     def __init__(
         self,
         *,
@@ -1169,8 +1299,9 @@ class KeySpaceExplanation(google.protobuf.message.Message):
         limiting_group_index: builtins.int = ...,
         blocks: collections.abc.Iterable[Global___BlockExplanation] | None = ...,
         summary: builtins.str = ...,
+        loads: collections.abc.Iterable[Global___TierLoad] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "hit_token_count", b"hit_token_count", "key_space_id", b"key_space_id", "limiting_group_index", b"limiting_group_index", "summary", b"summary", "token_count", b"token_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "hit_token_count", b"hit_token_count", "key_space_id", b"key_space_id", "limiting_group_index", b"limiting_group_index", "loads", b"loads", "summary", b"summary", "token_count", b"token_count"]) -> None: ...
 
 Global___KeySpaceExplanation: typing_extensions.TypeAlias = KeySpaceExplanation
 

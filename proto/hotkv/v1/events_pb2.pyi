@@ -7,6 +7,7 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import hotkv.v1.cache_pb2
 import sys
@@ -19,6 +20,34 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _Medium:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _MediumEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Medium.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    MEDIUM_UNSPECIFIED: _Medium.ValueType  # 0
+    """Sent by servers that know no tiers: host memory."""
+    MEDIUM_CPU: _Medium.ValueType  # 1
+    """Host memory."""
+    MEDIUM_DISK: _Medium.ValueType  # 2
+    """The disk of this server."""
+    MEDIUM_REMOTE: _Medium.ValueType  # 3
+    """A store that several nodes share."""
+
+class Medium(_Medium, metaclass=_MediumEnumTypeWrapper):
+    """Where blocks lie."""
+
+MEDIUM_UNSPECIFIED: Medium.ValueType  # 0
+"""Sent by servers that know no tiers: host memory."""
+MEDIUM_CPU: Medium.ValueType  # 1
+"""Host memory."""
+MEDIUM_DISK: Medium.ValueType  # 2
+"""The disk of this server."""
+MEDIUM_REMOTE: Medium.ValueType  # 3
+"""A store that several nodes share."""
+Global___Medium: typing_extensions.TypeAlias = Medium
+
 @typing.final
 class SubscribeRequest(google.protobuf.message.Message):
     """Asks for events."""
@@ -26,14 +55,20 @@ class SubscribeRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     KEY_SPACE_ID_FIELD_NUMBER: builtins.int
+    TIERS_FIELD_NUMBER: builtins.int
     key_space_id: builtins.int
     """Only this key space; zero for all."""
+    tiers: builtins.bool
+    """Also what happens in tiers. Without it only host memory is told of, as to older clients, which
+    know no medium.
+    """
     def __init__(
         self,
         *,
         key_space_id: builtins.int = ...,
+        tiers: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["key_space_id", b"key_space_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key_space_id", b"key_space_id", "tiers", b"tiers"]) -> None: ...
 
 Global___SubscribeRequest: typing_extensions.TypeAlias = SubscribeRequest
 
@@ -52,12 +87,14 @@ class BlocksStored(google.protobuf.message.Message):
     LORA_NAME_FIELD_NUMBER: builtins.int
     EXTRA_KEYS_FIELD_NUMBER: builtins.int
     BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    MEDIUM_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
     group_index: builtins.int
     """The group."""
     hashes: builtins.bytes
     """Packed hashes in chain order."""
     parent_hash: builtins.bytes
-    """Hash before the first; empty at the root."""
+    """Hash before the first; empty at the root, and if a tier moved the block."""
     depth: builtins.int
     """Position of the first block in its chain, in blocks."""
     block_token_count: builtins.int
@@ -68,6 +105,12 @@ class BlocksStored(google.protobuf.message.Message):
     """Name of the adapter."""
     block_count: builtins.int
     """How many blocks."""
+    medium: Global___Medium.ValueType
+    """Where they are ready. A block that a tier moved has no token ids, adapter or extra
+    keys, and an event of its own.
+    """
+    tier: builtins.str
+    """Name of the tier, as in ListTiers; empty for host memory."""
     @property
     def extra_keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv.v1.cache_pb2.BlockExtraKeys]:
         """Extra keys of each block; empty if no block has any."""
@@ -84,8 +127,10 @@ class BlocksStored(google.protobuf.message.Message):
         lora_name: builtins.str = ...,
         extra_keys: collections.abc.Iterable[hotkv.v1.cache_pb2.BlockExtraKeys] | None = ...,
         block_count: builtins.int = ...,
+        medium: Global___Medium.ValueType = ...,
+        tier: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_count", b"block_count", "block_token_count", b"block_token_count", "depth", b"depth", "extra_keys", b"extra_keys", "group_index", b"group_index", "hashes", b"hashes", "lora_name", b"lora_name", "parent_hash", b"parent_hash", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_count", b"block_count", "block_token_count", b"block_token_count", "depth", b"depth", "extra_keys", b"extra_keys", "group_index", b"group_index", "hashes", b"hashes", "lora_name", b"lora_name", "medium", b"medium", "parent_hash", b"parent_hash", "tier", b"tier", "token_ids", b"token_ids"]) -> None: ...
 
 Global___BlocksStored: typing_extensions.TypeAlias = BlocksStored
 
@@ -98,26 +143,34 @@ class BlocksRemoved(google.protobuf.message.Message):
     GROUP_INDEX_FIELD_NUMBER: builtins.int
     HASHES_FIELD_NUMBER: builtins.int
     BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    MEDIUM_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
     group_index: builtins.int
     """The group."""
     hashes: builtins.bytes
     """Packed hashes, in no order."""
     block_count: builtins.int
     """How many blocks."""
+    medium: Global___Medium.ValueType
+    """Where they are not kept any more. No server tells what a store that nodes share evicts."""
+    tier: builtins.str
+    """As in BlocksStored."""
     def __init__(
         self,
         *,
         group_index: builtins.int = ...,
         hashes: builtins.bytes = ...,
         block_count: builtins.int = ...,
+        medium: Global___Medium.ValueType = ...,
+        tier: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_count", b"block_count", "group_index", b"group_index", "hashes", b"hashes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_count", b"block_count", "group_index", b"group_index", "hashes", b"hashes", "medium", b"medium", "tier", b"tier"]) -> None: ...
 
 Global___BlocksRemoved: typing_extensions.TypeAlias = BlocksRemoved
 
 @typing.final
 class BlocksCleared(google.protobuf.message.Message):
-    """No block of the key space is kept."""
+    """No block of the key space is kept, in any medium."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -73,6 +73,11 @@ class WriteGate:
     def __repr__(self) -> str:
         return f"WriteGate({self._budget} bytes a day, {self._written.total} written)"
 
+    @property
+    def budget_bytes(self) -> int:
+        """The budget of 24 hours; 0 for no limit."""
+        return 0 if math.isinf(self._budget) else int(self._budget)
+
     def left_bytes(self, now_s: float) -> float:
         """What is left of the budget of the last 24 hours; infinite without one."""
         self._written.forget(now_s)

@@ -2,7 +2,8 @@
 
 The structs mirror `vllm.distributed.kv_events` of vLLM 0.32 field by field, so that what is encoded
 here is byte for byte what an engine would send; the server does not import vLLM, a test compares
-them. Host memory is the medium that vLLM names "CPU".
+them. Host memory is the medium that vLLM names "CPU". A tier has the medium "STORAGE"; its locality
+is "LOCAL" for a disk and "REMOTE" for a store that nodes share, and `ownership` is its name.
 
 A run without token ids is published as vLLM publishes one that it can't describe: no tokens and
 block size 0. A router that matches prompts by tokens skips it; one that goes by hashes can use it.
@@ -17,8 +18,14 @@ from numpy.typing import NDArray
 from hotkv.groups import GroupKind
 from hotkv.keys import KeySpace
 from hotkv_server.runtime.events import BlocksRemoved, BlocksStored, Event, KeySpaceCleared
+from hotkv_server.tiers.protocol import Medium
 
-MEDIUM = "CPU"
+MEDIA = {
+    Medium.CPU: ("CPU", None),
+    Medium.DISK: ("STORAGE", "LOCAL"),
+    Medium.REMOTE: ("STORAGE", "REMOTE"),
+}
+"""vLLM's medium and locality of each of ours."""
 RANK = 0
 """Data parallel rank of the publisher: the server has none."""
 KINDS = {
@@ -120,13 +127,14 @@ class Translator:
             if event.parent is None
             else external_hashes(event.parent, key_space.hash_bytes, as_ints=self._as_ints)
         )
+        medium, locality = MEDIA[event.medium]
         return BlockStored(
             block_hashes=hashes,
             parent_block_hash=parents[0] if parents else None,
             token_ids=content.token_ids.tolist(),
             block_size=group.block_tokens if len(content.token_ids) else 0,
             lora_id=None,
-            medium=MEDIUM,
+            medium=medium,
             lora_name=content.lora_name or None,
             extra_keys=list(content.extra_keys) or None,
             group_idx=event.group_index,
@@ -134,9 +142,18 @@ class Translator:
             kv_cache_spec_sliding_window=group.window_tokens
             if group.kind is GroupKind.SLIDING_WINDOW
             else None,
+            locality=locality,
+            ownership=event.tier or None,
         )
 
     def _removed(self, event: BlocksRemoved) -> BlockRemoved:
         hash_bytes = self._key_spaces[event.key_space_id].hash_bytes
         hashes = external_hashes(event.hashes, hash_bytes, as_ints=self._as_ints)
-        return BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=event.group_index)
+        medium, locality = MEDIA[event.medium]
+        return BlockRemoved(
+            block_hashes=hashes,
+            medium=medium,
+            group_idx=event.group_index,
+            locality=locality,
+            ownership=event.tier or None,
+        )

@@ -16,7 +16,9 @@ from hotkv_server.rpc.device_report import device_report
 from hotkv_server.rpc.errors import answer
 from hotkv_server.rpc.explain import explain
 from hotkv_server.rpc.residency_report import list_residencies
+from hotkv_server.rpc.tier_report import with_activity
 from hotkv_server.rpc.watch import watch_requests
+from hotkv_server.runtime.events import DISK_TIER
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.stats import census, counters, gauges
 
@@ -70,8 +72,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.ListTiersResponse:
         tiers = [_tier("host", inspect.tier(self._node.core, await census(self._node)))]
         if (lower := inspect.lower_tier(self._node.core)) is not None:
-            tiers.append(_tier("disk", lower))
-        return admin_pb2.ListTiersResponse(tiers=tiers)
+            tiers.append(_tier(DISK_TIER, lower))
+        return admin_pb2.ListTiersResponse(tiers=with_activity(tiers, self._node))
 
     async def ListKeySpaces(
         self, request: admin_pb2.ListKeySpacesRequest, context: Any

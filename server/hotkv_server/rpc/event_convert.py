@@ -10,6 +10,13 @@ from hotkv_server.runtime.events import (
     TimedEvent,
 )
 from hotkv_server.runtime.reports import WatchedReport
+from hotkv_server.tiers.protocol import Medium
+
+MEDIA = {
+    Medium.CPU: events_pb2.MEDIUM_CPU,
+    Medium.DISK: events_pb2.MEDIUM_DISK,
+    Medium.REMOTE: events_pb2.MEDIUM_REMOTE,
+}
 
 
 def event(item: TimedEvent) -> events_pb2.Event:
@@ -37,10 +44,12 @@ def event(item: TimedEvent) -> events_pb2.Event:
             )
             stored.block_count = len(words)
             stored.block_token_count = key_space.groups[value.group_index].block_tokens
+            stored.medium, stored.tier = MEDIA[value.medium], value.tier
             stored.extra_keys.extend(_extra_keys_message(keys) for keys in content.extra_keys)
         case BlocksRemoved(hashes=words):
             message.removed.group_index, message.removed.block_count = value.group_index, len(words)
             message.removed.hashes = unpadded(words, key_space.hash_bytes)
+            message.removed.medium, message.removed.tier = MEDIA[value.medium], value.tier
         case KeySpaceCleared():
             message.cleared.SetInParent()
     return message
@@ -59,6 +68,11 @@ def _extra_keys_message(keys: BlockExtraKeys) -> cache_pb2.BlockExtraKeys:
                     multi_modal=cache_pb2.MultiModalKey(identifier=identity, offset=offset)
                 )
     return message
+
+
+def is_of_host(item: TimedEvent) -> bool:
+    """Whether the event is of blocks in host memory, and so also for those that know no tiers."""
+    return isinstance(item.event, KeySpaceCleared) or item.event.medium is Medium.CPU
 
 
 def watched_request(value: WatchedReport) -> admin_pb2.WatchedRequest:

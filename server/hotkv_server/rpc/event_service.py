@@ -24,6 +24,8 @@ class EventService(events_pb2_grpc.EventServiceServicer):
         def message(item: TimedEvent) -> events_pb2.Event | None:
             if request.key_space_id not in (0, item.event.key_space_id):
                 return None
+            if not request.tiers and not event_convert.is_of_host(item):
+                return None
             return event_convert.event(item)
 
         def response(events: list[events_pb2.Event], lost: int) -> events_pb2.SubscribeResponse:

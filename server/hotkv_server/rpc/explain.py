@@ -1,11 +1,11 @@
-"""Explain: says of each block of a prompt whether it would hit, and if not, why.
+"""Explain: says of each block of a prompt where it lies and whether it would hit, and if not, why.
 
 The cache is asked on the event loop, which takes a moment; hashing and the wording of the answer
 run on a thread.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,15 @@ from hotkv.keys import KeySpace, token_block_hashes
 from hotkv.table import RESERVED_FLAG, Words
 from hotkv.v1 import admin_pb2
 from hotkv_server.core import inspect
+from hotkv_server.core.values import HashList
 from hotkv_server.rpc import convert
+from hotkv_server.runtime.events import DISK_TIER
 from hotkv_server.runtime.node import Node
+from hotkv_server.runtime.tiers import Lying
 
 HITS = ("ready", "below")
 """Verdicts of blocks that would hit."""
+HOST = "host"
 MAX_BLOCKS = 1 << 16
 """Most blocks of one answer, over all key spaces."""
 
@@ -51,10 +55,19 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
                 f"the answer has more than {MAX_BLOCKS} blocks; name a key_space_id, or a "
                 "shorter prompt",
             )
+        lists = [
+            HashList(index, _of_group(space, index, hashes)) for index in range(len(space.groups))
+        ]
+        try:
+            lying = await node.tiers.find(number, lists) if node.tiers is not None else []
+            node.core.key_space(number)
+        except HotKVError:
+            if request.key_space_id:
+                raise
+            continue
         found: list[inspect.PromptBlocks] = []
-        for index in range(len(space.groups)):
-            mine = _of_group(space, index, hashes)
-            found.append(inspect.prompt_blocks(node.core, number, index, mine))
+        for one in lists:
+            found.append(inspect.prompt_blocks(node.core, number, one.group_index, one.hashes))
             await asyncio.sleep(0)
         await asyncio.to_thread(
             _explain,
@@ -62,6 +75,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
             space,
             number,
             found,
+            lying,
             len(hashes) * space.hash_block_tokens,
         )
     return response
@@ -93,16 +107,23 @@ def _explain(
     space: KeySpace,
     number: int,
     found: Sequence[inspect.PromptBlocks],
+    lying: Sequence[Lying],
     num_tokens: int,
 ) -> None:
     """Words the answer. Filled in place: to copy a message of this size would hold the GIL."""
-    masks = []
+    masks, tiers = [], [_tiers(group, index, lying) for index, group in enumerate(found)]
     for index, group in enumerate(found):
         is_ready = (group.words != 0) & (group.words < RESERVED_FLAG)
-        masks.append(is_ready | group.below)
+        is_up = np.array([one.is_up for one in lying] + [True], np.bool_)
+        masks.append(is_ready | ((tiers[index] >= 0) & is_up[tiers[index]]))
         for depth, word in enumerate(group.words):
-            if group.below[depth] and not is_ready[depth]:
-                verdict, text = admin_pb2.BLOCK_VERDICT_BELOW, "on disk; a lease brings it up"
+            tier = HOST if is_ready[depth] else ""
+            if tiers[index][depth] >= 0:
+                one = lying[tiers[index][depth]]
+                tier, verdict = one.name, admin_pb2.BLOCK_VERDICT_BELOW
+                where = "on disk" if tier == DISK_TIER else f"in {tier}"
+                text = "a lease brings it up" if one.is_up else "but that is down"
+                text = f"{where}; {text}"
             elif word == 0:
                 verdict = (
                     admin_pb2.BLOCK_VERDICT_EVICTED
@@ -122,6 +143,7 @@ def _explain(
                 verdict=convert.enum_word(admin_pb2.BlockVerdict, verdict),
                 block_verdict=verdict,
                 detail=text,
+                tier=tier,
             )
     hit = longest_hit(space.groups, masks, num_tokens)
     limiting = _limiting_group(space, masks, hit, num_tokens)
@@ -132,6 +154,38 @@ def _explain(
     )
     explanation.limiting_group_index = limiting
     explanation.summary = _summary(explanation.blocks, limiting, hit, num_tokens)
+    explanation.loads.extend(_loads(space, lying, tiers, hit))
+
+
+def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> NDArray[np.int64]:
+    """The first tier in which each block [n] of a group lies, -1 for none or host memory."""
+    first = np.full(len(group.words), -1, np.int64)
+    for number, one in reversed(list(enumerate(lying))):
+        first[one.masks[index]] = number
+    first[(group.words != 0) & (group.words < RESERVED_FLAG)] = -1
+    return first
+
+
+def _loads(
+    space: KeySpace, lying: Sequence[Lying], tiers: list[NDArray[np.int64]], hit: int
+) -> Iterator[admin_pb2.TierLoad]:
+    """What the hit needs from each tier."""
+    needed = needed_blocks(space.groups, hit)
+    for number, one in enumerate(lying):
+        counts = [
+            int((tiers[index][blocks.start : blocks.stop] == number).sum())
+            for index, blocks in enumerate(needed)
+        ]
+        num_bytes = sum(
+            count * group.slot_bytes for count, group in zip(counts, space.groups, strict=True)
+        )
+        if num_bytes:
+            yield admin_pb2.TierLoad(
+                tier=one.name,
+                block_count=sum(counts),
+                byte_count=num_bytes,
+                load_s=num_bytes / one.bytes_per_s if one.bytes_per_s else 0.0,
+            )
 
 
 def _limiting_group(

@@ -37,8 +37,11 @@ class Effects:
         """Takes the core's effects and carries them out. `flushed_key_space_id`: a key space of
         which nothing is left."""
         notices = [piece for notice in self._core.take_effects() for piece in _pieces(notice)]
+        lower = self._core.lower
+        below = [] if lower is None else lower.space.removal.take_effects()
         if self._events.is_heard:
-            self._events.publish(removed_events(notices, flushed_key_space_id))
+            below = [piece for notice in below for piece in _pieces(notice)]
+            self._events.publish(removed_events(notices, flushed_key_space_id, below))
         for notice in notices:
             for session in self._sessions():
                 if (

@@ -1,9 +1,11 @@
-"""Events for routers and tools: blocks that became ready, and blocks that were removed.
+"""Events for routers and tools: blocks that became ready, and blocks that were removed, each in one
+medium.
 
 Always true: a block's `BlocksStored` comes after it is ready, `BlocksRemoved` after it can't be
-found any more; the blocks of one `BlocksStored` are one unbroken run of a chain, so that its token
-ids are exactly theirs. Publishing never waits: a reader that is too slow loses events and is told
-so.
+found any more in that medium; those of one block and medium come in the order in which it was
+stored and removed; the blocks of one `BlocksStored` are one unbroken run of a chain, so that its
+token ids are exactly theirs. Publishing never waits: a reader that is too slow loses events and is
+told so.
 """
 
 import time
@@ -19,10 +21,13 @@ from hotkv.results import BlockResult
 from hotkv.table import Words
 from hotkv_server.core.values import EvictionNotice, Run
 from hotkv_server.runtime.broadcast import Feeds
+from hotkv_server.tiers.protocol import Medium
 
 ExtraKey = str | bytes | tuple[str, int]
 """An adapter's name or a cache salt; a digest of prompt embeddings; a multi-modal input and the
 place of its first token."""
+DISK_TIER = "disk"
+"""Name of the tier below host memory."""
 KEY_BYTES = 64
 """About the memory of an extra key, besides its characters."""
 BlockExtraKeys = tuple[ExtraKey, ...] | None
@@ -50,8 +55,8 @@ class RunContent:
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """An unbroken run of blocks became ready. `parent` [8] words or None at the root; `depth` of
-    the first block."""
+    """An unbroken run of blocks became ready. `parent` [8] words or None at the root and after a
+    move between tiers; `depth` of the first block. `tier`: its name, empty for host memory."""
 
     key_space_id: int
     group_index: int
@@ -59,6 +64,8 @@ class BlocksStored:
     parent: Words | None
     depth: int
     content: RunContent
+    medium: Medium = Medium.CPU
+    tier: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -67,11 +74,13 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks were removed. `hashes`: words [n, 8], in no order."""
+    """Blocks were removed. `hashes`: words [n, 8], in no order. `tier`: as in `BlocksStored`."""
 
     key_space_id: int
     group_index: int
     hashes: Words
+    medium: Medium = Medium.CPU
+    tier: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -80,7 +89,8 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class KeySpaceCleared:
-    """All blocks of the key space were removed. `removed`: those that were there until now."""
+    """All blocks of the key space were removed, in every medium. `removed`: those that were in host
+    memory or below it until now."""
 
     key_space_id: int
     removed: tuple[BlocksRemoved, ...] = ()
@@ -209,10 +219,17 @@ def stored_events(
     return events
 
 
-def removed_events(notices: Sequence[EvictionNotice], flushed_key_space_id: int) -> list[Event]:
-    """Events of evictions; for a flushed key space one event."""
-    removed = [
-        BlocksRemoved(notice.key_space_id, notice.group_index, notice.hashes) for notice in notices
+def removed_events(
+    notices: Sequence[EvictionNotice],
+    flushed_key_space_id: int,
+    below: Sequence[EvictionNotice] = (),
+) -> list[Event]:
+    """Events of evictions from host memory and from the tier below; for a flushed key space one
+    event."""
+    removed = [BlocksRemoved(one.key_space_id, one.group_index, one.hashes) for one in notices]
+    removed += [
+        BlocksRemoved(one.key_space_id, one.group_index, one.hashes, Medium.DISK, DISK_TIER)
+        for one in below
     ]
     if not flushed_key_space_id:
         return list(removed)

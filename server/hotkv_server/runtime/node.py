@@ -30,6 +30,7 @@ from hotkv_server.runtime.events import EventHub, EventPublisher
 from hotkv_server.runtime.health import Health
 from hotkv_server.runtime.in_place import InPlace
 from hotkv_server.runtime.lag import LoopLag
+from hotkv_server.runtime.moved_events import MovedEvents
 from hotkv_server.runtime.persistence import Persistence
 from hotkv_server.runtime.removals import Removals
 from hotkv_server.runtime.reports import Reports
@@ -106,7 +107,8 @@ class Node:
         self.lag.start()
         self.residencies.start()
         if self.tiers is not None:
-            self.tiers.start(self._effects.run, self.removals.flush)
+            moved = MovedEvents(self.core, self.events, self._effects.run)
+            self.tiers.start(self._effects.run, self.removals.flush, moved.publish)
         self._persistence.start()
         for number, record in self.core.key_spaces.items():
             self.events.add_key_space(number, record.key_space)

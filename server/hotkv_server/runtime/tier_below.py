@@ -14,8 +14,11 @@ from hotkv_server.core.moves import Move
 from hotkv_server.core.values import BoolMask, HashList, Int64s
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime.breaker import Breaker
+from hotkv_server.runtime.events import DISK_TIER
+from hotkv_server.runtime.moved_events import OnReady, nobody
+from hotkv_server.runtime.tier_reads import TierReads
 from hotkv_server.runtime.tier_tasks import TierTasks, agreeing, blocks_of, future, on_loop
-from hotkv_server.tiers.protocol import Blocks, Codes, Read, Seals, Tier, Write
+from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Read, Seals, Tier, Write
 
 PAUSE_S = 0.05
 """Between two looks for blocks to move down."""
@@ -31,17 +34,21 @@ class TierBelow:
         assert core.lower is not None, "a tier without places"
         self.lower = core.lower
         self.tier = tier
+        self.name = DISK_TIER
         self.breaker = Breaker(tier)
+        self.reads = TierReads()
         self._core = core
         self._verifier = verifier
         self._most_bytes = min(MAX_DOWN_BYTES, moving_bytes)
         self._down_bytes = 0
+        self._on_ready: OnReady = nobody
 
     def __repr__(self) -> str:
         return f"TierBelow({self.tier!r}, {self.lower!r})"
 
-    def start(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        """Starts moving blocks down."""
+    def start(self, tasks: TierTasks, tell: Callable[[], None], on_ready: OnReady = nobody) -> None:
+        """Starts moving blocks down. `tell` is called when blocks may have been removed."""
+        self._on_ready = on_ready
         tasks.spawn(self._move_down(tasks, tell))
 
     # Down
@@ -49,11 +56,12 @@ class TierBelow:
     async def _move_down(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
         down = self.lower.down
         async for _ in tasks.turns(PAUSE_S):
-            self.lower.space.removal.take_effects()
             if not len(down.waiting) or not self.breaker.take_turn():
                 continue
             entries = down.take(self._most_bytes - self._down_bytes, time.monotonic())
-            for move in down.begin(entries) if len(entries) else ():
+            moves = down.begin(entries) if len(entries) else []
+            tell()
+            for move in moves:
                 tasks.spawn(self._write(move, tell))
 
     async def _write(self, move: Move, tell: Callable[[], None]) -> None:
@@ -66,7 +74,9 @@ class TierBelow:
         codes, seals = await ended
         self._down_bytes -= blocks.total_bytes
         is_stored = np.isin(codes, (Write.STORED, Write.PRESENT)) & good
+        going = move.places[is_stored & ~move.is_void]
         self.lower.down.end(move, is_stored, seals, time.monotonic())
+        self._on_ready(going, Medium.DISK, DISK_TIER)
 
     # Up
 

@@ -1,8 +1,89 @@
 """Figures of the tiers besides host memory, for metrics and the admin service; zeros without."""
 
+import time
+from dataclasses import dataclass
+
 from hotkv_server.core.moves import MoveCounters
+from hotkv_server.runtime.events import DISK_TIER
+from hotkv_server.runtime.tier_below import TierBelow
+from hotkv_server.runtime.tier_reads import TierReads
+from hotkv_server.runtime.tier_shared import TierShared
 from hotkv_server.runtime.tiers import Tiers
 from hotkv_server.tiers.protocol import TierFigures
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """One tier besides host memory as it stands.
+
+    `used_bytes`, `capacity_bytes`: 0 if the tier does not say. `is_up`: nothing is known against
+    it; `problem` says what is, if the tier can say. `lost_blocks`: that it gave back damaged.
+    `waiting_blocks`: that wait to be written. `budget_bytes`: most that may be written in 24 hours,
+    0 for no limit; `left_bytes`: what is left of it.
+    """
+
+    name: str
+    is_shared: bool
+    used_bytes: int
+    capacity_bytes: int
+    reads: TierReads
+    moved: TierFigures
+    is_up: bool
+    problem: str
+    lost_blocks: int
+    waiting_blocks: int
+    budget_bytes: int = 0
+    left_bytes: int = 0
+
+
+def states(tiers: Tiers | None) -> list[TierState]:
+    """All tiers besides host memory, in the order in which they are asked."""
+    if tiers is None:
+        return []
+    below = [] if tiers.below is None else [_below(tiers.below)]
+    return [*below, *(_shared(one) for one in tiers.shared)]
+
+
+def _below(one: TierBelow) -> TierState:
+    budget_bytes, left_bytes = budget(one)
+    return TierState(
+        DISK_TIER,
+        False,
+        one.lower.space.used_bytes(),
+        one.lower.space.pool.capacity_bytes,
+        one.reads,
+        one.tier.figures(),
+        not one.breaker.is_open,
+        one.tier.problem(),
+        one.lower.counters.lost,
+        len(one.lower.down.waiting),
+        budget_bytes,
+        left_bytes,
+    )
+
+
+def _shared(one: TierShared) -> TierState:
+    figures = one.tier.figures()
+    return TierState(
+        one.name,
+        True,
+        0,
+        one.tier.facts().capacity_bytes,
+        one.reads,
+        figures,
+        not one.breaker.is_open,
+        one.tier.problem(),
+        figures.corrupt_blocks,
+        one.num_waiting,
+    )
+
+
+def budget(below: TierBelow | None) -> tuple[int, int]:
+    """Bytes that may be written to the disk in 24 hours, and how many of them are left; zeros
+    without a limit."""
+    if below is None or not (budget_bytes := below.lower.down.gate.budget_bytes):
+        return 0, 0
+    return budget_bytes, int(below.lower.down.gate.left_bytes(time.monotonic()))
 
 
 def counters(tiers: Tiers | None) -> dict[str, float]:
@@ -18,6 +99,8 @@ def counters(tiers: Tiers | None) -> dict[str, float]:
         "tier_read_bytes_total": float(figures.read_bytes),
         "tier_written_bytes_total": float(figures.written_bytes),
         "tier_failed_blocks_total": float(figures.failed_blocks),
+        "tier_asked_blocks_total": float(below.reads.asked_blocks if below else 0),
+        "tier_hit_blocks_total": float(below.reads.hit_blocks if below else 0),
         **shared_counters(tiers),
     }
 
@@ -34,6 +117,8 @@ def shared_counters(tiers: Tiers | None) -> dict[str, float]:
         "shared_written_bytes_total": float(sum(one.written_bytes for one in figures)),
         "shared_corrupt_blocks_total": float(sum(one.corrupt_blocks for one in figures)),
         "shared_failed_blocks_total": float(sum(one.failed_blocks for one in figures)),
+        "shared_asked_blocks_total": float(sum(one.reads.asked_blocks for one in shared)),
+        "shared_hit_blocks_total": float(sum(one.reads.hit_blocks for one in shared)),
     }
 
 
@@ -42,11 +127,14 @@ def gauges(tiers: Tiers | None) -> dict[str, float]:
     below = tiers.below if tiers is not None else None
     shared = tiers.shared if tiers is not None else ()
     space = None if below is None else below.lower.space
+    budget_bytes, left_bytes = budget(below)
     return {
         "tier_used_bytes": float(space.used_bytes() if space else 0),
         "tier_capacity_bytes": float(space.pool.capacity_bytes if space else 0),
         "tier_queued_bytes": float(below.tier.figures().queued_bytes if below else 0),
         "tier_waiting_blocks": float(len(below.lower.down.waiting) if below else 0),
+        "tier_budget_bytes": float(budget_bytes),
+        "tier_budget_left_bytes": float(left_bytes),
         "tier_up": float(below is not None and not below.breaker.is_open),
         "shared_queued_bytes": float(sum(one.tier.figures().queued_bytes for one in shared)),
         "shared_waiting_blocks": float(sum(one.num_waiting for one in shared)),

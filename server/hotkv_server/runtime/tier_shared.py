@@ -21,7 +21,9 @@ from hotkv_server.core.moves import Move
 from hotkv_server.core.values import BoolMask, HashList, Int64s
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime.breaker import Breaker
+from hotkv_server.runtime.moved_events import OnReady, nobody
 from hotkv_server.runtime.shared_epochs import EpochRelay, Flush, SharedEpochs
+from hotkv_server.runtime.tier_reads import TierReads
 from hotkv_server.runtime.tier_tasks import (
     TierTasks,
     agreeing,
@@ -35,6 +37,7 @@ from hotkv_server.tiers.protocol import (
     Blocks,
     Codes,
     Epochs,
+    Medium,
     Read,
     Seals,
     SharedTier,
@@ -73,6 +76,7 @@ class TierShared:
     ) -> None:
         self.tier = tier
         self.breaker = Breaker(tier)
+        self.reads = TierReads()
         self.name = tier.facts().name
         self.num_copied = self.num_refused = self.num_fetched = 0
         self.epochs = SharedEpochs(core, tier, self.breaker, relay)
@@ -83,6 +87,7 @@ class TierShared:
         self._most_bytes = min(MAX_OUT_BYTES, moving_bytes)
         self._out_bytes = 0
         self._found: dict[bytes, float] = {}
+        self.on_ready: OnReady = nobody
 
     def __repr__(self) -> str:
         return f"TierShared({self.tier!r}, {self.epochs!r})"
@@ -125,12 +130,15 @@ class TierShared:
             good = await agreeing(self._core, self._verifier, move.entries, tell)
             if await self.epochs.learn(move.key_space_id, time.monotonic() + LEARN_S):
                 ended: asyncio.Future[tuple[Codes, Seals]] = future()
-                blocks = self._blocks(move, good & ~move.is_void)
+                is_meant = good & ~move.is_void
+                blocks = self._blocks(move, is_meant)
                 self.tier.write(blocks, on_loop(ended))
                 codes, _ = await ended
-                num_there = int(np.isin(codes, (Write.STORED, Write.PRESENT)).sum())
-                self.num_copied += num_there
-                self.num_refused += len(blocks) - num_there
+                is_there = np.isin(codes, (Write.STORED, Write.PRESENT))
+                self.num_copied += int(is_there.sum())
+                self.num_refused += int((~is_there).sum())
+                is_there &= ~move.is_void[is_meant]
+                self.on_ready(move.entries[is_meant][is_there], Medium.REMOTE, self.name)
             else:
                 self.num_refused += len(move)
         finally:

@@ -24,12 +24,14 @@ from hotkv_server.core.moves import Move
 from hotkv_server.core.values import BoolMask, HashList, Int64s, Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.runtime.breaker import Breaker
+from hotkv_server.runtime.moved_events import OnReady, nobody
 from hotkv_server.runtime.session import LiveSession
 from hotkv_server.runtime.slices import slices
 from hotkv_server.runtime.tier_below import TierBelow
+from hotkv_server.runtime.tier_reads import TierReads
 from hotkv_server.runtime.tier_shared import TierShared
 from hotkv_server.runtime.tier_tasks import TierTasks, check_values, elsewhere, future, on_loop
-from hotkv_server.tiers.protocol import Blocks, Codes, Seals, Tier
+from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Read, Seals, Tier
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ MOVING_SHARE = 0.125
 MAX_WAITING = 256
 """Leases and lookups of one session that wait for tiers at a time; others get what is in host
 memory."""
+EXPLAIN_WAIT_S = 2.0
+"""Longest wait of an operator for shared tiers."""
 UP_TIMEOUT_S = 30.0
 """A tier need not begin a read any more after this long: the slots are wanted back."""
 
@@ -47,6 +51,8 @@ class Source(Protocol):
     memory already does not come."""
 
     breaker: Breaker
+    reads: TierReads
+    name: str
 
     @property
     def tier(self) -> Tier:
@@ -85,6 +91,17 @@ class Coming:
     num_waiting: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Lying:
+    """What lies in one tier of some lists: a mask a list. `is_up`: the tier can be read.
+    `bytes_per_s`: as of `TierReads`."""
+
+    name: str
+    masks: list[BoolMask]
+    is_up: bool
+    bytes_per_s: float
+
+
 @dataclass(slots=True)
 class Held:
     """What a caller of `bring_up` holds until its lease is there."""
@@ -117,17 +134,25 @@ class Tiers:
         self._most_bytes = moving_bytes(core)
         self._tasks = TierTasks()
         self._tell: Callable[[], None] = lambda: None
+        self._on_ready: OnReady = nobody
 
     def __repr__(self) -> str:
         return f"Tiers({self._sources!r})"
 
-    def start(self, tell: Callable[[], None], flush: Callable[[int], Awaitable[int]]) -> None:
-        """Starts moving blocks. `tell` is called when blocks may have been evicted or condemned;
-        `flush` flushes a key space in this node alone."""
-        self._tell = tell
+    def start(
+        self,
+        tell: Callable[[], None],
+        flush: Callable[[int], Awaitable[int]],
+        on_ready: OnReady = nobody,
+    ) -> None:
+        """Starts moving blocks. `tell` is called when blocks may have been evicted or condemned,
+        `on_ready` when some have come to a tier or up from one; `flush` flushes a key space in this
+        node alone."""
+        self._tell, self._on_ready = tell, on_ready
         if self.below is not None:
-            self.below.start(self._tasks, tell)
+            self.below.start(self._tasks, tell, on_ready)
         for one in self.shared:
+            one.on_ready = on_ready
             one.start(self._tasks, tell, flush)
 
     async def close(self) -> None:
@@ -143,7 +168,8 @@ class Tiers:
     # Lookups
 
     def lies_elsewhere(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Which blocks are known to lie in a tier or on their way up, one mask a list."""
+        """Which blocks of a lookup are known to lie in a tier or on their way up, one mask a
+        list."""
         # Of a tier that hangs nobody knows when it comes.
         is_well = self._coming and all(source.breaker.lets_pass for source in self._sources)
         masks = [
@@ -152,10 +178,19 @@ class Tiers:
             else np.zeros(len(one.hashes), np.bool_)
             for one in groups
         ]
+        lacking = [np.zeros(len(one.hashes), np.bool_) for one in groups]
+        absent = self._core.arrivals.absent(key_space_id, groups)
+        for lack, positions in zip(lacking, absent, strict=True):
+            lack[positions] = True
         for source in self._sources:
             if source.breaker.lets_pass:
-                for mask, here in zip(masks, source.lies_here(key_space_id, groups), strict=True):
+                found = source.lies_here(key_space_id, groups)
+                num_asked = sum(int(lack.sum()) for lack in lacking)
+                for mask, here, lack in zip(masks, found, lacking, strict=True):
                     mask |= here
+                    lack &= ~here
+                num_left = sum(int(lack.sum()) for lack in lacking)
+                source.reads.add_lookup(num_asked, num_asked - num_left)
         return masks
 
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
@@ -175,6 +210,20 @@ class Tiers:
         until_s = time.monotonic() + self._lookup_wait_s
         with self._counted(session):
             await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self.shared))
+
+    async def find(self, key_space_id: int, groups: list[HashList]) -> list[Lying]:
+        """For operators: what lies in each tier. Asks shared tiers for what host memory lacks."""
+        until_s = time.monotonic() + EXPLAIN_WAIT_S
+        await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self.shared))
+        return [
+            Lying(
+                one.name,
+                one.lies_here(key_space_id, groups),
+                one.breaker.lets_pass,
+                one.reads.bytes_per_s(),
+            )
+            for one in self._sources
+        ]
 
     # Leases
 
@@ -264,11 +313,15 @@ class Tiers:
     async def _read(self, coming: Coming, blocks: Blocks) -> None:
         source, move = coming.source, coming.move
         ended: asyncio.Future[tuple[Codes]] = future()
-        source.tier.read(blocks, time.monotonic() + UP_TIMEOUT_S, on_loop(ended))
+        began_s = time.monotonic()
+        source.tier.read(blocks, began_s + UP_TIMEOUT_S, on_loop(ended))
         (codes,) = await ended
+        num_found_bytes = int(blocks.num_bytes[codes == Read.FOUND].sum())
+        source.reads.add(time.monotonic() - began_s, num_found_bytes)
         checks = await elsewhere(check_values, self._core, self._arena, move)
         self._up_bytes -= coming.num_bytes
         num_lost = source.end_up(move, codes, checks, time.monotonic())
+        self._on_ready(move.kept, Medium.CPU, "")
         if num_lost:
             log.error("tier=%s lost blocks=%d", source.tier.facts().name, num_lost)
         coming.done.set_result(None)

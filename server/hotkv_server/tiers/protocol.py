@@ -26,8 +26,9 @@ NO_EPOCH = 0
 
 
 class Medium(enum.Enum):
-    """Where a tier keeps its bytes, as vLLM's KV events name it."""
+    """Where blocks lie. CPU: in host memory, which no tier is. `events.wire` has vLLM's names."""
 
+    CPU = "CPU"
     DISK = "DISK"
     REMOTE = "REMOTE"
 

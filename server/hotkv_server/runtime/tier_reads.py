@@ -1,0 +1,57 @@
+"""How a tier answers: what lookups asked it for, and how long its reads took.
+
+Always true: memory is fixed. Quantiles and the rate are of the last RECENT reads, sums of all. On
+the event loop only.
+"""
+
+import bisect
+
+import numpy as np
+
+RECENT = 1024
+READ_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
+"""Upper bounds of the histogram's parts."""
+
+
+class TierReads:
+    """Figures of one tier. A read is a call for the blocks of one lease or of several.
+
+    `asked_blocks`: that lookups asked for and no faster tier had; `hit_blocks`: those of them that
+    the tier had. `sum_s`: of all reads. `counts`: reads per bound, and one for those that took
+    longer.
+    """
+
+    def __init__(self) -> None:
+        self.asked_blocks = self.hit_blocks = self.num_reads = 0
+        self.sum_s = 0.0
+        self.counts = [0] * (len(READ_BOUNDS_S) + 1)
+        self._seconds = np.zeros(RECENT)
+        self._bytes = np.zeros(RECENT)
+
+    def __repr__(self) -> str:
+        return f"TierReads({self.num_reads} reads, {self.hit_blocks}/{self.asked_blocks} hit)"
+
+    def add_lookup(self, num_asked: int, num_hit: int) -> None:
+        """Counts the blocks of a lookup."""
+        self.asked_blocks += num_asked
+        self.hit_blocks += num_hit
+
+    def add(self, seconds: float, num_bytes: int) -> None:
+        """Counts a read. `num_bytes`: of blocks that were found."""
+        at = self.num_reads % RECENT
+        self._seconds[at], self._bytes[at] = seconds, num_bytes
+        self.num_reads += 1
+        self.sum_s += seconds
+        self.counts[bisect.bisect_left(READ_BOUNDS_S, seconds)] += 1
+
+    def quantile_s(self, share: float) -> float:
+        """So many seconds this share of reads took at most; 0 before the first read."""
+        recent = self._seconds[: self.num_reads]
+        return float(np.quantile(recent, share)) if len(recent) else 0.0
+
+    def bytes_per_s(self) -> float:
+        """Bytes that one read brings in a second; 0 before a read has found any. Reads that go on
+        at the same time have less each than the tier gives."""
+        has_some = self._bytes > 0
+        seconds = float(self._seconds[has_some].sum())
+        return float(self._bytes.sum()) / seconds if seconds > 0 else 0.0

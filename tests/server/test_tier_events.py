@@ -1,0 +1,92 @@
+"""KV events of a server with a disk: readers of the ZMQ endpoint and of the gRPC feed learn where
+blocks lie; one that knows no tiers hears of host memory alone."""
+
+from collections.abc import Iterator
+
+import pytest
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
+
+from demo.processes import runtime_folder
+from hotkv_client.admin import AdminClient
+from hotkv_client.tables import event_line
+from tests.server.support import hashes
+from tests.server.test_events import Router, external, topic
+from tests.server.test_life import wait_until
+from tests.server.test_tiers import CHAIN, Tiered
+
+
+@pytest.fixture
+def place() -> Iterator[Tiered]:
+    with runtime_folder(256 << 20) as folder:
+        made = Tiered(folder)
+        yield made
+        if made.engine is not None:
+            made.engine.close()
+        if made.server is not None:
+            made.server.__exit__()
+
+
+def test_readers_learn_in_which_medium_blocks_lie(place: Tiered) -> None:
+    place.start_tiered("--events.endpoint", f"ipc://{place.folder}/events")
+    engine = place.connect()
+    assert place.server is not None
+    router = Router(place.folder, topic(engine.key_space.model))
+    with AdminClient(place.server.target) as admin:
+        wide, narrow = admin.events(0, 60, tiers=True), admin.events(0, 60)
+        assert next(wide) == next(narrow) == ([], 0)
+        wait_until(lambda: bool(router.sub.poll(50)) or not engine.session.flush().result(10))
+        router.events()
+        chain = hashes(CHAIN)
+        content = place.fill(chain)
+        for _ in range(5):
+            place.fill(hashes(CHAIN))
+        admin.evict(1, 0, b"".join(chain))
+        assert place.loads(chain, content)
+        mine = set(map(external, chain))
+        lies: dict[str, set[object]] = {MEDIUM_CPU: set(), MEDIUM_STORAGE: set()}
+        for event in router.events():
+            there = mine & set(event.block_hashes)
+            of_disk = (event.medium, event.locality, event.ownership) == (
+                MEDIUM_STORAGE,
+                "LOCAL",
+                "disk",
+            )
+            assert of_disk or (event.medium, event.locality, event.ownership) == (
+                MEDIUM_CPU,
+                None,
+                None,
+            )
+            match event:
+                case BlockStored():
+                    assert not there & lies[event.medium], "stored twice"
+                    assert not of_disk or (event.token_ids, event.block_size) == ([], 0)
+                    lies[event.medium] |= there
+                case BlockRemoved():
+                    assert there <= lies[event.medium]
+                    lies[event.medium] -= there
+        assert lies == {MEDIUM_CPU: mine, MEDIUM_STORAGE: mine}
+        engine.session.flush().result(10)
+        seen = {}
+        for name, stream in (("wide", wide), ("narrow", narrow)):
+            seen[name] = [item for items in _until_last_cleared(stream) for item in items]
+    router.close()
+    media = {
+        name: {(e["medium"], e["tier"]) for e in events if e["event"] != "cleared"}
+        for name, events in seen.items()
+    }
+    assert media == {"wide": {("CPU", ""), ("DISK", "disk")}, "narrow": {("CPU", "")}}
+    on_disk = [e for e in seen["wide"] if e.get("medium") == "DISK" and e["event"] == "stored"]
+    assert {e["block_token_count"] for e in on_disk} == {16}
+    assert sum(e["block_count"] for e in on_disk) == 6 * CHAIN
+    assert "  disk  " in event_line(on_disk[0])
+
+
+def _until_last_cleared(stream: Iterator[tuple[list[dict[str, object]], int]]):  # type: ignore[no-untyped-def]
+    """Answers of a stream up to the first clear after blocks were stored."""
+    has_blocks = False
+    for items, lost in stream:
+        assert not lost
+        yield items
+        has_blocks |= any(item["event"] == "stored" for item in items)
+        if has_blocks and items and items[-1]["event"] == "cleared":
+            return

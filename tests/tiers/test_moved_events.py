@@ -1,0 +1,226 @@
+"""Events of blocks that tiers move: each medium is told of what is ready there and what was removed
+from it, in chains, and never of a block that was flushed meanwhile."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotkv.keys import KeySpace
+from hotkv_server.core.values import HashList
+from hotkv_server.runtime import tier_shared
+from hotkv_server.runtime.effects import Effects
+from hotkv_server.runtime.events import (
+    DISK_TIER,
+    BlocksRemoved,
+    BlocksStored,
+    Event,
+    EventHub,
+    KeySpaceCleared,
+)
+from hotkv_server.runtime.moved_events import MovedEvents, moved_events
+from hotkv_server.testing.memory_tier import MemoryStore
+from hotkv_server.tiers.protocol import Medium
+from tests.core.support import evict, flush, words_of
+from tests.tiers.test_runtime import BLOCKS, Setup
+from tests.tiers.test_shared_runtime import SharedNode, until
+
+NUMBERS = {words_of([n])[0].tobytes(): n for n in range(200)}
+
+
+class Listener:
+    """A publisher that keeps what it was told."""
+
+    published_events = lost_events = queued_bytes = 0
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def add_key_space(self, number: int, key_space: KeySpace) -> None:
+        """Needs no key space."""
+
+    def forget_key_space(self, number: int) -> None:
+        """Needs no key space."""
+
+    def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
+        self.events += events
+
+    def settle(self) -> None:
+        """Loses nothing."""
+
+
+class Heard:
+    """The events of a node."""
+
+    def __init__(self, node: Any) -> None:
+        core, self.listener = node.core, Listener()
+        self.hub = EventHub(self.listener)
+        self.hub.add_key_space(1, core.key_space(1))
+        self.effects = Effects(core, self.hub, list, asyncio.Event())
+        self.moved = MovedEvents(core, self.hub, self.effects.run)
+        self.read()
+
+    def read(self) -> list[Event]:
+        """What came since the last call."""
+        self.effects.run()
+        events, self.listener.events = self.listener.events, []
+        return events
+
+
+def numbers_of(words: Any) -> list[int]:
+    return [NUMBERS[row.tobytes()] for row in words]
+
+
+@contextlib.asynccontextmanager
+async def heard(one: Any) -> AsyncIterator[Heard]:
+    ear = Heard(one)
+    one.tiers.start(ear.effects.run, one_flush(one), ear.moved.publish)
+    try:
+        yield ear
+    finally:
+        await one.tiers.close()
+
+
+def one_flush(one: Any) -> Any:
+    return getattr(one, "flushed", None) or one.flushed_here
+
+
+def stored(events: list[Event], medium: Medium) -> list[BlocksStored]:
+    return [one for one in events if isinstance(one, BlocksStored) and one.medium is medium]
+
+
+def removed(events: list[Event], medium: Medium) -> set[int]:
+    return {
+        number
+        for one in events
+        if isinstance(one, BlocksRemoved) and one.medium is medium
+        for number in numbers_of(one.hashes)
+    }
+
+
+def test_a_move_down_and_a_move_up_are_told_of_with_their_media() -> None:
+    async def run() -> None:
+        one = Setup(10.0)
+        async with heard(one) as ear:
+            one.put(BLOCKS)
+            await one.until_down(len(BLOCKS))
+            await asyncio.sleep(0.05)
+            events = ear.read()
+            down = stored(events, Medium.DISK)
+            assert events == down and {event.tier for event in down} == {DISK_TIER}
+            assert [(numbers_of(event.hashes), event.depth) for event in down] == [
+                ([n], n) for n in BLOCKS
+            ]
+            evict(one.core, 1, 0, words_of(BLOCKS))
+            assert all(await one.leased(BLOCKS))
+            events = ear.read()
+            assert removed(events, Medium.CPU) == set(BLOCKS)
+            up = stored(events, Medium.CPU)
+            assert events[-len(up) :] == up, "removed after it was stored"
+            assert [(numbers_of(event.hashes), event.tier) for event in up] == [
+                ([n], "") for n in BLOCKS
+            ]
+
+    asyncio.run(run())
+
+
+def test_what_the_disk_evicts_and_loses_is_removed_from_it() -> None:
+    async def run() -> None:
+        one = Setup(10.0)
+        async with heard(one) as ear:
+            await one.lie_below(BLOCKS)
+            for place in list(one.store.content)[:2]:
+                one.store.damage(place, 100)
+            assert sum(await one.leased(BLOCKS)) == 4
+            events = ear.read()
+            lost = removed(events, Medium.DISK)
+            assert len(lost) == 2
+            assert {n for e in stored(events, Medium.CPU) for n in numbers_of(e.hashes)} == (
+                set(BLOCKS) - lost
+            )
+            # The disk has room for fewer than these.
+            believed = set(BLOCKS) - lost
+            for first in range(20, 190, 10):
+                count = one.lower.counters.demoted
+                one.put(list(range(first, first + 10)))
+                await one.until_down(count + 10)
+                await asyncio.sleep(0)
+                evict(one.core, 1, 0, words_of(list(range(first, first + 10))))
+            await asyncio.sleep(0.1)
+            for event in ear.read():
+                if isinstance(event, BlocksStored) and event.medium is Medium.DISK:
+                    assert not set(numbers_of(event.hashes)) & believed, "stored twice"
+                    believed |= set(numbers_of(event.hashes))
+                elif isinstance(event, BlocksRemoved) and event.medium is Medium.DISK:
+                    assert set(numbers_of(event.hashes)) <= believed
+                    believed -= set(numbers_of(event.hashes))
+            every = list(range(200))
+            lies = one.lower.up.find(1, HashList(0, words_of(every))) != 0
+            assert believed == set(np.flatnonzero(lies).tolist())
+
+    asyncio.run(run())
+
+
+def test_a_flush_clears_the_disk_too_and_nothing_is_told_afterwards() -> None:
+    async def run() -> None:
+        one = Setup(0.05)
+        async with heard(one) as ear:
+            await one.lie_below(BLOCKS)
+            await asyncio.sleep(0.05)
+            ear.read()
+            one.tier.faults.is_hung = True
+            assert not any(await one.leased(BLOCKS))
+            flush(one.core, 1)
+            ear.effects.run(1)
+            (cleared,) = ear.read()
+            assert isinstance(cleared, KeySpaceCleared)
+            assert removed(list(cleared.removed), Medium.DISK) == set(BLOCKS)
+            one.tier.faults.is_hung = False
+            await until(lambda: not len(one.lower.moves), "the move does not end")
+            assert not stored(ear.read(), Medium.CPU)
+
+    asyncio.run(run())
+
+
+def test_copies_in_a_shared_tier_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_shared, "LINGER_S", 0.05)
+
+    async def run() -> None:
+        store = MemoryStore(places=False)
+        one, other = SharedNode(store, 10.0), SharedNode(store, 10.0)
+        async with heard(one) as ear, heard(other) as far:
+            one.put(BLOCKS)
+            await one.until_copied(len(BLOCKS))
+            copied = ear.read()
+            assert copied == stored(copied, Medium.REMOTE)
+            assert [
+                (numbers_of(event.hashes), event.tier) for event in stored(copied, Medium.REMOTE)
+            ] == [([n], "shared") for n in BLOCKS]
+            assert all(await other.leased(BLOCKS))
+            await asyncio.sleep(0.1)
+            up = far.read()
+            assert len(stored(up, Medium.CPU)) == len(BLOCKS)
+
+    asyncio.run(run())
+
+
+def test_an_event_says_what_is_known_of_its_block() -> None:
+    """The number of a block's parent may be another block's by now."""
+    one = Setup(0.0)
+    one.put([0, 1, 2])
+    index = one.core.space.index
+    entries = index.find(1, 0, words_of([2, 1]))
+    evict(one.core, 1, 0, words_of([0]))
+    one.put([50])
+    events = list(moved_events(index, entries, Medium.REMOTE, "v"))
+    assert [(numbers_of(e.hashes), e.parent, e.depth) for e in events] == [
+        ([1], None, 1),
+        ([2], None, 2),
+    ]
+    assert {(e.key_space_id, e.group_index, e.medium, e.tier) for e in events} == {
+        (1, 0, Medium.REMOTE, "v")
+    }
+    assert not list(moved_events(index, entries[:0], Medium.CPU, ""))

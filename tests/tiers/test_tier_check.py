@@ -1,0 +1,192 @@
+"""`hotkv-server tiers check`: says of each tier whether it works, in a table or a sentence, and
+leaves everything as it was."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotkv_server import tier_check
+from hotkv_server.cli import main
+from hotkv_server.startup import StartError
+from hotkv_server.testing.memory_tier import MemoryStore
+from hotkv_server.testing.shared_memory_tier import SharedMemoryTier
+from hotkv_server.tiers.disk.slab_file import SlabFile
+from hotkv_server.tiers.protocol import Blocks, Codes, OnRead, Read
+from tests.tiers.valkey_support import Server, running
+
+MIB = 1 << 20
+SIZES = [(64 << 10, 32), (MIB, 8)]
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_disk_is_tried_beside_a_running_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = SlabFile.open(tmp_path, 16 * MIB)
+    try:
+        (tmp_path / "records").write_bytes(b"records of a server")
+        with (tmp_path / "slabs").open("r+b") as slabs:
+            slabs.write(b"blocks of a server")
+        before = content_of(tmp_path)
+        config = tmp_path / "hotkv.toml"
+        config.write_text(f'[tiers.disk]\npath = "{tmp_path}"\nbytes = "16MiB"\n')
+        before = {**before, str(config): config.read_bytes()}
+        assert main(["tiers", "check", "--config", str(config)]) == 0
+        assert content_of(tmp_path) == before
+        assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+    finally:
+        held.close()
+    head, *rows, foot = capsys.readouterr().out.splitlines()
+    assert head.split()[:2] == ["tier", "block"] and foot.endswith("bytes compared")
+    assert [row.split()[:4] for row in rows] == [
+        ["disk", "64", "KiB", "32"],
+        ["disk", "1024", "KiB", "8"],
+    ]
+
+
+def test_a_folder_that_is_missing_is_missing_afterwards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--tiers.disk.path", str(tmp_path / "a" / "b"), "--tiers.disk.bytes", "16MiB"]
+    assert main(["tiers", "check", "--json", *flags]) == 0
+    assert not list(tmp_path.iterdir())
+    said = json.loads(capsys.readouterr().out)
+    assert said["problems"] == said["left"] == {}
+    assert [(one["block_bytes"], one["num_blocks"]) for one in said["timings"]] == SIZES
+    assert all(one["write_ms"] > 0 and one["read_ms"] > 0 for one in said["timings"])
+
+
+def test_what_does_not_work_is_a_sentence_and_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "disk"
+    flags = ["--tiers.disk.path", str(path), "--tiers.disk.bytes", "4096TiB"]
+    assert main(["tiers", "check", *flags]) == 1
+    assert f"tiers.disk: {path} needs 4294967296 MiB more" in capsys.readouterr().err
+    path.write_text("a file")
+    assert main(["tiers", "check", *flags]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"hotkv-server: tiers.disk: {path}") and not said.out
+    flags = ["--tiers.valkey.address", f"unix:{tmp_path}/nobody"]
+    assert main(["tiers", "check", *flags]) == 1
+    assert "can't be reached" in capsys.readouterr().err
+    assert main(["tiers", "check"]) == 2
+    assert "the settings have no tier" in capsys.readouterr().err
+    assert main(["tiers", "check", "--tiers.disk.bytes", "1"]) == 2
+
+
+class Liar(SharedMemoryTier):
+    """Says FOUND and gives other bytes."""
+
+    def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
+        def done(codes: Codes) -> None:
+            self._arena[blocks.slots] ^= 1
+            on_done(codes)
+
+        super().read(blocks, deadline_s, done)
+
+
+def hang(tier: SharedMemoryTier) -> None:
+    tier.faults.is_hung = True
+
+
+def fill(tier: SharedMemoryTier) -> None:
+    tier.faults.is_full = True
+
+
+def fail(tier: SharedMemoryTier) -> None:
+    tier.faults.fails = lambda key: True
+
+
+def break_(tier: SharedMemoryTier) -> None:
+    tier.faults.problem = "memory at nowhere can't be reached"
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        (hang, "does not answer within"),
+        (fill, "is full: it took no block of 64 KiB"),
+        (fail, "could not write a block of 64 KiB"),
+        (break_, "memory at nowhere can't be reached"),
+    ],
+)
+def test_each_fault_has_its_sentence(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[SharedMemoryTier], None], sentence: str
+) -> None:
+    monkeypatch.setattr(tier_check, "ANSWER_S", 0.2)
+    monkeypatch.setattr(tier_check, "REMOVE_S", 0.5)
+    arena = tier_check._arena()
+    store = MemoryStore(places=False, content={b"hotkv/1/another": (b"bytes", 1)})
+    tier = SharedMemoryTier(arena, store)
+    fault(tier)
+    with pytest.raises(StartError, match=sentence):
+        tier_check.check_shared(tier, arena)
+    assert store.content == {b"hotkv/1/another": (b"bytes", 1)}
+
+
+def test_other_bytes_are_seen_and_removed() -> None:
+    arena, store = tier_check._arena(), MemoryStore(places=False)
+    with pytest.raises(StartError, match="gives other bytes than were written"):
+        tier_check.check_shared(Liar(arena, store), arena)
+    assert not store.content
+
+
+def test_blocks_that_are_lost_or_damaged_are_seen() -> None:
+    for code, sentence in ((Read.ABSENT, "has lost"), (Read.CORRUPT, "gives damaged bytes")):
+
+        class Bad(SharedMemoryTier):
+            wrong = code
+
+            def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
+                super().read(
+                    blocks, deadline_s, lambda codes: on_done(np.full_like(codes, self.wrong))
+                )
+
+        arena, store = tier_check._arena(), MemoryStore(places=False)
+        with pytest.raises(StartError, match=sentence):
+            tier_check.check_shared(Bad(arena, store), arena)
+        assert not store.content
+
+
+def test_a_store_that_does_not_remove_blocks_works_and_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tier_check, "REMOVE_S", 0.1)
+    arena, store = tier_check._arena(), MemoryStore(places=False)
+    tier = SharedMemoryTier(arena, store)
+    monkeypatch.setattr(tier, "forget", lambda keys: None)
+    checked = tier_check.check_shared(tier, arena)
+    assert [(one.block_bytes, one.num_blocks) for one in checked.timings] == SIZES
+    (fingerprint,) = store.epochs
+    assert checked.left.startswith("works, but 40 keys") and fingerprint in checked.left
+
+
+@pytest.fixture
+def valkey(tmp_path: Path) -> Iterator[Server]:
+    with running(tmp_path / "valkey") as server:
+        yield server
+
+
+def test_a_store_that_others_use_is_left_as_it_was(
+    valkey: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client: Any = valkey.client
+    client.set(b"hotkv/1/abc/epoch", b"7")
+    client.set(b"hotkv/1/abc/7/0/hash", b"bytes")
+    flags = ["--tiers.valkey.address", f"unix:{valkey.path}"]
+    assert main(["tiers", "check", "--json", *flags]) == 0
+    assert sorted(client.keys()) == [b"hotkv/1/abc/7/0/hash", b"hotkv/1/abc/epoch"]
+    assert client.get(b"hotkv/1/abc/epoch") == b"7"
+    said = json.loads(capsys.readouterr().out)
+    assert said["problems"] == said["left"] == {}
+    assert [(one["tier"], one["block_bytes"]) for one in said["timings"]] == [
+        ("valkey", size) for size, _ in SIZES
+    ]
