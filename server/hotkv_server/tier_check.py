@@ -31,7 +31,7 @@ from hotkv_server.runtime.shared_epochs import EpochRelay
 from hotkv_server.settings import Settings, load_settings, print_error
 from hotkv_server.settings.tiers import DiskSettings
 from hotkv_server.startup import StartError
-from hotkv_server.startup.tiers import shared_tiers
+from hotkv_server.startup.tiers import opened, shared_tiers
 from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Read, SharedTier, Tier, Write
 
 USAGE_ERROR = 2
@@ -104,9 +104,9 @@ def _checks(settings: Settings) -> list[tuple[str, Callable[[], Checked]]]:
     disk = settings.tiers.disk
     if disk.path is not None:
         checks.append((DISK_TIER, partial(check_disk, disk.path, disk)))
-    for make in shared_tiers(settings):
-        arena = _arena()
-        tier = make(arena, EpochRelay())
+    for _, compress, make in shared_tiers(settings):
+        arena, descriptor = _arena()
+        tier = opened(make, compress, arena, descriptor, EpochRelay())
         checks.append((tier.facts().name, partial(check_shared, tier, arena)))
     return checks
 
@@ -121,7 +121,7 @@ def check_disk(path: Path, disk: DiskSettings) -> Checked:
         _make_folders(path, made)
         folder = Path(made.enter_context(tempfile.TemporaryDirectory(prefix="check-", dir=path)))
         _look_for_room(path, path / SLABS_FILE, disk.bytes)
-        arena = _arena()
+        arena, _ = _arena()
         tier = DiskTier(arena, SlabFile.open(folder, NUM_BYTES), num_threads=disk.threads)
         made.callback(tier.close)
         return Checked(list(_try(tier, arena, b"hotkv/check", {})))
@@ -190,13 +190,15 @@ def _remove(tier: SharedTier, prefix: bytes, fingerprint: str) -> str:
         time.sleep(0.02)
 
 
-def _arena() -> Region:
-    """Memory for all blocks twice: as they are written, and as they are read. It stays mapped,
-    since a tier that hangs may still write it."""
-    memory = mmap.mmap(-1, 2 * NUM_BYTES)
+def _arena() -> tuple[Region, int]:
+    """Memory for all blocks twice, as they are written and as they are read, and its file. It stays
+    mapped, since a tier that hangs may still write it."""
+    descriptor = os.memfd_create("hotkv-check")
+    os.ftruncate(descriptor, 2 * NUM_BYTES)
+    memory = mmap.mmap(descriptor, 2 * NUM_BYTES)
     _kept.append(memory)
     array = np.frombuffer(memory, np.uint8)
-    return Region(array.ctypes.data, len(memory), "memory of the check")
+    return Region(array.ctypes.data, len(memory), "memory of the check"), descriptor
 
 
 _kept: list[mmap.mmap] = []

@@ -123,7 +123,7 @@ def test_each_fault_has_its_sentence(
 ) -> None:
     monkeypatch.setattr(tier_check, "ANSWER_S", 0.2)
     monkeypatch.setattr(tier_check, "REMOVE_S", 0.5)
-    arena = tier_check._arena()
+    arena, _ = tier_check._arena()
     store = MemoryStore(places=False, content={b"hotkv/1/another": (b"bytes", 1)})
     tier = SharedMemoryTier(arena, store)
     fault(tier)
@@ -133,7 +133,7 @@ def test_each_fault_has_its_sentence(
 
 
 def test_other_bytes_are_seen_and_removed() -> None:
-    arena, store = tier_check._arena(), MemoryStore(places=False)
+    (arena, _), store = tier_check._arena(), MemoryStore(places=False)
     with pytest.raises(StartError, match="gives other bytes than were written"):
         tier_check.check_shared(Liar(arena, store), arena)
     assert not store.content
@@ -150,7 +150,7 @@ def test_blocks_that_are_lost_or_damaged_are_seen() -> None:
                     blocks, deadline_s, lambda codes: on_done(np.full_like(codes, self.wrong))
                 )
 
-        arena, store = tier_check._arena(), MemoryStore(places=False)
+        (arena, _), store = tier_check._arena(), MemoryStore(places=False)
         with pytest.raises(StartError, match=sentence):
             tier_check.check_shared(Bad(arena, store), arena)
         assert not store.content
@@ -160,7 +160,7 @@ def test_a_store_that_does_not_remove_blocks_works_and_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tier_check, "REMOVE_S", 0.1)
-    arena, store = tier_check._arena(), MemoryStore(places=False)
+    (arena, _), store = tier_check._arena(), MemoryStore(places=False)
     tier = SharedMemoryTier(arena, store)
     monkeypatch.setattr(tier, "forget", lambda keys: None)
     checked = tier_check.check_shared(tier, arena)

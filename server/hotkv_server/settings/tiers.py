@@ -33,7 +33,7 @@ class DiskSettings(BaseModel, extra="forbid"):
         ),
     )
     threads: Annotated[int, Field(ge=1, le=64)] = Field(
-        8, description="Threads that read and write."
+        16, description="Threads that read and write."
     )
 
 

@@ -35,7 +35,7 @@ from hotkv_server.tiers.protocol import (
 )
 from hotkv_server.tiers.seals import seal
 
-NUM_THREADS = 8
+NUM_THREADS = 16
 """I/O under way at once. They wait for the disk nearly all the time, on small machines too."""
 BATCH_BYTES = 16 << 20
 """Enough in one call for all threads to have several pieces."""
