@@ -22,6 +22,7 @@ import numpy as np
 
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.settings.mooncake import MooncakeSettings
 from hotkv_server.testing.tier_contract import (
     ARENA_BYTES,
     SLOT_BYTES,
@@ -33,7 +34,6 @@ from hotkv_server.testing.tier_contract import (
 )
 from hotkv_server.tiers.compressed import CompressedTier
 from hotkv_server.tiers.compression.stager import encoded_key
-from hotkv_server.tiers.mooncake.settings import MooncakeSettings
 from hotkv_server.tiers.mooncake.tier import MooncakeClient, mooncake_tier
 from hotkv_server.tiers.mooncake.words import quoted
 from hotkv_server.tiers.protocol import Blocks, Read, Write

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.settings.mooncake import MooncakeSettings
 from hotkv_server.tiers.mooncake import tier, words
-from hotkv_server.tiers.mooncake.settings import MooncakeSettings
 from hotkv_server.tiers.mooncake.words import Line, quoted
 from hotkv_server.tiers.remote.errors import LostError
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 pytest.importorskip("obstore", reason="obstore speaks S3")
 
+from hotkv_server.settings.s3 import S3Settings
 from hotkv_server.testing.tier_contract import Bench
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote.errors import LateError, LostError, UnusableError
@@ -20,7 +21,6 @@ from hotkv_server.tiers.s3 import bucket as bucket_module
 from hotkv_server.tiers.s3.bucket import GAP_BYTES, MissingError, merged
 from hotkv_server.tiers.s3.credentials import AccessKey, read_access_key
 from hotkv_server.tiers.s3.errors import BeyondError, FullError, is_gone, store_error
-from hotkv_server.tiers.s3.settings import S3Settings
 from tests.tiers.s3_support import (
     BUCKET,
     KEYS,

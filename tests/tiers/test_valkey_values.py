@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hotkv_server.settings.valkey import ValkeySettings
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content, key
 from hotkv_server.tiers.protocol import Blocks, Read, Write
-from hotkv_server.tiers.valkey.settings import ValkeySettings
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 from hotkv_server.tiers.valkey.ttl import ttl_ms
 from hotkv_server.tiers.valkey.values import HEAD_BYTES, head

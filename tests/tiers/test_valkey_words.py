@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from hotkv_server.settings.valkey import ValkeySettings
 from hotkv_server.testing.tier_contract import Bench
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote.errors import quoted
 from hotkv_server.tiers.valkey.greeting import Login, read_login
-from hotkv_server.tiers.valkey.settings import ValkeySettings
 from tests.tiers.valkey_support import Server, bench_over, running, wait_for
 
 SECRET = "s3cr3t-of-hotkv"

@@ -5,9 +5,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ByteSize, Field
 
-from hotkv_server.tiers.mooncake.settings import MooncakeSettings
-from hotkv_server.tiers.s3.settings import S3Settings
-from hotkv_server.tiers.valkey.settings import ValkeySettings
+from hotkv_server.settings.mooncake import MooncakeSettings
+from hotkv_server.settings.s3 import S3Settings
+from hotkv_server.settings.valkey import ValkeySettings
 
 MIB, GIB = 1 << 20, 1 << 30
 

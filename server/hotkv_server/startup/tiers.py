@@ -22,8 +22,8 @@ from hotkv_server.runtime.tier_below import TierBelow
 from hotkv_server.runtime.tier_shared import TierShared
 from hotkv_server.runtime.tiers import Tiers, moving_bytes
 from hotkv_server.settings import Settings
+from hotkv_server.settings.compression import STAGING_BYTES
 from hotkv_server.startup import StartError
-from hotkv_server.tiers.compression.settings import STAGING_BYTES
 from hotkv_server.tiers.protocol import SharedTier, Tier
 
 log = logging.getLogger(__name__)

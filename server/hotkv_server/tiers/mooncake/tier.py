@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.tiers.mooncake.settings import MooncakeSettings
+from hotkv_server.settings.mooncake import MooncakeSettings
 from hotkv_server.tiers.mooncake.words import Line, quoted
 from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Medium, Seals, TierFacts
 from hotkv_server.tiers.remote.calls import PART_BYTES

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from hotkv_server.settings.s3 import S3Settings
 from hotkv_server.tiers.protocol import NO_EPOCH, NO_EPOCHS, Codes, Epochs, Read, Seals, Write
 from hotkv_server.tiers.remote.errors import StoreError, UnusableError
 from hotkv_server.tiers.s3 import epochs
@@ -17,7 +18,6 @@ from hotkv_server.tiers.s3.errors import FullError
 from hotkv_server.tiers.s3.index import PackIndex, Place
 from hotkv_server.tiers.s3.lister import Lister
 from hotkv_server.tiers.s3.packs import Pack, Space, new_name, packed, space_of
-from hotkv_server.tiers.s3.settings import S3Settings
 from hotkv_server.tiers.seals import seal
 
 

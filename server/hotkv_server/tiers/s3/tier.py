@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.settings.s3 import S3Settings
 from hotkv_server.tiers.protocol import Int64s, Medium, TierFacts
 from hotkv_server.tiers.remote.calls import cut
 from hotkv_server.tiers.remote.tier import RemoteTier
@@ -10,7 +11,6 @@ from hotkv_server.tiers.remote.workers import Limits, Workers
 from hotkv_server.tiers.s3.bucket import check_installed
 from hotkv_server.tiers.s3.client import Shared
 from hotkv_server.tiers.s3.packs import cut_packs
-from hotkv_server.tiers.s3.settings import S3Settings
 
 READ_BYTES, READ_BLOCKS = 8 << 20, 256
 """Of a part of a read: as much as one request should ask for."""

@@ -7,13 +7,13 @@ each reply belongs to the command that was sent for it.
 import time
 from collections.abc import Iterable, Sequence
 
+from hotkv_server.settings.valkey import ValkeySettings
 from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Read, Seals, Write
 from hotkv_server.tiers.remote.errors import LostError, UnusableError, quoted
 from hotkv_server.tiers.valkey import epochs, values
 from hotkv_server.tiers.valkey.errors import FULL_CODES, unusable
 from hotkv_server.tiers.valkey.greeting import greet, read_login
 from hotkv_server.tiers.valkey.resp import ErrorReply, Replies, Reply, command
-from hotkv_server.tiers.valkey.settings import ValkeySettings
 from hotkv_server.tiers.valkey.stream import Stream, connect
 from hotkv_server.tiers.valkey.ttl import ttl_ms
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 
 from hotkv_server.security.path_checks import UnsafeError, check_private_key
+from hotkv_server.settings.valkey import ValkeySettings
 from hotkv_server.tiers.remote.errors import LateError, LostError, UnusableError
-from hotkv_server.tiers.valkey.settings import ValkeySettings
 
 MAX_PIECES = 1024
 """Most buffers of one sendmsg: IOV_MAX of Linux."""

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.settings.valkey import ValkeySettings
 from hotkv_server.tiers.protocol import Medium, TierFacts
 from hotkv_server.tiers.remote.calls import PART_BYTES
 from hotkv_server.tiers.remote.client import Client
 from hotkv_server.tiers.remote.tier import RemoteTier
 from hotkv_server.tiers.remote.workers import Limits, Workers
 from hotkv_server.tiers.valkey.resp_client import RespClient
-from hotkv_server.tiers.valkey.settings import ValkeySettings
 
 Connect = Callable[[ValkeySettings, float], Client]
 """Makes a client that can be used, until a time of time.monotonic. Raises StoreError. Another one

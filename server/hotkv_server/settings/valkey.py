@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from hotkv_server.tiers.compression.settings import Compress
+from hotkv_server.settings.compression import Compress
 
 UNIX = "unix:"
 MAX_UNIX_PATH_BYTES = 107

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from hotkv_server.tiers.compression.settings import Compress
+from hotkv_server.settings.compression import Compress
 
 PEER_TO_PEER = "P2PHANDSHAKE"
 
