@@ -88,8 +88,9 @@ class Disk:
     async def _run(self, size: int, seconds: float, *, is_write: bool) -> float:
         loop, count = asyncio.get_running_loop(), BUFFER_BYTES // size
         known = np.array([place for place, of in self.seals if of == size], np.int64)
-        began_s, moved = time.monotonic(), 0
-        while (passed_s := time.monotonic() - began_s) < seconds:
+        moved, passed_s = 0, 0.0
+        # What the benchmark prepares for a call is not the tier's time.
+        while passed_s < seconds:
             ended: asyncio.Future[Any] = loop.create_future()
 
             def end(*answer: object, ended: "asyncio.Future[Any]" = ended) -> None:
@@ -98,8 +99,10 @@ class Disk:
             if is_write:
                 places = self.rng.permutation(FILE_BYTES // size)[:count].astype(np.int64) * size
                 blocks = self.blocks(size, places)
+                began_s = time.monotonic()
                 self.tier.write(blocks, end)
                 codes, seals = await ended
+                passed_s += time.monotonic() - began_s
                 assert (codes == Write.STORED).all()
                 # Another size has overwritten what lay there.
                 self.seals = {key: seal for key, seal in self.seals.items() if key[1] == size}
@@ -109,8 +112,10 @@ class Disk:
             else:
                 places = self.rng.choice(known, min(count, len(known)), replace=False)
                 blocks = self.blocks(size, places)
-                self.tier.read(blocks, time.monotonic() + 60, end)
+                began_s = time.monotonic()
+                self.tier.read(blocks, began_s + 60, end)
                 (codes,) = await ended
+                passed_s += time.monotonic() - began_s
                 assert (codes == Read.FOUND).all()
             moved += blocks.total_bytes
         return moved / passed_s

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.tiers.disk import reference
 from hotkv_server.tiers.disk.block_io import FileIO
+from hotkv_server.tiers.seals import seal
 from tests.tiers.disks import memory, moves
 
 BOTH = pytest.mark.parametrize("name", ["kernels", "reference"])
@@ -262,3 +263,22 @@ def test_kernels_and_reference_agree_on_direct_files(
         return results.tolist(), room.tobytes()
 
     assert read("kernels") == read("reference")
+
+
+@BOTH
+@given(st.lists(st.integers(241, 3 * SLOT_ALIGN), max_size=5), st.integers(0, 63), st.data())
+def test_seals_are_those_of_the_package(
+    name: str, sizes: list[int], first: int, data: st.DataObject
+) -> None:
+    """At any address, of any length of which the kernel knows, with any key."""
+    room = memory(sum(sizes) + 64)
+    room[:] = np.frombuffer(np.random.default_rng(sum(sizes)).bytes(len(room)), np.uint8)
+    begins = first + np.cumsum([0, *sizes])[:-1].astype(np.int64)
+    keys = [data.draw(st.binary(max_size=40)) for _ in sizes]
+    seals = np.zeros(len(sizes), np.uint64)
+    moves(name).seal_many(room.ctypes.data + begins, int64s(sizes), reference.secrets(keys), seals)
+    expected = [
+        seal(key, room[begin : begin + size].data)
+        for key, begin, size in zip(keys, begins.tolist(), sizes, strict=True)
+    ]
+    assert seals.tolist() == expected

@@ -16,24 +16,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hotkv import native
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.tiers.disk import reference
 from hotkv_server.tiers.disk.block_io import BlockIO, FileIO
 from hotkv_server.tiers.disk.calls import NO_DEADLINE_S, Call, CallQueue, Piece
 from hotkv_server.tiers.disk.slab_file import SlabFile
 from hotkv_server.tiers.protocol import (
     Blocks,
-    Codes,
     Int64s,
     Medium,
     OnProbe,
     OnRead,
     OnWrite,
     Read,
+    Seals,
     TierFacts,
     TierFigures,
     Write,
 )
-from hotkv_server.tiers.seals import seal
 
 NUM_THREADS = 16
 """I/O under way at once. They wait for the disk nearly all the time, on small machines too."""
@@ -44,7 +45,7 @@ LATE_CHECK_S = 0.1
 """How often reads are dropped whose deadline has passed, if no thread is there to do it."""
 PROBLEM_CALLS = 3
 """So many calls in a row that an errno ended mean that the disk can't be used."""
-FULL_CODES = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ANSWERS = {
     (False, Read.FOUND): "read",
     (False, Read.CORRUPT): "corrupt",
@@ -59,10 +60,8 @@ class DiskTier:
     """See the module. A `Tier` in which the core chooses places: offsets in the slab file.
 
     Calls that overlap in the file are done in any order: a place is read or given to another block
-    only after its write has ended. The GIL is held for microseconds a block: reading and writing
-    give it up for a whole piece. xxhash 4.1 keeps it while it seals a block of up to 64 KiB, which
-    takes a few microseconds, and gives it up for a larger one; 3.x gives it up for each digest, and
-    a thread that wants it back waits up to 5 ms for a busy event loop.
+    only after its write has ended. The GIL is held for microseconds a piece: reading, writing and
+    sealing give it up for the whole of it.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class DiskTier:
         file's own I/O. `close_wait_s`: see `close`. Loads kernels, which takes seconds the first
         time."""
         self._arena = arena
-        self._bytes = arena.array().data
+        self._moves = native.load("hotkv_server.tiers.disk.kernels") or reference
         self._file = file
         self._io = FileIO(file.fd) if io is None else io
         self._close_wait_s = close_wait_s
@@ -206,36 +205,38 @@ class DiskTier:
 
     def _read(self, call: Call, rows: Int64s, slots: Int64s, sizes: Int64s, places: Int64s) -> None:
         results = self._io.read_many(self._arena.address + slots, places, sizes)
-        is_short = False
-        for row, slot, size, result in zip(*_lists(rows, slots, sizes, results), strict=True):
-            if result == size:
-                found = seal(call.blocks.keys[row], self._bytes[slot : slot + size])
-                is_same = found == int(call.blocks.seals[row])
-                call.codes[row] = Read.FOUND if is_same else Read.CORRUPT
-            elif result >= 0:
-                call.codes[row] = Read.CORRUPT
-                is_short = True
-            else:
-                call.code = -result
-        if is_short:
+        whole = results == sizes
+        found = self._sealed(call, rows[whole], slots[whole], sizes[whole])
+        is_same = found == np.asarray(call.blocks.seals, np.uint64)[rows[whole]]
+        call.codes[rows[whole]] = np.where(is_same, Read.FOUND, Read.CORRUPT)
+        is_short = ~whole & (results >= 0)
+        call.codes[rows[is_short]] = Read.CORRUPT
+        if (results < 0).any():
+            call.code = -int(results[results < 0][-1])
+        if is_short.any():
             self._file.mend()
 
     def _write(
         self, call: Call, rows: Int64s, slots: Int64s, sizes: Int64s, places: Int64s
     ) -> None:
-        seals = [
-            seal(call.blocks.keys[row], self._bytes[slot : slot + size])
-            for row, slot, size in zip(*_lists(rows, slots, sizes), strict=True)
-        ]
+        seals = self._sealed(call, rows, slots, sizes)
         results = self._io.write_many(self._arena.address + slots, places, sizes)
-        for row, size, sealed, result in zip(*_lists(rows, sizes), seals, results.tolist(),
-                                             strict=True):  # fmt: skip
-            if result == size:
-                call.codes[row], call.seals[row] = Write.STORED, sealed
-            elif -result in FULL_CODES:
-                call.codes[row] = Write.FULL
-            elif result < 0:
-                call.code = -result
+        whole, is_full = results == sizes, np.isin(-results, FULL_CODES)
+        call.codes[rows[whole]] = Write.STORED
+        call.seals[rows[whole]] = seals[whole]
+        call.codes[rows[is_full]] = Write.FULL
+        failed = results[(results < 0) & ~is_full]
+        if len(failed):
+            call.code = -int(failed[-1])
+
+    def _sealed(self, call: Call, rows: Int64s, slots: Int64s, sizes: Int64s) -> Seals:
+        """Seals of what slots hold, as `tiers.seals.seal` gives them."""
+        seals = np.empty(len(rows), np.uint64)
+        if len(rows):
+            keys = [call.blocks.keys[row] for row in rows.tolist()]
+            addresses = self._arena.address + slots
+            self._moves.seal_many(addresses, sizes, reference.secrets(keys), seals)
+        return seals
 
     def _end(self, call: Call) -> None:
         """Counts a call that nobody touches any more, and answers it."""
@@ -255,7 +256,3 @@ class DiskTier:
             call.answer(call.codes, call.seals)
         except Exception:  # The edge of the effect executor: the thread serves other calls too.
             log.exception("%s: the end of a call", self._file.path)
-
-
-def _lists(*columns: Int64s | Codes) -> list[list[int]]:
-    return [column.tolist() for column in columns]
