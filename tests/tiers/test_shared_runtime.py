@@ -382,3 +382,19 @@ def test_what_is_known_to_be_there_is_bounded(monkeypatch: pytest.MonkeyPatch) -
             assert len(b.shared._found) == 4
 
     asyncio.run(run())
+
+
+def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_shared, "FOUND_S", 0.1)
+
+    async def run() -> None:
+        async with nodes(lookup_wait_s=0.05) as (a, b):
+            a.put(BLOCKS)
+            await a.until_copied(6)
+            for _ in range(3):
+                await until(lambda: b.shared.epochs.get(1), "no epoch")
+                assert await b.looked_up(BLOCKS) == [True] * 6
+                await asyncio.sleep(0.2)
+            assert await b.looked_up(BLOCKS) == [True] * 6
+
+    asyncio.run(run())

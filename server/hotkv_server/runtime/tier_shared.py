@@ -155,7 +155,7 @@ class TierShared:
             key
             for keys in self._keys(key_space_id, groups, self._absent(key_space_id, groups))
             for key in keys
-            if key not in self._found
+            if self._found.get(key, 0.0) <= until_s
         ][:MAX_PROBED]
         if not keys or not self.breaker.take_turn():
             return
