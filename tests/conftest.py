@@ -37,11 +37,13 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 LONGEST = (
     "deploy/test_image.py",
+    "vllm/test_residency_faults.py",
     "vllm/test_models.py",
     "vllm/test_http.py",
     "vllm/test_parallel.py",
     "vllm/test_sparse.py",
     "vllm/test_end_to_end.py",
+    "vllm/test_residency_hooks.py",
     "robustness/test_campaign.py",
 )
 """Files that take longest, in this order; below them those that have slow tests."""

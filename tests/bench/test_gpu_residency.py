@@ -12,6 +12,7 @@ pytestmark = needs_compiler
 CONFIG = SparseConfig(sparse_topk=256, dense_layers=(), min_context_tokens=0, residency="host")
 
 
+@pytest.mark.long
 def test_its_steps_pull_the_bytes_of_the_arena() -> None:
     page_bytes = 16 * residency.KV_HEADS * 2 * residency.HEAD_SIZE * 2
     pages = residency.random_pages(48, page_bytes)

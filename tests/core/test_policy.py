@@ -13,7 +13,7 @@ from hotkv_server.core.policies import LRU, POLICIES, queue
 from hotkv_server.testing.policy_contract import PolicyWorld, check_leaves_go_first, check_policy
 
 
-@pytest.fixture(params=["kernels", "references"])
+@pytest.fixture(params=["kernels", pytest.param("references", marks=pytest.mark.long)])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "references":
         monkeypatch.setattr(native, "load", lambda name: None)

@@ -31,6 +31,7 @@ MLA: dict[str, Any] = {"block_size": 16, "enable_prefix_caching": True}
 if torch.cpu._is_amx_tile_supported():
     # vLLM's kernels for AMX know no float32, and want blocks of whole tiles.
     MLA |= {"block_size": 32, "dtype": "bfloat16"}
+LONG = pytest.mark.long
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-3}
 
 Start = Callable[..., EngineProcess]
@@ -81,18 +82,19 @@ def test_wrong_kv_would_be_seen(start: Start) -> None:
     ("kind", "settings", "alignment"),
     [
         pytest.param("gemma3", {}, 32, id="gemma3"),
-        pytest.param("gemma3", {"dtype": "bfloat16"}, 32, id="gemma3-bfloat16"),
+        pytest.param("gemma3", {"dtype": "bfloat16"}, 32, id="gemma3-bfloat16", marks=LONG),
         pytest.param(
             "gemma3",
             {"max_num_batched_tokens": 96, "max_num_seqs": 4},
             32,
             id="gemma3-chunked-prefill",
+            marks=LONG,
         ),
         pytest.param("gemma3", {"speculative_config": NGRAM}, 32, id="gemma3-ngram"),
         pytest.param("gemma4", {}, 64, id="gemma4"),
         pytest.param("gpt_oss", {}, 32, id="gpt_oss"),
         pytest.param("llama4", {}, 32, id="llama4"),
-        pytest.param("two_windows", {}, 32, id="two_windows"),
+        pytest.param("two_windows", {}, 32, id="two_windows", marks=LONG),
         pytest.param("windows_only", {}, 32, id="windows_only"),
         pytest.param("mistral", {}, 32, id="mistral"),
     ],

@@ -70,7 +70,10 @@ def start(engines: Engines, tmp_path: Path) -> Start:
     return make
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "is_async",
+    [pytest.param(True, id="async"), pytest.param(False, id="sync", marks=pytest.mark.long)],
+)
 def test_tokens_are_those_of_a_device_that_holds_everything(
     start: Start, daemon: Daemon, is_async: bool
 ) -> None:
