@@ -48,6 +48,7 @@ class SharedNode:
         self.shared = TierShared(self.core, self.tier, verifier, relay, most_bytes)
         self.tiers = Tiers(self.core, arena, lookup_wait_s, None, [self.shared])
         key_space = make_key_space("m", SLOT_ALIGN, SLOT_ALIGN)
+        self.fingerprint = key_space.fingerprint.hex()
         self.number = self.core.open_session("e", "worker", key_space, 0.0).number
         self.session: Any = SimpleNamespace(
             record=self.core.sessions.record(self.number), knows_tiers=True
@@ -61,8 +62,9 @@ class SharedNode:
 
     async def flush(self) -> None:
         """As an engine asks for it."""
-        await self.tiers.begin_flush(1)
+        self.tiers.begin_flush(1)
         flush(self.core, 1)
+        await self.tiers.end_flush(1, self.fingerprint)
 
     def put(self, numbers: list[int]) -> None:
         """Stores blocks, each with bytes of its own."""
@@ -396,5 +398,31 @@ def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPa
                 assert await b.looked_up(BLOCKS) == [True] * 6
                 await asyncio.sleep(0.2)
             assert await b.looked_up(BLOCKS) == [True] * 6
+
+    asyncio.run(run())
+
+
+def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks whose bytes are still compared must not be written under the new epoch."""
+    compared, agreeing = asyncio.Event(), tier_shared.agreeing
+
+    async def late(*arguments: Any) -> Any:
+        await compared.wait()
+        return await agreeing(*arguments)
+
+    monkeypatch.setattr(tier_shared, "agreeing", late)
+
+    async def run() -> None:
+        async with nodes() as (a, b):
+            a.put(BLOCKS)
+            await until(lambda: len(a.core.moves) == 1, "nothing is copied")
+            a.tiers.begin_flush(1)
+            compared.set()
+            await until(lambda: not len(a.core.moves), "the copy did not end")
+            flush(a.core, 1)
+            await a.tiers.end_flush(1, a.fingerprint)
+            assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
 
     asyncio.run(run())

@@ -201,9 +201,15 @@ class Node:
     async def flush(self, key_space_id: int) -> int:
         """As `Removals.flush`, also in tiers that other nodes share: none finds a block of it there
         afterwards."""
-        if self.tiers is not None:
-            await self.tiers.begin_flush(key_space_id)
-        return await self.removals.flush(key_space_id)
+        if self.tiers is None:
+            return await self.removals.flush(key_space_id)
+        # It may be forgotten as soon as nothing of it is left.
+        fingerprint = self.core.key_space(key_space_id).fingerprint.hex()
+        self.tiers.begin_flush(key_space_id)
+        try:
+            return await self.removals.flush(key_space_id)
+        finally:
+            await self.tiers.end_flush(key_space_id, fingerprint)
 
     # Draining and time
 

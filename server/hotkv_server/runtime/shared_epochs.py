@@ -8,6 +8,7 @@ flushed here. On the event loop only; the tier answers on threads.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from hotkv_server.core.cache import CacheCore
@@ -50,8 +51,8 @@ class SharedEpochs:
         self._breaker = breaker
         self._relay = relay
         self._known: dict[int, int] = {}
-        # Key spaces that are being flushed, here or in the store.
-        self._flushing: set[int] = set()
+        # Flushes of each key space that have begun and not ended, here and in the store.
+        self._flushing: Counter[int] = Counter()
 
     def __repr__(self) -> str:
         return f"SharedEpochs({len(self._known)} known, {len(self._flushing)} flushing)"
@@ -86,12 +87,16 @@ class SharedEpochs:
                 self._known.setdefault(key_space_id, epoch)
         return key_space_id in self._known
 
-    async def raise_(self, key_space_id: int, tasks: TierTasks) -> bool:
-        """A flush has begun here: the store is told. False if it has not answered within
-        FLUSH_WAIT_S; then it is told as soon as it does."""
+    def begin_flush(self, key_space_id: int) -> None:
+        """A flush begins here. `end_flush` must follow when nothing of the key space is left here:
+        with a new epoch before that, blocks of before would be written under it."""
         self._known.pop(key_space_id, None)
-        self._flushing.add(key_space_id)
-        raising = tasks.spawn(self._raise(key_space_id, self.fingerprint(key_space_id), tasks))
+        self._flushing[key_space_id] += 1
+
+    async def end_flush(self, key_space_id: int, fingerprint: str, tasks: TierTasks) -> bool:
+        """Nothing is left here: the store is told. False if it has not answered within
+        FLUSH_WAIT_S; then it is told as soon as it does."""
+        raising = tasks.spawn(self._raise(key_space_id, fingerprint, tasks))
         done, _ = await asyncio.wait([raising], timeout=FLUSH_WAIT_S)
         if not done:
             log.warning(
@@ -108,9 +113,7 @@ class SharedEpochs:
             self._tier.raise_epoch(fingerprint, on_loop(ended))
             (epoch,) = await ended
             if epoch is not None:
-                self._flushing.discard(key_space_id)
-                if epoch != NO_EPOCH and key_space_id in self._core.key_spaces:
-                    self._known[key_space_id] = epoch
+                self._settle(key_space_id, epoch)
                 return
             await asyncio.sleep(RETRY_S)
 
@@ -154,12 +157,19 @@ class SharedEpochs:
                     self._tier.facts().name,
                     key_space_id,
                 )
-                del self._known[key_space_id]
-                self._flushing.add(key_space_id)
+                self.begin_flush(key_space_id)
                 tasks.spawn(self._follow(key_space_id, epoch, flush))
 
     async def _follow(self, key_space_id: int, epoch: int, flush: Flush) -> None:
         await flush(key_space_id)
-        self._flushing.discard(key_space_id)
-        if epoch != NO_EPOCH:
+        self._settle(key_space_id, epoch)
+
+    def _settle(self, key_space_id: int, epoch: int) -> None:
+        """A flush has ended, with this epoch in the store. It counts if no other one is under
+        way."""
+        self._flushing[key_space_id] -= 1
+        if self._flushing[key_space_id]:
+            return
+        del self._flushing[key_space_id]
+        if epoch != NO_EPOCH and key_space_id in self._core.key_spaces:
             self._known[key_space_id] = epoch

@@ -161,9 +161,16 @@ class Tiers:
         await asyncio.gather(*(elsewhere(one.tier.close) for one in self._sources))
         await self._tasks.close()
 
-    async def begin_flush(self, key_space_id: int) -> None:
-        """A key space is about to be flushed, on all nodes that share a tier with this one."""
-        await asyncio.gather(*(one.epochs.raise_(key_space_id, self._tasks) for one in self.shared))
+    def begin_flush(self, key_space_id: int) -> None:
+        """A key space is about to be flushed here: nothing of it is read or written in shared tiers
+        until `end_flush`."""
+        for one in self.shared:
+            one.epochs.begin_flush(key_space_id)
+
+    async def end_flush(self, key_space_id: int, fingerprint: str) -> None:
+        """Nothing of it is left here: now it is flushed on all nodes that share a tier."""
+        ends = [one.epochs.end_flush(key_space_id, fingerprint, self._tasks) for one in self.shared]
+        await asyncio.gather(*ends)
 
     # Lookups
 
