@@ -356,7 +356,9 @@ def report_use(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
     return Request(report_use=session_pb2.ReportUse(groups=_groups(groups, hash_bytes)))
 
 
-def report_requests(reports: Iterable[RequestReport], hash_bytes: int) -> Request:
+def report_requests(
+    reports: Iterable[RequestReport], hash_bytes: int, prefill_tokens_per_s: float = 0.0
+) -> Request:
     """Reports scheduled requests."""
     messages = [
         session_pb2.RequestReport(
@@ -369,7 +371,11 @@ def report_requests(reports: Iterable[RequestReport], hash_bytes: int) -> Reques
         )
         for report in reports
     ]
-    return Request(report_use=session_pb2.ReportUse(requests=messages))
+    return Request(
+        report_use=session_pb2.ReportUse(
+            requests=messages, prefill_tokens_per_s=prefill_tokens_per_s
+        )
+    )
 
 
 def flush() -> Request:

@@ -127,12 +127,17 @@ class Calls(ABC):
         """Tells the server which blocks the engine used from its own device cache."""
         self._send_only(_wire.report_use(groups, self._hash_bytes))
 
-    def report_requests(self, reports: Sequence[RequestReport]) -> None:
+    def report_requests(
+        self, reports: Sequence[RequestReport], prefill_tokens_per_s: float = 0.0
+    ) -> None:
         """Tells the server of scheduled requests: what they used from the device cache, and how
         long to keep their blocks. Nothing to wait for. Raises HotKVError for hashes of another
         length.
+
+        `prefill_tokens_per_s`: what this engine has measured; 0 for nothing. Then lookups leave in
+        a slow tier what the engine computes sooner.
         """
-        self._send_only(_wire.report_requests(reports, self._hash_bytes))
+        self._send_only(_wire.report_requests(reports, self._hash_bytes, prefill_tokens_per_s))
 
     def create_sequence(
         self,

@@ -121,6 +121,7 @@ def show_sessions(answer: list[dict[str, Any]]) -> str:
             "order",
             "loaded",
             "stored",
+            "prefill",
             "client",
         ),
         [
@@ -136,6 +137,7 @@ def show_sessions(answer: list[dict[str, Any]]) -> str:
                 s["device_order"] or "-",
                 human_bytes(s["loaded_byte_count"]),
                 human_bytes(s["stored_byte_count"]),
+                f"{s['prefill_tokens_per_s']:.0f} tok/s" if s["prefill_tokens_per_s"] else "-",
                 s["client_name"],
             )
             for s in answer

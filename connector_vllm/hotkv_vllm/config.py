@@ -23,6 +23,7 @@ CENTRE = PREFIX + "sparse_centre"
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 TARGET_ENV = "HOTKV_TARGET"
 DEVICE_ORDERS = ("auto", "events", "flags", "host")
+LOADS = ("auto", "always")
 
 
 class ConfigError(ValueError):
@@ -43,6 +44,8 @@ class ConnectorConfig:
         weights.
     lookup_timeout_s: how long a request may wait for the answer to a lookup or lease before it
         counts as a miss.
+    load: `auto` tells the server how fast this engine computes prompts, so that a hit leaves in a
+        slow tier what is computed sooner; `always` takes all that the server can bring in.
     lease_ttl_s: lifetime of a read lease; it must outlast the wait for admission and the load.
     load_timeout_s: a load that takes longer is cancelled, and its request computes its prompt.
     store_timeout_s: the server gives up a store that takes longer.
@@ -90,6 +93,7 @@ class ConnectorConfig:
     token_file: str = ""
     weights_identity: str = ""
     lookup_timeout_s: float = 0.25
+    load: str = "auto"
     lease_ttl_s: float = 30.0
     load_timeout_s: float = 10.0
     store_timeout_s: float = 5.0
@@ -127,6 +131,7 @@ class ConnectorConfig:
             values[name] = _READERS[str(known[name].type)](key, value)
         _check_target(values["target"])
         _check_choice("device_order", values, DEVICE_ORDERS)
+        _check_choice("load", values, LOADS)
         if values.get("sparse_centre") and "sparse" not in values:
             raise ConfigError(
                 f"{CENTRE} = {values['sparse_centre']!r}: it serves sparse decode only; set "

@@ -73,7 +73,7 @@ class HotKVMetadata(KVConnectorMetadata):
     remembered: hot sets that requests start from.
     hot_sets_of: ended requests whose hot sets the workers report.
     wants_handshake: the scheduler has no handshake yet.
-    settles_step: number to be reported with this step's output; 0 for none.
+    settles_step, timed_step: numbers to be reported with this step's output; 0 for none.
     adapters: LoRA adapters to name, and ids to release.
     weights: the order about weights that may have changed.
     """
@@ -93,6 +93,7 @@ class HotKVMetadata(KVConnectorMetadata):
     hot_sets_of: tuple[str, ...] = ()
     wants_handshake: bool = False
     settles_step: int = 0
+    timed_step: int = 0
     adapters: AdapterWork = NO_WORK
     weights: WeightsOrder | None = None
 
@@ -133,10 +134,10 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
     """What the workers report with a step: transfers that ended since the last one, and more.
 
     `counters`: summed over ranks. `sparse`, `adapters`: None if there is nothing to report.
-    `handshakes`: one of each rank, if the scheduler asked for them. `settled_step`: the step's
-    number, if the scheduler gave it one. `overdue_loads`: transfers that the server was asked to
-    end and has not ended. `settled_loads`: by transfer that is held back, the number of ranks in
-    which it can't write any more. `links`: by rank, why it has no session; empty if it has one.
+    `handshakes`: one of each rank, if the scheduler asked for them. `settled_step`, `timed_step`:
+    the step's numbers, if it has any. `overdue_loads`: transfers that the server was asked to end
+    and has not ended. `settled_loads`: by transfer that is held back, the number of ranks in which
+    it can't write any more. `links`: by rank, why it has no session; empty if it has one.
     `weights`: reports by rank.
     """
 
@@ -145,6 +146,7 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
     sparse: SparseReport | None = None
     handshakes: tuple[HotKVHandshake, ...] = ()
     settled_step: int = 0
+    timed_step: int = 0
     overdue_loads: tuple[str, ...] = ()
     settled_loads: dict[str, int] = field(default_factory=dict)
     links: dict[int, str] = field(default_factory=dict)
@@ -170,6 +172,7 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
             sparse[0].join(sparse[1]) if len(sparse) == 2 else next(iter(sparse), None),
             self.handshakes + other.handshakes,
             max(self.settled_step, other.settled_step),
+            max(self.timed_step, other.timed_step),
             tuple(dict.fromkeys(self.overdue_loads + other.overdue_loads)),
             _summed(self.settled_loads, other.settled_loads),
             self.links | other.links,

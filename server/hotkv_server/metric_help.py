@@ -82,6 +82,8 @@ HELP: dict[str, str] = {
     "tier_asked_blocks_total": "Blocks that lookups asked for and host memory lacked, while the "
     "tier was up.",
     "tier_hit_blocks_total": "Blocks of these that lay in the tier.",
+    "tier_left_blocks_total": "Blocks of these that were left there, because the engine computes "
+    "them sooner than the tier brings them in.",
     "tier_budget_bytes": "Most bytes that may be written to the tier in 24 hours; 0 for no limit.",
     "tier_budget_left_bytes": "Bytes that are left of the budget. At 0 nothing is written.",
     "tier_read_seconds": "How long reads from each tier took, a read for all blocks that a lease "
@@ -89,6 +91,8 @@ HELP: dict[str, str] = {
     "shared_asked_blocks_total": "Blocks that lookups asked for and neither host memory nor a tier "
     "before had.",
     "shared_hit_blocks_total": "Blocks of these that were found in shared tiers.",
+    "shared_left_blocks_total": "Blocks of these that were left there, because the engine computes "
+    "them sooner than the tier brings them in.",
     # Residencies
     "residencies": "Requests whose blocks stay in the arena as long as they run.",
     "residencies_opened_total": "Residencies that were opened.",

@@ -1,5 +1,6 @@
 """Reports of scheduled requests, and retention: blocks that they touch or keep, and refusals."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -163,3 +164,34 @@ def test_what_contradicts_itself_is_refused(
     with pytest.raises(HotKVError, match=words.replace(".", r"\.")) as caught:
         one.session._call(lambda: request).result(10)
     assert caught.value.reason in (Reason.INVALID_FIELD, Reason.INVALID_HASH)
+
+
+def test_an_engines_prefill_speed_is_known_until_it_says_another(
+    server: Server, engine: Make
+) -> None:
+    one = engine("reports-speed", FULL)
+
+    def told() -> float:
+        one.session.ping(10)
+        with AdminClient(server.target) as admin:
+            (found,) = [
+                s for s in admin.sessions() if s["engine_id"] == one.session.config.engine_id
+            ]
+        return float(found["prefill_tokens_per_s"])
+
+    assert told() == 0
+    for said, known in ((1234.5, 1234.5), (0.0, 1234.5), (8.0, 8.0)):
+        one.session.report_requests([RequestReport([], 5, 0, 0, 0.0)], said)
+        assert told() == known
+
+
+@pytest.mark.parametrize("speed", [-1.0, math.inf, math.nan])
+def test_a_speed_that_is_none_is_refused(server: Server, engine: Make, speed: float) -> None:
+    one = engine("reports-no-speed", FULL)
+    with pytest.raises(HotKVError, match="prefill_tokens_per_s is") as caught:
+        one.session._call(
+            lambda: session_pb2.ConnectRequest(
+                report_use=session_pb2.ReportUse(prefill_tokens_per_s=speed)
+            )
+        ).result(10)
+    assert caught.value.reason is Reason.INVALID_FIELD

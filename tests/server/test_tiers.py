@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from demo.processes import ChildError, Server, runtime_folder
-from hotkv_client import BlockResult, GroupHashes, TransferStatus, cli
+from hotkv_client import BlockResult, GroupHashes, RequestReport, TransferStatus, cli
 from hotkv_client.admin import AdminClient
 from hotkv_client.status_tables import show_status
 from hotkv_client.tables import show_explain
@@ -83,6 +83,35 @@ def test_what_the_arena_has_evicted_comes_back_from_the_disk(place: Tiered) -> N
         assert place.loads(chain, content)
     assert place.counter("tier_promoted_blocks_total") >= 6 * CHAIN
     assert not place.counter("tier_lost_blocks_total")
+
+
+def test_an_engine_that_computes_sooner_than_the_disk_reads_is_told_of_no_hit(
+    place: Tiered,
+) -> None:
+    place.start_tiered()
+    engine = place.connect()
+    chains = [hashes(CHAIN) for _ in range(10)]
+    contents = [place.fill(chain) for chain in chains]
+    # Two reads, so that what the disk takes is known.
+    for at in (0, 1):
+        assert place.loads(chains[at], contents[at])
+    engine.session.report_requests([RequestReport([], 5, 0, 0, 0.0)], 1e15)
+    asked = [GroupHashes(0, chains[2])]
+    assert not engine.session.lookup(asked).result(10)[0].any()
+    assert place.counter("tier_left_blocks_total") == CHAIN
+    engine.session.report_requests([RequestReport([], 5, 0, 0, 0.0)], 1e-3)
+    assert place.loads(chains[2], contents[2])
+
+
+def test_a_lookup_fetches_its_hit_before_the_lease_asks(place: Tiered) -> None:
+    place.start_tiered()
+    engine = place.connect()
+    chains = [hashes(CHAIN) for _ in range(10)]
+    contents = [place.fill(chain) for chain in chains]
+    assert not engine.session.probe(0, chains[0]).any()
+    assert engine.session.lookup([GroupHashes(0, chains[0])]).result(10)[0].all()
+    wait_until(lambda: bool(engine.session.probe(0, chains[0]).all()))
+    assert place.loads(chains[0], contents[0])
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])

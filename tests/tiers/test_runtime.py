@@ -18,9 +18,9 @@ from hotkv_server.core.values import CoreConfig, HashList, Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.sums import add_sums
 from hotkv_server.integrity.verifier import Verifier
-from hotkv_server.runtime import breaker
-from hotkv_server.runtime import tiers as tiers_module
+from hotkv_server.runtime import breaker, tier_lookups
 from hotkv_server.runtime.tier_below import TierBelow
+from hotkv_server.runtime.tier_reads import TRIED_S
 from hotkv_server.runtime.tiers import Tiers, moving_bytes
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
@@ -88,6 +88,14 @@ class Setup:
         self.put(numbers)
         await self.until_down(len(numbers))
         evict(self.core, 1, 0, words_of(numbers))
+
+    def lies_elsewhere(self, numbers: list[int], tokens_per_s: float = 0.0) -> list[bool]:
+        """What a lookup is told of tiers."""
+        lists = [HashList(0, words_of(numbers))]
+        ready = self.core.lookup(1, lists)
+        (found,) = self.tiers.lookups.lies_elsewhere(1, lists, ready, tokens_per_s)
+        told: list[bool] = found.tolist()
+        return told
 
     async def leased(self, numbers: list[int]) -> list[bool]:
         """Brings blocks up and leases them, as the rpc does; checks the bytes of what is pinned."""
@@ -190,7 +198,7 @@ def test_a_lease_waits_for_its_own_blocks_only() -> None:
 
 
 def test_a_session_whose_leases_wait_already_waits_for_no_more(monkeypatch: Any) -> None:
-    monkeypatch.setattr(tiers_module, "MAX_WAITING", 2)
+    monkeypatch.setattr(tier_lookups, "MAX_WAITING", 2)
 
     async def run() -> None:
         async with made(0.3) as one:
@@ -221,7 +229,7 @@ def test_a_hung_tier_costs_one_wait_and_then_nothing(monkeypatch: Any) -> None:
             assert time.monotonic() - began_s >= 0.2
             stalled(one.tier, "stalled_s", lambda now_s: breaker.MAX_STALL_S + 1)
             assert not one.tiers.has_some(one.session, [HashList(0, words_of([50]))])
-            assert not one.tiers.lies_elsewhere(1, [HashList(0, words_of(BLOCKS))])[0].any()
+            assert not any(one.lies_elsewhere(BLOCKS))
             # What is read at last is there for the next one.
             one.tier.faults.is_hung = False
             stalled(one.tier, "stalled_s", lambda now_s: 0.0)
@@ -331,5 +339,49 @@ def test_a_close_ends_what_is_under_way() -> None:
             one.put([20, 21])
             await asyncio.sleep(0.1)
             assert not any(await one.leased(BLOCKS))
+
+    asyncio.run(run())
+
+
+def test_what_the_engine_computes_sooner_is_left_below() -> None:
+    async def run() -> None:
+        async with made() as one:
+            await one.lie_below(BLOCKS)
+            reads = one.tiers.below.reads if one.tiers.below is not None else None
+            assert reads is not None
+            # Nobody knows yet what a read takes.
+            assert all(one.lies_elsewhere(BLOCKS, tokens_per_s=1e12))
+            reads.add(1.0, SLOT_ALIGN)
+            assert not any(one.lies_elsewhere(BLOCKS, tokens_per_s=1e12))
+            assert reads.left_blocks == len(BLOCKS)
+            assert all(one.lies_elsewhere(BLOCKS)), "an engine that does not say how fast it is"
+            assert all(one.lies_elsewhere(BLOCKS, tokens_per_s=1e-3))
+            reads.last_s -= TRIED_S
+            assert all(one.lies_elsewhere(BLOCKS, tokens_per_s=1e12))
+
+    asyncio.run(run())
+
+
+def test_a_lookup_begins_to_bring_its_hit_up() -> None:
+    async def run() -> None:
+        async with made() as one:
+            await one.lie_below([*BLOCKS, 20, 21])
+            one.session.knows_tiers = True
+            numbers = [*BLOCKS, 99, 20, 21]
+            lists = [HashList(0, words_of(numbers))]
+            told = [np.array(one.lies_elsewhere(numbers))]
+            assert told[0].tolist() == [True] * 6 + [False, True, True]
+            one.tiers.fetch_ahead(one.session, lists, told)
+            one.tiers.fetch_ahead(one.session, lists, told)
+            until_s = time.monotonic() + 20
+            while not one.core.lookup(1, lists)[0].any() or len(one.core.moves):
+                assert time.monotonic() < until_s, "nothing comes up"
+                await asyncio.sleep(0.01)
+            assert one.core.lookup(1, lists)[0].tolist() == [True] * 6 + [False] * 3
+            assert one.lower.counters.promoted == len(BLOCKS)
+            one.core.check_invariants()
+            one.session.knows_tiers = False
+            one.tiers.fetch_ahead(one.session, lists, [np.ones(9, np.bool_)])
+            assert not len(one.core.moves)
 
     asyncio.run(run())

@@ -84,9 +84,10 @@ class SharedNode:
 
     async def looked_up(self, numbers: list[int]) -> list[bool]:
         lists = [HashList(0, words_of(numbers))]
-        if self.tiers.must_ask(self.session, lists):
-            await self.tiers.ask(self.session, 1, lists)
-        here = self.core.lookup(1, lists)[0] | self.tiers.lies_elsewhere(1, lists)[0]
+        if self.tiers.lookups.must_ask(self.session, lists):
+            await self.tiers.lookups.ask(self.session, 1, lists)
+        ready = self.core.lookup(1, lists)
+        here = ready[0] | self.tiers.lookups.lies_elsewhere(1, lists, ready)[0]
         found: list[bool] = here.tolist()
         return found
 
@@ -153,7 +154,7 @@ def test_one_node_stores_and_another_finds() -> None:
             assert await b.leased([*BLOCKS, 99]) == [True] * 6 + [False]
             assert b.shared.num_fetched == 6 and b.tier.figures().read_blocks == 6
             # Now they are in host memory, and nobody is asked.
-            assert not b.tiers.must_ask(b.session, [HashList(0, words_of(BLOCKS))])
+            assert not b.tiers.lookups.must_ask(b.session, [HashList(0, words_of(BLOCKS))])
             assert await b.leased(BLOCKS) == [True] * 6
             assert b.tier.figures().read_blocks == 6
 

@@ -52,6 +52,17 @@ def test_requests_of_a_step_are_reported_in_one_message(engine: Any, server: Any
     assert server.count("report_requests") == 1 and len(reports(server)) == 4
 
 
+@pytest.mark.parametrize("load", ["auto", "always"])
+def test_the_engines_prefill_speed_goes_with_the_reports(
+    engine: Any, server: Any, load: str
+) -> None:
+    one = engine(max_tokens_per_step=1024, extra={"load": load})
+    one.generate("first", prompt(1, 500), 2)
+    assert server.prefill_tokens_per_s == 0
+    one.generate("second", prompt(2, 500), 2)
+    assert (server.prefill_tokens_per_s > 0) == (load == "auto")
+
+
 def test_decode_steps_report_nothing(engine: Any, server: Any) -> None:
     one = engine()
     one.add("a", PROMPT, 30)

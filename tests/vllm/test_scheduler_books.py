@@ -16,6 +16,7 @@ from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.hidden_keys import HiddenKeys
 from hotkv_vllm.scheduler.hints import LOG_INTERVAL_S, HintReader
 from hotkv_vllm.scheduler.joining import Joining
+from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
 from hotkv_vllm.scheduler.worker_links import WorkerLinks
@@ -128,9 +129,15 @@ def test_what_the_server_lacks_is_known_of_groups_with_representations_only() ->
 # ------------------------------------------------------------------------------------------ reports
 
 
-def reports_of(parts: Parts, *, names: bool = True) -> UseReports:
+def reports_of(
+    parts: Parts, *, names: bool = True, prefill: PrefillSpeed | None = None
+) -> UseReports:
     return UseReports(
-        parts.session, TOKENS, parts.stats, lambda one: one.block_hashes if names else ()
+        parts.session,
+        TOKENS,
+        parts.stats,
+        lambda one: one.block_hashes if names else (),
+        prefill,
     )
 
 

@@ -16,6 +16,8 @@ from tests.vllm.tiny import write_model
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LENGTHS = (33, 100, 257, 641, 901)
+ALWAYS = {"load": "always"}
+"""A model this small computes many prompts sooner than they can be read."""
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -25,7 +27,7 @@ def test_tokens_are_the_same_from_the_disk(
     daemon.flags = ["--tiers.disk.path", str(tmp_path / "disk"), "--tiers.disk.bytes", "64MiB"]
     daemon.start()
     start: Callable[..., EngineProcess] = engines.start
-    engine = start(write_model(tmp_path / "model", name), daemon.target)
+    engine = start(write_model(tmp_path / "model", name), daemon.target, connector=ALWAYS)
     batch = prompts(1, LENGTHS)
     cold = engine.ask("generate", prompts=batch, max_tokens=20)
     local = engine.ask("generate", prompts=batch, max_tokens=20)
@@ -67,7 +69,7 @@ def test_tokens_are_the_same_from_another_node(
             one.start()
         model = write_model(tmp_path / "model", name)
         first, second = (
-            engines.start(model, one.target, connector={"lookup_timeout_s": 20.0})
+            engines.start(model, one.target, connector={"lookup_timeout_s": 20.0, **ALWAYS})
             for one in (daemon, other)
         )
         batch = prompts(1, LENGTHS)

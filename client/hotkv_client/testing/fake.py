@@ -66,6 +66,7 @@ class FakeServer:
         self.residencies = FakeResidencies(ARENA_BYTES)
         self.released: list[str] = []
         self.calls: list[tuple[str, Any]] = []
+        self.prefill_tokens_per_s = 0.0
         self.sequences: dict[tuple[int, str], tuple[bytes, int, list[bytes]]] = {}
         self.hot_sets: dict[tuple[bytes, int, tuple[bytes, ...]], tuple[LayerHotSet, ...]] = {}
         self.retentions: list[tuple[Retention, Sequence[BlockRun]]] = []

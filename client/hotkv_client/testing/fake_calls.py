@@ -122,8 +122,11 @@ class FakeCalls:
         self.server.released.append(lease_id)
         self.server.leases.pop(lease_id, None)
 
-    def report_requests(self, reports: Sequence[RequestReport]) -> None:
+    def report_requests(
+        self, reports: Sequence[RequestReport], prefill_tokens_per_s: float = 0.0
+    ) -> None:
         self.server.calls.append(("report_requests", list(reports)))
+        self.server.prefill_tokens_per_s = prefill_tokens_per_s
 
     def open_residency(self, residency_id: str, num_blocks: Mapping[int, int]) -> Future[Any]:
         def act() -> Any:

@@ -3,7 +3,7 @@ anew for another key space."""
 
 import logging
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hotkv_client.types import Role, SessionConfig
@@ -17,6 +17,7 @@ from hotkv_vllm.scheduler.exactness import Exactness
 from hotkv_vllm.scheduler.fence import Fence
 from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.hits import HitFinder
+from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
 from hotkv_vllm.scheduler.reservations import Reservations
@@ -40,6 +41,7 @@ class Engine:
     exactness: Exactness
     counts_media: bool
     pool: DevicePool
+    prefill: PrefillSpeed = field(default_factory=PrefillSpeed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,8 @@ def _over(
         engine.exactness,
         residencies,
     )
-    reports = UseReports(session, space.hash_block_tokens, stats, groups.keys)
+    prefill = engine.prefill if config.load == "auto" else None
+    reports = UseReports(session, space.hash_block_tokens, stats, groups.keys, prefill)
     sparse_groups = _sparse_groups(agreement, cache_groups)
     memory = None
     if config.sparse is not None and sparse_groups:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hotkv_client.types import RequestReport
 from hotkv_vllm.link import CacheSession
+from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.stats import HotKVStats
 
@@ -22,13 +23,15 @@ class UseReports:
         hash_block_tokens: int,
         stats: HotKVStats,
         keys: Callable[[Any], Sequence[bytes]],
+        prefill: PrefillSpeed | None = None,
     ) -> None:
-        """`keys`: a request's hashes, one for each hash block; none if its blocks can't be
-        named."""
+        """`keys`: a request's hashes, one for each hash block; none if its blocks can't be named.
+        `prefill`: told to the server with the reports."""
         self._session = session
         self._hash_block_tokens = hash_block_tokens
         self._stats = stats
         self._keys = keys
+        self._prefill = prefill
         self._waiting: list[tuple[RequestState, int]] = []
 
     def matched(self, state: RequestState, device_hit_tokens: int) -> None:
@@ -51,7 +54,8 @@ class UseReports:
         if not self._session.connected:
             return
         self._session.report_requests(
-            [self._report(state, external_tokens, now_s) for state, external_tokens in waiting]
+            [self._report(state, external_tokens, now_s) for state, external_tokens in waiting],
+            self._prefill.tokens_per_s if self._prefill is not None else 0.0,
         )
         self._stats.add("reported_requests", len(waiting))
 

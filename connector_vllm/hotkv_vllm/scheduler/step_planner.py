@@ -31,6 +31,7 @@ class StepPlanner:
         self._stats = engine.stats
         self._adapters = engine.adapters
         self._exactness = engine.exactness
+        self.prefill = engine.prefill
         self._sharing = sharing
         self._requests = requests
 
@@ -77,6 +78,9 @@ class StepPlanner:
         meta = self._pending()
         meta.stores, meta.flush_stores, meta.settles_step = stores, flush, settles_step
         meta.wants_handshake = wants_handshake
+        meta.timed_step = self.prefill.begin_step(
+            scheduler_output.num_scheduled_tokens, time.monotonic()
+        )
         return meta
 
     def _before_stores(self, cache: Assembly, scheduler_output: Any) -> None:

@@ -89,7 +89,10 @@ class RankReport:
         self, meta: HotKVMetadata | None, handshake: Callable[[], HotKVHandshake | None]
     ) -> None:
         """Puts into the report what the scheduler asked of this step."""
-        if meta is not None and (meta.wants_handshake or meta.settles_step):
+        if meta is None:
+            return
+        self._next.timed_step = meta.timed_step
+        if meta.wants_handshake or meta.settles_step:
             found = handshake() if meta.wants_handshake else None
             self._next.handshakes = () if found is None else (found,)
             self._next.settled_step = meta.settles_step

@@ -765,6 +765,7 @@ class SessionInfo(google.protobuf.message.Message):
     SESSION_ROLE_FIELD_NUMBER: builtins.int
     DEVICE_ORDER_KIND_FIELD_NUMBER: builtins.int
     RESIDENCY_COUNT_FIELD_NUMBER: builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: builtins.int
     session_number: builtins.int
     """Number in this server."""
     engine_id: builtins.str
@@ -797,6 +798,10 @@ class SessionInfo(google.protobuf.message.Message):
     """How marks of its device are made; unspecified before memory is registered."""
     residency_count: builtins.int
     """Residencies that it has opened."""
+    prefill_tokens_per_s: builtins.float
+    """Tokens that its engine computes in a second of prefill, as it has measured; 0 if it has not
+    said.
+    """
     def __init__(
         self,
         *,
@@ -816,8 +821,9 @@ class SessionInfo(google.protobuf.message.Message):
         session_role: hotkv.v1.session_pb2.SessionRole.ValueType = ...,
         device_order_kind: hotkv.v1.layout_pb2.DeviceOrderKind.ValueType = ...,
         residency_count: builtins.int = ...,
+        prefill_tokens_per_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "client_name", b"client_name", "device_allocation_count", b"device_allocation_count", "device_order", b"device_order", "device_order_kind", b"device_order_kind", "engine_id", b"engine_id", "key_space_id", b"key_space_id", "lease_count", b"lease_count", "loaded_byte_count", b"loaded_byte_count", "memory_byte_count", b"memory_byte_count", "residency_count", b"residency_count", "role", b"role", "session_number", b"session_number", "session_role", b"session_role", "stored_byte_count", b"stored_byte_count", "transfer_count", b"transfer_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "client_name", b"client_name", "device_allocation_count", b"device_allocation_count", "device_order", b"device_order", "device_order_kind", b"device_order_kind", "engine_id", b"engine_id", "key_space_id", b"key_space_id", "lease_count", b"lease_count", "loaded_byte_count", b"loaded_byte_count", "memory_byte_count", b"memory_byte_count", "prefill_tokens_per_s", b"prefill_tokens_per_s", "residency_count", b"residency_count", "role", b"role", "session_number", b"session_number", "session_role", b"session_role", "stored_byte_count", b"stored_byte_count", "transfer_count", b"transfer_count"]) -> None: ...
 
 Global___SessionInfo: typing_extensions.TypeAlias = SessionInfo
 

@@ -314,6 +314,11 @@ class ReportUse(google.protobuf.message.Message):
 
     GROUPS_FIELD_NUMBER: builtins.int
     REQUESTS_FIELD_NUMBER: builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: builtins.int
+    prefill_tokens_per_s: builtins.float
+    """Tokens that the engine computes in a second of prefill, as it has measured; zero if it has not.
+    A lookup then leaves in a slow tier what the engine computes sooner.
+    """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv.v1.cache_pb2.GroupHashes]:
         """Hashes per group, in chain order: blocks used from the engine's device cache."""
@@ -329,8 +334,9 @@ class ReportUse(google.protobuf.message.Message):
         *,
         groups: collections.abc.Iterable[hotkv.v1.cache_pb2.GroupHashes] | None = ...,
         requests: collections.abc.Iterable[Global___RequestReport] | None = ...,
+        prefill_tokens_per_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups", "requests", b"requests"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "prefill_tokens_per_s", b"prefill_tokens_per_s", "requests", b"requests"]) -> None: ...
 
 Global___ReportUse: typing_extensions.TypeAlias = ReportUse
 

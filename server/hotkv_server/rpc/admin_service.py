@@ -123,6 +123,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     if s.memory
                     else layout_pb2.DEVICE_ORDER_KIND_UNSPECIFIED,
                     residency_count=resident.get(s.record.number, 0),
+                    prefill_tokens_per_s=s.prefill_tokens_per_s,
                 )
                 for s in sorted(self._node.sessions, key=lambda s: s.record.number)
             ]

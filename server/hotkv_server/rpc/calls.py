@@ -44,19 +44,26 @@ def lookup(
         raise _hidden(session, number)
     group_index = session.group_index if session is not None and is_own else int
     groups = convert.hash_lists(request.groups, node.core.key_space(number).hash_bytes, group_index)
-    if node.tiers is not None and is_own and node.tiers.must_ask(session, groups):
+    if node.tiers is not None and is_own and node.tiers.lookups.must_ask(session, groups):
         assert session is not None
         return asyncio.create_task(_lookup_later(node, session, request, groups))
-    return _lookup(node, request, number, groups)
+    return _lookup(node, session if is_own else None, request, number, groups)
 
 
 def _lookup(
-    node: Node, request: cache_pb2.LookupRequest, key_space_id: int, groups: list[HashList]
+    node: Node,
+    session: LiveSession | None,
+    request: cache_pb2.LookupRequest,
+    key_space_id: int,
+    groups: list[HashList],
 ) -> cache_pb2.LookupResponse:
     masks = node.core.lookup(key_space_id, groups)
     if node.tiers is not None:
-        elsewhere = node.tiers.lies_elsewhere(key_space_id, groups)
+        speed = session.prefill_tokens_per_s if session is not None else 0.0
+        elsewhere = node.tiers.lookups.lies_elsewhere(key_space_id, groups, masks, speed)
         masks = [ready | other for ready, other in zip(masks, elsewhere, strict=True)]
+        if session is not None and any(other.any() for other in elsewhere):
+            node.tiers.fetch_ahead(session, groups, masks)
     return cache_pb2.LookupResponse(groups=convert.flags(request.groups, masks))
 
 
@@ -66,8 +73,8 @@ async def _lookup_later(
     """The same when shared tiers have said what they have, or the time is up."""
     assert node.tiers is not None
     key_space_id = session.record.key_space_id
-    await node.tiers.ask(session, key_space_id, groups)
-    return _lookup(node, request, key_space_id, groups)
+    await node.tiers.lookups.ask(session, key_space_id, groups)
+    return _lookup(node, session, request, key_space_id, groups)
 
 
 def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
@@ -265,7 +272,9 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
             f"with {inspect.limits(node.core).max_blocks_per_call}"
             " are accepted in a message; send several",
         )
+    speed = convert.rate("prefill_tokens_per_s", request.prefill_tokens_per_s)
     used = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
+    session.prefill_tokens_per_s = speed or session.prefill_tokens_per_s
     node.core.touch(session.record.number, used, time.monotonic())
     await node.reports.note(
         session, convert.reports(request.requests, session.key_space.hash_bytes)

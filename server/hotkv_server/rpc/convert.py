@@ -4,6 +4,7 @@ Checks what a message says of itself, and names the field in the error. `space_c
 `event_convert` and `sparse_convert` do the same for their messages.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -246,6 +247,15 @@ def seconds(field: str, milliseconds: int) -> float:
             f"{field} is {milliseconds}; durations are not negative, and 0 asks for the default",
         )
     return min(milliseconds, 1 << 40) / 1000
+
+
+def rate(field: str, value: float) -> float:
+    """A rate per second; 0 for one that is not known."""
+    if not 0 <= value < math.inf:
+        raise HotKVError(
+            Reason.INVALID_FIELD, f"{field} is {value}; use a finite number from 0, 0 for unknown"
+        )
+    return value
 
 
 def retention(field: str, message: cache_pb2.Retention) -> Retention:

@@ -20,7 +20,7 @@ from hotkv_server.core.values import HashList
 from hotkv_server.rpc import convert
 from hotkv_server.runtime.events import DISK_TIER
 from hotkv_server.runtime.node import Node
-from hotkv_server.runtime.tiers import Lying
+from hotkv_server.runtime.tier_lookups import Lying
 
 HITS = ("ready", "below")
 """Verdicts of blocks that would hit."""
@@ -59,7 +59,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
             HashList(index, _of_group(space, index, hashes)) for index in range(len(space.groups))
         ]
         try:
-            lying = await node.tiers.find(number, lists) if node.tiers is not None else []
+            lying = await node.tiers.lookups.find(number, lists) if node.tiers is not None else []
             node.core.key_space(number)
         except HotKVError:
             if request.key_space_id:

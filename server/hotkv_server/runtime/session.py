@@ -73,6 +73,8 @@ class LiveSession:
     on_end: Callable[[HotKVError], None] | None = None
     loaded_bytes: int = 0
     stored_bytes: int = 0
+    prefill_tokens_per_s: float = 0.0
+    """As its engine has measured; 0 if it has not said."""
 
     def __repr__(self) -> str:
         return (

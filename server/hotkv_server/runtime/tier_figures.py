@@ -101,6 +101,7 @@ def counters(tiers: Tiers | None) -> dict[str, float]:
         "tier_failed_blocks_total": float(figures.failed_blocks),
         "tier_asked_blocks_total": float(below.reads.asked_blocks if below else 0),
         "tier_hit_blocks_total": float(below.reads.hit_blocks if below else 0),
+        "tier_left_blocks_total": float(below.reads.left_blocks if below else 0),
         **shared_counters(tiers),
     }
 
@@ -119,6 +120,7 @@ def shared_counters(tiers: Tiers | None) -> dict[str, float]:
         "shared_failed_blocks_total": float(sum(one.failed_blocks for one in figures)),
         "shared_asked_blocks_total": float(sum(one.reads.asked_blocks for one in shared)),
         "shared_hit_blocks_total": float(sum(one.reads.hit_blocks for one in shared)),
+        "shared_left_blocks_total": float(sum(one.reads.left_blocks for one in shared)),
     }
 
 

@@ -5,25 +5,39 @@ the event loop only.
 """
 
 import bisect
+import time
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
+
+from hotkv_server.core.values import BoolMask
+from hotkv_server.runtime.tier_choice import Offer
 
 RECENT = 1024
+COSTED = 16
+"""Reads from which costs are fitted: they follow the load."""
 READ_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
 """Upper bounds of the histogram's parts."""
+
+TRIED_S = 5.0
+"""A tier that was too slow is tried again this long after its last read."""
+Floats = NDArray[np.float64]
 
 
 class TierReads:
     """Figures of one tier. A read is a call for the blocks of one lease or of several.
 
     `asked_blocks`: that lookups asked for and no faster tier had; `hit_blocks`: those of them that
-    the tier had. `sum_s`: of all reads. `counts`: reads per bound, and one for those that took
-    longer.
+    the tier had; `left_blocks`: that lay there and were not brought in, because the engine computes
+    them sooner. `sum_s`: of all reads. `last_s`: when the last one ended. `counts`: reads per
+    bound, and one for those that took longer.
     """
 
     def __init__(self) -> None:
-        self.asked_blocks = self.hit_blocks = self.num_reads = 0
-        self.sum_s = 0.0
+        self.asked_blocks = self.hit_blocks = self.left_blocks = self.num_reads = 0
+        self.sum_s = self.last_s = 0.0
+        self._costs, self._costs_at = (0.0, 0.0), 0
         self.counts = [0] * (len(READ_BOUNDS_S) + 1)
         self._seconds = np.zeros(RECENT)
         self._bytes = np.zeros(RECENT)
@@ -42,6 +56,7 @@ class TierReads:
         self._seconds[at], self._bytes[at] = seconds, num_bytes
         self.num_reads += 1
         self.sum_s += seconds
+        self.last_s = time.monotonic()
         self.counts[bisect.bisect_left(READ_BOUNDS_S, seconds)] += 1
 
     def quantile_s(self, share: float) -> float:
@@ -55,3 +70,34 @@ class TierReads:
         has_some = self._bytes > 0
         seconds = float(self._seconds[has_some].sum())
         return float(self._bytes.sum()) / seconds if seconds > 0 else 0.0
+
+    def offer(self, masks: Sequence[BoolMask], queued_bytes: int, now_s: float) -> Offer:
+        """What a lookup is offered that has found these blocks here, behind what is queued. Costs
+        nothing if the last read is TRIED_S ago: nobody knows what it would take now."""
+        fixed_s, s_per_byte = self.costs()
+        if now_s >= self.last_s + TRIED_S:
+            fixed_s = s_per_byte = 0.0
+        return Offer(masks, fixed_s + queued_bytes * s_per_byte, s_per_byte)
+
+    def costs(self) -> tuple[float, float]:
+        """What a read takes at present: seconds of any, and seconds a byte beyond; zeros if none of
+        the last COSTED reads has found something. Least squares, neither below 0."""
+        if self._costs_at != self.num_reads:
+            last = np.arange(max(0, self.num_reads - COSTED), self.num_reads) % RECENT
+            self._costs = _fitted(self._bytes[last], self._seconds[last])
+            self._costs_at = self.num_reads
+        return self._costs
+
+
+def _fitted(num_bytes: Floats, seconds: Floats) -> tuple[float, float]:
+    has_some = num_bytes > 0
+    num_bytes, seconds = num_bytes[has_some], seconds[has_some]
+    if not len(num_bytes):
+        return 0.0, 0.0
+    spread = num_bytes - num_bytes.mean()
+    variance = float(spread @ spread)
+    s_per_byte = float(spread @ seconds) / variance if variance else 0.0
+    fixed_s = float(seconds.mean() - s_per_byte * num_bytes.mean())
+    if s_per_byte > 0 and fixed_s >= 0:
+        return fixed_s, s_per_byte
+    return 0.0, float(seconds.sum() / num_bytes.sum())

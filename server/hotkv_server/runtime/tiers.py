@@ -7,77 +7,33 @@ the event loop only; tiers answer on threads of their own.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import numpy as np
 
 from hotkv_server.core import incremental
 from hotkv_server.core.arrays import rows
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.moves import Move
-from hotkv_server.core.values import BoolMask, HashList, Int64s, Run
+from hotkv_server.core.values import BoolMask, HashList, Run
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.runtime.breaker import Breaker
 from hotkv_server.runtime.moved_events import OnReady, nobody
 from hotkv_server.runtime.session import LiveSession
 from hotkv_server.runtime.slices import slices
 from hotkv_server.runtime.tier_below import TierBelow
-from hotkv_server.runtime.tier_reads import TierReads
+from hotkv_server.runtime.tier_lookups import TierLookups, WaitingCalls
 from hotkv_server.runtime.tier_shared import TierShared
+from hotkv_server.runtime.tier_source import Source
 from hotkv_server.runtime.tier_tasks import TierTasks, check_values, elsewhere, future, on_loop
-from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Read, Seals, Tier
+from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Read
 
 log = logging.getLogger(__name__)
 
 MOVING_SHARE = 0.125
 """Largest share of the arena that may be on its way to a tier, and again on its way up."""
-MAX_WAITING = 256
-"""Leases and lookups of one session that wait for tiers at a time; others get what is in host
-memory."""
-EXPLAIN_WAIT_S = 2.0
-"""Longest wait of an operator for shared tiers."""
 UP_TIMEOUT_S = 30.0
 """A tier need not begin a read any more after this long: the slots are wanted back."""
-
-
-class Source(Protocol):
-    """A tier as blocks come from it. Groups are lists of blocks in chain order; what is in host
-    memory already does not come."""
-
-    breaker: Breaker
-    reads: TierReads
-    name: str
-
-    @property
-    def tier(self) -> Tier:
-        """What moves the bytes."""
-
-    async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Finds out by then what lies there, if the core does not know."""
-
-    def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
-        """Whether a block may lie there and not in host memory."""
-
-    def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Positions of blocks, one array a list, that are known to lie there only."""
-
-    def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Which blocks are known to lie there, one mask a list."""
-
-    def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
-        """Reserves slots for what is wanted, as far as there is room; None for nothing."""
-
-    def blocks(self, move: Move) -> Blocks:
-        """The rows of a move as the tier takes them."""
-
-    def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
-        """The tier has read; returns how many blocks it has lost."""
 
 
 @dataclass(slots=True)
@@ -89,17 +45,6 @@ class Coming:
     num_bytes: int
     done: "asyncio.Future[None]"
     num_waiting: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Lying:
-    """What lies in one tier of some lists: a mask a list. `is_up`: the tier can be read.
-    `bytes_per_s`: as of `TierReads`."""
-
-    name: str
-    masks: list[BoolMask]
-    is_up: bool
-    bytes_per_s: float
 
 
 @dataclass(slots=True)
@@ -129,10 +74,13 @@ class Tiers:
         self._arena = arena
         self._lookup_wait_s = lookup_wait_s
         self._coming: dict[int, Coming] = {}
-        self._waiting: Counter[int] = Counter()
+        self._waiting = WaitingCalls()
         self._up_bytes = 0
         self._most_bytes = moving_bytes(core)
         self._tasks = TierTasks()
+        self.lookups = TierLookups(
+            core, self._sources, self.shared, self._waiting, self._tasks, lookup_wait_s
+        )
         self._tell: Callable[[], None] = lambda: None
         self._on_ready: OnReady = nobody
 
@@ -172,72 +120,31 @@ class Tiers:
         ends = [one.epochs.end_flush(key_space_id, fingerprint, self._tasks) for one in self.shared]
         await asyncio.gather(*ends)
 
-    # Lookups
-
-    def lies_elsewhere(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Which blocks of a lookup are known to lie in a tier or on their way up, one mask a
-        list."""
-        # Of a tier that hangs nobody knows when it comes.
-        is_well = self._coming and all(source.breaker.lets_pass for source in self._sources)
-        masks = [
-            self._core.arrivals.is_coming(key_space_id, one.group_index, one.hashes)
-            if is_well
-            else np.zeros(len(one.hashes), np.bool_)
-            for one in groups
-        ]
-        lacking = [np.zeros(len(one.hashes), np.bool_) for one in groups]
-        absent = self._core.arrivals.absent(key_space_id, groups)
-        for lack, positions in zip(lacking, absent, strict=True):
-            lack[positions] = True
-        for source in self._sources:
-            if source.breaker.lets_pass:
-                found = source.lies_here(key_space_id, groups)
-                num_asked = sum(int(lack.sum()) for lack in lacking)
-                for mask, here, lack in zip(masks, found, lacking, strict=True):
-                    mask |= here
-                    lack &= ~here
-                num_left = sum(int(lack.sum()) for lack in lacking)
-                source.reads.add_lookup(num_asked, num_asked - num_left)
-        return masks
-
-    def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
-        """Whether only a shared tier knows if a block of these lists is there. False for a session
-        of which many calls wait already, or that does not know tiers, and without one."""
-        if self._tasks.is_closing or session is None or not session.knows_tiers:
-            return False
-        if self._has_many(session):
-            return False
+    def fetch_ahead(
+        self, session: LiveSession, groups: list[HashList], masks: Sequence[BoolMask]
+    ) -> None:
+        """Begins to bring in what a hit of these blocks lacks in host memory: its lease follows.
+        Only for sessions that know tiers, as the others ask for no lease."""
+        if self._tasks.is_closing or not session.knows_tiers or self._waiting.has_many(session):
+            return
         key_space_id = session.record.key_space_id
-        return any(
-            one.breaker.lets_pass and one.has_some(key_space_id, groups) for one in self.shared
-        )
-
-    async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
-        """Waits until shared tiers have said what they have, or the time is up."""
-        until_s = time.monotonic() + self._lookup_wait_s
-        with self._counted(session):
-            await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self.shared))
-
-    async def find(self, key_space_id: int, groups: list[HashList]) -> list[Lying]:
-        """For operators: what lies in each tier. Asks shared tiers for what host memory lacks."""
-        until_s = time.monotonic() + EXPLAIN_WAIT_S
-        await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self.shared))
-        return [
-            Lying(
-                one.name,
-                one.lies_here(key_space_id, groups),
-                one.breaker.lets_pass,
-                one.reads.bytes_per_s(),
-            )
+        hit = self.lookups.hit(key_space_id, groups, masks)
+        if any(
+            one.breaker.lets_pass and any(map(len, one.wanted(key_space_id, hit)))
             for one in self._sources
-        ]
+        ):
+            self._tasks.spawn(self._fetch(session, hit))
+
+    async def _fetch(self, session: LiveSession, groups: list[HashList]) -> None:
+        with self._waiting.counted(session):
+            await self._begin_up(session.record.key_space_id, groups)
 
     # Leases
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
         """Whether a block of these lists may be in a tier and not in host memory, or on its way up.
         False for a session of which many leases wait already."""
-        if self._tasks.is_closing or self._has_many(session):
+        if self._tasks.is_closing or self._waiting.has_many(session):
             return False
         key_space_id = session.record.key_space_id
         return any(
@@ -249,7 +156,7 @@ class Tiers:
         time is up. `let_go` gives the pins back."""
         held, key_space_id = Held(), session.record.key_space_id
         until_s = time.monotonic() + self._lookup_wait_s
-        with self._counted(session):
+        with self._waiting.counted(session):
             for source in self._sources:
                 await source.look(key_space_id, groups, until_s)
             await self._begin_up(key_space_id, groups)
@@ -274,21 +181,6 @@ class Tiers:
             return []
         coming = [self._coming[n] for n in self._core.arrivals.numbers(key_space_id, groups)]
         return [one for one in coming if one.source.breaker.lets_pass]
-
-    def _has_many(self, session: LiveSession) -> bool:
-        return self._waiting[session.record.number] >= MAX_WAITING
-
-    @contextlib.contextmanager
-    def _counted(self, session: LiveSession) -> Iterator[None]:
-        """Counts a call of the session as waiting."""
-        number = session.record.number
-        self._waiting[number] += 1
-        try:
-            yield
-        finally:
-            self._waiting[number] -= 1
-            if not self._waiting[number]:
-                del self._waiting[number]
 
     async def _begin_up(self, key_space_id: int, groups: list[HashList]) -> None:
         """Begins to read what lies in tiers of these lists, as far as there is room."""
