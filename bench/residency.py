@@ -111,7 +111,7 @@ class Sizes:
     short_pool: int = 1536
     batch: int = 16384
     num_batch: int = 9
-    answer: int = 128
+    answer: int = 256
     steps: int = 64
     rounds: int = 3
     held: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -181,7 +181,7 @@ def run(sizes: Sizes, chosen: Sequence[str], folder: Path) -> Found:
         found.held.extend(memory(shape, sizes.held, folder / "memory", ARENA))
 
     def batch() -> None:
-        shape = Shape(tiny, sizes.batch, 128, 512, sizes.batch + BLOCK_TOKENS, sizes.num_batch)
+        shape = Shape(tiny, sizes.batch, 128, 256, sizes.batch + BLOCK_TOKENS, sizes.num_batch)
         found.together.extend(
             together(
                 shape, sizes.batch, sizes.num_batch, sizes.answer, folder / "batch", BATCH_ARENA
