@@ -139,7 +139,7 @@ def test_a_group_that_is_not_encoded_any_more_is_written_in_one_go() -> None:
 def test_a_block_comes_up_into_a_slot_of_its_group_whatever_its_place() -> None:
     node = Node()
     node.store(0, [1, 2])
-    (move,) = node.down.begin(node.write([0]), is_plain=True)
+    (move,) = node.down.begin(node.write([1]), is_plain=True)
     node.down.end(move, np.ones(1, np.bool_), np.ones(1, np.uint64), 1.0)
     evict(node.core, 1, 0, words_of([1, 2]))
     up = node.lower.up.begin(1, [HashList(0, words_of([1, 2]))], 2.0)
@@ -194,13 +194,16 @@ def test_a_server_that_knows_nothing_of_it_drops_encoded_blocks() -> None:
     assert (report.blocks, report.dropped) == (4, {"misshapen": 2})
 
 
-@pytest.mark.parametrize("size", [0, 1, 4, 5, 1 << 20])
-def test_records_of_any_other_size_are_dropped(size: int) -> None:
+@pytest.mark.parametrize(
+    "was, size", [(SMALL, 0), (SMALL, 1), (SMALL, 4), (SMALL, 5), (SMALL, 1 << 20), (PLAIN, 2)]
+)
+def test_records_of_any_other_size_are_dropped(was: int, size: int) -> None:
+    """Also of places in which a block would win nothing."""
     records = left().lower.space.index.table.records.copy()
-    at = np.flatnonzero(records[:, table.W_SIZE] == SMALL // SLOT_ALIGN)[0]
+    at = np.flatnonzero(records[:, table.W_SIZE] == was // SLOT_ALIGN)[0]
     records[at, table.W_SIZE] = size
     _, report = restored(records)
-    assert report.blocks == 5 and sum(report.dropped.values()) == 1
+    assert (report.blocks, report.dropped) == (5, {"misshapen": 1})
 
 
 @settings(max_examples=200, deadline=None)

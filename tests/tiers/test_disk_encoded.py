@@ -137,6 +137,14 @@ def test_what_does_not_fit_is_said_and_changes_nothing(tmp_path: Path) -> None:
         assert (figures.written_blocks, figures.failed_blocks) == (1, 0)
 
 
+def test_the_last_place_ends_with_the_file(tmp_path: Path) -> None:
+    with encoding(tmp_path, num_bytes=2 * SLOT_BYTES + ROOM_BYTES) as (_, bench):
+        stored(bench, [1, 2])
+        bench.check_read([1, 2], [7, 8])
+        bench.fill([4], [4])
+        assert bench.write([4], [4]).tolist() == [FAILED]
+
+
 def test_every_changed_byte_of_an_encoded_block_is_seen(tmp_path: Path) -> None:
     """Also those that decide no byte of the block: rests of planes, of the list and of the room."""
     with shm_folder() as folder, encoding(folder, direct=False) as (made, bench):
