@@ -126,6 +126,14 @@ def test_what_was_flushed_while_it_was_tried_is_not_moved_again() -> None:
     assert again.tolist() == move.entries[1:].tolist()
 
 
+def test_what_was_moved_plain_is_not_moved_again() -> None:
+    """Whatever the tier says."""
+    node = Node()
+    node.store(1, [1])
+    assert not len(node.write([0]))
+    assert node.written_bytes() == PLAIN and not node.lower.space.used_bytes()
+
+
 def test_a_group_that_is_not_encoded_any_more_is_written_in_one_go() -> None:
     node = Node()
     sizes = node.down._sizes

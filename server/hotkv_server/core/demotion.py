@@ -169,12 +169,14 @@ class Demotion:
         plain: the gate has admitted them."""
         self._moves.remove(move)
         good = is_stored & ~move.is_void
-        unfit = np.zeros(len(move), np.bool_) if is_unfit is None else is_unfit & ~is_stored
         place_bytes = self._below.index.slot_bytes(move.places)
         more_bytes = self._host.index.slot_bytes(move.entries) - place_bytes
-        self._learn(move, is_stored & (more_bytes > 0), unfit)
+        is_encoded, unfit = more_bytes > 0, np.zeros(len(move), np.bool_)
+        if is_unfit is not None:
+            unfit = is_unfit & is_encoded & ~is_stored
+        self._learn(move, is_stored & is_encoded, unfit)
         self._counters.demoted += int(good.sum())
-        self._counters.encoded += int((good & (more_bytes > 0)).sum())
+        self._counters.encoded += int((good & is_encoded).sum())
         self._below.publish(move.places[good], now_s, checks=seals[good])
         self._below.removal.drop(move.places[~good])
         self._host.index.pin(move.entries, -1)
