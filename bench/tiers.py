@@ -7,8 +7,9 @@ those of fio at depth 16, both with direct I/O and buffers in shared memory, one
 each round, median of the rounds) and `disk_read_ratio`, `disk_write_ratio` (the lowest of them);
 `loop_lag_p99_ms` of an event loop that is otherwise idle while the tier reads 64 KiB blocks, and
 `loop_lag_idle_p99_ms`; `restart_s` (from old records to a space that answers, as many blocks of
-64 KiB as `--records-gib` holds); and the figures of `bench.compression`, whose docstring explains
-them. Needs `fio` (Debian's package): without it no ratios of the disk are taken.
+64 KiB as `--records-gib` holds); and the figures of `bench.compression` and `bench.disk_hits`,
+whose docstrings explain them. Needs `fio` (Debian's package): without it no ratios of the disk are
+taken.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import compression
+from bench import compression, disk_hits
 from bench.report import parser, print_report
 from demo.processes import ends_cleanly
 from hotkv.groups import GroupKind, GroupSpec
@@ -49,7 +50,9 @@ BUFFER_BYTES = 64 * MIB
 DEPTH = 16
 ROUND_S = 2.0
 SLAB_BYTES = 4 * MIB
-TARGETS = {"disk_read_ratio": 0.85, "disk_write_ratio": 0.85} | compression.TARGETS
+TARGETS = (
+    {"disk_read_ratio": 0.85, "disk_write_ratio": 0.85} | compression.TARGETS | disk_hits.TARGETS
+)
 LIMITS = {"restart_s": 2.0}
 
 
@@ -254,10 +257,11 @@ def main() -> int:
             print("fio is not installed: no ratios of the disk", file=sys.stderr)
         figures |= asyncio.run(loop_lag(folder))
         figures["restart_s"] = restart(folder, options.records_gib * GIB)
-    try:
-        figures |= compression.measure()
-    except FileNotFoundError as error:
-        print(f"no figures of compression: {error}", file=sys.stderr)
+        try:
+            figures |= disk_hits.measure(folder, 3 * options.rounds, options.records_gib)
+            figures |= compression.measure()
+        except FileNotFoundError as error:
+            print(f"no figures of compression: {error}", file=sys.stderr)
     rows = [
         (
             name,

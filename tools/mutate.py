@@ -48,7 +48,10 @@ POLICY = (
     "tests/core/test_chains.py tests/core/test_policy.py "
     "tests/core/test_retention.py tests/simulate/test_policies.py"
 )
-LOWER = "tests/core/test_lower.py tests/tiers/test_runtime.py tests/server/test_tiers.py"
+LOWER = (
+    "tests/core/test_lower.py tests/core/test_place_sizes.py tests/tiers/test_runtime.py "
+    "tests/server/test_tiers.py"
+)
 COPIES = (
     "tests/dataplane/test_streaming.py tests/dataplane/test_contract.py "
     "tests/core/test_checks.py tests/dataplane/test_machine.py"
@@ -115,6 +118,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/core/restore.py": f"tests/core/test_restore.py {CORE}",
     "server/hotkv_server/core/lower.py": LOWER,
     "server/hotkv_server/core/moves.py": LOWER,
+    "server/hotkv_server/core/place_sizes.py": "tests/core/test_place_sizes.py",
     "server/hotkv_server/core/demotion.py": LOWER,
     "server/hotkv_server/core/promotion.py": LOWER,
     "server/hotkv_server/core/": CORE,

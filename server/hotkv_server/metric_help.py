@@ -54,6 +54,8 @@ HELP: dict[str, str] = {
     "representation_bytes": "Bytes of representations for sparse decode.",
     # The tier below host memory
     "tier_demoted_blocks_total": "Blocks that were written to the tier.",
+    "tier_encoded_blocks_total": "Blocks of these that were written in fewer bytes: "
+    "tiers.disk.compress.",
     "tier_promoted_blocks_total": "Blocks that came up from the tier for a request.",
     "tier_refused_blocks_total": "Blocks for which the tier had no place.",
     "tier_lost_blocks_total": "Blocks that the tier could not give back whole: damaged or cut off. "

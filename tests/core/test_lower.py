@@ -1,8 +1,8 @@
 """A tier below host memory, in the core: blocks move down and up while stores, leases, evictions
-and flushes go on, and the tier fails, lags and loses what it had.
+and flushes go on, and the tier fails, lags and loses what it had, and can't encode some blocks.
 
-The model remembers which block's bytes each slot and each place holds, and how often the key space
-was flushed when they were stored.
+The model remembers which block's bytes each slot and each place holds, in which form, and how often
+the key space was flushed when they were stored.
 """
 
 from typing import Any
@@ -33,6 +33,11 @@ Content = tuple[int, int, bytes, int]
 GARBAGE: Content = (0, 0, b"", 0)
 
 
+def encoded_bytes(slot_bytes: int) -> int:
+    """Places for encoded blocks: slots of one unit win nothing, some would lose."""
+    return {1: 2, 2: 1, 3: 2}[slot_bytes // SLOT_ALIGN] * SLOT_ALIGN
+
+
 class LowerMachine(RuleBasedStateMachine):
     """Two key spaces over an arena of six slabs, with places for nine below."""
 
@@ -41,10 +46,15 @@ class LowerMachine(RuleBasedStateMachine):
         sizes=st.sampled_from([(SLOT_ALIGN, 2 * SLOT_ALIGN), (3 * SLOT_ALIGN, SLOT_ALIGN)]),
         places=st.sampled_from([1, 3, 9]),
         capacity=st.sampled_from([3, 40]),
+        encodes=st.booleans(),
     )
-    def start(self, policy: str, sizes: tuple[int, int], places: int, capacity: int) -> None:
+    def start(
+        self, policy: str, sizes: tuple[int, int], places: int, capacity: int, encodes: bool
+    ) -> None:
         below = Space(make_table(capacity), places * SLAB, SLAB, POLICIES[policy](capacity))
-        config = CoreConfig(6 * SLAB, SLAB, 40, lease_ttl_s=10.0)
+        by = encoded_bytes if encodes else None
+        config = CoreConfig(6 * SLAB, SLAB, 40, lease_ttl_s=10.0, encoded_bytes=by)
+        self.sizes, self.encodes = sizes, encodes
         self.core = CacheCore(config, make_table(40), POLICIES[policy](40), below=below)
         assert self.core.lower is not None
         self.lower = self.core.lower
@@ -56,6 +66,7 @@ class LowerMachine(RuleBasedStateMachine):
         }
         self.slots: dict[int, Content] = {}
         self.places: dict[int, Content] = {}
+        self.forms: dict[int, bool] = {}
         self.num_flushes = {1: 0, 2: 0}
         self.moves: list[tuple[Move, list[Content], list[int]]] = []
         self.waiting: list[Move] = []
@@ -102,11 +113,30 @@ class LowerMachine(RuleBasedStateMachine):
         some = ready[data.draw(st.permutations(range(len(ready))))[:count]]
         self.now_s += 1.0
         for move in self.lower.down.begin(some.astype(np.uint32)):
-            offsets = self.core.space.index.offsets(move.entries).tolist()
-            places = self.lower.space.index.offsets(move.places).tolist()
-            # From now on the tier may write there whenever it likes.
-            self.places.update(dict.fromkeys(places, GARBAGE))
-            self.moves.append((move, [self.slots[offset] for offset in offsets], offsets))
+            self.goes_down(move)
+
+    def goes_down(self, move: Move, *, is_plain: bool = False) -> None:
+        """Notes a move that has begun."""
+        offsets = self.core.space.index.offsets(move.entries).tolist()
+        places = self.lower.space.index.offsets(move.places).tolist()
+        is_encoded = self.is_encoded(move)
+        assert not is_plain or not is_encoded.any(), "what can't be encoded was to be again"
+        # From now on the tier may write there whenever it likes.
+        self.places.update(dict.fromkeys(places, GARBAGE))
+        self.forms.update(zip(places, is_encoded.tolist(), strict=True))
+        self.moves.append((move, [self.slots[offset] for offset in offsets], offsets))
+
+    def is_encoded(self, move: Move) -> BoolMask:
+        """Which blocks of a move are encoded below. Checks sizes of slots and places."""
+        groups = self.core.space.index.keys(move.entries)[1]
+        slots = np.array(self.sizes, np.int64)[groups]
+        places = self.lower.space.index.slot_bytes(move.places)
+        assert np.array_equal(self.core.space.index.slot_bytes(move.entries), slots)
+        allowed = [{size, min(size, encoded_bytes(size))} for size in slots.tolist()]
+        for place, sizes in zip(places.tolist(), allowed, strict=True):
+            assert place in sizes and (self.encodes or place == max(sizes))
+        smaller: BoolMask = places < slots
+        return smaller
 
     @rule(space=SPACES, group=GROUPS, numbers=NUMBERS)
     def lie_below_only(self, space: int, group: int, numbers: list[int]) -> None:
@@ -118,6 +148,7 @@ class LowerMachine(RuleBasedStateMachine):
             offsets = self.core.space.index.offsets(move.entries).tolist()
             places = self.lower.space.index.offsets(move.places).tolist()
             self.places.update(zip(places, [self.slots[offset] for offset in offsets], strict=True))
+            self.forms.update(zip(places, self.is_encoded(move).tolist(), strict=True))
             all_of = np.ones(len(move), np.bool_)
             self.lower.down.end(move, all_of, np.full(len(move), 7, np.uint64), self.now_s)
         evict(self.core, space, group, words_of(numbers))
@@ -146,6 +177,9 @@ class LowerMachine(RuleBasedStateMachine):
         )
         offsets = self.core.space.index.offsets(move.entries).tolist()
         self.slots.update(dict.fromkeys(offsets, GARBAGE))
+        places = self.lower.space.index.offsets(move.places).tolist()
+        forms = [self.forms[place] for place in places]
+        assert self.is_encoded(move).tolist() == forms, "a block would be read in another form"
         self.moves.append((move, [], offsets))
 
     @precondition(lambda self: self.moves)
@@ -161,11 +195,19 @@ class LowerMachine(RuleBasedStateMachine):
         if not move.is_up:
             for offset, content in zip(offsets, contents, strict=True):
                 assert self.slots[offset] == content, "a slot changed while the tier read it"
+            can_fit = np.array([data.draw(st.booleans()) for _ in offsets], np.bool_)
+            unfit = self.is_encoded(move) & ~can_fit
+            works = works.astype(np.bool_) & ~unfit
             for place, content, good in zip(places, contents, works.tolist(), strict=True):
                 if good:
                     self.places[place] = content
             seals = np.full(len(offsets), 7, np.uint64)
-            self.lower.down.end(move, works.astype(np.bool_), seals, self.now_s)
+            entries, is_void = move.entries, move.is_void
+            again = self.lower.down.end(move, works, seals, self.now_s, unfit)
+            is_there = self.core.space.index.is_ready(entries)
+            assert np.array_equal(again, entries[unfit & ~is_void & is_there])
+            for plain in self.lower.down.begin(again, is_plain=True):
+                self.goes_down(plain, is_plain=True)
             return
         entries = self.core.space.index.keys(move.entries)
         keys = [

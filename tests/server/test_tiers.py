@@ -39,11 +39,14 @@ class Tiered(Place):
         ).connect()
         return self.engine
 
-    def fill(self, blocks: list[bytes]) -> np.ndarray:
-        """Stores blocks with random bytes, and waits until the disk has them; returns the bytes."""
+    def fill(self, blocks: list[bytes], content: np.ndarray | None = None) -> np.ndarray:
+        """Stores blocks, with random bytes if none are given, and waits until the disk has them;
+        returns the bytes [layer, block, byte]."""
         engine, count = self.engine, len(blocks)
         assert engine is not None and count <= NUM_BLOCKS
-        content = np.random.default_rng().integers(0, 256, (LAYERS, count, PAGE_BYTES), np.uint8)
+        if content is None:
+            shape = (LAYERS, count, PAGE_BYTES)
+            content = np.random.default_rng().integers(0, 256, shape, np.uint8)
         engine.kv[:, :count] = content
         before = self.counter("tier_demoted_blocks_total")
         assert store(engine, blocks) == {BlockResult.STORED}

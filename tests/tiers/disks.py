@@ -25,6 +25,7 @@ from hotkv_server.testing.tier_contract import ARENA_BYTES, Rig
 from hotkv_server.tiers.disk import reference
 from hotkv_server.tiers.disk.block_io import FileIO
 from hotkv_server.tiers.disk.slab_file import SlabFile
+from hotkv_server.tiers.disk.staged import Staged
 from hotkv_server.tiers.disk.tier import DiskTier
 
 SHM = Path("/dev/shm")
@@ -114,22 +115,25 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0
 
 
 class Disk:
-    """A disk tier whose disk is faulty, over an arena of ARENA_BYTES and a file of as many.
+    """A disk tier whose disk is faulty, over an arena of `arena_bytes` and a file of as many.
 
-    `name`: of the module that moves blocks; empty for the one that the tier chooses.
+    `name`: of the module that moves blocks; empty for the one that the tier chooses. `stages`: what
+    makes its staging memory.
     """
 
     def __init__(self, folder: Path, *, name: str = "", direct: bool = True,
-                 num_bytes: int = ARENA_BYTES, **options: Any) -> None:  # fmt: skip
+                 arena_bytes: int = ARENA_BYTES, num_bytes: int = 0,
+                 stages: Callable[[Region], Staged] = Staged, **options: Any) -> None:  # fmt: skip
         by = moves(name) if name else None
-        self.memory = memory(ARENA_BYTES)
-        self.file = SlabFile.open(folder, num_bytes, direct=direct)
-        self.io = FaultyDisk(FileIO(self.file.fd, by))
-        self.tier = DiskTier(region(self.memory), self.file, io=self.io, **options)
+        self.memory = memory(arena_bytes)
+        self.file = SlabFile.open(folder, num_bytes or arena_bytes, direct=direct)
+        self.io, arena = FaultyDisk(FileIO(self.file.fd, by)), region(self.memory)
+        self.staged = stages(arena)
+        self.tier = DiskTier(arena, self.file, io=self.io, staged=self.staged, **options)
 
-    def rig(self) -> Rig:
-        """Itself as the contract wants it."""
-        return Rig(self.tier, region(self.memory), self._damage, self._breaks)
+    def rig(self, **options: Any) -> Rig:
+        """Itself as the contract wants it. `options`: of `Rig`."""
+        return Rig(self.tier, region(self.memory), self._damage, self._breaks, **options)
 
     def _damage(self, key: bytes, place: int) -> None:
         flip(self.file.path, place + 5)

@@ -20,19 +20,33 @@ ALWAYS = {"load": "always"}
 """A model this small computes many prompts sooner than they can be read."""
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+DEEP = {"hf_overrides": {"num_hidden_layers": 8}}
+"""A model whose blocks are large enough for compression to win something: 64 KiB."""
+
+
+@pytest.mark.parametrize(
+    "name, compress, model", [("llama", "off", {}), ("gemma3", "off", {}), ("llama", "auto", DEEP)]
+)
 def test_tokens_are_the_same_from_the_disk(
-    daemon: Daemon, engines: Engines, tmp_path: Path, name: str
+    daemon: Daemon,
+    engines: Engines,
+    tmp_path: Path,
+    name: str,
+    compress: str,
+    model: dict[str, Any],
 ) -> None:
     daemon.flags = ["--tiers.disk.path", str(tmp_path / "disk"), "--tiers.disk.bytes", "64MiB"]
+    daemon.flags += ["--tiers.disk.compress", compress]
     daemon.start()
     start: Callable[..., EngineProcess] = engines.start
-    engine = start(write_model(tmp_path / "model", name), daemon.target, connector=ALWAYS)
+    engine = start(write_model(tmp_path / "model", name), daemon.target, connector=ALWAYS, **model)
     batch = prompts(1, LENGTHS)
     cold = engine.ask("generate", prompts=batch, max_tokens=20)
     local = engine.ask("generate", prompts=batch, max_tokens=20)
     settled(engine)
     all_down(daemon)
+    encoded = counter(daemon, "tier_encoded_blocks_total")
+    assert encoded == (counter(daemon, "stored_blocks_total") if compress == "auto" else 0)
 
     def warm() -> Any:
         daemon.lose_arena()

@@ -80,7 +80,11 @@ def make_books(
     )
     moves = Moves(space)
     arrivals = Arrivals(moves)
-    lower = None if below is None else LowerTier(moves, arrivals, below, config.write_bytes_per_day)
+    lower = (
+        None
+        if below is None
+        else LowerTier(moves, arrivals, below, config.write_bytes_per_day, config.encoded_bytes)
+    )
     catalog = Catalog(space, len(config.tenants), lower)
     client_memory = FairBound(config.client_memory_bytes)
     sessions, pin_budget = SessionBook(catalog, space.tenants), PinBudget(space.tenants)

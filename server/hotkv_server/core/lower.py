@@ -1,9 +1,10 @@
 """A tier below host memory in which the core chooses places: which blocks lie there, and which are
 on their way down or up.
 
-Owns a space of its own, with places for slots. Always true: a place is not given away while a move
-reads or writes it; a block that is flushed while it moves is ready nowhere afterwards; what a tier
-loses costs the block there, and nothing else. Representations stay in host memory.
+Owns a space of its own, with places for slots; `place_sizes` says how large they are. Always true:
+a place is not given away while a move reads or writes it; a block that is flushed while it moves is
+ready nowhere afterwards; what a tier loses costs the block there, and nothing else. Representations
+stay in host memory.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from hotkv import table
 from hotkv_server.core.arrivals import Arrivals
 from hotkv_server.core.demotion import Demotion
 from hotkv_server.core.moves import MoveCounters, Moves, joined
+from hotkv_server.core.place_sizes import EncodedBytes, PlaceSizes
 from hotkv_server.core.promotion import Promotion
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import KeySpaceRecord
@@ -22,7 +24,7 @@ from hotkv_server.core.write_gate import WriteGate
 
 class LowerTier:
     """See the module. `space`: of places below; `down` and `up` begin and end `moves`.
-    `write_bytes_per_day`: as of `WriteGate`."""
+    `write_bytes_per_day`: as of `WriteGate`; `encoded_bytes`: as of `PlaceSizes`."""
 
     def __init__(
         self,
@@ -30,13 +32,15 @@ class LowerTier:
         arrivals: Arrivals,
         space: Space,
         write_bytes_per_day: int | None = None,
+        encoded_bytes: EncodedBytes | None = None,
     ) -> None:
         self.space = space
         self.moves = moves
         self.counters = MoveCounters()
         gate = WriteGate(write_bytes_per_day, space.index.capacity)
-        self.down = Demotion(moves, space, gate, self.counters)
-        self.up = Promotion(moves, arrivals, space, self.counters)
+        sizes = PlaceSizes(encoded_bytes)
+        self.down = Demotion(moves, space, gate, sizes, self.counters)
+        self.up = Promotion(moves, arrivals, space, sizes, self.counters)
 
     def __repr__(self) -> str:
         return f"LowerTier({self.space!r}, {self.moves!r})"

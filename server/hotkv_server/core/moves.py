@@ -35,10 +35,11 @@ class Move:
 
 @dataclass(slots=True)
 class MoveCounters:
-    """Blocks since the start. `refused`: for which there was no place below; `lost`: that the tier
-    could not give back whole."""
+    """Blocks since the start. `encoded`: of those that went down; `refused`: for which there was no
+    place below; `lost`: that the tier could not give back whole."""
 
     demoted: int = 0
+    encoded: int = 0
     promoted: int = 0
     refused: int = 0
     lost: int = 0

@@ -8,6 +8,7 @@ from hotkv_server.core.arrays import first_occurrences, rows
 from hotkv_server.core.arrivals import Arrivals
 from hotkv_server.core.index import Keys
 from hotkv_server.core.moves import Move, MoveCounters, Moves, joined
+from hotkv_server.core.place_sizes import PlaceSizes
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import BoolMask, Entries, HashList, Int64s
 
@@ -16,11 +17,17 @@ class Promotion:
     """Begins and ends moves up from the space `below`."""
 
     def __init__(
-        self, moves: Moves, arrivals: Arrivals, below: Space, counters: MoveCounters
+        self,
+        moves: Moves,
+        arrivals: Arrivals,
+        below: Space,
+        sizes: PlaceSizes,
+        counters: MoveCounters,
     ) -> None:
         self._moves = moves
         self._arrivals = arrivals
         self._below = below
+        self._sizes = sizes
         self._counters = counters
 
     def __repr__(self) -> str:
@@ -48,7 +55,8 @@ class Promotion:
         """Begins to move blocks that are ready below into host memory, as many as find a slot; None
         for none. `groups`: lists in chain order, also of blocks that are there already.
 
-        Room is made as for a store: in parts before the call if the core does not make it itself.
+        A slot has the size of its group's, whatever that of the place is. Room is made as for a
+        store: in parts before the call if the core does not make it itself.
         """
         if not self._moves.may_begin(key_space_id):
             return None
@@ -60,14 +68,10 @@ class Promotion:
             positions = positions[first_occurrences(rows(one.hashes, positions))]
             below = self.find(key_space_id, one, positions)
             depths = self._below.index.table.records[below, table.W_DEPTH].astype(np.int64)
-            sizes = self._below.index.slot_bytes(below)
-            for size in np.unique(sizes).tolist():
-                at = sizes == size
-                taken = self._arrivals.reserve(
-                    key_space_id, one, positions[at], size, depths[at], number
-                )
-                entries.append(taken)
-                places.append(below[at][: len(taken)])
+            size = self._sizes.slot_bytes(key_space_id, one.group_index)
+            taken = self._arrivals.reserve(key_space_id, one, positions, size, depths, number)
+            entries.append(taken)
+            places.append(below[: len(taken)])
         coming = joined(places)
         if not len(coming):
             return None

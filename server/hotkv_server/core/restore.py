@@ -23,6 +23,7 @@ from hotkv.keys import MAX_GROUPS
 from hotkv.table import SLOT_ALIGN, Words
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.catalog import Catalog
+from hotkv_server.core.place_sizes import EncodedBytes
 from hotkv_server.core.restore_kept import keep_for_readers, kept_rows, link_detached
 from hotkv_server.core.slabs import aligned
 from hotkv_server.core.space import Space
@@ -46,10 +47,12 @@ class Restorable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Below:
-    """The space of a tier below."""
+    """The space of a tier below. `encoded_bytes`: of places that an earlier server may have given
+    to encoded blocks, see `place_sizes`; None if it encoded none."""
 
     space: Space
     catalog: Catalog
+    encoded_bytes: EncodedBytes | None = None
 
 
 @dataclass(slots=True)
@@ -57,12 +60,14 @@ class Restored:
     """How many blocks and representations came back, and what was dropped, by reason.
 
     `kept`: entries that the old server's residencies had pinned. `lost_readers`: one of them could
-    not be kept, so that none is, and readers have been told.
+    not be kept, so that none is, and readers have been told. `encoded`: blocks in places that are
+    smaller than their slots.
     """
 
     kept: int = 0
     lost_readers: bool = False
     blocks: int = 0
+    encoded: int = 0
     representations: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
 
@@ -130,11 +135,11 @@ def restore_below(
     report.drop("unfinished", int(((states != 0) & (states != table.STATE_READY)).sum()))
     rows = np.flatnonzero((states == table.STATE_READY) & (_groups(old) < MAX_GROUPS))
     numbers = _new_numbers(old[rows, table.W_KEY_SPACE], key_spaces)
-    good = _well_shaped(below, old[rows], numbers)
+    good = _well_shaped(below, old[rows], numbers, below.encoded_bytes)
     rows, numbers = _kept(report, "misshapen", rows, numbers, good)
     rows, numbers = _kept(report, "overlapping", rows, numbers, _apart(below, old[rows]))
     new_of = np.zeros(len(old), np.uint32)
-    _link_entries(below, old, rows, numbers, new_of)
+    report.encoded = _link_entries(below, old, rows, numbers, new_of)
     came = rows[new_of[rows] != 0]
     report.drop("duplicate or beyond capacity", len(rows) - len(came))
     for size in np.unique(old[came, table.W_SIZE]).tolist():
@@ -177,25 +182,30 @@ def _kinds(numbers: Entries, groups: Entries) -> list[tuple[int, int]]:
     return [(pair >> 16, pair & 0xFFFF) for pair in pairs.tolist()]
 
 
-def _well_shaped(core: Restorable, records: Words, numbers: Entries) -> BoolMask:
-    """Which records have a known shape, the slot size that belongs to it, and a slot inside the
-    arena where slots of that size lie."""
+def _well_shaped(
+    core: Restorable, records: Words, numbers: Entries, encoded_bytes: EncodedBytes | None = None
+) -> BoolMask:
+    """Which records have a known shape, a slot size that belongs to it, and a slot inside the arena
+    where slots of that size lie. A size belongs to a shape if it is that of its slots, or a smaller
+    one that `encoded_bytes` gives."""
     good = np.zeros(len(records), np.bool_)
     groups, pool = _groups(records), core.space.pool
     for number, group in _kinds(numbers, groups):
         if not number or not core.catalog.record(number).has(group):
             continue
         here = (numbers == number) & (groups == group)
-        size = aligned(core.catalog.record(number).shape(group).slot_bytes)
+        slot_bytes = aligned(core.catalog.record(number).shape(group).slot_bytes)
+        encoded = slot_bytes if encoded_bytes is None else encoded_bytes(slot_bytes)
         offsets = records[:, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
         in_slab = offsets % pool.slab_bytes
-        good |= (
-            here
-            & (records[:, table.W_SIZE].astype(np.int64) * SLOT_ALIGN == size)
-            & (in_slab % size == 0)
-            & (in_slab // size < max(1, pool.slab_bytes // size))
-            & (pool.slab_of(offsets) - -size // pool.slab_bytes <= pool.num_slabs)
-        )
+        for size in {slot_bytes, min(encoded, slot_bytes)}:
+            good |= (
+                here
+                & (records[:, table.W_SIZE].astype(np.int64) * SLOT_ALIGN == size)
+                & (in_slab % size == 0)
+                & (in_slab // size < max(1, pool.slab_bytes // size))
+                & (pool.slab_of(offsets) - -size // pool.slab_bytes <= pool.num_slabs)
+            )
     return good
 
 
@@ -227,21 +237,26 @@ def _apart(core: Restorable, records: Words) -> BoolMask:
 
 def _link_entries(
     core: Restorable, old: Words, rows: Int64s, numbers: Entries, new_of: Entries
-) -> None:
+) -> int:
     """Makes reserved entries for records. A record that finds no place, or whose key is there
-    already, stays 0 in `new_of`."""
-    index, groups = core.space.index, _groups(old[rows])
+    already, stays 0 in `new_of`. Returns how many have places smaller than slots of their shape."""
+    index, groups, num_smaller = core.space.index, _groups(old[rows]), 0
     for number, group in _kinds(numbers, groups):
         here = rows[(numbers == number) & (groups == group)]
         hashes = np.ascontiguousarray(old[here, :8])
         _, unique = np.unique(index.mixed_hashes(number, group, hashes), return_index=True)
         here, hashes = here[unique], np.ascontiguousarray(hashes[unique])
-        offsets = old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
-        depths = old[here, table.W_DEPTH].astype(np.int64)
-        size = aligned(core.catalog.record(number).shape(group).slot_bytes)
-        entries = index.insert(number, group, hashes, offsets, size, depths, 0)
-        core.space.tenants.count(number, len(entries) * size)
-        new_of[here[: len(entries)]] = entries
+        slot_bytes = aligned(core.catalog.record(number).shape(group).slot_bytes)
+        sizes = old[here, table.W_SIZE].astype(np.int64) * SLOT_ALIGN
+        for size in np.unique(sizes).tolist():
+            rows_of, of_size = here[sizes == size], np.ascontiguousarray(hashes[sizes == size])
+            offsets = old[rows_of, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
+            depths = old[rows_of, table.W_DEPTH].astype(np.int64)
+            entries = index.insert(number, group, of_size, offsets, size, depths, 0)
+            core.space.tenants.count(number, len(entries) * size)
+            new_of[rows_of[: len(entries)]] = entries
+            num_smaller += len(entries) if size < slot_bytes else 0
+    return num_smaller
 
 
 def _publish(

@@ -6,8 +6,9 @@ hash of an early block, so that it is the same for all who have that block; a bl
 is taken when it is offered a second time. How large a share it takes follows from what is offered
 and what is left of the budget.
 
-Always true: in any 24 hours no more is admitted than the budget and one batch of one chain, and a
-block whose predecessor is not below is refused, unless it was offered before.
+Always true: in any 24 hours no more is admitted than the budget and one batch of one chain, and
+what its blocks took more than was thought (`add`); a block whose predecessor is not below is
+refused, unless it was offered before.
 
 Source of the rule: measurements in docs/tiers.md ("What is written"); an admission by second touch
 alone loses up to .4 of the hits there.
@@ -43,10 +44,10 @@ MAX_REMEMBERED = 1 << 22
 class Offered:
     """Blocks that might be written, one row each, those of a chain one after the other.
 
-    `keys` uint64 [n]: of the index, mixed with the group. `hashes` [n, 8]: words. `num_bytes` [n].
-    `ends_tokens` [n]: tokens of the chain up to the end of the block. `begins` [n]: whether the row
-    before is not the block before it. For such rows: `follows` [n]: whether the block before lies
-    below; `has_gap` [n]: whether it is known, and does not.
+    `keys` uint64 [n]: of the index, mixed with the group. `hashes` [n, 8]: words. `num_bytes` [n]:
+    of their places. `ends_tokens` [n]: tokens of the chain up to the end of the block. `begins`
+    [n]: whether the row before is not the block before it. For such rows: `follows` [n]: whether
+    the block before lies below; `has_gap` [n]: whether it is known, and does not.
     """
 
     keys: Keys
@@ -82,6 +83,10 @@ class WriteGate:
         """What is left of the budget of the last 24 hours; infinite without one."""
         self._written.forget(now_s)
         return max(0.0, self._budget - self._written.total)
+
+    def add(self, num_bytes: int, now_s: float) -> None:
+        """Counts bytes that blocks take more than they were admitted with."""
+        self._written.add(num_bytes, now_s)
 
     def share(self, now_s: float) -> float:
         """The share of new chains that is taken now."""

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotkv.table import BlockTable, TableGeometry
+from hotkv.table import SLOT_ALIGN, BlockTable, TableGeometry
 from hotkv_server.memory.arena import lock_file
 from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.memory.state import ServerState, StateError, read_state, write_state
@@ -38,8 +38,10 @@ class LowerMemory:
     def open(
         folder: Path, num_bytes: int, slab_bytes: int, capacity: int, *, reset: bool = False
     ) -> "LowerMemory":
-        """Makes a new table for `num_bytes` of places, and maps the one that is there. `reset`:
-        drops that one. Raises BusyError if another server has the folder, or OSError."""
+        """Makes a new table for at most `num_bytes` of places, in whole slabs, and maps the one
+        that is there. Slabs are as large as they were, if that one can be used, else of
+        `slab_bytes`. `reset`: drops that one. Raises BusyError if another server has the folder, or
+        OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock_fd = lock_file(folder / LOCK_FILE)
         files: list[FileMapping] = []
@@ -47,7 +49,9 @@ class LowerMemory:
             if reset:
                 for name in (STATE_FILE, TABLE_FILE):
                     (folder / name).unlink(missing_ok=True)
-            old, state, why_empty = _left(folder, slab_bytes, files)
+            old, state, why_empty = _left(folder, num_bytes, files)
+            slab_bytes = slab_bytes if state is None else state.slab_bytes
+            num_bytes = num_bytes // slab_bytes * slab_bytes
             geometry = TableGeometry.for_capacity(capacity, 1, num_bytes)
             (folder / NEW_TABLE_FILE).unlink(missing_ok=True)
             fresh = FileMapping.create(folder / NEW_TABLE_FILE, geometry.file_bytes, MODE)
@@ -85,7 +89,7 @@ class LowerMemory:
 
 
 def _left(
-    folder: Path, slab_bytes: int, files: list[FileMapping]
+    folder: Path, num_bytes: int, files: list[FileMapping]
 ) -> tuple[BlockTable | None, ServerState | None, str]:
     """Table and key spaces of an earlier server, whose mapping is added to `files`; else why they
     can't be used."""
@@ -94,8 +98,10 @@ def _left(
         return None, None, ""
     try:
         state = read_state(folder / STATE_FILE)
-        if state.slab_bytes != slab_bytes:
-            raise StateError(f"slabs were of {state.slab_bytes} bytes and are of {slab_bytes} now")
+        if not 0 < state.slab_bytes <= num_bytes or state.slab_bytes % SLOT_ALIGN:
+            raise StateError(
+                f"slabs were of {state.slab_bytes} bytes, the disk has {num_bytes} now"
+            )
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         mapping = FileMapping(fd, os.fstat(fd).st_size, str(path))
         files.append(mapping)

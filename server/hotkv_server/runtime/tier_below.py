@@ -65,7 +65,8 @@ class TierBelow:
                 tasks.spawn(self._write(move, tell))
 
     async def _write(self, move: Move, tell: Callable[[], None]) -> None:
-        """Writes the blocks of a move. Only what agrees with its check value is written as such."""
+        """Writes the blocks of a move. Only what agrees with its check value is written as such.
+        Those that can't be encoded are written again as they are."""
         blocks = self.blocks(move)
         self._down_bytes += blocks.total_bytes
         ended: asyncio.Future[tuple[Codes, Seals]] = future()
@@ -75,8 +76,13 @@ class TierBelow:
         self._down_bytes -= blocks.total_bytes
         is_stored = np.isin(codes, (Write.STORED, Write.PRESENT)) & good
         going = move.places[is_stored & ~move.is_void]
-        self.lower.down.end(move, is_stored, seals, time.monotonic())
+        is_unfit = (codes == Write.UNFIT) & good
+        again = self.lower.down.end(move, is_stored, seals, time.monotonic(), is_unfit)
         self._on_ready(going, Medium.DISK, DISK_TIER)
+        moves = self.lower.down.begin(again, is_plain=True) if len(again) else []
+        tell()
+        for plain in moves:
+            await self._write(plain, tell)
 
     # Up
 
@@ -104,7 +110,12 @@ class TierBelow:
         below = self.lower.space.index
         fingerprint = self._core.key_space(move.key_space_id).fingerprint
         blocks = blocks_of(self._core, move.entries, b"hotkv/1/" + fingerprint.hex().encode())
-        return replace(blocks, places=below.offsets(move.places), seals=below.checks(move.places))
+        return replace(
+            blocks,
+            places=below.offsets(move.places),
+            seals=below.checks(move.places),
+            stored_bytes=below.slot_bytes(move.places),
+        )
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
         """The tier has read; returns how many blocks it has lost."""

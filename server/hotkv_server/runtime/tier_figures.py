@@ -93,6 +93,7 @@ def counters(tiers: Tiers | None) -> dict[str, float]:
     moves = MoveCounters() if below is None else below.lower.counters
     return {
         "tier_demoted_blocks_total": float(moves.demoted),
+        "tier_encoded_blocks_total": float(moves.encoded),
         "tier_promoted_blocks_total": float(moves.promoted),
         "tier_refused_blocks_total": float(moves.refused),
         "tier_lost_blocks_total": float(moves.lost),

@@ -11,7 +11,7 @@ Compress: TypeAlias = Annotated[
     Field(
         description=(
             "auto: bfloat16 blocks are stored in three quarters of their bytes, exactly; others as "
-            "they are. All nodes read both. Takes 64 MiB of memory."
+            "they are. All nodes and servers read both. Takes 64 MiB of memory."
         )
     ),
 ]

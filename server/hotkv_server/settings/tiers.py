@@ -5,11 +5,15 @@ from typing import Annotated
 
 from pydantic import BaseModel, ByteSize, Field
 
+from hotkv_server.settings.compression import Compress
 from hotkv_server.settings.mooncake import MooncakeSettings
 from hotkv_server.settings.s3 import S3Settings
 from hotkv_server.settings.valkey import ValkeySettings
 
 MIB, GIB = 1 << 20, 1 << 30
+MIN_SLAB_BYTES, MAX_SLAB_BYTES = 4 * MIB, 256 * MIB
+MIN_SLABS = 512
+"""So many slabs at least, if they are larger than the smallest."""
 
 
 class DiskSettings(BaseModel, extra="forbid"):
@@ -32,6 +36,7 @@ class DiskSettings(BaseModel, extra="forbid"):
             "which share of new chains is written; one that comes again is. None: no limit."
         ),
     )
+    compress: Compress = "off"
     threads: Annotated[int, Field(ge=1, le=64)] = Field(
         16, description="Threads that read and write."
     )
@@ -69,8 +74,12 @@ class TierSettings(BaseModel, extra="forbid", hide_input_in_errors=True):
 
     @property
     def slab_bytes(self) -> int:
-        """Size of a slab below."""
-        return 4 << 20
+        """Size of a slab of a new disk. Large, since what is left of a slab behind its last place
+        is lost: of 4 MiB two places of 1.5 MiB, for encoded blocks of 2 MiB, leave a quarter."""
+        slab_bytes = MIN_SLAB_BYTES
+        while slab_bytes < MAX_SLAB_BYTES and 2 * slab_bytes * MIN_SLABS <= self.disk.bytes:
+            slab_bytes *= 2
+        return slab_bytes
 
     @property
     def capacity(self) -> int:

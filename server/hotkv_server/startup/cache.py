@@ -13,7 +13,7 @@ from hotkv_server.runtime.recovery import take_over
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.access import tenant_shares
-from hotkv_server.startup.tiers import LowerPart, take_over_lower
+from hotkv_server.startup.tiers import LowerPart, encoded_bytes, take_over_lower
 
 MAX_BLOCKS_PER_CALL = 1 << 17
 """The event loop serves nobody else during a call: some 20 ms to find so many."""
@@ -45,6 +45,7 @@ def open_cache(
         client_memory_bytes=settings.client_memory_bytes,
         check_stride=settings.integrity.stride,
         write_bytes_per_day=settings.tiers.write_bytes_per_day,
+        encoded_bytes=encoded_bytes(settings),
         tenants=tenant_shares(settings.security),
         is_backed=False,
         makes_room=False,

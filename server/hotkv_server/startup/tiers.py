@@ -5,10 +5,11 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from hotkv.errors import HotKVError
 from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.place_sizes import EncodedBytes
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.restore import Below, restore_below
 from hotkv_server.core.space import Space
@@ -24,7 +25,11 @@ from hotkv_server.runtime.tiers import Tiers, moving_bytes
 from hotkv_server.settings import Settings
 from hotkv_server.settings.compression import STAGING_BYTES
 from hotkv_server.startup import StartError
-from hotkv_server.tiers.protocol import SharedTier, Tier
+from hotkv_server.tiers.compression.form import room_bytes
+from hotkv_server.tiers.protocol import SharedTier
+
+if TYPE_CHECKING:
+    from hotkv_server.tiers.disk.tier import DiskTier
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +40,7 @@ class LowerPart:
 
     memory: LowerMemory
     space: Space
-    tier: Tier
+    tier: "DiskTier"
 
     def close(self) -> None:
         """Lets another server have the folder, after the tier was closed."""
@@ -52,25 +57,33 @@ def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart |
     from hotkv_server.tiers.disk.slab_file import SlabFile
     from hotkv_server.tiers.disk.tier import DiskTier
 
-    num_bytes = disk.bytes // tiers.slab_bytes * tiers.slab_bytes
     try:
         memory = LowerMemory.open(
-            disk.path, num_bytes, tiers.slab_bytes, tiers.capacity, reset=reset
+            disk.path, disk.bytes, tiers.slab_bytes, tiers.capacity, reset=reset
         )
     except OSError as error:
         raise StartError(f"tiers.disk.path: {error}") from error
     try:
-        tier = DiskTier(arena, SlabFile.open(disk.path, num_bytes), num_threads=disk.threads)
+        file = SlabFile.open(disk.path, memory.num_bytes)
+        tier = DiskTier(arena, file, num_threads=disk.threads)
     except OSError as error:
         memory.close()
         raise StartError(f"tiers.disk: {error}") from error
     policy = POLICIES[settings.policy](tiers.capacity)
-    return LowerPart(memory, Space(memory.table, num_bytes, tiers.slab_bytes, policy), tier)
+    space = Space(memory.table, memory.num_bytes, memory.slab_bytes, policy)
+    return LowerPart(memory, space, tier)
+
+
+def encoded_bytes(settings: Settings) -> EncodedBytes | None:
+    """The sizes of places for blocks that the disk tier is to encode; None if it encodes none."""
+    return room_bytes if settings.tiers.disk.compress == "auto" else None
 
 
 def take_over_lower(core: CacheCore, part: LowerPart) -> None:
-    """Fills the space of the tier with what its records say. Blocks. Raises StartError."""
+    """Fills the space of the tier with what its records say, whether this server encodes or not.
+    Blocks. Raises StartError."""
     memory, began_s = part.memory, time.monotonic()
+    num_encoded = 0
     if memory.why_empty:
         log.warning("disk tier starts empty reason=%r", memory.why_empty)
     if memory.old is not None and memory.state is not None:
@@ -80,14 +93,21 @@ def take_over_lower(core: CacheCore, part: LowerPart) -> None:
                 numbers[known.number], _ = core.catalog.register(known.key_space, (), began_s)
             except HotKVError as error:
                 log.warning("key space of the disk tier dropped reason=%r", error.message)
-        below = Below(part.space, core.catalog)
+        below = Below(part.space, core.catalog, room_bytes)
         restored = restore_below(below, memory.old.records, numbers, began_s)
+        num_encoded = restored.encoded
         log.info(
-            "disk tier restored blocks=%d dropped=%s took_s=%.2f",
+            "disk tier restored blocks=%d encoded=%d dropped=%s took_s=%.2f",
             restored.blocks,
+            num_encoded,
             ",".join(f"{why}:{count}" for why, count in restored.dropped.items()) or "0",
             time.monotonic() - began_s,
         )
+    try:
+        if num_encoded or core.config.encoded_bytes is not None:
+            part.tier.prepare_encoding()
+    except OSError as error:
+        raise StartError(f"tiers.disk.compress: no memory: {error}") from error
     try:
         memory.adopt(state_of(core, memory.slab_bytes))
     except OSError as error:

@@ -50,6 +50,8 @@ class Write(enum.IntEnum):
     PRESENT = 2
     FULL = 3
     FAILED = 4
+    UNFIT = 5
+    """Its encoded form does not fit its `stored_bytes`; nothing was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +60,10 @@ class Blocks:
 
     `keys`: of a block and all nodes that share a tier, at most MAX_KEY_BYTES. `slots`: offsets in
     the arena, and `num_bytes` there, multiples of SLOT_ALIGN both. `places`: offsets in the tier's
-    own space, in multiples of SLOT_ALIGN; empty for a tier that places by itself. `seals`: what
-    `seals.seal` gave when the block was written; for a tier that places by itself and keeps them
-    with its values, empty.
+    own space, in multiples of SLOT_ALIGN; empty for a tier that places by itself. `stored_bytes`:
+    of the places; a block with fewer of them than of `num_bytes` lies there encoded. Empty: as
+    many. `seals`: what the tier said when the block was written; for a tier that places by itself
+    and keeps them with its values, empty.
 
     `depths`: blocks that are before each in its sequence, for a tier that evicts by itself; empty
     if all are 0. `epochs`: those that the keys were made with, for a tier that is a `SharedTier`:
@@ -75,14 +78,20 @@ class Blocks:
     seals: Seals = field(default_factory=lambda: np.empty(0, np.uint64))
     depths: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
     epochs: Epochs = field(default_factory=lambda: NO_EPOCHS)
+    stored_bytes: Int64s = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __len__(self) -> int:
         return len(self.keys)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all blocks."""
+        """Bytes of all blocks in their slots."""
         return int(self.num_bytes.sum())
+
+    @property
+    def place_bytes(self) -> Int64s:
+        """Bytes of each block as it is stored."""
+        return self.stored_bytes if len(self.stored_bytes) else self.num_bytes
 
 
 MAX_KEY_BYTES = 250
@@ -117,8 +126,8 @@ class TierFacts:
 
 @dataclass(frozen=True, slots=True)
 class TierFigures:
-    """Sums since the start, of blocks and of bytes in slots. `queued_bytes`: of calls that have not
-    ended."""
+    """Sums since the start, of blocks and of bytes in slots, or in places if the core chooses them.
+    `queued_bytes`: in slots, of calls that have not ended."""
 
     read_blocks: int = 0
     read_bytes: int = 0

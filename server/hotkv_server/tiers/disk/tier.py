@@ -16,21 +16,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hotkv import native
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.tiers.disk import reference
 from hotkv_server.tiers.disk.block_io import BlockIO, FileIO
-from hotkv_server.tiers.disk.calls import NO_DEADLINE_S, Call, CallQueue, Piece
+from hotkv_server.tiers.disk.calls import NO_DEADLINE_S, Call, CallQueue
+from hotkv_server.tiers.disk.mover import BlockMover
 from hotkv_server.tiers.disk.slab_file import SlabFile
+from hotkv_server.tiers.disk.staged import Staged
 from hotkv_server.tiers.protocol import (
     Blocks,
-    Int64s,
     Medium,
     OnProbe,
     OnRead,
     OnWrite,
     Read,
-    Seals,
     TierFacts,
     TierFigures,
     Write,
@@ -45,7 +43,6 @@ LATE_CHECK_S = 0.1
 """How often reads are dropped whose deadline has passed, if no thread is there to do it."""
 PROBLEM_CALLS = 3
 """So many calls in a row that an errno ended mean that the disk can't be used."""
-FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ANSWERS = {
     (False, Read.FOUND): "read",
     (False, Read.CORRUPT): "corrupt",
@@ -60,8 +57,8 @@ class DiskTier:
     """See the module. A `Tier` in which the core chooses places: offsets in the slab file.
 
     Calls that overlap in the file are done in any order: a place is read or given to another block
-    only after its write has ended. The GIL is held for microseconds a piece: reading, writing and
-    sealing give it up for the whole of it.
+    only after its write has ended. The GIL is held for microseconds a piece: reading, writing,
+    sealing, encoding and decoding give it up for the whole of it.
     """
 
     def __init__(
@@ -71,16 +68,16 @@ class DiskTier:
         *,
         num_threads: int = NUM_THREADS,
         io: BlockIO | None = None,
+        staged: Staged | None = None,
         close_wait_s: float = CLOSE_WAIT_S,
         name: str = "disk",
     ) -> None:
         """Takes the file over. `arena` outlives the tier. `io`: moves the blocks instead of the
-        file's own I/O. `close_wait_s`: see `close`. Loads kernels, which takes seconds the first
-        time."""
-        self._arena = arena
-        self._moves = native.load("hotkv_server.tiers.disk.kernels") or reference
+        file's own I/O. `staged`: encodes and decodes; the tier closes it. `close_wait_s`: see
+        `close`. Loads kernels, which takes seconds the first time."""
         self._file = file
-        self._io = FileIO(file.fd) if io is None else io
+        self._staged = Staged(arena) if staged is None else staged
+        self._mover = BlockMover(arena, file, FileIO(file.fd) if io is None else io, self._staged)
         self._close_wait_s = close_wait_s
         self._facts = TierFacts(name, Medium.DISK, True, file.num_bytes, False, BATCH_BYTES)
         self._queue = CallQueue(num_threads)
@@ -102,7 +99,13 @@ class DiskTier:
             thread.start()
 
     def __repr__(self) -> str:
-        return f"DiskTier({self._file!r}, {self._queue!r}, {len(self._begun_s)} threads)"
+        threads = f"{len(self._begun_s)} threads"
+        return f"DiskTier({self._file!r}, {self._queue!r}, {self._staged!r}, {threads})"
+
+    def prepare_encoding(self) -> None:
+        """Takes the staging memory and loads kernels, for which the first block to be encoded or
+        decoded would have to wait. Blocks. Raises OSError if memory is short."""
+        self._staged.open()
 
     def facts(self) -> TierFacts:
         """See `Tier`."""
@@ -114,12 +117,13 @@ class DiskTier:
 
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
         """See `Tier`. CORRUPT: the bytes are not those that were sealed, or the file ends before
-        them. FAILED: the disk says that it can't read them."""
+        them. FAILED: the disk says that it can't read them, or there was no memory to decode them
+        in until the deadline."""
         self._add(Call(blocks, False, deadline_s, lambda codes, seals: on_done(codes)))
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
         """See `Tier`. FULL: the file system has no room; few need any to write allocated blocks.
-        Reads go first, see `calls`."""
+        UNFIT: of blocks whose places are smaller than their slots. Reads go first, see `calls`."""
         self._add(Call(blocks, True, NO_DEADLINE_S, on_done))
 
     def forget(self, keys: Sequence[bytes]) -> None:
@@ -150,6 +154,7 @@ class DiskTier:
         an `on_done`.
         """
         self._closing.set()
+        self._staged.stop()
         for call in self._queue.close():
             self._end(call)
         until_s = time.monotonic() + self._close_wait_s
@@ -169,7 +174,7 @@ class DiskTier:
             self._begun_s[number] = time.monotonic()
             try:
                 if not piece.is_late:
-                    self._move(piece)
+                    self._mover.move(piece)
             except Exception:  # The edge of the effect executor: blocks not moved are FAILED.
                 log.exception("%s: a piece of %d blocks", self._file.path, piece.end - piece.begin)
             self._begun_s[number] = 0.0
@@ -180,63 +185,13 @@ class DiskTier:
             self._num_alive -= 1
             is_last = not self._num_alive
         if is_last:
+            self._staged.close()
             self._file.close()
 
     def _drop_late(self) -> None:
         while not self._closing.wait(LATE_CHECK_S):
             for call in self._queue.drop_late(time.monotonic()):
                 self._end(call)
-
-    def _move(self, piece: Piece) -> None:
-        """Moves a piece's blocks and sets their codes and seals. Blocks that do not lie in the
-        arena are FAILED, as are those to be written beyond the file."""
-        blocks, rows = piece.call.blocks, np.arange(piece.begin, piece.end)
-        slots, sizes, places = (
-            np.asarray(column[piece.begin : piece.end], np.int64)
-            for column in (blocks.slots, blocks.num_bytes, blocks.places)
-        )
-        fits = (slots >= 0) & (sizes > 0) & (slots + sizes <= self._arena.num_bytes)
-        if piece.call.is_write:
-            fits &= (places >= 0) & (places + sizes <= self._file.num_bytes)
-        if not fits.all():
-            log.error("%s: %d blocks lie outside", self._file.path, len(rows) - int(fits.sum()))
-        move = self._write if piece.call.is_write else self._read
-        move(piece.call, rows[fits], slots[fits], sizes[fits], places[fits])
-
-    def _read(self, call: Call, rows: Int64s, slots: Int64s, sizes: Int64s, places: Int64s) -> None:
-        results = self._io.read_many(self._arena.address + slots, places, sizes)
-        whole = results == sizes
-        found = self._sealed(call, rows[whole], slots[whole], sizes[whole])
-        is_same = found == np.asarray(call.blocks.seals, np.uint64)[rows[whole]]
-        call.codes[rows[whole]] = np.where(is_same, Read.FOUND, Read.CORRUPT)
-        is_short = ~whole & (results >= 0)
-        call.codes[rows[is_short]] = Read.CORRUPT
-        if (results < 0).any():
-            call.code = -int(results[results < 0][-1])
-        if is_short.any():
-            self._file.mend()
-
-    def _write(
-        self, call: Call, rows: Int64s, slots: Int64s, sizes: Int64s, places: Int64s
-    ) -> None:
-        seals = self._sealed(call, rows, slots, sizes)
-        results = self._io.write_many(self._arena.address + slots, places, sizes)
-        whole, is_full = results == sizes, np.isin(-results, FULL_CODES)
-        call.codes[rows[whole]] = Write.STORED
-        call.seals[rows[whole]] = seals[whole]
-        call.codes[rows[is_full]] = Write.FULL
-        failed = results[(results < 0) & ~is_full]
-        if len(failed):
-            call.code = -int(failed[-1])
-
-    def _sealed(self, call: Call, rows: Int64s, slots: Int64s, sizes: Int64s) -> Seals:
-        """Seals of what slots hold, as `tiers.seals.seal` gives them."""
-        seals = np.empty(len(rows), np.uint64)
-        if len(rows):
-            keys = [call.blocks.keys[row] for row in rows.tolist()]
-            addresses = self._arena.address + slots
-            self._moves.seal_many(addresses, sizes, reference.secrets(keys), seals)
-        return seals
 
     def _end(self, call: Call) -> None:
         """Counts a call that nobody touches any more, and answers it."""
@@ -247,8 +202,8 @@ class DiskTier:
                     of_code = call.codes == code
                     self._sums[f"{name}_blocks"] += int(of_code.sum())
                     if name in ("read", "written"):
-                        self._sums[f"{name}_bytes"] += int(call.blocks.num_bytes[of_code].sum())
-            if (call.codes != Read.FAILED).any():
+                        self._sums[f"{name}_bytes"] += int(call.blocks.place_bytes[of_code].sum())
+            if not np.isin(call.codes, (Write.FAILED, Write.UNFIT)).all():
                 self._num_failed_calls = 0
             elif call.code:
                 self._num_failed_calls, self._code = self._num_failed_calls + 1, call.code

@@ -1,0 +1,180 @@
+"""Moves the blocks of a piece between the arena and the slab file, and says what became of each.
+
+A block whose place is smaller than its slot lies there encoded (`tiers.compression.form`). Always
+true: the seal is over all bytes of the place, as they are stored, and over the key, which says for
+encoded blocks that they are; it is compared before anything is decoded. So a block is FOUND only if
+the file gave back, byte for byte, what was made of it. A seal over decoded bytes would miss those
+bytes of a form that decide nothing.
+"""
+
+import errno
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv import native
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.tiers.compression.stager import encoded_key
+from hotkv_server.tiers.disk import reference
+from hotkv_server.tiers.disk.block_io import BlockIO
+from hotkv_server.tiers.disk.calls import Call, Piece
+from hotkv_server.tiers.disk.slab_file import SlabFile
+from hotkv_server.tiers.disk.staged import Staged, packed
+from hotkv_server.tiers.protocol import Int64s, Read, Seals, Write
+
+FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+log = logging.getLogger(__name__)
+
+BoolMask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a call: their numbers and columns, int64 [n] each. `stored`: bytes of places."""
+
+    numbers: Int64s
+    slots: Int64s
+    sizes: Int64s
+    places: Int64s
+    stored: Int64s
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether these blocks are encoded in their places: all are, or none is."""
+        return bool((self.stored != self.sizes).any())
+
+    def only(self, mask: BoolMask | slice) -> "Rows":
+        """Those rows for which the mask is True, or of a slice."""
+        return Rows(
+            self.numbers[mask],
+            self.slots[mask],
+            self.sizes[mask],
+            self.places[mask],
+            self.stored[mask],
+        )
+
+
+class BlockMover:
+    """See the module. Thread-safe for pieces that differ."""
+
+    def __init__(self, arena: Region, file: SlabFile, io: BlockIO, staged: Staged) -> None:
+        """Loads kernels, which takes seconds the first time."""
+        self._arena = arena
+        self._file = file
+        self._io = io
+        self._staged = staged
+        self._moves = native.load("hotkv_server.tiers.disk.kernels") or reference
+
+    def __repr__(self) -> str:
+        return f"BlockMover({self._file!r}, {self._staged!r})"
+
+    def move(self, piece: Piece) -> None:
+        """Moves a piece's blocks and sets their codes and seals. Blocks that do not lie in the
+        arena are FAILED, as are those to be written beyond the file, and those for which there is
+        no staging memory."""
+        call, rows = piece.call, self._rows(piece)
+        is_plain = rows.stored == rows.sizes
+        plain, encoded = rows.only(is_plain), rows.only(~is_plain)
+        addresses = self._arena.address + plain.slots
+        if call.is_write and len(plain):
+            self._put(call, plain, addresses)
+        elif len(plain):
+            is_same = self._fetch(call, plain, addresses)
+            call.codes[plain.numbers[is_same]] = Read.FOUND
+        move = self._encode if call.is_write else self._decode
+        for part in self._staged.parts(encoded.stored, is_write=call.is_write):
+            move(call, encoded.only(part))
+
+    def _rows(self, piece: Piece) -> Rows:
+        """The rows of a piece that may be moved."""
+        blocks = piece.call.blocks
+        rows = Rows(
+            np.arange(piece.begin, piece.end),
+            *(
+                np.asarray(column[piece.begin : piece.end], np.int64)
+                for column in (blocks.slots, blocks.num_bytes, blocks.places, blocks.place_bytes)
+            ),
+        )
+        fits = (rows.slots >= 0) & (rows.sizes > 0) & (rows.stored > 0)
+        fits &= rows.slots + rows.sizes <= self._arena.num_bytes
+        if piece.call.is_write:
+            fits &= (rows.places >= 0) & (rows.places + rows.stored <= self._file.num_bytes)
+        if not fits.all():
+            log.error("%s: %d blocks lie outside", self._file.path, int((~fits).sum()))
+        return rows.only(fits)
+
+    def _decode(self, call: Call, rows: Rows) -> None:
+        """Reads encoded blocks."""
+        num_bytes = int(rows.stored.sum())
+        place = self._staged.take(num_bytes, call.deadline_s, is_write=False)
+        if place is None:
+            return
+        try:
+            at = packed(rows.stored, place)
+            is_same = self._fetch(call, rows, self._staged.address + at)
+            good = rows.only(is_same)
+            decoded = self._staged.decode(good.slots, good.sizes, at[is_same], good.stored)
+            call.codes[good.numbers] = np.where(decoded > 0, Read.FOUND, Read.CORRUPT)
+        finally:
+            self._staged.give(place, num_bytes, is_write=False)
+
+    def _fetch(self, call: Call, rows: Rows, addresses: Int64s) -> BoolMask:
+        """Reads places to memory. Returns which give their seals, and settles all others."""
+        results = self._io.read_many(addresses, rows.places, rows.stored)
+        whole = results == rows.stored
+        found = self._sealed(call, rows.only(whole), addresses[whole])
+        is_same: BoolMask = whole.copy()
+        is_same[whole] = found == np.asarray(call.blocks.seals, np.uint64)[rows.numbers[whole]]
+        call.codes[rows.numbers[whole & ~is_same]] = Read.CORRUPT
+        is_short = ~whole & (results >= 0)
+        call.codes[rows.numbers[is_short]] = Read.CORRUPT
+        if (results < 0).any():
+            call.code = -int(results[results < 0][-1])
+        if is_short.any():
+            self._file.mend()
+        return is_same
+
+    def _encode(self, call: Call, rows: Rows) -> None:
+        """Writes blocks encoded. One for which there can't be memory is UNFIT."""
+        num_bytes = int(rows.stored.sum())
+        if not self._staged.fits(num_bytes, is_write=True):
+            call.codes[rows.numbers] = Write.UNFIT
+            return
+        place = self._staged.take(num_bytes, call.deadline_s, is_write=True)
+        if place is None:
+            return
+        try:
+            at = packed(rows.stored, place)
+            fits = self._staged.encode(rows.slots, rows.sizes, at, rows.stored) > 0
+            call.codes[rows.numbers[~fits]] = Write.UNFIT
+            if fits.any():
+                self._put(call, rows.only(fits), self._staged.address + at[fits])
+        finally:
+            self._staged.give(place, num_bytes, is_write=True)
+
+    def _put(self, call: Call, rows: Rows, addresses: Int64s) -> None:
+        """Seals memory, writes it to places and settles the rows."""
+        seals = self._sealed(call, rows, addresses)
+        results = self._io.write_many(addresses, rows.places, rows.stored)
+        whole, is_full = results == rows.stored, np.isin(-results, FULL_CODES)
+        call.codes[rows.numbers[whole]] = Write.STORED
+        call.seals[rows.numbers[whole]] = seals[whole]
+        call.codes[rows.numbers[is_full]] = Write.FULL
+        failed = results[(results < 0) & ~is_full]
+        if len(failed):
+            call.code = -int(failed[-1])
+
+    def _sealed(self, call: Call, rows: Rows, addresses: Int64s) -> Seals:
+        """Seals of what memory holds for rows, as `tiers.seals.seal` gives them."""
+        seals = np.empty(len(rows), np.uint64)
+        if len(rows):
+            keys = [call.blocks.keys[row] for row in rows.numbers.tolist()]
+            if rows.is_encoded:
+                keys = [encoded_key(key) for key in keys]
+            self._moves.seal_many(addresses, rows.stored, reference.secrets(keys), seals)
+        return seals

@@ -1,0 +1,66 @@
+"""The records of a disk tier: slabs stay as large as they were, so that all blocks of an earlier
+server are where it has put them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hotkv_server.memory.lower import LowerMemory
+from hotkv_server.memory.state import ServerState, write_state
+from hotkv_server.settings.tiers import DiskSettings, TierSettings
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@contextmanager
+def opened(
+    folder: Path, num_bytes: int, slab_bytes: int, *, reset: bool = False
+) -> Iterator[LowerMemory]:
+    made = LowerMemory.open(folder, num_bytes, slab_bytes, 100, reset=reset)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def left(folder: Path, slab_bytes: int) -> None:
+    """What a server leaves that had slabs of this size."""
+    with opened(folder, 64 * MIB, slab_bytes) as made:
+        made.adopt(ServerState(made.slab_bytes))
+
+
+def test_slabs_stay_as_large_as_they_were(tmp_path: Path) -> None:
+    left(tmp_path, 4 * MIB)
+    with opened(tmp_path, 70 * MIB, 16 * MIB) as made:
+        assert made.old is not None and not made.why_empty
+        assert (made.slab_bytes, made.num_bytes) == (4 * MIB, 68 * MIB)
+        made.adopt(ServerState(made.slab_bytes))
+    with opened(tmp_path, 70 * MIB, 16 * MIB, reset=True) as made:
+        assert made.old is None and not made.why_empty
+        assert (made.slab_bytes, made.num_bytes) == (16 * MIB, 64 * MIB)
+
+
+@pytest.mark.parametrize("slab_bytes", [0, -4096, 4096 + 512, 128 * MIB])
+def test_slabs_that_cannot_be_are_not_taken_over(tmp_path: Path, slab_bytes: int) -> None:
+    left(tmp_path, 4 * MIB)
+    write_state(tmp_path / "state.json", ServerState(slab_bytes))
+    with opened(tmp_path, 64 * MIB, 16 * MIB) as made:
+        assert made.old is None and f"slabs were of {slab_bytes} bytes" in made.why_empty
+        assert made.slab_bytes == 16 * MIB
+
+
+@pytest.mark.parametrize(
+    "disk_bytes, slab_bytes",
+    [
+        (16 * MIB, 4 * MIB),
+        (4 * GIB - 1, 4 * MIB),
+        (4 * GIB, 8 * MIB),
+        (100 * GIB, 128 * MIB),
+        (2000 * GIB, 256 * MIB),
+    ],
+)
+def test_slabs_of_a_new_disk_are_large_and_many(disk_bytes: int, slab_bytes: int) -> None:
+    settings = TierSettings(disk=DiskSettings(bytes=disk_bytes))  # type: ignore[call-arg, arg-type]
+    assert settings.slab_bytes == slab_bytes
