@@ -250,7 +250,7 @@ def test_writes_that_hang_leave_staging_to_reads(tmp_path: Path) -> None:
         made.io.wait_hung(2)
         for _ in range(20):
             bench.check_read([1, 2], [5, 6])
-        # Half of the memory, though half of the threads are four.
+        # Half of the memory, though six of the threads may write.
         assert made.io.num_hung == 2 and not ended.codes
         made.io.heal()
         for number in range(10, 20):

@@ -3,11 +3,14 @@ different.
 """
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.table import Words
+
+Integer = TypeVar("Integer", bound=np.integer[Any])
 
 
 def rows(hashes: Words, places: NDArray[np.int64]) -> Words:
@@ -40,3 +43,12 @@ def repeats(entries: Sequence[NDArray[np.uint32]]) -> bool:
         return False
     rising = np.sort(np.concatenate(entries))
     return bool(np.any(rising[1:] == rising[:-1]))
+
+
+def distinct(values: NDArray[Integer]) -> NDArray[Integer]:
+    """The values that occur, rising, as np.unique gives them."""
+    if not len(values) or (values == values[0]).all():
+        return values[:1]
+    rising = np.sort(values)
+    occurring: NDArray[Integer] = rising[np.append(True, rising[1:] != rising[:-1])]
+    return occurring

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from hotkv import table
 from hotkv.keys import MAX_GROUPS
 from hotkv.table import SLOT_ALIGN, Words
+from hotkv_server.core.arrays import distinct
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.catalog import Catalog
 from hotkv_server.core.place_sizes import EncodedBytes
@@ -53,6 +54,27 @@ class Below:
     space: Space
     catalog: Catalog
     encoded_bytes: EncodedBytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Columns of old records: groups uint32 [n]; bytes of slots and where they begin, int64 [n]."""
+
+    groups: Entries
+    sizes: Int64s
+    offsets: Int64s
+
+    @staticmethod
+    def of(old: Words, rows: Int64s) -> "Shapes":
+        """Those of some records."""
+        return Shapes(
+            _groups(old, rows),
+            old[rows, table.W_SIZE].astype(np.int64) * SLOT_ALIGN,
+            old[rows, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN,
+        )
+
+    def __len__(self) -> int:
+        return len(self.groups)
 
 
 @dataclass(slots=True)
@@ -102,17 +124,16 @@ def restore(
     report.drop("unfinished", int(((states != 0) & ~stays).sum()))
     rows = np.flatnonzero(stays)
     numbers = _new_numbers(old[rows, table.W_KEY_SPACE], key_spaces)
-    rows, numbers = _kept(
-        report, "misshapen", rows, numbers, _well_shaped(core, old[rows], numbers)
-    )
-    rows, numbers = _kept(report, "overlapping", rows, numbers, _apart(core, old[rows]))
+    good = _well_shaped(core, Shapes.of(old, rows), numbers)
+    rows, numbers = _kept(report, "misshapen", rows, numbers, good)
+    rows, numbers = _kept(report, "overlapping", rows, numbers, _apart(core, Shapes.of(old, rows)))
     new_of = np.zeros(len(old), np.uint32)
     is_ready = states[rows] == table.STATE_READY
     link_detached(core, old, rows[~is_ready], numbers[~is_ready], new_of)
     _link_entries(core, old, rows[is_ready], numbers[is_ready], new_of)
     came = rows[new_of[rows] != 0]
     report.drop("duplicate or beyond capacity", len(rows) - len(came))
-    for size in np.unique(old[came, table.W_SIZE]).tolist():
+    for size in distinct(old[came, table.W_SIZE]).tolist():
         here = came[old[came, table.W_SIZE] == size]
         core.space.pool.claim(
             size * SLOT_ALIGN, old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
@@ -133,16 +154,17 @@ def restore_below(
     report = Restored()
     states = old[:, table.W_GROUP_STATE] >> np.uint32(16)
     report.drop("unfinished", int(((states != 0) & (states != table.STATE_READY)).sum()))
-    rows = np.flatnonzero((states == table.STATE_READY) & (_groups(old) < MAX_GROUPS))
+    rows = np.flatnonzero(states == table.STATE_READY)
+    rows = rows[_groups(old, rows) < MAX_GROUPS]
     numbers = _new_numbers(old[rows, table.W_KEY_SPACE], key_spaces)
-    good = _well_shaped(below, old[rows], numbers, below.encoded_bytes)
+    good = _well_shaped(below, Shapes.of(old, rows), numbers, below.encoded_bytes)
     rows, numbers = _kept(report, "misshapen", rows, numbers, good)
-    rows, numbers = _kept(report, "overlapping", rows, numbers, _apart(below, old[rows]))
+    rows, numbers = _kept(report, "overlapping", rows, numbers, _apart(below, Shapes.of(old, rows)))
     new_of = np.zeros(len(old), np.uint32)
     report.encoded = _link_entries(below, old, rows, numbers, new_of)
     came = rows[new_of[rows] != 0]
     report.drop("duplicate or beyond capacity", len(rows) - len(came))
-    for size in np.unique(old[came, table.W_SIZE]).tolist():
+    for size in distinct(old[came, table.W_SIZE]).tolist():
         here = came[old[came, table.W_SIZE] == size]
         offsets = old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
         below.space.pool.claim(size * SLOT_ALIGN, offsets)
@@ -171,53 +193,49 @@ def _new_numbers(old_numbers: Entries, key_spaces: Mapping[int, int]) -> Entries
     return numbers
 
 
-def _groups(records: Words) -> Entries:
-    groups: Entries = records[:, table.W_GROUP_STATE] & np.uint32(0xFFFF)
+def _groups(old: Words, rows: Int64s) -> Entries:
+    groups: Entries = old[rows, table.W_GROUP_STATE] & np.uint32(0xFFFF)
     return groups
 
 
 def _kinds(numbers: Entries, groups: Entries) -> list[tuple[int, int]]:
     """The pairs of key space and group that occur."""
-    pairs = np.unique(numbers.astype(np.uint64) << np.uint64(16) | groups)
+    pairs = distinct(numbers.astype(np.uint64) << np.uint64(16) | groups)
     return [(pair >> 16, pair & 0xFFFF) for pair in pairs.tolist()]
 
 
 def _well_shaped(
-    core: Restorable, records: Words, numbers: Entries, encoded_bytes: EncodedBytes | None = None
+    core: Restorable, shapes: Shapes, numbers: Entries, encoded_bytes: EncodedBytes | None = None
 ) -> BoolMask:
     """Which records have a known shape, a slot size that belongs to it, and a slot inside the arena
     where slots of that size lie. A size belongs to a shape if it is that of its slots, or a smaller
     one that `encoded_bytes` gives."""
-    good = np.zeros(len(records), np.bool_)
-    groups, pool = _groups(records), core.space.pool
-    for number, group in _kinds(numbers, groups):
+    good, pool = np.zeros(len(shapes), np.bool_), core.space.pool
+    in_slab, slabs = shapes.offsets % pool.slab_bytes, pool.slab_of(shapes.offsets)
+    for number, group in _kinds(numbers, shapes.groups):
         if not number or not core.catalog.record(number).has(group):
             continue
-        here = (numbers == number) & (groups == group)
+        here = (numbers == number) & (shapes.groups == group)
         slot_bytes = aligned(core.catalog.record(number).shape(group).slot_bytes)
         encoded = slot_bytes if encoded_bytes is None else encoded_bytes(slot_bytes)
-        offsets = records[:, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
-        in_slab = offsets % pool.slab_bytes
         for size in {slot_bytes, min(encoded, slot_bytes)}:
             good |= (
                 here
-                & (records[:, table.W_SIZE].astype(np.int64) * SLOT_ALIGN == size)
+                & (shapes.sizes == size)
                 & (in_slab % size == 0)
                 & (in_slab // size < max(1, pool.slab_bytes // size))
-                & (pool.slab_of(offsets) - -size // pool.slab_bytes <= pool.num_slabs)
+                & (slabs - -size // pool.slab_bytes <= pool.num_slabs)
             )
     return good
 
 
-def _apart(core: Restorable, records: Words) -> BoolMask:
+def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
     """Which records share no byte with another, and no slab with a slot of another size. Of records
     that do, none is right for certain."""
-    offsets, sizes = (
-        records[:, word].astype(np.int64) * SLOT_ALIGN for word in (table.W_OFFSET, table.W_SIZE)
-    )
-    order = np.argsort(offsets, kind="stable")
+    offsets, sizes = shapes.offsets, shapes.sizes
+    order = np.argsort(offsets)
     ends = np.maximum.accumulate((offsets + sizes)[order])
-    good = np.ones(len(records), np.bool_)
+    good = np.ones(len(shapes), np.bool_)
     touching = np.flatnonzero(offsets[order][1:] < ends[:-1])
     good[order[touching]] = good[order[touching + 1]] = False
     pool = core.space.pool
@@ -240,15 +258,17 @@ def _link_entries(
 ) -> int:
     """Makes reserved entries for records. A record that finds no place, or whose key is there
     already, stays 0 in `new_of`. Returns how many have places smaller than slots of their shape."""
-    index, groups, num_smaller = core.space.index, _groups(old[rows]), 0
+    index, groups, num_smaller = core.space.index, _groups(old, rows), 0
     for number, group in _kinds(numbers, groups):
         here = rows[(numbers == number) & (groups == group)]
         hashes = np.ascontiguousarray(old[here, :8])
-        _, unique = np.unique(index.mixed_hashes(number, group, hashes), return_index=True)
-        here, hashes = here[unique], np.ascontiguousarray(hashes[unique])
+        mixed = index.mixed_hashes(number, group, hashes)
+        if len(distinct(mixed)) != len(mixed):
+            _, unique = np.unique(mixed, return_index=True)
+            here, hashes = here[unique], np.ascontiguousarray(hashes[unique])
         slot_bytes = aligned(core.catalog.record(number).shape(group).slot_bytes)
         sizes = old[here, table.W_SIZE].astype(np.int64) * SLOT_ALIGN
-        for size in np.unique(sizes).tolist():
+        for size in distinct(sizes).tolist():
             rows_of, of_size = here[sizes == size], np.ascontiguousarray(hashes[sizes == size])
             offsets = old[rows_of, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
             depths = old[rows_of, table.W_DEPTH].astype(np.int64)
@@ -273,7 +293,7 @@ def _publish(
     checks = np.ascontiguousarray(old[came, table.W_CHECK : table.W_CHECK + 2]).view(np.uint64)[
         :, 0
     ]
-    is_block = _groups(old[came]) < MAX_GROUPS
+    is_block = _groups(old, came) < MAX_GROUPS
     used_s = (
         np.full(len(came), now_s)
         if last_used_s is None

@@ -12,6 +12,7 @@ import numpy as np
 from hotkv import native
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.core import reference
+from hotkv_server.core.arrays import distinct
 from hotkv_server.core.free_slots import FreeSlots
 from hotkv_server.core.pool_figures import PoolFigures, SlabClassStats, figures_of
 from hotkv_server.core.slab_floors import SlabFloors
@@ -241,32 +242,36 @@ class SlabPool:
 
         Their slabs count as having memory from now on; the caller prefaults them.
         """
-        c = self._class(slot_bytes)
-        first = np.unique(self.slab_of(offsets))
+        c, slabs = self._class(slot_bytes), self.slab_of(offsets)
+        outside = ValueError("slots overlap slabs of another size or lie outside the arena")
+        if len(offsets) and (int(offsets.min()) < 0 or int(slabs.max()) >= self.num_slabs):
+            raise outside
+        num_claimed = np.bincount(slabs, minlength=self.num_slabs)
+        first = np.flatnonzero(num_claimed)
         spans = c.spans(first)
-        in_slab = offsets - self.slab_of(offsets) * self.slab_bytes
-        if len(offsets) and (
-            int(offsets.min()) < 0
-            or int(spans.max()) >= self.num_slabs
+        if len(spans) and (
+            int(spans.max()) >= self.num_slabs
             or np.any(self._owner[spans] >= 0)
+            or len(distinct(spans)) != len(spans)
         ):
-            raise ValueError("slots overlap slabs of another size or lie outside the arena")
-        if len(np.unique(spans)) != len(spans):
-            raise ValueError("slots overlap slabs of another size or lie outside the arena")
-        if (
-            np.any(in_slab % c.slot_bytes)
-            or np.any(in_slab // c.slot_bytes >= c.slots_per_slab)
-            or len(np.unique(offsets)) != len(offsets)
-        ):
-            raise ValueError("slots are misaligned or claimed twice")
+            raise outside
+        numbers, rests = np.divmod(offsets - slabs * self.slab_bytes, c.slot_bytes)
+        misfits = ValueError("slots are misaligned or claimed twice")
+        if rests.any() or np.any(numbers >= c.slots_per_slab):
+            raise misfits
+        # Where each slab's slots begin among those of all claimed slabs.
+        places = (np.cumsum(num_claimed > 0) - 1) * c.slots_per_slab
+        is_free = np.ones(len(first) * c.slots_per_slab, np.bool_)
+        is_free[places[slabs] + numbers] = False
+        if len(is_free) - int(is_free.sum()) != len(offsets):
+            raise misfits
         num_free = int((self._owner[spans] == FREE).sum())
         self._owner[spans] = c.slot_bytes
         c.num_slabs += len(spans)
         self.num_free_slabs -= num_free
         self.num_backed += len(spans) - num_free
-        everything = c.slots_of(first)
-        c.free.add(np.setdiff1d(everything, offsets))
-        np.add.at(self._used, self.slab_of(offsets), 1)
+        c.free.add(c.slots_of(first)[is_free])
+        self._used += num_claimed
 
     def _class(self, slot_bytes: int) -> _SlabClass:
         size = aligned(slot_bytes)

@@ -38,7 +38,7 @@ class DiskSettings(BaseModel, extra="forbid"):
     )
     compress: Compress = "off"
     threads: Annotated[int, Field(ge=1, le=64)] = Field(
-        16, description="Threads that read and write."
+        20, description="Threads that read and write; at most three quarters of them write."
     )
 
 

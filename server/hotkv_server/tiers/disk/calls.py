@@ -3,7 +3,8 @@
 Always true: each block of a call is in at most one piece, and a call ends once: by the last of its
 pieces that is done, or by whoever drops its rest while no piece is under way. Reads go before
 writes that have not waited for PATIENCE_S, and calls of one kind take turns, a piece each: a large
-call makes no small one wait. Of several threads at most half write, so a read waits for no write.
+call makes no small one wait. Of several threads at most three quarters write, so a read waits for
+no write.
 """
 
 import math
@@ -98,7 +99,7 @@ class CallQueue:
 
     def __init__(self, num_threads: int, patience_s: float = PATIENCE_S) -> None:
         self._num_threads = num_threads
-        self._max_writing = max(1, num_threads // 2)
+        self._max_writing = max(1, num_threads * 3 // 4)
         self._patience_s = patience_s
         self._changed = threading.Condition()
         self._reads: deque[Call] = deque()

@@ -34,7 +34,7 @@ from hotkv_server.tiers.protocol import (
     Write,
 )
 
-NUM_THREADS = 16
+NUM_THREADS = 20
 """I/O under way at once. They wait for the disk nearly all the time, on small machines too."""
 BATCH_BYTES = 16 << 20
 """Enough in one call for all threads to have several pieces."""
