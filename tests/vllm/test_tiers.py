@@ -20,12 +20,18 @@ ALWAYS = {"load": "always"}
 """A model this small computes many prompts sooner than they can be read."""
 
 
-DEEP = {"hf_overrides": {"num_hidden_layers": 8}}
-"""A model whose blocks are large enough for compression to win something: 64 KiB."""
+RANDOM: dict[str, Any] = {
+    "load_format": "random",
+    "connector": {"weights_identity": "random"},
+}
+"""Weights so large that other keys and values give other tokens."""
+DEEP = RANDOM | {"hf_overrides": {"num_hidden_layers": 8}}
+"""The same of a model whose blocks are so large that compression wins something: 64 KiB."""
 
 
 @pytest.mark.parametrize(
-    "name, compress, model", [("llama", "off", {}), ("gemma3", "off", {}), ("llama", "auto", DEEP)]
+    "name, compress, model",
+    [("llama", "off", RANDOM), ("gemma3", "off", RANDOM), ("llama", "auto", DEEP)],
 )
 def test_tokens_are_the_same_from_the_disk(
     daemon: Daemon,
