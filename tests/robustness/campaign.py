@@ -43,7 +43,7 @@ from tests.robustness.engine import Shape, hash_of
 if TYPE_CHECKING:
     from tests.tiers.valkey_support import Server as Valkey
 
-MODELS = (Shape("large pages", 2, 8192, 160), Shape("small pages", 3, 1024, 200))
+MODELS = (Shape("large pages", 2, 16384, 160), Shape("small pages", 3, 1024, 200))
 ARENA, DISK = "16MiB", "64MiB"
 TIGHT_HASHES = 3000
 START_DEADLINE_S = 60.0
@@ -53,8 +53,9 @@ RESTART_POINTS = ("restore", "adopt", "open", "state", "use", "verify")
 @dataclass(slots=True)
 class Findings:
     """Counts of a campaign. `read_blocks`: read in the mapped arena; `void_blocks`: the same, but
-    the lease ended meanwhile; `promoted_blocks`: came up from a tier, of servers that were asked
-    before they were killed. `wrong` and `lost` must stay empty.
+    the lease ended meanwhile; `promoted_blocks`, `encoded_blocks`: came up from a tier, and were
+    encoded for the disk, of servers that were asked before they were killed. `wrong` and `lost`
+    must stay empty.
     """
 
     kills: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -62,6 +63,7 @@ class Findings:
     clean_stops: int = 0
     lost_arenas: int = 0
     promoted_blocks: int = 0
+    encoded_blocks: int = 0
     loaded_blocks: int = 0
     read_blocks: int = 0
     void_blocks: int = 0
@@ -76,7 +78,8 @@ class Findings:
         return sum(self.kills.values())
 
     def rows(self) -> list[tuple[str, object]]:
-        blocks = ("acknowledged", "found_again", "loaded", "read", "void", "promoted", "condemned")
+        blocks = ("acknowledged", "found_again", "loaded", "read", "void", "promoted")
+        blocks += ("encoded", "condemned")
         names = ("restarts", "clean_stops", "lost_arenas", *(f"{name}_blocks" for name in blocks))
         rows: list[tuple[str, object]] = [
             ("kills", self.num_kills),
@@ -258,6 +261,8 @@ class Campaign:
         self.valkey, self.has_tier = valkey, disk is not None or valkey is not None
         if valkey is not None:
             self.servers.flags += ["--tiers.valkey.address", f"unix:{valkey.path}"]
+        if disk is not None:
+            self.servers.flags += ["--tiers.disk.compress", "off"]
         self.engines = Engines(self.servers.target, shapes, self.chance, findings)
 
     def close(self) -> None:
@@ -285,6 +290,9 @@ class Campaign:
             shutil.rmtree(self.servers.folder / "arena", ignore_errors=True)
             self.findings.lost_arenas += 1
         crash = self.choose()
+        if self.disk is not None:
+            # A server reads what earlier ones have stored either way.
+            self.servers.flags[-1] = self.chance.choice(("off", "auto", "auto"))
         pid = self.servers.start(crash)
         self.findings.restarts += 1
         if crash.get("point") in RESTART_POINTS:
@@ -322,6 +330,7 @@ class Campaign:
                 counters = admin.info()["counters"]
                 for name in ("tier_promoted_blocks_total", "shared_fetched_blocks_total"):
                     self.findings.promoted_blocks += int(counters[name])
+                self.findings.encoded_blocks += int(counters["tier_encoded_blocks_total"])
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         assert self.servers.has_ended(pid, START_DEADLINE_S)
