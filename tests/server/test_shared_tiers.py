@@ -221,3 +221,59 @@ def test_what_one_node_stores_in_a_bucket_another_loads(
         a.engine.session.flush().result(20)
         assert not a.finds(chain)
         wait_until(lambda: not b.finds(chain), 20)
+
+
+def flags_of(valkey: Valkey) -> tuple[str, ...]:
+    return ("--tiers.valkey.address", f"unix:{valkey.path}", "--tiers.valkey.timeout-s", "0.5")
+
+
+def test_a_flush_that_the_store_missed_outlives_the_server(
+    nodes: tuple[SharingNode, SharingNode], valkey: Valkey
+) -> None:
+    flags = flags_of(valkey)
+    a, b = (one.start_sharing(*flags) for one in nodes)
+    chain, kept = hashes(CHAIN), hashes(CHAIN)
+    for blocks in (chain, kept):
+        a.fill(blocks)
+    assert b.finds(chain)
+    (key,) = valkey.client.keys("hotkv/1/*/epoch")
+    before = int(valkey.client.get(key))
+    with valkey.stopped():
+        assert a.engine is not None
+        a.engine.session.flush().result(20)
+        a.stop(signal.SIGKILL)
+        a.start_sharing(*flags)
+        assert not a.finds(chain)
+    # Neither the node that has flushed nor another one finds what the store still has.
+    wait_until(lambda: int(valkey.client.get(key)) > before, 20)
+    assert not a.finds(chain) and not b.finds(kept)
+    wait_until(lambda: not b.finds(chain), 20)
+    # It is told once, and the key space is in use again.
+    raised = int(valkey.client.get(key))
+    again = a.fill(chain)
+    wait_until(lambda: b.loads(chain, again), 20)
+    a.stop(signal.SIGKILL)
+    a.start_sharing(*flags)
+    assert a.loads(chain, again)
+    time.sleep(1.5)
+    assert int(valkey.client.get(key)) == raised and a.finds(chain)
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_server_that_was_down_during_a_flush_drops_what_it_had(
+    nodes: tuple[SharingNode, SharingNode], valkey: Valkey, is_away: bool
+) -> None:
+    """`is_away`: the store, as the server comes back."""
+    flags = flags_of(valkey)
+    a, b = (one.start_sharing(*flags) for one in nodes)
+    chain = hashes(CHAIN)
+    content = a.fill(chain)
+    assert b.loads(chain, content)
+    a.stop(signal.SIGKILL)
+    assert b.engine is not None
+    b.engine.session.flush().result(20)
+    with valkey.stopped() if is_away else contextlib.nullcontext():
+        a.start_sharing(*flags)
+    wait_until(lambda: not a.finds(chain), 20)
+    time.sleep(1.5)
+    assert not a.finds(chain) and not b.finds(chain)

@@ -18,6 +18,7 @@ from hotkv_server.core.values import CoreConfig, HashList, Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.sums import add_sums
 from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.memory.epoch_notes import EpochNotes
 from hotkv_server.runtime import breaker, shared_epochs, tier_shared
 from hotkv_server.runtime.shared_epochs import EpochRelay
 from hotkv_server.runtime.tier_shared import TierShared
@@ -36,18 +37,23 @@ BLOCKS = list(range(6))
 class SharedNode:
     """A core over memory of its own, and a tier that it shares."""
 
-    def __init__(self, store: MemoryStore, lookup_wait_s: float) -> None:
+    def __init__(
+        self, store: MemoryStore, lookup_wait_s: float, notes: EpochNotes | None = None
+    ) -> None:
+        """`notes`: of the server that was here before, which has left its key space."""
         config = CoreConfig(ARENA_BYTES, SLAB, 200, check_stride=1)
         self.core = CacheCore(config, make_table(200), LRU(200))
+        key_space = make_key_space("m", SLOT_ALIGN, SLOT_ALIGN)
+        if notes is not None:
+            self.core.catalog.register(key_space, (), 0.0)
         self.memory = np.zeros(ARENA_BYTES, np.uint8)
         self.arena = arena = Region(self.memory.ctypes.data, ARENA_BYTES, "arena")
         relay = EpochRelay()
         self.tier = SharedMemoryTier(arena, store, on_epoch=relay)
         verifier = Verifier(self.core, arena)
         most_bytes = moving_bytes(self.core)
-        self.shared = TierShared(self.core, self.tier, verifier, relay, most_bytes)
+        self.shared = TierShared(self.core, self.tier, verifier, relay, most_bytes, notes)
         self.tiers = Tiers(self.core, arena, lookup_wait_s, None, [self.shared])
-        key_space = make_key_space("m", SLOT_ALIGN, SLOT_ALIGN)
         self.fingerprint = key_space.fingerprint.hex()
         self.number = self.core.open_session("e", "worker", key_space, 0.0).number
         self.session: Any = SimpleNamespace(
@@ -64,7 +70,7 @@ class SharedNode:
         """As an engine asks for it."""
         self.tiers.begin_flush(1)
         flush(self.core, 1)
-        await self.tiers.end_flush(1, self.fingerprint)
+        await self.tiers.end_flush(self.fingerprint)
 
     def put(self, numbers: list[int]) -> None:
         """Stores blocks, each with bytes of its own."""
@@ -422,7 +428,7 @@ def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
             compared.set()
             await until(lambda: not len(a.core.moves), "the copy did not end")
             flush(a.core, 1)
-            await a.tiers.end_flush(1, a.fingerprint)
+            await a.tiers.end_flush(a.fingerprint)
             assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
 
     asyncio.run(run())

@@ -20,6 +20,7 @@ from hotkv_server.core.copies import Copies
 from hotkv_server.core.moves import Move
 from hotkv_server.core.values import BoolMask, HashList, Int64s
 from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.memory.epoch_notes import EpochNotes
 from hotkv_server.runtime.breaker import Breaker
 from hotkv_server.runtime.moved_events import OnReady, nobody
 from hotkv_server.runtime.shared_epochs import EpochRelay, Flush, SharedEpochs
@@ -64,7 +65,7 @@ LEARN_S = 1.0
 
 class TierShared:
     """See the module. `relay`: what the tier was given as `on_epoch`. `moving_bytes`: most that may
-    be on their way there."""
+    be on their way there. `notes`: None to begin without any, and to leave none."""
 
     def __init__(
         self,
@@ -73,13 +74,14 @@ class TierShared:
         verifier: Verifier,
         relay: EpochRelay,
         moving_bytes: int,
+        notes: EpochNotes | None = None,
     ) -> None:
         self.tier = tier
         self.breaker = Breaker(tier)
         self.reads = TierReads()
         self.name = tier.facts().name
         self.num_copied = self.num_refused = self.num_fetched = 0
-        self.epochs = SharedEpochs(core, tier, self.breaker, relay)
+        self.epochs = SharedEpochs(core, tier, self.breaker, relay, notes or EpochNotes())
         self._core = core
         self._copies = Copies(core.moves)
         core.copies.append(self._copies)

@@ -167,10 +167,9 @@ class Tiers:
         for one in self.shared:
             one.epochs.begin_flush(key_space_id)
 
-    async def end_flush(self, key_space_id: int, fingerprint: str) -> None:
+    async def end_flush(self, fingerprint: str) -> None:
         """Nothing of it is left here: now it is flushed on all nodes that share a tier."""
-        ends = [one.epochs.end_flush(key_space_id, fingerprint, self._tasks) for one in self.shared]
-        await asyncio.gather(*ends)
+        await asyncio.gather(*(one.epochs.end_flush(fingerprint) for one in self.shared))
 
     # Lookups
 

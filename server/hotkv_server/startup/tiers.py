@@ -15,6 +15,7 @@ from hotkv_server.core.space import Space
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.memory.epoch_notes import EpochNotes
 from hotkv_server.memory.lower import LowerMemory
 from hotkv_server.runtime.persistence import state_of
 from hotkv_server.runtime.shared_epochs import EpochRelay
@@ -94,15 +95,23 @@ def take_over_lower(core: CacheCore, part: LowerPart) -> None:
         raise StartError(f"tiers.disk.path: {error}") from error
 
 
+def open_notes(memory: NodeMemory, lower: LowerPart | None) -> EpochNotes:
+    """What an earlier server has noted of epochs, beside its blocks."""
+    folders = [memory.directory] if lower is None else [memory.directory, lower.memory.folder]
+    return EpochNotes(folders)
+
+
 def make_tiers(
     settings: Settings,
     core: CacheCore,
     verifier: Verifier,
     memory: NodeMemory,
     lower: LowerPart | None,
+    notes: EpochNotes,
 ) -> Tiers | None:
-    """All tiers of the settings as the runtime drives them; None if there are none. Connects to
-    nothing yet: a store that is away comes back by itself. Raises StartError."""
+    """All tiers of the settings as the runtime drives them, over a core that has what an earlier
+    server has left; None if there are none. Connects to nothing yet: a store that is away comes
+    back by itself. Raises StartError."""
     arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
     shared, most_bytes = [], moving_bytes(core)
     for name, compress, make in shared_tiers(settings):
@@ -111,7 +120,7 @@ def make_tiers(
             tier = opened(make, compress, arena, memory.arena.fd, relay)
         except OSError as error:
             raise StartError(f"tiers.{name}: {error}") from error
-        shared.append(TierShared(core, tier, verifier, relay, most_bytes))
+        shared.append(TierShared(core, tier, verifier, relay, most_bytes, notes))
     if lower is None and not shared:
         return None
     below = None if lower is None else TierBelow(core, lower.tier, verifier, most_bytes)
