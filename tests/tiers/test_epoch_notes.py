@@ -25,11 +25,7 @@ PRINTS = ["aa" * 32, "bb" * 32, "cc" * 32]
 async def server(store: MemoryStore, folder: Path, *, is_first: bool) -> AsyncIterator[SharedNode]:
     """A server on this folder that ends as if it were killed: what it has not noted is lost."""
     notes = EpochNotes([folder])
-    one = SharedNode(store, 10.0, None if is_first else notes)
-    if is_first:
-        one.shared.epochs._notes = notes
-    else:
-        one.put(BLOCKS)
+    one = SharedNode(store, 10.0, notes, None if is_first else BLOCKS)
     one.tiers.start(one.core.take_effects, one.flushed_here)
     try:
         yield one
@@ -69,7 +65,7 @@ def test_a_server_waits_with_a_key_space_until_the_store_was_told(tmp_path: Path
             await one.until_copied(6)
         notes.add_untold("shared", one.fingerprint)
         notes.save()
-        node = SharedNode(store, 0.1, EpochNotes([tmp_path]))
+        node = SharedNode(store, 0.1, EpochNotes([tmp_path]), [])
         node.tier.faults.problem = "away"
         node.tiers.start(node.core.take_effects, node.flushed_here)
         assert not any(await node.looked_up(BLOCKS))

@@ -25,10 +25,12 @@ MAX_UNTOLD = 1 << 14
 
 @dataclass(slots=True)
 class TierNotes:
-    """Of one tier, by fingerprint. `epochs`: under which blocks lie here. `untold`: key spaces that
-    were flushed here without the tier's knowledge, in order."""
+    """Of one tier, by fingerprint. `epochs`: under which blocks lie here. `mixed`: key spaces of
+    which blocks lie here, too, that are older than what is known of epochs. `untold`: key spaces
+    that were flushed here without the tier's knowledge, in order."""
 
     epochs: dict[str, int] = field(default_factory=dict)
+    mixed: set[str] = field(default_factory=set)
     untold: dict[str, None] = field(default_factory=dict)
 
 
@@ -52,6 +54,10 @@ class EpochNotes:
         """The epochs that were noted, by fingerprint."""
         return dict(self._of(tier).epochs)
 
+    def mixed(self, tier: str) -> set[str]:
+        """Key spaces of which older blocks lie here than those that the epoch is noted for."""
+        return set(self._of(tier).mixed)
+
     def untold(self, tier: str) -> list[str]:
         """Fingerprints of key spaces that were flushed without the tier's knowledge."""
         return list(self._of(tier).untold)
@@ -67,15 +73,20 @@ class EpochNotes:
             del untold[next(iter(untold))]
         self._revision += 1
 
-    def settle(self, tier: str, fingerprint: str, epoch: int) -> None:
-        """The tier knows of all flushes. `epoch`: that of the key space now, 0 for none."""
+    def settle(self, tier: str, fingerprint: str, epoch: int, *, is_mixed: bool = False) -> None:
+        """The tier knows of all flushes. `epoch`: that of the key space now, 0 for none.
+        `is_mixed`: older blocks lie here, too."""
         notes = self._of(tier)
-        if fingerprint not in notes.untold and notes.epochs.get(fingerprint, 0) == epoch:
+        was = (fingerprint in notes.untold, fingerprint in notes.mixed)
+        if was == (False, is_mixed) and notes.epochs.get(fingerprint, 0) == epoch:
             return
         notes.untold.pop(fingerprint, None)
+        notes.mixed.discard(fingerprint)
         notes.epochs.pop(fingerprint, None)
         if epoch:
             notes.epochs[fingerprint] = epoch
+        if is_mixed:
+            notes.mixed.add(fingerprint)
         self._revision += 1
 
     def keep(self, tier: str, fingerprints: Collection[str]) -> None:
@@ -83,6 +94,7 @@ class EpochNotes:
         with the next `save`."""
         notes = self._of(tier)
         notes.epochs = {name: at for name, at in notes.epochs.items() if name in fingerprints}
+        notes.mixed = notes.mixed.intersection(fingerprints)
 
     def save(self) -> None:
         """Writes down what is noted, if it is not there yet. From any thread; blocks. Raises
@@ -113,7 +125,11 @@ class EpochNotes:
 
     def _text(self) -> str:
         tiers = {
-            name: {"epochs": one.epochs.copy(), "untold": list(one.untold)}
+            name: {
+                "epochs": one.epochs.copy(),
+                "mixed": sorted(one.mixed.copy()),
+                "untold": list(one.untold),
+            }
             for name, one in self._tiers.copy().items()
         }
         return json.dumps({"format": FORMAT_VERSION, "tiers": tiers})
@@ -127,6 +143,7 @@ class EpochNotes:
             for name, said in content["tiers"].items():
                 notes = self._of(name)
                 notes.untold.update(dict.fromkeys(map(_fingerprint, said["untold"])))
+                notes.mixed.update(map(_fingerprint, said["mixed"]))
                 for fingerprint, epoch in said["epochs"].items():
                     known = notes.epochs.setdefault(_fingerprint(fingerprint), int(epoch))
                     if known != int(epoch):

@@ -17,7 +17,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.memory.epoch_notes import EpochNotes
 from hotkv_server.runtime.breaker import Breaker
 from hotkv_server.runtime.tier_tasks import TierTasks, elsewhere, future, on_loop
-from hotkv_server.tiers.protocol import NO_EPOCH, SharedTier
+from hotkv_server.tiers.protocol import NO_EPOCH, Epochs, SharedTier
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class SharedEpochs:
         # Under which epoch the blocks lie that an earlier server has left, if that is known.
         noted, restored = notes.epochs(self._name), set(map(self.fingerprint, core.key_spaces))
         self._before = {name: noted[name] for name in restored if name in noted}
-        self._unsure = restored - noted.keys()
+        self._unsure = (restored - noted.keys()) | (restored & notes.mixed(self._name))
 
     def __repr__(self) -> str:
         return f"SharedEpochs({len(self._known)} known, {len(self._flushing)} flushing)"
@@ -104,7 +104,21 @@ class SharedEpochs:
     def covers_old(self, key_space_id: int) -> bool:
         """Whether also what an earlier server has left of the key space is of the epoch that is
         known."""
-        return key_space_id in self._known and self.fingerprint(key_space_id) not in self._unsure
+        return key_space_id in self._known and not self.is_unsure(key_space_id)
+
+    def is_unsure(self, key_space_id: int) -> bool:
+        """Whether an earlier server has left blocks of the key space and nobody knows of which
+        epoch they are."""
+        return self.fingerprint(key_space_id) in self._unsure
+
+    def prefix(self, key_space_id: int) -> bytes:
+        """How keys of the key space's blocks begin."""
+        fingerprint = self.fingerprint(key_space_id).encode()
+        return b"hotkv/1/%s/%d" % (fingerprint, self.get(key_space_id))
+
+    def expected(self, key_space_id: int) -> Epochs:
+        """What the store must still have when blocks have been read."""
+        return {self.fingerprint(key_space_id): self.get(key_space_id)}
 
     def fingerprint(self, key_space_id: int) -> str:
         """What the store knows a key space by."""
@@ -219,7 +233,7 @@ class SharedEpochs:
             self._begin_following(number, epoch)
             return
         self._notes.keep(self._name, set(map(self.fingerprint, self._core.key_spaces)))
-        self._notes.settle(self._name, fingerprint, epoch)
+        self._notes.settle(self._name, fingerprint, epoch, is_mixed=fingerprint in self._unsure)
         await self._save("the next server flushes what this one leaves")
         number = self._number(fingerprint)
         if fingerprint not in self._flushing and number:

@@ -152,7 +152,7 @@ class Tiers:
         if self.below is not None:
             self.below.start(self._tasks, tell, on_ready)
         for one in self.shared:
-            one.on_ready = on_ready
+            one.out.on_ready = on_ready
             one.start(self._tasks, tell, flush)
 
     async def close(self) -> None:
@@ -328,6 +328,9 @@ class Tiers:
         self._up_bytes -= coming.num_bytes
         num_lost = source.end_up(move, codes, checks, time.monotonic())
         self._on_ready(move.kept, Medium.CPU, "")
+        if source is self.below:
+            for one in self.shared:
+                one.out.offer_old(move.key_space_id, move.kept)
         if num_lost:
             log.error("tier=%s lost blocks=%d", source.tier.facts().name, num_lost)
         coming.done.set_result(None)
