@@ -88,6 +88,21 @@ def valkey(tmp_path: Path) -> Iterator[Valkey]:
         yield server
 
 
+def check_sharing(a: SharingNode, b: SharingNode) -> None:
+    """What one node stores the other one loads, and a flush on one counts on both."""
+    chain, kept = hashes(CHAIN), hashes(CHAIN)
+    content = a.fill(chain)
+    assert b.loads(chain, content)
+    assert b.counter("shared_fetched_blocks_total") == CHAIN
+    a.fill(kept)
+    assert a.engine is not None
+    a.engine.session.flush().result(20)
+    assert not a.finds(chain) and not b.finds(kept)
+    wait_until(lambda: not b.finds(chain), 20)
+    again = a.fill(chain)
+    wait_until(lambda: b.loads(chain, again), 20)
+
+
 @pytest.mark.parametrize("compress", ["off", "auto"])
 def test_what_one_node_stores_another_loads(
     nodes: tuple[SharingNode, SharingNode], valkey: Valkey, compress: str
@@ -277,3 +292,15 @@ def test_a_server_that_was_down_during_a_flush_drops_what_it_had(
     wait_until(lambda: not a.finds(chain), 20)
     time.sleep(1.5)
     assert not a.finds(chain) and not b.finds(chain)
+
+
+def test_what_one_node_stores_in_a_cluster_another_loads(
+    nodes: tuple[SharingNode, SharingNode], tmp_path: Path
+) -> None:
+    pytest.importorskip("glide_sync", reason="glide speaks to clusters")
+    from tests.tiers.cluster_support import running as running_cluster
+
+    with running_cluster(tmp_path / "cluster") as cluster:
+        flags = ("--tiers.valkey.address", cluster.address, "--tiers.valkey.cluster", "true")
+        check_sharing(*(one.start_sharing(*flags) for one in nodes))
+        assert all(one.client.dbsize() for one in cluster.nodes)

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,9 +87,16 @@ def test_a_full_store_is_not_asked_again() -> None:
     async def run() -> None:
         async with nodes(1) as (a,):
             a.tier.faults.is_full = True
+            writes, write = [], a.tier.write
+
+            def counted(*arguments: Any) -> None:
+                writes.append(arguments)
+                write(*arguments)
+
+            a.tier.write = counted  # type: ignore[method-assign]
             a.put(BLOCKS)
             await until(lambda: a.shared.out.num_refused == 6, "they wait")
-            assert a.shared.out.num_waiting == 0
+            assert a.shared.out.num_waiting == 0 and len(writes) == 1
 
     asyncio.run(run())
 

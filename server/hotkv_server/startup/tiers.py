@@ -26,6 +26,7 @@ from hotkv_server.settings import Settings
 from hotkv_server.settings.compression import STAGING_BYTES
 from hotkv_server.startup import StartError
 from hotkv_server.tiers.protocol import SharedTier, Tier
+from hotkv_server.tiers.remote.errors import MissingError
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ def make_tiers(
         relay = EpochRelay()
         try:
             tier = opened(make, compress, arena, memory.arena.fd, relay)
-        except OSError as error:
+        except (OSError, MissingError) as error:
             raise StartError(f"tiers.{name}: {error}") from error
         shared.append(TierShared(core, tier, verifier, relay, most_bytes, notes))
     if lower is None and not shared:
@@ -150,14 +151,10 @@ def shared_tiers(settings: Settings) -> list[tuple[str, str, MakeShared]]:
 
         makers.append(("valkey", valkey.compress, make_valkey))
     if (s3 := settings.tiers.s3) is not None:
-        from hotkv_server.tiers.s3.bucket import MissingError
         from hotkv_server.tiers.s3.tier import S3Tier
 
         def make_s3(memory: Region, fd: int, relay: EpochRelay) -> SharedTier:
-            try:
-                return S3Tier(memory, s3, on_epoch=relay)
-            except MissingError as error:
-                raise StartError(f"tiers.s3: {error}") from error
+            return S3Tier(memory, s3, on_epoch=relay)
 
         makers.append(("s3", s3.compress, make_s3))
     return makers
@@ -166,7 +163,8 @@ def shared_tiers(settings: Settings) -> list[tuple[str, str, MakeShared]]:
 def opened(
     make: MakeShared, compress: str, arena: Region, fd: int, relay: EpochRelay
 ) -> SharedTier:
-    """A tier over the arena, or over staging memory if it compresses. Raises OSError."""
+    """A tier over the arena, or over staging memory if it compresses. Raises OSError, or
+    MissingError without the tier's library."""
     if compress == "off":
         return make(arena, fd, relay)
     from hotkv_server.tiers.compressed import CompressedTier
