@@ -20,6 +20,7 @@ from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.start import CudaError, CudaPart, look_in_background, open_part
 from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.memory.epoch_notes import EpochNotes
 from hotkv_server.rpc.server import RpcServer
 from hotkv_server.runtime.health import keep_checking
 from hotkv_server.runtime.node import STALLED_WORK_S, Node
@@ -29,7 +30,7 @@ from hotkv_server.startup.arena import open_memory
 from hotkv_server.startup.cache import load_kernels, open_cache
 from hotkv_server.startup.listeners import Listeners, make_publisher
 from hotkv_server.startup.places import check_places, lock_runtime_dir
-from hotkv_server.startup.tiers import LowerPart, make_tiers, open_lower
+from hotkv_server.startup.tiers import LowerPart, make_tiers, open_lower, open_notes
 
 if TYPE_CHECKING:
     from hotkv_server.events.publisher import ZmqPublisher
@@ -54,7 +55,8 @@ class Opened:
     memory: NodeMemory
     cuda: CudaPart
     publisher: "ZmqPublisher | None"
-    lower: LowerPart | None = None
+    lower: LowerPart | None
+    notes: EpochNotes
 
     @staticmethod
     def open(settings: Settings, *, reset: bool) -> "Opened":
@@ -71,11 +73,12 @@ class Opened:
         lower = open_lower(settings, arena, reset=reset)
         core, verifier = open_cache(settings, memory, lower)
         publisher = make_publisher(settings.events)
-        tiers = make_tiers(settings, core, verifier, memory, lower)
+        notes = open_notes(memory, lower)
+        tiers = make_tiers(settings, core, verifier, memory, lower, notes)
         node = Node(core, memory, cuda.copy_engine, publisher, verifier, cuda.devices, tiers)
         if lower is not None:
             node.add_state(lower.memory.save_state, lower.memory.slab_bytes)
-        return Opened(node, memory, cuda, publisher, lower)
+        return Opened(node, memory, cuda, publisher, lower, notes)
 
     def fill(self) -> None:
         """Prefaults the rest of table and arena, in the background."""
@@ -109,6 +112,7 @@ class Opened:
             self.node.save_use()
             self.memory.release()
         else:
+            self.notes.discard()
             self.memory.remove()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 
-from hotkv_server.core.copies import Copies
+from hotkv_server.core.copies import MAX_TRIES, OLD, Copies
 from hotkv_server.core.moves import Move
 from hotkv_server.core.values import HashList
 from tests.core.support import words_of
@@ -23,6 +23,7 @@ class SharedMachine(LowerMachine):
         self.remote: set[Content] = set()
         self.going: list[tuple[Move, list[Content], list[int]]] = []
         self.coming: list[tuple[Move, int]] = []
+        self.lanes: dict[int, int] = {}
         self._copies: Copies | None = None
 
     @property
@@ -32,9 +33,10 @@ class SharedMachine(LowerMachine):
             self.core.copies.append(self._copies)
         return self._copies
 
-    @rule(num_bytes=st.integers(0, 1 << 16))
-    def begin_out(self, num_bytes: int) -> None:
-        for move in self.copies.begin(self.copies.take(num_bytes)):
+    @rule(num_bytes=st.integers(0, 1 << 16), lane=st.integers(0, OLD + MAX_TRIES))
+    def begin_out(self, num_bytes: int, lane: int) -> None:
+        for move in self.copies.begin(self.copies.take(num_bytes, lane), lane):
+            self.lanes[move.number] = lane
             offsets = self.core.space.index.offsets(move.entries).tolist()
             self.going.append((move, [self.slots[offset] for offset in offsets], offsets))
 
@@ -46,7 +48,21 @@ class SharedMachine(LowerMachine):
             assert self.slots[offset] == content, "a slot changed while the tier read it"
             if data.draw(st.booleans()):
                 self.remote.add(content)
-        self.copies.end(move)
+        failed = np.array([data.draw(st.booleans()) for _ in range(len(move))], np.bool_)
+        may_go = failed & ~move.is_void & self.core.space.index.is_ready(move.entries)
+        lane = max(OLD, self.lanes.pop(move.number)) + 1
+        before = list(map(len, self.copies.lanes))
+        num_given_up = self.copies.end(move, failed)
+        if lane > OLD + MAX_TRIES:
+            assert num_given_up == may_go.sum()
+        else:
+            assert not num_given_up
+            before[lane] += may_go.sum()
+        assert list(map(len, self.copies.lanes)) == before
+
+    @rule(space=SPACES)
+    def offer_old(self, space: int) -> None:
+        self.copies.add_old(self.core.space.index.ready_blocks(space))
 
     @rule(space=SPACES, group=GROUPS, numbers=NUMBERS)
     def begin_in(self, space: int, group: int, numbers: list[int]) -> None:

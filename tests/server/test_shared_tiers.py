@@ -2,9 +2,10 @@
 loads byte for byte; a flush on one counts on both; and a Valkey that is away costs hits only."""
 
 import contextlib
+import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,14 @@ class SharingNode(Place):
         found = self.engine.session.lookup([GroupHashes(0, blocks)]).result(20)
         return bool(found[0].all())
 
+    def leases_some(self, blocks: list[bytes]) -> bool:
+        """Whether a lease gets any of the blocks."""
+        assert self.engine is not None
+        name = os.urandom(8).hex()
+        lease = self.engine.session.acquire(name, [GroupHashes(0, blocks)]).result(20)
+        self.engine.session.release(name)
+        return bool(lease.pinned[0].any())
+
     def loads(self, blocks: list[bytes], content: np.ndarray) -> bool:
         """Whether the blocks are found and loaded with these bytes."""
         engine, count = self.engine, len(blocks)
@@ -86,6 +95,24 @@ def nodes() -> Iterator[tuple[SharingNode, SharingNode]]:
 def valkey(tmp_path: Path) -> Iterator[Valkey]:
     with running(tmp_path / "valkey") as server:
         yield server
+
+
+def check_sharing(a: SharingNode, b: SharingNode) -> None:
+    """What one node stores the other one loads, and a flush on one counts on both."""
+    chain, kept = hashes(CHAIN), hashes(CHAIN)
+    content = a.fill(chain)
+    # Until it has connected it knows of nothing.
+    wait_until(lambda: b.finds(chain), 20)
+    assert b.loads(chain, content)
+    assert b.counter("shared_fetched_blocks_total") == CHAIN
+    a.fill(kept)
+    wait_until(lambda: b.finds(kept), 20)
+    assert a.engine is not None
+    a.engine.session.flush().result(20)
+    assert not a.finds(chain) and not b.leases_some(kept)
+    wait_until(lambda: not b.finds(chain), 20)
+    again = a.fill(chain)
+    wait_until(lambda: b.loads(chain, again), 20)
 
 
 @pytest.mark.parametrize("compress", ["off", "auto"])
@@ -221,3 +248,86 @@ def test_what_one_node_stores_in_a_bucket_another_loads(
         a.engine.session.flush().result(20)
         assert not a.finds(chain)
         wait_until(lambda: not b.finds(chain), 20)
+
+
+def flags_of(valkey: Valkey) -> tuple[str, ...]:
+    return ("--tiers.valkey.address", f"unix:{valkey.path}", "--tiers.valkey.timeout-s", "0.5")
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_flush_that_the_store_missed_outlives_the_server(
+    nodes: tuple[SharingNode, SharingNode], tmp_path: Path, how: str
+) -> None:
+    with running(tmp_path / "kept", appendonly="yes", appendfsync="always") as valkey:
+        check_missed_flush(*nodes, valkey, valkey.stopped if how == "stopped" else valkey.killed)
+
+
+def check_missed_flush(
+    a: SharingNode,
+    b: SharingNode,
+    valkey: Valkey,
+    is_away: Callable[[], contextlib.AbstractContextManager[None]],
+) -> None:
+    """A flush on a node that ends before the store is back. One that is stopped may have read of it
+    already; one that is killed has not."""
+    flags = flags_of(valkey)
+    for one in (a, b):
+        one.start_sharing(*flags)
+    chain, kept = hashes(CHAIN), hashes(CHAIN)
+    for blocks in (chain, kept):
+        a.fill(blocks)
+    assert b.finds(chain)
+    (key,) = valkey.client.keys("hotkv/1/*/epoch")
+    before = int(valkey.client.get(key))
+    with is_away():
+        assert a.engine is not None
+        a.engine.session.flush().result(20)
+        a.stop(signal.SIGKILL)
+        a.start_sharing(*flags)
+        assert not a.finds(chain)
+    assert len(valkey.client.keys("*/0/*")) == 2 * CHAIN, "the store has lost the blocks"
+    # Neither the node that has flushed nor another one finds what the store still has.
+    wait_until(lambda: int(valkey.client.get(key)) > before, 20)
+    assert not a.finds(chain) and not b.finds(kept)
+    wait_until(lambda: not b.finds(chain), 20)
+    # It is told once, and the key space is in use again.
+    again = a.fill(chain)
+    wait_until(lambda: b.loads(chain, again), 20)
+    raised = int(valkey.client.get(key))
+    a.stop(signal.SIGKILL)
+    a.start_sharing(*flags)
+    assert a.loads(chain, again)
+    time.sleep(1.5)
+    assert int(valkey.client.get(key)) == raised and a.finds(chain)
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_server_that_was_down_during_a_flush_drops_what_it_had(
+    nodes: tuple[SharingNode, SharingNode], valkey: Valkey, is_away: bool
+) -> None:
+    """`is_away`: the store, as the server comes back."""
+    flags = flags_of(valkey)
+    a, b = (one.start_sharing(*flags) for one in nodes)
+    chain = hashes(CHAIN)
+    content = a.fill(chain)
+    assert b.loads(chain, content)
+    a.stop(signal.SIGKILL)
+    assert b.engine is not None
+    b.engine.session.flush().result(20)
+    with valkey.stopped() if is_away else contextlib.nullcontext():
+        a.start_sharing(*flags)
+    wait_until(lambda: not a.finds(chain), 20)
+    time.sleep(1.5)
+    assert not a.finds(chain) and not b.finds(chain)
+
+
+def test_what_one_node_stores_in_a_cluster_another_loads(
+    nodes: tuple[SharingNode, SharingNode], tmp_path: Path
+) -> None:
+    pytest.importorskip("glide_sync", reason="glide speaks to clusters")
+    from tests.tiers.cluster_support import running as running_cluster
+
+    with running_cluster(tmp_path / "cluster") as cluster:
+        flags = ("--tiers.valkey.address", cluster.address, "--tiers.valkey.cluster", "true")
+        check_sharing(*(one.start_sharing(*flags) for one in nodes))
+        assert all(one.client.dbsize() for one in cluster.nodes)

@@ -246,6 +246,16 @@ def check_faults() -> None:
     assert time.monotonic() - begun_s < 5
 
 
+def check_daemons() -> None:
+    """Two daemons share the store."""
+    from tests.server.test_shared_tiers import check_sharing, node
+
+    World()
+    flags = ("--tiers.mooncake.master", MASTER, "--tiers.mooncake.local-hostname", "127.0.0.1")
+    with node() as a, node() as b:
+        check_sharing(a.start_sharing(*flags), b.start_sharing(*flags))
+
+
 def check_orphans() -> None:
     """A child ends with its daemon, however that ends."""
     world = World()
@@ -277,6 +287,7 @@ def children_of_this() -> list[int]:
 CHECKS = {
     "compressed": check_compressed,
     "contract": check_contract,
+    "daemons": check_daemons,
     "values": check_values,
     "full": check_full,
     "orphans": check_orphans,

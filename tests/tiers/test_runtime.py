@@ -14,9 +14,8 @@ from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.space import Space
-from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.core.values import CoreConfig, HashList
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.integrity.sums import add_sums
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime import breaker, tier_lookups
 from hotkv_server.runtime.tier_below import TierBelow
@@ -24,6 +23,7 @@ from hotkv_server.runtime.tier_reads import TRIED_S
 from hotkv_server.runtime.tiers import Tiers, moving_bytes
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
+from tests.tiers.support import content, store_blocks
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLOTS = 64
@@ -66,15 +66,8 @@ class Setup:
     def put(self, numbers: list[int]) -> None:
         """Stores blocks, each with bytes of its own."""
         self.num_calls += 1
-        name, now_s = f"store {self.num_calls}", time.monotonic()
-        runs = [Run(0, words_of(numbers))]
-        (slots,) = self.core.begin_store(self.number, name, name, runs, 0, 0.0, now_s)
-        for position, offset in zip(slots.positions.tolist(), slots.offsets.tolist(), strict=True):
-            self.memory[offset : offset + SLOT_ALIGN] = content(numbers[position])
-        sums = np.zeros(len(slots.offsets), np.uint64)
-        strides = np.ones(len(sums), np.int64)
-        add_sums(self.arena, slots.offsets, SLOT_ALIGN, 0, strides, sums)
-        self.core.end_store(self.number, name, True, now_s, [sums])
+        name = f"store {self.num_calls}"
+        store_blocks(self.core, self.arena, self.number, name, numbers)
 
     async def until_down(self, count: int) -> None:
         """Waits until so many blocks lie below."""
@@ -115,10 +108,6 @@ class Setup:
         self.core.check_invariants()
         pinned: list[bool] = grant.pinned[0].tolist()
         return pinned
-
-
-def content(number: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    return np.random.default_rng(number).integers(0, 256, SLOT_ALIGN, np.uint8)
 
 
 @contextlib.asynccontextmanager

@@ -14,18 +14,20 @@ import pytest
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
-from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.core.space import Space
+from hotkv_server.core.values import CoreConfig, HashList
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.integrity.sums import add_sums
 from hotkv_server.integrity.verifier import Verifier
-from hotkv_server.runtime import breaker, shared_epochs, tier_shared
+from hotkv_server.memory.epoch_notes import EpochNotes
+from hotkv_server.runtime import breaker, shared_epochs, tier_copies, tier_shared
 from hotkv_server.runtime.shared_epochs import EpochRelay
+from hotkv_server.runtime.tier_below import TierBelow
 from hotkv_server.runtime.tier_shared import TierShared
 from hotkv_server.runtime.tiers import Tiers, moving_bytes
-from hotkv_server.testing.memory_tier import MemoryStore
+from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
 from hotkv_server.testing.shared_memory_tier import SharedMemoryTier
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
-from tests.tiers.test_runtime import content
+from tests.tiers.support import content, store_blocks
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLOTS = 64
@@ -36,24 +38,46 @@ BLOCKS = list(range(6))
 class SharedNode:
     """A core over memory of its own, and a tier that it shares."""
 
-    def __init__(self, store: MemoryStore, lookup_wait_s: float) -> None:
+    def __init__(
+        self,
+        store: MemoryStore,
+        lookup_wait_s: float,
+        notes: EpochNotes | None = None,
+        left: list[int] | None = None,
+        disk: MemoryStore | None = None,
+    ) -> None:
+        """`left`: the blocks of an earlier server, None if there was none. `disk`: of a tier
+        below."""
         config = CoreConfig(ARENA_BYTES, SLAB, 200, check_stride=1)
-        self.core = CacheCore(config, make_table(200), LRU(200))
+        places = Space(make_table(200), 256 * SLOT_ALIGN, SLAB, LRU(200)) if disk else None
+        self.core = CacheCore(config, make_table(200), LRU(200), below=places)
+        self.num_calls = self.num_flushed_here = 0
         self.memory = np.zeros(ARENA_BYTES, np.uint8)
         self.arena = arena = Region(self.memory.ctypes.data, ARENA_BYTES, "arena")
         relay = EpochRelay()
         self.tier = SharedMemoryTier(arena, store, on_epoch=relay)
+        if left is not None:
+            self._open()
+            self.put(left)
+            index = self.core.space.index
+            index.unverified[index.ready_blocks()] = True
         verifier = Verifier(self.core, arena)
         most_bytes = moving_bytes(self.core)
-        self.shared = TierShared(self.core, self.tier, verifier, relay, most_bytes)
-        self.tiers = Tiers(self.core, arena, lookup_wait_s, None, [self.shared])
+        below = None
+        if disk is not None:
+            below = TierBelow(self.core, MemoryTier(arena, disk), verifier, most_bytes)
+        self.shared = TierShared(self.core, self.tier, verifier, relay, most_bytes, notes)
+        self.tiers = Tiers(self.core, arena, lookup_wait_s, below, [self.shared])
+        if left is None:
+            self._open()
+
+    def _open(self) -> None:
         key_space = make_key_space("m", SLOT_ALIGN, SLOT_ALIGN)
         self.fingerprint = key_space.fingerprint.hex()
         self.number = self.core.open_session("e", "worker", key_space, 0.0).number
         self.session: Any = SimpleNamespace(
             record=self.core.sessions.record(self.number), knows_tiers=True
         )
-        self.num_calls = self.num_flushed_here = 0
 
     async def flushed_here(self, key_space_id: int) -> int:
         self.num_flushed_here += 1
@@ -64,23 +88,16 @@ class SharedNode:
         """As an engine asks for it."""
         self.tiers.begin_flush(1)
         flush(self.core, 1)
-        await self.tiers.end_flush(1, self.fingerprint)
+        await self.tiers.end_flush(self.fingerprint)
 
     def put(self, numbers: list[int]) -> None:
         """Stores blocks, each with bytes of its own."""
         self.num_calls += 1
-        name, now_s = f"store {self.num_calls}", time.monotonic()
-        runs = [Run(0, words_of(numbers))]
-        (slots,) = self.core.begin_store(self.number, name, name, runs, 0, 0.0, now_s)
-        for position, offset in zip(slots.positions.tolist(), slots.offsets.tolist(), strict=True):
-            self.memory[offset : offset + SLOT_ALIGN] = content(numbers[position])
-        sums = np.zeros(len(slots.offsets), np.uint64)
-        strides = np.ones(len(sums), np.int64)
-        add_sums(self.arena, slots.offsets, SLOT_ALIGN, 0, strides, sums)
-        self.core.end_store(self.number, name, True, now_s, [sums])
+        name = f"store {self.num_calls}"
+        store_blocks(self.core, self.arena, self.number, name, numbers)
 
     async def until_copied(self, count: int) -> None:
-        await until(lambda: self.shared.num_copied >= count, "blocks are not copied")
+        await until(lambda: self.shared.out.num_copied >= count, "blocks are not copied")
 
     async def looked_up(self, numbers: list[int]) -> list[bool]:
         lists = [HashList(0, words_of(numbers))]
@@ -122,7 +139,8 @@ async def until(holds: Any, why: str) -> None:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_shared, "LINGER_S", 0.05)
+    monkeypatch.setattr(tier_copies, "LINGER_S", 0.05)
+    monkeypatch.setattr(tier_copies, "AGAIN_S", 0.05)
     for name in ("POLL_S", "RETRY_S", "FLUSH_WAIT_S"):
         monkeypatch.setattr(shared_epochs, name, 0.05)
 
@@ -285,7 +303,7 @@ def test_a_full_store_goes_on_answering() -> None:
             await a.until_copied(6)
             a.tier.faults.is_full = True
             a.put([20, 21])
-            await until(lambda: a.shared.num_refused == 2, "nothing was refused")
+            await until(lambda: a.shared.out.num_refused == 2, "nothing was refused")
             assert await b.leased([*BLOCKS, 20]) == [True] * 6 + [False]
 
     asyncio.run(run())
@@ -328,11 +346,11 @@ def test_a_block_is_written_once_and_not_with_each_use() -> None:
             for _ in range(3):
                 assert all(await a.leased(BLOCKS))
             await asyncio.sleep(0.2)
-            assert a.tier.figures().written_blocks == 6 and a.shared.num_copied == 6
+            assert a.tier.figures().written_blocks == 6 and a.shared.out.num_copied == 6
             # What came from there is not written back.
             assert all(await b.leased(BLOCKS))
             await asyncio.sleep(0.2)
-            assert b.shared.num_copied == 0
+            assert b.shared.out.num_copied == 0
 
     asyncio.run(run())
 
@@ -407,13 +425,13 @@ def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks whose bytes are still compared must not be written under the new epoch."""
-    compared, agreeing = asyncio.Event(), tier_shared.agreeing
+    compared, agreeing = asyncio.Event(), tier_copies.agreeing
 
     async def late(*arguments: Any) -> Any:
         await compared.wait()
         return await agreeing(*arguments)
 
-    monkeypatch.setattr(tier_shared, "agreeing", late)
+    monkeypatch.setattr(tier_copies, "agreeing", late)
 
     async def run() -> None:
         async with nodes() as (a, b):
@@ -423,7 +441,7 @@ def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
             compared.set()
             await until(lambda: not len(a.core.moves), "the copy did not end")
             flush(a.core, 1)
-            await a.tiers.end_flush(1, a.fingerprint)
+            await a.tiers.end_flush(a.fingerprint)
             assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
 
     asyncio.run(run())

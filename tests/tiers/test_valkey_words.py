@@ -149,7 +149,7 @@ def test_a_cluster(tmp_path: Path) -> None:
         running(tmp_path, **{"cluster-enabled": "yes"}) as server,
         bench_over(f"unix:{server.path}") as bench,
     ):
-        assert "is a cluster" in problem_of(bench) and "glide" in problem_of(bench)
+        assert "is a cluster: set cluster = true" in problem_of(bench)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ class CacheBooks:
     def offer_stored(self, entries: Entries) -> None:
         """Blocks were stored, in chain order: tiers may have them."""
         for one in self.copies:
-            one.waiting.add(entries)
+            one.add_stored(entries)
         self.offer_used(entries)
 
     def offer_used(self, entries: Entries) -> None:

@@ -126,6 +126,10 @@ class Catalog:
         """Returns True if the key space is registered."""
         return key_space.fingerprint in self._numbers
 
+    def number(self, fingerprint: bytes) -> int:
+        """The number of a key space; 0 if it is not registered."""
+        return self._numbers.get(fingerprint, 0)
+
     def enter(self, number: int) -> None:
         """Counts one more session of the key space."""
         self._sessions[number] = self._sessions.get(number, 0) + 1

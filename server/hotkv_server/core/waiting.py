@@ -12,10 +12,12 @@ from hotkv_server.core.values import Entries, Int64s
 
 class WaitingBlocks:
     """See the module. Those that are evicted meanwhile wait no longer; if more wait than the index
-    has entries, those that have waited longest are forgotten. `num_bytes`: of their slots."""
+    has entries, those that have waited longest are forgotten. `num_bytes`: of their slots.
+    `takes_unverified`: also those that have not been compared since a restart."""
 
-    def __init__(self, index: BlockIndex) -> None:
+    def __init__(self, index: BlockIndex, *, takes_unverified: bool = False) -> None:
         self._index = index
+        self._takes_unverified = takes_unverified
         # Entries with their generations, and the sizes of their slots.
         self._parts: deque[tuple[Entries, Entries, Int64s]] = deque()
         self._num_entries = 0
@@ -43,7 +45,7 @@ class WaitingBlocks:
 
     def take(self, num_bytes: int) -> Entries:
         """The next blocks that were added together, about so many bytes of slots; without those
-        that are gone or not verified. They wait no longer."""
+        that are gone, or not verified and not to be taken so. They wait no longer."""
         entries, generations, sizes = self._parts[0]
         count = max(1, int(np.searchsorted(np.cumsum(sizes), num_bytes, side="right")))
         if count < len(entries):
@@ -54,5 +56,8 @@ class WaitingBlocks:
         self.num_bytes -= int(sizes[:count].sum())
         some, known = entries[:count], generations[:count]
         same = self._index.table.records[some, table.W_GENERATION] == known
-        taken: Entries = some[same & self._index.is_ready(some) & ~self._index.unverified[some]]
+        may_go = same & self._index.is_ready(some)
+        if not self._takes_unverified:
+            may_go &= ~self._index.unverified[some]
+        taken: Entries = some[may_go]
         return taken

@@ -6,9 +6,10 @@ stored; so the key space of every ready block in the table is here. A file of an
 version, or one that contradicts itself, is refused, never read in part.
 """
 
+import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,18 +47,24 @@ class ServerState:
 
 def write_state(path: Path, state: ServerState) -> None:
     """Replaces the file. Raises OSError; the old file is whole then."""
+    begin = f'{{"format": {FORMAT_VERSION}, "slab_bytes": {state.slab_bytes}, "key_spaces": ['
+    entries = ("," * (at > 0) + _entry(known) for at, known in enumerate(state.key_spaces))
+    replace_file(path, itertools.chain([begin], entries, ["]}"]))
+
+
+def replace_file(path: Path, pieces: Iterable[str], *, sync: bool = False) -> None:
+    """Replaces a file's text as a whole. `sync`: it is on its disk afterwards. Raises OSError; the
+    old file is whole then."""
     scratch = path.with_name(f"{path.name}.new")
     scratch.unlink(missing_ok=True)
     fd = os.open(
         scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
     )
     with os.fdopen(fd, "w") as file:
-        file.write(
-            f'{{"format": {FORMAT_VERSION}, "slab_bytes": {state.slab_bytes}, "key_spaces": ['
-        )
-        for at, known in enumerate(state.key_spaces):
-            file.write("," * (at > 0) + _entry(known))
-        file.write("]}")
+        file.writelines(pieces)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
     scratch.replace(path)
 
 

@@ -209,7 +209,7 @@ class Node:
         try:
             return await self.removals.flush(key_space_id)
         finally:
-            await self.tiers.end_flush(key_space_id, fingerprint)
+            await self.tiers.end_flush(fingerprint)
 
     # Draining and time
 

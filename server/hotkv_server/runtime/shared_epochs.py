@@ -1,8 +1,10 @@
 """The epochs of key spaces in a tier that nodes share: a flush on one node counts on all.
 
 Always true: from the moment in which a flush begins here, until the store has raised the epoch, the
-epoch of the key space is not known here; nor while what another node has flushed is still being
-flushed here. On the event loop only; the tier answers on threads.
+epoch of the key space is not known here, also if the server ends in between; nor while what another
+node has flushed is still being flushed here. An epoch is written down before it is known: so the
+next server sees that another node has flushed meanwhile. On the event loop only; the tier answers
+on threads.
 """
 
 import asyncio
@@ -12,9 +14,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from hotkv_server.core.cache import CacheCore
+from hotkv_server.memory.epoch_notes import EpochNotes
 from hotkv_server.runtime.breaker import Breaker
-from hotkv_server.runtime.tier_tasks import TierTasks, future, on_loop
-from hotkv_server.tiers.protocol import NO_EPOCH, SharedTier
+from hotkv_server.runtime.tier_tasks import TierTasks, elsewhere, future, on_loop
+from hotkv_server.tiers.protocol import NO_EPOCH, Epochs, SharedTier
 
 log = logging.getLogger(__name__)
 
@@ -41,39 +44,81 @@ class EpochRelay:
 
 
 class SharedEpochs:
-    """See the module. `relay`: what the tier was given as `on_epoch`."""
+    """See the module. `relay`: what the tier was given as `on_epoch`. `notes`: of this server and
+    the one before it, whose key spaces the core has already."""
 
     def __init__(
-        self, core: CacheCore, tier: SharedTier, breaker: Breaker, relay: EpochRelay
+        self,
+        core: CacheCore,
+        tier: SharedTier,
+        breaker: Breaker,
+        relay: EpochRelay,
+        notes: EpochNotes,
     ) -> None:
         self._core = core
         self._tier = tier
+        self._name = tier.facts().name
         self._breaker = breaker
         self._relay = relay
+        self._notes = notes
         self._known: dict[int, int] = {}
-        # Flushes of each key space that have begun and not ended, here and in the store.
-        self._flushing: Counter[int] = Counter()
+        # Flushes of each key space that have begun and not ended, here and in the store, and the
+        # epoch that the last one to end has met. By fingerprint: numbers change.
+        self._flushing: Counter[str] = Counter()
+        self._met: dict[str, int] = {}
+        # Under which epoch the blocks lie that an earlier server has left, if that is known.
+        noted, restored = notes.epochs(self._name), set(map(self.fingerprint, core.key_spaces))
+        self._before = {name: noted[name] for name in restored if name in noted}
+        self._unsure = (restored - noted.keys()) | (restored & notes.mixed(self._name))
 
     def __repr__(self) -> str:
         return f"SharedEpochs({len(self._known)} known, {len(self._flushing)} flushing)"
 
     def start(self, tasks: TierTasks, flush: Flush) -> None:
-        """Begins to follow what other nodes flush."""
+        """Begins to follow what other nodes flush, and to tell what an earlier server could not."""
+        self._tasks, self._flush = tasks, flush
         loop = asyncio.get_running_loop()
 
         def hear(fingerprint: str, epoch: int) -> None:
             try:
-                loop.call_soon_threadsafe(self._hear, fingerprint, epoch, tasks, flush)
+                loop.call_soon_threadsafe(self._hear, fingerprint, epoch)
             except RuntimeError:
                 # The loop has ended.
                 return
 
         self._relay.hear = hear
-        tasks.spawn(self._poll(tasks, flush))
+        for fingerprint in self._notes.untold(self._name):
+            log.warning(
+                "tier=%s is told now of a flush of fingerprint=%s before the last start",
+                self._name,
+                fingerprint,
+            )
+            self._flushing[fingerprint] += 1
+            tasks.spawn(self._raise(fingerprint))
+        tasks.spawn(self._poll())
 
     def get(self, key_space_id: int) -> int:
         """The epoch of a key space; NO_EPOCH if it is not known."""
         return self._known.get(key_space_id, NO_EPOCH)
+
+    def covers_old(self, key_space_id: int) -> bool:
+        """Whether also what an earlier server has left of the key space is of the epoch that is
+        known."""
+        return key_space_id in self._known and not self.is_unsure(key_space_id)
+
+    def is_unsure(self, key_space_id: int) -> bool:
+        """Whether an earlier server has left blocks of the key space and nobody knows of which
+        epoch they are."""
+        return self.fingerprint(key_space_id) in self._unsure
+
+    def prefix(self, key_space_id: int) -> bytes:
+        """How keys of the key space's blocks begin."""
+        fingerprint = self.fingerprint(key_space_id).encode()
+        return b"hotkv/1/%s/%d" % (fingerprint, self.get(key_space_id))
+
+    def expected(self, key_space_id: int) -> Epochs:
+        """What the store must still have when blocks have been read."""
+        return {self.fingerprint(key_space_id): self.get(key_space_id)}
 
     def fingerprint(self, key_space_id: int) -> str:
         """What the store knows a key space by."""
@@ -81,95 +126,149 @@ class SharedEpochs:
 
     async def learn(self, key_space_id: int, until_s: float) -> bool:
         """Asks the store if the epoch is not known. Returns whether it is known by then."""
-        if key_space_id not in self._known and key_space_id not in self._flushing:
-            epoch = await self._ask(key_space_id, until_s)
-            if epoch and key_space_id not in self._flushing:
-                self._known.setdefault(key_space_id, epoch)
+        if key_space_id not in self._known:
+            fingerprint = self.fingerprint(key_space_id)
+            if fingerprint not in self._flushing:
+                epoch = await self._ask(fingerprint, until_s)
+                if epoch:
+                    await self._learned(fingerprint, epoch)
         return key_space_id in self._known
 
     def begin_flush(self, key_space_id: int) -> None:
         """A flush begins here. `end_flush` must follow when nothing of the key space is left here:
         with a new epoch before that, blocks of before would be written under it."""
+        fingerprint = self.fingerprint(key_space_id)
         self._known.pop(key_space_id, None)
-        self._flushing[key_space_id] += 1
+        self._before.pop(fingerprint, None)
+        self._unsure.discard(fingerprint)
+        self._flushing[fingerprint] += 1
 
-    async def end_flush(self, key_space_id: int, fingerprint: str, tasks: TierTasks) -> bool:
-        """Nothing is left here: the store is told. False if it has not answered within
-        FLUSH_WAIT_S; then it is told as soon as it does."""
-        raising = tasks.spawn(self._raise(key_space_id, fingerprint, tasks))
-        done, _ = await asyncio.wait([raising], timeout=FLUSH_WAIT_S)
-        if not done:
+    async def end_flush(self, fingerprint: str) -> None:
+        """Nothing is left here: the store is told. If it has not answered within FLUSH_WAIT_S it is
+        told as soon as it does, by the next server if this one has ended."""
+        raising = self._tasks.spawn(self._raise(fingerprint))
+        # Not by the caller, who may give up.
+        await asyncio.shield(self._tasks.spawn(self._note_if_late(fingerprint, raising)))
+
+    async def _note_if_late(self, fingerprint: str, raising: "asyncio.Task[None]") -> None:
+        await asyncio.wait([raising], timeout=FLUSH_WAIT_S)
+        if not raising.done():
             log.warning(
-                "tier=%s does not answer, so other nodes may find blocks of key_space=%d that were "
-                "flushed here; it is told as soon as it answers",
-                self._tier.facts().name,
-                key_space_id,
+                "tier=%s does not answer, so other nodes may find blocks of fingerprint=%s that "
+                "were flushed here; it is told as soon as it answers",
+                self._name,
+                fingerprint,
             )
-        return bool(done)
+            await self._note_untold(fingerprint)
 
-    async def _raise(self, key_space_id: int, fingerprint: str, tasks: TierTasks) -> None:
-        while not tasks.is_closing:
+    async def _note_untold(self, fingerprint: str) -> None:
+        self._notes.add_untold(self._name, fingerprint)
+        await self._save("a flush is forgotten if the server ends before a store has answered")
+
+    async def _save(self, else_what: str) -> None:
+        try:
+            await elsewhere(self._notes.save)
+        except OSError as error:
+            log.error("epochs not written down, so %s: %s", else_what, error)
+
+    async def _raise(self, fingerprint: str) -> None:
+        while True:
             ended: asyncio.Future[tuple[int | None]] = future()
             self._tier.raise_epoch(fingerprint, on_loop(ended))
             (epoch,) = await ended
             if epoch is not None:
-                self._settle(key_space_id, epoch)
+                await self._settle(fingerprint, epoch)
+                return
+            await self._note_untold(fingerprint)
+            if self._tasks.is_closing:
                 return
             await asyncio.sleep(RETRY_S)
 
-    async def _ask(self, key_space_id: int, until_s: float) -> int | None:
+    async def _ask(self, fingerprint: str, until_s: float) -> int | None:
         """The epoch in the store; None if it has not answered by then."""
         ended: asyncio.Future[tuple[int | None]] = future()
-        self._tier.epoch(self.fingerprint(key_space_id), until_s, on_loop(ended))
+        self._tier.epoch(fingerprint, until_s, on_loop(ended))
         await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
         return ended.result()[0] if ended.done() else None
 
-    async def _poll(self, tasks: TierTasks, flush: Flush) -> None:
-        async for _ in tasks.turns(POLL_S):
+    async def _poll(self) -> None:
+        async for _ in self._tasks.turns(POLL_S):
+            self._forget_gone()
             for key_space_id in self._used() if self._breaker.lets_pass else ():
                 if key_space_id not in self._core.key_spaces:
                     continue
+                fingerprint = self.fingerprint(key_space_id)
                 known = self._known.get(key_space_id)
-                epoch = await self._ask(key_space_id, time.monotonic() + POLL_S)
-                is_old = self._known.get(key_space_id) != known
-                if epoch is None or is_old or key_space_id not in self._core.key_spaces:
+                epoch = await self._ask(fingerprint, time.monotonic() + POLL_S)
+                if epoch is None or self._known.get(key_space_id) != known:
                     continue
                 if known is not None:
-                    self._hear(self.fingerprint(key_space_id), epoch, tasks, flush)
-                elif key_space_id not in self._flushing and epoch != NO_EPOCH:
-                    self._known[key_space_id] = epoch
+                    self._hear(fingerprint, epoch)
+                elif epoch != NO_EPOCH:
+                    await self._learned(fingerprint, epoch)
 
     def _used(self) -> list[int]:
-        """Key spaces that sessions have."""
-        return sorted({one.key_space_id for one in self._core.sessions.records.values()})[
-            :MAX_POLLED
-        ]
+        """Key spaces that sessions have, and those of which an earlier server has left blocks."""
+        used = {one.key_space_id for one in self._core.sessions.records.values()}
+        left = {self._number(fingerprint) for fingerprint in self._before} - {0}
+        return [*sorted(used)[:MAX_POLLED], *sorted(left - used)[:MAX_POLLED]]
 
-    def _hear(self, fingerprint: str, epoch: int, tasks: TierTasks, flush: Flush) -> None:
+    def _number(self, fingerprint: str) -> int:
+        """The key space's number here; 0 if it is not known here."""
+        return self._core.catalog.number(bytes.fromhex(fingerprint))
+
+    def _forget_gone(self) -> None:
+        """Forgets key spaces that the core has forgotten."""
+        for key_space_id in self._known.keys() - self._core.key_spaces.keys():
+            del self._known[key_space_id]
+        for fingerprint in [name for name in self._before if not self._number(name)]:
+            del self._before[fingerprint]
+
+    async def _learned(self, fingerprint: str, epoch: int) -> None:
+        """This is the epoch in the store, of a key space whose epoch is not known here."""
+        before = self._before.get(fingerprint)
+        if fingerprint in self._flushing or not (number := self._number(fingerprint)):
+            return
+        if before is not None and before != epoch:
+            self._begin_following(number, epoch)
+            return
+        self._notes.keep(self._name, set(map(self.fingerprint, self._core.key_spaces)))
+        self._notes.settle(self._name, fingerprint, epoch, is_mixed=fingerprint in self._unsure)
+        await self._save("the next server flushes what this one leaves")
+        number = self._number(fingerprint)
+        if fingerprint not in self._flushing and number:
+            self._before.pop(fingerprint, None)
+            self._known.setdefault(number, epoch)
+
+    def _hear(self, fingerprint: str, epoch: int) -> None:
         """This is the epoch in the store. If it is another than ours, another node has flushed, or
         the store has lost what it had."""
-        for key_space_id, known in list(self._known.items()):
-            if key_space_id not in self._core.key_spaces:
-                del self._known[key_space_id]
-            elif epoch != known and self.fingerprint(key_space_id) == fingerprint:
-                log.info(
-                    "tier=%s has a new epoch, so key_space=%d is flushed here",
-                    self._tier.facts().name,
-                    key_space_id,
-                )
-                self.begin_flush(key_space_id)
-                tasks.spawn(self._follow(key_space_id, epoch, flush))
+        number = self._number(fingerprint)
+        if self._known.get(number, epoch) != epoch:
+            self._begin_following(number, epoch)
 
-    async def _follow(self, key_space_id: int, epoch: int, flush: Flush) -> None:
-        await flush(key_space_id)
-        self._settle(key_space_id, epoch)
+    def _begin_following(self, key_space_id: int, epoch: int) -> None:
+        log.info(
+            "tier=%s has a new epoch, so key_space=%d is flushed here", self._name, key_space_id
+        )
+        self.begin_flush(key_space_id)
+        self._tasks.spawn(self._follow(key_space_id, self.fingerprint(key_space_id), epoch))
 
-    def _settle(self, key_space_id: int, epoch: int) -> None:
+    async def _follow(self, key_space_id: int, fingerprint: str, epoch: int) -> None:
+        await self._flush(key_space_id)
+        await self._settle(fingerprint, epoch)
+
+    async def _settle(self, fingerprint: str, epoch: int) -> None:
         """A flush has ended, with this epoch in the store. It counts if no other one is under
         way."""
-        self._flushing[key_space_id] -= 1
-        if self._flushing[key_space_id]:
+        self._met[fingerprint] = epoch
+        if self._flushing[fingerprint] == 1:
+            self._notes.settle(self._name, fingerprint, epoch)
+            await self._save("the next server flushes what this one leaves")
+        self._flushing[fingerprint] -= 1
+        if self._flushing[fingerprint]:
             return
-        del self._flushing[key_space_id]
-        if epoch != NO_EPOCH and key_space_id in self._core.key_spaces:
-            self._known[key_space_id] = epoch
+        del self._flushing[fingerprint]
+        epoch, number = self._met.pop(fingerprint), self._number(fingerprint)
+        if epoch != NO_EPOCH and number:
+            self._known[number] = epoch

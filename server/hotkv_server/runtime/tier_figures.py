@@ -74,7 +74,7 @@ def _shared(one: TierShared) -> TierState:
         not one.breaker.is_open,
         one.tier.problem(),
         figures.corrupt_blocks,
-        one.num_waiting,
+        one.out.num_waiting,
     )
 
 
@@ -112,8 +112,8 @@ def shared_counters(tiers: Tiers | None) -> dict[str, float]:
     shared = tiers.shared if tiers is not None else ()
     figures = [one.tier.figures() for one in shared]
     return {
-        "shared_copied_blocks_total": float(sum(one.num_copied for one in shared)),
-        "shared_refused_blocks_total": float(sum(one.num_refused for one in shared)),
+        "shared_copied_blocks_total": float(sum(one.out.num_copied for one in shared)),
+        "shared_refused_blocks_total": float(sum(one.out.num_refused for one in shared)),
         "shared_fetched_blocks_total": float(sum(one.num_fetched for one in shared)),
         "shared_read_bytes_total": float(sum(one.read_bytes for one in figures)),
         "shared_written_bytes_total": float(sum(one.written_bytes for one in figures)),
@@ -140,6 +140,6 @@ def gauges(tiers: Tiers | None) -> dict[str, float]:
         "tier_budget_left_bytes": float(left_bytes),
         "tier_up": float(below is not None and not below.breaker.is_open),
         "shared_queued_bytes": float(sum(one.tier.figures().queued_bytes for one in shared)),
-        "shared_waiting_blocks": float(sum(one.num_waiting for one in shared)),
+        "shared_waiting_blocks": float(sum(one.out.num_waiting for one in shared)),
         "shared_up": float(bool(shared) and not any(one.breaker.is_open for one in shared)),
     }

@@ -16,17 +16,16 @@ import numpy as np
 from hotkv.keys import MAX_GROUPS
 from hotkv_server.core.arrays import rows
 from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.copies import Copies
 from hotkv_server.core.moves import Move
 from hotkv_server.core.values import BoolMask, HashList, Int64s
 from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.memory.epoch_notes import EpochNotes
 from hotkv_server.runtime.breaker import Breaker
-from hotkv_server.runtime.moved_events import OnReady, nobody
 from hotkv_server.runtime.shared_epochs import EpochRelay, Flush, SharedEpochs
+from hotkv_server.runtime.tier_copies import TierCopies
 from hotkv_server.runtime.tier_reads import TierReads
 from hotkv_server.runtime.tier_tasks import (
     TierTasks,
-    agreeing,
     blocks_of,
     future,
     on_loop,
@@ -36,35 +35,23 @@ from hotkv_server.tiers.protocol import (
     NO_EPOCH,
     Blocks,
     Codes,
-    Epochs,
-    Medium,
     Read,
     Seals,
     SharedTier,
-    Write,
 )
 
 log = logging.getLogger(__name__)
 
-PAUSE_S = 0.05
-LINGER_S, LARGE_LINGER_S = 1.0, 5.0
-"""Longest wait for more blocks to write with those that wait; the second for a tier that wants
-LARGE_BATCH_BYTES at a time, as its calls cost money."""
-LARGE_BATCH_BYTES = 8 << 20
-MAX_OUT_BYTES = 64 << 20
-"""Most bytes on their way there: their slots can't be evicted meanwhile."""
 MAX_PROBED = 1 << 13
 """Blocks of one lookup that the store is asked for."""
 MAX_FOUND = 1 << 16
 """Blocks that are remembered to be there, until they are read."""
 FOUND_S = 10.0
-LEARN_S = 1.0
-"""Longest wait for the epoch of what is to be written."""
 
 
 class TierShared:
     """See the module. `relay`: what the tier was given as `on_epoch`. `moving_bytes`: most that may
-    be on their way there."""
+    be on their way there. `notes`: None to begin without any, and to leave none."""
 
     def __init__(
         self,
@@ -73,29 +60,20 @@ class TierShared:
         verifier: Verifier,
         relay: EpochRelay,
         moving_bytes: int,
+        notes: EpochNotes | None = None,
     ) -> None:
         self.tier = tier
         self.breaker = Breaker(tier)
         self.reads = TierReads()
         self.name = tier.facts().name
-        self.num_copied = self.num_refused = self.num_fetched = 0
-        self.epochs = SharedEpochs(core, tier, self.breaker, relay)
+        self.num_fetched = 0
+        self.epochs = SharedEpochs(core, tier, self.breaker, relay, notes or EpochNotes())
+        self.out = TierCopies(core, tier, self.breaker, self.epochs, verifier, moving_bytes)
         self._core = core
-        self._copies = Copies(core.moves)
-        core.copies.append(self._copies)
-        self._verifier = verifier
-        self._most_bytes = min(MAX_OUT_BYTES, moving_bytes)
-        self._out_bytes = 0
         self._found: dict[bytes, float] = {}
-        self.on_ready: OnReady = nobody
 
     def __repr__(self) -> str:
         return f"TierShared({self.tier!r}, {self.epochs!r})"
-
-    @property
-    def num_waiting(self) -> int:
-        """Blocks that wait to be copied."""
-        return len(self._copies.waiting)
 
     def start(
         self,
@@ -104,46 +82,8 @@ class TierShared:
         flush: Flush,
     ) -> None:
         """Starts copying. `flush`: of a key space in this node alone."""
-        tasks.spawn(self._copy(tasks, tell))
+        self.out.start(tasks, tell)
         self.epochs.start(tasks, flush)
-
-    # Out
-
-    async def _copy(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
-        batch_bytes, last_s = self.tier.facts().batch_bytes, time.monotonic()
-        async for _ in tasks.turns(PAUSE_S):
-            waiting = self._copies.waiting
-            linger_s = LINGER_S if batch_bytes < LARGE_BATCH_BYTES else LARGE_LINGER_S
-            is_due = time.monotonic() >= last_s + linger_s or waiting.num_bytes >= batch_bytes
-            if not len(waiting) or not is_due or not self.breaker.take_turn():
-                continue
-            last_s = time.monotonic()
-            entries = self._copies.take(self._most_bytes - self._out_bytes)
-            for move in self._copies.begin(entries) if len(entries) else ():
-                tasks.spawn(self._write(move, tell))
-
-    async def _write(self, move: Move, tell: Callable[[], None]) -> None:
-        """Writes those blocks of a move that agree with their check values."""
-        num_bytes = int(self._core.space.index.slot_bytes(move.entries).sum())
-        self._out_bytes += num_bytes
-        try:
-            good = await agreeing(self._core, self._verifier, move.entries, tell)
-            if await self.epochs.learn(move.key_space_id, time.monotonic() + LEARN_S):
-                ended: asyncio.Future[tuple[Codes, Seals]] = future()
-                is_meant = good & ~move.is_void
-                blocks = self._blocks(move, is_meant)
-                self.tier.write(blocks, on_loop(ended))
-                codes, _ = await ended
-                is_there = np.isin(codes, (Write.STORED, Write.PRESENT))
-                self.num_copied += int(is_there.sum())
-                self.num_refused += int((~is_there).sum())
-                is_there &= ~move.is_void[is_meant]
-                self.on_ready(move.entries[is_meant][is_there], Medium.REMOTE, self.name)
-            else:
-                self.num_refused += len(move)
-        finally:
-            self._out_bytes -= num_bytes
-            self._copies.end(move)
 
     # In
 
@@ -160,7 +100,7 @@ class TierShared:
         if not keys or not self.breaker.take_turn():
             return
         ended: asyncio.Future[tuple[Codes]] = future()
-        self.tier.probe(keys, until_s, on_loop(ended), self._epochs(key_space_id))
+        self.tier.probe(keys, until_s, on_loop(ended), self.epochs.expected(key_space_id))
         await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
         if ended.done():
             self._remember(
@@ -205,7 +145,9 @@ class TierShared:
 
     def blocks(self, move: Move) -> Blocks:
         """The rows of a move as the tier takes them."""
-        return self._blocks(move, np.ones(len(move), np.bool_))
+        number = move.key_space_id
+        prefix, expected = self.epochs.prefix(number), self.epochs.expected(number)
+        return blocks_of(self._core, move.entries, prefix, expected)
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
         """The tier has read; returns how many blocks came damaged. One that is not there any more
@@ -227,26 +169,13 @@ class TierShared:
     def _keys(
         self, key_space_id: int, groups: list[HashList], positions: list[Int64s]
     ) -> list[list[bytes]]:
-        prefix = self._prefix(key_space_id)
+        prefix = self.epochs.prefix(key_space_id)
         return [
             tier_keys(prefix, [one.group_index] * len(at), rows(one.hashes, at))
             if one.group_index < MAX_GROUPS
             else []
             for one, at in zip(groups, positions, strict=True)
         ]
-
-    def _prefix(self, key_space_id: int) -> bytes:
-        fingerprint = self.epochs.fingerprint(key_space_id).encode()
-        return b"hotkv/1/%s/%d" % (fingerprint, self.epochs.get(key_space_id))
-
-    def _epochs(self, key_space_id: int) -> Epochs:
-        """What the store must still have when blocks have been read."""
-        return {self.epochs.fingerprint(key_space_id): self.epochs.get(key_space_id)}
-
-    def _blocks(self, move: Move, is_meant: BoolMask) -> Blocks:
-        number = move.key_space_id
-        entries = move.entries[is_meant]
-        return blocks_of(self._core, entries, self._prefix(number), self._epochs(number))
 
     def _remember(self, keys: list[bytes]) -> None:
         now_s = time.monotonic()

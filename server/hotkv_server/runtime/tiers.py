@@ -100,7 +100,7 @@ class Tiers:
         if self.below is not None:
             self.below.start(self._tasks, tell, on_ready)
         for one in self.shared:
-            one.on_ready = on_ready
+            one.out.on_ready = on_ready
             one.start(self._tasks, tell, flush)
 
     async def close(self) -> None:
@@ -115,10 +115,9 @@ class Tiers:
         for one in self.shared:
             one.epochs.begin_flush(key_space_id)
 
-    async def end_flush(self, key_space_id: int, fingerprint: str) -> None:
+    async def end_flush(self, fingerprint: str) -> None:
         """Nothing of it is left here: now it is flushed on all nodes that share a tier."""
-        ends = [one.epochs.end_flush(key_space_id, fingerprint, self._tasks) for one in self.shared]
-        await asyncio.gather(*ends)
+        await asyncio.gather(*(one.epochs.end_flush(fingerprint) for one in self.shared))
 
     def fetch_ahead(
         self, session: LiveSession, groups: list[HashList], masks: Sequence[BoolMask]
@@ -221,6 +220,9 @@ class Tiers:
         self._up_bytes -= coming.num_bytes
         num_lost = source.end_up(move, codes, checks, time.monotonic())
         self._on_ready(move.kept, Medium.CPU, "")
+        if source is self.below:
+            for one in self.shared:
+                one.out.offer_old(move.key_space_id, move.kept)
         if num_lost:
             log.error("tier=%s lost blocks=%d", source.tier.facts().name, num_lost)
         coming.done.set_result(None)

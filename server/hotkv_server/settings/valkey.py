@@ -19,7 +19,18 @@ MAX_UNIX_PATH_BYTES = 107
 class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
     """A Valkey or Redis server that keeps blocks, alone or for many nodes."""
 
-    address: str = Field(description="unix:/path of its socket, or host:port.")
+    address: str = Field(
+        description=(
+            "unix:/path of its socket, or host:port; of a cluster, host:port of several of its "
+            "servers, with commas in between."
+        )
+    )
+    cluster: bool = Field(
+        False,
+        description=(
+            "Whether the address is that of a cluster, which needs hotkv[cluster] and is slower."
+        ),
+    )
     user: str = Field("", description="Its ACL user. Empty: the default user.")
     password_file: Path | None = Field(
         None,
@@ -66,13 +77,20 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
     @field_validator("address")
     @classmethod
     def _can_be_reached(cls, value: str) -> str:
+        # A socket's path may have commas.
+        for one in [value] if value.startswith(UNIX) else value.split(","):
+            cls._check_address(one.strip())
+        return value
+
+    @classmethod
+    def _check_address(cls, value: str) -> None:
         if value.startswith(UNIX):
             path = value[len(UNIX) :]
             if not path.startswith("/"):
                 raise ValueError("the path after unix: must be absolute, such as unix:/run/v.sock")
             if len(path.encode()) > MAX_UNIX_PATH_BYTES:
                 raise ValueError(f"a socket's path has at most {MAX_UNIX_PATH_BYTES} bytes")
-            return value
+            return
         host, colon, port = value.rpartition(":")
         is_bare_ipv6 = ":" in host and not (host.startswith("[") and host.endswith("]"))
         if not colon or not host or "@" in host or "/" in host or is_bare_ipv6:
@@ -82,10 +100,13 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
             )
         if not port.isdecimal() or not port.isascii() or not 0 < int(port) < 1 << 16:
             raise ValueError("the port must be a number from 1 to 65535")
-        return value
 
     @model_validator(mode="after")
     def _agrees(self) -> "ValkeySettings":
+        if not self.cluster and not self.unix_path and "," in self.address:
+            raise ValueError("address has several servers: that needs cluster = true")
+        if self.cluster and (UNIX in self.address or self.database or self.server_name):
+            raise ValueError("a cluster has no Unix socket, no database and no server_name")
         if self.user and self.password_file is None:
             raise ValueError("user needs password_file")
         if self.tls and self.unix_path:
@@ -104,5 +125,13 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
     @property
     def host_and_port(self) -> tuple[str, int]:
         """Of a server that is reached over TCP."""
-        host, _, port = self.address.rpartition(":")
-        return host.strip("[]"), int(port)
+        return self.hosts_and_ports[0]
+
+    @property
+    def hosts_and_ports(self) -> list[tuple[str, int]]:
+        """Of servers that are reached over TCP."""
+        found = []
+        for address in self.address.split(","):
+            host, _, port = address.strip().rpartition(":")
+            found.append((host.strip("[]"), int(port)))
+        return found

@@ -16,6 +16,7 @@ from hotkv_server.core.space import Space
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.memory.epoch_notes import EpochNotes
 from hotkv_server.memory.lower import LowerMemory
 from hotkv_server.runtime.persistence import state_of
 from hotkv_server.runtime.shared_epochs import EpochRelay
@@ -27,6 +28,7 @@ from hotkv_server.settings.compression import STAGING_BYTES
 from hotkv_server.startup import StartError
 from hotkv_server.tiers.compression.form import room_bytes
 from hotkv_server.tiers.protocol import SharedTier
+from hotkv_server.tiers.remote.errors import MissingError
 
 if TYPE_CHECKING:
     from hotkv_server.tiers.disk.tier import DiskTier
@@ -114,24 +116,32 @@ def take_over_lower(core: CacheCore, part: LowerPart) -> None:
         raise StartError(f"tiers.disk.path: {error}") from error
 
 
+def open_notes(memory: NodeMemory, lower: LowerPart | None) -> EpochNotes:
+    """What an earlier server has noted of epochs, beside its blocks."""
+    folders = [memory.directory] if lower is None else [memory.directory, lower.memory.folder]
+    return EpochNotes(folders)
+
+
 def make_tiers(
     settings: Settings,
     core: CacheCore,
     verifier: Verifier,
     memory: NodeMemory,
     lower: LowerPart | None,
+    notes: EpochNotes,
 ) -> Tiers | None:
-    """All tiers of the settings as the runtime drives them; None if there are none. Connects to
-    nothing yet: a store that is away comes back by itself. Raises StartError."""
+    """All tiers of the settings as the runtime drives them, over a core that has what an earlier
+    server has left; None if there are none. Connects to nothing yet: a store that is away comes
+    back by itself. Raises StartError."""
     arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
     shared, most_bytes = [], moving_bytes(core)
     for name, compress, make in shared_tiers(settings):
         relay = EpochRelay()
         try:
             tier = opened(make, compress, arena, memory.arena.fd, relay)
-        except OSError as error:
+        except (OSError, MissingError) as error:
             raise StartError(f"tiers.{name}: {error}") from error
-        shared.append(TierShared(core, tier, verifier, relay, most_bytes))
+        shared.append(TierShared(core, tier, verifier, relay, most_bytes, notes))
     if lower is None and not shared:
         return None
     below = None if lower is None else TierBelow(core, lower.tier, verifier, most_bytes)
@@ -161,14 +171,10 @@ def shared_tiers(settings: Settings) -> list[tuple[str, str, MakeShared]]:
 
         makers.append(("valkey", valkey.compress, make_valkey))
     if (s3 := settings.tiers.s3) is not None:
-        from hotkv_server.tiers.s3.bucket import MissingError
         from hotkv_server.tiers.s3.tier import S3Tier
 
         def make_s3(memory: Region, fd: int, relay: EpochRelay) -> SharedTier:
-            try:
-                return S3Tier(memory, s3, on_epoch=relay)
-            except MissingError as error:
-                raise StartError(f"tiers.s3: {error}") from error
+            return S3Tier(memory, s3, on_epoch=relay)
 
         makers.append(("s3", s3.compress, make_s3))
     return makers
@@ -177,7 +183,8 @@ def shared_tiers(settings: Settings) -> list[tuple[str, str, MakeShared]]:
 def opened(
     make: MakeShared, compress: str, arena: Region, fd: int, relay: EpochRelay
 ) -> SharedTier:
-    """A tier over the arena, or over staging memory if it compresses. Raises OSError."""
+    """A tier over the arena, or over staging memory if it compresses. Raises OSError, or
+    MissingError without the tier's library."""
     if compress == "off":
         return make(arena, fd, relay)
     from hotkv_server.tiers.compressed import CompressedTier

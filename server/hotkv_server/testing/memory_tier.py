@@ -32,12 +32,13 @@ from hotkv_server.tiers.seals import seal
 @dataclass
 class Faults:
     """What goes wrong from now on. `problem`: as `Tier.problem`. `is_hung`: calls are taken and
-    none ends. `fails`: of a key, whether its read or write fails. `is_full`: nothing more is
-    stored."""
+    none ends. `fails`: of a key, whether its read or write fails; `fails_writes`: all writes fail.
+    `is_full`: nothing more is stored."""
 
     problem: str = ""
     is_hung: bool = False
     is_full: bool = False
+    fails_writes: bool = False
     fails: Callable[[bytes], bool] = lambda key: False
 
 
@@ -235,7 +236,7 @@ class MemoryTier:
 
     def _write(self, blocks: Blocks, at: int) -> tuple[Write, int]:
         key, name = blocks.keys[at], self._name(blocks, at)
-        if self.faults.problem or self.faults.fails(key):
+        if self.faults.problem or self.faults.fails_writes or self.faults.fails(key):
             return Write.FAILED, 0
         if not self._store.places and name in self._store.content:
             return Write.PRESENT, 0

@@ -9,6 +9,10 @@ class StoreError(Exception):
     the server's name, such as "valkey at ...": it names neither."""
 
 
+class MissingError(Exception):
+    """A library is not installed; the message says what to do."""
+
+
 class LostError(StoreError):
     """The connection has ended, or what came over it is no reply that was asked for."""
 

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 from hotkv_server.settings.s3 import S3Settings
-from hotkv_server.tiers.remote.errors import LateError, StoreError, UnusableError
+from hotkv_server.tiers.remote.errors import LateError, MissingError, StoreError, UnusableError
 from hotkv_server.tiers.s3.credentials import read_access_key
 from hotkv_server.tiers.s3.errors import BeyondError, is_gone, store_error
 
@@ -31,10 +31,6 @@ CLOSE_S = 1.0
 """Longest wait for requests that were given up."""
 GAP_BYTES = 128 << 10
 """Between ranges of an object that become one request."""
-
-
-class MissingError(Exception):
-    """The library is not installed; the message says what to do."""
 
 
 class Loop:

@@ -14,8 +14,10 @@ epoch first, the flush could be executed and answered between the two, and the o
 served. Each part of a call reads the epoch for itself; a call is refused whole if one of its parts
 saw another epoch.
 
-The proof needs one server. A replica that takes over without the last INCR would bring an old epoch
-back; so would a cluster that keeps blocks and epoch on different servers without this order.
+The proof needs one server. In a cluster blocks and epoch lie on different ones, so there the epoch
+is asked for when all blocks have come: the GET of the epoch is sent after each GET of a block was
+executed, and the rest holds as above. A replica that takes over without the last INCR would bring
+an old epoch back.
 
 An epoch that is not there equals none: nothing passes. It begins at the clock's microseconds and
 not at 0, so a server that has lost it (restart, FLUSHALL, eviction under an allkeys policy) does

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 
 from hotkv_server.settings.valkey import ValkeySettings
 from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Read, Seals, Write
-from hotkv_server.tiers.remote.errors import LostError, UnusableError, quoted
+from hotkv_server.tiers.remote.errors import LostError, quoted
 from hotkv_server.tiers.valkey import epochs, values
-from hotkv_server.tiers.valkey.errors import FULL_CODES, unusable
+from hotkv_server.tiers.valkey.errors import FULL_CODES, Errors, unusable
 from hotkv_server.tiers.valkey.greeting import greet, read_login
 from hotkv_server.tiers.valkey.resp import ErrorReply, Replies, Reply, command
 from hotkv_server.tiers.valkey.stream import Stream, connect
@@ -51,7 +51,7 @@ class RespClient:
         for at in range(len(keys)):
             reply = self._replies.next(until_s)
             if isinstance(reply, ErrorReply):
-                errors.add(reply)
+                errors.add(reply.code)
             elif reply in (0, 1):
                 settled[at] = Read.FOUND if reply else Read.ABSENT
             else:
@@ -114,7 +114,7 @@ class RespClient:
             reply = self._replies.next(until_s)
             if isinstance(reply, ErrorReply):
                 codes[at] = Write.FULL if reply.code in FULL_CODES else Write.FAILED
-                errors.add(reply)
+                errors.add(reply.code)
             elif reply is None:
                 codes[at] = Write.PRESENT
             elif reply == b"OK":
@@ -162,7 +162,7 @@ class RespClient:
         self._send(commands, until_s)
         return [self._replies.next(until_s) for _ in commands]
 
-    def _value(self, key: bytes, slot: memoryview, errors: "Errors", until_s: float) -> Read:
+    def _value(self, key: bytes, slot: memoryview, errors: Errors, until_s: float) -> Read:
         judged = Read.CORRUPT
 
         def place(value_bytes: int) -> memoryview | None:
@@ -174,34 +174,18 @@ class RespClient:
         if reply is None:
             return Read.ABSENT
         if isinstance(reply, ErrorReply):
-            errors.add(reply)
+            errors.add(reply.code)
             return Read.CORRUPT if reply.code == "WRONGTYPE" else Read.FAILED
         if reply.is_placed and not values.is_sound(key, self._head, slot):
             return Read.CORRUPT
         return judged
 
-    def _changed(self, expected: Epochs, errors: "Errors", until_s: float) -> Epochs:
+    def _changed(self, expected: Epochs, errors: Errors, until_s: float) -> Epochs:
         replies = {name: self._replies.next(until_s) for name in expected}
         errors.check()
         now = {name: epochs.parsed(reply) for name, reply in replies.items()}
         # NO_EPOCH is nobody's, also if it was expected.
         return {name: at for name, at in now.items() if at != expected[name] or at == NO_EPOCH}
-
-
-class Errors:
-    """Errors of a pipeline's commands: the first that speaks about the whole server."""
-
-    def __init__(self) -> None:
-        self._first: UnusableError | None = None
-
-    def add(self, reply: ErrorReply) -> None:
-        """Takes a reply into account."""
-        self._first = self._first or unusable(reply.code)
-
-    def check(self) -> None:
-        """Raises that error, if there is one. Call it after the last reply."""
-        if self._first is not None:
-            raise self._first
 
 
 def _shown(reply: Reply) -> str:

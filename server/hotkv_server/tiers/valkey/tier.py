@@ -1,4 +1,4 @@
-"""The tier in a Valkey or Redis server."""
+"""The tier in a Valkey or Redis server, or in a cluster of them."""
 
 from collections.abc import Callable
 
@@ -12,22 +12,28 @@ from hotkv_server.tiers.remote.workers import Limits, Workers
 from hotkv_server.tiers.valkey.resp_client import RespClient
 
 Connect = Callable[[ValkeySettings, float], Client]
-"""Makes a client that can be used, until a time of time.monotonic. Raises StoreError. Another one
-than RESP's is for clusters, such as glide."""
+"""Makes a client that can be used, until a time of time.monotonic. Raises StoreError."""
 
 
 class ValkeyTier(RemoteTier):
-    """See `RemoteTier`."""
+    """See `RemoteTier`. Raises MissingError if the settings need a library that is not
+    installed."""
 
     def __init__(
         self,
         arena: Region,
         settings: ValkeySettings,
         *,
-        connect: Connect = RespClient,
         on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
         name: str = "valkey",
     ) -> None:
+        connect: Connect = RespClient
+        if settings.cluster:
+            # Its library brings a runtime of its own: only who has a cluster loads it.
+            from hotkv_server.tiers.valkey import cluster_client
+
+            cluster_client.check_installed()
+            connect = cluster_client.ClusterClient
         batch_bytes = settings.connections * PART_BYTES
         facts = TierFacts(name, Medium.REMOTE, False, 0, True, batch_bytes)
         limits = Limits(settings.connections, settings.connect_timeout_s, settings.timeout_s)

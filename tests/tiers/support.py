@@ -1,0 +1,33 @@
+"""Blocks of tests in a core over plain memory."""
+
+import time
+from typing import Any
+
+import numpy as np
+
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.values import Run
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.integrity.sums import add_sums
+from tests.core.support import words_of
+
+
+def content(number: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """A block's bytes."""
+    return np.random.default_rng(number).integers(0, 256, SLOT_ALIGN, np.uint8)
+
+
+def store_blocks(
+    core: CacheCore, arena: Region, session: int, name: str, blocks: list[int]
+) -> None:
+    """Stores blocks of group 0 as a session does in one call, each with bytes of its own."""
+    now_s, memory = time.monotonic(), arena.array()
+    runs = [Run(0, words_of(blocks))]
+    (slots,) = core.begin_store(session, name, name, runs, 0, 0.0, now_s)
+    for position, offset in zip(slots.positions.tolist(), slots.offsets.tolist(), strict=True):
+        memory[offset : offset + SLOT_ALIGN] = content(blocks[position])
+    sums = np.zeros(len(slots.offsets), np.uint64)
+    strides = np.ones(len(sums), np.int64)
+    add_sums(arena, slots.offsets, SLOT_ALIGN, 0, strides, sums)
+    core.end_store(session, name, True, now_s, [sums])

@@ -1,0 +1,263 @@
+"""The tier in a cluster of Valkey servers keeps the contract; a flush counts whichever servers have
+blocks and epoch; a server that is away costs hits."""
+
+import contextlib
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from hotkv_server.settings.valkey import ValkeySettings
+from hotkv_server.testing.tier_contract import Bench, Codes, Rig, check_tier, content, key
+from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
+from tests.tiers.cluster_support import Cluster, running
+from tests.tiers.test_valkey_epochs import NAME, epoch, flush, keys_of, read, write
+from tests.tiers.valkey_support import bench_over, tier_over, wait_for
+
+pytest.importorskip("glide_sync", reason="glide speaks to clusters")
+from hotkv_server.tiers.valkey.cluster_client import ClusterClient
+
+PASSWORD = "correct-horse-battery"
+RIGHTS = "~hotkv/1/* +get +set +exists +unlink +incr +hello +client|setname +cluster|slots +ping"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared: Cluster) -> Cluster:
+    wait_for(shared.is_well, "the cluster is not well")
+    shared.flushall()
+    return shared
+
+
+def make_rigs(cluster: Cluster, **options: object) -> "contextlib._GeneratorContextManager[Rig]":
+    @contextlib.contextmanager
+    def make() -> Iterator[Rig]:
+        cluster.flushall()
+        with tier_over(cluster.address, cluster=True, **options) as (tier, arena):
+            yield Rig(tier, arena, lambda key, at: cluster.damage(key), cluster.killed)
+
+    return make  # type: ignore[return-value]
+
+
+def over(cluster: Cluster, **options: object) -> "contextlib.AbstractContextManager[Bench]":
+    return bench_over(cluster.address, cluster=True, **options)
+
+
+def test_a_cluster_keeps_the_contract(cluster: Cluster) -> None:
+    check_tier(make_rigs(cluster), seed=11)  # type: ignore[arg-type]
+
+
+def test_a_user_of_few_rights_keeps_the_contract(cluster: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "password"
+    path.touch(mode=0o600)
+    path.write_text(PASSWORD)
+    for one in cluster.nodes:
+        one.client.execute_command("ACL", "SETUSER", "kv", "on", f">{PASSWORD}", *RIGHTS.split())
+    with over(cluster, user="kv", password_file=path) as bench:
+        bench.fill([1, 2], [0, 1])
+        assert (bench.write([1, 2], [0, 1]) == Write.STORED).all()
+        bench.check_read([1, 2], [4, 5])
+    path.write_text("wrong")
+    with over(cluster, user="kv", password_file=path) as bench:
+        wait_for(bench.tier.problem, "no problem is known")
+        assert "rejects user and password" in bench.tier.problem()
+        assert "wrong" not in bench.tier.problem()
+    path.write_text(PASSWORD)
+    for one in cluster.nodes:
+        one.client.execute_command("ACL", "SETUSER", "kv", "-get")
+    with over(cluster, user="kv", password_file=path) as bench:
+        assert bench.read([1], [4]).tolist() == [Read.FAILED]
+        wait_for(bench.tier.problem, "no problem is known")
+        assert "forbids this user" in bench.tier.problem()
+    for one in cluster.nodes:
+        one.client.execute_command("ACL", "SETUSER", "kv", "-ping")
+    with over(cluster, user="kv", password_file=path) as bench:
+        wait_for(bench.tier.problem, "no problem is known")
+        assert "+ping" in bench.tier.problem()
+
+
+def test_blocks_of_a_key_space_lie_on_all_servers(cluster: Cluster) -> None:
+    numbers = list(range(48))
+    with over(cluster) as bench:
+        bench.fill(numbers, numbers)
+        assert (bench.write(numbers, numbers) == Write.STORED).all()
+        assert all(one.client.dbsize() > 5 for one in cluster.nodes)
+        # A seed is enough to find all.
+        with bench_over(cluster.address.split(",")[1], cluster=True) as other:
+            other.check_read(numbers, numbers)
+
+
+def test_a_flush_counts_whoever_has_the_epoch(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with over(cluster) as node_a, over(cluster) as node_b:
+        now = epoch(node_a.tier)  # type: ignore[arg-type]
+        assert now and epoch(node_b.tier) == now  # type: ignore[arg-type]
+        keys = keys_of(now, 12)
+        write(node_a, keys, {NAME: now})
+        assert read(node_b.tier, keys, {NAME: now}) == [Read.FOUND] * 12  # type: ignore[arg-type]
+        raised = flush(node_a.tier)  # type: ignore[arg-type]
+        assert raised == now + 1
+        assert read(node_b.tier, keys, {NAME: now}) == [Read.ABSENT] * 12  # type: ignore[arg-type]
+        # Also one that is answered after the blocks have come.
+        keys = keys_of(raised, 12)
+        write(node_a, keys, {NAME: raised})
+        asked, ask = threading.Event(), ClusterClient._ask
+
+        def flushed_after_the_first(self: ClusterClient, *arguments: object) -> list[object]:
+            replies = ask(self, *arguments)  # type: ignore[arg-type]
+            if not asked.is_set():
+                asked.set()
+                owner = cluster.owner(b"hotkv/1/%b/epoch" % NAME.encode())
+                owner.client.incr(b"hotkv/1/%b/epoch" % NAME.encode())
+            return replies
+
+        monkeypatch.setattr(ClusterClient, "_ask", flushed_after_the_first)
+        assert read(node_b.tier, keys, {NAME: raised}) == [Read.ABSENT] * 12  # type: ignore[arg-type]
+        assert asked.is_set()
+
+
+def test_a_full_cluster_says_so_and_a_flush_counts(cluster: Cluster) -> None:
+    with over(cluster) as bench:
+        now = epoch(bench.tier)  # type: ignore[arg-type]
+        assert now
+        keys = keys_of(now, 4)
+        write(bench, keys, {NAME: now})
+        for one in cluster.nodes:
+            one.client.config_set("maxmemory", "1mb")
+        try:
+            bench.fill([7], [0])
+            assert bench.write([7], [0]).tolist() == [Write.FULL]
+            assert read(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 4  # type: ignore[arg-type]
+            assert flush(bench.tier) == NO_EPOCH  # type: ignore[arg-type]
+            assert read(bench.tier, keys, {NAME: now}) == [Read.ABSENT] * 4  # type: ignore[arg-type]
+        finally:
+            for one in cluster.nodes:
+                one.client.config_set("maxmemory", "0")
+        again = epoch(bench.tier)  # type: ignore[arg-type]
+        assert again and again > now
+
+
+def test_a_server_killed_in_mid_read_costs_hits_only(cluster: Cluster) -> None:
+    numbers = list(range(64))
+    with over(cluster, connections=2, timeout_s=1.0) as bench:
+        bench.fill(numbers, numbers)
+        assert (bench.write(numbers, numbers) == Write.STORED).all()
+        ended: list[Codes] = []
+        blocks = bench.blocks(numbers, numbers)
+        bench.arena[:] = 0
+        victim = cluster.owner(key(1))
+        for _ in range(40):
+            bench.tier.read(blocks, time.monotonic() + 5, ended.append)
+        victim.kill()
+        try:
+            wait_for(lambda: len(ended) == 40, "a read did not end")
+            assert {Read.FOUND, Read.FAILED} >= {int(code) for one in ended for code in one}
+            assert (ended[-1] == Read.FAILED).any(), "the server was not missed"
+            for number in np.flatnonzero(ended[-1] == Read.FOUND).tolist():
+                assert np.array_equal(bench.slot(number), content(number))
+            # What ended late touches no slot.
+            bench.arena[:] = 0xEE
+            time.sleep(1.5)
+            assert (bench.arena == 0xEE).all()
+
+            def is_known_away() -> bool:
+                bench.read([1], [1])
+                return "a server is away" in bench.tier.problem()
+
+            wait_for(is_known_away, "no problem is known")
+            # Once the others know, too, nobody waits for it.
+            time.sleep(2.5)
+            begun_s = time.monotonic()
+            for _ in range(50):
+                assert bench.read([1], [1]).tolist() == [Read.FAILED]
+            assert time.monotonic() - begun_s < 2
+        finally:
+            victim.start()
+        wait_for(cluster.is_well, "the cluster does not form again")
+        lost = [number for number in numbers if cluster.owner(key(number)) is victim]
+        kept = [number for number in numbers if number not in lost]
+
+        def serves() -> bool:
+            return bool((bench.read(kept, kept) == Read.FOUND).all())
+
+        wait_for(serves, "it did not come back")
+        assert lost and (bench.read(lost, lost) == Read.ABSENT).all()
+        bench.fill(lost, lost)
+        assert (bench.write(lost, lost) == Write.STORED).all()
+        bench.check_read(numbers, numbers)
+
+
+def test_a_client_that_is_closed_leaves_nothing(cluster: Cluster) -> None:
+    """Each try to connect to a server that is away makes one."""
+    settings = ValkeySettings(address=cluster.address, cluster=True)
+    made = ClusterClient(settings, time.monotonic() + 5)
+    left = weakref.ref(made._client)
+    made.close()
+    del made
+    gc.collect()
+    assert left() is None
+
+
+def test_a_server_that_hangs_is_given_up_after_its_time(cluster: Cluster) -> None:
+    with over(cluster, connections=1, timeout_s=0.3, connect_timeout_s=0.3) as bench:
+        numbers = list(range(16))
+        bench.fill(numbers, numbers)
+        assert (bench.write(numbers, numbers) == Write.STORED).all()
+        with cluster.owner(key(1)).stopped():
+            begun_s = time.monotonic()
+            assert (bench.read(numbers, numbers) == Read.FAILED).all()
+            assert 0.25 < time.monotonic() - begun_s < 2
+            wait_for(bench.tier.problem, "no problem is known")
+            bench.arena[:] = 0xEE
+        time.sleep(0.3)
+        assert (bench.arena == 0xEE).all()
+        wait_for(lambda: (bench.read(numbers, numbers) == Read.FOUND).all(), "it did not come back")
+
+
+def test_a_cluster_and_a_server_are_told_apart(cluster: Cluster, tmp_path: Path) -> None:
+    with bench_over(cluster.address.split(",")[0]) as bench:
+        wait_for(bench.tier.problem, "no problem is known")
+        assert "set cluster = true" in bench.tier.problem()
+    from tests.tiers.valkey_support import running as running_alone
+
+    with (
+        running_alone(tmp_path / "alone") as server,
+        bench_over(f"127.0.0.1:{server.port}", cluster=True) as bench,
+    ):
+        wait_for(bench.tier.problem, "no problem is known")
+        assert "is no cluster" in bench.tier.problem()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"address": "a:1,b:2"},
+        {"address": "unix:/run/v.sock", "cluster": True},
+        {"address": "a:1", "cluster": True, "database": 1},
+        {"address": "a:1", "cluster": True, "tls": True, "server_name": "b"},
+        {"address": "a:1,b", "cluster": True},
+        {"address": "a:1,,b:2", "cluster": True},
+    ],
+)
+def test_settings_that_make_no_cluster(settings: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        ValkeySettings(**settings)  # type: ignore[arg-type]
+
+
+def test_servers_of_a_cluster() -> None:
+    settings = ValkeySettings(address="a:1, [::1]:2,b:3", cluster=True)
+    assert settings.hosts_and_ports == [("a", 1), ("::1", 2), ("b", 3)]
+    with_comma = ValkeySettings(address="unix:/run/a,b.sock")
+    assert with_comma.unix_path == "/run/a,b.sock"
