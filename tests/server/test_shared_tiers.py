@@ -331,3 +331,22 @@ def test_what_one_node_stores_in_a_cluster_another_loads(
         flags = ("--tiers.valkey.address", cluster.address, "--tiers.valkey.cluster", "true")
         check_sharing(*(one.start_sharing(*flags) for one in nodes))
         assert all(one.client.dbsize() for one in cluster.nodes)
+
+
+def test_what_a_restart_brings_back_reaches_the_store(
+    nodes: tuple[SharingNode, SharingNode], valkey: Valkey
+) -> None:
+    """Blocks that the store has evicted are written again; those that it has are not."""
+    flags = flags_of(valkey)
+    a, b = (one.start_sharing(*flags) for one in nodes)
+    chain = hashes(CHAIN)
+    content = a.fill(chain)
+    blocks = sorted(valkey.client.keys("*/0/*"))
+    assert len(blocks) == CHAIN
+    valkey.client.delete(*blocks[::2])
+    a.stop(signal.SIGKILL)
+    a.start_sharing(*flags)
+    wait_until(lambda: a.counter("shared_copied_blocks_total") == CHAIN, 20)
+    assert a.counter("shared_written_bytes_total") == CHAIN // 2 * LAYERS * PAGE_BYTES
+    assert sorted(valkey.client.keys("*/0/*")) == blocks
+    assert b.loads(chain, content)
