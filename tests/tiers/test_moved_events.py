@@ -11,7 +11,7 @@ import pytest
 
 from hotkv.keys import KeySpace
 from hotkv_server.core.values import HashList
-from hotkv_server.runtime import tier_shared
+from hotkv_server.runtime import tier_copies
 from hotkv_server.runtime.effects import Effects
 from hotkv_server.runtime.events import (
     DISK_TIER,
@@ -186,7 +186,7 @@ def test_a_flush_clears_the_disk_too_and_nothing_is_told_afterwards() -> None:
 
 
 def test_copies_in_a_shared_tier_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_shared, "LINGER_S", 0.05)
+    monkeypatch.setattr(tier_copies, "LINGER_S", 0.05)
 
     async def run() -> None:
         store = MemoryStore(places=False)
