@@ -36,6 +36,7 @@ NUM_BLOCKS = 96
 MOST_BLOCKS = 24
 IN_FLIGHT = 4
 REGION = NUM_BLOCKS // IN_FLIGHT
+SIGNS_AND_MANTISSAS, EXPONENTS = np.uint64(0x807F807F807F807F), np.uint64(0x3D803E003E803F00)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +54,14 @@ def hash_of(shape: Shape, number: int) -> bytes:
 
 
 def content(shape: Shape, block_hash: bytes) -> np.ndarray:
-    """Returns uint8 [layers, page bytes]. No two blocks and no two places have a word in common.
-    Every other block is of bfloat16 values with few exponents, which a tier can compress."""
+    """Returns uint8 [layers, page bytes]. Every second block has exponents of bfloat16 values, so
+    that a disk may encode it; of the others no two blocks and no two places have a word in
+    common."""
     words = np.arange(shape.layers * shape.page_bytes // 8, dtype=np.uint64)
     mixed = (words + np.uint64(1)) * (np.frombuffer(block_hash[:8], np.uint64)[0] | np.uint64(1))
     mixed ^= mixed >> np.uint64(29)
     if block_hash[8] % 2:
-        values = mixed.view(np.uint16)
-        values &= np.uint16(0x87FF)
-        values |= np.uint16(112 << 7)
+        mixed = mixed & SIGNS_AND_MANTISSAS | EXPONENTS
     return mixed.view(np.uint8).reshape(shape.layers, shape.page_bytes)
 
 

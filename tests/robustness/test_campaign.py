@@ -7,6 +7,13 @@ from tests.robustness.campaign import Findings, campaign
 MAX_KILLS = 100
 
 
+def has_done(findings: Findings, has_disk: bool) -> bool:
+    """Whether blocks have gone all the ways that they can."""
+    ways = [findings.loaded_blocks, findings.read_blocks, findings.acknowledged_blocks]
+    ways += [findings.promoted_blocks, findings.encoded_blocks] if has_disk else []
+    return all(ways)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("roomy", "has_disk"),
@@ -23,17 +30,9 @@ def test_no_kill_makes_wrong_bytes_or_loses_what_was_acknowledged(
     findings = Findings()
     with campaign(5, roomy=roomy, findings=findings, has_disk=has_disk) as running:
         running.run(15)
-        # On a busy machine engines may not have come to their turn.
-        needed = ["loaded_blocks", "read_blocks", "acknowledged_blocks"]
-        needed += ["promoted_blocks", "encoded_blocks"] if has_disk else []
-        while (
-            not all(getattr(findings, name) for name in needed) and findings.num_kills < MAX_KILLS
-        ):
+        # On a busy machine engines, and servers that encode, may not have come to their turn.
+        while not has_done(findings, has_disk) and findings.num_kills < MAX_KILLS:
             running.run(5)
-    assert (
-        findings.num_kills >= 15 and findings.loaded_blocks > 0 and findings.acknowledged_blocks > 0
-    )
-    assert findings.read_blocks > 0
+    assert findings.num_kills >= 15 and has_done(findings, has_disk), findings
     assert not roomy or findings.found_again_blocks > 0
-    assert not has_disk or (findings.promoted_blocks > 0 and findings.encoded_blocks > 0)
     assert findings.condemned_blocks == 0
