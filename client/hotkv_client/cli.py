@@ -14,7 +14,7 @@ from typing import Any
 from hotkv.command_line import Parser
 from hotkv.counters import SPARSE_COUNTERS, sparse_figures
 from hotkv.errors import HotKVError
-from hotkv_client import recorder, residency_tables, status_tables, tables
+from hotkv_client import doctor, recorder, residency_tables, status_tables, tables
 from hotkv_client.admin import DEFAULT_TARGET, AdminClient
 from hotkv_client.types import Credentials
 
@@ -264,11 +264,26 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         help="token ids, or block hashes in hexadecimal, or @FILE, or - for standard input",
     )
+    examined = subparsers.add_parser(
+        "doctor",
+        parents=[common],
+        help="look at this host: what keeps hotkv from working well, and what mends it",
+    )
+    examined.add_argument("--root", type=Path, default=Path("/"), help=argparse.SUPPRESS)
     return top
+
+
+def examine(options: argparse.Namespace) -> int:
+    """Runs `hotkv doctor`, which needs no server: exit status 1 if something is bad."""
+    findings = doctor.examine(doctor.Host(options.root))
+    print(doctor.report(findings, as_json=options.json), flush=True)
+    return doctor.status_of(findings)
 
 
 def _main(arguments: Sequence[str] | None) -> int:
     options = parser().parse_args(arguments)
+    if options.command == "doctor":
+        return examine(options)
     run, show = COMMANDS[options.command]
     try:
         credentials = Credentials(**{field: getattr(options, field) for field in CREDENTIAL_FLAGS})
