@@ -3,12 +3,14 @@ there."""
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import grpc
 import pytest
 
 from demo.processes import ROOT, Server
 from hotkv_client import cli, unanswered
+from hotkv_client.testing import PagedEngine
 
 
 def hotkv(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -89,7 +91,9 @@ def test_codes_are_sentences(code: grpc.StatusCode, details: str, said: str) -> 
     assert said in shown and code.name in shown
 
 
-def test_an_empty_prompt_hits_nothing(server: Server) -> None:
-    """Fewer tokens than a block has."""
+def test_a_prompt_shorter_than_a_block_hits_nothing(
+    server: Server, engine: Callable[..., PagedEngine]
+) -> None:
+    engine(model="short-prompts")
     done = hotkv("explain", "1", "2", "--target", server.target)
-    assert "0 of 0" not in done.stdout
+    assert "shorter than a block" in done.stdout and "0 of 0" not in done.stdout

@@ -125,9 +125,11 @@ def test_check_names_all_that_is_wrong_at_once(folder: Path, taken: int) -> None
 
 
 def test_check_passes_beside_the_server_that_runs(folder: Path) -> None:
-    with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as server:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = str(one.getsockname()[1])
+    with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB", "--http.port", port) as server:
         server.wait_ready()
-        done = started(folder, check=True)
+        done = started(folder, "--http.port", port, check=True)
         assert done.returncode == 0, done.stderr
         assert f"in use by hotkv-server with pid {server.pid}" in done.stderr
         assert server.status()["state"].startswith("ready")
@@ -229,7 +231,13 @@ def test_a_typo_is_one_line_that_says_what_was_meant(
 def test_variables_of_others_are_none_of_the_servers() -> None:
     """Kubernetes sets some for a service of that name."""
     others = ("HOTKV_PORT", "HOTKV_PORT_9433_TCP_ADDR", "HOTKV_SERVICE_HOST", "HOTKV_TARGET")
-    others += ("HOTKV_ARENA_SERVICE_PORT", "HOTKV_VENV", "HOTKV_MADE_UP_GPU", "HOTKV_ARENA__BYTES")
+    others += (
+        "HOTKV_HTTP_PORT",
+        "HOTKV_ARENA_SERVICE_PORT",
+        "HOTKV_VENV",
+        "HOTKV_MADE_UP_GPU",
+        "HOTKV_ARENA__BYTES",
+    )
     assert sources.wrong_variables(Settings, dict.fromkeys(others, "1")) == []
 
 
