@@ -256,7 +256,7 @@ def test_a_dead_servers_copies_end_within_the_grace(runtime: CupyRuntime, stream
     size = 32 * MIB
     r = cupy.cuda.runtime
     r.setDevice(0)
-    for _ in range(5):
+    for _ in range(3):
         memory = r.malloc(size)
         arguments = [sys.executable, "-c", SERVER, r.ipcGetMemHandle(memory).hex(), str(size)]
         server = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
