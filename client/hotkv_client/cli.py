@@ -14,7 +14,7 @@ from typing import Any
 from hotkv.command_line import Parser
 from hotkv.counters import SPARSE_COUNTERS, sparse_figures
 from hotkv.errors import HotKVError
-from hotkv_client import doctor, recorder, residency_tables, status_tables, tables
+from hotkv_client import completion, doctor, recorder, residency_tables, status_tables, tables
 from hotkv_client.admin import DEFAULT_TARGET, AdminClient
 from hotkv_client.types import Credentials
 
@@ -270,6 +270,10 @@ def parser() -> argparse.ArgumentParser:
         help="look at this host: what keeps hotkv from working well, and what mends it",
     )
     examined.add_argument("--root", type=Path, default=Path("/"), help=argparse.SUPPRESS)
+    completed = subparsers.add_parser(
+        "completion", help="print a script that completes commands and flags in your shell"
+    )
+    completed.add_argument("shell", choices=completion.SHELLS)
     return top
 
 
@@ -281,7 +285,11 @@ def examine(options: argparse.Namespace) -> int:
 
 
 def _main(arguments: Sequence[str] | None) -> int:
-    options = parser().parse_args(arguments)
+    top = parser()
+    options = top.parse_args(arguments)
+    if options.command == "completion":
+        print(completion.script(top, options.shell), end="", flush=True)
+        return 0
     if options.command == "doctor":
         return examine(options)
     run, show = COMMANDS[options.command]

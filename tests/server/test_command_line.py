@@ -1,6 +1,7 @@
 """The command `hotkv` as people type it: options anywhere, slips, pipes, servers that are not
 there."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,6 +41,32 @@ def test_options_stand_before_or_after_the_command(
     ):
         assert cli.main(arguments) == 0, arguments
         assert '"serving": true' in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["sta"], {"status"}),
+        (["--tar"], {"--target"}),
+        (["blocks", "--li"], {"--limit"}),
+        (["--target", "unix:/x", "drain", "--timeout"], {"--timeout", "--timeout-s"}),
+        (["completion", ""], {"bash", "zsh", "--help"}),
+        (["ping", "--limit"], set()),
+    ],
+)
+def test_bash_completes_commands_and_flags(typed: list[str], offered: set[str]) -> None:
+    script = hotkv("completion", "bash").stdout
+    words = " ".join(f"'{word}'" for word in ["hotkv", *typed])
+    ask = f'COMP_WORDS=({words}); COMP_CWORD={len(typed)}; _hotkv; echo "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True)
+    assert done.stderr == "" and set(done.stdout.split()) == offered
+
+
+def test_completion_knows_every_command() -> None:
+    shown = hotkv("completion", "zsh").stdout
+    assert shown.startswith("autoload -U +X bashcompinit")
+    assert all(f"    {name}) COMPREPLY" in shown for name in [*cli.COMMANDS, "doctor"])
 
 
 @pytest.mark.parametrize(
