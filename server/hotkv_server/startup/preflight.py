@@ -110,8 +110,8 @@ def check_sockets(settings: Settings) -> None:
     for path in (settings.grpc_socket, settings.descriptor_socket, settings.admin_socket):
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             raise StartError(
-                f"runtime_dir: {path} is longer than {MAX_SOCKET_PATH_BYTES} bytes, the most for a "
-                "socket; choose another directory with --runtime-dir"
+                f"runtime_dir: can't listen on {path}: it is longer than {MAX_SOCKET_PATH_BYTES} "
+                "bytes; choose another directory with --runtime-dir"
             )
 
 
@@ -198,6 +198,6 @@ def _bind(setting: str, host: str, port: int) -> None:
             one.listen(1)
     except OSError as error:
         raise StartError(
-            f"{setting}: can't listen on {host}:{port} ({error.strerror}); choose another port, "
-            "and an address of this machine"
+            f"{setting}: can't listen on {host}:{port} ({error.strerror}); choose another with "
+            f"--{setting.replace('_', '-')}, and an address of this machine"
         ) from error
