@@ -42,7 +42,9 @@ while (($#)); do
 done
 
 scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
+export HOTKV_FOLDER_TAG=check$$-
+clear_shm() { rm -rf /dev/shm/hotkv-"$HOTKV_FOLDER_TAG"*; } # arenas of parts that were killed: the next ones need the room
+trap 'rm -rf "$scratch"; clear_shm' EXIT
 [[ -n $out ]] || out=$(mktemp -d -t hotkv-gpu-XXXXXX)
 mkdir -p "$out"
 rm -f "$out"/*.json "$out/check.log"
@@ -104,6 +106,7 @@ limited() { # runs $2... for $1 seconds at most; its output goes to the terminal
   timeout --kill-after=10 "$limit" "$@" 2>&1 | tee "$scratch/output" | grep --line-buffered -v '^{'
   status=${PIPESTATUS[0]}
   set -e
+  clear_shm
   cat "$scratch/output" >>"$out/check.log"
   last_line=$(tail -n 1 "$scratch/output" | grep '^{' || true)
   return "$status"

@@ -14,7 +14,7 @@ import tomllib
 
 from bench.gpu.figures import Figure, read
 from bench.gpu.shape import Shape
-from demo.processes import ROOT
+from demo.processes import ROOT, SHM
 
 SCRIPT = ROOT / "bench/gpu/check.sh"
 EXPECTED = {
@@ -184,13 +184,15 @@ def test_the_wheels_are_those_that_a_server_needs() -> None:
 
 
 def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
-    """An interpreter that never ends in one benchmark: it is named, the next ones run."""
+    """An interpreter that never ends in one benchmark: it is named, the next ones run, and what it
+    has left in shared memory is gone."""
     fake = tmp_path / "python"
     fake.write_text(
         "#!/bin/sh\n"
         'case "$*" in\n'
         "*bench.gpu.figures*) ;;\n"
-        "*bench.gpu.arena*) sleep 60 ;;\n"
+        f"*bench.gpu.arena*) mkdir {SHM}/hotkv-${{HOTKV_FOLDER_TAG}}left\n"
+        f"  echo $HOTKV_FOLDER_TAG > {tmp_path}/tag; sleep 60 ;;\n"
         "*bench.gpu*) echo '{\"figures\": []}' ;;\n"
         "*pytest*) echo 1 passed ;;\n"
         "esac\n"
@@ -208,6 +210,7 @@ def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
     lines = done.stdout.split("== after")[1]
     assert done.returncode == 1 and re.search(r"bench: arena +NOT ENDED in \d s", lines)
     assert re.search(r"bench: sparse +ended in", lines) and re.search(r"bench: methods", lines)
+    assert not list(SHM.glob(f"hotkv-{(tmp_path / 'tag').read_text().strip()}*"))
 
 
 @pytest.mark.long
