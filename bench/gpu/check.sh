@@ -198,9 +198,9 @@ gpu=${has_gpu:-x} serve=${can_serve:-x} compute=${can_compute:-x} torch=${has_to
 kills="killed or (kernel and (layouts_there_and_back or method_that_was_asked_for))"
 
 # Limits in seconds; tests/gpu/test_check.py adds them up. The first three are the first two minutes.
-test_if "$gpu" semantics 45
+test_if "$gpu" semantics 47
 test_if "$serve" server 45 "$kills" "layouts and kills"
-bench_if "$serve" first 30 $quick $made_up
+bench_if "$serve" first 28 $quick $made_up
 
 test_if "$gpu" runtime 25
 bench_if "$compute" arena 20 $quick $made_up
