@@ -96,7 +96,9 @@ def runtime_folder(needed_bytes: int) -> Iterator[Path]:
     """A fresh folder in shared memory if that has room, else in the temporary folder; removed at
     the end."""
     roomy = SHM.is_dir() and os.access(SHM, os.W_OK) and shutil.disk_usage(SHM).free > needed_bytes
-    folder = Path(tempfile.mkdtemp(prefix="hotkv-", dir=SHM if roomy else None))
+    # By its tag whoever kills this process finds what is left of it.
+    prefix = f"hotkv-{os.environ.get('HOTKV_FOLDER_TAG', '')}"
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=SHM if roomy else None))
     try:
         yield folder
     finally:

@@ -129,7 +129,8 @@ def check_server(archive: Path, folder: Path, client: Path | None = None) -> Non
     programs."""
     programs = install(folder / "server", f"{archive}[server]")
     print(f"dist: {archive.name}: {run(programs / 'hotkv-server', '--version').strip()}")
-    for check in (("run", "--check", "--runtime-dir", "/run/hotkv"), ("run", "--help-settings")):
+    places = ("--runtime-dir", str(folder / "checked"), "--http.port", "-1")
+    for check in (("run", "--check", *places), ("run", "--help-settings")):
         run(programs / "hotkv-server", *check)
     with server(programs, folder) as target:
         if client is not None:

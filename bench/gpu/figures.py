@@ -32,16 +32,8 @@ class Figure:
         return self.measured <= self.target if self.at_most else self.measured >= self.target
 
 
-SPARSE_TARGETS = {
-    "score_ratio_rot2u": (0.25, False),
-    "build_share": (0.02, True),
-    "pull_ratio": (0.6, False),
-}
-"""`bench.gpu.sparse` prints numbers by name; these have targets: how much, and whether at most."""
-
-
 def gpu_parser(description: str) -> argparse.ArgumentParser:
-    """Options that the benchmarks with a server share."""
+    """Options that these benchmarks share."""
     options = parser(description)
     options.add_argument(
         "--quick", action="store_true", help="less of everything: to see that it runs"
@@ -83,13 +75,7 @@ def read(path: Path) -> list[Figure]:
         found = json.loads(lines[-1]) if lines else {}
     except json.JSONDecodeError:
         return []
-    if "figures" in found:
-        return [Figure(**figure) for figure in found["figures"]]
-    return [
-        Figure(f"sparse: {name}", found[name], *target)
-        for name, target in SPARSE_TARGETS.items()
-        if name in found
-    ]
+    return [Figure(**figure) for figure in found.get("figures", ())]
 
 
 def main() -> int:

@@ -83,6 +83,26 @@ class FirstBytes:
         return first_s, whole_s
 
 
+def first_byte_us(side: Side, target: str, rounds: int) -> float:
+    """Median microseconds from submission to the first byte of `HEADLINE`, in the order that the
+    server takes by itself."""
+    count = SIZES[HEADLINE]
+    shape = Shape(PAGE_BYTES, LAYERS, 2 * count, "LBHNC")
+    engine = Engine(side, target, shape, order="auto").connected()
+    try:
+        engine.fill()
+        ids, names = np.arange(count, dtype=np.int32), new_hashes(count)
+        done(engine.store(names, ids))
+        lease, probe = engine.lease(names), FirstBytes(side, engine)
+        times = [probe.of_load(lease, ids, ids + count)[0] for _ in range(rounds)]
+        if not engine.equal(ids, ids + count):
+            raise AssertionError("wrong bytes")
+        engine.session.release(lease)
+        return median(times) * 1e6
+    finally:
+        engine.close()
+
+
 def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
     """Microseconds of an engine's thread in each of so many steps, two milliseconds apart."""
     flying: list[tuple[Future[TransferResult], object]] = []

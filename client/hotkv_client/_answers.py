@@ -12,6 +12,7 @@ from hotkv.keys import unsigned_salt
 from hotkv.order import OrderKind
 from hotkv.v1 import cache_pb2, errors_pb2, session_pb2, sparse_pb2
 from hotkv.versions import Feature, agreed_features
+from hotkv_client import unanswered
 from hotkv_client.types import (
     BoolMask,
     Evicted,
@@ -223,4 +224,4 @@ def as_error(error: grpc.RpcError) -> HotKVError:
     code = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     details = getattr(error, "details", lambda: str(error))()
     reason = Reason.OVERLOADED if code == grpc.StatusCode.RESOURCE_EXHAUSTED else Reason.INTERNAL
-    return HotKVError(reason, f"{code.name}: {details}")
+    return HotKVError(reason, unanswered.sentence(code, str(details)))

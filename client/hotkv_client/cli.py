@@ -11,14 +11,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hotkv.command_line import Parser
 from hotkv.counters import SPARSE_COUNTERS, sparse_figures
 from hotkv.errors import HotKVError
-from hotkv_client import recorder, residency_tables, status_tables, tables
+from hotkv_client import completion, doctor, recorder, residency_tables, status_tables, tables
 from hotkv_client.admin import DEFAULT_TARGET, AdminClient
 from hotkv_client.types import Credentials
 
 Command = Callable[[AdminClient, argparse.Namespace], Any]
 LIVE = "live"
+TIMEOUT_S = 10.0
 MAX_TOKEN_ID = (1 << 31) - 1
 CREDENTIAL_FLAGS = {
     "tls_ca": "over TCP: PEM file of who signs the server's certificate",
@@ -166,29 +168,45 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    common = argparse.ArgumentParser(add_help=False)
+def common_options(*, has_defaults: bool) -> Parser:
+    """Options of all commands. They stand before or after the command; the command's own have no
+    defaults, which would hide those before."""
+
+    def default(value: Any) -> Any:
+        return value if has_defaults else argparse.SUPPRESS
+
+    common = Parser(add_help=False)
+    target = os.environ.get("HOTKV_TARGET", DEFAULT_TARGET)
     common.add_argument(
-        "--target",
-        default=os.environ.get("HOTKV_TARGET", DEFAULT_TARGET),
-        help="server (default: $HOTKV_TARGET or %(default)s)",
+        "--target", default=default(target), help=f"server (default: $HOTKV_TARGET or {target})"
     )
     for field, text in CREDENTIAL_FLAGS.items():
         common.add_argument(
             f"--{field.replace('_', '-')}",
-            default="",
+            default=default(""),
             metavar="NAME" if field == "tls_server_name" else "FILE",
             help=text,
         )
     common.add_argument(
         "--timeout-s",
         type=float,
-        default=10.0,
-        help="longest wait for an answer (default: %(default)s)",
+        default=default(TIMEOUT_S),
+        help=f"longest wait for an answer (default: {TIMEOUT_S:g})",
     )
-    common.add_argument("--json", action="store_true", help="print the answer as JSON")
-    top = argparse.ArgumentParser(prog="hotkv", description="Inspect a hotkv-server.")
+    common.add_argument(
+        "--json", action="store_true", default=default(False), help="print the answer as JSON"
+    )
+    return common
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    common = common_options(has_defaults=False)
+    top = Parser(
+        prog="hotkv",
+        description="Inspect a hotkv-server.",
+        parents=[common_options(has_defaults=True)],
+    )
     subparsers = top.add_subparsers(dest="command", required=True)
     made = {
         name: subparsers.add_parser(name, parents=[common], help=(run.__doc__ or "").rstrip("."))
@@ -246,13 +264,34 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         help="token ids, or block hashes in hexadecimal, or @FILE, or - for standard input",
     )
+    examined = subparsers.add_parser(
+        "doctor",
+        parents=[common],
+        help="look at this host: what keeps hotkv from working well, and what mends it",
+    )
+    examined.add_argument("--root", type=Path, default=Path("/"), help=argparse.SUPPRESS)
+    completed = subparsers.add_parser(
+        "completion", help="print a script that completes commands and flags in your shell"
+    )
+    completed.add_argument("shell", choices=completion.SHELLS)
     return top
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status: 0, 1 if the server refused or is absent, 2 for bad
-    input."""
-    options = parser().parse_args(arguments)
+def examine(options: argparse.Namespace) -> int:
+    """Runs `hotkv doctor`, which needs no server: exit status 1 if something is bad."""
+    findings = doctor.examine(doctor.Host(options.root))
+    print(doctor.report(findings, as_json=options.json), flush=True)
+    return doctor.status_of(findings)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
+    top = parser()
+    options = top.parse_args(arguments)
+    if options.command == "completion":
+        print(completion.script(top, options.shell), end="", flush=True)
+        return 0
+    if options.command == "doctor":
+        return examine(options)
     run, show = COMMANDS[options.command]
     try:
         credentials = Credentials(**{field: getattr(options, field) for field in CREDENTIAL_FLAGS})
@@ -261,12 +300,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HotKVError as error:
         print(f"hotkv: {options.target}: {error.message}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"hotkv: {error}", file=sys.stderr)
         return 2
     if answer is not None:
         print(json.dumps(answer, indent=2) if options.json else show(answer))
+    sys.stdout.flush()
     return 1 if options.command == "ping" and not answer["serving"] else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status: 0, 1 if the server refused or is absent, 2 for bad
+    input. Whoever reads the output may stop early, as `head` does."""
+    try:
+        return _main(arguments)
+    except BrokenPipeError:
+        # Python would write the rest at its end, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 if __name__ == "__main__":

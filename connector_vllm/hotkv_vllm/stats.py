@@ -127,9 +127,14 @@ class HotKVStats(KVConnectorStats):
         return not self.data
 
 
+def exported(name: str) -> str:
+    """A counter's name with its unit as Prometheus writes it: `flush_seconds` of `flush_s`."""
+    return f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name
+
+
 class HotKVPromMetrics(KVConnectorPromMetrics):
-    """One Prometheus counter per name in COUNTERS and engine, `vllm:hotkv_<name>`; all of them are
-    exposed as 0 from the start."""
+    """One Prometheus counter per name in COUNTERS and engine, `vllm:hotkv_<exported(name)>`; all of
+    them are exposed as 0 from the start."""
 
     def __init__(
         self,
@@ -142,7 +147,7 @@ class HotKVPromMetrics(KVConnectorPromMetrics):
         self._counters: dict[str, dict[int, Any]] = {}
         for name, text in COUNTERS.items():
             counter = self._counter_cls(
-                name=f"vllm:hotkv_{name}", documentation=text, labelnames=labelnames
+                name=f"vllm:hotkv_{exported(name)}", documentation=text, labelnames=labelnames
             )
             self._counters[name] = {
                 engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import hotkv
 from hotkv import native
+from hotkv.command_line import Parser
 from hotkv_server import arenas
 from hotkv_server.simulate import command as simulation
 
@@ -31,7 +32,7 @@ KERNELS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit status: 0; 1 if the server could not start; 2 for bad settings
     or input. A broken invariant ends the process with 70."""
-    parser = argparse.ArgumentParser(prog="hotkv-server", description="KV cache server for vLLM.")
+    parser = Parser(prog="hotkv-server", description="KV cache server for vLLM.")
     parser.add_argument("--version", action="version", version=f"hotkv-server {hotkv.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
@@ -41,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     run.add_argument("--config", type=Path, help="TOML file with settings")
     run.add_argument(
-        "--check", action="store_true", help="check the settings, print them as JSON, and exit"
+        "--check",
+        action="store_true",
+        help="check all that can keep a server from starting, print the settings as JSON, and exit",
     )
     run.add_argument(
         "--reset",
@@ -74,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if known.command == "tiers":
         return _check_tiers(known, flags)
     if flags:
-        parser.error(f"unknown arguments: {' '.join(flags)}")
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
     if known.command == "compile":
         return _compile()
     if known.command == "arenas":
@@ -111,30 +114,36 @@ def _exit_without_extra(missing: ImportError) -> NoReturn:
 
 def _run(options: argparse.Namespace, flags: list[str]) -> int:
     try:
-        from hotkv_server.settings import load_settings, print_error
+        from hotkv_server.settings import Settings, load_settings, print_error, sources
     except ImportError as missing:
         _exit_without_extra(missing)
+    if options.help_settings:
+        print(sources.listing(Settings))
+        return 0
     try:
-        settings = load_settings(
-            options.config, ["--help"] if options.help_settings else flags, "hotkv-server run"
-        )
+        settings = load_settings(options.config, flags, "hotkv-server run")
     except ValueError as error:
         print_error(str(error))
         return USAGE_ERROR
     if options.check:
+        from hotkv_server.startup.preflight import become_owner, check_and_clean
+
         print(settings.model_dump_json(indent=2, by_alias=True))
-        return 0
+        become_owner(settings)
+        problems, running = check_and_clean(settings)
+        print_error("\n".join([*problems, *([f"note: {running}"] if running else [])]))
+        return 1 if problems else 0
     # gRPC's C code reads it when it is loaded. Without it, it writes what peers send at their end
     # to stderr, byte by byte.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    from hotkv_server.daemon import serve
-    from hotkv_server.startup import StartError
-
     logging.basicConfig(
         level=settings.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
         stream=sys.stderr,
     )
+    from hotkv_server.daemon import serve
+    from hotkv_server.startup import StartError
+
     try:
         import uvloop
 

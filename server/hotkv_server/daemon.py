@@ -5,6 +5,7 @@ it closes nothing and saves nothing, but ends like a server that was killed, wit
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -19,8 +20,9 @@ from hotkv_server import systemd
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.start import CudaError, CudaPart, look_in_background, open_part
-from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.memory.arena import ARENA_FILE, NodeMemory
 from hotkv_server.memory.epoch_notes import EpochNotes
+from hotkv_server.memory.limits import allocated_bytes
 from hotkv_server.rpc.server import RpcServer
 from hotkv_server.runtime.health import keep_checking
 from hotkv_server.runtime.node import STALLED_WORK_S, Node
@@ -29,7 +31,9 @@ from hotkv_server.startup import StartError, process
 from hotkv_server.startup.arena import open_memory
 from hotkv_server.startup.cache import load_kernels, open_cache
 from hotkv_server.startup.listeners import Listeners, make_publisher
-from hotkv_server.startup.places import check_places, lock_runtime_dir
+from hotkv_server.startup.places import lock_runtime_dir
+from hotkv_server.startup.preflight import check_start
+from hotkv_server.startup.progress import KERNELS, Progress
 from hotkv_server.startup.tiers import LowerPart, make_tiers, open_lower, open_notes
 
 if TYPE_CHECKING:
@@ -57,6 +61,8 @@ class Opened:
     publisher: "ZmqPublisher | None"
     lower: LowerPart | None
     notes: EpochNotes
+    is_new: bool = True
+    """Nothing came back from an earlier server."""
 
     @staticmethod
     def open(settings: Settings, *, reset: bool) -> "Opened":
@@ -64,21 +70,31 @@ class Opened:
         Raises StartError."""
         looking = look_in_background(settings.copy_)
         memory = open_memory(settings, reset=reset)
-        host = HostCopyEngine(settings.copy_.num_threads)
-        try:
-            cuda = open_part(settings, memory, host, looking.result())
-        except CudaError as error:
-            raise StartError(str(error)) from error
-        arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
-        lower = open_lower(settings, arena, reset=reset)
-        core, verifier = open_cache(settings, memory, lower)
-        publisher = make_publisher(settings.events)
-        notes = open_notes(memory, lower)
-        tiers = make_tiers(settings, core, verifier, memory, lower, notes)
+        # What is there of an earlier server stays; what this one has made goes.
+        is_new = memory.leftover is None
+        with contextlib.ExitStack() as undo:
+            undo.callback(memory.remove if is_new else memory.release)
+            host = HostCopyEngine(settings.copy_.num_threads)
+            try:
+                cuda = open_part(settings, memory, host, looking.result())
+            except CudaError as error:
+                host.close()
+                raise StartError(str(error)) from error
+            undo.callback(cuda.close)
+            arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
+            lower = open_lower(settings, arena, reset=reset)
+            if lower is not None:
+                undo.callback(lower.close)
+            if (publisher := make_publisher(settings.events)) is not None:
+                undo.callback(publisher.close)
+            core, verifier = open_cache(settings, memory, lower)
+            notes = open_notes(memory, lower)
+            tiers = make_tiers(settings, core, verifier, memory, lower, notes)
+            undo.pop_all()
         node = Node(core, memory, cuda.copy_engine, publisher, verifier, cuda.devices, tiers)
         if lower is not None:
             node.add_state(lower.memory.save_state, lower.memory.slab_bytes)
-        return Opened(node, memory, cuda, publisher, lower, notes)
+        return Opened(node, memory, cuda, publisher, lower, notes, is_new)
 
     def fill(self) -> None:
         """Prefaults the rest of table and arena, in the background."""
@@ -206,14 +222,35 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
     """
     started_s = time.monotonic()
     process.prepare()
+    log.info(
+        "starting version=%s runtime_dir=%s arena_bytes=%d",
+        hotkv.__version__,
+        settings.runtime_dir,
+        settings.arena.bytes,
+    )
     lock_fd = lock_runtime_dir(settings.runtime_dir)
-    check_places(settings)
-    load_kernels(settings)
-    opened = Opened.open(settings, reset=reset)
+    with Progress() as progress:
+        progress.at("checking the settings")
+        if problems := check_start(settings):
+            raise StartError("\n".join(problems))
+        progress.at(KERNELS)
+        load_kernels(settings)
+        file = settings.arena_dir / ARENA_FILE
+        progress.at(
+            f"bringing in an arena of {settings.arena.bytes >> 20} MiB",
+            lambda: f": {allocated_bytes(file) >> 20} MiB",
+        )
+        opened = Opened.open(settings, reset=reset)
     node, loop = opened.node, asyncio.get_running_loop()
+    node.drain_timeout_s = settings.drain_timeout_s
     loop.set_exception_handler(node.health.on_loop_error)
     node.start(settings.integrity.scrub_bytes_per_s)
-    listeners = await Listeners.open(settings, node)
+    try:
+        listeners = await Listeners.open(settings, node)
+    except BaseException:
+        await node.close()
+        opened.close(keep=not opened.is_new)
+        raise
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, node.drain, settings.drain_timeout_s)
     process.settle()

@@ -116,9 +116,9 @@ HELP: dict[str, str] = {
     "held_bytes": "Bytes that are kept because requests asked for it.",
     "held_budget_bytes": "Most bytes that requests may keep (leases.held_share). At the budget, "
     "further requests keep nothing.",
-    "eviction_half_life_s": "Seconds in which a use loses half its weight, as the policy has "
+    "eviction_half_life_seconds": "Seconds in which a use loses half its weight, as the policy has "
     "learned.",
-    "eviction_memory_s": "Seconds after which the policy counts an older use half.",
+    "eviction_memory_seconds": "Seconds after which the policy counts an older use half.",
     "eviction_recency": "Weight of recency against frequency in the policy; -1 keeps the older of "
     "equally frequent blocks.",
     "eviction_sample_ratio": "Share of keys that the policy samples to learn its setting.",
@@ -139,8 +139,7 @@ HELP: dict[str, str] = {
     # Sessions and refusals
     "sessions": "Open sessions.",
     "leases": "Read and write leases.",
-    "refused_total": "Calls and sessions that were refused, for whatever reason.",
-    "refused_by_reason_total": "Calls and sessions that were refused, by reason.",
+    "refused_total": "Calls and sessions that were refused, by reason.",
     "notices_queued": "Notices in the longest outbox of a session. If it grows, an engine does not "
     "read.",
     "draining": "1 while the server drains: it takes no new work.",

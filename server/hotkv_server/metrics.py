@@ -25,6 +25,9 @@ from hotkv_server.runtime.stats import census, counters, gauges
 from hotkv_server.runtime.tier_reads import READ_BOUNDS_S
 from hotkv_server.sparse.figures import LATENCY_BOUNDS_S
 
+REFUSED = "refused_total"
+"""Labelled here: a sum beside it would count each refusal twice."""
+
 
 class NodeCollector(Collector):
     """The registry's source: the metrics that `read` took last."""
@@ -36,9 +39,14 @@ class NodeCollector(Collector):
     async def read(self) -> None:
         """Reads all metrics off the node. On the node's loop."""
         counted = await census(self._node)
+        counts = counters(self._node)
+        del counts[REFUSED]
         self._metrics = [
-            *(_counter(name, value) for name, value in counters(self._node).items()),
-            *(_gauge(name, value) for name, value in gauges(self._node, counted).items()),
+            *(_counter(name, value) for name, value in counts.items()),
+            *(
+                _gauge(in_seconds(name), value)
+                for name, value in gauges(self._node, counted).items()
+            ),
             *_sparse_metrics(self._node.sparse),
             _refusals(self._node),
             *_device_metrics(self._node.devices),
@@ -50,6 +58,11 @@ class NodeCollector(Collector):
 
     def describe(self) -> list[Metric]:
         return []
+
+
+def in_seconds(name: str) -> str:
+    """A name whose unit is written as Prometheus does: `build_seconds` of `build_s`."""
+    return f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name
 
 
 def _help(name: str) -> str:
@@ -74,7 +87,7 @@ def _gauge(
 
 def _refusals(node: Node) -> Metric:
     """How often each reason was given."""
-    family = _counter("refused_by_reason_total", labels=("reason",))
+    family = _counter(REFUSED, labels=("reason",))
     for reason in Reason:
         family.add_metric([reason.name.lower()], float(node.refusals[reason]))
     return family
@@ -120,7 +133,8 @@ def _sparse_metrics(sparse: SparseDecode) -> list[Metric]:
     metrics: list[Metric] = []
     for place, name in enumerate(SPARSE_COUNTERS):
         text = SPARSE_LAYER_HELP.get(name, name)
-        family = CounterMetricFamily(f"hotkv_sparse_layer_{name}", text, labels=["layer"])
+        exported = f"hotkv_sparse_layer_{in_seconds(name)}"
+        family = CounterMetricFamily(exported, text, labels=["layer"])
         for growth in rows:
             family.add_metric([str(growth.layer_index)], float(growth.values[place]))
         metrics.append(family)

@@ -1,38 +1,21 @@
 """deploy/hotkv.toml shows every setting with its meaning, unit and default, and nothing else."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from types import NoneType
-from typing import get_args
 
 import pytest
 import tomllib
-from pydantic import BaseModel, ByteSize
-from pydantic.fields import FieldInfo
+from pydantic import ByteSize
 
 from hotkv_server.settings import Settings, load_settings
 from hotkv_server.settings.security import TenantSettings
+from hotkv_server.settings.sources import leaves
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "hotkv.toml"
 EXAMPLES = {"arena.bytes"}
 """Shown with a value that is not the default; the comment says the default."""
 SAME_WORDS = 0.4
 """Share of the words of a setting's description that its comment has, too."""
-
-
-def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Settings with their dotted names."""
-    for name, info in model.model_fields.items():
-        # A table that need not be there is that of its model.
-        inner, *others = [one for one in get_args(info.annotation) if one is not NoneType] or [None]
-        if others or NoneType not in get_args(info.annotation):
-            inner = info.annotation
-        dotted = f"{prefix}{info.alias or name}"
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from leaves(inner, f"{dotted}.")
-        else:
-            yield dotted, info
 
 
 ALL = dict(leaves(Settings))

@@ -84,9 +84,13 @@ def test_the_patch_fits_the_manifest() -> None:
     )
     documents = yaml.safe_load_all((DEPLOY / "kubernetes" / "hotkv.yaml").read_text())
     before = next(item for item in documents if item["kind"] == "DaemonSet")
-    after = _merged(
-        copy.deepcopy(before), yaml.safe_load((DEPLOY / "kubernetes" / "gpu.yaml").read_text())
-    )
+    patch = yaml.safe_load((DEPLOY / "kubernetes" / "gpu.yaml").read_text())
+    # What kustomize finds the object of a patch by.
+    for at in ("apiVersion", "kind"):
+        assert patch[at] == before[at]
+    for at in ("name", "namespace"):
+        assert patch["metadata"][at] == before["metadata"][at]
+    after = _merged(copy.deepcopy(before), patch)
     for version in ("1.28", "1.34"):
         kubernetes_validate.validate(after, version, strict=True)
     pod = after["spec"]["template"]["spec"]

@@ -1,15 +1,90 @@
 """`bench/gpu/check.sh` sums up the output of its parts. Needs no GPU."""
 
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import tomllib
 
-from bench.gpu.figures import SPARSE_TARGETS, Figure, read
+from bench.gpu.figures import Figure, read
 from bench.gpu.shape import Shape
-from demo.processes import ROOT
+from demo.processes import ROOT, SHM
+
+SCRIPT = ROOT / "bench/gpu/check.sh"
+EXPECTED = {
+    "first": {
+        "first: store, runs of 64 KiB, of plain copy": 0.9,
+        "first: load, runs of 64 KiB, of plain copy": 0.9,
+        "first: both at once, runs of 64 KiB, of the sum of plain": 0.8,
+        "first: store, runs of 16 KiB, of plain copy": 0.7,
+        "first: load, runs of 16 KiB, of plain copy": 0.7,
+        "first: both at once, runs of 16 KiB, of the sum of plain": None,
+        "first: submission to first byte, 16 blocks, us": 300,
+        "first: matrix products lose while loads run": 0.03,
+    },
+    "arena": {
+        "arena: read-only mappings can be registered (1: yes)": None,
+        "arena: pageable memory can be read (1: yes)": None,
+        "arena: pulls of 8 KiB, registered read-only, of plain copy": 0.6,
+        "arena: pulls of 8 KiB, pageable, of plain copy": None,
+        "arena: pulls of 8 KiB, registered writable, of plain copy": None,
+    },
+    "sparse": {
+        "sparse: score rot2u, of device copy": 0.4,
+        "sparse: score rot2u, us": None,
+        "sparse: choose rot2u, us": None,
+        "sparse: build, of prefill": 0.03,
+        "sparse: device copy, GB/s": None,
+        "sparse: selection step of 128k tokens, us a layer": 100,
+    },
+    "decode": {
+        "decode: tokens as with all on the device": 1.0,
+        "decode: tokens as dense, budget covers the context": 0.95,
+        "prefill 128k: whole prompt, dense, s": None,
+        "prefill 128k: residency adds, of dense": 0.55,
+        "decode 128k, batch 1: dense, tokens/s": None,
+        "decode 128k, batch 1: residency, tokens/s": None,
+        "decode 128k, batch 1: residency's memory, of 3 whole contexts": 1.0,
+        "decode 128k, batch 3: dense, tokens/s": None,
+        "decode 128k, batch 3: residency, tokens/s": None,
+        "decode 128k, batch 3: residency's memory, of 3 whole contexts": 1.0,
+        "decode 128k, batch 8: residency, tokens/s": None,
+        "decode 128k, batch 8: residency's memory, of 3 whole contexts": 1.0,
+        "decode 128k: residency over dense, equal memory": 1.66,
+    },
+    "million": {
+        "1M, 14B: first token of a prefix hit, s": None,
+        "1M, 14B: per token, ms": None,
+        "1M, 14B: pages pulled a token": None,
+        "1M, 14B: first token of a whole prefill (computed), s": None,
+        "1M, 14B: residency adds, of dense prefill": 0.55,
+    },
+}
+"""Figures and targets, by benchmark; of the others only that they are there."""
+OTHERS = {"transfer", "latency", "residency", "blocks", "methods"}
+ORDER = [
+    "tests semantics",
+    "tests server",
+    "bench first",
+    "tests runtime",
+    "bench arena",
+    "bench sparse",
+    "bench decode",
+    "bench million",
+    "tests sparse",
+    "tests server",
+    "bench transfer",
+    "bench latency",
+    "bench residency",
+    "bench blocks",
+    "bench methods",
+]
 
 
 @pytest.mark.parametrize(
@@ -32,12 +107,13 @@ def test_the_table_has_all_that_came_to_an_end(tmp_path: Path) -> None:
             {"figures": [{"name": "load", "measured": 0.5, "target": 0.7, "at_most": False}]}
         )
     )
+    figures = [Figure("score", 0.5, 0.4), Figure("build", 0.5, 0.03, True)]
     (tmp_path / "sparse.json").write_text(
-        json.dumps(dict.fromkeys(SPARSE_TARGETS, 0.5) | {"copy_gb_s": 4000})
+        json.dumps({"figures": [asdict(figure) for figure in figures], "copy_gb_s": 4000})
     )
     (tmp_path / "methods.json").write_text("{broken")
     (tmp_path / "latency.json").write_text("")
-    assert [figure.met for figure in read(tmp_path / "sparse.json")] == [True, False, False]
+    assert [figure.met for figure in read(tmp_path / "sparse.json")] == [True, False]
     command = [sys.executable, "-m", "bench.gpu.figures", str(tmp_path)]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert (
@@ -49,7 +125,7 @@ def test_the_table_has_all_that_came_to_an_end(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (
         summary["transfer"][0]["met"] is False
-        and len(summary["sparse"]) == 3
+        and len(summary["sparse"]) == 2
         and summary["methods"] == []
     )
 
@@ -76,9 +152,86 @@ def test_shapes_use_every_byte_once(layout: str) -> None:
 )
 def test_the_command_line(arguments: tuple[str, ...], status: int, says: str) -> None:
     done = subprocess.run(
-        ["bash", str(ROOT / "bench/gpu/check.sh"), *arguments],
+        ["bash", str(SCRIPT), *arguments],
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert done.returncode == status and says in done.stdout + done.stderr
+
+
+def parts() -> list[tuple[str, int]]:
+    """What the script runs, in its order: kind and name, and the limit in seconds."""
+    found = re.findall(r'^(test|bench)_if "\$\w+" (\w+) (\d+)', SCRIPT.read_text(), re.MULTILINE)
+    return [(f"{'tests' if kind == 'test' else kind} {name}", int(s)) for kind, name, s in found]
+
+
+def test_bytes_and_copies_are_answered_in_two_minutes_and_all_in_nine() -> None:
+    """Even if every part hangs until its limit."""
+    assert [name for name, _ in parts()] == ORDER
+    limits = [limit for _, limit in parts()]
+    (whole,) = re.findall(r"^ALL_SECONDS=(\d+)$", SCRIPT.read_text(), re.MULTILINE)
+    assert sum(limits[:3]) <= 120 and sum(limits) <= int(whole) < 9 * 60
+
+
+def test_the_wheels_are_those_that_a_server_needs() -> None:
+    """But for what the machine has, numba, and what only tiers need."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["server"]]
+    needed = {re.split(r"[>=<;\[]", one)[0] for one in wanted}
+    carried = re.findall(r'"([a-z0-9-]+)>=', (ROOT / "tools/gpu_wheels.sh").read_text())
+    assert needed - {"numpy", "numba", "tomli", "xxhash"} | {"pytest"} <= set(carried)
+
+
+def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
+    """An interpreter that never ends in one benchmark: it is named, the next ones run, and what it
+    has left in shared memory is gone."""
+    fake = tmp_path / "python"
+    fake.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        "*bench.gpu.figures*) ;;\n"
+        f"*bench.gpu.arena*) mkdir {SHM}/hotkv-${{HOTKV_FOLDER_TAG}}left\n"
+        f"  echo $HOTKV_FOLDER_TAG > {tmp_path}/tag; sleep 60 ;;\n"
+        "*bench.gpu*) echo '{\"figures\": []}' ;;\n"
+        "*pytest*) echo 1 passed ;;\n"
+        "esac\n"
+    )
+    fake.chmod(0o755)
+    script = tmp_path / "bench" / "gpu" / "check.sh"
+    script.parent.mkdir(parents=True)
+    text = SCRIPT.read_text()
+    assert "arena 20" in text
+    script.write_text(text.replace("arena 20", "arena 1"))
+    done = subprocess.run(
+        ["bash", str(script), "--made-up", "--out", str(tmp_path / "out")],
+        capture_output=True, text=True, timeout=50, env={**os.environ, "PYTHON": str(fake)},
+    )  # fmt: skip
+    lines = done.stdout.split("== after")[1]
+    assert done.returncode == 1 and re.search(r"bench: arena +NOT ENDED in \d s", lines)
+    assert re.search(r"bench: sparse +ended in", lines) and re.search(r"bench: methods", lines)
+    assert not list(SHM.glob(f"hotkv-{(tmp_path / 'tag').read_text().strip()}*"))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1100)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="kernels run on the CPU where g++ is")
+def test_the_whole_check_runs_over_a_made_up_device(tmp_path: Path) -> None:
+    """Every part comes to its end, in order, with every figure and its target."""
+    done = subprocess.run(
+        ["bash", str(SCRIPT), "--made-up", "--out", str(tmp_path)],
+        capture_output=True, text=True, timeout=1090,
+        env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    begun = re.findall(r"^== (tests|bench)/gpu/(?:test_)?(\w+)\.py", done.stdout, re.MULTILINE)
+    needs_gpu = {"tests semantics", "tests runtime", "tests sparse"}
+    assert [" ".join(one) for one in begun] == [one for one in ORDER if one not in needs_gpu]
+    assert "NOT ENDED" not in done.stdout and "CRASHED" not in done.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert set(summary) == set(EXPECTED) | OTHERS
+    for name, expected in EXPECTED.items():
+        assert {one["name"]: one["target"] for one in summary[name]} == expected
+    assert all(summary[name] for name in OTHERS - {"blocks"})
+    equal = [one for one in summary["decode"] if one["name"].startswith("decode: tokens")]
+    assert [one["met"] for one in equal] == [True, True]

@@ -456,14 +456,12 @@ def test_what_is_granted_too_little_of_is_said(folder: Path) -> None:
     prlimit = shutil.which("prlimit")
     if prlimit is None:
         pytest.skip("prlimit is not installed")
-    done = start(
-        folder,
-        "--tcp-address",
-        "256.0.0.1:1",
-        "--security.tcp-insecure",
-        "true",
-        before=(prlimit, "--memlock=65536:65536"),
-    )
+    # The address of events is tried when the arena is there.
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        taken = f"tcp://*:{holder.getsockname()[1]}"
+        limited = (prlimit, "--memlock=65536:65536")
+        done = start(folder, "--http.port", "-1", "--events.endpoint", taken, before=limited)
+    assert done.returncode == 1
     assert (
         "locked memory is limited to 65536 bytes: enough for engines on CPU, too little to pin "
         "the arena"

@@ -14,7 +14,7 @@ from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.metric_help import HELP, SPARSE_LAYER_HELP
-from hotkv_server.metrics import NodeCollector
+from hotkv_server.metrics import NodeCollector, in_seconds
 from hotkv_server.runtime.node import Node
 
 
@@ -42,9 +42,20 @@ def test_every_metric_has_a_text_and_no_text_is_left_over(metrics: list[Metric])
         metric.name.removeprefix("hotkv_") + "_total" * (metric.type == "counter")
         for metric in metrics
     }
-    of_layers = {f"sparse_layer_{name}_total" for name in SPARSE_COUNTERS}
+    of_layers = {f"sparse_layer_{in_seconds(name)}_total" for name in SPARSE_COUNTERS}
     assert names - of_layers == set(HELP)
     assert set(SPARSE_LAYER_HELP) == set(SPARSE_COUNTERS)
+
+
+def test_names_are_as_prometheus_has_them(metrics: list[Metric]) -> None:
+    """Units in full, at the end; nothing counted under two names."""
+    for metric in metrics:
+        assert not metric.name.endswith(("_s", "_ms")), metric.name
+    names = {metric.name for metric in metrics}
+    assert {"hotkv_eviction_half_life_seconds", "hotkv_sparse_layer_build_seconds"} <= names
+    (refused,) = {name for name in names if name.startswith("hotkv_refused")}
+    samples = [s for metric in metrics if metric.name == refused for s in metric.samples]
+    assert samples and all(set(sample.labels) == {"reason"} for sample in samples)
 
 
 def test_texts_are_sentences(metrics: list[Metric]) -> None:

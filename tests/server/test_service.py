@@ -107,9 +107,7 @@ def test_http(server: Server) -> None:
     ]
     for name in ("process_open_fds", *(f"hotkv_{name}" for name in names)):
         assert re.search(rf"^{name} [0-9.e+]+$", text, re.MULTILINE), name
-    assert re.search(
-        r'^hotkv_refused_by_reason_total{reason="overloaded"} [0-9.e+]+$', text, re.MULTILINE
-    )
+    assert re.search(r'^hotkv_refused_total{reason="overloaded"} [0-9.e+]+$', text, re.MULTILINE)
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(base + "/../etc/passwd", timeout=10)
 

@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 
 from hotkv_server.core.policies import POLICIES
+from hotkv_server.simulate import plot
+from hotkv_server.simulate.report import Row
 from tests import daemons
 from tests.simulate.naive import lru_hits, two_tier_hits
 from tests.simulate.traces import agent_sessions, scans, write_trace
 
 REQUESTS = agent_sessions(2, 120)
+SOME_RATES = [(5.0, 512, 0.25), (20.0, 2048, 0.5)]
+"""Percent, blocks, hit rate."""
 
 
 @pytest.fixture
@@ -176,6 +180,20 @@ def test_plot(trace: Path, tmp_path: Path) -> None:
     assert width > 1000 and height > 400
 
 
+def test_a_plot_shows_gib_and_hit_rate() -> None:
+    """What a person asks for: memory along, hits up."""
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    panel = figure.subplots()
+    rows = [Row("t", "lru", at, blocks, rate, 100, 1.0) for at, blocks, rate in SOME_RATES]
+    plot._draw_panel(panel, "t", rows, 2.0)
+    assert "GiB" in panel.get_xlabel() and panel.get_ylabel().startswith("hit rate")
+    assert panel.lines[0].get_ydata().tolist() == [rate for *_, rate in SOME_RATES]
+    assert [text.get_text().split("\n")[0] for text in panel.get_xticklabels()] == [
+        "1 GiB",
+        "4 GiB",
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -201,7 +219,7 @@ def test_plot(trace: Path, tmp_path: Path) -> None:
             ["--plot", "/nowhere/at/all.png"],
             "--plot: /nowhere/at/all.png can't be written; name a file in a folder that exists",
         ),
-        (["--arena.bytes", "1GiB"], "unknown arguments: --arena.bytes 1GiB"),
+        (["--arena.bytes", "1GiB"], "there is no --arena.bytes"),
         (
             ["--trace", "/nowhere.jsonl"],
             "/nowhere.jsonl: No such file or directory; name a file that can be read",

@@ -3,6 +3,7 @@ is numpy's."""
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,3 +57,29 @@ class CpuDevice:
         module(source_of(kernel)).launch(
             kernel, tuple(grid), threads, values, shared_bytes, self.seed
         )
+
+
+class CpuTensors(CpuDevice):
+    """Memory is torch's, as it is on CUDA."""
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
+        import torch
+
+        return torch.from_numpy(super().zeros(shape, dtype))
+
+    def write(self, target: Any, start: Sequence[int], values: Host) -> None:
+        super().write(target.numpy(), start, values)
+
+    def read(self, source: Any) -> Host:
+        return source.numpy().copy()
+
+    def launch(
+        self,
+        kernel: str,
+        grid: Sequence[int],
+        threads: int,
+        args: Sequence[Argument],
+        shared_bytes: int = 0,
+    ) -> None:
+        plain = [arg.data_ptr() if hasattr(arg, "data_ptr") else arg for arg in args]
+        super().launch(kernel, grid, threads, plain, shared_bytes)

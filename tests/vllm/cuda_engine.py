@@ -8,7 +8,6 @@ A page that was given back is NaN until somebody writes it.
 
 import mmap
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,13 +25,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from hotkv_client.types import ResidencyOpened
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.cuda.arena import PAGEABLE_ACCESS
-from hotkv_sparse.cuda.device import Argument, Host
 from hotkv_sparse.cuda.hotsets import ATTENDED
 from hotkv_vllm.compat.residency import ResidentSpec
 from hotkv_vllm.sparse import cuda_setup
 from hotkv_vllm.sparse.cuda_backend import HotFlashBuilder, HotFlashImpl
 from hotkv_vllm.sparse.resident_step import KeptBlocks, ResidentRow, ResidentStep
-from tests.sparse.cuda_support import CpuDevice
+from tests.sparse.cuda_support import CpuTensors
 from tests.sparse.test_cuda_arena import Cuda
 from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_model
 
@@ -42,30 +40,6 @@ FILE = (1, 2)
 PIN = ResidencyOpened("r", 0, 0, 0)
 CHUNK = 128
 ATTEND = "flash_attn_varlen_func"
-
-
-class CpuTensors(CpuDevice):
-    """Memory is torch's, as it is on CUDA."""
-
-    def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
-        return torch.from_numpy(super().zeros(shape, dtype))
-
-    def write(self, target: Any, start: Sequence[int], values: Host) -> None:
-        super().write(target.numpy(), start, values)
-
-    def read(self, source: Any) -> Host:
-        return source.numpy().copy()
-
-    def launch(
-        self,
-        kernel: str,
-        grid: Sequence[int],
-        threads: int,
-        args: Sequence[Argument],
-        shared_bytes: int = 0,
-    ) -> None:
-        plain = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
-        super().launch(kernel, grid, threads, plain, shared_bytes)
 
 
 class FakeArena:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hotkv_vllm.stats import COUNTERS
+from hotkv_vllm.stats import COUNTERS, exported
 from tests.vllm.checkpoint import write_weights
 from tests.vllm.http_server import HttpServer, readme_command
 from tests.vllm.processes import Daemon
@@ -156,7 +156,7 @@ def test_a_chat_goes_on_after_the_kill(servers: tuple[Cold, HttpServer]) -> None
 def test_counters_are_there_before_they_grow(servers: tuple[Cold, HttpServer]) -> None:
     cold, _ = servers
     assert {
-        name: cold.at_first.get(f"vllm:hotkv_{name}_total") for name in COUNTERS
+        name: cold.at_first.get(f"vllm:hotkv_{exported(name)}_total") for name in COUNTERS
     } == dict.fromkeys(COUNTERS, 0.0)
     assert (
         cold.metrics["vllm:hotkv_miss_requests_total"] == 3

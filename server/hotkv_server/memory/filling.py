@@ -27,6 +27,8 @@ RESERVE_BYTES = 64 << 20
 HUGE_PAGE_BUDGET_S = 0.5
 """Longest time for one piece as huge pages. If the kernel takes longer or refuses, the rest is
 filled with any pages, and collapsed into huge ones behind."""
+HUGE_LOOK_S = 0.05
+"""How long the start counts huge pages of an arena that it takes over: some hundred MiB of them."""
 COMING_S = 1.0
 """How far ahead `coming_bytes` looks."""
 PAUSE_S = 0.01
@@ -104,6 +106,11 @@ class Filling:
     def fill_for(self, budget_s: float, least_bytes: int = 0) -> None:
         """Fills for so long, and one piece and `least_bytes` at least. Blocks. Raises OSError if
         memory is short for even one piece."""
+        if self._filled_bytes:
+            # An earlier server's: `settle` goes on with those that are not counted in so long.
+            self._huge_end = self._arena.make_huge(
+                0, HUGE_LOOK_S, HUGE_PAGE_BYTES, self._filled_bytes
+            )
         deadline_s = time.monotonic() + budget_s
         while not self.is_done and not self.problem:
             try:

@@ -75,6 +75,12 @@ def available_bytes() -> int:
     return least
 
 
+def machine_bytes() -> int:
+    """Memory of this machine, or the limit of this process's control groups if that is less;
+    NO_LIMIT if the kernel does not say."""
+    return min(_field(MEMINFO, "MemTotal:", 1024), cgroup_bytes())
+
+
 def allocated_bytes(path: Path) -> int:
     """Memory that a file on tmpfs has by now; 0 if there is no such file."""
     try:

@@ -31,7 +31,6 @@ DEFAULT_PAGE = 100
 MAX_PAGE = 10_000
 SERVED_PAGE = 2000
 """Most blocks of a page, however many a client asks for: the event loop makes them one by one."""
-DEFAULT_DRAIN_S = 30.0
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -222,7 +221,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
         async def call() -> admin_pb2.DrainResponse:
-            self._node.drain(convert.seconds("timeout_ms", request.timeout_ms) or DEFAULT_DRAIN_S)
+            self._node.drain(convert.seconds("timeout_ms", request.timeout_ms) or None)
             live = inspect.counts(self._node.core)
             return admin_pb2.DrainResponse(
                 lease_count=live.num_leases, transfer_count=live.num_transfers

@@ -208,6 +208,8 @@ def _limiting_group(
 def _summary(
     blocks: Iterable[admin_pb2.BlockExplanation], limiting: int, hit: int, num_tokens: int
 ) -> str:
+    if limiting < 0 and not num_tokens:
+        return "the prompt is shorter than a block: nothing of it can hit"
     if limiting < 0:
         return f"all {hit} of {num_tokens} whole-block tokens hit"
     missing = next((b for b in blocks if b.group_index == limiting and b.verdict not in HITS), None)

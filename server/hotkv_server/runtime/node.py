@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 TIMER_S = 0.2
 STALLED_TIMER_S = 5.0
+DEFAULT_DRAIN_S = 10.0
+"""As the setting's default."""
 STALLED_WORK_S = 60.0
 """Far above what a piece of work on a thread may take, also on a machine that swaps."""
 
@@ -73,7 +75,7 @@ class Node:
         self.health = Health()
         self.lag = LoopLag()
         self.drained = asyncio.Event()
-        self.drain_timeout_s = 0.0
+        self.drain_timeout_s = DEFAULT_DRAIN_S
         self._drain_timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
         arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
@@ -213,9 +215,10 @@ class Node:
 
     # Draining and time
 
-    def drain(self, timeout_s: float) -> None:
-        """Takes no new work from now on; sets `drained` when all has ended or the time is up.
-        Called again, it can only end sooner."""
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Takes no new work from now on; sets `drained` when all has ended or the time is up, which
+        is `drain_timeout_s` unless given. Called again, it can only end sooner."""
+        timeout_s = self.drain_timeout_s if timeout_s is None else timeout_s
         loop = asyncio.get_running_loop()
         if self._drain_timer is not None:
             if self._drain_timer.when() <= loop.time() + timeout_s:

@@ -6,6 +6,7 @@ field, its value and what is allowed. The sections have modules of their own.
 """
 
 import hashlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +25,11 @@ from pydantic_settings import (
     CliSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
     TomlConfigSettingsSource,
 )
 
+from hotkv_server.settings import sources
 from hotkv_server.settings.copies import CopySettings
 from hotkv_server.settings.outlets import EventSettings, HttpSettings
 from hotkv_server.settings.security import SecuritySettings
@@ -37,6 +40,11 @@ from hotkv_server.settings.storage import (
     ResidencySettings,
 )
 from hotkv_server.settings.tiers import TierSettings
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 MIB = 1 << 20
 
@@ -148,10 +156,10 @@ class Settings(BaseSettings):
 
 
 def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Settings:
-    """Reads the settings from all sources. Raises ValueError with one line a mistake; exits after
-    printing help for `--help`."""
-    if config is not None and not config.is_file():
-        raise ValueError(f"--config: there is no file {config}")
+    """Reads the settings from all sources. Raises ValueError with one line a mistake."""
+    if wrong := sources.wrong_variables(Settings, os.environ):
+        raise ValueError("\n".join(wrong))
+    _check_file(config)
     model = type(
         "Settings",
         (Settings,),
@@ -162,15 +170,33 @@ def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Se
     )
     try:
         cli: CliSettingsSource[list[str]] = CliSettingsSource(
-            model, cli_prog_name=program, cli_parse_args=list(flags), cli_kebab_case=True
+            model,
+            cli_prog_name=program,
+            cli_parse_args=list(flags),
+            cli_kebab_case=True,
+            cli_exit_on_error=False,
         )
         loaded = model(_cli_settings_source=cli)
         assert isinstance(loaded, Settings)
         return loaded
+    except SettingsError as error:
+        raise ValueError(sources.wrong_flags(Settings, str(error))) from error
     except ValidationError as error:
         raise ValueError(
             "\n".join(_line(item["loc"], item.get("input"), item["msg"]) for item in error.errors())
         ) from error
+
+
+def _check_file(config: Path | None) -> None:
+    """Raises ValueError, with the file's name, unless it is TOML."""
+    if config is None:
+        return
+    if not config.is_file():
+        raise ValueError(f"--config: there is no file {config}")
+    try:
+        tomllib.loads(config.read_text())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--config: {config}: {error}") from error
 
 
 def _line(location: tuple[int | str, ...], value: object, message: str) -> str:

@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="also draw the miss-ratio curves"
+        "--plot", type=Path, metavar="FILE.png", help="also draw hit rates over capacity"
     )
 
 

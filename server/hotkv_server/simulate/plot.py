@@ -1,4 +1,4 @@
-"""The miss-ratio curve as a PNG: a panel per trace, a line per policy. Needs matplotlib, from the
+"""The hit-rate curve as a PNG: a panel per trace, a line per policy. Needs matplotlib, from the
 extra `simulate`.
 """
 
@@ -34,7 +34,7 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(path: Path, rows: Sequence[Row], block_mib: float | None) -> None:
-    """Draws miss ratio, of all tiers, over capacity. Raises OSError if the file can't be
+    """Draws hit rate, of all tiers, over capacity. Raises OSError if the file can't be
     written."""
     figure_module = importlib.import_module("matplotlib.figure")
     traces = list(dict.fromkeys(row.trace for row in rows))
@@ -52,16 +52,16 @@ def _draw_panel(panel: Any, trace: str, rows: Sequence[Row], block_mib: float | 
         mine = sorted(
             (row for row in rows if row.policy == policy), key=lambda row: row.capacity_percent
         )
-        shares, misses = (
+        shares, hits = (
             [row.capacity_percent for row in mine],
-            [1 - row.total_hit_rate for row in mine],
+            [row.total_hit_rate for row in mine],
         )
         if policy in BOUNDS:
             style = ":" if policy == UNBOUNDED else "--"
-            panel.plot(shares, misses, style, color="0.35", marker=".", label=policy)
+            panel.plot(shares, hits, style, color="0.35", marker=".", label=policy)
         else:
             panel.plot(
-                shares, misses, marker=MARKERS[number % len(MARKERS)], markersize=5, label=policy
+                shares, hits, marker=MARKERS[number % len(MARKERS)], markersize=5, label=policy
             )
     blocks = {row.capacity_percent: row.capacity_blocks for row in rows}
     ticks = _spaced(sorted(blocks), MAX_TICKS)
@@ -70,8 +70,9 @@ def _draw_panel(panel: Any, trace: str, rows: Sequence[Row], block_mib: float | 
     panel.set_xticks([], minor=True)
     lower = next((row.lower for row in rows if row.lower is not None), None)
     below = f", and {lower.name} of {lower.capacity_percent:g} %" if lower is not None else ""
-    panel.set_xlabel(f"capacity, share of unique blocks{below}")
-    panel.set_ylabel("miss ratio (blocks not in the prefix that hits)")
+    what = "GiB" if block_mib is not None else "blocks (GiB with --block-mib)"
+    panel.set_xlabel(f"capacity in {what}, and of all different blocks{below}")
+    panel.set_ylabel("hit rate (blocks in the prefix that hits)")
     panel.set_title(Path(trace).name, fontsize="medium")
     panel.grid(alpha=0.3)
     panel.legend(fontsize="small")
@@ -89,5 +90,6 @@ def _spaced(percents: Sequence[float], most: int) -> list[float]:
 
 
 def _tick(percent: float, capacity_blocks: int, block_mib: float | None) -> str:
-    memory = "" if block_mib is None else f"\n{capacity_blocks * block_mib / MIB_PER_GIB:,.3g} GiB"
-    return f"{percent:g} %{memory}"
+    if block_mib is None:
+        return f"{capacity_blocks:,}\n{percent:g} %"
+    return f"{capacity_blocks * block_mib / MIB_PER_GIB:,.3g} GiB\n{percent:g} %"

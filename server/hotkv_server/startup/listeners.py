@@ -4,16 +4,20 @@ Always true: a listener that cannot have its address keeps the server from start
 setting to change.
 """
 
+import contextlib
+import importlib
 import os
 import socket
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from hotkv.keys import KeySpace
 from hotkv_server.http_endpoint import HttpServer
 from hotkv_server.rpc.descriptors import DescriptorServer
-from hotkv_server.rpc.server import RpcServer
+from hotkv_server.rpc.server import Endpoints, RpcServer
 from hotkv_server.runtime.node import Node
+from hotkv_server.security.identity import AccessControl
 from hotkv_server.security.path_checks import UnsafeError
 from hotkv_server.security.tickets import Tickets
 from hotkv_server.settings import Settings
@@ -39,6 +43,26 @@ class Listeners:
         access, tickets = make_access_control(settings.security), Tickets()
         endpoints = make_endpoints(settings)
         uids = frozenset({os.getuid(), 0, *settings.security.allowed_uids})
+        # A socket that was made has its path until somebody removes it.
+        paths = (settings.grpc_socket, settings.admin_socket, settings.descriptor_socket)
+        with contextlib.ExitStack() as undo:
+            for path in paths:
+                undo.callback(path.unlink, missing_ok=True)
+            listeners = Listeners._open(settings, node, access, tickets, endpoints, uids, undo)
+            await listeners.rpc.start()
+            undo.pop_all()
+        return listeners
+
+    @staticmethod
+    def _open(
+        settings: Settings,
+        node: Node,
+        access: AccessControl,
+        tickets: Tickets,
+        endpoints: Endpoints,
+        uids: frozenset[int],
+        undo: contextlib.ExitStack,
+    ) -> "Listeners":
         try:
             rpc = RpcServer(node, access, tickets, endpoints)
             descriptors = DescriptorServer(
@@ -52,9 +76,8 @@ class Listeners:
             )
         except (OSError, RuntimeError, ValueError, UnsafeError) as error:
             raise StartError(f"can't listen: {error}") from error
-        http = _listen_http(settings, node)
-        await rpc.start()
-        return Listeners(rpc, descriptors, http)
+        undo.callback(descriptors.close)
+        return Listeners(rpc, descriptors, _listen_http(settings, node))
 
 
 def _listen_http(settings: Settings, node: Node) -> HttpServer | None:
@@ -69,19 +92,31 @@ def _listen_http(settings: Settings, node: Node) -> HttpServer | None:
         ) from error
 
 
-def make_publisher(settings: EventSettings) -> "ZmqPublisher | None":
-    """The publisher of events; None if the settings name no endpoint. Raises StartError."""
-    if not settings.endpoint:
-        return None
-    try:
-        import zmq
+def check_publisher(settings: Settings) -> None:
+    """Raises StartError if events are wanted and can't be published."""
+    if settings.events.endpoint:
+        _zmq()
 
-        from hotkv_server.events.publisher import ZmqPublisher
+
+def _zmq() -> ModuleType:
+    try:
+        import hotkv_server.events.publisher  # noqa: F401 - needs more than zmq
+
+        return importlib.import_module("zmq")
     except ImportError as missing:
         raise StartError(
             f"events.endpoint is set, but {missing.name} is not installed: pip install "
             "'hotkv[events]'"
         ) from missing
+
+
+def make_publisher(settings: EventSettings) -> "ZmqPublisher | None":
+    """The publisher of events; None if the settings name no endpoint. Raises StartError."""
+    if not settings.endpoint:
+        return None
+    zmq = _zmq()
+    from hotkv_server.events.publisher import ZmqPublisher
+
     host = socket.gethostname()
 
     def topic_of(number: int, key_space: KeySpace) -> str:

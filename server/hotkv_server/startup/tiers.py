@@ -2,9 +2,11 @@
 it."""
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from hotkv.errors import HotKVError
@@ -47,6 +49,41 @@ class LowerPart:
     def close(self) -> None:
         """Lets another server have the folder, after the tier was closed."""
         self.memory.close()
+
+
+def check_tiers(settings: Settings) -> None:
+    """Raises StartError if the disk tier's folder can't be used or has no room, or a tier's modules
+    are not installed. Asks no store: one that is away comes back by itself."""
+    disk = settings.tiers.disk
+    if disk.path is not None:
+        _check_disk(disk.path, disk.bytes)
+    try:
+        shared_tiers(settings)
+        if settings.tiers.s3 is not None:
+            from hotkv_server.tiers.s3 import bucket
+
+            bucket.check_installed()
+        if settings.tiers.valkey is not None and settings.tiers.valkey.cluster:
+            from hotkv_server.tiers.valkey import cluster_client
+
+            cluster_client.check_installed()
+    except MissingError as error:
+        raise StartError(f"tiers: {error}") from error
+    except ImportError as missing:
+        raise StartError(f"tiers: {missing.name} is not installed") from missing
+
+
+def _check_disk(path: Path, num_bytes: int) -> None:
+    folder = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise StartError(f"tiers.disk.path: {folder} is no folder that this user may write")
+    space = os.statvfs(folder)
+    held = sum(one.stat().st_blocks * 512 for one in path.glob("*") if one.is_file())
+    if (free := space.f_bavail * space.f_frsize) + held < num_bytes:
+        raise StartError(
+            f"tiers.disk: {folder} has {free >> 20} MiB free, tiers.disk.bytes asks for "
+            f"{(num_bytes - held) >> 20} MiB more: lower it, or choose another folder"
+        )
 
 
 def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart | None:

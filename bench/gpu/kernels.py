@@ -1,0 +1,249 @@
+"""Where the kernels of sparse decode run in the benchmarks: on the first GPU, or on the CPU, which
+plays one (`tests.device.cuda_on_cpu`) and needs g++.
+
+Always true: what a made-up one is given is done at once, so its bytes count and times on it are no
+figures.
+"""
+
+import gc
+import sys
+from collections.abc import Callable
+from time import perf_counter
+from types import ModuleType, SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from hotkv_sparse.cuda.device import Array, CupyDevice, Device, address_of
+
+U8 = npt.NDArray[np.uint8]
+
+
+class Kernels(Protocol):
+    """A device for kernels. `xp`: the module of its arrays, CuPy, numpy or torch."""
+
+    xp: Any
+    device: Device
+    is_made_up: bool
+
+    def address(self, array: Array) -> int: ...
+    def milliseconds(self, run: Callable[[], None]) -> float:
+        """Of what `run` gives to the stream, waited for."""
+
+    def captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        """`run` as one graph of the device, run again by each call."""
+
+
+class CudaArrays:
+    """The first GPU with CuPy's arrays, on a stream of its own, which becomes the current one."""
+
+    is_made_up = False
+
+    def __init__(self) -> None:
+        import cupy
+
+        self.xp = cupy
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.stream.use()
+        device = CupyDevice(0, self.stream.ptr)
+        device.compile()
+        self.device: Device = device
+
+    def address(self, array: Array) -> int:
+        return address_of(array)
+
+    def milliseconds(self, run: Callable[[], None]) -> float:
+        start, end = (self.xp.cuda.Event() for _ in range(2))
+        start.record(self.stream)
+        run()
+        end.record(self.stream)
+        end.synchronize()
+        return float(self.xp.cuda.get_elapsed_time(start, end))
+
+    def captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        self.stream.begin_capture()
+        run()
+        graph = self.stream.end_capture()
+        return lambda: graph.launch(self.stream)
+
+    def pinned(self, num_bytes: int) -> U8:
+        """Host memory that the device copies by itself."""
+        return np.frombuffer(self.xp.cuda.alloc_pinned_memory(num_bytes), np.uint8, num_bytes)
+
+    def copy_in(self, target: Any, source: U8) -> None:
+        """All of a pinned array to the device, by CUDA's plain call."""
+        target.data.copy_from_host_async(source.ctypes.data, source.nbytes, self.stream)
+
+    def copy(self, target: Any, source: Any) -> None:
+        """Within the device."""
+        target.data.copy_from_device_async(source.data, source.nbytes, self.stream)
+
+
+class HostArrays:
+    """The CPU with numpy's arrays."""
+
+    is_made_up = True
+
+    def __init__(self) -> None:
+        from tests.sparse.cuda_support import CpuDevice
+
+        _need_compiler()
+        self.xp = np
+        self.device: Device = CpuDevice(1)  # type: ignore[assignment]
+        sys.modules.setdefault("cupy", _made_up_cupy())
+
+    def address(self, array: Any) -> int:
+        return int(array.ctypes.data)
+
+    def milliseconds(self, run: Callable[[], None]) -> float:
+        return _milliseconds(run)
+
+    def captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run
+
+    def pinned(self, num_bytes: int) -> U8:
+        return np.zeros(num_bytes, np.uint8)
+
+    def copy_in(self, target: Any, source: U8) -> None:
+        np.copyto(target.view(np.uint8), source)
+
+    def copy(self, target: Any, source: Any) -> None:
+        np.copyto(target, source)
+
+
+def array_kernels(made_up: bool) -> "CudaArrays | HostArrays":
+    """Kernels over CuPy's arrays. Ends the program if there is no GPU, or no g++ to play one."""
+    if made_up:
+        return HostArrays()
+    try:
+        return CudaArrays()
+    except ImportError:
+        raise SystemExit(
+            "this benchmark needs CuPy and a GPU; install hotkv[cuda12] or hotkv[cuda13], or "
+            "--made-up runs the same without, for its bytes and not for its times"
+        ) from None
+
+
+class CudaTensors:
+    """The first GPU with torch's tensors, as a CUDA engine has them."""
+
+    is_made_up = False
+
+    def __init__(self) -> None:
+        import torch
+
+        from hotkv_vllm.sparse.cuda_device import TorchDevice
+
+        self.xp, self.place = torch, torch.device("cuda", 0)
+        device = TorchDevice(self.place)
+        device.compile()
+        self.device: Device = device
+
+    def address(self, array: Array) -> int:
+        return address_of(array)
+
+    def milliseconds(self, run: Callable[[], None]) -> float:
+        start, end = (self.xp.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end))
+
+    def captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        # Torch wants what it captures to have run before, on another stream than its first.
+        stream = self.xp.cuda.Stream(self.place)
+        stream.wait_stream(self.xp.cuda.current_stream(self.place))
+        with self.xp.cuda.stream(stream):
+            run()
+        self.xp.cuda.current_stream(self.place).wait_stream(stream)
+        graph = self.xp.cuda.CUDAGraph()
+        with self.xp.cuda.graph(graph):
+            run()
+        return lambda: graph.replay()
+
+    def clear(self) -> None:
+        """Gives back what torch keeps of memory that nobody uses."""
+        gc.collect()
+        self.xp.cuda.synchronize()
+        self.xp.cuda.empty_cache()
+
+
+class HostTensors:
+    """The CPU with torch's tensors."""
+
+    is_made_up = True
+
+    def __init__(self) -> None:
+        import torch
+
+        from tests.sparse.cuda_support import CpuTensors
+
+        _need_compiler()
+        self.xp, self.place = torch, torch.device("cpu")
+        self.device: Device = CpuTensors(1)
+        sys.modules.setdefault("cupy", _made_up_cupy())
+
+    def address(self, array: Any) -> int:
+        return int(array.data_ptr())
+
+    def milliseconds(self, run: Callable[[], None]) -> float:
+        return _milliseconds(run)
+
+    def captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run
+
+    def clear(self) -> None:
+        pass
+
+
+def tensor_kernels(made_up: bool) -> "CudaTensors | HostTensors":
+    """Kernels over torch's tensors. Ends the program if there is no GPU, or no g++ to play one."""
+    import torch
+
+    if made_up:
+        return HostTensors()
+    if not torch.cuda.is_available():
+        raise SystemExit("torch sees no GPU; --made-up runs the same without one, for its bytes")
+    return CudaTensors()
+
+
+def _milliseconds(run: Callable[[], None]) -> float:
+    start_s = perf_counter()
+    run()
+    return 1e3 * (perf_counter() - start_s)
+
+
+def _need_compiler() -> None:
+    from tests.device.cuda_on_cpu import COMPILER
+
+    if COMPILER is None:
+        raise SystemExit("kernels run on the CPU where g++ is installed")
+
+
+def _made_up_cupy() -> ModuleType:
+    """What `MappedArena` asks of CuPy, of a device that can do all."""
+
+    class Device:
+        def __init__(self, number: int) -> None:
+            pass
+
+        def __enter__(self) -> "Device":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            pass
+
+    runtime = SimpleNamespace(
+        deviceGetAttribute=lambda attribute, device: 1,
+        hostRegister=lambda address, num_bytes, flags: None,
+        hostUnregister=lambda address: None,
+        CUDARuntimeError=RuntimeError,
+    )
+    module: Any = ModuleType("cupy")
+    module.cuda = SimpleNamespace(Device=Device, runtime=runtime)
+    return module  # type: ignore[no-any-return]

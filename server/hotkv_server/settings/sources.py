@@ -1,0 +1,119 @@
+"""Where settings come from: names of flags and variables, what was meant by a wrong one, and the
+list of all.
+
+Always true: a flag that is no setting is refused. So is a variable that is all but one; others with
+the prefix belong to somebody else (Kubernetes sets some for a service called hotkv).
+"""
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
+
+from pydantic import BaseModel, ByteSize
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+CLOSE_RATIO = 0.85
+"""How alike a wrong name and the one that was meant are; HOTKV_VENV is not HOTKV_EVENTS."""
+PREFIX = "HOTKV_"
+OTHERS = frozenset({"HOTKV_TARGET", "HOTKV_DISABLE_NUMBA"})
+"""Variables of the command `hotkv` and of all that loads kernels."""
+OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_(TCP|UDP)\w*)?$")
+BINARY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Settings with their dotted names; a table that need not be there is that of its model."""
+    for name, info in model.model_fields.items():
+        inner, *others = [one for one in get_args(info.annotation) if one is not NoneType] or [None]
+        if others or NoneType not in get_args(info.annotation):
+            inner = info.annotation
+        dotted = f"{prefix}{info.alias or name}"
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from leaves(inner, f"{dotted}.")
+        else:
+            yield dotted, info
+
+
+def flag_of(name: str) -> str:
+    """`--arena.slab-bytes` of `arena.slab_bytes`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def variable_of(name: str) -> str:
+    """`HOTKV_ARENA__SLAB_BYTES` of `arena.slab_bytes`."""
+    return PREFIX + name.replace(".", "__").upper()
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` if one is all but equal, else nothing."""
+    bare = {_bare(one): one for one in known}
+    found = difflib.get_close_matches(_bare(word), bare, 1, CLOSE_RATIO)
+    return f"; did you mean {bare[found[0]]}?" if found else ""
+
+
+def _bare(name: str) -> str:
+    """Letters alone, without the prefix of variables."""
+    return re.sub(r"[^a-z0-9]", "", name.removeprefix(PREFIX).lower())
+
+
+def wrong_flags(model: type[BaseModel], message: str) -> str:
+    """argparse's message of flags that are none, with what was meant by each; any other as it
+    is."""
+    _, found, flags = message.partition("unrecognized arguments: ")
+    if not found:
+        return message.removeprefix("error parsing CLI: ")
+    known = [flag_of(name) for name, _ in leaves(model)] + ["--config", "--check", "--reset"]
+    wrong = [word.partition("=")[0] for word in flags.split() if word.startswith("--")]
+    return "\n".join(
+        f"{word} is no setting{meant(word, known) or '; --help-settings lists them'}"
+        for word in wrong or [flags]
+    )
+
+
+def wrong_variables(model: type[BaseModel], environment: Mapping[str, str]) -> list[str]:
+    """Variables that were meant to be settings and are none, a sentence each. Those in a section
+    are refused by the section."""
+    sections = {variable_of(info.alias or name) for name, info in model.model_fields.items()}
+    known = {variable_of(name) for name, _ in leaves(model)} | sections
+    wrong = []
+    for name in sorted(environment):
+        upper = name.upper()
+        is_ours = upper.startswith(PREFIX) and upper not in known | OTHERS
+        if not is_ours or any(upper.startswith(f"{section}__") for section in sections):
+            continue
+        if not OF_KUBERNETES.search(upper) and (hint := meant(upper, known)):
+            wrong.append(f"{name} is no setting{hint}")
+    return wrong
+
+
+def listing(model: type[BaseModel]) -> str:
+    """All settings for people: flag, meaning, default, variable."""
+    lines = ["Settings: flags, HOTKV_ variables, or a TOML file (--config); the first counts.", ""]
+    for name, info in leaves(model):
+        lines += [
+            flag_of(name),
+            f"    {info.description}",
+            f"    Default: {shown_default(info)}. Variable: {variable_of(name)}",
+        ]
+    return "\n".join(lines)
+
+
+def shown_default(info: FieldInfo) -> str:
+    """A default as one would write it."""
+    value: Any = info.get_default(call_default_factory=True, validated_data={})
+    if value is PydanticUndefined:
+        return "none, it must be set"
+    if isinstance(value, ByteSize):
+        for unit, size in BINARY_UNITS:
+            if value and value % size == 0:
+                return f"{value // size}{unit}"
+        return str(int(value))
+    if value is None:
+        return "none"
+    if isinstance(value, str | Path):
+        return f'"{value}"'
+    return str(value).lower() if isinstance(value, bool) else str(value)

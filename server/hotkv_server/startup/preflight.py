@@ -1,0 +1,203 @@
+"""What can be known to keep a server from starting before it has made anything.
+
+Always true: nothing is left behind, and nothing of a server that runs is touched. A start does the
+same checks first; later steps may still fail, for what has changed meanwhile.
+"""
+
+import contextlib
+import os
+import pwd
+import socket
+import ssl
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from hotkv.table import TableGeometry
+from hotkv_server.device import start as device_start
+from hotkv_server.memory import limits, readers
+from hotkv_server.memory.arena import ARENA_FILE, LOCK_FILE, TABLE_FILE
+from hotkv_server.rpc.server import MAX_SOCKET_PATH_BYTES
+from hotkv_server.security.path_checks import UnsafeError
+from hotkv_server.settings import Settings
+from hotkv_server.startup import StartError
+from hotkv_server.startup.access import make_access_control, make_endpoints
+from hotkv_server.startup.arena import placer
+from hotkv_server.startup.listeners import check_publisher
+from hotkv_server.startup.places import check_places, lock_runtime_dir
+from hotkv_server.startup.tiers import check_tiers
+
+
+def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
+    """What would keep a server with these settings from starting, a sentence each; empty if
+    nothing is known. Takes seconds if `copy.cuda` is on.
+
+    `is_running`: a server with this runtime directory runs, and has its addresses.
+    """
+    checks: list[Callable[[Settings], None]] = [
+        check_sockets,
+        check_places,
+        check_arena_room,
+        check_nodes,
+        check_access,
+        check_devices,
+        check_tiers,
+        check_publisher,
+        *(() if is_running else (check_http, check_tcp)),
+    ]
+    problems = []
+    made = _missing(settings.admin_socket.parent, settings.arena_dir)
+    for check in checks:
+        try:
+            check(settings)
+        except StartError as error:
+            problems.append(str(error))
+    if problems:
+        _remove_empty(made)
+    return problems
+
+
+def check_and_clean(settings: Settings) -> tuple[list[str], str]:
+    """`check_start` for whoever starts no server: removes the directories that checks have made.
+    Also says whose server runs there, if one does."""
+    running = ""
+    made = _missing(settings.runtime_dir, settings.admin_socket.parent, settings.arena_dir)
+    lock = settings.runtime_dir / LOCK_FILE
+    had_lock = lock.exists()
+    try:
+        os.close(lock_runtime_dir(settings.runtime_dir))
+        if not had_lock:
+            lock.unlink(missing_ok=True)
+    except StartError as error:
+        if "in use by" not in str(error):
+            _remove_empty(made)
+            return [str(error)], ""
+        running = str(error)
+    problems = check_start(settings, is_running=bool(running))
+    _remove_empty(made)
+    return problems, running
+
+
+def become_owner(settings: Settings) -> None:
+    """Has root check as the user whose server it is: the owner of the arena, else of the directory
+    of the sockets. For a process that only checks."""
+    for directory in (settings.arena_dir, settings.runtime_dir):
+        if os.geteuid() == 0 and directory.is_dir() and (owner := directory.stat().st_uid):
+            with contextlib.suppress(KeyError):
+                user = pwd.getpwuid(owner)
+                os.initgroups(user.pw_name, user.pw_gid)
+                os.setegid(user.pw_gid)
+            os.seteuid(owner)
+
+
+def _missing(*directories: Path) -> set[Path]:
+    """Those that are not there, with what is missing above them."""
+    return {
+        folder
+        for path in directories
+        for folder in (path.absolute(), *path.absolute().parents)
+        if not folder.exists()
+    }
+
+
+def _remove_empty(directories: Iterable[Path]) -> None:
+    for folder in sorted(directories, key=lambda one: len(one.parts), reverse=True):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def check_sockets(settings: Settings) -> None:
+    """Raises StartError if the kernel takes no socket of such a name."""
+    for path in (settings.grpc_socket, settings.descriptor_socket, settings.admin_socket):
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+            raise StartError(
+                f"runtime_dir: can't listen on {path}: it is longer than {MAX_SOCKET_PATH_BYTES} "
+                "bytes; choose another directory with --runtime-dir"
+            )
+
+
+def check_arena_room(settings: Settings) -> None:
+    """Raises StartError if the arena's file system, the machine or its control group can't hold
+    it."""
+    arena, directory = settings.arena, settings.arena_dir
+    geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
+    held = sum(limits.allocated_bytes(directory / name) for name in (ARENA_FILE, TABLE_FILE))
+    missing_bytes = arena.bytes + readers.table_file_bytes(geometry) - held
+    folder = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    try:
+        space = os.statvfs(folder)
+    except OSError as error:
+        raise StartError(f"arena.dir: {error}") from error
+    free_bytes = space.f_bavail * space.f_frsize
+    if missing_bytes > free_bytes:
+        raise StartError(
+            f"arena: {folder} has {free_bytes >> 20} MiB free, arena and table need "
+            f"{missing_bytes >> 20} MiB more: lower arena.bytes ({arena.bytes >> 20} MiB), or "
+            "enlarge the file system (Docker, Kubernetes: mount a directory of the node's "
+            "/dev/shm)"
+        )
+    granted = limits.machine_bytes()
+    if arena.bytes > granted:
+        raise StartError(
+            f"arena.bytes ({arena.bytes >> 20} MiB) is more than the memory of this machine, "
+            f"service or container ({granted >> 20} MiB): lower it, or raise the limit"
+        )
+
+
+def check_nodes(settings: Settings) -> None:
+    """Raises StartError if `arena.numa` names a node that is not there."""
+    placer(settings.arena.numa)
+
+
+def check_access(settings: Settings) -> None:
+    """Raises StartError for tenants, modes and certificates that can't be used."""
+    try:
+        make_access_control(settings.security)
+        endpoints = make_endpoints(settings)
+    except ValueError as error:
+        raise StartError(f"security: {error}") from error
+    if endpoints.tls is not None:
+        try:
+            endpoints.tls.read()
+        except (OSError, ssl.SSLError, ValueError, UnsafeError) as error:
+            raise StartError(f"security.tls: {error}") from error
+
+
+def check_devices(settings: Settings) -> None:
+    """Raises StartError if there must be a GPU and is none."""
+    if settings.copy_.cuda == "on":
+        found = device_start.look(settings.copy_)
+        if found.runtime is None:
+            raise StartError(f"copy.cuda is on: {found.why_none}")
+
+
+def check_http(settings: Settings) -> None:
+    """Raises StartError if HTTP can't have its address."""
+    if settings.http.port > 0:
+        _bind("http.port", settings.http.host, settings.http.port)
+
+
+def check_tcp(settings: Settings) -> None:
+    """Raises StartError if gRPC can't have its TCP address."""
+    host, colon, port = settings.tcp_address.rpartition(":")
+    if not settings.tcp_address:
+        return
+    if not colon or not port.isdecimal():
+        raise StartError(f"tcp_address is {settings.tcp_address!r}; write host:port")
+    if int(port):
+        _bind("tcp_address", host.strip("[]") or "0.0.0.0", int(port))
+
+
+def _bind(setting: str, host: str, port: int) -> None:
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, number) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(address)
+            one.listen(1)
+    except OSError as error:
+        raise StartError(
+            f"{setting}: can't listen on {host}:{port} ({error.strerror}); choose another with "
+            f"--{setting.replace('_', '-')}, and an address of this machine"
+        ) from error

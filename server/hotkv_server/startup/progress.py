@@ -1,0 +1,52 @@
+"""Says what a start is at while it lasts: a line for each part that takes longer than a moment."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 2.0
+KERNELS = (
+    "compiling kernels, which only the first start does (`hotkv-server compile` does it ahead)"
+)
+
+
+def _nothing() -> str:
+    return ""
+
+
+class Progress:
+    """Logs from a thread, as the start holds its own. Use in a `with` block; `at` names the part
+    that begins."""
+
+    def __init__(self, beat_s: float = BEAT_S) -> None:
+        self._beat_s = beat_s
+        self._part: tuple[str, Callable[[], str], float] = ("", _nothing, 0.0)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="hotkv-progress", daemon=True)
+
+    def __enter__(self) -> "Progress":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def at(self, what: str, shown: Callable[[], str] = _nothing) -> None:
+        """The start begins `what`; `shown` says how far it is, from the thread."""
+        self._part = (what, shown, time.monotonic())
+
+    def _work(self) -> None:
+        while not self._over.wait(self._beat_s):
+            what, shown, began_s = self._part
+            if what and (took_s := time.monotonic() - began_s) >= self._beat_s:
+                log.info("starting: %s%s, %.0f s so far", what, shown(), took_s)

@@ -1,0 +1,257 @@
+"""Starts as an operator sees them: what is wrong is said before anything is made, and by `--check`
+as by a start; what fails leaves nothing behind."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from demo.processes import Server, runtime_folder
+from hotkv_client.admin import AdminClient
+from hotkv_client.testing import PagedEngine
+from hotkv_server.settings import Settings, sources
+from tests.server.certificates import Authority
+
+ARENA = ["--arena.bytes", "16MiB", "--arena.slab-bytes", "64KiB", "--http.port", "-1"]
+
+
+def started(
+    folder: Path, *flags: str, check: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A server that should refuse to start; `--check` if asked for."""
+    command = [sys.executable, "-m", "hotkv_server", "run", "--runtime-dir", str(folder / "run")]
+    command += ["--arena.dir", str(folder / "arena"), *ARENA, *flags]
+    return subprocess.run(
+        [*command, *(["--check"] if check else [])],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
+
+
+def left_in(folder: Path) -> set[str]:
+    """All that is there, but for the directory of the sockets and its lock."""
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    return found - {"run", "run/lock"}
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with runtime_folder(64 << 20) as made:
+        yield made
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        yield one.getsockname()[1]
+
+
+def mistakes(folder: Path, elsewhere: Path, port: int) -> dict[str, tuple[list[str], str]]:
+    """Flags of a start that can't be, and what is said of it."""
+    certificate, key = Authority(elsewhere, "authority").issue("server")
+    key.chmod(0o644)
+    (elsewhere / "zmq.py").write_text("raise ImportError('as if it were not there', name='zmq')\n")
+    tls = ["--security.tls.key", str(key), "--security.tls.certificate", str(certificate)]
+    return {
+        "a key that all may read": (
+            [*tls, "--tcp-address", "127.0.0.1:0", "--security.tcp-insecure", "true"],
+            "chmod o-rwx",
+        ),
+        "an arena beyond all memory": (["--arena.bytes", "100TiB"], "lower arena.bytes"),
+        "events without pyzmq": (["--events.endpoint", "tcp://*:0"], "zmq is not installed"),
+        "a port that is taken": (
+            ["--http.port", str(port)],
+            f"http.port: can't listen on .*{port}",
+        ),
+        "a TCP port that is taken": (
+            ["--tcp-address", f"127.0.0.1:{port}", "--security.tcp-insecure", "true"],
+            "tcp_address: can't listen",
+        ),
+        "a path too long for a socket": (
+            ["--runtime-dir", str(folder / ("long" * 30))],
+            "longer than 107 bytes",
+        ),
+        "a node that is not there": (["--arena.numa", "977"], "arena.numa"),
+        "no GPU": (["--copy.cuda", "on"], "copy.cuda is on"),
+        "no room on the disk": (
+            ["--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "900TiB"],
+            "tiers.disk",
+        ),
+    }
+
+
+NAMES = [
+    "a key that all may read",
+    "an arena beyond all memory",
+    "events without pyzmq",
+    "a port that is taken",
+    "a TCP port that is taken",
+    "a path too long for a socket",
+    "a node that is not there",
+    "no GPU",
+    "no room on the disk",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_check_refuses_what_a_start_refuses(
+    folder: Path, tmp_path: Path, taken: int, name: str
+) -> None:
+    flags, words = mistakes(folder, tmp_path, taken)[name]
+    environment = {}
+    if "pyzmq" in name:
+        environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    checked = started(folder, *flags, check=True, **environment)
+    assert checked.returncode == 1 and re.search(words, checked.stderr), checked.stderr
+    assert "Traceback" not in checked.stderr
+    assert not any(folder.iterdir()), "a check leaves nothing"
+    done = started(folder, *flags, **environment)
+    assert done.returncode == 1 and re.search(words, done.stderr), done.stderr
+    assert not left_in(folder) - {"long" * 30, f"{'long' * 30}/lock"}
+
+
+def test_check_names_all_that_is_wrong_at_once(folder: Path, taken: int) -> None:
+    done = started(folder, "--http.port", str(taken), "--arena.numa", "977", check=True)
+    assert "http.port" in done.stderr and "arena.numa" in done.stderr
+
+
+def test_check_passes_beside_the_server_that_runs(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = str(one.getsockname()[1])
+    with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB", "--http.port", port) as server:
+        server.wait_ready()
+        done = started(folder, "--http.port", port, check=True)
+        assert done.returncode == 0, done.stderr
+        assert f"in use by hotkv-server with pid {server.pid}" in done.stderr
+        assert server.status()["state"].startswith("ready")
+
+
+def test_a_start_that_fails_late_leaves_nothing_of_its_own(folder: Path) -> None:
+    """The address of events is only tried when the arena is there."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+        done = started(folder, "--events.endpoint", f"tcp://*:{port}")
+    assert done.returncode == 1 and "in use" in done.stderr
+    assert not left_in(folder)
+
+
+def test_a_start_that_fails_late_keeps_what_was_there(folder: Path) -> None:
+    with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as server:
+        server.wait_ready()
+        engine = PagedEngine(server.target, engine_id="one").connect()
+        engine.close()
+    before = left_in(folder)
+    assert any(name.endswith("/arena") for name in before)
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        done = started(folder, "--events.endpoint", f"tcp://*:{one.getsockname()[1]}")
+    assert done.returncode == 1
+    assert before <= left_in(folder)
+
+
+def test_a_drain_waits_as_long_as_the_setting_says(folder: Path) -> None:
+    flags = ("--arena.slab-bytes", "64KiB", "--drain-timeout-s", "3")
+    with Server(folder, "16MiB", *flags) as server:
+        server.wait_ready()
+        with AdminClient(server.target) as admin:
+            admin.drain()
+        deadline_s = time.monotonic() + 10
+        while "draining timeout_s=" not in server.log.read_text():
+            assert time.monotonic() < deadline_s
+        assert "draining timeout_s=3.0" in server.log.read_text()
+
+
+def test_a_long_start_says_what_it_is_at(folder: Path, tmp_path: Path) -> None:
+    """Kernels that nobody has compiled yet."""
+    pytest.importorskip("numba")
+    command = [sys.executable, "-m", "hotkv_server", "run", "--runtime-dir", str(folder / "run")]
+    command += ["--arena.dir", str(folder / "arena"), *ARENA]
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        said = ""
+        for line in process.stderr:
+            said += line
+            if " ready " in line:
+                break
+        process.terminate()
+        process.wait(30)
+    assert "starting version=" in said
+    assert re.search(r"starting: (compiling kernels|bringing in an arena).* s so far", said), said
+
+
+def test_a_restart_counts_the_huge_pages_that_are_there(folder: Path) -> None:
+    with Server(folder, "64MiB") as server:
+        server.wait_ready()
+        server.wait_filled()
+        deadline_s = time.monotonic() + 10
+        while not (huge := server.counter("arena_huge_page_bytes")):
+            if time.monotonic() > deadline_s:
+                pytest.skip("this kernel gives no huge pages")
+            time.sleep(0.2)
+    with Server(folder, "64MiB") as server:
+        server.wait_ready()
+        (line,) = [one for one in server.log.read_text().splitlines() if " ready version" in one][
+            -1:
+        ]
+        found = re.search(r" huge_bytes=(\d+)", line)
+        assert found is not None and int(found[1]) > 0, line
+        time.sleep(1)
+        assert server.counter("arena_huge_page_bytes") <= 64 << 20 >= huge
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "words"),
+    [
+        (["--arena.byte", "1GiB"], {}, "--arena.byte is no setting; did you mean --arena.bytes?"),
+        (["--zzzzz"], {}, "--zzzzz is no setting; --help-settings lists them"),
+        ([], {"HOTKV_LOGLEVEL": "info"}, "HOTKV_LOGLEVEL is no setting; did you mean HOTKV_LOG_L"),
+        ([], {"HOTKV_ARENA_BYTES": "1"}, "did you mean HOTKV_ARENA__BYTES?"),
+    ],
+)
+def test_a_typo_is_one_line_that_says_what_was_meant(
+    folder: Path, flags: list[str], environment: dict[str, str], words: str
+) -> None:
+    done = started(folder, *flags, check=True, **environment)
+    assert done.returncode == 2 and words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_variables_of_others_are_none_of_the_servers() -> None:
+    """Kubernetes sets some for a service of that name."""
+    others = ("HOTKV_PORT", "HOTKV_PORT_9433_TCP_ADDR", "HOTKV_SERVICE_HOST", "HOTKV_TARGET")
+    others += (
+        "HOTKV_HTTP_PORT",
+        "HOTKV_ARENA_SERVICE_PORT",
+        "HOTKV_VENV",
+        "HOTKV_MADE_UP_GPU",
+        "HOTKV_ARENA__BYTES",
+    )
+    assert sources.wrong_variables(Settings, dict.fromkeys(others, "1")) == []
+
+
+def test_a_broken_file_is_named(folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "broken.toml"
+    config.write_text("[arena]\nbytes = = 3\n")
+    done = started(folder, "--config", str(config), check=True)
+    assert done.returncode == 2 and f"{config}: " in done.stderr and "line 2" in done.stderr
+
+
+def test_help_lists_every_setting_with_its_default() -> None:
+    shown = sources.listing(Settings)
+    for name, info in sources.leaves(Settings):
+        assert f"\n{sources.flag_of(name)}\n    {info.description}\n" in shown, name
+    part = shown.split("\n--arena.slab-bytes\n")[1].split("\n--")[0]
+    assert "Default: 4MiB. Variable: HOTKV_ARENA__SLAB_BYTES" in part
+    assert "factory" not in shown and "Undefined" not in shown
