@@ -186,6 +186,29 @@ def test_a_lease_waits_for_its_own_blocks_only() -> None:
     asyncio.run(run())
 
 
+def test_a_caller_that_gives_up_while_it_waits_pins_nothing() -> None:
+    """As a unary call does that its client cancels."""
+
+    async def run() -> None:
+        async with made() as one:
+            await one.lie_below(BLOCKS)
+            one.tier.faults.is_hung = True
+            lists = [HashList(0, words_of(BLOCKS))]
+            waiting = asyncio.create_task(one.tiers.bring_up(one.session, lists))
+            await asyncio.sleep(0.05)
+            assert len(one.core.moves)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            one.tier.faults.is_hung = False
+            until_s = time.monotonic() + 5
+            while len(one.core.moves):
+                assert time.monotonic() < until_s, "a move up never ends"
+                await asyncio.sleep(0.01)
+            assert all(await one.leased(BLOCKS))
+
+    asyncio.run(run())
+
+
 def test_a_session_whose_leases_wait_already_waits_for_no_more(monkeypatch: Any) -> None:
     monkeypatch.setattr(tier_lookups, "MAX_WAITING", 2)
 
