@@ -54,6 +54,12 @@ class Demotion:
         for group, spec in enumerate(record.key_space.groups):
             self._block_tokens[record.number, group] = spec.block_tokens
 
+    def forget_key_space(self, record: KeySpaceRecord) -> None:
+        """Forgets a key space of which no block is in host memory or moves."""
+        self._sizes.forget_key_space(record)
+        for group in range(len(record.key_space.groups)):
+            del self._block_tokens[record.number, group]
+
     def take(self, num_bytes: int, now_s: float) -> Entries:
         """The next waiting blocks that are not below and may be written: about so many bytes of
         slots, each block once. Looks at MAX_LOOKED of them."""
