@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from hotkv_server.core.cache import CacheCore
-from hotkv_server.memory.epoch_notes import EpochNotes
+from hotkv_server.memory.epoch_notes import UNSURE, EpochNotes
 from hotkv_server.runtime.breaker import Breaker
 from hotkv_server.runtime.tier_tasks import TierTasks, elsewhere, future, on_loop
 from hotkv_server.tiers.protocol import NO_EPOCH, Epochs, SharedTier
@@ -97,7 +97,7 @@ class SharedEpochs:
                 fingerprint,
             )
             self._flushing[fingerprint] += 1
-            tasks.spawn(self._raise(fingerprint))
+            tasks.spawn(self._raise(fingerprint, is_late=True))
         tasks.spawn(self._poll())
 
     def get(self, key_space_id: int) -> int:
@@ -133,7 +133,7 @@ class SharedEpochs:
             fingerprint = self.fingerprint(key_space_id)
             learning = self._learning.get(fingerprint)
             if learning is None and fingerprint not in self._flushing:
-                epoch = await self._ask(fingerprint, until_s)
+                epoch = await _asked(self._tier, fingerprint, until_s)
                 learning = self._begin_learning(fingerprint, epoch) if epoch else None
             if learning is not None:
                 # The disk may hang.
@@ -182,25 +182,22 @@ class SharedEpochs:
             except OSError as error:
                 log.error("epochs not written down, so %s: %s", else_what, error)
 
-    async def _raise(self, fingerprint: str) -> None:
-        while True:
-            ended: asyncio.Future[tuple[int | None]] = future()
-            self._tier.raise_epoch(fingerprint, on_loop(ended))
-            (epoch,) = await ended
-            if epoch is not None:
-                await self._settle(fingerprint, epoch)
-                return
+    async def _raise(self, fingerprint: str, *, is_late: bool = False) -> None:
+        """Tells the store of a flush. `is_late`: blocks may have been stored here since."""
+        began_s = time.monotonic()
+        while (epoch := await _raised(self._tier, fingerprint)) is None:
             await self._note_untold(fingerprint)
             if self._tasks.is_closing:
                 return
+            is_late = True
             await asyncio.sleep(RETRY_S)
-
-    async def _ask(self, fingerprint: str, until_s: float) -> int | None:
-        """The epoch in the store; None if it has not answered by then."""
-        ended: asyncio.Future[tuple[int | None]] = future()
-        self._tier.epoch(fingerprint, until_s, on_loop(ended))
-        await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
-        return ended.result()[0] if ended.done() else None
+        is_late |= time.monotonic() > began_s + FLUSH_WAIT_S
+        number, noted = self._number(fingerprint), self._notes.epochs(self._name).get(fingerprint)
+        expected = max(noted or UNSURE, self._met.get(fingerprint, NO_EPOCH)) + 1
+        if is_late and number and noted is not None and epoch != expected:
+            # Another node has flushed in between, which was not heard of here.
+            await self._flush(number)
+        await self._settle(fingerprint, epoch)
 
     async def _poll(self) -> None:
         async for _ in self._tasks.turns(POLL_S):
@@ -210,7 +207,7 @@ class SharedEpochs:
                     continue
                 fingerprint = self.fingerprint(key_space_id)
                 known = self._known.get(key_space_id)
-                epoch = await self._ask(fingerprint, time.monotonic() + POLL_S)
+                epoch = await _asked(self._tier, fingerprint, time.monotonic() + POLL_S)
                 if epoch is None or self._known.get(key_space_id) != known:
                     continue
                 if known is not None:
@@ -293,3 +290,18 @@ class SharedEpochs:
         epoch, number = self._met.pop(fingerprint), self._number(fingerprint)
         if epoch != NO_EPOCH and number:
             self._known[number] = epoch
+
+
+async def _asked(tier: SharedTier, fingerprint: str, until_s: float) -> int | None:
+    """The epoch in the store; None if it has not answered by then."""
+    ended: asyncio.Future[tuple[int | None]] = future()
+    tier.epoch(fingerprint, until_s, on_loop(ended))
+    await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
+    return ended.result()[0] if ended.done() else None
+
+
+async def _raised(tier: SharedTier, fingerprint: str) -> int | None:
+    """The epoch in the store after it was raised; None if it was not."""
+    ended: asyncio.Future[tuple[int | None]] = future()
+    tier.raise_epoch(fingerprint, on_loop(ended))
+    return (await ended)[0]
