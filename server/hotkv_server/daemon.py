@@ -128,7 +128,8 @@ class Opened:
             self.node.save_use()
             self.memory.release()
         else:
-            self.notes.discard()
+            if self.lower is None:
+                self.notes.discard()
             self.memory.remove()
 
 

@@ -65,6 +65,16 @@ def test_what_was_tried_long_ago_is_forgotten() -> None:
     assert num_blocks < 40_000
 
 
+def test_key_spaces_that_are_forgotten_leave_nothing() -> None:
+    node = Node()
+    for name in ("a", "b", "c"):
+        session = node.core.open_session(name, "worker", make_key_space(name, LARGE, PLAIN), 0.0)
+        node.core.close_session(session.number, 0.0)
+        assert node.core.catalog.forget(session.key_space_id)
+    assert repr(node.down._sizes).endswith("of 2 groups are encoded)")
+    assert len(node.down._block_tokens) == 2
+
+
 class Node:
     """A core over a tier that encodes, with a budget of writes."""
 

@@ -321,6 +321,27 @@ def test_a_server_that_was_down_during_a_flush_drops_what_it_had(
     assert not a.finds(chain) and not b.finds(chain)
 
 
+def test_a_server_that_leaves_only_its_disk_drops_what_was_flushed_meanwhile(
+    nodes: tuple[SharingNode, SharingNode], valkey: Valkey
+) -> None:
+    a, b = nodes
+    flags = (*flags_of(valkey), "--tiers.disk.bytes", "64MiB", "--arena.keep", "false")
+    flags = (*flags, "--tiers.disk.path", str(a.folder / "disk"))
+    a.start_sharing(*flags)
+    b.start_sharing(*flags_of(valkey))
+    chain = hashes(CHAIN)
+    content = a.fill(chain)
+    wait_until(lambda: a.counter("tier_demoted_blocks_total") == CHAIN)
+    a.stop(signal.SIGTERM)
+    a.start_sharing(*flags)
+    assert a.loads(chain, content)
+    a.stop(signal.SIGTERM)
+    assert b.engine is not None
+    b.engine.session.flush().result(20)
+    a.start_sharing(*flags)
+    wait_until(lambda: not a.finds(chain), 20)
+
+
 def test_what_one_node_stores_in_a_cluster_another_loads(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path
 ) -> None:

@@ -3,6 +3,8 @@ and blocks of before a flush that this one missed are dropped."""
 
 import asyncio
 import contextlib
+import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotkv_server.memory import epoch_notes
 from hotkv_server.memory.epoch_notes import EPOCHS_FILE, UNSURE, EpochNotes
+from hotkv_server.runtime import shared_epochs
 from hotkv_server.testing.memory_tier import MemoryStore
 from tests.tiers import test_shared_runtime
 from tests.tiers.test_shared_runtime import BLOCKS, SharedNode, until
@@ -106,6 +109,77 @@ def test_blocks_of_an_unknown_epoch_are_not_vouched_for(tmp_path: Path) -> None:
             assert not one.shared.epochs.covers_old(1)
             await one.flush()
             assert one.shared.epochs.covers_old(1)
+
+    asyncio.run(run())
+
+
+class HeldNotes(EpochNotes):
+    """Notes on a disk that hangs until `go` is set."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__([folder])
+        self.go, self.num_saving = threading.Event(), 0
+
+    def save(self) -> None:
+        self.num_saving += 1
+        assert self.go.wait(20)
+        super().save()
+
+
+@contextlib.asynccontextmanager
+async def held(store: MemoryStore, folder: Path) -> AsyncIterator[tuple[SharedNode, HeldNotes]]:
+    """A server whose notes hang."""
+    notes = HeldNotes(folder)
+    one = SharedNode(store, 0.2, notes)
+    one.tiers.start(one.core.take_effects, one.flushed_here)
+    try:
+        yield one, notes
+    finally:
+        notes.go.set()
+        await one.tiers.close()
+
+
+def test_nobody_waits_for_notes_on_a_disk_that_hangs(tmp_path: Path) -> None:
+    async def run() -> None:
+        store, other_folder = MemoryStore(places=False), tmp_path / "other"
+        other_folder.mkdir()
+        async with server(store, other_folder, is_first=True) as other:
+            other.put(BLOCKS)
+            await other.until_copied(6)
+            async with held(store, tmp_path) as (one, notes):
+                for _ in range(5):
+                    found = await asyncio.wait_for(one.looked_up(BLOCKS), 5.0)
+                    assert not any(found), "an epoch is known that is not written down"
+                one.tier.faults.problem = "away"
+                await asyncio.wait_for(one.flush(), 5.0)
+                assert notes.num_saving == 1, "more threads than one hang"
+                one.tier.faults.problem = ""
+                notes.go.set()
+                await until(lambda: one.shared.epochs.get(1), "no epoch")
+
+    asyncio.run(run())
+
+
+def test_what_is_known_is_what_is_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if another node flushes between two lookups that ask for the epoch."""
+    monkeypatch.setattr(shared_epochs, "POLL_S", 30.0)
+
+    async def run() -> None:
+        store = MemoryStore(places=False)
+        async with held(store, tmp_path) as (one, notes):
+            store.epochs[one.fingerprint] = 7
+            until_s = time.monotonic() + 10
+            first = asyncio.create_task(one.shared.epochs.learn(1, until_s))
+            await until(lambda: notes.num_saving, "nothing is written down")
+            store.epochs[one.fingerprint] += 1
+            second = asyncio.create_task(one.shared.epochs.learn(1, until_s))
+            await asyncio.sleep(0.1)
+            notes.go.set()
+            assert await first and await second
+            said = EpochNotes([tmp_path]).epochs("shared")
+            assert said == {one.fingerprint: one.shared.epochs.get(1)}
 
     asyncio.run(run())
 

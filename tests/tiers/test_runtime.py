@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from hotkv.table import SLOT_ALIGN
+from hotkv_server.core import room
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import CoreConfig, HashList
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
-from hotkv_server.runtime import breaker, tier_lookups
+from hotkv_server.runtime import breaker, slices, tier_lookups
 from hotkv_server.runtime.tier_below import TierBelow
 from hotkv_server.runtime.tier_reads import TRIED_S
 from hotkv_server.runtime.tiers import Tiers, moving_bytes
@@ -156,6 +157,28 @@ def test_others_are_told_of_what_is_evicted_for_blocks_that_come_up() -> None:
     asyncio.run(run())
 
 
+def test_room_below_is_made_in_parts(monkeypatch: Any) -> None:
+    """With compression a disk has places of two sizes, and compares them: that looks at all it
+    has."""
+    monkeypatch.setattr(room, "EVICTED_PER_PART", 1)
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)
+
+    async def run() -> None:
+        async with made() as one:
+            most, num_evicted = 0, 0
+            for first in range(0, 320, 32):
+                one.put(list(range(first, first + 32)))
+                while one.lower.counters.demoted < first + 32:
+                    before = one.lower.space.removal.evicted_blocks
+                    await asyncio.sleep(0)
+                    num_evicted = one.lower.space.removal.evicted_blocks
+                    most = max(most, num_evicted - before)
+            assert num_evicted >= 64 and most <= 2, f"{most} blocks were evicted in one turn"
+            assert all(await one.leased(list(range(310, 320))))
+
+    asyncio.run(run())
+
+
 def test_many_ask_at_once_and_each_block_is_read_once() -> None:
     async def run() -> None:
         async with made() as one:
@@ -182,6 +205,29 @@ def test_a_lease_waits_for_its_own_blocks_only() -> None:
             assert time.monotonic() - began_s < 4.0
             held_back.is_hung = False
             assert all(await waiting)
+
+    asyncio.run(run())
+
+
+def test_a_caller_that_gives_up_while_it_waits_pins_nothing() -> None:
+    """As a unary call does that its client cancels."""
+
+    async def run() -> None:
+        async with made() as one:
+            await one.lie_below(BLOCKS)
+            one.tier.faults.is_hung = True
+            lists = [HashList(0, words_of(BLOCKS))]
+            waiting = asyncio.create_task(one.tiers.bring_up(one.session, lists))
+            await asyncio.sleep(0.05)
+            assert len(one.core.moves)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            one.tier.faults.is_hung = False
+            until_s = time.monotonic() + 5
+            while len(one.core.moves):
+                assert time.monotonic() < until_s, "a move up never ends"
+                await asyncio.sleep(0.01)
+            assert all(await one.leased(BLOCKS))
 
     asyncio.run(run())
 

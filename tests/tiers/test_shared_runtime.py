@@ -240,6 +240,25 @@ def test_a_flush_counts_though_the_store_is_away() -> None:
     asyncio.run(run())
 
 
+def test_a_flush_elsewhere_counts_while_the_store_waits_to_be_told_of_one_here() -> None:
+    async def run() -> None:
+        async with nodes() as (a, b):
+            a.put(BLOCKS)
+            await a.until_copied(6)
+            assert await b.looked_up(BLOCKS[:1]) == [True]
+            a.tier.faults.problem = "gone"
+            await a.flush()
+            a.put([20, 21])
+            await b.flush()
+            a.put([22])
+            a.tier.faults.problem = ""
+            await until(lambda: a.shared.epochs.get(1), "the flush was forgotten")
+            assert a.num_flushed_here == 1
+            assert not any(await a.leased([20, 21]))
+
+    asyncio.run(run())
+
+
 def test_a_store_that_lost_its_epochs_counts_as_flushed() -> None:
     async def run() -> None:
         store = MemoryStore(places=False)

@@ -128,6 +128,16 @@ def test_a_flush_counts_whoever_has_the_epoch(
         assert asked.is_set()
 
 
+def test_no_epoch_begins_at_one(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the key is gone when a flush raises it: such an epoch would come again."""
+    with over(cluster) as bench:
+        with monkeypatch.context() as patched:
+            patched.setattr(ClusterClient, "_begin_epoch", lambda *arguments: [None])
+            assert flush(bench.tier) == NO_EPOCH  # type: ignore[arg-type]
+        begun = epoch(bench.tier)  # type: ignore[arg-type]
+        assert begun and begun > 1 << 48
+
+
 def test_a_full_cluster_says_so_and_a_flush_counts(cluster: Cluster) -> None:
     with over(cluster) as bench:
         now = epoch(bench.tier)  # type: ignore[arg-type]

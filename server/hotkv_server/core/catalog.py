@@ -187,6 +187,8 @@ class Catalog:
         self.revision += 1
         del self._left_s[number], self._numbers[record.key_space.fingerprint]
         self._rows.remove(number % KEY_SPACE_ROWS)
+        if self._lower is not None:
+            self._lower.forget_key_space(record)
         self._count(record.key_space, -1, -weight_bytes(record.key_space, record.representations))
         return True
 
@@ -246,8 +248,7 @@ class Catalog:
         if key_space.num_shards > MAX_SHARDS:
             raise _invalid(
                 f"key_space.groups have {key_space.num_shards} shards; at most {MAX_SHARDS} "
-                "are "
-                "supported"
+                "are supported"
             )
         for index, group in enumerate(key_space.groups):
             self._check_fits(f"key_space.groups[{index}]: a block", group.slot_bytes)
@@ -261,8 +262,7 @@ class Catalog:
                 Reason.OVERLOADED,
                 (
                     f"representations: this server already knows {len(known)} kinds of them for "
-                    "the "
-                    "key space"
+                    "the key space"
                 ),
             )
         for index, kind in enumerate(kinds):

@@ -7,6 +7,8 @@ block is ready below only when the tier has said that it is stored. It stays pin
 until the tier reads it no more; a place is not given away while it is written.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from hotkv import table
@@ -51,6 +53,12 @@ class Demotion:
         self._sizes.add_key_space(record)
         for group, spec in enumerate(record.key_space.groups):
             self._block_tokens[record.number, group] = spec.block_tokens
+
+    def forget_key_space(self, record: KeySpaceRecord) -> None:
+        """Forgets a key space of which no block is in host memory or moves."""
+        self._sizes.forget_key_space(record)
+        for group in range(len(record.key_space.groups)):
+            del self._block_tokens[record.number, group]
 
     def take(self, num_bytes: int, now_s: float) -> Entries:
         """The next waiting blocks that are not below and may be written: about so many bytes of
@@ -99,6 +107,19 @@ class Demotion:
             missing[at] = self._below.index.find(key_space_id, group, hashes) == 0
         return missing
 
+    def make_room(self, entries: Entries, *, is_plain: bool = False) -> Iterator[None]:
+        """Makes room below for a move of these blocks, in parts; no part if there is room already.
+        `begin` follows right after the last one, of those that are still ready."""
+        wanted: dict[int, tuple[int, int]] = {}
+        for key_space_id, group, at in by_group(self._host, entries[self.lacks(entries)]):
+            size = self._size(key_space_id, group, is_plain=is_plain)
+            if self._below.pool.capacity_slots(size):
+                count = wanted.get(size, (0, 0))[1] + len(at)
+                # Tenants have no shares below: whose the blocks are does not matter.
+                wanted[size] = key_space_id, count
+        for size, (key_space_id, count) in wanted.items():
+            yield from self._below.make_room(key_space_id, 0, size, count)
+
     def begin(self, entries: Entries, *, is_plain: bool = False) -> list[Move]:
         """Begins to move ready blocks of host memory that are not below, as many as find a place; a
         move for each key space. What is colder below than these makes room. `is_plain`: to places
@@ -127,11 +148,14 @@ class Demotion:
         self, key_space_id: int, group: int, num_blocks: int, *, is_plain: bool
     ) -> int:
         """Size of the places that so many blocks of a group get."""
-        slot_bytes = self._sizes.slot_bytes(key_space_id, group)
-        size = slot_bytes if is_plain else self._sizes.place_bytes(key_space_id, group)
-        if size == slot_bytes and not is_plain:
+        size = self._size(key_space_id, group, is_plain=is_plain)
+        if size == self._sizes.slot_bytes(key_space_id, group) and not is_plain:
             self._sizes.kept_plain(key_space_id, group, num_blocks)
         return size
+
+    def _size(self, key_space_id: int, group: int, *, is_plain: bool) -> int:
+        of_kind = self._sizes.slot_bytes if is_plain else self._sizes.place_bytes
+        return of_kind(key_space_id, group)
 
     def _reserve_places(
         self, key_space_id: int, group: int, entries: Entries, size: int, number: int

@@ -54,6 +54,10 @@ class LowerTier:
             number, [key_space.group_salt(group) for group in range(len(key_space.groups))]
         )
 
+    def forget_key_space(self, record: KeySpaceRecord) -> None:
+        """Forgets a key space that has no blocks below."""
+        self.down.forget_key_space(record)
+
     def has_blocks(self, key_space_id: int) -> bool:
         """Whether a block of the key space lies below or moves."""
         return bool(self.space.tenants.bytes_of(key_space_id)) or any(

@@ -61,6 +61,11 @@ class PlaceSizes:
             encoded = size if self._encoded_bytes is None else self._encoded_bytes(size)
             self._groups[record.number, number] = _Group(size, encoded)
 
+    def forget_key_space(self, record: KeySpaceRecord) -> None:
+        """Forgets the groups of a key space."""
+        for number in range(len(record.key_space.groups[:MAX_GROUPS])):
+            del self._groups[record.number, number]
+
     def slot_bytes(self, key_space_id: int, group: int) -> int:
         """Size of the group's slots in host memory."""
         return self._groups[key_space_id, group].slot_bytes

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from hotkv_server.core.cache import CacheCore
-from hotkv_server.memory.epoch_notes import EpochNotes
+from hotkv_server.memory.epoch_notes import UNSURE, EpochNotes
 from hotkv_server.runtime.breaker import Breaker
 from hotkv_server.runtime.tier_tasks import TierTasks, elsewhere, future, on_loop
 from hotkv_server.tiers.protocol import NO_EPOCH, Epochs, SharedTier
@@ -66,6 +66,9 @@ class SharedEpochs:
         # epoch that the last one to end has met. By fingerprint: numbers change.
         self._flushing: Counter[str] = Counter()
         self._met: dict[str, int] = {}
+        # Who writes down the epoch of a key space before it is known; none since a flush.
+        self._learning: dict[str, asyncio.Task[None]] = {}
+        self._saving = asyncio.Lock()
         # Under which epoch the blocks lie that an earlier server has left, if that is known.
         noted, restored = notes.epochs(self._name), set(map(self.fingerprint, core.key_spaces))
         self._before = {name: noted[name] for name in restored if name in noted}
@@ -94,7 +97,7 @@ class SharedEpochs:
                 fingerprint,
             )
             self._flushing[fingerprint] += 1
-            tasks.spawn(self._raise(fingerprint))
+            tasks.spawn(self._raise(fingerprint, is_late=True))
         tasks.spawn(self._poll())
 
     def get(self, key_space_id: int) -> int:
@@ -128,10 +131,13 @@ class SharedEpochs:
         """Asks the store if the epoch is not known. Returns whether it is known by then."""
         if key_space_id not in self._known:
             fingerprint = self.fingerprint(key_space_id)
-            if fingerprint not in self._flushing:
-                epoch = await self._ask(fingerprint, until_s)
-                if epoch:
-                    await self._learned(fingerprint, epoch)
+            learning = self._learning.get(fingerprint)
+            if learning is None and fingerprint not in self._flushing:
+                epoch = await _asked(self._tier, fingerprint, until_s)
+                learning = self._begin_learning(fingerprint, epoch) if epoch else None
+            if learning is not None:
+                # The disk may hang.
+                await asyncio.wait([learning], timeout=max(0.0, until_s - time.monotonic()))
         return key_space_id in self._known
 
     def begin_flush(self, key_space_id: int) -> None:
@@ -141,11 +147,13 @@ class SharedEpochs:
         self._known.pop(key_space_id, None)
         self._before.pop(fingerprint, None)
         self._unsure.discard(fingerprint)
+        self._learning.pop(fingerprint, None)
         self._flushing[fingerprint] += 1
 
     async def end_flush(self, fingerprint: str) -> None:
         """Nothing is left here: the store is told. If it has not answered within FLUSH_WAIT_S it is
-        told as soon as it does, by the next server if this one has ended."""
+        told as soon as it does, by the next server if this one has ended. A disk on which that
+        can't be noted within as long again is not waited for either."""
         raising = self._tasks.spawn(self._raise(fingerprint))
         # Not by the caller, who may give up.
         await asyncio.shield(self._tasks.spawn(self._note_if_late(fingerprint, raising)))
@@ -159,37 +167,37 @@ class SharedEpochs:
                 self._name,
                 fingerprint,
             )
-            await self._note_untold(fingerprint)
+            noting = self._tasks.spawn(self._note_untold(fingerprint))
+            await asyncio.wait([noting], timeout=FLUSH_WAIT_S)
 
     async def _note_untold(self, fingerprint: str) -> None:
         self._notes.add_untold(self._name, fingerprint)
         await self._save("a flush is forgotten if the server ends before a store has answered")
 
     async def _save(self, else_what: str) -> None:
-        try:
-            await elsewhere(self._notes.save)
-        except OSError as error:
-            log.error("epochs not written down, so %s: %s", else_what, error)
+        # One at a time: each that hangs has a thread that others need.
+        async with self._saving:
+            try:
+                await elsewhere(self._notes.save)
+            except OSError as error:
+                log.error("epochs not written down, so %s: %s", else_what, error)
 
-    async def _raise(self, fingerprint: str) -> None:
-        while True:
-            ended: asyncio.Future[tuple[int | None]] = future()
-            self._tier.raise_epoch(fingerprint, on_loop(ended))
-            (epoch,) = await ended
-            if epoch is not None:
-                await self._settle(fingerprint, epoch)
-                return
+    async def _raise(self, fingerprint: str, *, is_late: bool = False) -> None:
+        """Tells the store of a flush. `is_late`: blocks may have been stored here since."""
+        began_s = time.monotonic()
+        while (epoch := await _raised(self._tier, fingerprint)) is None:
             await self._note_untold(fingerprint)
             if self._tasks.is_closing:
                 return
+            is_late = True
             await asyncio.sleep(RETRY_S)
-
-    async def _ask(self, fingerprint: str, until_s: float) -> int | None:
-        """The epoch in the store; None if it has not answered by then."""
-        ended: asyncio.Future[tuple[int | None]] = future()
-        self._tier.epoch(fingerprint, until_s, on_loop(ended))
-        await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
-        return ended.result()[0] if ended.done() else None
+        is_late |= time.monotonic() > began_s + FLUSH_WAIT_S
+        number, noted = self._number(fingerprint), self._notes.epochs(self._name).get(fingerprint)
+        expected = max(noted or UNSURE, self._met.get(fingerprint, NO_EPOCH)) + 1
+        if is_late and number and noted is not None and epoch != expected:
+            # Another node has flushed in between, which was not heard of here.
+            await self._flush(number)
+        await self._settle(fingerprint, epoch)
 
     async def _poll(self) -> None:
         async for _ in self._tasks.turns(POLL_S):
@@ -199,13 +207,13 @@ class SharedEpochs:
                     continue
                 fingerprint = self.fingerprint(key_space_id)
                 known = self._known.get(key_space_id)
-                epoch = await self._ask(fingerprint, time.monotonic() + POLL_S)
+                epoch = await _asked(self._tier, fingerprint, time.monotonic() + POLL_S)
                 if epoch is None or self._known.get(key_space_id) != known:
                     continue
                 if known is not None:
                     self._hear(fingerprint, epoch)
                 elif epoch != NO_EPOCH:
-                    await self._learned(fingerprint, epoch)
+                    self._begin_learning(fingerprint, epoch)
 
     def _used(self) -> list[int]:
         """Key spaces that sessions have, and those of which an earlier server has left blocks."""
@@ -224,21 +232,31 @@ class SharedEpochs:
         for fingerprint in [name for name in self._before if not self._number(name)]:
             del self._before[fingerprint]
 
-    async def _learned(self, fingerprint: str, epoch: int) -> None:
-        """This is the epoch in the store, of a key space whose epoch is not known here."""
-        before = self._before.get(fingerprint)
-        if fingerprint in self._flushing or not (number := self._number(fingerprint)):
-            return
-        if before is not None and before != epoch:
-            self._begin_following(number, epoch)
-            return
+    def _begin_learning(self, fingerprint: str, epoch: int) -> "asyncio.Task[None] | None":
+        """This is the epoch in the store, of a key space whose epoch was not known here when the
+        store was asked. Returns who writes it down, or an epoch that was met before."""
+        number, before = self._number(fingerprint), self._before.get(fingerprint)
+        if fingerprint in self._flushing or not number or number in self._known:
+            return None
+        if fingerprint not in self._learning:
+            if before is not None and before != epoch:
+                self._begin_following(number, epoch)
+                return None
+            self._learning[fingerprint] = self._tasks.spawn(self._learn(fingerprint, epoch))
+        return self._learning[fingerprint]
+
+    async def _learn(self, fingerprint: str, epoch: int) -> None:
         self._notes.keep(self._name, set(map(self.fingerprint, self._core.key_spaces)))
         self._notes.settle(self._name, fingerprint, epoch, is_mixed=fingerprint in self._unsure)
-        await self._save("the next server flushes what this one leaves")
-        number = self._number(fingerprint)
-        if fingerprint not in self._flushing and number:
+        try:
+            await self._save("the next server flushes what this one leaves")
+        finally:
+            counts = self._learning.get(fingerprint) is asyncio.current_task()
+            if counts:
+                del self._learning[fingerprint]
+        if counts and (number := self._number(fingerprint)):
             self._before.pop(fingerprint, None)
-            self._known.setdefault(number, epoch)
+            self._known[number] = epoch
 
     def _hear(self, fingerprint: str, epoch: int) -> None:
         """This is the epoch in the store. If it is another than ours, another node has flushed, or
@@ -272,3 +290,18 @@ class SharedEpochs:
         epoch, number = self._met.pop(fingerprint), self._number(fingerprint)
         if epoch != NO_EPOCH and number:
             self._known[number] = epoch
+
+
+async def _asked(tier: SharedTier, fingerprint: str, until_s: float) -> int | None:
+    """The epoch in the store; None if it has not answered by then."""
+    ended: asyncio.Future[tuple[int | None]] = future()
+    tier.epoch(fingerprint, until_s, on_loop(ended))
+    await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
+    return ended.result()[0] if ended.done() else None
+
+
+async def _raised(tier: SharedTier, fingerprint: str) -> int | None:
+    """The epoch in the store after it was raised; None if it was not."""
+    ended: asyncio.Future[tuple[int | None]] = future()
+    tier.raise_epoch(fingerprint, on_loop(ended))
+    return (await ended)[0]

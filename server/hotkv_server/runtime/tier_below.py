@@ -9,13 +9,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from hotkv import table
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.moves import Move
-from hotkv_server.core.values import BoolMask, HashList, Int64s
+from hotkv_server.core.values import BoolMask, Entries, HashList, Int64s
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime.breaker import Breaker
 from hotkv_server.runtime.events import DISK_TIER
 from hotkv_server.runtime.moved_events import OnReady, nobody
+from hotkv_server.runtime.slices import slices
 from hotkv_server.runtime.tier_reads import TierReads
 from hotkv_server.runtime.tier_tasks import TierTasks, agreeing, blocks_of, future, on_loop
 from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Read, Seals, Tier, Write
@@ -59,10 +61,23 @@ class TierBelow:
             if not len(down.waiting) or not self.breaker.take_turn():
                 continue
             entries = down.take(self._most_bytes - self._down_bytes, time.monotonic())
-            moves = down.begin(entries) if len(entries) else []
-            tell()
+            moves = await self._begin(entries, tell) if len(entries) else []
             for move in moves:
                 tasks.spawn(self._write(move, tell))
+
+    async def _begin(
+        self, entries: Entries, tell: Callable[[], None], *, is_plain: bool = False
+    ) -> list[Move]:
+        """Begins to move blocks of host memory down, as far as they are still ready when there is
+        room for them."""
+        index, down = self._core.space.index, self.lower.down
+        generations = index.table.records[entries, table.W_GENERATION]
+        async for _ in slices(down.make_room(entries, is_plain=is_plain)):
+            tell()
+        same = index.table.records[entries, table.W_GENERATION] == generations
+        moves = down.begin(entries[same & index.is_ready(entries)], is_plain=is_plain)
+        tell()
+        return moves
 
     async def _write(self, move: Move, tell: Callable[[], None]) -> None:
         """Writes the blocks of a move. Only what agrees with its check value is written as such.
@@ -79,8 +94,8 @@ class TierBelow:
         is_unfit = (codes == Write.UNFIT) & good
         again = self.lower.down.end(move, is_stored, seals, time.monotonic(), is_unfit)
         self._on_ready(going, Medium.DISK, DISK_TIER)
-        moves = self.lower.down.begin(again, is_plain=True) if len(again) else []
         tell()
+        moves = await self._begin(again, tell, is_plain=True) if len(again) else []
         for plain in moves:
             await self._write(plain, tell)
 

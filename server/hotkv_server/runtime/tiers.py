@@ -152,7 +152,7 @@ class Tiers:
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Held:
         """Waits until those of the blocks that lie in a tier are in host memory and pinned, or the
-        time is up. `let_go` gives the pins back."""
+        time is up. `let_go` gives the pins back; a caller that is cancelled has none."""
         held, key_space_id = Held(), session.record.key_space_id
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
@@ -163,8 +163,12 @@ class Tiers:
                 one.num_waiting += 1
                 held.waits.append(one)
             waits = [one.done for one in held.waits]
-            if waits:
-                await asyncio.wait(waits, timeout=max(0.0, until_s - time.monotonic()))
+            try:
+                if waits:
+                    await asyncio.wait(waits, timeout=max(0.0, until_s - time.monotonic()))
+            except asyncio.CancelledError:
+                self.let_go(held)
+                raise
         return held
 
     def let_go(self, held: Held) -> None:

@@ -164,7 +164,8 @@ class ClusterClient:
         batch = self._batch()
         batch.incr(epochs.epoch_key(fingerprint))
         (reply,) = self._ask(batch, until_s)
-        if _code(reply) in FULL_CODES:
+        # 1: it was lost before it was raised. An epoch that begins there may come again.
+        if _code(reply) in FULL_CODES or reply == 1:
             batch = self._batch()
             batch.unlink([epochs.epoch_key(fingerprint)])
             _checked(self._ask(batch, until_s))
