@@ -404,10 +404,11 @@ def test_a_lookup_begins_to_bring_its_hit_up() -> None:
             one.session.knows_tiers = True
             numbers = [*BLOCKS, 99, 20, 21]
             lists = [HashList(0, words_of(numbers))]
+            nothing = [np.zeros(len(numbers), np.bool_)]
             told = [np.array(one.lies_elsewhere(numbers))]
             assert told[0].tolist() == [True] * 6 + [False, True, True]
-            one.tiers.fetch_ahead(one.session, lists, told)
-            one.tiers.fetch_ahead(one.session, lists, told)
+            one.tiers.fetch_ahead(one.session, lists, nothing, told)
+            one.tiers.fetch_ahead(one.session, lists, nothing, told)
             until_s = time.monotonic() + 20
             while not one.core.lookup(1, lists)[0].any() or len(one.core.moves):
                 assert time.monotonic() < until_s, "nothing comes up"
@@ -416,7 +417,9 @@ def test_a_lookup_begins_to_bring_its_hit_up() -> None:
             assert one.lower.counters.promoted == len(BLOCKS)
             one.core.check_invariants()
             one.session.knows_tiers = False
-            one.tiers.fetch_ahead(one.session, lists, [np.ones(9, np.bool_)])
+            one.tiers.fetch_ahead(one.session, lists, nothing, [np.ones(9, np.bool_)])
             assert not len(one.core.moves)
+            below = one.tiers.below
+            assert below is not None and below.reads.queued_bytes == 0
 
     asyncio.run(run())

@@ -89,9 +89,10 @@ def test_costs_are_those_of_the_last_reads_and_a_slow_tier_is_tried_again() -> N
         reads.add(0.01 + 1000 * (at + 1) * 1e-6, 1000 * (at + 1))
     fixed_s, s_per_byte = reads.costs()
     assert abs(fixed_s - 0.01) < 1e-9 and abs(s_per_byte - 1e-6) < 1e-12
-    offer = reads.offer(here, 5000, reads.last_s)
+    reads.queued_bytes = 5000
+    offer = reads.offer(here, reads.last_s)
     assert abs(offer.wait_s - 0.015) < 1e-9 and offer.s_per_byte == s_per_byte
-    free = reads.offer(here, 5000, reads.last_s + TRIED_S)
+    free = reads.offer(here, reads.last_s + TRIED_S)
     assert (free.wait_s, free.s_per_byte) == (0.0, 0.0)
     for _ in range(COSTED):
         reads.add(0.5, 1000)

@@ -61,9 +61,9 @@ def _lookup(
     if node.tiers is not None:
         speed = session.prefill_tokens_per_s if session is not None else 0.0
         elsewhere = node.tiers.lookups.lies_elsewhere(key_space_id, groups, masks, speed)
-        masks = [ready | other for ready, other in zip(masks, elsewhere, strict=True)]
         if session is not None and any(other.any() for other in elsewhere):
-            node.tiers.fetch_ahead(session, groups, masks)
+            node.tiers.fetch_ahead(session, groups, masks, elsewhere)
+        masks = [ready | other for ready, other in zip(masks, elsewhere, strict=True)]
     return cache_pb2.LookupResponse(groups=convert.flags(request.groups, masks))
 
 

@@ -102,10 +102,12 @@ class TierLookups:
         not known; of tiers from which blocks would come later than the engine computes them, none.
         """
         # Of a tier that hangs nobody knows when it comes.
-        is_well = all(one.breaker.lets_pass for one in self._sources)
+        is_well = any(move.is_up for move in self._core.moves) and all(
+            one.breaker.lets_pass for one in self._sources
+        )
         masks = [
             self._core.arrivals.is_coming(key_space_id, one.group_index, one.hashes)
-            if is_well and len(self._core.moves)
+            if is_well
             else np.zeros(len(one.hashes), np.bool_)
             for one in groups
         ]
@@ -146,7 +148,7 @@ class TierLookups:
         lists = [Listed(specs[groups[at].group_index], at_hand[at]) for at in meant]
         now_s = time.monotonic()
         offers = [
-            one.reads.offer([here[at] for at in meant], one.tier.figures().queued_bytes, now_s)
+            one.reads.offer([here[at] for at in meant], now_s)
             for one, here in zip(sources, found, strict=True)
         ]
         return worth(lists, offers, tokens_per_s)
@@ -184,13 +186,21 @@ class TierLookups:
         ]
 
     def hit(
-        self, key_space_id: int, groups: list[HashList], masks: Sequence[BoolMask]
+        self,
+        key_space_id: int,
+        groups: list[HashList],
+        ready: Sequence[BoolMask],
+        elsewhere: Sequence[BoolMask],
     ) -> list[HashList]:
-        """Those of the blocks that the longest hit of these masks needs."""
+        """Those of the blocks elsewhere that the longest hit of all needs."""
         specs = self._core.key_space(key_space_id).groups
         meant = [at for at, one in enumerate(groups) if one.group_index < len(specs)]
-        lists = [Listed(specs[groups[at].group_index], masks[at]) for at in meant]
+        lists = [Listed(specs[groups[at].group_index], ready[at]) for at in meant]
+        wanted = needed(lists, [ready[at] | elsewhere[at] for at in meant])
         return [
-            HashList(groups[at].group_index, rows(groups[at].hashes, np.flatnonzero(mask)))
-            for at, mask in zip(meant, needed(lists, [one.ready for one in lists]), strict=True)
+            HashList(
+                groups[at].group_index,
+                rows(groups[at].hashes, np.flatnonzero(mask & elsewhere[at])),
+            )
+            for at, mask in zip(meant, wanted, strict=True)
         ]

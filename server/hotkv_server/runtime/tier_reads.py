@@ -31,11 +31,12 @@ class TierReads:
     `asked_blocks`: that lookups asked for and no faster tier had; `hit_blocks`: those of them that
     the tier had; `left_blocks`: that lay there and were not brought in, because the engine computes
     them sooner. `sum_s`: of all reads. `last_s`: when the last one ended. `counts`: reads per
-    bound, and one for those that took longer.
+    bound, and one for those that took longer. `queued_bytes`: of reads that have not ended.
     """
 
     def __init__(self) -> None:
         self.asked_blocks = self.hit_blocks = self.left_blocks = self.num_reads = 0
+        self.queued_bytes = 0
         self.sum_s = self.last_s = 0.0
         self._costs, self._costs_at = (0.0, 0.0), 0
         self.counts = [0] * (len(READ_BOUNDS_S) + 1)
@@ -71,13 +72,14 @@ class TierReads:
         seconds = float(self._seconds[has_some].sum())
         return float(self._bytes.sum()) / seconds if seconds > 0 else 0.0
 
-    def offer(self, masks: Sequence[BoolMask], queued_bytes: int, now_s: float) -> Offer:
-        """What a lookup is offered that has found these blocks here, behind what is queued. Costs
-        nothing if the last read is TRIED_S ago: nobody knows what it would take now."""
+    def offer(self, masks: Sequence[BoolMask], now_s: float) -> Offer:
+        """What a lookup is offered that has found these blocks here, behind the reads that are
+        queued; writes wait for reads. Costs nothing if the last read is TRIED_S ago: nobody knows
+        what it would take now."""
         fixed_s, s_per_byte = self.costs()
         if now_s >= self.last_s + TRIED_S:
             fixed_s = s_per_byte = 0.0
-        return Offer(masks, fixed_s + queued_bytes * s_per_byte, s_per_byte)
+        return Offer(masks, fixed_s + self.queued_bytes * s_per_byte, s_per_byte)
 
     def costs(self) -> tuple[float, float]:
         """What a read takes at present: seconds of any, and seconds a byte beyond; zeros if none of

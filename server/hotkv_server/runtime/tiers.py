@@ -120,14 +120,19 @@ class Tiers:
         await asyncio.gather(*(one.epochs.end_flush(fingerprint) for one in self.shared))
 
     def fetch_ahead(
-        self, session: LiveSession, groups: list[HashList], masks: Sequence[BoolMask]
+        self,
+        session: LiveSession,
+        groups: list[HashList],
+        ready: Sequence[BoolMask],
+        elsewhere: Sequence[BoolMask],
     ) -> None:
-        """Begins to bring in what a hit of these blocks lacks in host memory: its lease follows.
-        Only for sessions that know tiers, as the others ask for no lease."""
+        """Begins to bring in what a hit lacks in host memory: its lease follows. `ready`,
+        `elsewhere`: what lies in host memory, and in tiers. Only for sessions that know tiers, as
+        the others ask for no lease."""
         if self._tasks.is_closing or not session.knows_tiers or self._waiting.has_many(session):
             return
         key_space_id = session.record.key_space_id
-        hit = self.lookups.hit(key_space_id, groups, masks)
+        hit = self.lookups.hit(key_space_id, groups, ready, elsewhere)
         if any(
             one.breaker.lets_pass and any(map(len, one.wanted(key_space_id, hit)))
             for one in self._sources
@@ -210,6 +215,7 @@ class Tiers:
             coming = Coming(source, move, blocks.total_bytes, future())
             self._coming[move.number] = coming
             self._up_bytes += coming.num_bytes
+            source.reads.queued_bytes += coming.num_bytes
             self._tasks.spawn(self._read(coming, blocks))
 
     async def _read(self, coming: Coming, blocks: Blocks) -> None:
@@ -222,6 +228,7 @@ class Tiers:
         source.reads.add(time.monotonic() - began_s, num_found_bytes)
         checks = await elsewhere(check_values, self._core, self._arena, move)
         self._up_bytes -= coming.num_bytes
+        source.reads.queued_bytes -= coming.num_bytes
         num_lost = source.end_up(move, codes, checks, time.monotonic())
         self._on_ready(move.kept, Medium.CPU, "")
         if source is self.below:
