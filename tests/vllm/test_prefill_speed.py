@@ -6,6 +6,13 @@ from hypothesis import strategies as st
 from hotkv_vllm.scheduler.prefill_speed import LEAST_STEP_TOKENS, MAX_OPEN, RECENT, PrefillSpeed
 
 
+def end(speed: PrefillSpeed, number: int, now_s: float) -> None:
+    """As the scheduler's side does."""
+    if number:
+        speed.end_step(number, now_s)
+    speed.last_end_s = now_s
+
+
 @given(
     st.lists(st.tuples(st.integers(LEAST_STEP_TOKENS, 8192), st.integers(0, 3)), min_size=1),
     st.booleans(),
@@ -24,9 +31,9 @@ def test_it_is_that_of_the_steps_whatever_lies_between_them(
         results.append((number, free_s))
         while len(results) > is_pipelined:
             number, ended_s = results.pop(0)
-            speed.end_step(number, ended_s)
+            end(speed, number, ended_s)
     for number, ended_s in results:
-        speed.end_step(number, ended_s)
+        end(speed, number, ended_s)
     assert abs(speed.tokens_per_s - 1000) < 1e-3
 
 
@@ -37,18 +44,18 @@ def test_decode_small_steps_and_lost_results_do_not_count() -> None:
     assert speed.begin_step({"a": LEAST_STEP_TOKENS - 1}, 0.0) == 0
     mixed = {"a": 300} | {str(at): 1 for at in range(301)}
     assert speed.begin_step(mixed, 0.0) == 0
-    speed.end_step(0, 5.0)
+    end(speed, 0, 5.0)
     assert speed.tokens_per_s == 0
     for at in range(2 * MAX_OPEN):
         assert speed.begin_step({"a": 1000}, float(at))
     assert len(speed._open) == MAX_OPEN
     # The first ones are forgotten: their results say nothing.
-    speed.end_step(1, 500.0)
+    end(speed, 1, 500.0)
     assert speed.tokens_per_s == 0
     number = speed.begin_step({"a": 1000, "b": 1}, 600.0)
-    speed.end_step(number, 601.0)
+    end(speed, number, 601.0)
     assert speed.tokens_per_s == 1001
-    speed.end_step(number, 602.0)
+    end(speed, number, 602.0)
     assert speed.tokens_per_s == 1001
 
 
@@ -57,5 +64,5 @@ def test_a_step_that_waited_long_does_not_count_for_much() -> None:
     for at in range(RECENT):
         number = speed.begin_step({"a": 1000}, now_s)
         now_s += 60.0 if at == 3 else 1.0
-        speed.end_step(number, now_s)
+        end(speed, number, now_s)
     assert speed.tokens_per_s == 1000

@@ -22,7 +22,7 @@ ALWAYS = {"load": "always"}
 
 RANDOM: dict[str, Any] = {
     "load_format": "random",
-    "connector": {"weights_identity": "random"},
+    "connector": {"weights_identity": "random", **ALWAYS},
 }
 """Weights so large that other keys and values give other tokens."""
 DEEP = RANDOM | {"hf_overrides": {"num_hidden_layers": 8}}
@@ -45,7 +45,7 @@ def test_tokens_are_the_same_from_the_disk(
     daemon.flags += ["--tiers.disk.compress", compress]
     daemon.start()
     start: Callable[..., EngineProcess] = engines.start
-    engine = start(write_model(tmp_path / "model", name), daemon.target, connector=ALWAYS, **model)
+    engine = start(write_model(tmp_path / "model", name), daemon.target, **model)
     batch = prompts(1, LENGTHS)
     cold = engine.ask("generate", prompts=batch, max_tokens=20)
     local = engine.ask("generate", prompts=batch, max_tokens=20)

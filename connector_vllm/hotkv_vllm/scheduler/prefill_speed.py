@@ -20,12 +20,13 @@ MAX_OPEN = 64
 
 class PrefillSpeed:
     """See the module. A step is begun when it is planned, and ended when its results come; the
-    worker repeats its number. With asynchronous scheduling the next one is planned before."""
+    worker repeats its number. With asynchronous scheduling the next one is planned before.
+    `last_end_s`: when the results of the last step of all have come, whose owner is the caller."""
 
     def __init__(self) -> None:
         self._number = 0
         self._open: dict[int, tuple[int, float]] = {}
-        self._last_end_s = 0.0
+        self.last_end_s = 0.0
         self._rates: deque[float] = deque(maxlen=RECENT)
 
     def __repr__(self) -> str:
@@ -50,9 +51,8 @@ class PrefillSpeed:
         return self._number
 
     def end_step(self, number: int, now_s: float) -> None:
-        """The results of a step have come; `number` is 0 if it is not timed."""
+        """The results of a step that is timed have come."""
         num_tokens, began_s = self._open.pop(number, (0, 0.0))
-        seconds = now_s - max(began_s, self._last_end_s)
+        seconds = now_s - max(began_s, self.last_end_s)
         if num_tokens and seconds > 0:
             self._rates.append(num_tokens / seconds)
-        self._last_end_s = now_s

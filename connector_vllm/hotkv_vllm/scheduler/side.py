@@ -103,7 +103,9 @@ class HotKVScheduler:
         sharing, loads, now_s = self.sharing, self.requests.loads, time.monotonic()
         report = output.kv_connector_worker_meta
         report = report if isinstance(report, HotKVWorkerMetadata) else HotKVWorkerMetadata()
-        self.steps.prefill.end_step(report.timed_step, now_s)
+        if report.timed_step:
+            self.steps.prefill.end_step(report.timed_step, now_s)
+        self.steps.prefill.last_end_s = now_s
         for name, value in report.counters.items():
             self.stats.add(name, value)
         sharing.links.told(report.links, now_s, sharing.is_connected)

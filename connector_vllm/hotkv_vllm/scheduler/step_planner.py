@@ -13,6 +13,7 @@ from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.metadata import HotKVMetadata, StoreJob
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.assembly import Assembly, Engine
+from hotkv_vllm.scheduler.prefill_speed import LEAST_STEP_TOKENS
 from hotkv_vllm.scheduler.sharing import Sharing
 from hotkv_vllm.sparse.rows import SparseRows, sparse_requests
 
@@ -78,9 +79,9 @@ class StepPlanner:
         meta = self._pending()
         meta.stores, meta.flush_stores, meta.settles_step = stores, flush, settles_step
         meta.wants_handshake = wants_handshake
-        meta.timed_step = self.prefill.begin_step(
-            scheduler_output.num_scheduled_tokens, time.monotonic()
-        )
+        if scheduler_output.total_num_scheduled_tokens >= LEAST_STEP_TOKENS:
+            scheduled = scheduler_output.num_scheduled_tokens
+            meta.timed_step = self.prefill.begin_step(scheduled, time.monotonic())
         return meta
 
     def _before_stores(self, cache: Assembly, scheduler_output: Any) -> None:
