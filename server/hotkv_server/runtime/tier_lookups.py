@@ -101,6 +101,8 @@ class TierLookups:
         `ready`: which are in host memory. `tokens_per_s`: prefill speed of the engine, 0 if it is
         not known; of tiers from which blocks would come later than the engine computes them, none.
         """
+        if all(mask.all() for mask in ready):
+            return [np.zeros(len(mask), np.bool_) for mask in ready]
         # Of a tier that hangs nobody knows when it comes.
         is_well = any(move.is_up for move in self._core.moves) and all(
             one.breaker.lets_pass for one in self._sources

@@ -18,7 +18,7 @@ import numpy as np
 
 from hotkv_server.tiers.protocol import Blocks, Codes, Int64s, Read, Seals, Write
 
-MIN_PIECE_BYTES, MAX_PIECE_BYTES = 256 << 10, 1 << 20
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 256 << 10, 2 << 20
 """Large enough that Python's part of a piece does not count, small enough that a read which comes
 while all threads are busy waits a few milliseconds."""
 NO_DEADLINE_S = math.inf
@@ -50,13 +50,10 @@ class Call:
         self.seals = np.zeros(len(self.blocks), np.uint64)
         self._ends = np.cumsum(self.blocks.num_bytes)
 
-    def cut(self, num_threads: int) -> "Piece":
-        """The next piece: a share of what is left, and at least a block."""
+    def cut(self, num_bytes: int) -> "Piece":
+        """The next piece: of so many bytes, and at least a block."""
         begin = self._num_cut
-        begin_bytes = int(self._ends[begin - 1]) if begin else 0
-        share_bytes = (int(self._ends[-1]) - begin_bytes) // num_threads
-        piece_bytes = min(max(share_bytes, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
-        end = int(np.searchsorted(self._ends, begin_bytes + piece_bytes, "right"))
+        end = int(np.searchsorted(self._ends, self._cut_bytes + num_bytes, "right"))
         self._num_cut = max(begin + 1, end)
         self._num_open += 1
         return Piece(self, begin, self._num_cut)
@@ -76,6 +73,15 @@ class Call:
         """One piece less is under way. Returns True if the call has ended."""
         self._num_open -= 1
         return not self._num_open and not self.has_rest
+
+    @property
+    def _cut_bytes(self) -> int:
+        return int(self._ends[self._num_cut - 1]) if self._num_cut else 0
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes of blocks that are in no piece yet."""
+        return int(self._ends[-1]) - self._cut_bytes
 
     @property
     def has_rest(self) -> bool:
@@ -183,8 +189,9 @@ class CallQueue:
         return self._cut_first(self._reads)
 
     def _cut_first(self, calls: deque[Call]) -> Piece:
+        share_bytes = sum(call.rest_bytes for call in calls) // self._num_threads
         call = calls.popleft()
-        piece = call.cut(self._num_threads)
+        piece = call.cut(min(max(share_bytes, MIN_PIECE_BYTES), MAX_PIECE_BYTES))
         if call.has_rest:
             calls.append(call)
         return piece
