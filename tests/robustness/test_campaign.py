@@ -19,7 +19,7 @@ def has_done(findings: Findings, has_disk: bool) -> bool:
     ("roomy", "has_disk"),
     [
         pytest.param(True, False, id="roomy", marks=pytest.mark.long),
-        pytest.param(False, False, id="tight"),
+        pytest.param(False, False, id="tight", marks=pytest.mark.long),
         pytest.param(False, True, id="disk"),
     ],
 )

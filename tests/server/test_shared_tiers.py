@@ -45,7 +45,7 @@ class SharingNode(Place):
         engine.kv[:, :count] = content
         before = self.counter("shared_copied_blocks_total")
         assert store(engine, blocks) == {BlockResult.STORED}
-        wait_until(lambda: self.counter("shared_copied_blocks_total") == before + count, 20)
+        wait_until(lambda: self.counter("shared_copied_blocks_total") >= before + count, 20)
         return content
 
     def finds(self, blocks: list[bytes]) -> bool:
@@ -254,7 +254,7 @@ def flags_of(valkey: Valkey) -> tuple[str, ...]:
     return ("--tiers.valkey.address", f"unix:{valkey.path}", "--tiers.valkey.timeout-s", "0.5")
 
 
-@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("how", [pytest.param("stopped", marks=pytest.mark.long), "killed"])
 def test_a_flush_that_the_store_missed_outlives_the_server(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path, how: str
 ) -> None:

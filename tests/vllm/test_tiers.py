@@ -31,7 +31,11 @@ DEEP = RANDOM | {"hf_overrides": {"num_hidden_layers": 8}}
 
 @pytest.mark.parametrize(
     "name, compress, model",
-    [("llama", "off", RANDOM), ("gemma3", "off", RANDOM), ("llama", "auto", DEEP)],
+    [
+        pytest.param("llama", "off", RANDOM, marks=pytest.mark.long),
+        ("gemma3", "off", RANDOM),
+        ("llama", "auto", DEEP),
+    ],
 )
 def test_tokens_are_the_same_from_the_disk(
     daemon: Daemon,
