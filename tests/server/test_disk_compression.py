@@ -8,13 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from demo.processes import runtime_folder
 from hotkv_client import GroupHashes, cli
 from hotkv_client.admin import AdminClient
 from hotkv_client.status_tables import show_status
 from hotkv_server.tiers.compression.form import room_bytes
 from tests.server.support import hashes
-from tests.server.test_tiers import CHAIN, LAYERS, PAGE_BYTES, SLOT_BYTES, Tiered
+from tests.server.test_tiers import CHAIN, LAYERS, PAGE_BYTES, SLOT_BYTES, Tiered, tiered
 from tests.tiers.test_compression import encode, keys_and_values
 
 ROOM_BYTES = room_bytes(SLOT_BYTES)
@@ -34,13 +33,8 @@ def noise(count: int) -> np.ndarray:
 
 @pytest.fixture
 def place() -> Iterator[Tiered]:
-    with runtime_folder(256 << 20) as folder:
-        made = Tiered(folder)
+    with tiered() as made:
         yield made
-        if made.engine is not None:
-            made.engine.close()
-        if made.server is not None:
-            made.server.__exit__()
 
 
 def lose_arena(place: Tiered) -> None:

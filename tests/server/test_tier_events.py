@@ -6,24 +6,18 @@ from collections.abc import Iterator
 import pytest
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
 
-from demo.processes import runtime_folder
 from hotkv_client.admin import AdminClient
 from hotkv_client.tables import event_line
 from tests.server.support import hashes
 from tests.server.test_events import Router, external, topic
 from tests.server.test_life import wait_until
-from tests.server.test_tiers import CHAIN, Tiered
+from tests.server.test_tiers import CHAIN, Tiered, tiered
 
 
 @pytest.fixture
 def place() -> Iterator[Tiered]:
-    with runtime_folder(256 << 20) as folder:
-        made = Tiered(folder)
+    with tiered() as made:
         yield made
-        if made.engine is not None:
-            made.engine.close()
-        if made.server is not None:
-            made.server.__exit__()
 
 
 def test_readers_learn_in_which_medium_blocks_lie(place: Tiered) -> None:

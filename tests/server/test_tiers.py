@@ -2,6 +2,7 @@
 also after a kill; and what the disk does wrong costs hits, never bytes."""
 
 import argparse
+import contextlib
 import signal
 from collections.abc import Iterator
 
@@ -64,8 +65,9 @@ class Tiered(Place):
         return np.array_equal(engine.kv[:, :count], content)
 
 
-@pytest.fixture
-def place() -> Iterator[Tiered]:
+@contextlib.contextmanager
+def tiered() -> Iterator[Tiered]:
+    """A place of its own, whose engine and server are ended."""
     with runtime_folder(256 << 20) as folder:
         made = Tiered(folder)
         yield made
@@ -73,6 +75,12 @@ def place() -> Iterator[Tiered]:
             made.engine.close()
         if made.server is not None:
             made.server.__exit__()
+
+
+@pytest.fixture
+def place() -> Iterator[Tiered]:
+    with tiered() as made:
+        yield made
 
 
 def test_what_the_arena_has_evicted_comes_back_from_the_disk(place: Tiered) -> None:

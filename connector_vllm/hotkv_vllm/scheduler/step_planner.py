@@ -79,6 +79,7 @@ class StepPlanner:
         meta = self._pending()
         meta.stores, meta.flush_stores, meta.settles_step = stores, flush, settles_step
         meta.wants_handshake = wants_handshake
+        # Decode steps don't pay for a call that would tell them so.
         if scheduler_output.total_num_scheduled_tokens >= LEAST_STEP_TOKENS:
             scheduled = scheduler_output.num_scheduled_tokens
             meta.timed_step = self.prefill.begin_step(scheduled, time.monotonic())
