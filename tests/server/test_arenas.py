@@ -1,6 +1,7 @@
 """Arenas that servers leave behind are listed, are removed on request and never under a running
 server, and are named at the next start."""
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -8,6 +9,7 @@ import os
 import shutil
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,16 @@ def test_arenas_of_older_servers_are_found(folder: Folder) -> None:
     assert list(folder.path.iterdir()) == []
 
 
+def open_below(folder: Path) -> Counter[str]:
+    """How often this process has each file in `folder` open."""
+    found: Counter[str] = Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")
+            found[name] += name.startswith(f"{folder}/")
+    return found
+
+
 def test_only_files_of_a_server_go(folder: Folder) -> None:
     arena, elsewhere = folder.leave("mine"), folder.leave("elsewhere")
     outside = folder.path / "deep" / "deeper"
@@ -143,7 +155,7 @@ def test_only_files_of_a_server_go(folder: Folder) -> None:
     shutil.move(elsewhere, outside / "arena")
     (folder.path / "link").symlink_to(outside / "arena")
     (folder.path / "far").symlink_to(outside)
-    num_open = len(os.listdir("/proc/self/fd"))
+    had_open = open_below(folder.path)
     (arena / "notes").write_text("somebody's")
     (arena / "calibration-00.json").write_text("{}")
     (folder.path / "empty").mkdir()
@@ -163,7 +175,7 @@ def test_only_files_of_a_server_go(folder: Folder) -> None:
     assert [path.name for path in arena.iterdir()] == ["notes"] and not (
         folder.path / "odd"
     ).exists()
-    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert not open_below(folder.path) - had_open, "every file that was looked into is closed"
     assert (outside / "arena" / "arena").exists() and (
         folder.path / "only-a-lock" / LOCK_FILE
     ).exists()
