@@ -28,7 +28,7 @@ def queues(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("kernels", "queues")
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1 << 32))
 def test_contract(name: str, seed: int) -> None:
     check_policy(POLICIES[name], seed=seed)

@@ -19,6 +19,13 @@ SLAB = 4 * SLOT_ALIGN
 NUM_SLOTS = 64
 NUM_HELD = NUM_SLOTS // 4
 """Slots that requests may ask to keep."""
+EACH_POLICY = pytest.mark.parametrize(
+    "policy",
+    [
+        policy if policy in ("hotness", "lru") else pytest.param(policy, marks=pytest.mark.long)
+        for policy in POLICIES
+    ],
+)
 
 
 class Cache:
@@ -103,7 +110,7 @@ class Cache:
 
 
 @pytest.mark.parametrize("how", ["stored", "stored again", "used"])
-@pytest.mark.parametrize("policy", POLICIES)
+@EACH_POLICY
 @settings(max_examples=15)
 @given(
     num_pinned=st.integers(1, NUM_HELD),
@@ -137,7 +144,7 @@ def test_what_is_pinned_stays_until_its_time_and_goes_after(
     cache.check()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@EACH_POLICY
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8),
     flood=st.integers(1, NUM_SLOTS - NUM_HELD),
@@ -170,7 +177,7 @@ def test_beyond_the_budget_nothing_is_held_and_nothing_breaks(
     cache.check()
 
 
-@pytest.mark.parametrize("policy", ["hotness", "lru"])
+@pytest.mark.parametrize("policy", ["hotness", pytest.param("lru", marks=pytest.mark.long)])
 @given(
     num_kept=st.integers(1, NUM_SLOTS - 14),
     ttl_s=st.sampled_from([1.0, 100.0, MAX_TTL_S]),
@@ -191,7 +198,7 @@ def test_what_has_time_to_live_outlives_a_flood(
     cache.check()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@EACH_POLICY
 @given(
     priority=st.integers(-8, 8),
     ttl_s=st.sampled_from([0.0, 5.0, MAX_TTL_S]),
@@ -227,7 +234,7 @@ def test_a_chain_that_grew_goes_from_its_tail(pieces: list[int], gaps_s: list[fl
     cache.check()
 
 
-@pytest.mark.parametrize("policy", ["hotness", "lru"])
+@pytest.mark.parametrize("policy", ["hotness", pytest.param("lru", marks=pytest.mark.long)])
 @given(passed_s=st.sampled_from([1.5, 60.0, 1e5]), length=st.integers(1, 40))
 def test_what_comes_before_a_new_block_counts_as_in_use(
     policy: str, passed_s: float, length: int

@@ -89,7 +89,14 @@ def test_what_cannot_be_encoded_lies_there_as_it_is(place: Tiered) -> None:
     assert row.split()[1:6] == ["up", f"{stored_bytes / 2**20:.1f}", "MiB", "64.0", "MiB"]
 
 
-@pytest.mark.parametrize("first, then", [(AUTO, OFF), (OFF, AUTO), (AUTO, AUTO)])
+@pytest.mark.parametrize(
+    "first, then",
+    [
+        (AUTO, OFF),
+        pytest.param(OFF, AUTO, marks=pytest.mark.long),
+        pytest.param(AUTO, AUTO, marks=pytest.mark.long),
+    ],
+)
 def test_a_killed_server_is_followed_by_one_of_either_setting(
     place: Tiered, first: tuple[str, ...], then: tuple[str, ...]
 ) -> None:

@@ -224,7 +224,9 @@ def test_a_session_that_ends_tells_its_readers_first(place: Place) -> None:
     assert other.session.arena().holds(again) and not arena.holds(opened)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
 def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Signals) -> None:
     server = place.start(*GRACE)
     reader, blocks = resident(place)

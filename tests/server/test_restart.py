@@ -115,7 +115,9 @@ def spoil(place: Place, page: np.ndarray) -> None:
     arena.flush()
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL]
+)
 def test_what_was_stored_is_served_again(place: Place, how: signal.Signals) -> None:
     place.start()
     engine = place.connect()
@@ -267,7 +269,17 @@ def test_without_check_values_everything_is_trusted(place: Place) -> None:
     )
 
 
-@pytest.mark.parametrize("change", ["arena", "slab", "state", "format", "table", "no state"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param("arena", marks=pytest.mark.long),
+        pytest.param("slab", marks=pytest.mark.long),
+        "state",
+        "format",
+        "table",
+        "no state",
+    ],
+)
 def test_what_does_not_fit_is_left_behind(place: Place, change: str) -> None:
     place.start()
     engine = place.connect()
@@ -307,7 +319,7 @@ def test_nothing_is_left_where_that_is_asked_for(place: Place) -> None:
     assert not (place.folder / "arena").exists()
 
 
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.long), True])
 def test_one_arena_has_one_server(place: Place, *, hangs: bool) -> None:
     """Also where the runtime directories differ, and while the one that has it hangs; the refusal
     names the pid."""

@@ -115,7 +115,7 @@ def check_sharing(a: SharingNode, b: SharingNode) -> None:
     wait_until(lambda: b.loads(chain, again), 20)
 
 
-@pytest.mark.parametrize("compress", ["off", "auto"])
+@pytest.mark.parametrize("compress", [pytest.param("off", marks=pytest.mark.long), "auto"])
 def test_what_one_node_stores_another_loads(
     nodes: tuple[SharingNode, SharingNode], valkey: Valkey, compress: str
 ) -> None:
@@ -301,7 +301,7 @@ def check_missed_flush(
     assert int(valkey.client.get(key)) == raised and a.finds(chain)
 
 
-@pytest.mark.parametrize("is_away", [False, True])
+@pytest.mark.parametrize("is_away", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_server_that_was_down_during_a_flush_drops_what_it_had(
     nodes: tuple[SharingNode, SharingNode], valkey: Valkey, is_away: bool
 ) -> None:

@@ -125,7 +125,9 @@ def test_a_lookup_fetches_its_hit_before_the_lease_asks(place: Tiered) -> None:
     assert place.loads(chains[0], contents[0])
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL]
+)
 def test_the_disk_outlives_the_server_and_the_arena(place: Tiered, how: signal.Signals) -> None:
     place.start_tiered()
     place.connect()

@@ -25,7 +25,10 @@ def best_hit_rate(trace: Trace, percent: float) -> float:
     return trace.hit_blocks(clairvoyant(trace, trace.capacity_blocks(percent))) / trace.num_accesses
 
 
-@pytest.mark.parametrize("percent", [2.0, 5.0, 10.0])
+@pytest.mark.parametrize(
+    "percent",
+    [pytest.param(2.0, marks=pytest.mark.long), 5.0, pytest.param(10.0, marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("maker", MAKERS)
 def test_hotness_is_never_far_behind(maker: str, percent: float) -> None:
     trace = make_trace(maker, MAKERS[maker](2, NUM_REQUESTS))

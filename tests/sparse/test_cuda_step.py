@@ -231,7 +231,7 @@ class Engine:
 @pytest.mark.parametrize(
     ("options", "block", "num_tokens", "num_slots"),
     [
-        ({}, 16, 1500, 24),
+        pytest.param({}, 16, 1500, 24, marks=pytest.mark.long),
         ({"cache_policy": "lru_prior", "max_correction_blocks": 2}, 32, 2900, 24),
         ({"cache_policy": "none", "sparse_topk": 0.2}, 16, 1000, 20),
         ({"adaptive_p": 0.7, "sparse_topk": 0.4}, 16, 1015, 40),

@@ -98,7 +98,10 @@ def forget(
                 del server.blocks[key]
 
 
-@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "pipelined",
+    [pytest.param(False, id="sync", marks=pytest.mark.long), pytest.param(True, id="async")],
+)
 @MODELS
 def test_hits_are_what_both_caches_give_together(
     engine: Any, server: FakeServer, model: Any, pipelined: bool

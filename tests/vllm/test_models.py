@@ -128,6 +128,7 @@ def test_warm_is_as_good_as_cold(
             64,
             True,
             id="lfm2-partial-tails",
+            marks=pytest.mark.long,
         ),
         # vLLM's latent attention on CPU answers otherwise after any prefix hit, its own ones too,
         # so those are the measure.
@@ -211,7 +212,7 @@ def test_a_drafter_has_the_last_block_computed_again(start: Start, tmp_path: Pat
     assert clean(second.ask("stats")["totals"])
 
 
-@pytest.mark.parametrize("interval", [0, 256, 1 << 20])
+@pytest.mark.parametrize("interval", [0, 256, pytest.param(1 << 20, marks=pytest.mark.long)])
 def test_states_are_kept_at_intervals_and_at_the_end_of_a_prompt(
     start: Start, interval: int
 ) -> None:

@@ -55,7 +55,10 @@ def until_stored(daemon: Daemon, num_blocks: int) -> None:
 
 
 @SCHEDULING
-@pytest.mark.parametrize("blocks", [30, 62], ids=["prefill", "decode"])
+@pytest.mark.parametrize(
+    "blocks",
+    [pytest.param(30, id="prefill"), pytest.param(62, id="decode", marks=pytest.mark.long)],
+)
 def test_a_server_is_killed_and_comes_back(
     start: Start, daemon: Daemon, blocks: int, is_async: bool
 ) -> None:

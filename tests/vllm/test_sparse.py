@@ -215,8 +215,8 @@ def test_softmax_sinks(start: Start) -> None:
     [
         {},
         {"scorer": "cuboid", "cache_policy": "lru_prior"},
-        {"adaptive_p": 0.6, "cache_policy": "clock"},
-        {"fusion": {"rot2u": 0.5, "mean": 0.5}},
+        pytest.param({"adaptive_p": 0.6, "cache_policy": "clock"}, marks=pytest.mark.long),
+        pytest.param({"fusion": {"rot2u": 0.5, "mean": 0.5}}, marks=pytest.mark.long),
         {"scorer_of_layer": {"1": "rot3u", "2": "quest"}, "cache_policy": "none"},
     ],
     ids=["default", "cuboid-prior", "adaptive-clock", "fusion", "per-layer-none"],
