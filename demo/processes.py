@@ -297,14 +297,15 @@ class Server:
     in a `with` block.
 
     One after the other in the same folder, each goes on with the cache of the one before.
+    `command`: what runs instead of `hotkv-server run`.
     """
 
-    def __init__(self, folder: Path, arena: str, *flags: str) -> None:
+    def __init__(self, folder: Path, arena: str, *flags: str, command: Sequence[str] = ()) -> None:
         self.runtime_folder = folder / "run"
         self.runtime_folder.mkdir(mode=0o700, exist_ok=True)
         self.target = f"unix:{self.runtime_folder}/grpc.sock"
         self.begin_s = time.monotonic()
-        command = [sys.executable, "-m", "hotkv_server.cli", "run"]
+        command = [*(command or (sys.executable, "-m", "hotkv_server.cli", "run"))]
         command += ["--runtime-dir", str(self.runtime_folder), "--arena.dir", str(folder / "arena")]
         command += ["--arena.bytes", arena, "--http.port", "0", *flags]
         self._child = Child("hotkv-server", command, folder / "hotkv-server.log", {})

@@ -44,7 +44,8 @@ class ConnectorConfig:
         weights.
     lookup_timeout_s: how long a request may wait for the answer to a lookup or lease before it
         counts as a miss.
-    load: `auto` tells the server how fast this engine computes prompts, so that a hit leaves in a
+    load: `auto` takes a hit if loading it is sooner than computing it, as far as this engine has
+        measured both, and tells the server how fast it computes prompts, so that a hit leaves in a
         slow tier what is computed sooner; `always` takes all that the server can bring in.
     lease_ttl_s: lifetime of a read lease; it must outlast the wait for admission and the load.
     load_timeout_s: a load that takes longer is cancelled, and its request computes its prompt.

@@ -150,10 +150,10 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         finished, failed = self._worker.take_results()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
-    @hook(lambda self: self._worker.lost_broke(), last=frozenset())
+    @hook(lambda self: self._worker.sparse.lost_broke(), last=frozenset())
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Of requests whose bytes in host memory are gone, not of loads that failed."""
-        return self._worker.take_lost()
+        return self._worker.sparse.take_lost()
 
     @hook(nothing)
     def build_connector_worker_meta(self) -> HotKVWorkerMetadata | None:

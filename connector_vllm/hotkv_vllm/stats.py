@@ -37,6 +37,16 @@ COUNTERS: dict[str, str] = {
     "unserved_requests": (
         "Requests not offered anything because a worker had no session with the server."
     ),
+    "left_requests": "Requests that computed their prompt, because that is sooner than loading it.",
+    "tried_requests": "Requests that were to be left and had a little time to show otherwise.",
+    "late_requests": "Requests whose hit took longer than computing it, or than a trial may.",
+    "judged_choices": "Hits of which it is known whether taking or leaving them was right.",
+    "right_choices": "Those of them that were chosen rightly.",
+    "load_prediction_error_s": "Seconds by which loads took more or less than predicted.",
+    "judged_load_s": "Seconds that these loads took.",
+    "prefill_prediction_error_s": "Seconds by which prefill steps took more or less than "
+    "predicted.",
+    "judged_prefill_s": "Seconds that these steps took.",
     "load_bytes": "Bytes loaded.",
     "stores": "Stores begun.",
     "store_bytes": "Bytes stored.",

@@ -88,7 +88,7 @@ class Desk:
             session,
             self.parts.finder,
             planner,
-            UseReports(session, TOKENS, self.parts.stats, self.parts.groups.keys, engine.prefill),
+            UseReports(session, TOKENS, self.parts.stats, self.parts.groups.keys, None),
             CacheReset(session, planner),
             memory,  # type: ignore[arg-type]
             None,

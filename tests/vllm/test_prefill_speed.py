@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv_vllm.scheduler.prefill_speed import LEAST_STEP_TOKENS, MAX_OPEN, RECENT, PrefillSpeed
+from hotkv_vllm.stats import HotKVStats
 
 
 def end(speed: PrefillSpeed, number: int, now_s: float) -> None:
@@ -22,10 +23,10 @@ def test_it_is_that_of_the_steps_whatever_lies_between_them(
 ) -> None:
     """An engine of 1000 tokens/s: steps one after the other, with pauses, and each planned before
     or after the last one has ended."""
-    speed, free_s, ended_s, results = PrefillSpeed(), 0.0, 0.0, []
+    speed, free_s, ended_s, results = PrefillSpeed(HotKVStats()), 0.0, 0.0, []
     for num_tokens, pause_s in steps:
         planned_s = (max(0.0, free_s - 0.1) if is_pipelined and not pause_s else free_s) + pause_s
-        number = speed.begin_step({"a": num_tokens}, planned_s)
+        number = speed.begin_step([(num_tokens, 0)], planned_s)
         assert number
         free_s = max(planned_s, free_s) + num_tokens / 1000
         results.append((number, free_s))
@@ -38,31 +39,54 @@ def test_it_is_that_of_the_steps_whatever_lies_between_them(
 
 
 def test_decode_small_steps_and_lost_results_do_not_count() -> None:
-    speed = PrefillSpeed()
-    assert speed.begin_step({}, 0.0) == 0
-    assert speed.begin_step({str(at): 4 for at in range(1000)}, 0.0) == 0
-    assert speed.begin_step({"a": LEAST_STEP_TOKENS - 1}, 0.0) == 0
-    mixed = {"a": 300} | {str(at): 1 for at in range(301)}
+    speed = PrefillSpeed(HotKVStats())
+    assert speed.begin_step([], 0.0) == 0
+    assert speed.begin_step([(4, 500)] * 1000, 0.0) == 0
+    assert speed.begin_step([(LEAST_STEP_TOKENS - 1, 0)], 0.0) == 0
+    mixed = [(300, 0), *([(1, 500)] * 301)]
     assert speed.begin_step(mixed, 0.0) == 0
     end(speed, 0, 5.0)
     assert speed.tokens_per_s == 0
     for at in range(2 * MAX_OPEN):
-        assert speed.begin_step({"a": 1000}, float(at))
+        assert speed.begin_step([(1000, 0)], float(at))
     assert len(speed._open) == MAX_OPEN
     # The first ones are forgotten: their results say nothing.
     end(speed, 1, 500.0)
     assert speed.tokens_per_s == 0
-    number = speed.begin_step({"a": 1000, "b": 1}, 600.0)
+    number = speed.begin_step([(1000, 0), (1, 500)], 600.0)
     end(speed, number, 601.0)
-    assert speed.tokens_per_s == 1001
+    assert round(speed.tokens_per_s) == 1001
     end(speed, number, 602.0)
-    assert speed.tokens_per_s == 1001
+    assert round(speed.tokens_per_s) == 1001
 
 
 def test_a_step_that_waited_long_does_not_count_for_much() -> None:
-    speed, now_s = PrefillSpeed(), 0.0
+    speed, now_s = PrefillSpeed(HotKVStats()), 0.0
     for at in range(RECENT):
-        number = speed.begin_step({"a": 1000}, now_s)
+        number = speed.begin_step([(1000, 0)], now_s)
         now_s += 60.0 if at == 3 else 1.0
         end(speed, number, now_s)
     assert speed.tokens_per_s == 1000
+
+
+def test_a_longer_context_costs_more_if_steps_say_so() -> None:
+    """Attention: a token takes 1 ms, and 1 us for each token before it. A step that waited for
+    something else says nothing of it."""
+    speed, now_s = PrefillSpeed(HotKVStats()), 0.0
+    for computed in range(0, 8192, 1024):
+        number = speed.begin_step([(1024, computed)], now_s)
+        now_s += 1024 * (1e-3 + 1e-6 * (computed + 512)) + (9.0 if computed == 4096 else 0.0)
+        end(speed, number, now_s)
+    assert abs(speed.seconds(4096, 8192) / (4096 * (1e-3 + 1e-6 * 6144)) - 1) < 0.02
+    assert abs(speed.seconds(0, 1000) / (1000 * (1e-3 + 1e-6 * 500)) - 1) < 0.02
+
+
+def test_its_error_is_counted() -> None:
+    stats, now_s = HotKVStats(), 0.0
+    speed = PrefillSpeed(stats)
+    for seconds in (1.0, 1.0, 3.0):
+        number = speed.begin_step([(1000, 0)], now_s)
+        now_s += seconds
+        end(speed, number, now_s)
+    assert stats.data["judged_prefill_s"] == 4.0
+    assert abs(stats.data["prefill_prediction_error_s"] - 2.0) < 1e-9

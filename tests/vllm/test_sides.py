@@ -13,6 +13,7 @@ from hotkv_vllm.scheduler.resident_side import ResidentSide
 from hotkv_vllm.scheduler.side import HotKVScheduler
 from hotkv_vllm.scheduler.step_planner import StepPlanner
 from hotkv_vllm.sides import ANSWERS, PARTS, NoSide
+from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.worker.memory import EngineMemory
 from hotkv_vllm.worker.side import HotKVWorker
 
@@ -23,6 +24,7 @@ OWNERS = {
     "_scheduler.steps": StepPlanner,
     "_worker": HotKVWorker,
     "_worker.memory": EngineMemory,
+    "_worker.sparse": SparseRank,
 }
 CALLED = sorted(
     set(re.findall(r"self\.(_(?:scheduler|worker)[\w.]*)\.(\w+)\(", inspect.getsource(connector)))

@@ -202,7 +202,11 @@ def write_model(folder: Path, kind: str = "llama") -> Path:
 
 
 def transfer_config(**extra: Any) -> dict[str, Any]:
-    """`kv_transfer_config` with the connector and its settings (`target` for `hotkv.target`)."""
+    """`kv_transfer_config` with the connector and its settings (`target` for `hotkv.target`).
+
+    A tiny model computes a prompt as fast as any server loads it, so every hit is taken.
+    """
+    extra = {"load": "always", **extra}
     return {
         "kv_connector": "HotKVConnector",
         "kv_connector_module_path": "hotkv_vllm.connector",

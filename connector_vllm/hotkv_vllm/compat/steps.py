@@ -5,6 +5,7 @@ Reads `SchedulerOutput` (new, cached and resumed requests with their block ids,
 request's blocks are hashed with besides tokens.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
@@ -36,6 +37,18 @@ def fresh_block_ids(scheduler_output: Any, tokens_per_block: tuple[int, ...]) ->
     fresh.update(scheduler_output.new_block_ids_to_zero or ())
     fresh.discard(NULL_BLOCK)
     return fresh
+
+
+def scheduled_rows(scheduler_output: Any) -> Iterator[tuple[int, int]]:
+    """Of each request of a step: tokens that the step computes, and those computed before.
+
+    Source: `SchedulerOutput` in vLLM 0.32."""
+    scheduled = scheduler_output.num_scheduled_tokens
+    for new in scheduler_output.scheduled_new_reqs:
+        yield scheduled.get(new.req_id, 0), new.num_computed_tokens
+    cached = scheduler_output.scheduled_cached_reqs
+    for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
+        yield scheduled.get(request_id, 0), computed
 
 
 def event_extra_keys(

@@ -14,6 +14,7 @@ from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.scheduler.assembly import Engine
 from hotkv_vllm.scheduler.hints import HintReader
 from hotkv_vllm.scheduler.hits import ASK_AGAIN, NO_HIT, Answer
+from hotkv_vllm.scheduler.load_choice import LoadChoice
 from hotkv_vllm.scheduler.load_orders import LoadOrders
 from hotkv_vllm.scheduler.other_loads import OtherLoads
 from hotkv_vllm.scheduler.request import Phase, RequestState
@@ -31,18 +32,16 @@ class Admission:
         transfer = vllm_config.kv_transfer_config
         self.edge = edge
         self._sharing = sharing
-        self._stats = engine.stats
-        self._adapters = engine.adapters
-        self._exactness = engine.exactness
-        self._pool = engine.pool
+        self._stats, self._adapters = engine.stats, engine.adapters
+        self._exactness, self._pool = engine.exactness, engine.pool
         self._hints = HintReader(engine.stats)
         self._may_load, self._may_store = transfer.is_kv_consumer, transfer.is_kv_producer
         self._counts_media = engine.counts_media
         self.states: dict[str, RequestState] = {}
         self.loads = LoadOrders(vllm_config.parallel_config.world_size)
         self.written = WrittenBlocks(kv_groups.group_block_tokens(vllm_config, kv_cache_config))
-        self.others = OtherLoads()
-        self.lost_track = False
+        self.others, self.lost_track = OtherLoads(), False
+        self.choice = LoadChoice(engine.learnt_prefill, engine.stats)
         self.rows: RowNames | None = None
         if engine.config.sparse is not None:
             groups = sparse_layers.sparse_groups(kv_cache_config)
@@ -132,7 +131,7 @@ class Admission:
                 return ASK_AGAIN if waits else NO_HIT
             if cache.memory is not None:
                 cache.memory.arrived(request)
-        answer = cache.finder.match(state, num_computed_tokens, now_s)
+        answer = self.choice.match(cache.finder, state, num_computed_tokens, now_s)
         if cache.residencies is None or not answer[0]:
             return answer
         keeps = cache.residencies.keeps_hit(request, num_computed_tokens + answer[0], now_s)
@@ -166,6 +165,7 @@ class Admission:
         if num_external_tokens <= 0:
             if not state.is_loading:
                 cache.finder.give_back(state)
+                state.choice = None
             return
         tables = blocks.get_block_ids()
         block_ids = [tables[group.vllm_group] for group in cache.cache_groups]
@@ -173,6 +173,7 @@ class Admission:
         if job is None:
             self._abandon(request.request_id)
             return
+        job.timeout_s = self.choice.time_for(state, job.timeout_s)
         self.loads.begin(job, blocks)
         self._stats.add("loads")
 

@@ -31,7 +31,8 @@ from hotkv_vllm.stats import HotKVStats
 @dataclass(frozen=True, slots=True)
 class Engine:
     """What lasts as long as the engine, whatever its key space. `counts_media`: block hashes do not
-    cover the content of images and other media."""
+    cover the content of images and other media. `learnt_prefill`: what hits are weighed against;
+    None if all are to be taken, as where contexts live in host memory."""
 
     vllm_config: Any
     kv_cache_config: Any
@@ -41,7 +42,14 @@ class Engine:
     exactness: Exactness
     counts_media: bool
     pool: DevicePool
-    prefill: PrefillSpeed = field(default_factory=PrefillSpeed)
+    prefill: PrefillSpeed = field(init=False)
+    learnt_prefill: PrefillSpeed | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        prefill = PrefillSpeed(self.stats)
+        weighs = self.config.load == "auto" and self.pool.spec is None
+        object.__setattr__(self, "prefill", prefill)
+        object.__setattr__(self, "learnt_prefill", prefill if weighs else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +137,9 @@ def _over(
         engine.exactness,
         residencies,
     )
-    prefill = engine.prefill if config.load == "auto" else None
-    reports = UseReports(session, space.hash_block_tokens, stats, groups.keys, prefill)
+    reports = UseReports(
+        session, space.hash_block_tokens, stats, groups.keys, engine.learnt_prefill
+    )
     sparse_groups = _sparse_groups(agreement, cache_groups)
     memory = None
     if config.sparse is not None and sparse_groups:

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from hotkv_client.types import LeaseGrant
+from hotkv_vllm.answer_time import AnswerTime
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.link import CacheSession
 from hotkv_vllm.metadata import LoadJob
@@ -186,7 +187,7 @@ class HitFinder:
         hit = state.hit
         answer, lease_id = hit.answer, hit.lease_id
         hit.phase, hit.answer, hit.lease_id = Phase.IDLE, None, ""
-        hit.ready, hit.represented = (), {}
+        hit.ready, hit.represented, hit.asked = (), {}, []
         if not lease_id:
             return
         self._session.release(lease_id)
@@ -218,6 +219,7 @@ class HitFinder:
         if not any(len(group.hashes) for group in groups):
             return NO_HIT
         state.hit.answer = self._session.lookup(groups)
+        state.hit.asked.append(AnswerTime(state.hit.answer))
         state.hit.phase = Phase.ASKED
         state.hit.deadline_s = now_s + self._config.lookup_timeout_s
         return ASK_AGAIN
@@ -256,6 +258,7 @@ class HitFinder:
         hit.answer = self._session.acquire(
             hit.lease_id, groups + self.representations.asked(groups), self._config.lease_ttl_s
         )
+        hit.asked.append(AnswerTime(hit.answer))
         hit.phase = Phase.LEASING
         hit.computed_tokens, hit.hit_tokens = computed_tokens, hit_tokens
         hit.deadline_s = now_s + self._config.lookup_timeout_s

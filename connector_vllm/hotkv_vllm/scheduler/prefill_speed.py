@@ -5,9 +5,12 @@ Scheduler thread only.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
+
+from hotkv_vllm.stats import HotKVStats
 
 LEAST_CHUNK_TOKENS = 64
 """So many tokens of a request in one step are prefill: decode has one, or a few drafts."""
@@ -15,7 +18,18 @@ LEAST_STEP_TOKENS = 256
 """Smaller steps say what a step costs, not what tokens cost."""
 RECENT = 15
 """The speed is the median of so many steps: some wait for stores, or for a compiler."""
+LEAST_SPREAD_TOKENS = 2048
+"""Steps whose contexts differ less say nothing of what a longer context costs."""
 MAX_OPEN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A step that was planned. `context_tokens`: before a token of it, on average."""
+
+    num_tokens: int
+    context_tokens: float
+    planned_s: float
 
 
 class PrefillSpeed:
@@ -23,11 +37,14 @@ class PrefillSpeed:
     worker repeats its number. With asynchronous scheduling the next one is planned before.
     `last_end_s`: when the results of the last step of all have come, whose owner is the caller."""
 
-    def __init__(self) -> None:
+    def __init__(self, stats: HotKVStats) -> None:
+        self._stats = stats
         self._number = 0
-        self._open: dict[int, tuple[int, float]] = {}
+        self._open: dict[int, Planned] = {}
         self.last_end_s = 0.0
-        self._rates: deque[float] = deque(maxlen=RECENT)
+        # Context before a token, and the seconds that it took.
+        self._costs: deque[tuple[float, float]] = deque(maxlen=RECENT)
+        self._fit: tuple[float, float] | None = None
 
     def __repr__(self) -> str:
         return f"PrefillSpeed({self.tokens_per_s:.0f} tokens/s)"
@@ -35,24 +52,68 @@ class PrefillSpeed:
     @property
     def tokens_per_s(self) -> float:
         """Tokens of prefill that the engine computes in a second; 0 before any was measured."""
-        return float(np.median(self._rates)) if self._rates else 0.0
+        return 1 / float(np.median([cost for _, cost in self._costs])) if self._costs else 0.0
 
-    def begin_step(self, scheduled: Mapping[str, int], now_s: float) -> int:
-        """A step is planned, with so many tokens of each request. Returns the number that the
-        worker is to repeat with its results; 0 if the step is not timed."""
-        num_tokens = sum(scheduled.values())
-        num_prefill = sum(count for count in scheduled.values() if count >= LEAST_CHUNK_TOKENS)
+    def seconds(self, start_tokens: int, stop_tokens: int) -> float:
+        """What computing the tokens from `start_tokens` to `stop_tokens` of a prompt takes; 0
+        before any was measured."""
+        if self._fit is None:
+            self._fit = self._fitted()
+        token_s, context_s = self._fit
+        return (stop_tokens - start_tokens) * (
+            token_s + context_s * (start_tokens + stop_tokens) / 2
+        )
+
+    def begin_step(self, rows: Iterable[tuple[int, int]], now_s: float) -> int:
+        """A step is planned: of each request the tokens that it computes and those before them.
+        Returns the number that the worker is to repeat with its results; 0 if the step is not
+        timed."""
+        num_tokens, num_prefill, contexts = 0, 0, 0.0
+        for count, computed in rows:
+            num_tokens += count
+            num_prefill += count if count >= LEAST_CHUNK_TOKENS else 0
+            contexts += count * (computed + count / 2)
         if num_tokens < LEAST_STEP_TOKENS or 2 * num_prefill < num_tokens:
             return 0
         self._number += 1
-        self._open[self._number] = num_tokens, now_s
+        self._open[self._number] = Planned(num_tokens, contexts / num_tokens, now_s)
         if len(self._open) > MAX_OPEN:
             del self._open[next(iter(self._open))]
         return self._number
 
     def end_step(self, number: int, now_s: float) -> None:
         """The results of a step that is timed have come."""
-        num_tokens, began_s = self._open.pop(number, (0, 0.0))
-        seconds = now_s - max(began_s, self.last_end_s)
-        if num_tokens and seconds > 0:
-            self._rates.append(num_tokens / seconds)
+        planned = self._open.pop(number, None)
+        if planned is None:
+            return
+        seconds = now_s - max(planned.planned_s, self.last_end_s)
+        if seconds > 0:
+            self._note(planned, seconds)
+
+    def _note(self, planned: Planned, seconds: float) -> None:
+        if self._costs:
+            token_s, context_s = self._fit = self._fit or self._fitted()
+            predicted_s = planned.num_tokens * (token_s + context_s * planned.context_tokens)
+            self._stats.add("prefill_prediction_error_s", abs(predicted_s - seconds))
+            self._stats.add("judged_prefill_s", seconds)
+        self._costs.append((planned.context_tokens, seconds / planned.num_tokens))
+        self._fit = None
+
+    def _fitted(self) -> tuple[float, float]:
+        """Seconds a token, and beyond for each token before it.
+
+        Medians of slopes and of what they leave (Theil 1950, Sen 1968): a third of the steps may
+        have waited for something else.
+        """
+        if not self._costs:
+            return 0.0, 0.0
+        contexts, costs = np.array(self._costs).T
+        context_s = 0.0
+        if np.ptp(contexts) >= LEAST_SPREAD_TOKENS:
+            one, other = np.triu_indices(len(costs), 1)
+            differs = np.abs(contexts[one] - contexts[other]) >= 1
+            one, other = one[differs], other[differs]
+            slopes = (costs[one] - costs[other]) / (contexts[one] - contexts[other])
+            context_s = max(0.0, float(np.median(slopes)))
+        token_s = float(np.median(costs - context_s * contexts))
+        return (token_s, context_s) if token_s > 0 else (float(np.median(costs)), 0.0)

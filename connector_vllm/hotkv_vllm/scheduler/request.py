@@ -1,7 +1,8 @@
 """What the scheduler side knows of one request of the engine, in parts that have one owner each.
 
 `HitState` belongs to `hits.HitFinder`, `StoreState` to `stores.StorePlanner`, `UseState` to
-`reports.UseReports`. Nobody else writes their fields, but for a reset, which voids all three.
+`reports.UseReports`, `HitChoice` to `load_choice.LoadChoice`. Nobody else writes their fields, but
+for a reset, which voids the first three.
 """
 
 import enum
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hotkv.retention import NO_RETENTION, Retention
+from hotkv_vllm.answer_time import AnswerTime
 from hotkv_vllm.link import BoolMask
 
 Masks = tuple[BoolMask, ...]
@@ -33,7 +35,8 @@ class HitState:
     `answer`: of the call that the phase waits for, until `deadline_s`. `computed_tokens`: local hit
     for which the lease was taken. `leased`: leased blocks per group, but for `left_out` of the
     first; `represented`: by group, of which of them the representation is leased too.
-    `unproved_loads`: loads begun and not known to have ended well.
+    `unproved_loads`: loads begun and not known to have ended well. `asked`: what this hit has asked
+    of the server.
     """
 
     phase: Phase = Phase.IDLE
@@ -53,8 +56,14 @@ class HitState:
     miss_until_s: float = 0.0
     failed_loads: int = 0
     unproved_loads: int = 0
+    asked: list[AnswerTime] = field(default_factory=list)
     counted: bool = False
     counted_hit: bool = False
+
+    @property
+    def server_s(self) -> float:
+        """What the server has taken so far for the answers of this hit."""
+        return sum(one.seconds for one in self.asked)
 
 
 @dataclass(slots=True)
@@ -80,6 +89,32 @@ class UseState:
     is_reported: bool = False
 
 
+class Verdict(enum.Enum):
+    """What is done about a request's hit. TRY: it loses by what is known, but may have a little
+    time to show otherwise."""
+
+    TAKE = "take"
+    TRY = "try"
+    LEAVE = "leave"
+
+
+@dataclass(slots=True)
+class HitChoice:
+    """Whether a hit is taken, from the first question about it until its load has ended.
+
+    `budget_s`: the server's time for answers and load, 0 for no bound of its own. `ask_s`,
+    `load_s`: what it has taken for its answers up to the lease, and for the load of `num_tokens`, 0
+    if that is not known. `prefill_s`: what computing these was thought to take.
+    """
+
+    verdict: Verdict
+    budget_s: float
+    num_tokens: int = 0
+    prefill_s: float = 0.0
+    ask_s: float = 0.0
+    load_s: float = 0.0
+
+
 @dataclass(slots=True)
 class RequestState:
     """One request of the engine, from its arrival to its end. `request` is vLLM's."""
@@ -90,6 +125,7 @@ class RequestState:
     arrived_s: float = 0.0
     hit: HitState = field(default_factory=HitState)
     use: UseState = field(default_factory=UseState)
+    choice: "HitChoice | None" = None
 
     @property
     def is_loading(self) -> bool:

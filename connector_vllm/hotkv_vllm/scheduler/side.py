@@ -127,11 +127,13 @@ class HotKVScheduler:
         cache, failed = sharing.cache, output.failed_recving or ()
         if cache is None:
             return
+        self.requests.choice.told(self.requests.states, report.load_seconds)
         for request_id in loads.ended(output.finished_recving or ()):
             if request_id in failed:
                 self.stats.add("failed_loads")
             state = self.requests.states.get(request_id)
             if state is not None:
+                self.requests.choice.end(state, request_id in failed)
                 cache.planner.loaded(state, cache.finder.end_load(state, request_id in failed))
         cache.planner.reported(report)
         if report.adapters is not None:

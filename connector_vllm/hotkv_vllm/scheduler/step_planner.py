@@ -9,6 +9,7 @@ engine's weights have changed.
 import time
 from typing import Any
 
+from hotkv_vllm.compat import steps
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.metadata import HotKVMetadata, StoreJob
 from hotkv_vllm.scheduler.admission import Admission
@@ -81,8 +82,8 @@ class StepPlanner:
         meta.wants_handshake = wants_handshake
         # Decode steps don't pay for a call that would tell them so.
         if scheduler_output.total_num_scheduled_tokens >= LEAST_STEP_TOKENS:
-            scheduled = scheduler_output.num_scheduled_tokens
-            meta.timed_step = self.prefill.begin_step(scheduled, time.monotonic())
+            rows = steps.scheduled_rows(scheduler_output)
+            meta.timed_step = self.prefill.begin_step(rows, time.monotonic())
         return meta
 
     def _before_stores(self, cache: Assembly, scheduler_output: Any) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from hotkv_client.types import TransferResult, TransferStatus
 from hotkv_vllm import link
+from hotkv_vllm.answer_time import AnswerTime
 from hotkv_vllm.metadata import LoadJob
 from hotkv_vllm.worker.device_order import Mark
 
@@ -32,16 +33,19 @@ class ActiveLoad:
     """A load of this rank.
 
     `after`: the mark that the load waits for. `deadline_s`: None until the device is seen to have
-    passed `after`. `answer`: None until the load is sent. `cancelled_s`: when it was cancelled;
-    None if it was not. `is_void`: the engine has discarded the memory, so the load counts as failed
-    however it ends.
+    passed `after`. `answer`: None until the load is sent. `time`: of the answer, from when the
+    device was seen to have passed `after`; None until then. `cancelled_s`: when it was cancelled;
+    None if it was not. `is_late`: it was cancelled at its deadline. `is_void`: the engine has
+    discarded the memory, so the load counts as failed however it ends.
     """
 
     job: LoadJob
     after: Mark
     deadline_s: float | None = None
     answer: "Future[TransferResult] | None" = None
+    time: AnswerTime | None = None
     cancelled_s: float | None = None
+    is_late: bool = False
     is_void: bool = False
 
     @property
@@ -57,6 +61,14 @@ class Ended:
 
     load: ActiveLoad
     num_bytes: int | None
+
+    @property
+    def seconds(self) -> float:
+        """What the server took for it, if it ended well; its whole time, if that was up. 0 if
+        unknown."""
+        if self.num_bytes is None:
+            return self.load.job.timeout_s if self.load.is_late else 0.0
+        return self.load.time.seconds if self.load.time is not None else 0.0
 
 
 class Loads:
@@ -88,7 +100,12 @@ class Loads:
     def begin(self, job: LoadJob, after: Mark) -> None:
         load = self._active[job.request_id] = ActiveLoad(job, after)
         if after.lets_send():
-            load.answer = self._send(job, after)
+            self._send_now(load)
+
+    def _send_now(self, load: ActiveLoad) -> None:
+        load.answer = self._send(load.job, load.after)
+        if load.after.passed():
+            load.time = AnswerTime(load.answer)
 
     def fail(self, request_ids: Iterable[str]) -> None:
         """Reports loads as failed that were never begun; vLLM waits for each of them."""
@@ -109,7 +126,7 @@ class Loads:
         """Sends the loads whose mark has passed by now."""
         for load in self._active.values():
             if load.answer is None and load.after.passed():
-                load.answer = self._send(load.job, load.after)
+                self._send_now(load)
 
     @property
     def answers(self) -> "list[Future[TransferResult] | None]":
@@ -200,8 +217,11 @@ class Loads:
             if load.answer is None or load.cancelled_s is not None:
                 continue
             if load.deadline_s is None:
-                load.deadline_s = now_s + load.job.timeout_s if load.after.passed() else None
+                if load.after.passed():
+                    load.deadline_s = now_s + load.job.timeout_s
+                    load.time = load.time or AnswerTime(load.answer)
             elif now_s >= load.deadline_s:
+                load.is_late = True
                 self._end_early(load)
 
     # ----------------------------------------------------------------------------------- hung loads

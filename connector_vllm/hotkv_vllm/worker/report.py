@@ -42,6 +42,11 @@ class RankReport:
         """Adds to a counter of `stats.COUNTERS`."""
         self._next.count(name, value)
 
+    def timed(self, request_id: str, load_s: float) -> None:
+        """Notes what the server took for a request's load; 0 if that is not known."""
+        if load_s:
+            self._next.load_seconds[request_id] = load_s
+
     def give_marks_back(self, loads: Iterable[ActiveLoad]) -> None:
         """These loads are over: their marks are given back when the next report is taken."""
         self._over += loads

@@ -15,6 +15,7 @@ from typing import Any
 
 from hotkv.keys import KeySpace, Representation
 from hotkv.order import NO_ORDER, OrderKind
+from hotkv_client.arena import Arena
 from hotkv_client.fence import SharedFence
 from hotkv_client.types import Role, SessionConfig
 from hotkv_sparse.centre import Centres
@@ -38,8 +39,7 @@ class RankSession:
     """See the module. `shared`: representations that go with blocks; None if none do."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
-        self._vllm_config = vllm_config
-        self._kv_cache_config = kv_cache_config
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
         self._config = config
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._space: KeySpace | None = None
@@ -132,6 +132,10 @@ class RankSession:
             raise
         self.memory, self.shared = memory, sparse
         return pool.kinds
+
+    def arena(self) -> Arena | None:
+        """The server's arena; None without a session that may map it."""
+        return None if self.session is None else self.session.arena()
 
     def shared_group(self, group_index: int) -> int:
         """vLLM's group of the blocks whose representations have this index in the session."""

@@ -17,7 +17,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from hotkv_client.arena import Arena
 from hotkv_client.types import BlockRun
 from hotkv_sparse.centre import Centres
 from hotkv_vllm.config import ConnectorConfig
@@ -26,7 +25,7 @@ from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
 from hotkv_vllm.rekeying import RECONNECT_S
 from hotkv_vllm.sparse.rank import SparseRank
-from hotkv_vllm.worker.loads import ActiveLoad, Loads
+from hotkv_vllm.worker.loads import Ended, Loads
 from hotkv_vllm.worker.memory import EngineMemory
 from hotkv_vllm.worker.report import RankReport
 from hotkv_vllm.worker.session import RankSession
@@ -48,7 +47,9 @@ class HotKVWorker:
     ) -> None:
         self._config = config
         self.rank = RankSession(vllm_config, kv_cache_config, config)
-        self.sparse = SparseRank(vllm_config, kv_cache_config, config, centres, edge, self._arena)
+        self.sparse = SparseRank(
+            vllm_config, kv_cache_config, config, centres, edge, self.rank.arena
+        )
         self.transfers = Transfers(vllm_config, self.rank, config)
         self.loads = Loads(self.transfers.load, self.transfers.cancel)
         number = vllm_config.parallel_config.rank
@@ -170,7 +171,7 @@ class HotKVWorker:
         finished, failed, ended = self.loads.take()
         try:
             for one in ended:
-                self._load_ended(one.load, one.num_bytes)
+                self._load_ended(one)
             self.loads.watch(time.monotonic())
         except Exception:  # noqa: BLE001 - hook edge: the requests are told all the same
             self.count("hook_errors")
@@ -183,27 +184,17 @@ class HotKVWorker:
         self.report.give_marks_back(over)
         return failed
 
-    def _load_ended(self, load: ActiveLoad, num_bytes: int | None) -> None:
+    def _load_ended(self, one: Ended) -> None:
+        load = one.load
         self.rank.marks.done(load.after)
-        if num_bytes is None:
+        self.report.timed(load.job.request_id, one.seconds)
+        if one.num_bytes is None:
             return
-        self.report.count("load_bytes", num_bytes)
+        self.report.count("load_bytes", one.num_bytes)
         if self.rank.shared is not None:
             for run in load.job.representations:
                 group = self.rank.shared_group(run.group_index)
                 self.rank.shared.loaded(group, run.block_ids)
-
-    def take_lost(self) -> set[int]:
-        """First blocks of requests whose bytes in host memory are gone."""
-        return self.sparse.take_lost()
-
-    def lost_broke(self) -> set[int]:
-        """It is not known which bytes are gone: all of them."""
-        return self.sparse.lost_broke()
-
-    def _arena(self) -> Arena | None:
-        """The server's arena; None without a session that may map it."""
-        return None if self.rank.session is None else self.rank.session.arena()
 
     def take_report(self, meta: HotKVMetadata | None) -> HotKVWorkerMetadata | None:
         """Returns what the scheduler is to hear of this step; None for nothing."""

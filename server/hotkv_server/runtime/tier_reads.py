@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
+from hotkv.costs import fitted
 from hotkv_server.core.values import BoolMask
 from hotkv_server.runtime.tier_choice import Offer
 
@@ -22,7 +22,6 @@ READ_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 
 TRIED_S = 5.0
 """A tier that was too slow is tried again this long after its last read."""
-Floats = NDArray[np.float64]
 
 
 class TierReads:
@@ -86,20 +85,6 @@ class TierReads:
         the last COSTED reads has found something. Least squares, neither below 0."""
         if self._costs_at != self.num_reads:
             last = np.arange(max(0, self.num_reads - COSTED), self.num_reads) % RECENT
-            self._costs = _fitted(self._bytes[last], self._seconds[last])
+            self._costs = fitted(self._bytes[last], self._seconds[last])
             self._costs_at = self.num_reads
         return self._costs
-
-
-def _fitted(num_bytes: Floats, seconds: Floats) -> tuple[float, float]:
-    has_some = num_bytes > 0
-    num_bytes, seconds = num_bytes[has_some], seconds[has_some]
-    if not len(num_bytes):
-        return 0.0, 0.0
-    spread = num_bytes - num_bytes.mean()
-    variance = float(spread @ spread)
-    s_per_byte = float(spread @ seconds) / variance if variance else 0.0
-    fixed_s = float(seconds.mean() - s_per_byte * num_bytes.mean())
-    if s_per_byte > 0 and fixed_s >= 0:
-        return fixed_s, s_per_byte
-    return 0.0, float(seconds.sum() / num_bytes.sum())

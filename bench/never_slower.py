@@ -1,0 +1,122 @@
+"""Requests beside a server that becomes slow: SmolLM2 on vLLM's CPU build, one engine with hotkv
+and one without, which answer the same prompt in turns; before each, their own caches are emptied.
+
+The server copies and answers as it does (`well`), then each copy takes 200 times as long and each
+lookup and lease 50 ms more (`slow`), then it is well again.
+
+Prints a table; `--json` prints one JSON object last: `slow_over_plain` (seconds of all requests
+while the server is slow, but for the first FEW, over those without hotkv), `slow_worst` (the same
+of the slowest request), `well_over_plain`, `found_slow_after` and `found_well_after` (requests
+until the first that is left, or hits again).
+"""
+
+import contextlib
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from bench.report import parser, print_report
+from demo import prompts
+from demo.processes import (
+    Answer,
+    ChildError,
+    Engine,
+    EngineSettings,
+    Server,
+    ends_cleanly,
+    prepare_model,
+    runtime_folder,
+)
+from hotkv_server.testing import slowed
+
+LIMITS = {"slow_over_plain": 1.05}
+TIMES, WAIT_S = 200.0, 0.05
+PROMPT_TOKENS, ANSWER_TOKENS = 600, 2
+FEW = 3
+ARENA = "512MiB"
+Pair = tuple[Answer, Answer]
+
+
+def measure(model: Path, num_well: int, num_slow: int) -> dict[str, list[Pair]]:
+    """By phase the answers with and without hotkv."""
+    with contextlib.ExitStack() as stack:
+        below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
+        folder, slow = stack.enter_context(runtime_folder(1 << 30)), below / "slow"
+        command = slowed.command(slow, TIMES, WAIT_S)
+        server = stack.enter_context(Server(folder, ARENA, command=command))
+        server.wait_ready()
+        ours, plain = (
+            stack.enter_context(Engine(name, EngineSettings(str(model), target), below))
+            for name, target in (("hotkv", server.target), ("plain", ""))
+        )
+        for engine in (ours, plain):
+            engine.wait_ready()
+            for seed in (1, 2, 3):
+                engine.generate(prompts.token_ids(model, seed, PROMPT_TOKENS), ANSWER_TOKENS)
+        prompt = prompts.token_ids(model, 4, PROMPT_TOKENS)
+        ours.generate(prompt, ANSWER_TOKENS)
+        server.wait_for_stores()
+
+        def pair() -> Pair:
+            answers = []
+            for engine in (ours, plain):
+                engine.reset_prefix_cache()
+                answers.append(engine.generate(prompt, ANSWER_TOKENS))
+            return answers[0], answers[1]
+
+        phases = {"well": [pair() for _ in range(num_well)]}
+        slow.touch()
+        phases["slow"] = [pair() for _ in range(num_slow)]
+        slow.unlink()
+        phases["well again"] = [pair() for _ in range(num_slow)]
+        return phases
+
+
+def first(pairs: list[Pair], *, hits: bool) -> int:
+    """Requests before the first that hits, or does not."""
+    return next(
+        (at for at, (one, _) in enumerate(pairs) if bool(one.hit_tokens) == hits), len(pairs)
+    )
+
+
+def main() -> int:
+    """Command line."""
+    flags = parser("Requests beside a server that becomes slow.")
+    flags.add_argument("--well", type=int, default=8, help="requests while the server is well")
+    flags.add_argument("--slow", type=int, default=25, help="requests while it is slow")
+    options = flags.parse_args()
+    try:
+        with ends_cleanly():
+            phases = measure(prepare_model(), options.well, options.slow)
+    except ChildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    late = phases["slow"][FEW:]
+    figures: dict[str, object] = {
+        "slow_over_plain": sum(one.total_s for one, _ in late)
+        / sum(other.total_s for _, other in late),
+        "slow_worst": max(one.total_s for one, _ in late)
+        / statistics.median(other.total_s for _, other in late),
+        "well_over_plain": statistics.median(one.total_s for one, _ in phases["well"])
+        / statistics.median(other.total_s for _, other in phases["well"]),
+        "found_slow_after": first(phases["slow"], hits=False),
+        "found_well_after": first(phases["well again"], hits=True),
+    }
+    rows = [
+        (
+            name,
+            f"{figures[name]:.3g}",
+            f"{LIMITS[name]:g}" if name in LIMITS else "",
+            "missed" if name in LIMITS and float(str(figures[name])) > LIMITS[name] else "",
+        )
+        for name in figures
+    ]
+    for name, pairs in phases.items():
+        print(name, " ".join(f"{a.total_s:.2f}/{b.total_s:.2f}" for a, b in pairs))
+    print_report(("figure", "value", "at most", ""), rows, figures, as_json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

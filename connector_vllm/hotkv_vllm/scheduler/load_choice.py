@@ -1,0 +1,207 @@
+"""Takes a hit where loading it is sooner than computing it.
+
+The engine learns what the server takes for answers and for loads, and what its prefill takes. Only
+the server's time counts: between two steps an engine that is busy would wait in any case. Always
+true: a load has no more time than computing its tokens takes, as soon as both are known; while
+loads lose, TRIED_SHARE of what computing their hits takes is spent on trying them again. Scheduler
+thread only.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+
+import numpy as np
+
+from hotkv.costs import fitted
+from hotkv_vllm.scheduler.hits import NO_HIT, Answer, HitFinder
+from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
+from hotkv_vllm.scheduler.request import HitChoice, RequestState, Verdict
+from hotkv_vllm.stats import HotKVStats
+
+COSTED = 16
+"""Answers and loads from which costs are learnt: they follow the server's load."""
+CHANGED = 4.0
+"""One that took so many times as long as predicted, or so much less, tells of another server than
+those before it: they are forgotten."""
+TRIED_SHARE = 0.03
+LATE = 2.0
+"""What was given up counts as if it had taken so many times its time."""
+SLACK_S = 0.01
+"""Loads that lose no more than this are taken: they spare the device its work."""
+LEAST_BUDGET_S, LEAST_LOAD_S = 0.05, 0.001
+"""A hit that wins has this long at least: less is no harm, and timers are coarse. The second for
+the load of any hit."""
+
+
+class ServerCosts:
+    """What the server takes for the answers of a hit, and for the load of its tokens."""
+
+    def __init__(self) -> None:
+        self._answers: deque[float] = deque(maxlen=COSTED)
+        self._loads: deque[tuple[int, float]] = deque(maxlen=COSTED)
+
+    def __repr__(self) -> str:
+        return f"ServerCosts({len(self._answers)} answers, {len(self._loads)} loads known)"
+
+    @property
+    def answers_s(self) -> float:
+        """Of one hit; 0 before any was measured."""
+        return float(np.median(self._answers)) if self._answers else 0.0
+
+    def load_s(self, num_tokens: int) -> float:
+        """0 before any was measured."""
+        if not self._loads:
+            return 0.0
+        fixed_s, token_s = fitted(*zip(*self._loads, strict=True))
+        return fixed_s + num_tokens * token_s
+
+    def note_answers(self, seconds: float) -> None:
+        if not _is_like(self.answers_s, seconds):
+            self._answers.clear()
+        self._answers.append(seconds)
+
+    def note_load(self, num_tokens: int, seconds: float) -> None:
+        if not _is_like(self.load_s(num_tokens), seconds):
+            self._loads.clear()
+        self._loads.append((num_tokens, seconds))
+
+
+def _is_like(predicted_s: float, seconds: float) -> bool:
+    return predicted_s / CHANGED <= seconds <= predicted_s * CHANGED + SLACK_S
+
+
+class LoadChoice:
+    """See the module. Without `prefill` every hit is taken."""
+
+    def __init__(self, prefill: PrefillSpeed | None, stats: HotKVStats) -> None:
+        self.costs = ServerCosts()
+        self._prefill = prefill
+        self._stats = stats
+        self._allowance_s = 0.0
+        self._share = TRIED_SHARE
+
+    def __repr__(self) -> str:
+        return f"LoadChoice({self.costs}, {self._allowance_s:.3f} s for trials)"
+
+    def match(
+        self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
+    ) -> Answer:
+        """What the finder answers, if loading is sooner than computing; else no hit."""
+        if not self._may_ask(state, computed_tokens):
+            finder.give_back(state)
+            return NO_HIT
+        answer = finder.match(state, computed_tokens, now_s)
+        if answer == NO_HIT:
+            state.choice = None
+        elif answer[0] and not self._may_load(state, answer[0], computed_tokens):
+            finder.give_back(state)
+            return NO_HIT
+        return answer
+
+    def _may_ask(self, state: RequestState, computed_tokens: int) -> bool:
+        """Whether a request may go on with its hit, whose length is not known. False once it has
+        lost, or its time is up."""
+        stop_tokens = state.request.num_tokens - 1
+        choice = state.choice
+        if choice is None:
+            choice = state.choice = self._chosen(computed_tokens, stop_tokens)
+        if choice.verdict is Verdict.LEAVE:
+            return False
+        answer = state.hit.answer
+        if not choice.budget_s or answer is None or answer.done():
+            return True
+        answers_s = state.hit.server_s
+        if answers_s < choice.budget_s:
+            return True
+        if self._lost(choice):
+            self.costs.note_answers(LATE * answers_s)
+        return False
+
+    def _may_load(self, state: RequestState, num_tokens: int, computed_tokens: int) -> bool:
+        """Whether a hit of so many tokens, which has a lease, is to be loaded."""
+        choice = state.choice
+        assert choice is not None, "a hit that was not asked for"
+        if choice.num_tokens != num_tokens:
+            choice.num_tokens, choice.ask_s = num_tokens, state.hit.server_s
+            choice.prefill_s = self._prefill_s(computed_tokens, computed_tokens + num_tokens)
+            load_s = self.costs.load_s(num_tokens)
+            if choice.verdict is Verdict.TAKE and 0 < choice.prefill_s < load_s - SLACK_S:
+                # Shorter than what it was chosen for.
+                self._leave(choice, choice.prefill_s)
+            elif choice.verdict is Verdict.TAKE and choice.budget_s:
+                choice.budget_s = max(choice.prefill_s, LEAST_BUDGET_S)
+        return choice.verdict is not Verdict.LEAVE
+
+    def time_for(self, state: RequestState, timeout_s: float) -> float:
+        """Seconds that the load of a request has: `timeout_s`, or what is left of its own."""
+        choice = state.choice
+        if choice is None or not choice.budget_s:
+            return timeout_s
+        return min(timeout_s, max(choice.budget_s - choice.ask_s, LEAST_LOAD_S))
+
+    def told(self, states: Mapping[str, RequestState], load_seconds: Mapping[str, float]) -> None:
+        """Ranks say what the server took for the loads of these requests."""
+        for request_id, load_s in load_seconds.items():
+            choice = states[request_id].choice if request_id in states else None
+            if choice is not None:
+                choice.load_s = max(choice.load_s, load_s)
+
+    def end(self, state: RequestState, has_failed: bool) -> None:
+        """The load has ended in all ranks. One that failed was late if a rank told of its time."""
+        choice, state.choice = state.choice, None
+        if choice is None or not choice.load_s:
+            return
+        predicted_s = self.costs.answers_s + self.costs.load_s(choice.num_tokens)
+        seconds = choice.ask_s + choice.load_s
+        if not has_failed:
+            self._share = TRIED_SHARE
+            self._judge(choice, seconds <= choice.prefill_s)
+            if predicted_s:
+                self._stats.add("load_prediction_error_s", abs(predicted_s - seconds))
+                self._stats.add("judged_load_s", seconds)
+            self.costs.note_answers(choice.ask_s)
+            self.costs.note_load(choice.num_tokens, choice.load_s)
+        elif choice.budget_s and self._lost(choice):
+            self.costs.note_answers(choice.ask_s)
+            self.costs.note_load(choice.num_tokens, LATE * choice.load_s)
+
+    def _prefill_s(self, start_tokens: int, stop_tokens: int) -> float:
+        return 0.0 if self._prefill is None else self._prefill.seconds(start_tokens, stop_tokens)
+
+    def _chosen(self, computed_tokens: int, stop_tokens: int) -> HitChoice:
+        prefill_s = self._prefill_s(computed_tokens, stop_tokens)
+        load_s = self.costs.load_s(stop_tokens - computed_tokens)
+        if not prefill_s or not load_s:
+            return HitChoice(Verdict.TAKE, 0.0, prefill_s=prefill_s)
+        if self.costs.answers_s + load_s <= prefill_s + SLACK_S:
+            return HitChoice(Verdict.TAKE, max(prefill_s, LEAST_BUDGET_S), prefill_s=prefill_s)
+        choice = HitChoice(Verdict.TRY, self._share * prefill_s, prefill_s=prefill_s)
+        if self._allowance_s < choice.budget_s:
+            self._leave(choice, prefill_s)
+        else:
+            self._allowance_s -= choice.budget_s
+            self._stats.add("tried_requests")
+        return choice
+
+    def _leave(self, choice: HitChoice, prefill_s: float) -> None:
+        choice.verdict = Verdict.LEAVE
+        self._allowance_s += TRIED_SHARE * prefill_s
+        self._stats.add("left_requests")
+
+    def _lost(self, choice: HitChoice) -> bool:
+        """The hit's time was up. Returns True if that says what it takes; a trial had too little
+        time to say anything new."""
+        was_taken = choice.verdict is Verdict.TAKE
+        self._judge(choice, is_sooner=False)
+        self._stats.add("late_requests")
+        choice.verdict = Verdict.LEAVE
+        if not was_taken:
+            self._share = min(1.0, 2 * self._share)
+        return was_taken
+
+    def _judge(self, choice: HitChoice, is_sooner: bool) -> None:
+        """Counts whether what was believed of a hit held."""
+        if choice.prefill_s:
+            self._stats.add("judged_choices")
+            if (choice.verdict is Verdict.TAKE) == is_sooner:
+                self._stats.add("right_choices")

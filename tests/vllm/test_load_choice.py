@@ -1,0 +1,226 @@
+"""Whether a hit is loaded or computed, as loads and prefill turn out: with a clock of its own."""
+
+import math
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotkv_vllm.scheduler.hits import ASK_AGAIN, NO_HIT
+from hotkv_vllm.scheduler.load_choice import COSTED, TRIED_SHARE, LoadChoice
+from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
+from hotkv_vllm.scheduler.request import RequestState, StoreState, Verdict
+from hotkv_vllm.stats import HotKVStats
+
+TOKENS_PER_S = 1000.0
+
+
+class Waited:
+    """An answer that has taken so long until now."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+class Finder:
+    """Answers after the server's `ask_s`: `hit` tokens, or none. The engine looks again after each
+    step of `step_s`."""
+
+    def __init__(self, ask_s: float, hit: int) -> None:
+        self.ask_s, self.hit = ask_s, hit
+        self.waited: Waited | None = None
+
+    def match(self, state: Any, computed_tokens: int, now_s: float) -> Any:
+        if self.waited is None:
+            self.waited = Waited()
+            state.hit.asked.append(self.waited)
+            state.hit.answer = Future()
+        if self.waited.seconds < self.ask_s:
+            return ASK_AGAIN
+        state.hit.answer = None
+        return (self.hit - computed_tokens, True) if self.hit > computed_tokens else NO_HIT
+
+    def look_again(self, state: Any, step_s: float) -> None:
+        """A step later. The answer came when it came, not when the engine looks."""
+        assert self.waited is not None
+        self.waited.seconds = min(self.waited.seconds + step_s, self.ask_s)
+        if self.waited.seconds == self.ask_s:
+            state.hit.answer.set_result(None)
+
+    def give_back(self, state: Any) -> None:
+        state.hit.asked = []
+
+
+class World:
+    """An engine that computes TOKENS_PER_S, and a server whose loads take `fixed_s` and
+    `token_s`. The engine looks at what has come each `step_s`."""
+
+    def __init__(self, *, learns: bool = True) -> None:
+        self.stats, self.now_s = HotKVStats(), 0.0
+        self.prefill = PrefillSpeed(self.stats)
+        self.choice = LoadChoice(self.prefill if learns else None, self.stats)
+        self.fixed_s, self.token_s, self.ask_s = 0.001, 1e-5, 0.001
+        self.step_s = 0.001
+        for _ in range(3):
+            self.compute(1000)
+
+    def compute(self, num_tokens: int) -> None:
+        number = self.prefill.begin_step([(num_tokens, 0)], self.now_s)
+        self.now_s += num_tokens / TOKENS_PER_S
+        if number:
+            self.prefill.end_step(number, self.now_s)
+        self.prefill.last_end_s = self.now_s
+
+    def request(self, num_tokens: int, hit: int | None = None) -> float:
+        """Seconds to the first token of a request, whose hit is all but one token if left out."""
+        hit = num_tokens if hit is None else hit
+        request = SimpleNamespace(request_id="a", num_tokens=num_tokens + 1)
+        state, finder = RequestState(request, StoreState([], 0)), Finder(self.ask_s, hit)
+        began_s = self.now_s
+        while True:
+            answer = self.choice.match(finder, state, 0, self.now_s)  # type: ignore[arg-type]
+            if answer != ASK_AGAIN:
+                break
+            self.now_s += self.step_s
+            finder.look_again(state, self.step_s)
+        loaded = 0
+        if answer[0]:
+            timeout_s = self.choice.time_for(state, 10.0)
+            load_s = self.fixed_s + hit * self.token_s
+            taken_s = min(load_s, timeout_s)
+            self.now_s += math.ceil(taken_s / self.step_s) * self.step_s
+            loaded = hit if load_s <= timeout_s else 0
+            self.choice.told({"a": state}, {"a": taken_s})
+            self.choice.end(state, not loaded)
+            assert state.choice is None
+        if num_tokens > loaded:
+            self.compute(num_tokens - loaded)
+        return self.now_s - began_s
+
+    def count(self, name: str) -> float:
+        return self.stats.data.get(name, 0)
+
+
+def test_hits_that_win_are_loaded() -> None:
+    world = World()
+    for _ in range(10):
+        assert world.request(1000) < 0.05
+    assert not world.count("left_requests") and not world.count("tried_requests")
+    assert world.count("judged_choices") == world.count("right_choices") == 10
+
+
+@pytest.mark.parametrize("ask_s, times", [(0.001, 200.0), (0.05, 200.0), (0.3, 1.0)])
+def test_a_slow_server_costs_little_after_the_first_request_and_is_found_well_again(
+    ask_s: float, times: float
+) -> None:
+    world, num_tokens = World(), 200
+    for _ in range(5):
+        world.request(num_tokens)
+    world.fixed_s, world.token_s = 0.001 * times, 1e-5 * times
+    world.ask_s = ask_s
+    computing_s = num_tokens / TOKENS_PER_S
+    # It loses at most what computing takes, once more.
+    assert world.request(num_tokens) <= 2.1 * computing_s + 0.05
+    world.request(num_tokens)
+    spent_s = sum(world.request(num_tokens) for _ in range(200))
+    assert spent_s <= 1.05 * 200 * computing_s
+    assert world.count("left_requests") > 150
+    # It recovers, and that is noticed by trials alone.
+    world.fixed_s, world.token_s, world.ask_s = 0.001, 1e-5, 0.001
+    took = [world.request(num_tokens) for _ in range(400)]
+    assert max(took[-100:]) < 0.1 * computing_s
+    assert all(seconds <= 2.1 * computing_s for seconds in took)
+
+
+def test_a_load_of_a_tenth_of_computing_is_found_again_too() -> None:
+    """The first trials have less time than such a load takes."""
+    world, num_tokens = World(), 1000
+    world.fixed_s, world.token_s, world.ask_s = 1.0, 1e-3, 0.0
+    for _ in range(20):
+        world.request(num_tokens)
+    world.fixed_s, world.token_s = 0.05, 0.1e-3
+    took = [world.request(num_tokens) for _ in range(300)]
+    assert max(took[-50:]) <= 0.2
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(64, 4000),
+            st.floats(0, 0.2),
+            st.floats(0, 3.0),
+            st.floats(0, 3e-3),
+        ),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_whatever_the_server_does_trials_spend_their_share_at_most(steps: list[Any]) -> None:
+    """Of all that is spent beyond computing, what was believed to win is one prefill a time at
+    most; trials are TRIED_SHARE of what was computed, and one whole prefill."""
+    world = World()
+    computed_s, tried_s, largest_s = 0.0, 0.0, 0.0
+    for num_tokens, ask_s, fixed_s, token_s in steps:
+        world.ask_s, world.fixed_s, world.token_s = ask_s, fixed_s, token_s
+        computing_s = num_tokens / TOKENS_PER_S
+        before = world.count("tried_requests")
+        took_s = world.request(num_tokens)
+        largest_s = max(largest_s, computing_s)
+        computed_s += computing_s
+        if world.count("tried_requests") > before:
+            tried_s += max(0.0, took_s - computing_s)
+        else:
+            known = world.count("judged_load_s") > 0
+            assert not known or took_s <= 2 * computing_s + 0.06 + 0.001 * 2
+    assert tried_s <= TRIED_SHARE * computed_s + 0.003 * world.count("tried_requests") + 1e-6
+
+
+def test_what_is_not_known_is_loaded_and_always_means_always() -> None:
+    world = World(learns=False)
+    world.fixed_s = 9.0
+    for _ in range(3):
+        assert world.request(1000) > 9.0
+    assert not world.count("left_requests")
+    fresh = World()
+    fresh.prefill._costs.clear()
+    fresh.prefill._fit = None
+    fresh.fixed_s = 9.0
+    assert fresh.request(1000) > 9.0
+
+
+def test_a_hit_that_is_shorter_than_hoped_is_left_if_it_loses() -> None:
+    world = World()
+    world.fixed_s, world.token_s = 0.3, 0.0
+    for at in range(COSTED):
+        world.request(1000 + 100 * at)
+    before = world.count("left_requests")
+    world.request(1000, hit=100)
+    assert world.count("left_requests") == before + 1
+    assert world.request(1000) < 0.4
+
+
+def test_a_miss_and_a_load_that_failed_at_once_say_nothing() -> None:
+    world = World()
+    assert world.request(1000, hit=0) >= 1.0
+    assert world.choice.costs.load_s(1000) == 0
+    request = SimpleNamespace(request_id="a", num_tokens=1001)
+    state, finder = RequestState(request, StoreState([], 0)), Finder(0.0, 1000)
+    assert world.choice.match(finder, state, 0, world.now_s) == (1000, True)  # type: ignore[arg-type]
+    assert state.choice is not None and state.choice.verdict is Verdict.TAKE
+    assert world.choice.time_for(state, 10.0) == 10.0
+    world.choice.end(state, True)
+    assert world.choice.costs.load_s(1000) == 0 and not world.count("judged_choices")
+
+
+@pytest.mark.parametrize("step_s", [0.2, 2.0])
+def test_a_busy_engine_goes_on_to_hit(step_s: float) -> None:
+    """It looks for answers between its long steps only, which is not the server's time."""
+    world = World()
+    world.step_s = step_s
+    for _ in range(50):
+        world.request(200)
+    assert not world.count("left_requests") and not world.count("late_requests")
+    assert world.choice.costs.answers_s < 0.002 and world.choice.costs.load_s(200) < 0.004

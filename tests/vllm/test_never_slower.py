@@ -1,0 +1,67 @@
+"""Real vLLM over a daemon that becomes slow: its hits are left, and taken again once it is well."""
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from hotkv_server.testing import slowed
+from tests.vllm.processes import Daemon, Engines
+from tests.vllm.test_end_to_end import prompts, settled, usable
+from tests.vllm.tiny import write_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SLOW_ENOUGH = {"hf_overrides": {"num_hidden_layers": 12}}
+"""A model that takes longer to compute a prompt than a server that is well takes to load it."""
+MOST_REQUESTS = 60
+
+
+def test_hits_of_a_slow_server_are_left_and_taken_again(
+    daemon: Daemon, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "slow"
+
+    def start(*flags: str) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen([*slowed.command(slow, 200.0, 0.05), *flags])
+
+    monkeypatch.setattr("tests.vllm.processes.start_server", start)
+    daemon.start()
+    engine = engines.start(
+        write_model(tmp_path / "model", "llama"),
+        daemon.target,
+        connector={"load": "auto"},
+        **SLOW_ENOUGH,
+    )
+    (prompt,) = prompts(1, (901,))
+    cold = engine.ask("generate", prompts=[prompt], max_tokens=4)
+    settled(engine)
+
+    def hit_tokens() -> int:
+        """What a request hits that the engine's own cache does not have."""
+        engine.ask("reset")
+        answer = engine.ask("generate", prompts=[prompt], max_tokens=4)
+        assert answer["tokens"] == cold["tokens"]
+        return int(answer["cached"][0])
+
+    def until(expected: int) -> None:
+        """Asks until so many tokens hit three times in a row."""
+        last = [-1]
+        for _ in range(MOST_REQUESTS):
+            if last[-3:] == [expected] * 3:
+                return
+            last.append(hit_tokens())
+            time.sleep(0.01)
+        raise AssertionError(f"requests hit {last} tokens, and not {expected}")
+
+    until(usable(prompt))
+    slow.touch()
+    until(0)
+    totals = engine.ask("stats")["totals"]
+    assert totals["left_requests"] > 0 and totals["late_requests"] > 0
+    slow.unlink()
+    until(usable(prompt))
+    totals = engine.ask("stats")["totals"]
+    assert totals["tried_requests"] > 0 and "hook_errors" not in totals
+    assert totals["right_choices"] <= totals["judged_choices"]
