@@ -56,14 +56,15 @@ class Finder:
 
 class World:
     """An engine that computes TOKENS_PER_S, and a server whose loads take `fixed_s` and
-    `token_s`. The engine looks at what has come each `step_s`."""
+    `token_s`; it ends a load `cancel_s` after it was asked to. The engine looks at what has come
+    each `step_s`."""
 
     def __init__(self, *, learns: bool = True) -> None:
         self.stats, self.now_s = HotKVStats(), 0.0
         self.prefill = PrefillSpeed(self.stats)
         self.choice = LoadChoice(self.prefill if learns else None, self.stats)
         self.fixed_s, self.token_s, self.ask_s = 0.001, 1e-5, 0.001
-        self.step_s = 0.001
+        self.step_s, self.cancel_s = 0.001, 0.0
         for _ in range(3):
             self.compute(1000)
 
@@ -90,7 +91,7 @@ class World:
         if answer[0]:
             timeout_s = self.choice.time_for(state, 10.0)
             load_s = self.fixed_s + hit * self.token_s
-            taken_s = min(load_s, timeout_s)
+            taken_s = load_s if load_s <= timeout_s else timeout_s + self.cancel_s
             self.now_s += math.ceil(taken_s / self.step_s) * self.step_s
             loaded = hit if load_s <= timeout_s else 0
             self.choice.told({"a": state}, {"a": taken_s})
@@ -112,22 +113,25 @@ def test_hits_that_win_are_loaded() -> None:
     assert world.count("judged_choices") == world.count("right_choices") == 10
 
 
-@pytest.mark.parametrize("ask_s, times", [(0.001, 200.0), (0.05, 200.0), (0.3, 1.0)])
+@pytest.mark.parametrize(
+    "ask_s, times, cancel_s",
+    [(0.001, 200.0, 0.0), (0.05, 200.0, 0.0), (0.3, 1.0, 0.0), (0.05, 200.0, 0.5)],
+)
 def test_a_slow_server_costs_little_after_the_first_request_and_is_found_well_again(
-    ask_s: float, times: float
+    ask_s: float, times: float, cancel_s: float
 ) -> None:
     world, num_tokens = World(), 200
     for _ in range(5):
         world.request(num_tokens)
     world.fixed_s, world.token_s = 0.001 * times, 1e-5 * times
-    world.ask_s = ask_s
+    world.ask_s, world.cancel_s = ask_s, cancel_s
     computing_s = num_tokens / TOKENS_PER_S
     # It loses at most what computing takes, once more.
-    assert world.request(num_tokens) <= 2.1 * computing_s + 0.05
+    assert world.request(num_tokens) <= 2.1 * computing_s + 0.05 + cancel_s
     world.request(num_tokens)
     spent_s = sum(world.request(num_tokens) for _ in range(200))
     assert spent_s <= 1.05 * 200 * computing_s
-    assert world.count("left_requests") > 150
+    assert world.count("left_requests") > 150 and world.count("tried_requests") > 0
     # It recovers, and that is noticed by trials alone.
     world.fixed_s, world.token_s, world.ask_s = 0.001, 1e-5, 0.001
     took = [world.request(num_tokens) for _ in range(400)]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hotkv_client.types import TransferStatus
+from hotkv_client.types import TransferResult, TransferStatus
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker.loads import CANCEL_GRACE_S
 from tests.vllm.worker_parts import (
@@ -93,6 +93,60 @@ def test_the_deadline_of_a_load_that_was_sent_runs_from_its_mark(rig: Any) -> No
     one.device.is_there = True
     one.worker.take_results()
     assert active.deadline_s == one.now_s + 5.0
+
+
+def told(one: Any) -> dict[str, float]:
+    report = one.worker.take_report(None)
+    return {} if report is None else report.load_seconds
+
+
+def test_a_load_is_timed_by_its_answer_and_not_by_the_engines_looks(rig: Any) -> None:
+    one = rig()
+    one.step(loads=(load("a"), load("b")))
+    one.now_s += 0.7
+    one.session.end("t-a-k0")
+    one.now_s += 9.0
+    one.session.answers["t-b-k0"].set_exception(OSError("no"))
+    one.worker.take_results()
+    assert told(one) == {"a": pytest.approx(0.7)}, "a load that failed says nothing"
+    assert not told(one)
+
+
+def test_a_load_behind_a_mark_is_timed_from_the_mark_on(rig: Any) -> None:
+    one = rig()
+    one.step(loads=(load("a"), load("b")))
+    for active in one.worker.loads._active.values():
+        active.after.has_passed, active.time = False, None
+    one.device.is_there = False
+    one.worker.take_results()
+    one.session.end("t-b-k0")
+    one.device.is_there = True
+    one.worker.take_results()
+    assert not told(one), "b ended before the device was seen at its mark"
+    one.now_s += 3.0
+    one.session.end("t-a-k0")
+    one.now_s += 9.0
+    one.worker.take_results()
+    assert told(one) == {"a": pytest.approx(3.0)}
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_late_load_is_timed_until_it_is_over_or_given_up(rig: Any, hangs: bool) -> None:
+    one = rig()
+    one.session.ends_cancelled = False
+    one.step(loads=(load("a", timeout_s=5.0), load("b", timeout_s=50.0)))
+    one.step(cancel_loads=("b",))
+    one.worker.take_results()
+    one.now_s += 5.0
+    one.worker.take_results()
+    one.now_s += 1.0
+    if hangs:
+        one.step(held_loads=("t-a", "t-b"))
+    else:
+        for name in one.session.cancelled:
+            one.session.answers[name].set_result(TransferResult(name, TransferStatus.CANCELLED))
+    assert one.worker.take_results() == ({"a", "b"}, {"a", "b"})
+    assert told(one) == {"a": pytest.approx(6.0)}
 
 
 def test_a_load_that_was_not_sent_has_no_deadline(rig: Any) -> None:

@@ -3,8 +3,8 @@
 The engine learns what the server takes for answers and for loads, and what its prefill takes. Only
 the server's time counts: between two steps an engine that is busy would wait in any case. Always
 true: a load has no more time than computing its tokens takes, as soon as both are known; while
-loads lose, TRIED_SHARE of what computing their hits takes is spent on trying them again. Scheduler
-thread only.
+loads lose, TRIED_SHARE of what computing their hits takes is spent on trying them again, and what a
+trial takes beyond its time is made up for before the next one. Scheduler thread only.
 """
 
 from collections import deque
@@ -113,7 +113,7 @@ class LoadChoice:
         answers_s = state.hit.server_s
         if answers_s < choice.budget_s:
             return True
-        if self._lost(choice):
+        if self._lost(choice, answers_s):
             self.costs.note_answers(LATE * answers_s)
         return False
 
@@ -161,7 +161,7 @@ class LoadChoice:
                 self._stats.add("judged_load_s", seconds)
             self.costs.note_answers(choice.ask_s)
             self.costs.note_load(choice.num_tokens, choice.load_s)
-        elif choice.budget_s and self._lost(choice):
+        elif choice.budget_s and self._lost(choice, seconds):
             self.costs.note_answers(choice.ask_s)
             self.costs.note_load(choice.num_tokens, LATE * choice.load_s)
 
@@ -188,14 +188,15 @@ class LoadChoice:
         self._allowance_s += TRIED_SHARE * prefill_s
         self._stats.add("left_requests")
 
-    def _lost(self, choice: HitChoice) -> bool:
-        """The hit's time was up. Returns True if that says what it takes; a trial had too little
-        time to say anything new."""
+    def _lost(self, choice: HitChoice, seconds: float) -> bool:
+        """The hit's time was up, and it was over after these seconds. Returns True if that says
+        what it takes; a trial had too little time to say anything new."""
         was_taken = choice.verdict is Verdict.TAKE
         self._judge(choice, is_sooner=False)
         self._stats.add("late_requests")
         choice.verdict = Verdict.LEAVE
         if not was_taken:
+            self._allowance_s -= max(0.0, seconds - choice.budget_s)
             self._share = min(1.0, 2 * self._share)
         return was_taken
 

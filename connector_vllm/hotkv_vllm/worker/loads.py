@@ -49,6 +49,11 @@ class ActiveLoad:
     is_void: bool = False
 
     @property
+    def seconds(self) -> float:
+        """What the server has taken so far; 0 if unknown."""
+        return self.time.seconds if self.time is not None else 0.0
+
+    @property
     def is_over(self) -> bool:
         """True if nobody writes its blocks. A load that was not sent is over only as long as it
         stays unsent."""
@@ -64,11 +69,8 @@ class Ended:
 
     @property
     def seconds(self) -> float:
-        """What the server took for it, if it ended well; its whole time, if that was up. 0 if
-        unknown."""
-        if self.num_bytes is None:
-            return self.load.job.timeout_s if self.load.is_late else 0.0
-        return self.load.time.seconds if self.load.time is not None else 0.0
+        """What the server took for it, if it ended well or its time was up. 0 if unknown."""
+        return self.load.seconds if self.num_bytes is not None or self.load.is_late else 0.0
 
 
 class Loads:
@@ -86,6 +88,7 @@ class Loads:
         self._cancel = cancel
         self._active: dict[str, ActiveLoad] = {}
         self._failed: set[str] = set()
+        self._given_up: dict[str, float] = {}
         self._hung: dict[str, ActiveLoad] = {}
 
     def __len__(self) -> int:
@@ -250,7 +253,14 @@ class Loads:
             self._end_early(load)
             self._hung[load.job.transfer_id] = load
             self._failed.add(load.job.request_id)
+            if load.is_late:
+                self._given_up[load.job.request_id] = load.seconds
             del self._active[load.job.request_id]
+
+    def take_given_up(self) -> dict[str, float]:
+        """Seconds that late loads took until they were given up, by request."""
+        given_up, self._given_up = self._given_up, {}
+        return given_up
 
     def settled(self, transfer_ids: Iterable[str]) -> tuple[list[str], list[ActiveLoad]]:
         """Returns which of these transfers can't write here any more, and the hung loads that are

@@ -5,7 +5,7 @@ are said as they are now; if reading a part breaks, the rest goes out without it
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
@@ -42,10 +42,11 @@ class RankReport:
         """Adds to a counter of `stats.COUNTERS`."""
         self._next.count(name, value)
 
-    def timed(self, request_id: str, load_s: float) -> None:
-        """Notes what the server took for a request's load; 0 if that is not known."""
-        if load_s:
-            self._next.load_seconds[request_id] = load_s
+    def timed(self, load_seconds: Mapping[str, float]) -> None:
+        """Notes what the server took for the loads of requests; 0 if that is not known."""
+        self._next.load_seconds.update(
+            (name, load_s) for name, load_s in load_seconds.items() if load_s
+        )
 
     def give_marks_back(self, loads: Iterable[ActiveLoad]) -> None:
         """These loads are over: their marks are given back when the next report is taken."""
@@ -80,6 +81,7 @@ class RankReport:
         report = self._next
         report.overdue_loads, report.settled_loads, report.links = (), {}, {}
         report.overdue_loads = loads.overdue(time.monotonic())
+        self.timed(loads.take_given_up())
         report.links = self._rank.link_report(self.asked.asks_links)
         weights = self._rank.weights.take_report() if self._rank.weights is not None else None
         if weights is not None:

@@ -187,7 +187,7 @@ class HotKVWorker:
     def _load_ended(self, one: Ended) -> None:
         load = one.load
         self.rank.marks.done(load.after)
-        self.report.timed(load.job.request_id, one.seconds)
+        self.report.timed({load.job.request_id: one.seconds})
         if one.num_bytes is None:
             return
         self.report.count("load_bytes", one.num_bytes)
