@@ -1,0 +1,66 @@
+"""Conversations of several turns, of the shape of vLLM's `benchmarks/multi_turn`: a prefix that all
+share, one of each conversation, and turns of some tokens that ask for an answer of some tokens."""
+
+import math
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """`tokens` are said, `answer_tokens` many are to be answered."""
+
+    tokens: list[int]
+    answer_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """`prefix` stands before its first turn."""
+
+    prefix: list[int]
+    turns: list[Turn]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all that is said and answered."""
+        said = sum(len(turn.tokens) + turn.answer_tokens for turn in self.turns)
+        return len(self.prefix) + said
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Bounds of evenly distributed numbers, both included; `prefix_tokens` are the median and the
+    largest of a lognormal. `words`: the ids that tokens have."""
+
+    num_turns: tuple[int, int] = (3, 5)
+    common_tokens: int = 64
+    prefix_tokens: tuple[int, int] = (320, 1200)
+    turn_tokens: tuple[int, int] = (120, 240)
+    answer_tokens: tuple[int, int] = (12, 24)
+    words: tuple[int, int] = (20, 49000)
+
+
+def conversations(seed: int, num_tokens: int, shape: Shape) -> list[Conversation]:
+    """So many that they have `num_tokens` at least; the same for the same seed."""
+    dice = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [dice.randrange(*shape.words) for _ in range(count)]
+
+    common, found = tokens(shape.common_tokens), list[Conversation]()
+    while sum(one.num_tokens for one in found) < num_tokens:
+        median, most = shape.prefix_tokens
+        own = min(most, int(dice.lognormvariate(math.log(median), 0.5)))
+        turns = [
+            Turn(tokens(dice.randint(*shape.turn_tokens)), dice.randint(*shape.answer_tokens))
+            for _ in range(dice.randint(*shape.num_turns))
+        ]
+        found.append(Conversation([*common, *tokens(own)], turns))
+    return found
+
+
+def as_json(some: list[Conversation]) -> list[dict[str, Any]]:
+    """As `bench.load.chat_engine` takes them."""
+    return [asdict(one) for one in some]

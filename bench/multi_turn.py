@@ -1,0 +1,232 @@
+"""Conversations of several turns on one vLLM engine, with each cache that there is: SmolLM2 on
+vLLM's CPU build, conversations of the shape of vLLM's `benchmarks/multi_turn`.
+
+`large`: the KV of all conversations is LARGER times what the device's cache holds, and clients go
+round them, so that a turn comes back when others have filled the device. `fits`: the device holds
+everything. Variants take turns, each with conversations of its own round:
+
+- `none`: no cache at all. `vllm`: vLLM's own prefix cache. `offload`: vLLM's CPU offloading.
+- `hotkv`. `lmcache`: with `--lmcache PYTHON`, an interpreter that has vLLM and LMCache.
+
+Prints a table; `--json` prints one JSON object last. By case and variant: `..._turns_per_s`
+(median of rounds), `..._ttft_p50_s`, `..._ttft_p90_s`, `..._hit_share` (of prompt tokens);
+`large_hotkv_over_vllm` and `fits_hotkv_over_vllm` (turns per second, median of the rounds' ratios);
+`left_out`: variants that do not run here, and why.
+"""
+
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.load.conversations import Shape, as_json, conversations
+from bench.report import parser, percentile, print_report
+from demo.engine_process import kv_transfer_config
+from demo.processes import (
+    Child,
+    ChildError,
+    Engine,
+    Server,
+    ends_cleanly,
+    prepare_model,
+    runtime_folder,
+)
+
+LIMITS = {"large_hotkv_over_vllm": 1.5, "fits_hotkv_over_vllm": 0.99}
+LARGER = 3
+KV_TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
+"""Of SmolLM2: keys and values of 30 layers with 3 heads of 64, in bfloat16."""
+BLOCK_TOKENS = 32
+MAX_TOKENS = 4096
+CLIENTS = 2
+WARM_UP_TOKENS = 1500
+ARENA = "4GiB"
+ARENA_BYTES = 4 << 30
+CHAT_ENGINE = Path(__file__).parent / "load" / "chat_engine.py"
+LMCACHE_ENVIRONMENT = {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": "4"}
+
+
+class ChatEngine(Engine):
+    """`bench.load.chat_engine` in a child process of this interpreter."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: dict[str, Any],
+        folder: Path,
+        python: str = sys.executable,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.name, self.vllm_version = name, ""
+        settings = {
+            "VLLM_CPU_CI_ENV": "1",
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            **(environment or {}),
+        }
+        command = [python, str(CHAT_ENGINE), json.dumps(arguments)]
+        self._child = Child(name, command, folder / f"{name}.log", settings, pipes=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Conversations of `num_tokens`, on a device that holds `device_tokens`."""
+
+    name: str
+    num_tokens: int
+    device_tokens: int
+    variants: tuple[str, ...]
+
+    def arguments(self, model: Path, variant: str, server: Server) -> dict[str, Any]:
+        """Of `vllm.LLM`."""
+        own: dict[str, dict[str, Any]] = {
+            "none": {"enable_prefix_caching": False},
+            "offload": {"kv_offloading_size": ARENA_BYTES / (1 << 30)},
+            "hotkv": {
+                "kv_transfer_config": kv_transfer_config(
+                    {"target": server.target, "extra_config": {}}
+                )
+            },
+            "lmcache": {
+                "kv_transfer_config": {
+                    "kv_connector": "LMCacheConnectorV1",
+                    "kv_role": "kv_both",
+                }
+            },
+        }
+        return {
+            "model": str(model),
+            "max_model_len": MAX_TOKENS,
+            "enforce_eager": True,
+            "disable_log_stats": False,
+            "seed": 0,
+            "block_size": BLOCK_TOKENS,
+            "kv_cache_memory_bytes": (self.device_tokens + BLOCK_TOKENS) * KV_TOKEN_BYTES,
+            **own.get(variant, {}),
+        }
+
+
+@dataclass(slots=True)
+class Results:
+    """Of one variant in one case, a value for each round."""
+
+    turns_per_s: list[float] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+
+    def add(self, reply: dict[str, Any]) -> None:
+        self.turns_per_s.append(len(reply["turns"]) / reply["seconds"])
+        for first_s, prompt_tokens, hit_tokens, _ in reply["turns"]:
+            self.first_s.append(first_s)
+            self.prompt_tokens += prompt_tokens
+            self.hit_tokens += hit_tokens
+
+
+def measure(
+    case: Case, model: Path, server: Server, num_rounds: int, lmcache: str, left_out: dict[str, str]
+) -> dict[str, Results]:
+    """By variant. What does not start is added to `left_out`, with its reason."""
+    with contextlib.ExitStack() as stack:
+        below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
+        engines = {}
+        for variant in (*case.variants, *(["lmcache"] if lmcache else [])):
+            other = {"python": lmcache, "environment": LMCACHE_ENVIRONMENT}
+            engine = ChatEngine(
+                variant,
+                case.arguments(model, variant, server),
+                below,
+                **(other if variant == "lmcache" else {}),  # type: ignore[arg-type]
+            )
+            stack.enter_context(engine)
+            try:
+                engine.wait_ready()
+            except ChildError as error:
+                if variant in ("vllm", "hotkv"):
+                    raise
+                left_out[variant] = str(error).splitlines()[-1].removeprefix("  | ")
+                engine.close()
+                continue
+            engines[variant] = engine
+        found = {variant: Results() for variant in engines}
+        for engine in engines.values():
+            hold(engine, -1, WARM_UP_TOKENS)
+        for number in range(num_rounds):
+            order = list(engines)[:: -1 if number % 2 else 1]
+            for variant in order:
+                found[variant].add(hold(engines[variant], number, case.num_tokens))
+        return found
+
+
+def hold(engine: Engine, number: int, num_tokens: int) -> dict[str, Any]:
+    """One round. The same number has the same conversations."""
+    some = conversations(number, num_tokens, Shape())
+    return engine.ask({"conversations": as_json(some), "clients": CLIENTS})
+
+
+def main() -> int:
+    """Command line."""
+    flags = parser("Conversations of several turns, with each cache that there is.")
+    flags.add_argument("--rounds", type=int, default=3)
+    flags.add_argument("--device-tokens", type=int, default=5_000, help="that the device holds")
+    flags.add_argument("--only", choices=("large", "fits"), help="one case")
+    flags.add_argument("--lmcache", default="", metavar="PYTHON", help="that has LMCache and vLLM")
+    options = flags.parse_args()
+    device = options.device_tokens
+    cases = [
+        Case("large", LARGER * device, device, ("none", "vllm", "offload", "hotkv")),
+        Case("fits", device, 2 * device, ("vllm", "hotkv")),
+    ]
+    figures: dict[str, Any] = {"left_out": {}}
+    rows = []
+    try:
+        with ends_cleanly(), contextlib.ExitStack() as stack:
+            model = prepare_model()
+            folder = stack.enter_context(runtime_folder(ARENA_BYTES + (1 << 28)))
+            server = stack.enter_context(Server(folder, ARENA))
+            server.wait_ready()
+            for case in cases:
+                if options.only not in (None, case.name):
+                    continue
+                lmcache = options.lmcache if case.name == "large" else ""
+                found = measure(case, model, server, options.rounds, lmcache, figures["left_out"])
+                rows += [row(case.name, variant, one, figures) for variant, one in found.items()]
+                figures[f"{case.name}_hotkv_over_vllm"] = statistics.median(
+                    ours / theirs
+                    for ours, theirs in zip(
+                        found["hotkv"].turns_per_s, found["vllm"].turns_per_s, strict=True
+                    )
+                )
+    except ChildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    for name, limit in LIMITS.items():
+        if name in figures:
+            missed = "missed" if figures[name] < limit else ""
+            rows.append((name, f"{figures[name]:.3f}", f"at least {limit:g}", "", missed))
+    headers = ("", "turns/s", "first token p50 s", "p90 s", "hit")
+    print_report(headers, rows, figures, as_json=options.json)
+    for variant, why in figures["left_out"].items():
+        print(f"{variant} does not run here: {why}", file=sys.stderr)
+    return 0
+
+
+def row(case: str, variant: str, one: Results, figures: dict[str, Any]) -> tuple[str, ...]:
+    """Of the table; adds the figures."""
+    values = {
+        "turns_per_s": statistics.median(one.turns_per_s),
+        "ttft_p50_s": percentile(one.first_s, 0.5),
+        "ttft_p90_s": percentile(one.first_s, 0.9),
+        "hit_share": one.hit_tokens / one.prompt_tokens,
+    }
+    figures.update({f"{case}_{variant}_{name}": value for name, value in values.items()})
+    return (f"{case}: {variant}", *(f"{value:.3f}" for value in values.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
