@@ -96,7 +96,12 @@ class World:
             loaded = hit if load_s <= timeout_s else 0
             self.choice.told({"a": state}, {"a": taken_s})
             self.choice.end(state, not loaded)
-            assert state.choice is None
+            if not loaded:
+                before = self.count("left_requests")
+                again = self.choice.match(finder, state, 0, self.now_s)  # type: ignore[arg-type]
+                assert again == NO_HIT and self.count("left_requests") == before
+            else:
+                assert state.choice is None
         if num_tokens > loaded:
             self.compute(num_tokens - loaded)
         return self.now_s - began_s

@@ -161,9 +161,12 @@ class LoadChoice:
                 self._stats.add("judged_load_s", seconds)
             self.costs.note_answers(choice.ask_s)
             self.costs.note_load(choice.num_tokens, choice.load_s)
-        elif choice.budget_s and self._lost(choice, seconds):
-            self.costs.note_answers(choice.ask_s)
-            self.costs.note_load(choice.num_tokens, LATE * choice.load_s)
+        elif choice.budget_s:
+            # vLLM asks for it anew.
+            state.choice = choice
+            if self._lost(choice, seconds):
+                self.costs.note_answers(choice.ask_s)
+                self.costs.note_load(choice.num_tokens, LATE * choice.load_s)
 
     def _prefill_s(self, start_tokens: int, stop_tokens: int) -> float:
         return 0.0 if self._prefill is None else self._prefill.seconds(start_tokens, stop_tokens)
