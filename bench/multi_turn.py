@@ -134,7 +134,7 @@ def measure(
     """By variant. What does not start is added to `left_out`, with its reason."""
     with contextlib.ExitStack() as stack:
         below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
-        engines = {}
+        begun, engines = {}, {}
         for variant in (*case.variants, *(["lmcache"] if lmcache else [])):
             other = {"python": lmcache, "environment": LMCACHE_ENVIRONMENT}
             engine = ChatEngine(
@@ -143,7 +143,8 @@ def measure(
                 below,
                 **(other if variant == "lmcache" else {}),  # type: ignore[arg-type]
             )
-            stack.enter_context(engine)
+            begun[variant] = stack.enter_context(engine)
+        for variant, engine in begun.items():
             try:
                 engine.wait_ready()
             except ChildError as error:
