@@ -1,14 +1,15 @@
 """Admin calls for people and scripts: plain values in, plain values out."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 from hotkv.counters import sparse_figures
-from hotkv_client import _admin_wire, channels
+from hotkv_client import _admin_wire, _warm_wire, channels
 from hotkv_client.types import NO_CREDENTIALS, Credentials, WatchedRequest
 
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
+EXPORT_TIMEOUT_S = 300.0
 
 
 class AdminClient:
@@ -122,6 +123,26 @@ class AdminClient:
             self._call("explain", key_space_id=key_space_id, hashes=hashes, token_ids=token_ids)[
                 "key_spaces"
             ]
+        )
+
+    def export_blocks(self, key_space_id: int, byte_count: int = 0) -> Iterator[Any]:
+        """The key space as JSON has it, then the hottest blocks that take so many bytes (0: all),
+        in parts: group index and packed hashes."""
+        return _warm_wire.export(
+            self._channel, key_space_id, byte_count, EXPORT_TIMEOUT_S, self._metadata
+        )
+
+    def prefetch_blocks(
+        self,
+        key_space: dict[str, Any] | int,
+        groups: _warm_wire.NamedGroups = (),
+        prompts: Sequence[tuple[bytes, bytes]] = (),
+        wait_s: float = 0,
+    ) -> dict[str, Any]:
+        """Brings blocks in from lower tiers, and says where they lie now. `key_space`: as
+        `export_blocks` gave it, or a number. `prompts`: packed hashes or packed token ids."""
+        return _warm_wire.prefetch(
+            self._channel, key_space, groups, prompts, wait_s, self._timeout_s, self._metadata
         )
 
     def residencies(self, page_size: int = 0) -> dict[str, Any]:

@@ -14,7 +14,15 @@ from typing import Any
 from hotkv.command_line import Parser
 from hotkv.counters import SPARSE_COUNTERS, sparse_figures
 from hotkv.errors import HotKVError
-from hotkv_client import completion, doctor, recorder, residency_tables, status_tables, tables
+from hotkv_client import (
+    completion,
+    doctor,
+    recorder,
+    residency_tables,
+    status_tables,
+    tables,
+    warm_start,
+)
 from hotkv_client.admin import DEFAULT_TARGET, AdminClient
 from hotkv_client.types import Credentials
 
@@ -103,6 +111,28 @@ def record(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def export(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+    """Writes the names of the hottest blocks to a file, for `hotkv import` on another node."""
+    number, _ = recorder.chosen_key_space(client, options.key_space)
+    return warm_start.export(client, options.file, number, int(options.gib * (1 << 30)))
+
+
+def import_(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+    """Brings the blocks that a file of `hotkv export` names in from lower tiers."""
+    return warm_start.fetch(client, options.file, options.wait)
+
+
+def prefetch(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+    """Brings the blocks of prompts in from lower tiers, before traffic comes."""
+    space: dict[str, Any] | int
+    if options.like is not None:
+        with options.like.open() as file:
+            space = warm_start.read_key_space(options.like, file.readline())
+    else:
+        space, _ = recorder.chosen_key_space(client, options.key_space)
+    return warm_start.fetch_prompts(client, options.prompts, space, options.wait)
+
+
 def sparse(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     """Sparse decode, layer by layer: hot-set hits, recall, attention mass, blocks, bytes swapped,
     time to select."""
@@ -162,6 +192,9 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
     "flush": (flush, tables.show_flush),
     "events": (events, lambda answer: ""),
     "record": (record, tables.show_record),
+    "export": (export, tables.show_export),
+    "import": (import_, tables.show_fetched),
+    "prefetch": (prefetch, tables.show_fetched),
     "sparse": (sparse, tables.show_sparse),
     "drain": (drain, tables.show_drain),
     "explain": (explain, tables.show_explain),
@@ -220,9 +253,31 @@ def parser() -> argparse.ArgumentParser:
         "--key-space", type=int, required=True, help="number of the key space"
     )
     made["record"].add_argument("file", type=Path, help="file to write, in Mooncake's format")
-    made["record"].add_argument(
-        "--key-space", type=int, default=0, help="number of the key space (default: the only one)"
+    made["export"].add_argument("file", type=Path, help="file to write")
+    made["export"].add_argument(
+        "--gib", type=float, default=0, help="so many GiB of the hottest blocks (default: all)"
     )
+    made["import"].add_argument("file", type=Path, help="file of `hotkv export`")
+    made["prefetch"].add_argument(
+        "--prompts", type=Path, required=True, help="file with a JSON list of token ids a line"
+    )
+    made["prefetch"].add_argument(
+        "--like", type=Path, help="file of `hotkv export` that has the key space"
+    )
+    for name in ("import", "prefetch"):
+        made[name].add_argument(
+            "--wait",
+            type=float,
+            default=30,
+            help="longest wait for each 2,000 blocks, in seconds (default: %(default)s)",
+        )
+    for name in ("record", "export", "prefetch"):
+        made[name].add_argument(
+            "--key-space",
+            type=int,
+            default=0,
+            help="number of the key space (default: the only one)",
+        )
     made["record"].add_argument(
         "--block-tokens",
         type=int,

@@ -64,6 +64,22 @@ class Tracer:
         return json.dumps(fields, separators=(",", ":"))
 
 
+def chosen_key_space(client: AdminClient, key_space_id: int) -> tuple[int, dict[str, Any]]:
+    """The key space with this number, or the only one for 0, with its number. Raises
+    UNKNOWN_KEY_SPACE."""
+    known = {space["key_space_id"]: space["key_space"] for space in client.key_spaces()}
+    number = key_space_id or (next(iter(known)) if len(known) == 1 else 0)
+    if number not in known:
+        choices = (
+            ", ".join(f"{known_id} ({space['model']})" for known_id, space in known.items())
+            or "none yet: start an engine first"
+        )
+        raise HotKVError(
+            Reason.UNKNOWN_KEY_SPACE, f"name a key space with --key-space; known are {choices}"
+        )
+    return number, known[number]
+
+
 def record(
     client: AdminClient,
     path: Path,
@@ -79,18 +95,8 @@ def record(
     """
     if block_tokens <= 0:
         raise ValueError(f"--block-tokens is {block_tokens}; it must be positive")
-    known = {space["key_space_id"]: space["key_space"] for space in client.key_spaces()}
-    number = key_space_id or (next(iter(known)) if len(known) == 1 else 0)
-    if number not in known:
-        choices = (
-            ", ".join(f"{known_id} ({space['model']})" for known_id, space in known.items())
-            or "none yet: start an engine first"
-        )
-        raise HotKVError(
-            Reason.UNKNOWN_KEY_SPACE, f"name a key space with --key-space; known are {choices}"
-        )
+    number, space = chosen_key_space(client, key_space_id)
     start_s, lost = time.time(), 0
-    space = known[number]
     tracer = Tracer(
         space["hash_byte_count"], space["hash_block_token_count"], block_tokens, start_s
     )

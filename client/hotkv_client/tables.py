@@ -188,6 +188,19 @@ def show_evict(answer: dict[str, Any]) -> str:
     )
 
 
+def show_export(answer: dict[str, Any]) -> str:
+    return f"named {answer['block_count']} blocks in {answer['file']}"
+
+
+def show_fetched(answer: dict[str, Any]) -> str:
+    text = (
+        f"{answer['fetched_block_count']} blocks came into host memory, "
+        f"{answer['present_block_count']} were there, {answer['absent_block_count']} are nowhere"
+    )
+    num_lower = answer["lower_block_count"]
+    return f"{text}; {num_lower} had no time or no room" if num_lower else text
+
+
 def show_flush(answer: dict[str, Any]) -> str:
     return f"flushed {answer['flushed_block_count']} blocks"
 

@@ -37,7 +37,7 @@ from google.protobuf.message import Message
 from demo.processes import Server, runtime_folder
 from hotkv.errors import HotKVError
 from hotkv.table import TableGeometry
-from hotkv.v1 import admin_pb2, cache_pb2, errors_pb2, session_pb2, sparse_pb2
+from hotkv.v1 import admin_pb2, cache_pb2, errors_pb2, session_pb2, sparse_pb2, warm_pb2
 from hotkv_client import BlockRun, GroupHashes, LoadRun, _wire
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
@@ -106,6 +106,7 @@ UNARY: dict[str, type[Message]] = {
     "AdminService/ListBlocks": admin_pb2.ListBlocksRequest,
     "AdminService/Explain": admin_pb2.ExplainRequest,
     "AdminService/ListSparseLayers": admin_pb2.ListSparseLayersRequest,
+    "WarmStartService/PrefetchBlocks": warm_pb2.PrefetchBlocksRequest,
 }
 """Unary calls; of the admin's, those that do not change the bystander's blocks."""
 

@@ -31,11 +31,15 @@ class SharingNode(Place):
     def start_sharing(self, *flags: str) -> "SharingNode":
         self.start(*flags)
         if self.engine is None:
-            assert self.server is not None
-            self.engine = PagedEngine(
-                self.server.target, layers=LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES
-            ).connect()
+            self.start_engine()
         return self
+
+    def start_engine(self) -> None:
+        """An engine comes to the server that runs."""
+        assert self.server is not None
+        self.engine = PagedEngine(
+            self.server.target, layers=LAYERS, num_blocks=NUM_BLOCKS, page_bytes=PAGE_BYTES
+        ).connect()
 
     def fill(self, blocks: list[bytes]) -> np.ndarray:
         """Stores blocks with random bytes, and waits until the Valkey has them."""

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.groups import longest_hit, needed_blocks
-from hotkv.keys import KeySpace, token_block_hashes
-from hotkv.table import RESERVED_FLAG, Words
+from hotkv.keys import KeySpace
+from hotkv.table import RESERVED_FLAG
 from hotkv.v1 import admin_pb2
 from hotkv_server.core import inspect
-from hotkv_server.core.values import HashList
 from hotkv_server.rpc import convert
+from hotkv_server.rpc.prompts import of_groups, prompt_hashes
 from hotkv_server.runtime.events import DISK_TIER
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.tier_lookups import Lying
@@ -39,7 +39,9 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
     for number in numbers:
         try:
             space = node.core.key_space(number)
-            hashes = await asyncio.to_thread(_prompt_hashes, space, request)
+            hashes = await asyncio.to_thread(
+                prompt_hashes, space, request.hashes, request.token_ids
+            )
             # It may have been forgotten meanwhile.
             node.core.key_space(number)
         except HotKVError:
@@ -55,9 +57,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
                 f"the answer has more than {MAX_BLOCKS} blocks; name a key_space_id, or a "
                 "shorter prompt",
             )
-        lists = [
-            HashList(index, _of_group(space, index, hashes)) for index in range(len(space.groups))
-        ]
+        lists = of_groups(space, hashes)
         try:
             lying = await node.tiers.lookups.find(number, lists) if node.tiers is not None else []
             node.core.key_space(number)
@@ -79,27 +79,6 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
             len(hashes) * space.hash_block_tokens,
         )
     return response
-
-
-def _prompt_hashes(space: KeySpace, request: admin_pb2.ExplainRequest) -> Words:
-    if request.hashes:
-        return convert.hashes("hashes", request.hashes, space.hash_bytes)
-    tokens = convert.int32s("token_ids", request.token_ids)
-    try:
-        computed = token_block_hashes(
-            tokens.tolist(), space.hash_block_tokens, space.hash_algorithm, space.hash_seed
-        )
-    except ValueError as error:
-        raise HotKVError(
-            Reason.INVALID_FIELD, f"token_ids: {error}; give hashes instead"
-        ) from error
-    return convert.hashes("token_ids", b"".join(computed), space.hash_bytes)
-
-
-def _of_group(space: KeySpace, group_index: int, hashes: Words) -> Words:
-    """Returns the hashes of a prompt's blocks in one group: each block's last hash."""
-    step = space.groups[group_index].block_tokens // space.hash_block_tokens
-    return np.ascontiguousarray(hashes[step - 1 :: step])
 
 
 def _explain(

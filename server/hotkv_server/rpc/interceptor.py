@@ -22,7 +22,9 @@ from hotkv_server.rpc.throttle import Pace
 from hotkv_server.runtime.node import Node
 
 PREFIX = "/hotkv.v1."
-ADMIN_PREFIXES = (f"{PREFIX}AdminService/", f"{PREFIX}EventService/")
+ADMIN_PREFIXES = tuple(
+    f"{PREFIX}{name}/" for name in ("AdminService", "EventService", "WarmStartService")
+)
 Guard = Callable[[Any], None]
 """Given a call's context, raises HotKVError if its peer is no admin."""
 

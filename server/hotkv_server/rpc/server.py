@@ -33,6 +33,8 @@ from hotkv.v1 import (
     session_pb2_grpc,
     sparse_pb2,
     sparse_pb2_grpc,
+    warm_pb2,
+    warm_pb2_grpc,
 )
 from hotkv_server.core.values import MAX_TRANSFERS
 from hotkv_server.rpc import peers
@@ -47,6 +49,7 @@ from hotkv_server.rpc.session_service import SessionService
 from hotkv_server.rpc.sparse_service import MAX_SELECT_STREAMS, SparseService
 from hotkv_server.rpc.throttle import Pace
 from hotkv_server.rpc.tls import Certificates, TlsFiles
+from hotkv_server.rpc.warm_service import WarmStartService
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.sessions import MAX_SESSIONS
 from hotkv_server.security.identity import AccessControl, Peer
@@ -99,7 +102,11 @@ USER_NAMES = (
     _name(cache_pb2, "CacheService"),
     _name(sparse_pb2, "SparseService"),
 )
-ADMIN_NAMES = (_name(admin_pb2, "AdminService"), _name(events_pb2, "EventService"))
+ADMIN_NAMES = (
+    _name(admin_pb2, "AdminService"),
+    _name(events_pb2, "EventService"),
+    _name(warm_pb2, "WarmStartService"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +167,7 @@ class RpcServer:
     def _add_admin_services(self, server: grpc.aio.Server) -> None:
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._node), server)
         events_pb2_grpc.add_EventServiceServicer_to_server(EventService(self._node), server)
+        warm_pb2_grpc.add_WarmStartServiceServicer_to_server(WarmStartService(self._node), server)
 
     def _users(self) -> grpc.aio.Server:
         server = self._server()

@@ -1,0 +1,138 @@
+"""Warm start of a node: files that name the hottest blocks of another one, and prompts that are
+wanted before traffic comes.
+
+A file of blocks has one JSON object a line: first the format and the key space, then group index
+and hashes in hexadecimal, the hottest first. It holds neither tokens nor KV. A file of prompts has
+one JSON list of token ids a line.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hotkv_client.admin import AdminClient
+
+FORMAT = "hotkv-blocks-1"
+CALL_BLOCKS = 2_000
+"""Blocks that one call names: what comes in is the hottest of them all, a call at a time."""
+COUNTS = (
+    "present_block_count",
+    "fetched_block_count",
+    "lower_block_count",
+    "absent_block_count",
+)
+
+
+def export(client: AdminClient, path: Path, key_space_id: int, byte_count: int) -> dict[str, Any]:
+    """Names the hottest blocks that take so many bytes in a file, 0 for all. The file is there
+    whole or not at all. Raises HotKVError, OSError."""
+    parts = client.export_blocks(key_space_id, byte_count)
+    space = next(parts)
+    partial = path.with_name(f"{path.name}.part-{os.getpid()}")
+    num_blocks = 0
+    hash_bytes = int(space["hash_byte_count"])
+    try:
+        with partial.open("w") as file:
+            print(json.dumps({"format": FORMAT, "key_space": space}), file=file)
+            for part in parts:
+                for group_index, packed in part:
+                    hashes = list(_split(packed, hash_bytes))
+                    num_blocks += len(hashes)
+                    line = {"group_index": group_index, "hashes": [one.hex() for one in hashes]}
+                    print(json.dumps(line), file=file)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return {"file": str(path), "key_space_id": key_space_id, "block_count": num_blocks}
+
+
+def fetch(client: AdminClient, path: Path, wait_s: float) -> dict[str, Any]:
+    """Brings in what a file of blocks names; `wait_s` for each call. Raises HotKVError, OSError;
+    ValueError for another file, with its line."""
+    totals = dict.fromkeys(COUNTS, 0)
+    with path.open() as file:
+        space = read_key_space(path, file.readline())
+        for groups in _calls(_groups(path, file)):
+            _add(totals, client.prefetch_blocks(space, groups, wait_s=wait_s))
+    return {"file": str(path), **totals}
+
+
+def fetch_prompts(
+    client: AdminClient, path: Path, key_space: dict[str, Any] | int, wait_s: float
+) -> dict[str, Any]:
+    """Brings in all blocks of the prompts of a file. Raises HotKVError, OSError; ValueError for
+    another file, with its line."""
+    totals = dict.fromkeys(COUNTS, 0)
+    num_prompts = 0
+    with path.open() as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                packed = _tokens(path, number, line)
+                answer = client.prefetch_blocks(key_space, prompts=[(b"", packed)], wait_s=wait_s)
+                _add(totals, answer)
+                num_prompts += 1
+    return {"file": str(path), "prompt_count": num_prompts, **totals}
+
+
+def read_key_space(path: Path, line: str) -> dict[str, Any]:
+    """The key space of a file of blocks, from its first line. Raises ValueError."""
+    try:
+        found = json.loads(line)
+        space: dict[str, Any] = found["key_space"]
+        if found["format"] != FORMAT or not isinstance(space, dict):
+            raise ValueError(f"format is {found['format']!r}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}:1: this is no file of `hotkv export` ({error}); its format is {FORMAT}"
+        ) from error
+    return space
+
+
+def _groups(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, list[bytes]]]:
+    for number, line in enumerate(lines, 2):
+        try:
+            found = json.loads(line)
+            yield int(found["group_index"]), [bytes.fromhex(one) for one in found["hashes"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}:{number}: group_index and hashes in hexadecimal were expected ({error})"
+            ) from error
+
+
+def _calls(lines: Iterable[tuple[int, list[bytes]]]) -> Iterator[list[tuple[int, bytes]]]:
+    """Groups of blocks with CALL_BLOCKS at most."""
+    groups: list[tuple[int, bytes]] = []
+    room = CALL_BLOCKS
+    for group_index, hashes in lines:
+        rest = hashes
+        while rest:
+            taken, rest = rest[:room], rest[room:]
+            groups.append((group_index, b"".join(taken)))
+            room -= len(taken)
+            if not room:
+                yield groups
+                groups, room = [], CALL_BLOCKS
+    if groups:
+        yield groups
+
+
+def _tokens(path: Path, number: int, line: str) -> bytes:
+    try:
+        ids = json.loads(line)
+        return struct.pack(f"<{len(ids)}i", *ids)
+    except (ValueError, TypeError, struct.error) as error:
+        raise ValueError(
+            f"{path}:{number}: a JSON list of token ids was expected ({error})"
+        ) from error
+
+
+def _split(packed: bytes, hash_bytes: int) -> Iterator[bytes]:
+    return (packed[at : at + hash_bytes] for at in range(0, len(packed), hash_bytes))
+
+
+def _add(totals: dict[str, int], answer: dict[str, Any]) -> None:
+    for name in COUNTS:
+        totals[name] += answer[name]

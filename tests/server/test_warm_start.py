@@ -1,0 +1,175 @@
+"""What one node uses most comes to a new node before traffic does: files of block names, and
+prompts, over a real Valkey that both share."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.keys import token_block_hashes
+from hotkv_client import cli
+from hotkv_client.admin import AdminClient
+from hotkv_client.warm_start import CALL_BLOCKS, _calls
+from hotkv_server.core.hottest import Warmth
+from tests.server.support import hashes
+from tests.server.test_shared_tiers import CHAIN, SharingNode, node
+from tests.tiers.valkey_support import Server as Valkey
+from tests.tiers.valkey_support import running
+
+
+@pytest.fixture(scope="module")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
+    with running(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture
+def nodes(valkey: Valkey) -> Iterator[tuple[SharingNode, SharingNode]]:
+    """One with an engine, and a new one without."""
+    flags = ("--tiers.valkey.address", f"unix:{valkey.path}")
+    with node() as a, node() as b:
+        a.start_sharing(*flags)
+        b.start(*flags)
+        yield a, b
+
+
+def run(one: SharingNode, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert one.server is not None
+    assert cli.main([*words, "--target", one.server.target, "--json"]) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+def test_a_new_node_fetches_what_its_sibling_uses(
+    nodes: tuple[SharingNode, SharingNode], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = nodes
+    cold, hot = hashes(CHAIN), hashes(CHAIN)
+    a.fill(cold)
+    content = a.fill(hot)
+    for _ in range(3):
+        assert a.loads(hot, content)
+    file = tmp_path / "blocks"
+    every = run(a, capsys, "export", str(file))
+    assert every["block_count"] == 2 * CHAIN
+    named = [one for line in lines(file)[1:] for one in line["hashes"]]
+    # The head of a chain first, and the hot chain before the cold one.
+    assert named == [one.hex() for one in (*hot, *cold)]
+    gib = CHAIN * 2 * (16 << 10) / (1 << 30)
+    some = run(a, capsys, "export", str(file), "--gib", str(gib))
+    assert some["block_count"] == CHAIN
+    # The new node has never seen an engine of this key space.
+    fetched = run(b, capsys, "import", str(file))
+    assert fetched["fetched_block_count"] == CHAIN and fetched["absent_block_count"] == 0
+    assert run(b, capsys, "import", str(file))["present_block_count"] == CHAIN
+    b.start_engine()
+    assert b.loads(hot, content)
+    assert b.counter("shared_fetched_blocks_total") == CHAIN
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_blocks_of_prompts_come_before_their_requests(
+    nodes: tuple[SharingNode, SharingNode], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = nodes
+    assert a.server is not None
+    with AdminClient(a.server.target) as admin:
+        (space,) = [one["key_space"] for one in admin.key_spaces()]
+    block_tokens = space["hash_block_token_count"]
+    tokens = list(range(7, 7 + CHAIN * block_tokens))
+    chain = token_block_hashes(tokens, block_tokens, space["hash_algorithm"], space["hash_seed"])
+    content = a.fill(chain)
+    like, prompts = tmp_path / "blocks", tmp_path / "prompts"
+    run(a, capsys, "export", str(like), "--gib", "0.0000001")
+    prompts.write_text(f"{[*tokens, 1]}\n\n{[9] * block_tokens}\n")
+    words = ("prefetch", "--prompts", str(prompts))
+    fetched = run(b, capsys, *words, "--like", str(like))
+    assert fetched["prompt_count"] == 2 and fetched["fetched_block_count"] == CHAIN
+    assert fetched["absent_block_count"] == 1
+    # By now the key space is known here.
+    assert run(b, capsys, *words)["present_block_count"] == CHAIN
+    b.start_engine()
+    assert b.loads(chain, content)
+
+
+def test_without_tiers_it_says_what_is_there(tmp_path: Path) -> None:
+    with node() as one:
+        one.start_sharing()
+        assert one.server is not None and one.engine is not None
+        chain = hashes(CHAIN)
+        with AdminClient(one.server.target) as admin:
+            answer = admin.prefetch_blocks(1, [(0, b"".join(chain))], wait_s=1)
+            assert answer["absent_block_count"] == CHAIN
+            for bad, reason in (
+                ({"key_space": 0}, Reason.INVALID_FIELD),
+                ({"key_space": 99}, Reason.UNKNOWN_KEY_SPACE),
+                ({"groups": []}, Reason.INVALID_FIELD),
+                ({"groups": [(7, chain[0])]}, Reason.INVALID_FIELD),
+                ({"groups": [(0, b"short")]}, Reason.INVALID_HASH),
+                ({"groups": [(0, chain[0])] * 9, "wait_s": 61}, Reason.INVALID_FIELD),
+                ({"groups": [], "prompts": [(b"", b"odd")]}, Reason.INVALID_FIELD),
+            ):
+                with pytest.raises(HotKVError) as raised:
+                    admin.prefetch_blocks(
+                        **{"key_space": 1, "groups": [(0, chain[0])], **bad}  # type: ignore[arg-type]
+                    )
+                assert raised.value.reason is reason, bad
+            for number, size in ((99, 0), (1, -1)):
+                with pytest.raises(HotKVError):
+                    list(admin.export_blocks(number, size))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}\n", '{"format": "other", "key_space": {}}\n', "[1]\n", "\0\n"]
+)
+def test_other_files_are_named(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "blocks"
+    file.write_text(content)
+    assert cli.main(["import", str(file), "--target", "unix:/nonexistent"]) == 2
+    said = capsys.readouterr().err
+    assert f"{file}:1" in said and "hotkv export" in said and "Traceback" not in said
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.lists(st.binary(min_size=8, max_size=8)))),
+)
+def test_calls_name_all_blocks_in_their_order(groups: list[tuple[int, list[bytes]]]) -> None:
+    many = [(index, some * 300) for index, some in groups]
+    calls = list(_calls(many))
+    assert all(sum(len(packed) for _, packed in call) <= 8 * CALL_BLOCKS for call in calls)
+    named = [
+        (index, packed[at : at + 8])
+        for call in calls
+        for index, packed in call
+        for at in range(0, len(packed), 8)
+    ]
+    assert named == [(index, one) for index, some in many for one in some]
+
+
+@given(st.lists(st.tuples(st.floats(-9, 9), st.integers(1, 50)), max_size=40), st.integers(0, 500))
+def test_the_hottest_are_those_that_a_sorted_list_begins_with(
+    blocks: list[tuple[float, int]], byte_count: int
+) -> None:
+    numbers = np.arange(len(blocks), dtype=np.uint32)
+    heat = np.array([one for one, _ in blocks], np.float64)
+    num_bytes = np.array([one for _, one in blocks], np.int64)
+    found = Warmth(numbers, numbers, heat, num_bytes).hottest(byte_count)
+    order = sorted(range(len(blocks)), key=lambda at: -blocks[at][0])
+    taken, room = [], byte_count or 1 << 60
+    for at in order:
+        room -= blocks[at][1]
+        if room < 0:
+            break
+        taken.append(at)
+    assert found.entries.tolist() == taken
