@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 MOVING_SHARE = 0.125
 """Largest share of the arena that may be on its way to a tier, and again on its way up."""
+PREFETCH_PAUSE_S = 0.05
+"""Between two looks of a prefetch at whether there is room for it."""
 UP_TIMEOUT_S = 30.0
 """A tier need not begin a read any more after this long: the slots are wanted back."""
 
@@ -142,6 +144,22 @@ class Tiers:
     async def _fetch(self, session: LiveSession, groups: list[HashList]) -> None:
         with self._waiting.counted(session):
             await self._begin_up(session.record.key_space_id, groups)
+
+    async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
+        """Brings in what lies in tiers of these lists, as far as there is room, and waits for it
+        until then."""
+        for source in self._sources:
+            await source.look(key_space_id, groups, until_s)
+        while not self._tasks.is_closing:
+            has_room = self._up_bytes < self._most_bytes
+            await self._begin_up(key_space_id, groups)
+            waits = [one.done for one in self._under_way(key_space_id, groups)]
+            left_s = until_s - time.monotonic()
+            if waits and left_s > 0:
+                await asyncio.wait(waits, timeout=left_s)
+            if has_room or left_s <= 0:
+                return
+            await asyncio.sleep(PREFETCH_PAUSE_S)
 
     # Leases
 
