@@ -11,6 +11,7 @@ from typing import Any
 
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_vllm.link import BoolMask
+from hotkv_vllm.scheduler.hints import NOTHING, Asked
 
 Masks = tuple[BoolMask, ...]
 """By group: which blocks are ready."""
@@ -90,6 +91,11 @@ class RequestState:
     arrived_s: float = 0.0
     hit: HitState = field(default_factory=HitState)
     use: UseState = field(default_factory=UseState)
+    asked: Asked = NOTHING
+
+    def ask(self, asked: Asked) -> None:
+        """Notes what the request asks of the cache."""
+        self.asked, self.retention = asked, asked.retention
 
     @property
     def is_loading(self) -> bool:
