@@ -155,6 +155,17 @@ class TenantMachine(RuleBasedStateMachine):
     def watched_bytes(self) -> int:
         return sum(8 * len(chain) + len(chain) - start for _, chain, start, _ in self.watched)
 
+    @rule(which=st.integers(0, 2), more=CHAINS)
+    def go_on(self, which: int, more: list[int]) -> None:
+        """The request of an action has ended: its chain is longer now."""
+        for outcome, chain, start, seen in self.watched[which : which + 1]:
+            self.watched.remove((outcome, chain, start, seen))
+            chain = chain + more
+            self.real.track(outcome, 1, words(chain), start, len(chain))
+            self.watched.append((outcome, chain, start, seen))
+            while len(self.watched) > LIMITS.tracked or self.watched_bytes() > LIMITS.tracked_bytes:
+                self.watched.pop(0)
+
     @rule(chain=CHAINS, first=st.integers(0, 6), stop=st.integers(0, 12))
     def hit(self, chain: list[int], first: int, stop: int) -> None:
         stop = min(stop, len(chain))
@@ -201,6 +212,7 @@ def test_actions_beyond_the_rate_wait_for_the_next_second() -> None:
     assert [tenant.may_act(10.0) for _ in range(7)] == [True] * 5 + [False] * 2
     assert [tenant.may_act(11.0) for _ in range(3)] == [True, True, False]
     assert not tenant.may_act(10.5)
+    assert not tenant.may_act(13.0, 4.5) and tenant.may_act(13.0, 3.5)
 
 
 def test_the_tenant_that_was_heard_of_longest_ago_is_forgotten() -> None:

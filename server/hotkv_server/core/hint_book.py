@@ -68,14 +68,15 @@ class TenantHints:
     prefetch_bytes: int = 0
     num_prefetches: int = 0
 
-    def may_act(self, now_s: float) -> bool:
-        """Takes one of the actions that the tenant may do now; False if there is none."""
+    def may_act(self, now_s: float, count: float = 1.0) -> bool:
+        """Takes so many of the actions that the tenant may do now; False if there are fewer."""
         limits = self.limits
         grown = max(0.0, now_s - self.filled_s) * limits.actions_per_s
-        self.tokens, self.filled_s = min(limits.burst_actions, self.tokens + grown), now_s
-        if self.tokens < 1:
+        self.tokens = min(limits.burst_actions, self.tokens + grown)
+        self.filled_s = max(self.filled_s, now_s)
+        if self.tokens < count:
             return False
-        self.tokens -= 1
+        self.tokens -= count
         return True
 
     def begin(self, outcome: Outcome) -> Outcome | None:
@@ -113,10 +114,20 @@ class TenantHints:
     def track(
         self, outcome: Outcome, key_space_id: int, hashes: Words, start: int, stop: int
     ) -> None:
-        """From now on it is watched whether requests hit these hash blocks [start, stop)."""
+        """From now on it is watched whether requests hit these hash blocks [start, stop). What was
+        watched for the same action in this key space goes on."""
         if start >= stop:
             return
         seen = np.zeros(stop - start, np.bool_)
+        for one in self.tracked:
+            if one.outcome is outcome and one.key_space_id == key_space_id and one.start == start:
+                known = one.seen[: len(seen)]
+                seen[: len(known)] = known
+        self.tracked = [
+            one
+            for one in self.tracked
+            if one.outcome is not outcome or one.key_space_id != key_space_id
+        ]
         keys = chain_keys(hashes[:stop])
         self.tracked.append(_Tracked(outcome, key_space_id, keys, start, seen))
         while len(self.tracked) > self.limits.tracked or self._tracked_bytes() > (

@@ -29,6 +29,8 @@ PREFETCH_SHARE = 1 / 16
 PREFETCH_BLOCKS = 256
 """Hash blocks of a chain that are brought in together, the first ones first."""
 PREFETCH_PAUSE_S = 0.05
+BLOCKS_PER_ACTION = 4096
+"""An action of so many hash blocks counts as one more in the tenant's budget."""
 MAX_PREFETCHES = 64
 """Prefetches of one tenant at a time."""
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
@@ -127,6 +129,10 @@ class HintWork:
         prompts = self.blocks.prompts(tenant, origin, target)
         if not prompts:
             tenant.settle(outcome, Status.MISSING, _why_none(tenant, origin, target))
+            return
+        num_blocks = sum(one.stop - one.start for one in prompts)
+        if not tenant.may_act(time.monotonic(), num_blocks / BLOCKS_PER_ACTION):
+            tenant.settle(outcome, Status.REJECTED, "too many blocks in this tenant's actions")
             return
         match action.kind:
             case ActionType.RETAIN | ActionType.PIN:

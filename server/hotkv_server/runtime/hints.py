@@ -123,13 +123,14 @@ class HintDesk:
         if origin.session_id and len(origin.hashes):
             sessions = self.book.tenant(origin.tenant, now_s).sessions
             sessions.use(origin.session_id, origin.key_space_id, origin.hashes, now_s)
-        num_bytes = origin.hashes.nbytes + BYTES_OF_ENDED
         if not hints:
             return
+        num_bytes = origin.hashes.nbytes + BYTES_OF_ENDED
         if self._waiting_bytes + num_bytes > MAX_WAITING_BYTES:
-            for one in self.book.tenant(origin.tenant, now_s).outcomes.values():
+            tenant = self.book.tenant(origin.tenant, now_s)
+            for one in tenant.outcomes.values():
                 if one.message_id == hints.message_id and _may_end(one):
-                    one.status, one.reason = Status.REJECTED, "too many requests have ended"
+                    tenant.settle(one, Status.REJECTED, "too many requests have ended")
             return
         self._spawn(self._end_later(origin, hints, now_s, num_bytes))
 
@@ -151,7 +152,14 @@ class HintDesk:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._is_done)
+
+    def _is_done(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": "a hint broke", "exception": error}
+            )
 
     def _reject(self, tenant: TenantHints, hints: Hints, one: Rejection, now_s: float) -> Outcome:
         outcome = Outcome(hints.message_id, one.action_id, one.kind, "", now_s)
