@@ -23,6 +23,8 @@ CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
     "drain": ("Drain", admin_pb2.DrainRequest),
     "explain": ("Explain", admin_pb2.ExplainRequest),
     "residencies": ("ListResidencies", admin_pb2.ListResidenciesRequest),
+    "hints": ("ListHints", admin_pb2.ListHintsRequest),
+    "explain_session": ("ExplainSession", admin_pb2.ExplainSessionRequest),
     "sparse": ("ListSparseLayers", admin_pb2.ListSparseLayersRequest),
 }
 
@@ -145,6 +147,16 @@ def _plain_key(key: cache_pb2.ExtraKey) -> str | list[str | int]:
     if key.WhichOneof("key") == "multi_modal":
         return [key.multi_modal.identifier, key.multi_modal.offset]
     return key.digest.hex() if key.WhichOneof("key") == "digest" else key.text
+
+
+STATUS_PREFIX = "HINT_STATUS_"
+
+
+def hint_outcomes(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Outcomes of hints with the status as a word: `accepted` for HINT_STATUS_ACCEPTED."""
+    return [
+        {**row, "status": str(row["status"]).removeprefix(STATUS_PREFIX).lower()} for row in rows
+    ]
 
 
 def plain(message: Message) -> dict[str, Any]:

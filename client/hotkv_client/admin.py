@@ -145,6 +145,20 @@ class AdminClient:
             self._channel, key_space, groups, prompts, wait_s, self._timeout_s, self._metadata
         )
 
+    def explain_session(self, session_id: str, tenant: str = "") -> list[dict[str, Any]]:
+        """Where each block of the sessions of this name lies, and what was asked for them: one
+        answer a tenant."""
+        answer = self._call("explain_session", session_id=session_id, tenant=tenant)
+        return [
+            {**one, "outcomes": _admin_wire.hint_outcomes(one["outcomes"])}
+            for one in answer["sessions"]
+        ]
+
+    def hints(self, message_id: str = "", page_size: int = 0) -> dict[str, Any]:
+        """The latest `outcomes` of routers' hints, of all tenants, and what `tenants` have."""
+        answer = self._call("hints", message_id=message_id, page_size=page_size)
+        return {**answer, "outcomes": _admin_wire.hint_outcomes(answer["outcomes"])}
+
     def residencies(self, page_size: int = 0) -> dict[str, Any]:
         """Residencies, those with the most room first, the engines that wait for room, and
         totals."""

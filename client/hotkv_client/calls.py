@@ -15,10 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.retention import NO_RETENTION, Retention
-from hotkv_client import _sparse_wire, _wire
+from hotkv_client import _hint_wire, _sparse_wire, _wire
 from hotkv_client.types import (
     BlockRun,
     BoolMask,
+    EndedRequest,
     GroupHashes,
     Int32s,
     LayerHotSet,
@@ -128,16 +129,22 @@ class Calls(ABC):
         self._send_only(_wire.report_use(groups, self._hash_bytes))
 
     def report_requests(
-        self, reports: Sequence[RequestReport], prefill_tokens_per_s: float = 0.0
+        self,
+        reports: Sequence[RequestReport],
+        prefill_tokens_per_s: float = 0.0,
+        ended: Sequence[EndedRequest] = (),
     ) -> None:
         """Tells the server of scheduled requests: what they used from the device cache, and how
         long to keep their blocks. Nothing to wait for. Raises HotKVError for hashes of another
         length.
 
         `prefill_tokens_per_s`: what this engine has measured; 0 for nothing. Then lookups leave in
-        a slow tier what the engine computes sooner.
+        a slow tier what the engine computes sooner. `ended`: requests that have ended, of those
+        that have a session or hints.
         """
-        self._send_only(_wire.report_requests(reports, self._hash_bytes, prefill_tokens_per_s))
+        self._send_only(
+            _hint_wire.report_requests(reports, self._hash_bytes, prefill_tokens_per_s, ended)
+        )
 
     def create_sequence(
         self,

@@ -17,6 +17,7 @@ from hotkv.errors import HotKVError
 from hotkv_client import (
     completion,
     doctor,
+    hint_tables,
     recorder,
     residency_tables,
     status_tables,
@@ -146,10 +147,26 @@ def drain(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     return client.drain(options.timeout)
 
 
-def explain(client: AdminClient, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Of each block of a prompt, would it hit, and why not."""
+def hints(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+    """What routers have asked of the cache, what has come of it, and whether it paid."""
+    return client.hints(options.message, options.limit)
+
+
+def explain(client: AdminClient, options: argparse.Namespace) -> Any:
+    """Of each block of a prompt or a session, would it hit, and why not."""
+    if options.session:
+        if options.prompt:
+            raise ValueError("give a prompt or --session, not both")
+        return {"sessions": client.explain_session(options.session)}
     hashes, token_ids = parse_prompt(options.prompt)
     return client.explain(options.key_space, hashes, token_ids)
+
+
+def show_explained(answer: Any) -> str:
+    """A prompt, or the sessions of a name."""
+    if isinstance(answer, dict):
+        return hint_tables.show_session(answer["sessions"])
+    return tables.show_explain(answer)
 
 
 def parse_hash(text: str) -> bytes:
@@ -197,7 +214,8 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
     "prefetch": (prefetch, tables.show_fetched),
     "sparse": (sparse, tables.show_sparse),
     "drain": (drain, tables.show_drain),
-    "explain": (explain, tables.show_explain),
+    "hints": (hints, hint_tables.show_hints),
+    "explain": (explain, show_explained),
 }
 
 
@@ -316,8 +334,15 @@ def parser() -> argparse.ArgumentParser:
     )
     made["explain"].add_argument(
         "prompt",
-        nargs="+",
+        nargs="*",
         help="token ids, or block hashes in hexadecimal, or @FILE, or - for standard input",
+    )
+    made["explain"].add_argument(
+        "--session", default="", metavar="ID", help="a session, as its router has named it"
+    )
+    made["hints"].add_argument("--message", default="", metavar="ID", help="only of this message")
+    made["hints"].add_argument(
+        "--limit", type=int, default=50, help="most hints to list (default: %(default)s)"
     )
     examined = subparsers.add_parser(
         "doctor",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv.hints import NO_HINTS, Hints
 from hotkv.keys import KeySpace, Representation
 from hotkv.layout import Layout
 from hotkv.order import NO_ORDER, DeviceOrder
@@ -99,7 +100,8 @@ class RequestReport:
     block, in chain order.
 
     `device_hit_tokens` hit in the engine's own device cache, `hit_tokens` there or in hotkv.
-    `age_s`: since it came to the engine.
+    `age_s`: since it came to the engine. `session_id`: as its router has named it. `hints`: all
+    that it brought; `retention` says the same of its own blocks, for those that it stores.
     """
 
     hashes: Sequence[bytes]
@@ -108,6 +110,18 @@ class RequestReport:
     hit_tokens: int
     age_s: float
     retention: Retention = NO_RETENTION
+    session_id: str = ""
+    hints: Hints = NO_HINTS
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """A request that has ended, and has a session or hints. `hashes`: of prompt and answer, one for
+    each full hash block, in chain order. `hints`: as they were reported, but for rejections."""
+
+    hashes: Sequence[bytes]
+    session_id: str = ""
+    hints: Hints = NO_HINTS
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from hotkv_client.fence import SharedFence
 from hotkv_client.types import (
     After,
     BlockRun,
+    EndedRequest,
     EngineMemory,
     GroupHashes,
     Int32s,
@@ -96,7 +97,10 @@ class CacheSession(Protocol):
     def cancel(self, transfer_id: str) -> None: ...
     def revoke_stores(self) -> None: ...
     def report_requests(
-        self, reports: Sequence[RequestReport], prefill_tokens_per_s: float = 0.0
+        self,
+        reports: Sequence[RequestReport],
+        prefill_tokens_per_s: float = 0.0,
+        ended: Sequence[EndedRequest] = (),
     ) -> None: ...
     def create_sequence(
         self, sequence_id: str, group_index: int, hashes: Sequence[bytes]

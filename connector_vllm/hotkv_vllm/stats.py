@@ -60,7 +60,7 @@ COUNTERS: dict[str, str] = {
     "flushes": "Stores that a step had to wait for.",
     "flush_s": "Seconds that steps waited for stores.",
     "reported_requests": "Requests whose hits were reported to the server.",
-    "wrong_hints": "Retention hints in kv_transfer_params that could not be used.",
+    "wrong_hints": "Hints of requests (kv_hints, kv_transfer_params) that could not be used.",
     "resets": "Resets of the shared cache that vLLM asked for.",
     "hook_errors": "Faults of the connector that were kept from vLLM.",
     "sparse_selects": "Selections: one for each sequence, sparse layer and decode step.",

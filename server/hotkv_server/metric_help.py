@@ -113,6 +113,12 @@ HELP: dict[str, str] = {
     "flushed_blocks_total": "Blocks that were dropped because an engine or operator flushed their "
     "key space.",
     "held_blocks_total": "Blocks that requests asked to keep (retention with pin).",
+    "hints_accepted_total": "Actions of routers' hints that were done at once, for all blocks.",
+    "hints_clipped_total": "Actions that were done for some blocks, or for less than was asked.",
+    "hints_deferred_total": "Actions that waited: for the end of a request, or for a tier.",
+    "hints_rejected_total": "Actions that were not done; `hotkv hints` says why.",
+    "hints_missing_total": "Actions whose session or blocks were not there.",
+    "hint_sessions": "Sessions that routers have named and the server knows.",
     "held_bytes": "Bytes that are kept because requests asked for it.",
     "held_budget_bytes": "Most bytes that requests may keep (leases.held_share). At the budget, "
     "further requests keep nothing.",

@@ -37,7 +37,7 @@ from google.protobuf.message import Message
 from demo.processes import Server, runtime_folder
 from hotkv.errors import HotKVError
 from hotkv.table import TableGeometry
-from hotkv.v1 import admin_pb2, cache_pb2, errors_pb2, session_pb2, sparse_pb2, warm_pb2
+from hotkv.v1 import errors_pb2, session_pb2, sparse_pb2
 from hotkv_client import BlockRun, GroupHashes, LoadRun, _wire
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
@@ -50,6 +50,7 @@ from hotkv_server.memory.state import (
     read_state,
     write_state,
 )
+from tests.robustness.odd_calls import UNARY, odd_envelope
 from tests.robustness.odd_connections import OddConnections
 from tests.robustness.odd_place import Place
 from tests.robustness.odd_sessions import OddSessions
@@ -88,27 +89,6 @@ ODD_NUMBERS = (
     -(1 << 31),
     1 << 18,
 )
-UNARY: dict[str, type[Message]] = {
-    "CacheService/Lookup": cache_pb2.LookupRequest,
-    "CacheService/AcquireLease": cache_pb2.AcquireLeaseRequest,
-    "CacheService/ReserveBlocks": cache_pb2.ReserveBlocksRequest,
-    "CacheService/ReleaseLease": cache_pb2.ReleaseLeaseRequest,
-    "CacheService/Load": cache_pb2.LoadRequest,
-    "CacheService/Store": cache_pb2.StoreRequest,
-    "CacheService/CancelTransfer": cache_pb2.CancelTransferRequest,
-    "SparseService/CreateSequence": sparse_pb2.CreateSequenceRequest,
-    "SparseService/AppendBlocks": sparse_pb2.AppendBlocksRequest,
-    "SparseService/DeleteSequence": sparse_pb2.DeleteSequenceRequest,
-    "AdminService/GetInfo": admin_pb2.GetInfoRequest,
-    "AdminService/ListTiers": admin_pb2.ListTiersRequest,
-    "AdminService/ListKeySpaces": admin_pb2.ListKeySpacesRequest,
-    "AdminService/ListSessions": admin_pb2.ListSessionsRequest,
-    "AdminService/ListBlocks": admin_pb2.ListBlocksRequest,
-    "AdminService/Explain": admin_pb2.ExplainRequest,
-    "AdminService/ListSparseLayers": admin_pb2.ListSparseLayersRequest,
-    "WarmStartService/PrefetchBlocks": warm_pb2.PrefetchBlocksRequest,
-}
-"""Unary calls; of the admin's, those that do not change the bystander's blocks."""
 
 
 @dataclass
@@ -182,6 +162,8 @@ class Odd:
         chance, name = self.random, described.name
         if described.type == FieldDescriptor.TYPE_BYTES:
             return self.packed(name)
+        if name == "kv_hints":
+            return odd_envelope(chance) if chance.random() < 0.9 else self.text()
         if described.type == FieldDescriptor.TYPE_STRING:
             return (
                 self.session_id if name == "session_id" and chance.random() < 0.9 else self.text()

@@ -3,10 +3,11 @@ on stdout.
 
 First line: arguments of `LLM`, and `config_overrides`: values by path in vLLM's config, set when it
 is complete. Commands: `generate` (prompts, max_tokens, transfer: their `kv_transfer_params`, salt:
-their `cache_salt`, adapter: fields of their `LoRARequest`), `add_adapter` (the same), `reload`
-(path: weights to load in place, as vLLM's RPC does), `reset` (connector: its cache too), `stats`,
-`wait` (connected, timeout_s), `freeze` (stop the process `pid` just after the connector's next
-`call`, load or store, was sent), `stop`. Logs go to stderr.
+their `cache_salt`, adapter: fields of their `LoRARequest`), `hinted` (prompt, max_tokens, hints:
+its `kv_hints`, session: its id), `add_adapter` (adapter), `reload` (path: weights to load in
+place, as vLLM's RPC does), `reset` (connector: its cache too), `stats`, `wait` (connected,
+timeout_s), `freeze` (stop the process `pid` just after the connector's next `call`, load or store,
+was sent), `stop`. Logs go to stderr.
 """
 
 import enum
@@ -108,6 +109,27 @@ def generate(
     }
 
 
+def hinted(
+    llm: Any, prompt: list[int], max_tokens: int, hints: dict[str, Any], session: str | None = None
+) -> dict[str, Any]:
+    import msgspec
+    from vllm import SamplingParams
+    from vllm.v1.kv_hints import KvHintsEnvelope
+
+    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    llm.llm_engine.add_request(
+        f"hinted-{time.monotonic_ns()}",
+        {"prompt_token_ids": prompt},
+        parameters,
+        session_id=session,
+        kv_hints=msgspec.convert(hints, KvHintsEnvelope),
+    )
+    outputs: list[Any] = []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs = llm.llm_engine.step() or outputs
+    return {"tokens": list(outputs[-1].outputs[0].token_ids)}
+
+
 def lora_request(adapter: dict[str, Any]) -> Any:
     from vllm.lora.request import LoRARequest
 
@@ -177,6 +199,7 @@ def freeze(llm: Any, call: str, pid: int) -> dict[str, Any]:
 
 OPERATIONS = {
     "generate": generate,
+    "hinted": hinted,
     "add_adapter": add_adapter,
     "reload": reload,
     "reset": reset,

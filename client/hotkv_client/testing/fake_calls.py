@@ -18,6 +18,7 @@ from hotkv_client.testing.fake_memory import FakeMemory
 from hotkv_client.testing.fake_residencies import FakeArena
 from hotkv_client.types import (
     After,
+    EndedRequest,
     GroupHashes,
     Int32s,
     LayerHotSet,
@@ -123,9 +124,14 @@ class FakeCalls:
         self.server.leases.pop(lease_id, None)
 
     def report_requests(
-        self, reports: Sequence[RequestReport], prefill_tokens_per_s: float = 0.0
+        self,
+        reports: Sequence[RequestReport],
+        prefill_tokens_per_s: float = 0.0,
+        ended: Sequence[EndedRequest] = (),
     ) -> None:
         self.server.calls.append(("report_requests", list(reports)))
+        if ended:
+            self.server.calls.append(("ended", list(ended)))
         self.server.prefill_tokens_per_s = prefill_tokens_per_s
 
     def open_residency(self, residency_id: str, num_blocks: Mapping[int, int]) -> Future[Any]:

@@ -81,8 +81,8 @@ class Admission:
         if cache is None or (self._counts_media and request.mm_features):
             return
         now_s = time.monotonic()
-        retention = self._hints.read(request.kv_transfer_params, now_s)
-        state = RequestState(request, cache.planner.new_state(), retention, now_s)
+        state = RequestState(request, cache.planner.new_state(), arrived_s=now_s)
+        state.ask(self._hints.asked(request, now_s))
         self.states[request.request_id] = state
         if cache.residencies is not None:
             cache.residencies.arrived(state, now_s)
@@ -218,6 +218,7 @@ class Admission:
         )
         finder.give_back(state)
         finder.failed_loads.ended(request.request_id)
+        cache.reports.ended(state)
         del self.states[request.request_id]
         if (
             self._may_store
@@ -257,8 +258,7 @@ class Admission:
         self._adapters.ended(request_id)
 
     def end_broke(self, request_id: str) -> None:
-        """The same for the hook that says that a request is no more: nobody waits for it, or
-        because of it."""
+        """The same for the hook of a request's end: nobody waits for it, or because of it."""
         self.request_broke(request_id)
         self.others.ended(request_id)
         if self._sharing.cache is not None:

@@ -1,13 +1,17 @@
-"""Retention hints of a request, out of its `kv_transfer_params`.
+"""What a request asks of the cache: vLLM's `kv_hints` and `session_id`, and their short form in
+`kv_transfer_params`.
 
-Keys `hotkv.priority`, `hotkv.ttl_s` and `hotkv.pin`; keys without our prefix are other connectors'
-and pass by. A wrong hint is left out, counted, and named in the log at most once in
-`LOG_INTERVAL_S`; it never touches the request.
+Keys of the short form begin with `hotkv.`; others are other connectors' and pass by. vLLM before
+0.32 has no `kv_hints`. A wrong hint is left out, counted, and named in the log at most once in
+`LOG_INTERVAL_S`; it never touches the request. Read once, when the request arrives.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
+from hotkv import hints
+from hotkv.hints import MAX_ID_CHARS, NO_HINTS, Hints
 from hotkv.retention import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
 from hotkv_vllm.config import PREFIX
 from hotkv_vllm.link import logger
@@ -19,7 +23,32 @@ _ALLOWED = {
     "priority": f"a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}",
     "ttl_s": f"a number of seconds from 0 to {MAX_TTL_S:.0f}",
     "pin": "true and false",
+    "session": f"a printable name of at most {MAX_ID_CHARS} characters",
+    "demote": "true and false",
+    "release": "true and false",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks. `retention`: for all its blocks, which its stores carry; `hints`: all of
+    it, for the server. `session_id`: empty for none."""
+
+    retention: Retention = NO_RETENTION
+    session_id: str = ""
+    hints: Hints = NO_HINTS
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the server is to know when the request ends."""
+        return bool(self.session_id or self.hints.actions)
+
+    def at_end(self) -> Hints:
+        """What is told again then: what was to wait for the end."""
+        return Hints(self.hints.message_id, self.hints.actions)
+
+
+NOTHING = Asked()
 
 
 class HintReader:
@@ -29,17 +58,49 @@ class HintReader:
         self._stats = stats
         self._quiet_until_s = -math.inf
 
+    def asked(self, request: Any, now_s: float) -> Asked:
+        """What a request of vLLM's asks."""
+        params = request.kv_transfer_params
+        envelope, session = getattr(request, "kv_hints", None), getattr(request, "session_id", None)
+        if envelope is None and session is None and not params:
+            return NOTHING
+        retention, given = self._short(params, now_s)
+        session = given.get("session", session)
+        if session is not None and not hints.is_identifier(session):
+            self._complain(now_s, f"session_id: allowed is {_ALLOWED['session']}")
+            session = None
+        full = NO_HINTS if envelope is None else hints.read(envelope)
+        for one in full.rejected:
+            self._complain(now_s, f"kv_hints: action {one.action_id}: {one.reason}")
+        actions = (
+            *hints.short_forms(
+                retention,
+                demote=given.get("demote", False),
+                release=given.get("release", False),
+            ),
+            *full.actions,
+        )
+        if not actions and not full.rejected and not session:
+            return NOTHING
+        message_id = full.message_id or f"request {request.request_id}"[:MAX_ID_CHARS]
+        together = Hints(message_id, actions[: hints.MAX_ACTIONS], full.rejected)
+        return Asked(together.retention(), session or "", together)
+
     def read(self, params: Any, now_s: float) -> Retention:
-        """The hints that can be used; NO_RETENTION for none."""
+        """The retention that the short form asks for; NO_RETENTION for none."""
+        return self._short(params, now_s)[0]
+
+    def _short(self, params: Any, now_s: float) -> tuple[Retention, dict[str, Any]]:
+        """The retention, and all hints of the short form that can be used."""
         if not isinstance(params, dict):
-            return NO_RETENTION
+            return NO_RETENTION, {}
         given = {
             key.removeprefix(PREFIX): value
             for key, value in params.items()
             if isinstance(key, str) and key.startswith(PREFIX)
         }
         if not given:
-            return NO_RETENTION
+            return NO_RETENTION, {}
         good: dict[str, Any] = {}
         for name, value in given.items():
             if _is_good(name, value):
@@ -60,17 +121,17 @@ class HintReader:
                 f"{PREFIX}pin = True: needs {PREFIX}ttl_s, how many seconds to keep the blocks",
             )
             del good["pin"]
-        return Retention(
+        retention = Retention(
             good.get("priority", 0), float(good.get("ttl_s", 0.0)), good.get("pin", False)
         )
+        return retention, good
 
     def _complain(self, now_s: float, what: str) -> None:
         self._stats.add("wrong_hints")
         if now_s >= self._quiet_until_s:
             self._quiet_until_s = now_s + LOG_INTERVAL_S
             logger.warning(
-                "hotkv: a request's kv_transfer_params: %s; the hint is ignored (said once in "
-                "%.0f s)",
+                "hotkv: hints of a request: %s; the hint is ignored (said once in %.0f s)",
                 what,
                 LOG_INTERVAL_S,
             )
@@ -90,6 +151,8 @@ def _is_good(name: str, value: Any) -> bool:
                 and not isinstance(value, bool)
                 and 0 <= value <= MAX_TTL_S
             )
-        case "pin":
+        case "session":
+            return hints.is_identifier(value)
+        case "pin" | "demote" | "release":
             return isinstance(value, bool)
     return False

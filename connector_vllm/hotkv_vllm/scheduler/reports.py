@@ -7,7 +7,7 @@ Each request is reported once, when it is first admitted; all of a step go in on
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hotkv_client.types import RequestReport
+from hotkv_client.types import EndedRequest, RequestReport
 from hotkv_vllm.link import CacheSession
 from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.request import RequestState
@@ -33,6 +33,7 @@ class UseReports:
         self._keys = keys
         self._prefill = prefill
         self._waiting: list[tuple[RequestState, int]] = []
+        self._ended: list[RequestState] = []
 
     def matched(self, state: RequestState, device_hit_tokens: int) -> None:
         """vLLM has looked at its own cache for the request."""
@@ -46,18 +47,32 @@ class UseReports:
                 return
             self._waiting.append((state, external_tokens))
 
+    def ended(self, state: RequestState) -> None:
+        """A request that was reported has ended: the server is told if it has a session, or hints
+        that wait for this."""
+        if state.asked.lasts and state.use.is_reported:
+            self._ended.append(state)
+
     def send(self, now_s: float) -> None:
         """One message for all that waits; nothing without a server."""
-        if not self._waiting:
+        if not self._waiting and not self._ended:
             return
         waiting, self._waiting = self._waiting, []
+        over, self._ended = self._ended, []
         if not self._session.connected:
             return
         self._session.report_requests(
             [self._report(state, external_tokens, now_s) for state, external_tokens in waiting],
             self._prefill.tokens_per_s if self._prefill is not None else 0.0,
+            [
+                EndedRequest(
+                    self._keys(state.request), state.asked.session_id, state.asked.at_end()
+                )
+                for state in over
+            ],
         )
-        self._stats.add("reported_requests", len(waiting))
+        if waiting:
+            self._stats.add("reported_requests", len(waiting))
 
     def _report(self, state: RequestState, external_tokens: int, now_s: float) -> RequestReport:
         request, on_device = state.request, state.use.device_hit_tokens
@@ -70,4 +85,6 @@ class UseReports:
             ),
             age_s=max(0.0, now_s - state.arrived_s),
             retention=state.retention,
+            session_id=state.asked.session_id,
+            hints=state.asked.hints,
         )

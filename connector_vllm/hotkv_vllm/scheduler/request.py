@@ -13,6 +13,7 @@ from typing import Any
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_vllm.answer_time import AnswerTime
 from hotkv_vllm.link import BoolMask
+from hotkv_vllm.scheduler.hints import NOTHING, Asked
 
 Masks = tuple[BoolMask, ...]
 """By group: which blocks are ready."""
@@ -126,6 +127,11 @@ class RequestState:
     hit: HitState = field(default_factory=HitState)
     use: UseState = field(default_factory=UseState)
     choice: "HitChoice | None" = None
+    asked: Asked = NOTHING
+
+    def ask(self, asked: Asked) -> None:
+        """Notes what the request asks of the cache."""
+        self.asked, self.retention = asked, asked.retention
 
     @property
     def is_loading(self) -> bool:

@@ -9,6 +9,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import hotkv.v1.hints_pb2
 import hotkv.v1.layout_pb2
 import hotkv.v1.session_pb2
 import hotkv.v1.sparse_pb2
@@ -1547,3 +1548,157 @@ class ListResidenciesResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["bound_byte_count", b"bound_byte_count", "grace_byte_count", b"grace_byte_count", "grace_s", b"grace_s", "pinned_byte_count", b"pinned_byte_count", "promised_byte_count", b"promised_byte_count", "refusals", b"refusals", "residencies", b"residencies", "residency_count", b"residency_count"]) -> None: ...
 
 Global___ListResidenciesResponse: typing_extensions.TypeAlias = ListResidenciesResponse
+
+@typing.final
+class ListHintsRequest(google.protobuf.message.Message):
+    """Asks for hints."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MESSAGE_ID_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    message_id: builtins.str
+    """Only of this message; empty for all."""
+    page_size: builtins.int
+    """Most to return, the latest of them; zero for 100, at most 1,000."""
+    def __init__(
+        self,
+        *,
+        message_id: builtins.str = ...,
+        page_size: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["message_id", b"message_id", "page_size", b"page_size"]) -> None: ...
+
+Global___ListHintsRequest: typing_extensions.TypeAlias = ListHintsRequest
+
+@typing.final
+class TenantHints(google.protobuf.message.Message):
+    """What a tenant's hints have come to."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    SESSION_COUNT_FIELD_NUMBER: builtins.int
+    SESSION_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    OUTCOME_COUNT_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """The tenant; empty for none."""
+    session_count: builtins.int
+    """Sessions that are known."""
+    session_byte_count: builtins.int
+    """Bytes of their chains."""
+    outcome_count: builtins.int
+    """Outcomes that are remembered."""
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        session_count: builtins.int = ...,
+        session_byte_count: builtins.int = ...,
+        outcome_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["outcome_count", b"outcome_count", "session_byte_count", b"session_byte_count", "session_count", b"session_count", "tenant", b"tenant"]) -> None: ...
+
+Global___TenantHints: typing_extensions.TypeAlias = TenantHints
+
+@typing.final
+class ListHintsResponse(google.protobuf.message.Message):
+    """Hints."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OUTCOMES_FIELD_NUMBER: builtins.int
+    TENANTS_FIELD_NUMBER: builtins.int
+    @property
+    def outcomes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv.v1.hints_pb2.HintOutcome]:
+        """In the order in which they came."""
+
+    @property
+    def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TenantHints]:
+        """By name."""
+
+    def __init__(
+        self,
+        *,
+        outcomes: collections.abc.Iterable[hotkv.v1.hints_pb2.HintOutcome] | None = ...,
+        tenants: collections.abc.Iterable[Global___TenantHints] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["outcomes", b"outcomes", "tenants", b"tenants"]) -> None: ...
+
+Global___ListHintsResponse: typing_extensions.TypeAlias = ListHintsResponse
+
+@typing.final
+class ExplainSessionRequest(google.protobuf.message.Message):
+    """Asks about a session that a router has named."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    session_id: builtins.str
+    """The session."""
+    tenant: builtins.str
+    """Only of this tenant; empty for all."""
+    def __init__(
+        self,
+        *,
+        session_id: builtins.str = ...,
+        tenant: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["session_id", b"session_id", "tenant", b"tenant"]) -> None: ...
+
+Global___ExplainSessionRequest: typing_extensions.TypeAlias = ExplainSessionRequest
+
+@typing.final
+class SessionExplanation(google.protobuf.message.Message):
+    """A session of one tenant."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    IDLE_S_FIELD_NUMBER: builtins.int
+    KEY_SPACES_FIELD_NUMBER: builtins.int
+    OUTCOMES_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """The tenant; empty for none."""
+    idle_s: builtins.float
+    """Seconds since its last request."""
+    @property
+    def key_spaces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KeySpaceExplanation]:
+        """Its latest prompt, in each key space that it has used."""
+
+    @property
+    def outcomes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv.v1.hints_pb2.HintOutcome]:
+        """What was asked for it, in the order in which it came."""
+
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        idle_s: builtins.float = ...,
+        key_spaces: collections.abc.Iterable[Global___KeySpaceExplanation] | None = ...,
+        outcomes: collections.abc.Iterable[hotkv.v1.hints_pb2.HintOutcome] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["idle_s", b"idle_s", "key_spaces", b"key_spaces", "outcomes", b"outcomes", "tenant", b"tenant"]) -> None: ...
+
+Global___SessionExplanation: typing_extensions.TypeAlias = SessionExplanation
+
+@typing.final
+class ExplainSessionResponse(google.protobuf.message.Message):
+    """The sessions of that name."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSIONS_FIELD_NUMBER: builtins.int
+    @property
+    def sessions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SessionExplanation]:
+        """One a tenant."""
+
+    def __init__(
+        self,
+        *,
+        sessions: collections.abc.Iterable[Global___SessionExplanation] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sessions", b"sessions"]) -> None: ...
+
+Global___ExplainSessionResponse: typing_extensions.TypeAlias = ExplainSessionResponse

@@ -95,6 +95,16 @@ class AdminServiceStub(object):
                 request_serializer=hotkv_dot_v1_dot_admin__pb2.ListResidenciesRequest.SerializeToString,
                 response_deserializer=hotkv_dot_v1_dot_admin__pb2.ListResidenciesResponse.FromString,
                 _registered_method=True)
+        self.ListHints = channel.unary_unary(
+                '/hotkv.v1.AdminService/ListHints',
+                request_serializer=hotkv_dot_v1_dot_admin__pb2.ListHintsRequest.SerializeToString,
+                response_deserializer=hotkv_dot_v1_dot_admin__pb2.ListHintsResponse.FromString,
+                _registered_method=True)
+        self.ExplainSession = channel.unary_unary(
+                '/hotkv.v1.AdminService/ExplainSession',
+                request_serializer=hotkv_dot_v1_dot_admin__pb2.ExplainSessionRequest.SerializeToString,
+                response_deserializer=hotkv_dot_v1_dot_admin__pb2.ExplainSessionResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -188,6 +198,20 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListHints(self, request, context):
+        """Hints of routers and what has come of them, of all tenants.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExplainSession(self, request, context):
+        """Says where each block of a session lies, and what was asked for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -250,6 +274,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ListResidencies,
                     request_deserializer=hotkv_dot_v1_dot_admin__pb2.ListResidenciesRequest.FromString,
                     response_serializer=hotkv_dot_v1_dot_admin__pb2.ListResidenciesResponse.SerializeToString,
+            ),
+            'ListHints': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListHints,
+                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.ListHintsRequest.FromString,
+                    response_serializer=hotkv_dot_v1_dot_admin__pb2.ListHintsResponse.SerializeToString,
+            ),
+            'ExplainSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainSession,
+                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.ExplainSessionRequest.FromString,
+                    response_serializer=hotkv_dot_v1_dot_admin__pb2.ExplainSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -577,6 +611,60 @@ class AdminService(object):
             '/hotkv.v1.AdminService/ListResidencies',
             hotkv_dot_v1_dot_admin__pb2.ListResidenciesRequest.SerializeToString,
             hotkv_dot_v1_dot_admin__pb2.ListResidenciesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListHints(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hotkv.v1.AdminService/ListHints',
+            hotkv_dot_v1_dot_admin__pb2.ListHintsRequest.SerializeToString,
+            hotkv_dot_v1_dot_admin__pb2.ListHintsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hotkv.v1.AdminService/ExplainSession',
+            hotkv_dot_v1_dot_admin__pb2.ExplainSessionRequest.SerializeToString,
+            hotkv_dot_v1_dot_admin__pb2.ExplainSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -217,7 +217,39 @@ _AdminServiceListResidenciesType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceListTiersType, _AdminServiceListKeySpacesType, _AdminServiceListSessionsType, _AdminServiceListBlocksType, _AdminServiceEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType, _AdminServiceListSparseLayersType, _AdminServiceListResidenciesType]):
+_AdminServiceListHintsType = typing_extensions.TypeVar(
+    '_AdminServiceListHintsType',
+    grpc.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.ListHintsRequest,
+        hotkv.v1.admin_pb2.ListHintsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.ListHintsRequest,
+        hotkv.v1.admin_pb2.ListHintsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.ListHintsRequest,
+        hotkv.v1.admin_pb2.ListHintsResponse,
+    ],
+)
+
+_AdminServiceExplainSessionType = typing_extensions.TypeVar(
+    '_AdminServiceExplainSessionType',
+    grpc.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.ExplainSessionRequest,
+        hotkv.v1.admin_pb2.ExplainSessionResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.ExplainSessionRequest,
+        hotkv.v1.admin_pb2.ExplainSessionResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.ExplainSessionRequest,
+        hotkv.v1.admin_pb2.ExplainSessionResponse,
+    ],
+)
+
+class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceListTiersType, _AdminServiceListKeySpacesType, _AdminServiceListSessionsType, _AdminServiceListBlocksType, _AdminServiceEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType, _AdminServiceListSparseLayersType, _AdminServiceListResidenciesType, _AdminServiceListHintsType, _AdminServiceExplainSessionType]):
     """For operators: what the server holds, and levers."""
 
     @typing.overload
@@ -269,6 +301,14 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
         grpc.UnaryUnaryMultiCallable[
             hotkv.v1.admin_pb2.ListResidenciesRequest,
             hotkv.v1.admin_pb2.ListResidenciesResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            hotkv.v1.admin_pb2.ListHintsRequest,
+            hotkv.v1.admin_pb2.ListHintsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            hotkv.v1.admin_pb2.ExplainSessionRequest,
+            hotkv.v1.admin_pb2.ExplainSessionResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -322,6 +362,14 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
             hotkv.v1.admin_pb2.ListResidenciesRequest,
             hotkv.v1.admin_pb2.ListResidenciesResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            hotkv.v1.admin_pb2.ListHintsRequest,
+            hotkv.v1.admin_pb2.ListHintsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            hotkv.v1.admin_pb2.ExplainSessionRequest,
+            hotkv.v1.admin_pb2.ExplainSessionResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     GetInfo: _AdminServiceGetInfoType
@@ -364,6 +412,12 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
 
     ListResidencies: _AdminServiceListResidenciesType
     """Residencies, and which engines wait for room."""
+
+    ListHints: _AdminServiceListHintsType
+    """Hints of routers and what has come of them, of all tenants."""
+
+    ExplainSession: _AdminServiceExplainSessionType
+    """Says where each block of a session lies, and what was asked for it."""
 
 AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -413,6 +467,14 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         hotkv.v1.admin_pb2.ListResidenciesRequest,
         hotkv.v1.admin_pb2.ListResidenciesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.ListHintsRequest,
+        hotkv.v1.admin_pb2.ListHintsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.ExplainSessionRequest,
+        hotkv.v1.admin_pb2.ExplainSessionResponse,
     ],
 ]
 
@@ -519,5 +581,21 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[hotkv.v1.admin_pb2.ListResidenciesResponse, collections.abc.Awaitable[hotkv.v1.admin_pb2.ListResidenciesResponse]]:
         """Residencies, and which engines wait for room."""
+
+    @abc.abstractmethod
+    def ListHints(
+        self,
+        request: hotkv.v1.admin_pb2.ListHintsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[hotkv.v1.admin_pb2.ListHintsResponse, collections.abc.Awaitable[hotkv.v1.admin_pb2.ListHintsResponse]]:
+        """Hints of routers and what has come of them, of all tenants."""
+
+    @abc.abstractmethod
+    def ExplainSession(
+        self,
+        request: hotkv.v1.admin_pb2.ExplainSessionRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[hotkv.v1.admin_pb2.ExplainSessionResponse, collections.abc.Awaitable[hotkv.v1.admin_pb2.ExplainSessionResponse]]:
+        """Says where each block of a session lies, and what was asked for it."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

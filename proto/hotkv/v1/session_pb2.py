@@ -24,54 +24,55 @@ _sym_db = _symbol_database.Default()
 
 from hotkv.v1 import cache_pb2 as hotkv_dot_v1_dot_cache__pb2
 from hotkv.v1 import errors_pb2 as hotkv_dot_v1_dot_errors__pb2
+from hotkv.v1 import hints_pb2 as hotkv_dot_v1_dot_hints__pb2
 from hotkv.v1 import layout_pb2 as hotkv_dot_v1_dot_layout__pb2
 from hotkv.v1 import residency_pb2 as hotkv_dot_v1_dot_residency__pb2
 from hotkv.v1 import sparse_pb2 as hotkv_dot_v1_dot_sparse__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16hotkv/v1/session.proto\x12\x08hotkv.v1\x1a\x14hotkv/v1/cache.proto\x1a\x15hotkv/v1/errors.proto\x1a\x15hotkv/v1/layout.proto\x1a\x18hotkv/v1/residency.proto\x1a\x15hotkv/v1/sparse.proto\"\xc6\x02\n\x0bOpenSession\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.hotkv.v1.SessionRole\x12%\n\tkey_space\x18\x04 \x01(\x0b\x32\x12.hotkv.v1.KeySpace\x12\x13\n\x0b\x63lient_name\x18\x05 \x01(\t\x12\x31\n\x0frepresentations\x18\x06 \x03(\x0b\x32\x18.hotkv.v1.Representation\x12\x0e\n\x06ticket\x18\x07 \x01(\x0c\x12 \n\x18without_eviction_notices\x18\x08 \x01(\x08\x12\x1f\n\x17newest_protocol_version\x18\t \x01(\x05\x12#\n\x08\x66\x65\x61tures\x18\n \x03(\x0e\x32\x11.hotkv.v1.Feature\"\xe3\x01\n\rSessionOpened\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x14\n\x0ckey_space_id\x18\x03 \x01(\x05\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x1d\n\x15has_descriptor_socket\x18\x05 \x01(\x08\x12\x13\n\x0bserver_name\x18\x06 \x01(\t\x12\x17\n\x0fwants_token_ids\x18\x07 \x01(\x08\x12#\n\x08\x66\x65\x61tures\x18\x08 \x03(\x0e\x32\x11.hotkv.v1.Feature\x12\r\n\x05salts\x18\t \x03(\x10\"X\n\x0eRegisterMemory\x12 \n\x06layout\x18\x01 \x01(\x0b\x32\x10.hotkv.v1.Layout\x12$\n\x05order\x18\x02 \x01(\x0b\x32\x15.hotkv.v1.DeviceOrder\"M\n\x10MemoryRegistered\x12(\n\x05order\x18\x01 \x01(\x0e\x32\x19.hotkv.v1.DeviceOrderKind\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xac\x01\n\rRequestReport\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12\x1a\n\x12prompt_token_count\x18\x02 \x01(\x03\x12\x1e\n\x16\x64\x65vice_hit_token_count\x18\x03 \x01(\x03\x12\x17\n\x0fhit_token_count\x18\x04 \x01(\x03\x12\x0e\n\x06\x61ge_ms\x18\x05 \x01(\x03\x12&\n\tretention\x18\x06 \x01(\x0b\x32\x13.hotkv.v1.Retention\"{\n\tReportUse\x12%\n\x06groups\x18\x01 \x03(\x0b\x32\x15.hotkv.v1.GroupHashes\x12)\n\x08requests\x18\x02 \x03(\x0b\x32\x17.hotkv.v1.RequestReport\x12\x1c\n\x14prefill_tokens_per_s\x18\x03 \x01(\x01\"\x07\n\x05\x46lush\"\x1e\n\x07\x46lushed\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x03\"\x06\n\x04Ping\"\x06\n\x04Pong\"\xf3\x07\n\x0e\x43onnectRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12-\n\x0copen_session\x18\x02 \x01(\x0b\x32\x15.hotkv.v1.OpenSessionH\x00\x12\x33\n\x0fregister_memory\x18\x03 \x01(\x0b\x32\x18.hotkv.v1.RegisterMemoryH\x00\x12)\n\x06lookup\x18\x04 \x01(\x0b\x32\x17.hotkv.v1.LookupRequestH\x00\x12\x36\n\racquire_lease\x18\x05 \x01(\x0b\x32\x1d.hotkv.v1.AcquireLeaseRequestH\x00\x12\x38\n\x0ereserve_blocks\x18\x06 \x01(\x0b\x32\x1e.hotkv.v1.ReserveBlocksRequestH\x00\x12\x36\n\rrelease_lease\x18\x07 \x01(\x0b\x32\x1d.hotkv.v1.ReleaseLeaseRequestH\x00\x12%\n\x04load\x18\x08 \x01(\x0b\x32\x15.hotkv.v1.LoadRequestH\x00\x12\'\n\x05store\x18\t \x01(\x0b\x32\x16.hotkv.v1.StoreRequestH\x00\x12:\n\x0f\x63\x61ncel_transfer\x18\n \x01(\x0b\x32\x1f.hotkv.v1.CancelTransferRequestH\x00\x12)\n\nreport_use\x18\x0b \x01(\x0b\x32\x13.hotkv.v1.ReportUseH\x00\x12\x1e\n\x04ping\x18\x0c \x01(\x0b\x32\x0e.hotkv.v1.PingH\x00\x12 \n\x05\x66lush\x18\r \x01(\x0b\x32\x0f.hotkv.v1.FlushH\x00\x12:\n\x0f\x63reate_sequence\x18\x0e \x01(\x0b\x32\x1f.hotkv.v1.CreateSequenceRequestH\x00\x12\x36\n\rappend_blocks\x18\x0f \x01(\x0b\x32\x1d.hotkv.v1.AppendBlocksRequestH\x00\x12:\n\x0f\x64\x65lete_sequence\x18\x10 \x01(\x0b\x32\x1f.hotkv.v1.DeleteSequenceRequestH\x00\x12/\n\rreport_sparse\x18\x11 \x01(\x0b\x32\x16.hotkv.v1.ReportSparseH\x00\x12\x38\n\x0eopen_residency\x18\x12 \x01(\x0b\x32\x1e.hotkv.v1.OpenResidencyRequestH\x00\x12<\n\x10\x65xtend_residency\x18\x13 \x01(\x0b\x32 .hotkv.v1.ExtendResidencyRequestH\x00\x12:\n\x0f\x63lose_residency\x18\x14 \x01(\x0b\x32\x1f.hotkv.v1.CloseResidencyRequestH\x00\x42\x06\n\x04\x62ody\"7\n\x0e\x45victionNotice\x12%\n\x06groups\x18\x01 \x03(\x0b\x32\x15.hotkv.v1.GroupHashes\"\"\n\x0b\x44rainNotice\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\x03\"\xbd\x08\n\x0f\x43onnectResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x15.hotkv.v1.ErrorDetailH\x00\x12\x31\n\x0esession_opened\x18\x03 \x01(\x0b\x32\x17.hotkv.v1.SessionOpenedH\x00\x12\x37\n\x11memory_registered\x18\x04 \x01(\x0b\x32\x1a.hotkv.v1.MemoryRegisteredH\x00\x12*\n\x06lookup\x18\x05 \x01(\x0b\x32\x18.hotkv.v1.LookupResponseH\x00\x12\x37\n\racquire_lease\x18\x06 \x01(\x0b\x32\x1e.hotkv.v1.AcquireLeaseResponseH\x00\x12\x39\n\x0ereserve_blocks\x18\x07 \x01(\x0b\x32\x1f.hotkv.v1.ReserveBlocksResponseH\x00\x12\x37\n\rrelease_lease\x18\x08 \x01(\x0b\x32\x1e.hotkv.v1.ReleaseLeaseResponseH\x00\x12&\n\x04load\x18\t \x01(\x0b\x32\x16.hotkv.v1.LoadResponseH\x00\x12(\n\x05store\x18\n \x01(\x0b\x32\x17.hotkv.v1.StoreResponseH\x00\x12;\n\x0f\x63\x61ncel_transfer\x18\x0b \x01(\x0b\x32 .hotkv.v1.CancelTransferResponseH\x00\x12\x1e\n\x04pong\x18\x0c \x01(\x0b\x32\x0e.hotkv.v1.PongH\x00\x12\x33\n\x0f\x65viction_notice\x18\r \x01(\x0b\x32\x18.hotkv.v1.EvictionNoticeH\x00\x12-\n\x0c\x64rain_notice\x18\x0e \x01(\x0b\x32\x15.hotkv.v1.DrainNoticeH\x00\x12$\n\x07\x66lushed\x18\x0f \x01(\x0b\x32\x11.hotkv.v1.FlushedH\x00\x12;\n\x0f\x63reate_sequence\x18\x10 \x01(\x0b\x32 .hotkv.v1.CreateSequenceResponseH\x00\x12\x37\n\rappend_blocks\x18\x11 \x01(\x0b\x32\x1e.hotkv.v1.AppendBlocksResponseH\x00\x12;\n\x0f\x64\x65lete_sequence\x18\x12 \x01(\x0b\x32 .hotkv.v1.DeleteSequenceResponseH\x00\x12\x39\n\x0eopen_residency\x18\x13 \x01(\x0b\x32\x1f.hotkv.v1.OpenResidencyResponseH\x00\x12=\n\x10\x65xtend_residency\x18\x14 \x01(\x0b\x32!.hotkv.v1.ExtendResidencyResponseH\x00\x12;\n\x0f\x63lose_residency\x18\x15 \x01(\x0b\x32 .hotkv.v1.CloseResidencyResponseH\x00\x42\x06\n\x04\x62ody\"K\n\x0bLinkRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nhandle_ids\x18\x02 \x03(\t\x12\x14\n\x0cwants_ticket\x18\x03 \x01(\x08\"\xb6\x01\n\x0cLinkResponse\x12$\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x15.hotkv.v1.ErrorDetail\x12\x18\n\x10\x61rena_byte_count\x18\x02 \x01(\x03\x12\x18\n\x10table_byte_count\x18\x03 \x01(\x03\x12\x0e\n\x06ticket\x18\x04 \x01(\x0c\x12\x0e\n\x06linked\x18\x05 \x01(\x08\x12\x18\n\x10word_byte_offset\x18\x06 \x01(\x03\x12\x12\n\nword_count\x18\x07 \x01(\x05*w\n\x0bSessionRole\x12\x1c\n\x18SESSION_ROLE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SESSION_ROLE_SCHEDULER\x10\x01\x12\x17\n\x13SESSION_ROLE_WORKER\x10\x02\x12\x15\n\x11SESSION_ROLE_TOOL\x10\x03*e\n\x07\x46\x65\x61ture\x12\x17\n\x13\x46\x45\x41TURE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x46\x45\x41TURE_TABLE_SALTS\x10\x01\x12\x15\n\x11\x46\x45\x41TURE_RESIDENCY\x10\x02\x12\x11\n\rFEATURE_TIERS\x10\x03\x32T\n\x0eSessionService\x12\x42\n\x07\x43onnect\x12\x18.hotkv.v1.ConnectRequest\x1a\x19.hotkv.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16hotkv/v1/session.proto\x12\x08hotkv.v1\x1a\x14hotkv/v1/cache.proto\x1a\x15hotkv/v1/errors.proto\x1a\x14hotkv/v1/hints.proto\x1a\x15hotkv/v1/layout.proto\x1a\x18hotkv/v1/residency.proto\x1a\x15hotkv/v1/sparse.proto\"\xc6\x02\n\x0bOpenSession\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.hotkv.v1.SessionRole\x12%\n\tkey_space\x18\x04 \x01(\x0b\x32\x12.hotkv.v1.KeySpace\x12\x13\n\x0b\x63lient_name\x18\x05 \x01(\t\x12\x31\n\x0frepresentations\x18\x06 \x03(\x0b\x32\x18.hotkv.v1.Representation\x12\x0e\n\x06ticket\x18\x07 \x01(\x0c\x12 \n\x18without_eviction_notices\x18\x08 \x01(\x08\x12\x1f\n\x17newest_protocol_version\x18\t \x01(\x05\x12#\n\x08\x66\x65\x61tures\x18\n \x03(\x0e\x32\x11.hotkv.v1.Feature\"\xe3\x01\n\rSessionOpened\x12\x18\n\x10protocol_version\x18\x01 \x01(\x05\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x14\n\x0ckey_space_id\x18\x03 \x01(\x05\x12\r\n\x05\x65poch\x18\x04 \x01(\x03\x12\x1d\n\x15has_descriptor_socket\x18\x05 \x01(\x08\x12\x13\n\x0bserver_name\x18\x06 \x01(\t\x12\x17\n\x0fwants_token_ids\x18\x07 \x01(\x08\x12#\n\x08\x66\x65\x61tures\x18\x08 \x03(\x0e\x32\x11.hotkv.v1.Feature\x12\r\n\x05salts\x18\t \x03(\x10\"X\n\x0eRegisterMemory\x12 \n\x06layout\x18\x01 \x01(\x0b\x32\x10.hotkv.v1.Layout\x12$\n\x05order\x18\x02 \x01(\x0b\x32\x15.hotkv.v1.DeviceOrder\"M\n\x10MemoryRegistered\x12(\n\x05order\x18\x01 \x01(\x0e\x32\x19.hotkv.v1.DeviceOrderKind\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xe7\x01\n\rRequestReport\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12\x1a\n\x12prompt_token_count\x18\x02 \x01(\x03\x12\x1e\n\x16\x64\x65vice_hit_token_count\x18\x03 \x01(\x03\x12\x17\n\x0fhit_token_count\x18\x04 \x01(\x03\x12\x0e\n\x06\x61ge_ms\x18\x05 \x01(\x03\x12&\n\tretention\x18\x06 \x01(\x0b\x32\x13.hotkv.v1.Retention\x12\x12\n\nsession_id\x18\x07 \x01(\t\x12%\n\x05hints\x18\x08 \x01(\x0b\x32\x16.hotkv.v1.RequestHints\"\xa2\x01\n\tReportUse\x12%\n\x06groups\x18\x01 \x03(\x0b\x32\x15.hotkv.v1.GroupHashes\x12)\n\x08requests\x18\x02 \x03(\x0b\x32\x17.hotkv.v1.RequestReport\x12\x1c\n\x14prefill_tokens_per_s\x18\x03 \x01(\x01\x12%\n\x05\x65nded\x18\x04 \x03(\x0b\x32\x16.hotkv.v1.EndedRequest\"\x07\n\x05\x46lush\"\x1e\n\x07\x46lushed\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\x03\"\x06\n\x04Ping\"\x06\n\x04Pong\"\xf3\x07\n\x0e\x43onnectRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12-\n\x0copen_session\x18\x02 \x01(\x0b\x32\x15.hotkv.v1.OpenSessionH\x00\x12\x33\n\x0fregister_memory\x18\x03 \x01(\x0b\x32\x18.hotkv.v1.RegisterMemoryH\x00\x12)\n\x06lookup\x18\x04 \x01(\x0b\x32\x17.hotkv.v1.LookupRequestH\x00\x12\x36\n\racquire_lease\x18\x05 \x01(\x0b\x32\x1d.hotkv.v1.AcquireLeaseRequestH\x00\x12\x38\n\x0ereserve_blocks\x18\x06 \x01(\x0b\x32\x1e.hotkv.v1.ReserveBlocksRequestH\x00\x12\x36\n\rrelease_lease\x18\x07 \x01(\x0b\x32\x1d.hotkv.v1.ReleaseLeaseRequestH\x00\x12%\n\x04load\x18\x08 \x01(\x0b\x32\x15.hotkv.v1.LoadRequestH\x00\x12\'\n\x05store\x18\t \x01(\x0b\x32\x16.hotkv.v1.StoreRequestH\x00\x12:\n\x0f\x63\x61ncel_transfer\x18\n \x01(\x0b\x32\x1f.hotkv.v1.CancelTransferRequestH\x00\x12)\n\nreport_use\x18\x0b \x01(\x0b\x32\x13.hotkv.v1.ReportUseH\x00\x12\x1e\n\x04ping\x18\x0c \x01(\x0b\x32\x0e.hotkv.v1.PingH\x00\x12 \n\x05\x66lush\x18\r \x01(\x0b\x32\x0f.hotkv.v1.FlushH\x00\x12:\n\x0f\x63reate_sequence\x18\x0e \x01(\x0b\x32\x1f.hotkv.v1.CreateSequenceRequestH\x00\x12\x36\n\rappend_blocks\x18\x0f \x01(\x0b\x32\x1d.hotkv.v1.AppendBlocksRequestH\x00\x12:\n\x0f\x64\x65lete_sequence\x18\x10 \x01(\x0b\x32\x1f.hotkv.v1.DeleteSequenceRequestH\x00\x12/\n\rreport_sparse\x18\x11 \x01(\x0b\x32\x16.hotkv.v1.ReportSparseH\x00\x12\x38\n\x0eopen_residency\x18\x12 \x01(\x0b\x32\x1e.hotkv.v1.OpenResidencyRequestH\x00\x12<\n\x10\x65xtend_residency\x18\x13 \x01(\x0b\x32 .hotkv.v1.ExtendResidencyRequestH\x00\x12:\n\x0f\x63lose_residency\x18\x14 \x01(\x0b\x32\x1f.hotkv.v1.CloseResidencyRequestH\x00\x42\x06\n\x04\x62ody\"7\n\x0e\x45victionNotice\x12%\n\x06groups\x18\x01 \x03(\x0b\x32\x15.hotkv.v1.GroupHashes\"\"\n\x0b\x44rainNotice\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\x03\"\xbd\x08\n\x0f\x43onnectResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12&\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x15.hotkv.v1.ErrorDetailH\x00\x12\x31\n\x0esession_opened\x18\x03 \x01(\x0b\x32\x17.hotkv.v1.SessionOpenedH\x00\x12\x37\n\x11memory_registered\x18\x04 \x01(\x0b\x32\x1a.hotkv.v1.MemoryRegisteredH\x00\x12*\n\x06lookup\x18\x05 \x01(\x0b\x32\x18.hotkv.v1.LookupResponseH\x00\x12\x37\n\racquire_lease\x18\x06 \x01(\x0b\x32\x1e.hotkv.v1.AcquireLeaseResponseH\x00\x12\x39\n\x0ereserve_blocks\x18\x07 \x01(\x0b\x32\x1f.hotkv.v1.ReserveBlocksResponseH\x00\x12\x37\n\rrelease_lease\x18\x08 \x01(\x0b\x32\x1e.hotkv.v1.ReleaseLeaseResponseH\x00\x12&\n\x04load\x18\t \x01(\x0b\x32\x16.hotkv.v1.LoadResponseH\x00\x12(\n\x05store\x18\n \x01(\x0b\x32\x17.hotkv.v1.StoreResponseH\x00\x12;\n\x0f\x63\x61ncel_transfer\x18\x0b \x01(\x0b\x32 .hotkv.v1.CancelTransferResponseH\x00\x12\x1e\n\x04pong\x18\x0c \x01(\x0b\x32\x0e.hotkv.v1.PongH\x00\x12\x33\n\x0f\x65viction_notice\x18\r \x01(\x0b\x32\x18.hotkv.v1.EvictionNoticeH\x00\x12-\n\x0c\x64rain_notice\x18\x0e \x01(\x0b\x32\x15.hotkv.v1.DrainNoticeH\x00\x12$\n\x07\x66lushed\x18\x0f \x01(\x0b\x32\x11.hotkv.v1.FlushedH\x00\x12;\n\x0f\x63reate_sequence\x18\x10 \x01(\x0b\x32 .hotkv.v1.CreateSequenceResponseH\x00\x12\x37\n\rappend_blocks\x18\x11 \x01(\x0b\x32\x1e.hotkv.v1.AppendBlocksResponseH\x00\x12;\n\x0f\x64\x65lete_sequence\x18\x12 \x01(\x0b\x32 .hotkv.v1.DeleteSequenceResponseH\x00\x12\x39\n\x0eopen_residency\x18\x13 \x01(\x0b\x32\x1f.hotkv.v1.OpenResidencyResponseH\x00\x12=\n\x10\x65xtend_residency\x18\x14 \x01(\x0b\x32!.hotkv.v1.ExtendResidencyResponseH\x00\x12;\n\x0f\x63lose_residency\x18\x15 \x01(\x0b\x32 .hotkv.v1.CloseResidencyResponseH\x00\x42\x06\n\x04\x62ody\"K\n\x0bLinkRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nhandle_ids\x18\x02 \x03(\t\x12\x14\n\x0cwants_ticket\x18\x03 \x01(\x08\"\xb6\x01\n\x0cLinkResponse\x12$\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x15.hotkv.v1.ErrorDetail\x12\x18\n\x10\x61rena_byte_count\x18\x02 \x01(\x03\x12\x18\n\x10table_byte_count\x18\x03 \x01(\x03\x12\x0e\n\x06ticket\x18\x04 \x01(\x0c\x12\x0e\n\x06linked\x18\x05 \x01(\x08\x12\x18\n\x10word_byte_offset\x18\x06 \x01(\x03\x12\x12\n\nword_count\x18\x07 \x01(\x05*w\n\x0bSessionRole\x12\x1c\n\x18SESSION_ROLE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SESSION_ROLE_SCHEDULER\x10\x01\x12\x17\n\x13SESSION_ROLE_WORKER\x10\x02\x12\x15\n\x11SESSION_ROLE_TOOL\x10\x03*e\n\x07\x46\x65\x61ture\x12\x17\n\x13\x46\x45\x41TURE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x46\x45\x41TURE_TABLE_SALTS\x10\x01\x12\x15\n\x11\x46\x45\x41TURE_RESIDENCY\x10\x02\x12\x11\n\rFEATURE_TIERS\x10\x03\x32T\n\x0eSessionService\x12\x42\n\x07\x43onnect\x12\x18.hotkv.v1.ConnectRequest\x1a\x19.hotkv.v1.ConnectResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'hotkv.v1.session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SESSIONROLE']._serialized_start=3695
-  _globals['_SESSIONROLE']._serialized_end=3814
-  _globals['_FEATURE']._serialized_start=3816
-  _globals['_FEATURE']._serialized_end=3917
-  _globals['_OPENSESSION']._serialized_start=154
-  _globals['_OPENSESSION']._serialized_end=480
-  _globals['_SESSIONOPENED']._serialized_start=483
-  _globals['_SESSIONOPENED']._serialized_end=710
-  _globals['_REGISTERMEMORY']._serialized_start=712
-  _globals['_REGISTERMEMORY']._serialized_end=800
-  _globals['_MEMORYREGISTERED']._serialized_start=802
-  _globals['_MEMORYREGISTERED']._serialized_end=879
-  _globals['_REQUESTREPORT']._serialized_start=882
-  _globals['_REQUESTREPORT']._serialized_end=1054
-  _globals['_REPORTUSE']._serialized_start=1056
-  _globals['_REPORTUSE']._serialized_end=1179
-  _globals['_FLUSH']._serialized_start=1181
-  _globals['_FLUSH']._serialized_end=1188
-  _globals['_FLUSHED']._serialized_start=1190
-  _globals['_FLUSHED']._serialized_end=1220
-  _globals['_PING']._serialized_start=1222
-  _globals['_PING']._serialized_end=1228
-  _globals['_PONG']._serialized_start=1230
-  _globals['_PONG']._serialized_end=1236
-  _globals['_CONNECTREQUEST']._serialized_start=1239
-  _globals['_CONNECTREQUEST']._serialized_end=2250
-  _globals['_EVICTIONNOTICE']._serialized_start=2252
-  _globals['_EVICTIONNOTICE']._serialized_end=2307
-  _globals['_DRAINNOTICE']._serialized_start=2309
-  _globals['_DRAINNOTICE']._serialized_end=2343
-  _globals['_CONNECTRESPONSE']._serialized_start=2346
-  _globals['_CONNECTRESPONSE']._serialized_end=3431
-  _globals['_LINKREQUEST']._serialized_start=3433
-  _globals['_LINKREQUEST']._serialized_end=3508
-  _globals['_LINKRESPONSE']._serialized_start=3511
-  _globals['_LINKRESPONSE']._serialized_end=3693
-  _globals['_SESSIONSERVICE']._serialized_start=3919
-  _globals['_SESSIONSERVICE']._serialized_end=4003
+  _globals['_SESSIONROLE']._serialized_start=3816
+  _globals['_SESSIONROLE']._serialized_end=3935
+  _globals['_FEATURE']._serialized_start=3937
+  _globals['_FEATURE']._serialized_end=4038
+  _globals['_OPENSESSION']._serialized_start=176
+  _globals['_OPENSESSION']._serialized_end=502
+  _globals['_SESSIONOPENED']._serialized_start=505
+  _globals['_SESSIONOPENED']._serialized_end=732
+  _globals['_REGISTERMEMORY']._serialized_start=734
+  _globals['_REGISTERMEMORY']._serialized_end=822
+  _globals['_MEMORYREGISTERED']._serialized_start=824
+  _globals['_MEMORYREGISTERED']._serialized_end=901
+  _globals['_REQUESTREPORT']._serialized_start=904
+  _globals['_REQUESTREPORT']._serialized_end=1135
+  _globals['_REPORTUSE']._serialized_start=1138
+  _globals['_REPORTUSE']._serialized_end=1300
+  _globals['_FLUSH']._serialized_start=1302
+  _globals['_FLUSH']._serialized_end=1309
+  _globals['_FLUSHED']._serialized_start=1311
+  _globals['_FLUSHED']._serialized_end=1341
+  _globals['_PING']._serialized_start=1343
+  _globals['_PING']._serialized_end=1349
+  _globals['_PONG']._serialized_start=1351
+  _globals['_PONG']._serialized_end=1357
+  _globals['_CONNECTREQUEST']._serialized_start=1360
+  _globals['_CONNECTREQUEST']._serialized_end=2371
+  _globals['_EVICTIONNOTICE']._serialized_start=2373
+  _globals['_EVICTIONNOTICE']._serialized_end=2428
+  _globals['_DRAINNOTICE']._serialized_start=2430
+  _globals['_DRAINNOTICE']._serialized_end=2464
+  _globals['_CONNECTRESPONSE']._serialized_start=2467
+  _globals['_CONNECTRESPONSE']._serialized_end=3552
+  _globals['_LINKREQUEST']._serialized_start=3554
+  _globals['_LINKREQUEST']._serialized_end=3629
+  _globals['_LINKRESPONSE']._serialized_start=3632
+  _globals['_LINKRESPONSE']._serialized_end=3814
+  _globals['_SESSIONSERVICE']._serialized_start=4040
+  _globals['_SESSIONSERVICE']._serialized_end=4124
 # @@protoc_insertion_point(module_scope)

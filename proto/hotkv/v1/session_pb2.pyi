@@ -11,6 +11,7 @@ import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import hotkv.v1.cache_pb2
 import hotkv.v1.errors_pb2
+import hotkv.v1.hints_pb2
 import hotkv.v1.layout_pb2
 import hotkv.v1.residency_pb2
 import hotkv.v1.sparse_pb2
@@ -277,6 +278,8 @@ class RequestReport(google.protobuf.message.Message):
     HIT_TOKEN_COUNT_FIELD_NUMBER: builtins.int
     AGE_MS_FIELD_NUMBER: builtins.int
     RETENTION_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    HINTS_FIELD_NUMBER: builtins.int
     hashes: builtins.bytes
     """Packed hashes of the prompt in chain order, one for each full `hash_block_token_count` tokens."""
     prompt_token_count: builtins.int
@@ -287,9 +290,17 @@ class RequestReport(google.protobuf.message.Message):
     """Tokens that hit in the device cache or here."""
     age_ms: builtins.int
     """Milliseconds since the request came to the engine."""
+    session_id: builtins.str
+    """Its session, as the router named it; empty for none."""
     @property
     def retention(self) -> hotkv.v1.cache_pb2.Retention:
         """For the ready blocks of the prompt."""
+
+    @property
+    def hints(self) -> hotkv.v1.hints_pb2.RequestHints:
+        """What the router asks for; those of its actions that `retention` says already have been done
+        with it.
+        """
 
     def __init__(
         self,
@@ -300,9 +311,11 @@ class RequestReport(google.protobuf.message.Message):
         hit_token_count: builtins.int = ...,
         age_ms: builtins.int = ...,
         retention: hotkv.v1.cache_pb2.Retention | None = ...,
+        session_id: builtins.str = ...,
+        hints: hotkv.v1.hints_pb2.RequestHints | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["retention", b"retention"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "device_hit_token_count", b"device_hit_token_count", "hashes", b"hashes", "hit_token_count", b"hit_token_count", "prompt_token_count", b"prompt_token_count", "retention", b"retention"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["hints", b"hints", "retention", b"retention"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "device_hit_token_count", b"device_hit_token_count", "hashes", b"hashes", "hints", b"hints", "hit_token_count", b"hit_token_count", "prompt_token_count", b"prompt_token_count", "retention", b"retention", "session_id", b"session_id"]) -> None: ...
 
 Global___RequestReport: typing_extensions.TypeAlias = RequestReport
 
@@ -315,6 +328,7 @@ class ReportUse(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     REQUESTS_FIELD_NUMBER: builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
     prefill_tokens_per_s: builtins.float
     """Tokens that the engine computes in a second of prefill, as it has measured; zero if it has not.
     A lookup then leaves in a slow tier what the engine computes sooner.
@@ -329,14 +343,19 @@ class ReportUse(google.protobuf.message.Message):
         rule.
         """
 
+    @property
+    def ended(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv.v1.hints_pb2.EndedRequest]:
+        """Requests that have ended, of those that have a session or hints."""
+
     def __init__(
         self,
         *,
         groups: collections.abc.Iterable[hotkv.v1.cache_pb2.GroupHashes] | None = ...,
         requests: collections.abc.Iterable[Global___RequestReport] | None = ...,
         prefill_tokens_per_s: builtins.float = ...,
+        ended: collections.abc.Iterable[hotkv.v1.hints_pb2.EndedRequest] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups", "prefill_tokens_per_s", b"prefill_tokens_per_s", "requests", b"requests"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended", b"ended", "groups", b"groups", "prefill_tokens_per_s", b"prefill_tokens_per_s", "requests", b"requests"]) -> None: ...
 
 Global___ReportUse: typing_extensions.TypeAlias = ReportUse
 

@@ -15,6 +15,7 @@ from hotkv_server.rpc import convert, space_convert, sparse_convert
 from hotkv_server.rpc.device_report import device_report
 from hotkv_server.rpc.errors import answer
 from hotkv_server.rpc.explain import explain
+from hotkv_server.rpc.hint_report import explain_session, list_hints
 from hotkv_server.rpc.residency_report import list_residencies
 from hotkv_server.rpc.tier_report import with_activity
 from hotkv_server.rpc.watch import watch_requests
@@ -240,6 +241,22 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 for engine_id, growth in self._node.sparse.figures.rows()
             ]
         )
+
+    async def ListHints(
+        self, request: admin_pb2.ListHintsRequest, context: Any
+    ) -> admin_pb2.ListHintsResponse:
+        async def call() -> admin_pb2.ListHintsResponse:
+            return list_hints(self._node, request)
+
+        return await answer(self._node, context, call)
+
+    async def ExplainSession(
+        self, request: admin_pb2.ExplainSessionRequest, context: Any
+    ) -> admin_pb2.ExplainSessionResponse:
+        async def call() -> admin_pb2.ExplainSessionResponse:
+            return await explain_session(self._node, request)
+
+        return await answer(self._node, context, call)
 
     async def ListResidencies(
         self, request: admin_pb2.ListResidenciesRequest, context: Any

@@ -9,7 +9,7 @@ from hotkv.keys import MAX_GROUPS
 from hotkv.v1 import cache_pb2, session_pb2, sparse_pb2
 from hotkv_server.core import inspect
 from hotkv_server.core.values import HashList
-from hotkv_server.rpc import convert, space_convert, sparse_convert
+from hotkv_server.rpc import convert, hint_convert, space_convert, sparse_convert
 from hotkv_server.rpc.errors import rights_log
 from hotkv_server.runtime.in_place import InPlaceGrant
 from hotkv_server.runtime.node import Node
@@ -260,10 +260,11 @@ async def store(
 async def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse) -> None:
     """Notes the requests and blocks that an engine reports."""
     num_hashes = (
-        sum(len(report.hashes) for report in request.requests) // session.key_space.hash_bytes
-    )
+        sum(len(one.hashes) for one in request.requests)
+        + sum(len(one.hashes) for one in request.ended)
+    ) // session.key_space.hash_bytes
     if (
-        len(request.requests) > MAX_REPORTS
+        max(len(request.requests), len(request.ended)) > MAX_REPORTS
         or num_hashes > inspect.limits(node.core).max_blocks_per_call
     ):
         raise HotKVError(
@@ -276,9 +277,10 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
     used = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
     session.prefill_tokens_per_s = speed or session.prefill_tokens_per_s
     node.core.touch(session.record.number, used, time.monotonic())
-    await node.reports.note(
-        session, convert.reports(request.requests, session.key_space.hash_bytes)
-    )
+    reports = hint_convert.reports(request.requests, session.key_space.hash_bytes)
+    ended = hint_convert.ended(request.ended, session.key_space.hash_bytes)
+    await node.reports.note(session, reports)
+    node.reports.ended(session, ended)
 
 
 def _sequence_id(text: str) -> str:

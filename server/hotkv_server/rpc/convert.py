@@ -6,7 +6,7 @@ Checks what a message says of itself, and names the field in the error. `space_c
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,14 +17,13 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.keys import KeySpace
 from hotkv.retention import Retention
 from hotkv.table import Words, hash_words
-from hotkv.v1 import cache_pb2, session_pb2
+from hotkv.v1 import cache_pb2
 from hotkv_server.core.values import HashList, LoadPositions, Run
 from hotkv_server.dataplane.engine import Outcome
 from hotkv_server.runtime.events import (
     ExtraKey,
     RunContent,
 )
-from hotkv_server.runtime.reports import Report
 from hotkv_server.runtime.transfer import TransferEnd
 
 MAX_LISTS = 1024
@@ -264,21 +263,6 @@ def retention(field: str, message: cache_pb2.Retention) -> Retention:
         return Retention(message.priority, seconds(f"{field}.ttl_ms", message.ttl_ms), message.pin)
     except ValueError as error:
         raise HotKVError(Reason.INVALID_FIELD, f"{field}: {error}") from error
-
-
-def reports(messages: Iterable[session_pb2.RequestReport], hash_bytes: int) -> list[Report]:
-    """Requests that an engine has scheduled."""
-    return [
-        Report(
-            hashes("requests.hashes", m.hashes, hash_bytes),
-            m.prompt_token_count,
-            m.device_hit_token_count,
-            m.hit_token_count,
-            seconds("requests.age_ms", m.age_ms),
-            retention("requests.retention", m.retention),
-        )
-        for m in messages
-    ]
 
 
 def flags(

@@ -1,9 +1,9 @@
 """Puts the gRPC servers together, one for each listener, and says what each serves.
 
-- `grpc.sock`: sessions, cache, sparse; health, reflection.
+- `grpc.sock`: sessions, cache, sparse, hints; health, reflection.
 - `admin.sock`: admin, events; health, reflection, channelz.
-- TCP, if the settings ask for it: sessions, cache, sparse, health. Reflection, and admin and events
-  behind a proof, if the settings ask for them.
+- TCP, if the settings ask for it: sessions, cache, sparse, hints, health. Reflection, and admin and
+  events behind a proof, if the settings ask for them.
 
 Always true: connections, calls and message sizes are bounded on each.
 """
@@ -29,6 +29,8 @@ from hotkv.v1 import (
     cache_pb2_grpc,
     events_pb2,
     events_pb2_grpc,
+    hints_pb2,
+    hints_pb2_grpc,
     session_pb2,
     session_pb2_grpc,
     sparse_pb2,
@@ -43,6 +45,7 @@ from hotkv_server.rpc.cache_service import CacheService
 from hotkv_server.rpc.event_service import EventService
 from hotkv_server.rpc.guests import Guests
 from hotkv_server.rpc.health import HealthService
+from hotkv_server.rpc.hint_service import HintService
 from hotkv_server.rpc.interceptor import EdgeInterceptor, Guard
 from hotkv_server.rpc.pressure import Pressure, heap_reader
 from hotkv_server.rpc.session_service import SessionService
@@ -101,12 +104,17 @@ USER_NAMES = (
     _name(session_pb2, "SessionService"),
     _name(cache_pb2, "CacheService"),
     _name(sparse_pb2, "SparseService"),
+    _name(hints_pb2, "HintService"),
 )
 ADMIN_NAMES = (
     _name(admin_pb2, "AdminService"),
     _name(events_pb2, "EventService"),
     _name(warm_pb2, "WarmStartService"),
 )
+
+
+Proving = session_pb2.OpenSession | hints_pb2.SendHintsRequest | hints_pb2.GetHintOutcomesRequest
+"""Messages that may have a ticket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +165,10 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
 
-    def _add_user_services(self, server: grpc.aio.Server, sessions: SessionService) -> None:
+    def _add_user_services(
+        self, server: grpc.aio.Server, hints: HintService, sessions: SessionService
+    ) -> None:
+        hints_pb2_grpc.add_HintServiceServicer_to_server(hints, server)
         session_pb2_grpc.add_SessionServiceServicer_to_server(sessions, server)
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(self._node), server)
         sparse_pb2_grpc.add_SparseServiceServicer_to_server(
@@ -173,6 +184,7 @@ class RpcServer:
         server = self._server()
         self._add_user_services(
             server,
+            HintService(self._node, self._access, self._peer_of_ticket),
             SessionService(
                 self._node,
                 self._access,
@@ -204,6 +216,7 @@ class RpcServer:
         server = self._server(lambda context: self._access.admit_admin(peers.of_call(context)))
         self._add_user_services(
             server,
+            HintService(self._node, self._access, _peer_of_call),
             SessionService(
                 self._node,
                 self._access,
@@ -231,8 +244,8 @@ class RpcServer:
             ) from error
         return server
 
-    def _peer_of_ticket(self, opening: session_pb2.OpenSession, context: Any) -> Peer:
-        """The peer of the opening's ticket; without a ticket a peer that has proven nothing. Raises
+    def _peer_of_ticket(self, opening: Proving, context: Any) -> Peer:
+        """The peer of the message's ticket; without a ticket a peer that has proven nothing. Raises
         UNAUTHENTICATED if a ticket is needed and this one is not valid."""
         if not opening.ticket:
             return Peer("unix socket, no ticket")
@@ -272,7 +285,7 @@ class RpcServer:
             path.unlink(missing_ok=True)
 
 
-def _peer_of_call(opening: session_pb2.OpenSession, context: Any) -> Peer:
+def _peer_of_call(opening: Proving, context: Any) -> Peer:
     return peers.of_call(context)
 
 

@@ -28,6 +28,7 @@ from hotkv_server.memory.state import ServerState
 from hotkv_server.runtime.effects import Effects
 from hotkv_server.runtime.events import EventHub, EventPublisher
 from hotkv_server.runtime.health import Health
+from hotkv_server.runtime.hints import HintDesk
 from hotkv_server.runtime.in_place import InPlace
 from hotkv_server.runtime.lag import LoopLag
 from hotkv_server.runtime.moved_events import MovedEvents
@@ -81,8 +82,9 @@ class Node:
         arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
         self.verifier = verifier or Verifier(core, arena)
         self.events = EventHub(publisher)
-        self.reports = Reports(core)
         self._effects = Effects(core, self.events, lambda: self.sessions, self.drained)
+        self.hints = HintDesk(core, tiers, self._effects)
+        self.reports = Reports(core, self.hints)
         self._persistence = Persistence(core, memory)
         self.in_place = InPlace(core, self.verifier, self._effects.run)
         self.residencies = Residencies(core, self.verifier, self._effects.run)
@@ -128,6 +130,7 @@ class Node:
     async def close(self) -> None:
         """Closes all sessions and stops the timer."""
         await self.sessions.close_all()
+        await self.hints.close()
         if self.tiers is not None:
             await self.tiers.close()
         await self._persistence.close()

@@ -13,6 +13,7 @@ import numpy as np
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.groups import needed_blocks
+from hotkv.hints import NO_HINTS, Hints
 from hotkv.keys import KeySpace
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import Words
@@ -20,6 +21,8 @@ from hotkv_server.core import incremental
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.values import HashList
 from hotkv_server.runtime.broadcast import Feeds
+from hotkv_server.runtime.hint_work import Origin
+from hotkv_server.runtime.hints import HintDesk
 from hotkv_server.runtime.session import LiveSession
 from hotkv_server.runtime.slices import slices
 
@@ -35,6 +38,8 @@ class Report:
     hit_tokens: int
     age_s: float
     retention: Retention
+    session_id: str = ""
+    hints: Hints = NO_HINTS
 
     def check(self, key_space: KeySpace, max_blocks: int) -> None:
         """Raises INVALID_FIELD if the numbers contradict each other, TOO_LARGE for more than
@@ -74,6 +79,16 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that has ended; see `hotkv.v1.EndedRequest`. `hashes` [n, 8] words: of prompt and
+    answer."""
+
+    hashes: Words
+    session_id: str
+    hints: Hints
+
+
+@dataclass(frozen=True, slots=True)
 class WatchedReport:
     """A report for watchers. `unix_time_s`: when the request came to its engine."""
 
@@ -106,8 +121,9 @@ class ReportCounters:
 class Reports:
     """All reports of a node: `counters` sums them up, `watched` hands them to watchers."""
 
-    def __init__(self, core: CacheCore) -> None:
+    def __init__(self, core: CacheCore, desk: HintDesk) -> None:
         self._core = core
+        self._desk = desk
         self.counters = ReportCounters()
         self.watched: Feeds[WatchedReport] = Feeds()
 
@@ -129,6 +145,31 @@ class Reports:
             self.counters.count(report)
         async for _ in slices(self._uses(session, reports, now_s)):
             pass
+        for report in reports:
+            origin = Origin(
+                session.key_space.tenant,
+                session.record.key_space_id,
+                report.hashes,
+                report.session_id,
+                report.retention,
+                is_running=True,
+            )
+            self._desk.scheduled(
+                origin, report.device_hit_tokens, report.hit_tokens, session.prefill_tokens_per_s
+            )
+            await self._desk.act(origin, report.hints)
+
+    def ended(self, session: LiveSession, requests: Sequence[Ended]) -> None:
+        """Takes up the hints of requests that have ended."""
+        for one in requests:
+            origin = Origin(
+                session.key_space.tenant,
+                session.record.key_space_id,
+                one.hashes,
+                one.session_id,
+                one.hints.retention(),
+            )
+            self._desk.ended(origin, one.hints)
 
     def _uses(
         self, session: LiveSession, reports: Sequence[Report], now_s: float

@@ -39,6 +39,10 @@ def counters(node: Node) -> dict[str, float]:
         (f"sparse_{name}_total", float(value))
         for name, value in asdict(node.sparse.counters).items()
     )
+    values.update(
+        (f"hints_{status.value}_total", float(count))
+        for status, count in node.hints.num_actions.items()
+    )
     resident = inspect_residencies.totals(node.core)
     values["residencies_opened_total"] = float(resident.num_opened)
     values["residencies_refused_total"] = float(resident.num_refused)
@@ -77,6 +81,7 @@ def gauges(node: Node, counted: Census) -> dict[str, float]:
         "device_allocations_open": float(node.devices.num_open),
         "arena_huge_page_bytes": float(node.memory.arena.huge_bytes),
         "free_slabs": float(host.num_free_slabs),
+        "hint_sessions": float(sum(len(one.sessions) for _, one in node.hints.book.all())),
         "residencies": float(resident.count),
         "residency_pinned_bytes": float(resident.pinned_bytes),
         "residency_promised_bytes": float(resident.promised_bytes),

@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 
 MOVING_SHARE = 0.125
 """Largest share of the arena that may be on its way to a tier, and again on its way up."""
-UP_TIMEOUT_S = 30.0
-"""A tier need not begin a read any more after this long: the slots are wanted back."""
 PREFETCH_PAUSE_S = 0.05
 """Between two looks of a prefetch at whether there is room for it."""
+UP_TIMEOUT_S = 30.0
+"""A tier need not begin a read any more after this long: the slots are wanted back."""
 
 
 @dataclass(slots=True)

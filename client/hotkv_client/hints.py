@@ -1,0 +1,84 @@
+"""Hints for the cache from a router, without a request: sends envelopes, asks what came of them."""
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from hotkv.errors import HotKVError
+from hotkv_client import _hint_wire, channels
+from hotkv_client.link import descriptor_socket, fetch_ticket
+from hotkv_client.types import NO_CREDENTIALS, Credentials
+
+
+class HintClient:
+    """One channel to the server, for one tenant. Calls block, at most `timeout_s` each, and raise
+    HotKVError. Not for several threads."""
+
+    def __init__(
+        self,
+        target: str,
+        tenant: str = "",
+        timeout_s: float = 10.0,
+        credentials: Credentials = NO_CREDENTIALS,
+    ) -> None:
+        self._target = target
+        self._tenant = tenant
+        self._timeout_s = timeout_s
+        self._metadata = channels.metadata(target, credentials)
+        self._channel = channels.open_channel(target, credentials)
+
+    def __enter__(self) -> "HintClient":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._channel.close()
+
+    def send(
+        self, envelope: Mapping[str, Any], key_space_id: int = 0, hashes: Sequence[bytes] = ()
+    ) -> list[dict[str, Any]]:
+        """Sends an envelope with the fields of vLLM's `kv_hints`; returns the outcomes so far.
+
+        `hashes`: of a prompt, which actions without a session mean; of the key space
+        `key_space_id`.
+        """
+        return _hint_wire.send(
+            self._channel,
+            self._tenant,
+            envelope,
+            key_space_id,
+            hashes,
+            self._timeout_s,
+            self._metadata,
+            self._ticket(),
+        )
+
+    def outcomes(
+        self, message_id: str = "", cursor: int = 0, page_size: int = 0
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Outcomes of a message, or of all, that have changed since a cursor; and the next
+        cursor."""
+        return _hint_wire.poll(
+            self._channel,
+            self._tenant,
+            message_id,
+            cursor,
+            page_size,
+            self._timeout_s,
+            self._metadata,
+            self._ticket(),
+        )
+
+    def _ticket(self) -> bytes:
+        """The proof of this process's user; a server without tenants needs none."""
+        path = descriptor_socket(self._target)
+        if path is None or not self._tenant:
+            return b""
+        try:
+            return fetch_ticket(path, self._timeout_s)
+        except (HotKVError, OSError):
+            return b""

@@ -1,0 +1,114 @@
+"""Sessions that routers have named, each with the chain of its latest prompt in each key space, and
+the prompts of requests without a session.
+
+Of one tenant. Always true: there are at most `most_sessions` with `most_bytes` of chains; the one
+that was used longest ago goes first; nothing here holds a block.
+"""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from hotkv.table import Words
+from hotkv_server.core.prefixes import ChainKeys, chain_keys, common_blocks
+
+MAX_OTHERS = 128
+"""Latest prompts without a session that are remembered, of each key space."""
+MAX_OTHERS_BYTES = 1 << 20
+RECENT_S = 600.0
+"""A prompt without a session is taken for one that may come again for so long."""
+
+
+@dataclass(slots=True)
+class HintSession:
+    """A session. `chains`: hashes [n, 8] words of its latest prompt, by key space."""
+
+    session_id: str
+    used_s: float
+    chains: dict[int, Words] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(chain.nbytes for chain in self.chains.values())
+
+
+class HintSessions:
+    """See the module. `num_dropped`: sessions that were forgotten for others."""
+
+    def __init__(self, most_sessions: int, most_bytes: int) -> None:
+        self._most_sessions = most_sessions
+        self._most_bytes = most_bytes
+        self._by_id: OrderedDict[str, HintSession] = OrderedDict()
+        self._others: dict[int, deque[tuple[float, ChainKeys]]] = {}
+        self.num_bytes = 0
+        self.num_dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __repr__(self) -> str:
+        return f"HintSessions({len(self)}, {self.num_bytes} B)"
+
+    def get(self, session_id: str) -> HintSession | None:
+        """The session of that name."""
+        return self._by_id.get(session_id)
+
+    def use(self, session_id: str, key_space_id: int, hashes: Words, now_s: float) -> None:
+        """A request of the session has this prompt. A prompt that is larger than what all sessions
+        may have is not remembered."""
+        session = self._by_id.pop(session_id, None) or HintSession(session_id, now_s)
+        self.num_bytes -= session.num_bytes
+        session.used_s = now_s
+        session.chains[key_space_id] = hashes[: self._most_bytes // 32]
+        self._by_id[session_id] = session
+        self.num_bytes += session.num_bytes
+        while len(self._by_id) > self._most_sessions or self.num_bytes > self._most_bytes:
+            _, dropped = self._by_id.popitem(last=False)
+            self.num_bytes -= dropped.num_bytes
+            self.num_dropped += 1
+
+    def use_without(self, key_space_id: int, hashes: Words, now_s: float) -> None:
+        """A request without a session has this prompt. Remembered while there are sessions, with
+        which it may share blocks."""
+        if not self._by_id or not len(hashes):
+            return
+        others = self._others.setdefault(key_space_id, deque(maxlen=MAX_OTHERS))
+        others.append((now_s, chain_keys(hashes)))
+        while sum(keys.nbytes for _, keys in others) > MAX_OTHERS_BYTES:
+            others.popleft()
+
+    def end(self, session_id: str) -> None:
+        """Forgets a session."""
+        ended = self._by_id.pop(session_id, None)
+        if ended is not None:
+            self.num_bytes -= ended.num_bytes
+        if not self._by_id:
+            self._others.clear()
+
+    def shared_blocks(self, key_space_id: int, hashes: Words, session_id: str, now_s: float) -> int:
+        """How many blocks of a chain, from the first on, others may use again: other sessions, and
+        requests without a session of late. `session_id`: whose the chain is, or empty.
+
+        A prompt without a session of which the chain is a continuation counts as its own.
+        """
+        keys = chain_keys(hashes)
+        chains = [
+            chain_keys(one.chains[key_space_id])
+            for name, one in self._by_id.items()
+            if name != session_id and key_space_id in one.chains
+        ]
+        num_sessions = len(chains)
+        recent = self._others.get(key_space_id, ())
+        chains += [other for used_s, other in recent if used_s >= now_s - RECENT_S]
+        if not chains:
+            return 0
+        common = common_blocks(chains, keys)
+        for at in range(num_sessions, len(chains)):
+            if common[at] == len(chains[at]):
+                common[at] = 0
+        return int(common.max())
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if bytes are miscounted or a bound is broken."""
+        assert self.num_bytes == sum(one.num_bytes for one in self._by_id.values()), "miscounted"
+        assert len(self._by_id) <= self._most_sessions and self.num_bytes <= self._most_bytes
+        assert all(one.chains for one in self._by_id.values()), "a session without a chain"

@@ -1,0 +1,233 @@
+"""Books of hints beside naive models: sessions and what they share, outcomes, budgets, receipts."""
+
+from collections import OrderedDict
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from hotkv.hints import Status
+from hotkv.table import Words
+from hotkv_server.core.hint_book import HintBook, HintLimits, TenantHints
+from hotkv_server.core.hint_sessions import RECENT_S, HintSessions
+from hotkv_server.core.prefixes import chain_keys, common_blocks
+from hotkv_server.core.values import Outcome
+
+LIMITS = HintLimits(
+    sessions=4, session_bytes=32 * 40, outcomes=6, actions_per_s=2.0, burst_actions=5, tracked=3,
+    tracked_bytes=600, tenants=2,
+)  # fmt: skip
+CHAINS = st.lists(st.integers(0, 2), max_size=12)
+
+
+def words(chain: list[int]) -> Words:
+    """Hashes of a chain: each tells apart all that comes before it, as a real one does."""
+    found, seed = [], 1
+    for number in chain:
+        seed = hash((seed, number)) & 0x7FFF_FFFF
+        found.append(np.random.default_rng(seed).integers(0, 1 << 32, 8, np.uint32))
+    return np.array(found, np.uint32).reshape(-1, 8)
+
+
+def common(one: list[int], other: list[int]) -> int:
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+
+
+@settings(max_examples=50)
+@given(st.lists(CHAINS, max_size=6), CHAINS)
+def test_common_blocks(chains: list[list[int]], keys: list[int]) -> None:
+    found = common_blocks([chain_keys(words(chain)) for chain in chains], chain_keys(words(keys)))
+    assert found.tolist() == [common(chain, keys) for chain in chains]
+
+
+class SessionsMachine(RuleBasedStateMachine):
+    """Sessions beside an OrderedDict of lists."""
+
+    @initialize()
+    def start(self) -> None:
+        self.real = HintSessions(LIMITS.sessions, LIMITS.session_bytes)
+        self.naive: OrderedDict[str, dict[int, list[int]]] = OrderedDict()
+        self.others: list[tuple[float, int, list[int]]] = []
+        self.now_s = 0.0
+
+    @rule(name=st.sampled_from("abcdef"), space=st.integers(1, 2), chain=CHAINS)
+    def use(self, name: str, space: int, chain: list[int]) -> None:
+        self.real.use(name, space, words(chain), self.now_s)
+        chains = self.naive.pop(name, {})
+        chains[space] = chain
+        self.naive[name] = chains
+        while len(self.naive) > LIMITS.sessions or self.num_bytes() > LIMITS.session_bytes:
+            self.naive.popitem(last=False)
+
+    def num_bytes(self) -> int:
+        return sum(32 * len(c) for chains in self.naive.values() for c in chains.values())
+
+    @rule(space=st.integers(1, 2), chain=CHAINS)
+    def use_without(self, space: int, chain: list[int]) -> None:
+        self.real.use_without(space, words(chain), self.now_s)
+        if self.naive and chain:
+            self.others.append((self.now_s, space, chain))
+
+    @rule(name=st.sampled_from("abcdef"))
+    def end(self, name: str) -> None:
+        self.real.end(name)
+        self.naive.pop(name, None)
+        if not self.naive:
+            self.others.clear()
+
+    @rule(passed_s=st.sampled_from([1.0, RECENT_S + 1]))
+    def wait(self, passed_s: float) -> None:
+        self.now_s += passed_s
+
+    @rule(name=st.sampled_from(["", *"abcdef"]), space=st.integers(1, 2), chain=CHAINS)
+    def shared(self, name: str, space: int, chain: list[int]) -> None:
+        lengths = [
+            common(chains[space], chain)
+            for other, chains in self.naive.items()
+            if other != name and space in chains
+        ]
+        for used_s, where, other_chain in self.others:
+            length = common(other_chain, chain)
+            if where == space and used_s >= self.now_s - RECENT_S and length < len(other_chain):
+                lengths.append(length)
+        found = self.real.shared_blocks(space, words(chain), name, self.now_s)
+        assert found == max(lengths, default=0)
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "real"):
+            return
+        self.real.check_invariants()
+        assert len(self.real) == len(self.naive)
+        for name, chains in self.naive.items():
+            session = self.real.get(name)
+            assert session is not None and {
+                space: len(found) for space, found in session.chains.items()
+            } == {space: len(chain) for space, chain in chains.items()}
+
+
+TestSessionsMachine = SessionsMachine.TestCase
+TestSessionsMachine.settings = settings(max_examples=25, stateful_step_count=30)
+
+
+class TenantMachine(RuleBasedStateMachine):
+    """Outcomes and receipts of one tenant beside dicts and sets."""
+
+    @initialize()
+    def start(self) -> None:
+        self.book = HintBook(LIMITS)
+        self.real = self.book.tenant("t", 0.0)
+        self.naive: OrderedDict[tuple[str, str], Outcome] = OrderedDict()
+        self.watched: list[tuple[Outcome, list[int], int, set[int]]] = []
+        self.changes: list[Outcome] = []
+        self.now_s = 0.0
+
+    @rule(
+        message=st.sampled_from(["", "m", "n"]),
+        action=st.sampled_from("abc"),
+        chain=CHAINS,
+        start=st.integers(0, 12),
+    )
+    def act(self, message: str, action: str, chain: list[int], start: int) -> None:
+        outcome = Outcome(message, action, "pin", "", self.now_s)
+        begun = self.real.begin(outcome)
+        if message and (message, action) in self.naive:
+            assert begun is None
+            return
+        assert begun is outcome
+        self.naive.pop((message, action), None)
+        self.naive[message, action] = outcome
+        self.changes.append(outcome)
+        while len(self.naive) > LIMITS.outcomes:
+            _, gone = self.naive.popitem(last=False)
+            self.watched = [one for one in self.watched if one[0] is not gone]
+        if start < len(chain):
+            self.real.track(outcome, 1, words(chain), start, len(chain))
+            self.watched.append((outcome, chain, start, set()))
+            while len(self.watched) > LIMITS.tracked or self.watched_bytes() > LIMITS.tracked_bytes:
+                self.watched.pop(0)
+
+    def watched_bytes(self) -> int:
+        return sum(8 * len(chain) + len(chain) - start for _, chain, start, _ in self.watched)
+
+    @rule(which=st.integers(0, 2), more=CHAINS)
+    def go_on(self, which: int, more: list[int]) -> None:
+        """The request of an action has ended: its chain is longer now."""
+        for outcome, chain, start, seen in self.watched[which : which + 1]:
+            self.watched.remove((outcome, chain, start, seen))
+            chain = chain + more
+            self.real.track(outcome, 1, words(chain), start, len(chain))
+            self.watched.append((outcome, chain, start, seen))
+            while len(self.watched) > LIMITS.tracked or self.watched_bytes() > LIMITS.tracked_bytes:
+                self.watched.pop(0)
+
+    @rule(chain=CHAINS, first=st.integers(0, 6), stop=st.integers(0, 12))
+    def hit(self, chain: list[int], first: int, stop: int) -> None:
+        stop = min(stop, len(chain))
+        expected = {id(one[0]): one[0].reused_blocks for one in self.watched}
+        for outcome, mine, start, seen in self.watched:
+            span = range(max(first, start), min(stop, common(mine, chain)))
+            fresh = set(span) - seen
+            seen |= fresh
+            expected[id(outcome)] += len(fresh)
+        self.real.hit(1, words(chain), first, stop, 0.5)
+        for outcome, _, _, _ in self.watched:
+            assert outcome.reused_blocks == expected[id(outcome)]
+            assert outcome.saved_s == pytest.approx(0.5 * outcome.reused_blocks)
+
+    @rule(which=st.integers(0, 5))
+    def settle(self, which: int) -> None:
+        for outcome in list(self.naive.values())[which : which + 1]:
+            self.real.settle(outcome, Status.ACCEPTED, "")
+
+    @rule(cursor_of=st.integers(0, 5), message=st.sampled_from(["", "m"]))
+    def poll(self, cursor_of: int, message: str) -> None:
+        numbers = sorted(one.sequence for one in self.naive.values())
+        cursor = numbers[cursor_of] if cursor_of < len(numbers) else 0
+        found = self.real.since(cursor, message, 100)
+        assert [one.sequence for one in found] == sorted(
+            one.sequence
+            for one in self.naive.values()
+            if one.sequence > cursor and message in ("", one.message_id)
+        )
+
+    @invariant()
+    def agrees(self) -> None:
+        if hasattr(self, "real"):
+            self.book.check_invariants()
+            assert list(self.real.outcomes) == list(self.naive)
+
+
+TestTenantMachine = TenantMachine.TestCase
+TestTenantMachine.settings = settings(max_examples=25, stateful_step_count=30)
+
+
+def test_actions_beyond_the_rate_wait_for_the_next_second() -> None:
+    tenant = HintBook(LIMITS).tenant("t", 10.0)
+    assert [tenant.may_act(10.0) for _ in range(7)] == [True] * 5 + [False] * 2
+    assert [tenant.may_act(11.0) for _ in range(3)] == [True, True, False]
+    assert not tenant.may_act(10.5)
+    assert not tenant.may_act(13.0, 4.5) and tenant.may_act(13.0, 3.5)
+
+
+def test_the_tenant_that_was_heard_of_longest_ago_is_forgotten() -> None:
+    book = HintBook(LIMITS)
+    first: TenantHints = book.tenant("a", 0.0)
+    book.tenant("b", 1.0)
+    assert book.tenant("a", 2.0) is first
+    book.tenant("c", 3.0)
+    assert book.known("b") is None and book.known("a") is first
+    assert [name for name, _ in book.all()] == ["a", "c"]
+
+
+def test_a_prompt_larger_than_the_bound_is_cut() -> None:
+    sessions = HintSessions(4, 32 * 5)
+    sessions.use("s", 1, words([0] * 9), 0.0)
+    session = sessions.get("s")
+    assert session is not None and len(session.chains[1]) == 5
+    sessions.check_invariants()

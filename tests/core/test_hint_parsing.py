@@ -1,0 +1,223 @@
+"""Envelopes of routers: what is read of them, and that nothing in them breaks the reader."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hotkv import hints
+from hotkv.hints import Action, ActionType, Hints, Rejection, Target, read
+from hotkv.retention import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
+
+
+def envelope(*actions: Any, **fields: Any) -> dict[str, Any]:
+    return {"protocol_version": "0.1", "message_id": "m", "actions": list(actions), **fields}
+
+
+def action(kind: Any = "retain", action_id: Any = "a", **payload: Any) -> dict[str, Any]:
+    return {
+        "action_id": action_id,
+        "action_type": kind,
+        "action_version": "1.0",
+        "payload": payload,
+    }
+
+
+@pytest.mark.parametrize(
+    ("given_action", "expected"),
+    [
+        (action("retain", priority=3, ttl_s=60), Action("a", ActionType.RETAIN, Target(), 3, 60.0)),
+        (action("kv.Pin", ttl_s=1.5), Action("a", ActionType.PIN, Target(), 0, 1.5)),
+        (
+            action("demote", target={"session_id": "s"}),
+            Action("a", ActionType.DEMOTE, Target("s")),
+        ),
+        (
+            action("prefetch", session_id="s", deadline_s=2, priority=3),
+            Action("a", ActionType.PREFETCH, Target("s"), 0, 0.0, 2.0),
+        ),
+        (
+            action("prefetch"),
+            Action("a", ActionType.PREFETCH, deadline_s=hints.MAX_DEADLINE_S),
+        ),
+        (
+            action("release", target={"token_range": [16, None]}),
+            Action("a", ActionType.RELEASE, Target("", 16)),
+        ),
+        (
+            action("retain", token_range=[0, 32], target="request"),
+            Action("a", ActionType.RETAIN),
+        ),
+        (
+            action("retain", priority=10**9),
+            Action("a", ActionType.RETAIN, priority=MAX_PRIORITY,
+                   clipped="payload.priority is taken as 8"),
+        ),
+        (
+            action("pin", ttl_s=float("inf")),
+            Action("a", ActionType.PIN, ttl_s=MAX_TTL_S,
+                   clipped="payload.ttl_s is taken as 86400"),
+        ),
+    ],
+)  # fmt: skip
+def test_actions_are_read(given_action: dict[str, Any], expected: Action) -> None:
+    assert read(envelope(given_action)) == Hints("m", (expected,))
+
+
+@pytest.mark.parametrize(
+    ("given_action", "field"),
+    [
+        (action("fetch"), "action_type is fetch; there are retain, pin, demote"),
+        (action(5), "action_type is 5"),
+        (action(action_id="x" * 200), "action_id"),
+        (action(action_id="\n"), "action_id"),
+        ({**action(), "action_version": "2.0"}, "action_version is 2.0"),
+        ({**action(), "action_version": 1}, "action_version is 1"),
+        ({**action(), "payload": [1]}, "payload is a list"),
+        (action("pin"), "payload.ttl_s is missing"),
+        (action("retain", ttl_s=-1), "payload.ttl_s is -1"),
+        (action("retain", ttl_s=float("nan")), "payload.ttl_s is nan"),
+        (action("retain", ttl_s="60"), "payload.ttl_s is 60"),
+        (action("retain", priority=1.5), "payload.priority is 1.5"),
+        (action("retain", priority=True), "payload.priority is True"),
+        (action("retain", target=5), "payload.target is 5"),
+        (action("retain", target={"session_id": ["s"]}), "payload.target.session_id is a list"),
+        (action("retain", token_range=[5]), "payload.token_range is a list"),
+        (action("retain", token_range=[5, 5]), "payload.token_range is [5, 5]; it must rise"),
+        (action("retain", token_range=[-1, 5]), "payload.token_range[0] is -1"),
+        (action("retain", token_range=[0, 10**30]), "payload.token_range[1] is a int"),
+        (7, "action_type is ''"),
+    ],
+)
+def test_a_bad_action_is_rejected_alone_and_its_field_named(given_action: Any, field: str) -> None:
+    good = action("demote", "good")
+    result = read(envelope(good, given_action))
+    assert [one.action_id for one in result.actions] == ["good"]
+    (rejected,) = result.rejected
+    assert rejected.reason.startswith(field) and len(rejected.reason) <= hints.MAX_REASON_CHARS
+
+
+@pytest.mark.parametrize(
+    ("given_envelope", "reason"),
+    [
+        (envelope(action(), protocol_version="9.0"), "protocol_version is 9.0"),
+        (envelope(action(), message_id=["m"]), "message_id is a list"),
+        (envelope(actions="all"), "actions is all"),
+        ({"actions": {"a": 1}}, "actions is a dict"),
+    ],
+)
+def test_a_bad_envelope_is_rejected_as_a_whole(given_envelope: Any, reason: str) -> None:
+    result = read(given_envelope)
+    assert not result.actions
+    assert [one.action_id for one in result.rejected] == [hints.ENVELOPE_ACTION_ID]
+    assert result.rejected[0].reason.startswith(reason)
+
+
+def test_what_has_no_field_asks_nothing() -> None:
+    for nothing in (None, 5, "text", [], {}, object()):
+        assert not read(nothing)
+
+
+def test_an_id_counts_once_and_missing_ones_are_numbered() -> None:
+    result = read(envelope(action("demote"), action("demote"), action("demote", None)))
+    assert [one.action_id for one in result.actions] == ["a", "#2"]
+    assert result.rejected == (Rejection("a", "demote", "action_id stands in this message before"),)
+
+
+def test_a_million_actions_cost_no_more_than_the_bound() -> None:
+    result = read(envelope(*[{"action_type": "demote"}] * 1_000_000))
+    assert len(result.actions) == hints.MAX_ACTIONS
+    assert result.rejected[0].reason.startswith("actions has 1000000")
+
+
+def test_what_waits_for_the_end_of_a_request() -> None:
+    pin, mine = Action("p", ActionType.PIN, ttl_s=1.0), Action("m", ActionType.RELEASE)
+    named = Action("n", ActionType.RELEASE, Target("own"))
+    other = Action("o", ActionType.DEMOTE, Target("other"))
+    rejected = (Rejection("x", "", "why"),)
+    now, later = Hints("m", (pin, mine, named, other), rejected).split("own")
+    assert now == Hints("m", (pin, other), rejected) and later == Hints("m", (mine, named))
+
+
+@pytest.mark.parametrize(
+    ("actions", "expected"),
+    [
+        ([], NO_RETENTION),
+        ([action("prefetch")], NO_RETENTION),
+        ([action("retain", priority=2, ttl_s=5)], Retention(2, 5.0)),
+        ([action("retain", priority=-2)], Retention(-2)),
+        (
+            [action("retain", "a", priority=2, ttl_s=5), action("pin", "b", ttl_s=3)],
+            Retention(2, 5.0, True),
+        ),
+        ([action("release")], Retention(-MAX_PRIORITY)),
+        ([action("release", "a"), action("retain", "b", ttl_s=5)], Retention(0, 5.0)),
+        ([action("pin", ttl_s=5, session_id="s")], NO_RETENTION),
+        ([action("pin", ttl_s=5, token_range=[0, 5])], NO_RETENTION),
+    ],
+)
+def test_stores_of_the_request_carry_what_is_asked_for_all_its_blocks(
+    actions: list[Any], expected: Retention
+) -> None:
+    assert read(envelope(*actions)).retention() == expected
+
+
+VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=8),
+        st.binary(max_size=4),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+PAYLOADS = st.dictionaries(
+    st.sampled_from(
+        ["target", "session_id", "token_range", "priority", "ttl_s", "deadline_s", "odd"]
+    ),
+    VALUES,
+)
+ACTIONS = st.one_of(
+    VALUES,
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "action_id": VALUES,
+            "action_type": st.one_of(VALUES, st.sampled_from([k.value for k in ActionType])),
+            "action_version": st.one_of(VALUES, st.just("1.0")),
+            "payload": st.one_of(VALUES, PAYLOADS),
+        },
+    ),
+)
+ENVELOPES = st.one_of(
+    VALUES,
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "protocol_version": st.one_of(VALUES, st.just("0.1")),
+            "message_id": VALUES,
+            "actions": st.one_of(VALUES, st.lists(ACTIONS, max_size=5)),
+        },
+    ),
+)
+
+
+@given(ENVELOPES)
+def test_nothing_breaks_the_reader(odd: Any) -> None:
+    result = read(odd)
+    for one in result.actions:
+        assert isinstance(one.retention, Retention) and hints.is_identifier(one.action_id)
+        assert 0 <= one.target.start_tokens < (one.target.end_tokens or hints.MAX_TOKENS)
+        assert 0 <= one.deadline_s <= hints.MAX_DEADLINE_S and len(one.clipped) < 200
+        assert one.target.session_id == "" or hints.is_identifier(one.target.session_id)
+    for bad in result.rejected:
+        assert bad.reason and len(bad.reason) <= hints.MAX_REASON_CHARS
+        json.dumps([bad.action_id, bad.kind, bad.reason])
+    assert isinstance(result.retention(), Retention)
