@@ -23,6 +23,7 @@ CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
     "drain": ("Drain", admin_pb2.DrainRequest),
     "explain": ("Explain", admin_pb2.ExplainRequest),
     "residencies": ("ListResidencies", admin_pb2.ListResidenciesRequest),
+    "savings": ("GetSavings", admin_pb2.GetSavingsRequest),
     "sparse": ("ListSparseLayers", admin_pb2.ListSparseLayersRequest),
 }
 

@@ -1,6 +1,7 @@
 """Requests of sessions: typed values in, messages out. `_answers` reads what comes back.
 
-With `_answers`, `_sparse_wire` and `_admin_wire` the only modules of the client that see protobuf.
+With `_answers`, `_report_wire`, `_sparse_wire` and `_admin_wire` the only modules of the client
+that see protobuf.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,6 @@ from hotkv_client.types import (
     BlockRun,
     GroupHashes,
     LoadRun,
-    RequestReport,
     SessionConfig,
 )
 
@@ -46,7 +46,7 @@ def _int32s(values: NDArray[np.int32]) -> bytes:
     return np.ascontiguousarray(values, "<i4").tobytes()
 
 
-def _groups(groups: Iterable[GroupHashes], hash_bytes: int) -> list[cache_pb2.GroupHashes]:
+def packed_groups(groups: Iterable[GroupHashes], hash_bytes: int) -> list[cache_pb2.GroupHashes]:
     return [
         cache_pb2.GroupHashes(group_index=g.group_index, hashes=pack(g.hashes, hash_bytes))
         for g in groups
@@ -224,14 +224,14 @@ def acquire(
     return Request(
         acquire_lease=cache_pb2.AcquireLeaseRequest(
             lease_id=lease_id,
-            groups=_groups(groups, hash_bytes),
+            groups=packed_groups(groups, hash_bytes),
             ttl_ms=int(ttl_s * 1000),
             wants_offsets=wants_offsets,
         )
     )
 
 
-def _retention(value: Retention) -> cache_pb2.Retention | None:
+def retention_message(value: Retention) -> cache_pb2.Retention | None:
     if value == NO_RETENTION:
         return None
     return cache_pb2.Retention(
@@ -248,7 +248,7 @@ def reserve(
             lease_id=lease_id,
             runs=_runs(runs, hash_bytes),
             ttl_ms=int(ttl_s * 1000),
-            retention=_retention(retention),
+            retention=retention_message(retention),
         )
     )
 
@@ -339,7 +339,7 @@ def store(
             runs=_runs(runs, hash_bytes),
             timeout_ms=int(timeout_s * 1000),
             fence_index=fence_index,
-            retention=_retention(retention),
+            retention=retention_message(retention),
             after=_mark(after),
             residency_id=residency_id,
         )
@@ -349,33 +349,6 @@ def store(
 def cancel(transfer_id: str) -> Request:
     """Asks a transfer to end early."""
     return Request(cancel_transfer=cache_pb2.CancelTransferRequest(transfer_id=transfer_id))
-
-
-def report_use(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
-    """Reports device cache hits."""
-    return Request(report_use=session_pb2.ReportUse(groups=_groups(groups, hash_bytes)))
-
-
-def report_requests(
-    reports: Iterable[RequestReport], hash_bytes: int, prefill_tokens_per_s: float = 0.0
-) -> Request:
-    """Reports scheduled requests."""
-    messages = [
-        session_pb2.RequestReport(
-            hashes=pack(report.hashes, hash_bytes),
-            prompt_token_count=report.prompt_tokens,
-            device_hit_token_count=report.device_hit_tokens,
-            hit_token_count=report.hit_tokens,
-            age_ms=int(report.age_s * 1000),
-            retention=_retention(report.retention),
-        )
-        for report in reports
-    ]
-    return Request(
-        report_use=session_pb2.ReportUse(
-            requests=messages, prefill_tokens_per_s=prefill_tokens_per_s
-        )
-    )
 
 
 def flush() -> Request:

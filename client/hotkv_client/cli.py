@@ -14,7 +14,15 @@ from typing import Any
 from hotkv.command_line import Parser
 from hotkv.counters import SPARSE_COUNTERS, sparse_figures
 from hotkv.errors import HotKVError
-from hotkv_client import completion, doctor, recorder, residency_tables, status_tables, tables
+from hotkv_client import (
+    completion,
+    doctor,
+    recorder,
+    residency_tables,
+    savings_tables,
+    status_tables,
+    tables,
+)
 from hotkv_client.admin import DEFAULT_TARGET, AdminClient
 from hotkv_client.types import Credentials
 
@@ -111,6 +119,13 @@ def sparse(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     return {"layers": rows, "total": {**total, **sparse_figures(total)}}
 
 
+def savings(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+    """What the cache has brought, to whom, and what a larger one would bring."""
+    answer = client.savings(savings_tables.seconds(options.since))
+    rows = savings_tables.grouped(answer["rows"], options.by)
+    return {**answer, "by": options.by, "rows": rows, "total": savings_tables.total(rows)}
+
+
 def drain(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     """Takes no new work and stops when all has ended."""
     return client.drain(options.timeout)
@@ -162,6 +177,7 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
     "flush": (flush, tables.show_flush),
     "events": (events, lambda answer: ""),
     "record": (record, tables.show_record),
+    "savings": (savings, savings_tables.show_savings),
     "sparse": (sparse, tables.show_sparse),
     "drain": (drain, tables.show_drain),
     "explain": (explain, tables.show_explain),
@@ -243,6 +259,18 @@ def parser() -> argparse.ArgumentParser:
         "--limit", type=int, default=50, help="most blocks to list (default: %(default)s)"
     )
     made["blocks"].add_argument("--page", default="", help="continue a listing")
+    made["savings"].add_argument(
+        "--by",
+        choices=savings_tables.GROUPS,
+        default="model",
+        help="what a row is (default: %(default)s)",
+    )
+    made["savings"].add_argument(
+        "--since",
+        default="",
+        metavar="TIME",
+        help="only the last 90s, 30m, 1h or 7d (default: all)",
+    )
     made["evict"].add_argument("hashes", nargs="*", help="block hashes in hexadecimal")
     made["evict"].add_argument(
         "--group", type=int, default=0, help="group of the hashes (default: %(default)s)"

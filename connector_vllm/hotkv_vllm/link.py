@@ -26,6 +26,7 @@ from hotkv_client.types import (
     LayerHotSet,
     LeaseGrant,
     LinkState,
+    LoadEnd,
     LoadRun,
     RequestReport,
     ResidencyOpened,
@@ -96,7 +97,10 @@ class CacheSession(Protocol):
     def cancel(self, transfer_id: str) -> None: ...
     def revoke_stores(self) -> None: ...
     def report_requests(
-        self, reports: Sequence[RequestReport], prefill_tokens_per_s: float = 0.0
+        self,
+        reports: Sequence[RequestReport],
+        prefill_tokens_per_s: float = 0.0,
+        loads: Sequence[LoadEnd] = (),
     ) -> None: ...
     def create_sequence(
         self, sequence_id: str, group_index: int, hashes: Sequence[bytes]

@@ -22,6 +22,7 @@ from hotkv_client.types import (
     Int32s,
     LayerHotSet,
     LeaseGrant,
+    LoadEnd,
     RequestReport,
     ResidentBlocks,
     Role,
@@ -123,9 +124,13 @@ class FakeCalls:
         self.server.leases.pop(lease_id, None)
 
     def report_requests(
-        self, reports: Sequence[RequestReport], prefill_tokens_per_s: float = 0.0
+        self,
+        reports: Sequence[RequestReport],
+        prefill_tokens_per_s: float = 0.0,
+        loads: Sequence[LoadEnd] = (),
     ) -> None:
         self.server.calls.append(("report_requests", list(reports)))
+        self.server.load_ends.extend(loads)
         self.server.prefill_tokens_per_s = prefill_tokens_per_s
 
     def open_residency(self, residency_id: str, num_blocks: Mapping[int, int]) -> Future[Any]:

@@ -129,8 +129,14 @@ def _over(
         engine.exactness,
         residencies,
     )
-    prefill = engine.prefill if config.load == "auto" else None
-    reports = UseReports(session, space.hash_block_tokens, stats, groups.keys, prefill)
+    reports = UseReports(
+        session,
+        space.hash_block_tokens,
+        stats,
+        groups.keys,
+        engine.prefill,
+        tells_speed=config.load == "auto",
+    )
     sparse_groups = _sparse_groups(agreement, cache_groups)
     memory = None
     if config.sparse is not None and sparse_groups:

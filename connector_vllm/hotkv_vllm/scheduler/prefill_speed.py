@@ -37,6 +37,11 @@ class PrefillSpeed:
         """Tokens of prefill that the engine computes in a second; 0 before any was measured."""
         return float(np.median(self._rates)) if self._rates else 0.0
 
+    def seconds(self, start_tokens: int, stop_tokens: int) -> float:
+        """What it takes to compute a prompt's tokens from `start_tokens` to `stop_tokens`; 0 before
+        any speed was measured."""
+        return (stop_tokens - start_tokens) / self.tokens_per_s if self._rates else 0.0
+
     def begin_step(self, scheduled: Mapping[str, int], now_s: float) -> int:
         """A step is planned, with so many tokens of each request. Returns the number that the
         worker is to repeat with its results; 0 if the step is not timed."""

@@ -217,7 +217,23 @@ _AdminServiceListResidenciesType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceListTiersType, _AdminServiceListKeySpacesType, _AdminServiceListSessionsType, _AdminServiceListBlocksType, _AdminServiceEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType, _AdminServiceListSparseLayersType, _AdminServiceListResidenciesType]):
+_AdminServiceGetSavingsType = typing_extensions.TypeVar(
+    '_AdminServiceGetSavingsType',
+    grpc.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.GetSavingsRequest,
+        hotkv.v1.admin_pb2.GetSavingsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.GetSavingsRequest,
+        hotkv.v1.admin_pb2.GetSavingsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.GetSavingsRequest,
+        hotkv.v1.admin_pb2.GetSavingsResponse,
+    ],
+)
+
+class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceListTiersType, _AdminServiceListKeySpacesType, _AdminServiceListSessionsType, _AdminServiceListBlocksType, _AdminServiceEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType, _AdminServiceListSparseLayersType, _AdminServiceListResidenciesType, _AdminServiceGetSavingsType]):
     """For operators: what the server holds, and levers."""
 
     @typing.overload
@@ -269,6 +285,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
         grpc.UnaryUnaryMultiCallable[
             hotkv.v1.admin_pb2.ListResidenciesRequest,
             hotkv.v1.admin_pb2.ListResidenciesResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            hotkv.v1.admin_pb2.GetSavingsRequest,
+            hotkv.v1.admin_pb2.GetSavingsResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -322,6 +342,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
             hotkv.v1.admin_pb2.ListResidenciesRequest,
             hotkv.v1.admin_pb2.ListResidenciesResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            hotkv.v1.admin_pb2.GetSavingsRequest,
+            hotkv.v1.admin_pb2.GetSavingsResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     GetInfo: _AdminServiceGetInfoType
@@ -364,6 +388,9 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
 
     ListResidencies: _AdminServiceListResidenciesType
     """Residencies, and which engines wait for room."""
+
+    GetSavings: _AdminServiceGetSavingsType
+    """What the cache has brought, to whom, and what a larger one would bring."""
 
 AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -413,6 +440,10 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         hotkv.v1.admin_pb2.ListResidenciesRequest,
         hotkv.v1.admin_pb2.ListResidenciesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.GetSavingsRequest,
+        hotkv.v1.admin_pb2.GetSavingsResponse,
     ],
 ]
 
@@ -519,5 +550,13 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[hotkv.v1.admin_pb2.ListResidenciesResponse, collections.abc.Awaitable[hotkv.v1.admin_pb2.ListResidenciesResponse]]:
         """Residencies, and which engines wait for room."""
+
+    @abc.abstractmethod
+    def GetSavings(
+        self,
+        request: hotkv.v1.admin_pb2.GetSavingsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[hotkv.v1.admin_pb2.GetSavingsResponse, collections.abc.Awaitable[hotkv.v1.admin_pb2.GetSavingsResponse]]:
+        """What the cache has brought, to whom, and what a larger one would bring."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -276,9 +276,18 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
     used = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
     session.prefill_tokens_per_s = speed or session.prefill_tokens_per_s
     node.core.touch(session.record.number, used, time.monotonic())
+    if len(request.loads) > MAX_REPORTS:
+        raise HotKVError(
+            Reason.TOO_LARGE,
+            f"loads has {len(request.loads)} entries; at most {MAX_REPORTS} are accepted in a "
+            "message; send several",
+        )
+    ends = convert.load_ends(request.loads)
     await node.reports.note(
         session, convert.reports(request.requests, session.key_space.hash_bytes)
     )
+    for end in ends:
+        node.ledger.load_ended(session, end)
 
 
 def _sequence_id(text: str) -> str:

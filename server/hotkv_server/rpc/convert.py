@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import KeySpace
+from hotkv.misses import SAID_BY_ENGINES, Miss
 from hotkv.retention import Retention
 from hotkv.table import Words, hash_words
 from hotkv.v1 import cache_pb2, session_pb2
@@ -24,7 +25,7 @@ from hotkv_server.runtime.events import (
     ExtraKey,
     RunContent,
 )
-from hotkv_server.runtime.reports import Report
+from hotkv_server.runtime.reports import LoadEnd, Report
 from hotkv_server.runtime.transfer import TransferEnd
 
 MAX_LISTS = 1024
@@ -35,6 +36,8 @@ takes longer than finding."""
 MAX_LOADED_BLOCKS = 1 << 17
 """As many as a lease finds in a call."""
 MAX_IDENTIFIER = 256
+MAX_REPORTED_S = 86_400.0
+"""Longer times that a client reports count as a day."""
 GroupIndex = Callable[[int], int]
 """From a group index as the session names it to the core's: `LiveSession.group_index`."""
 STATUS: dict[Outcome, cache_pb2.TransferStatus.ValueType] = {
@@ -276,7 +279,24 @@ def reports(messages: Iterable[session_pb2.RequestReport], hash_bytes: int) -> l
             m.hit_token_count,
             seconds("requests.age_ms", m.age_ms),
             retention("requests.retention", m.retention),
+            _said(m.miss_reason),
+            min(rate("requests.saved_s", m.saved_s), MAX_REPORTED_S),
+            min(rate("requests.wait_s", m.wait_s), MAX_REPORTED_S),
+            m.report_id,
         )
+        for m in messages
+    ]
+
+
+def _said(reason: int) -> Miss:
+    """A reason that an engine gives; UNKNOWN for one that it can't know, or of a newer protocol."""
+    return Miss(reason) if reason in SAID_BY_ENGINES else Miss.UNKNOWN
+
+
+def load_ends(messages: Iterable[session_pb2.LoadEnd]) -> list[LoadEnd]:
+    """Loads that have ended."""
+    return [
+        LoadEnd(m.report_id, min(rate("loads.wait_s", m.wait_s), MAX_REPORTED_S), m.failed)
         for m in messages
     ]
 
