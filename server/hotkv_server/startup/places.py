@@ -7,7 +7,6 @@ from pathlib import Path
 
 from hotkv_server.memory.arena import FILES, LOCK_FILE, BusyError, lock_file
 from hotkv_server.memory.epoch_notes import EPOCHS_FILE
-from hotkv_server.memory.ledger_file import LEDGER_FILE
 from hotkv_server.security.path_checks import (
     UnsafeError,
     check_arena_dir,
@@ -45,9 +44,7 @@ def check_places(settings: Settings) -> None:
         check_runtime_dir(settings.admin_socket.parent)
         check_sockets([settings.grpc_socket, settings.descriptor_socket, settings.admin_socket])
         check_arena_dir(settings.arena_dir, is_private=bool(security.tenants))
-        check_files(
-            settings.arena_dir / name for name in (*FILES, LOCK_FILE, EPOCHS_FILE, LEDGER_FILE)
-        )
+        check_files(settings.arena_dir / name for name in (*FILES, LOCK_FILE, EPOCHS_FILE))
         if security.tls.key is not None:
             check_private_key(security.tls.key)
     except (UnsafeError, OSError) as error:
