@@ -52,8 +52,9 @@ async def _probe(node: Node, *, also_draining: bool) -> tuple[int, bytes]:
 
 
 async def _savings(node: Node, since_s: float) -> bytes:
-    """The ledger in JSON."""
-    return json.dumps(savings_figures(node.ledger.savings(since_s))).encode() + b"\n"
+    """The ledger in JSON; where there are tenants only its sums, since any client may ask."""
+    figures = savings_figures(node.ledger.savings(since_s), has_rows=not node.has_tenants)
+    return json.dumps(figures).encode() + b"\n"
 
 
 def since(query: str) -> float:

@@ -436,19 +436,28 @@ def test_no_file_is_left_of_a_server_that_keeps_nothing(place: Place) -> None:
     assert not (place.folder / "arena").exists()
 
 
-def test_tenants_have_rows_of_their_own(tmp_path: Path) -> None:
-    """Engines of two tenants under one id; the key space says whose it is."""
-    with (
-        runtime_folder(64 << 20) as folder,
-        Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as running,
-    ):
+def test_tenants_have_rows_of_their_own_and_no_names_over_http(tmp_path: Path) -> None:
+    """Engines of two tenants under one id; only admins see whose rows there are."""
+    config = tmp_path / "hotkv.toml"
+    names = ("blue", "red")
+    config.write_text(
+        "".join(f'[[security.tenants]]\nname = "{n}"\nuids = [{os.getuid()}]\n' for n in names)
+    )
+    port = free_port()
+    flags = ("--config", str(config), "--arena.slab-bytes", "64KiB", "--http.port", str(port))
+    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *flags) as running:
         running.wait_ready()
-        for tenant in ("blue", "red"):
+        running.http_port = port  # type: ignore[attr-defined]
+        for tenant in names:
             one = PagedEngine(running.target, tenant=tenant).connect()
             one.session.report_requests([RequestReport(hashes(1), 20, 0, 0, 0.0)])
             one.session.ping(10)
             one.close()
         with AdminClient(running.target) as admin:
             rows = admin.savings()["rows"]
-    assert {row["tenant"] for row in rows} == {"blue", "red"}
+        figures = json.loads(fetch(running, "/api/v1/savings")[2])
+        shown = fetch(running, "/metrics")[2]
+    assert {row["tenant"] for row in rows} == set(names)
     assert all(row["request_count"] == 1 and not row["hits"]["host"] for row in rows)
+    assert figures["rows"] == [] and figures["total"]["request_count"] == 2
+    assert "blue" not in shown and "paged-engine" not in shown

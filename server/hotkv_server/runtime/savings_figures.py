@@ -9,8 +9,9 @@ RECENT_S = 3600.0
 """The outlook of metrics is that of the last hour."""
 
 
-def savings_figures(found: Savings) -> dict[str, Any]:
-    """All of it, for JSON."""
+def savings_figures(found: Savings, *, has_rows: bool) -> dict[str, Any]:
+    """All of it, for JSON. `has_rows`: False leaves out the rows, which name tenants, models and
+    engines."""
     outlook = found.outlook
     return {
         "rows": [
@@ -22,6 +23,7 @@ def savings_figures(found: Savings) -> dict[str, Any]:
                 **_usage(usage),
             }
             for account, usage in found.rows
+            if has_rows
         ],
         "total": _usage(found.total),
         "outlook": {
