@@ -110,9 +110,20 @@ def test_the_samples_stay_within_their_bounds() -> None:
     assert made.outlook(0, GIB, 0).ceiling_ratio < 0.1
 
 
-def test_a_larger_step_for_a_larger_arena_and_its_part_for_one_gib() -> None:
+def test_a_smaller_sample_remembers_what_it_has_seen() -> None:
+    """Of 4,000 blocks, each asked for twice, some 250 to 500 are remembered."""
+    made = Forecast(POLICIES["lru"], 0, 64, 512)
+    for _ in range(2):
+        for first in range(0, 4000, 50):
+            made.observe(demand(first, 50), 1000 * GIB, 0.0, 0)
+    assert made.seen_share <= 1 / 8
+    assert made.outlook(0, GIB, 0).ceiling_ratio == pytest.approx(0.5, abs=0.08)
+
+
+@pytest.mark.parametrize("max_keys", [4096, 256])
+def test_a_larger_step_for_a_larger_arena_and_its_part_for_one_gib(max_keys: int) -> None:
     assert step_bytes(GIB) == step_bytes(8 * GIB) == GIB and step_bytes(64 * GIB) == 8 * GIB
-    made, capacity = Forecast(POLICIES["lru"], 0), 64 * GIB
+    made, capacity = Forecast(POLICIES["lru"], 0, max_keys), 64 * GIB
     blocks = capacity // BLOCK_BYTES
     for turn in range(4):
         # A loop that needs all of the larger cache.
