@@ -120,7 +120,7 @@ def test_a_smaller_sample_remembers_what_it_has_seen() -> None:
     assert made.outlook(0, GIB, 0).ceiling_ratio == pytest.approx(0.5, abs=0.08)
 
 
-@pytest.mark.parametrize("max_keys", [4096, 256])
+@pytest.mark.parametrize("max_keys", [4096, 1024])
 def test_a_larger_step_for_a_larger_arena_and_its_part_for_one_gib(max_keys: int) -> None:
     assert step_bytes(GIB) == step_bytes(8 * GIB) == GIB and step_bytes(64 * GIB) == 8 * GIB
     made, capacity = Forecast(POLICIES["lru"], 0, max_keys), 64 * GIB
