@@ -25,6 +25,7 @@ CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
     "residencies": ("ListResidencies", admin_pb2.ListResidenciesRequest),
     "hints": ("ListHints", admin_pb2.ListHintsRequest),
     "explain_session": ("ExplainSession", admin_pb2.ExplainSessionRequest),
+    "savings": ("GetSavings", admin_pb2.GetSavingsRequest),
     "sparse": ("ListSparseLayers", admin_pb2.ListSparseLayersRequest),
 }
 

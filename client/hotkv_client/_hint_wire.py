@@ -1,18 +1,16 @@
-"""Reports of requests, hints of routers and their outcomes: typed values and messages."""
+"""Hints of routers and their outcomes: typed values and messages."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grpc
 
 from hotkv.hints import ActionType, Hints
-from hotkv.v1 import hints_pb2, hints_pb2_grpc, session_pb2
+from hotkv.v1 import hints_pb2, hints_pb2_grpc
 from hotkv_client._admin_wire import hint_outcomes, plain
 from hotkv_client._answers import as_error
-from hotkv_client._wire import Request, pack, retention_message
 from hotkv_client.channels import Metadata
-from hotkv_client.types import EndedRequest, RequestReport
 
 KINDS = {
     ActionType.RETAIN: hints_pb2.HINT_ACTION_TYPE_RETAIN,
@@ -23,42 +21,8 @@ KINDS = {
 }
 
 
-def report_requests(
-    reports: Iterable[RequestReport],
-    hash_bytes: int,
-    prefill_tokens_per_s: float = 0.0,
-    ended: Iterable[EndedRequest] = (),
-) -> Request:
-    """Reports scheduled and ended requests."""
-    return Request(
-        report_use=session_pb2.ReportUse(
-            requests=[
-                session_pb2.RequestReport(
-                    hashes=pack(report.hashes, hash_bytes),
-                    prompt_token_count=report.prompt_tokens,
-                    device_hit_token_count=report.device_hit_tokens,
-                    hit_token_count=report.hit_tokens,
-                    age_ms=int(report.age_s * 1000),
-                    retention=retention_message(report.retention),
-                    session_id=report.session_id,
-                    hints=_hints(report.hints),
-                )
-                for report in reports
-            ],
-            prefill_tokens_per_s=prefill_tokens_per_s,
-            ended=[
-                hints_pb2.EndedRequest(
-                    hashes=pack(one.hashes, hash_bytes),
-                    session_id=one.session_id,
-                    hints=_hints(one.hints),
-                )
-                for one in ended
-            ],
-        )
-    )
-
-
-def _hints(hints: Hints) -> hints_pb2.RequestHints | None:
+def request_hints(hints: Hints) -> hints_pb2.RequestHints | None:
+    """Hints of a request; None for none."""
     if not hints:
         return None
     return hints_pb2.RequestHints(

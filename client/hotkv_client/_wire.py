@@ -1,7 +1,7 @@
 """Requests of sessions: typed values in, messages out. `_answers` reads what comes back.
 
-With `_answers`, `_sparse_wire`, `_hint_wire` and `_admin_wire` the only modules of the client that
-see protobuf.
+With `_answers`, `_report_wire`, `_sparse_wire`, `_hint_wire`, `_warm_wire` and `_admin_wire` the
+only modules of the client that see protobuf.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ def _int32s(values: NDArray[np.int32]) -> bytes:
     return np.ascontiguousarray(values, "<i4").tobytes()
 
 
-def _groups(groups: Iterable[GroupHashes], hash_bytes: int) -> list[cache_pb2.GroupHashes]:
+def packed_groups(groups: Iterable[GroupHashes], hash_bytes: int) -> list[cache_pb2.GroupHashes]:
     return [
         cache_pb2.GroupHashes(group_index=g.group_index, hashes=pack(g.hashes, hash_bytes))
         for g in groups
@@ -224,7 +224,7 @@ def acquire(
     return Request(
         acquire_lease=cache_pb2.AcquireLeaseRequest(
             lease_id=lease_id,
-            groups=_groups(groups, hash_bytes),
+            groups=packed_groups(groups, hash_bytes),
             ttl_ms=int(ttl_s * 1000),
             wants_offsets=wants_offsets,
         )
@@ -349,11 +349,6 @@ def store(
 def cancel(transfer_id: str) -> Request:
     """Asks a transfer to end early."""
     return Request(cancel_transfer=cache_pb2.CancelTransferRequest(transfer_id=transfer_id))
-
-
-def report_use(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
-    """Reports device cache hits."""
-    return Request(report_use=session_pb2.ReportUse(groups=_groups(groups, hash_bytes)))
 
 
 def flush() -> Request:

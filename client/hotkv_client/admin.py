@@ -12,6 +12,12 @@ DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 EXPORT_TIMEOUT_S = 300.0
 
 
+def miss_word(name: str | int) -> str:
+    """A reason as it is shown: `never_stored` of MISS_REASON_NEVER_STORED; a number for one that
+    this client does not know."""
+    return str(name).removeprefix("MISS_REASON_").replace("UNSPECIFIED", "unknown").lower()
+
+
 class AdminClient:
     """One channel to the server. Calls block, at most `timeout_s` each, and raise HotKVError.
 
@@ -163,6 +169,17 @@ class AdminClient:
         """Residencies, those with the most room first, the engines that wait for room, and
         totals."""
         return self._call("residencies", page_size=page_size)
+
+    def savings(self, since_s: float = 0.0) -> dict[str, Any]:
+        """What the cache has brought, a row an engine, and what a larger one would bring, by the
+        requests of the last seconds; 0 for all."""
+        answer = self._call("savings", since_s=since_s)
+        for row in answer["rows"]:
+            row["hits"] = {one["tier"]: one["token_count"] for one in row["hits"]}
+            row["misses"] = {
+                miss_word(one["miss_reason"]): one["token_count"] for one in row["misses"]
+            }
+        return answer
 
     def sparse_layers(self) -> list[dict[str, Any]]:
         """Counters of sparse decode per engine and layer, and the figures that `sparse_figures`

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.retention import NO_RETENTION, Retention
-from hotkv_client import _hint_wire, _sparse_wire, _wire
+from hotkv_client import _report_wire, _sparse_wire, _wire
 from hotkv_client.types import (
     BlockRun,
     BoolMask,
@@ -24,6 +24,7 @@ from hotkv_client.types import (
     Int32s,
     LayerHotSet,
     LeaseGrant,
+    LoadEnd,
     RequestReport,
     ResidencyOpened,
     ResidentBlocks,
@@ -126,13 +127,14 @@ class Calls(ABC):
 
     def report_use(self, groups: Sequence[GroupHashes]) -> None:
         """Tells the server which blocks the engine used from its own device cache."""
-        self._send_only(_wire.report_use(groups, self._hash_bytes))
+        self._send_only(_report_wire.report_use(groups, self._hash_bytes))
 
     def report_requests(
         self,
         reports: Sequence[RequestReport],
         prefill_tokens_per_s: float = 0.0,
         ended: Sequence[EndedRequest] = (),
+        loads: Sequence[LoadEnd] = (),
     ) -> None:
         """Tells the server of scheduled requests: what they used from the device cache, and how
         long to keep their blocks. Nothing to wait for. Raises HotKVError for hashes of another
@@ -140,10 +142,12 @@ class Calls(ABC):
 
         `prefill_tokens_per_s`: what this engine has measured; 0 for nothing. Then lookups leave in
         a slow tier what the engine computes sooner. `ended`: requests that have ended, of those
-        that have a session or hints.
+        that have a session or hints. `loads`: those that have ended since.
         """
         self._send_only(
-            _hint_wire.report_requests(reports, self._hash_bytes, prefill_tokens_per_s, ended)
+            _report_wire.report_requests(
+                reports, self._hash_bytes, prefill_tokens_per_s, ended, loads
+            )
         )
 
     def create_sequence(

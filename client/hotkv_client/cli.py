@@ -20,26 +20,18 @@ from hotkv_client import (
     hint_tables,
     recorder,
     residency_tables,
+    savings_tables,
     status_tables,
     tables,
     warm_start,
 )
-from hotkv_client.admin import DEFAULT_TARGET, AdminClient
+from hotkv_client.admin import AdminClient
+from hotkv_client.options import CREDENTIAL_FLAGS, add_own_options, common_options
 from hotkv_client.types import Credentials
 
 Command = Callable[[AdminClient, argparse.Namespace], Any]
 LIVE = "live"
-TIMEOUT_S = 10.0
 MAX_TOKEN_ID = (1 << 31) - 1
-CREDENTIAL_FLAGS = {
-    "tls_ca": "over TCP: PEM file of who signs the server's certificate",
-    "tls_certificate": "over TCP: PEM file of this client's certificate",
-    "tls_key": "over TCP: PEM file of its key",
-    "tls_server_name": (
-        "over TCP: name in the server's certificate, if it is not the host of --target"
-    ),
-    "token_file": "over TCP: file with an admin's token",
-}
 
 
 def status(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
@@ -142,6 +134,13 @@ def sparse(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     return {"layers": rows, "total": {**total, **sparse_figures(total)}}
 
 
+def savings(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
+    """What the cache has brought, to whom, and what a larger one would bring."""
+    answer = client.savings(savings_tables.seconds(options.since))
+    rows = savings_tables.grouped(answer["rows"], options.by)
+    return {**answer, "by": options.by, "rows": rows, "total": savings_tables.total(rows)}
+
+
 def drain(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
     """Takes no new work and stops when all has ended."""
     return client.drain(options.timeout)
@@ -212,42 +211,12 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
     "export": (export, tables.show_export),
     "import": (import_, tables.show_fetched),
     "prefetch": (prefetch, tables.show_fetched),
+    "savings": (savings, savings_tables.show_savings),
     "sparse": (sparse, tables.show_sparse),
     "drain": (drain, tables.show_drain),
     "hints": (hints, hint_tables.show_hints),
     "explain": (explain, show_explained),
 }
-
-
-def common_options(*, has_defaults: bool) -> Parser:
-    """Options of all commands. They stand before or after the command; the command's own have no
-    defaults, which would hide those before."""
-
-    def default(value: Any) -> Any:
-        return value if has_defaults else argparse.SUPPRESS
-
-    common = Parser(add_help=False)
-    target = os.environ.get("HOTKV_TARGET", DEFAULT_TARGET)
-    common.add_argument(
-        "--target", default=default(target), help=f"server (default: $HOTKV_TARGET or {target})"
-    )
-    for field, text in CREDENTIAL_FLAGS.items():
-        common.add_argument(
-            f"--{field.replace('_', '-')}",
-            default=default(""),
-            metavar="NAME" if field == "tls_server_name" else "FILE",
-            help=text,
-        )
-    common.add_argument(
-        "--timeout-s",
-        type=float,
-        default=default(TIMEOUT_S),
-        help=f"longest wait for an answer (default: {TIMEOUT_S:g})",
-    )
-    common.add_argument(
-        "--json", action="store_true", default=default(False), help="print the answer as JSON"
-    )
-    return common
 
 
 def parser() -> argparse.ArgumentParser:
@@ -263,87 +232,7 @@ def parser() -> argparse.ArgumentParser:
         name: subparsers.add_parser(name, parents=[common], help=(run.__doc__ or "").rstrip("."))
         for name, (run, _) in COMMANDS.items()
     }
-    for name in ("blocks", "evict", "explain", "events"):
-        made[name].add_argument(
-            "--key-space", type=int, default=0, help="number of the key space (default: all)"
-        )
-    made["flush"].add_argument(
-        "--key-space", type=int, required=True, help="number of the key space"
-    )
-    made["record"].add_argument("file", type=Path, help="file to write, in Mooncake's format")
-    made["export"].add_argument("file", type=Path, help="file to write")
-    made["export"].add_argument(
-        "--gib", type=float, default=0, help="so many GiB of the hottest blocks (default: all)"
-    )
-    made["import"].add_argument("file", type=Path, help="file of `hotkv export`")
-    made["prefetch"].add_argument(
-        "--prompts", type=Path, required=True, help="file with a JSON list of token ids a line"
-    )
-    made["prefetch"].add_argument(
-        "--like", type=Path, help="file of `hotkv export` that has the key space"
-    )
-    for name in ("import", "prefetch"):
-        made[name].add_argument(
-            "--wait",
-            type=float,
-            default=30,
-            help="longest wait for each 2,000 blocks, in seconds (default: %(default)s)",
-        )
-    for name in ("record", "export", "prefetch"):
-        made[name].add_argument(
-            "--key-space",
-            type=int,
-            default=0,
-            help="number of the key space (default: the only one)",
-        )
-    made["record"].add_argument(
-        "--block-tokens",
-        type=int,
-        default=512,
-        help="tokens in a block of the trace (default: %(default)s)",
-    )
-    made["record"].add_argument(
-        "--max-blocks",
-        type=int,
-        default=20_000_000,
-        help="stop after so many different blocks (default: %(default)s)",
-    )
-    for name in ("events", "record"):
-        made[name].add_argument(
-            "--seconds", type=float, default=0, help="stop after this time (default: at Ctrl-C)"
-        )
-    made["blocks"].add_argument(
-        "--limit", type=int, default=50, help="most blocks to list (default: %(default)s)"
-    )
-    made["blocks"].add_argument("--page", default="", help="continue a listing")
-    made["evict"].add_argument("hashes", nargs="*", help="block hashes in hexadecimal")
-    made["evict"].add_argument(
-        "--group", type=int, default=0, help="group of the hashes (default: %(default)s)"
-    )
-    made["evict"].add_argument(
-        "--all", action="store_true", help="drop everything in the key space, or in all"
-    )
-    made["ping"].add_argument(
-        "--live", action="store_true", help="whether it is in order, also while it drains"
-    )
-    made["drain"].add_argument(
-        "--timeout",
-        type=float,
-        default=0,
-        help="seconds to wait for work in flight (default: the server's)",
-    )
-    made["explain"].add_argument(
-        "prompt",
-        nargs="*",
-        help="token ids, or block hashes in hexadecimal, or @FILE, or - for standard input",
-    )
-    made["explain"].add_argument(
-        "--session", default="", metavar="ID", help="a session, as its router has named it"
-    )
-    made["hints"].add_argument("--message", default="", metavar="ID", help="only of this message")
-    made["hints"].add_argument(
-        "--limit", type=int, default=50, help="most hints to list (default: %(default)s)"
-    )
+    add_own_options(made)
     examined = subparsers.add_parser(
         "doctor",
         parents=[common],

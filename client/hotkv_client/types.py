@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from hotkv.hints import NO_HINTS, Hints
 from hotkv.keys import KeySpace, Representation
 from hotkv.layout import Layout
+from hotkv.misses import Miss
 from hotkv.order import NO_ORDER, DeviceOrder
 from hotkv.order import DeviceMark as DeviceMark
 from hotkv.order import OrderKind as OrderKind
@@ -101,7 +102,10 @@ class RequestReport:
 
     `device_hit_tokens` hit in the engine's own device cache, `hit_tokens` there or in hotkv.
     `age_s`: since it came to the engine. `session_id`: as its router has named it. `hints`: all
-    that it brought; `retention` says the same of its own blocks, for those that it stores.
+    that it brought; `retention` says the same of its own blocks, for those that it stores. `miss`:
+    why the tokens beyond the hit missed, one of `hotkv.misses.SAID_BY_ENGINES`. `saved_s`: of
+    prefill, by what hit in hotkv. `wait_s`: for lookups and leases. `report_id`: names the request
+    in `LoadEnd`, 0 for none.
     """
 
     hashes: Sequence[bytes]
@@ -112,6 +116,10 @@ class RequestReport:
     retention: Retention = NO_RETENTION
     session_id: str = ""
     hints: Hints = NO_HINTS
+    miss: Miss = Miss.UNKNOWN
+    saved_s: float = 0.0
+    wait_s: float = 0.0
+    report_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +130,16 @@ class EndedRequest:
     hashes: Sequence[bytes]
     session_id: str = ""
     hints: Hints = NO_HINTS
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnd:
+    """The end of a load whose request was reported before, under `report_id`. `wait_s`: from the
+    beginning of the load to its end."""
+
+    report_id: int
+    wait_s: float
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from hotkv_client.types import (
     LayerHotSet,
     LeaseGrant,
     LinkState,
+    LoadEnd,
     LoadRun,
     RequestReport,
     ResidencyOpened,
@@ -101,6 +102,7 @@ class CacheSession(Protocol):
         reports: Sequence[RequestReport],
         prefill_tokens_per_s: float = 0.0,
         ended: Sequence[EndedRequest] = (),
+        loads: Sequence[LoadEnd] = (),
     ) -> None: ...
     def create_sequence(
         self, sequence_id: str, group_index: int, hashes: Sequence[bytes]

@@ -25,6 +25,7 @@ from hotkv_server.memory.epoch_notes import EpochNotes
 from hotkv_server.memory.limits import allocated_bytes
 from hotkv_server.rpc.server import RpcServer
 from hotkv_server.runtime.health import keep_checking
+from hotkv_server.runtime.ledger import LiveLedger
 from hotkv_server.runtime.node import STALLED_WORK_S, Node
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError, process
@@ -91,7 +92,11 @@ class Opened:
             notes = open_notes(memory, lower)
             tiers = make_tiers(settings, core, verifier, memory, lower, notes)
             undo.pop_all()
-        node = Node(core, memory, cuda.copy_engine, publisher, verifier, cuda.devices, tiers)
+        names = tiers.names if tiers is not None else ()
+        ledger = LiveLedger(core, settings.arena_dir, names, settings.policy)
+        node = Node(
+            core, memory, cuda.copy_engine, publisher, verifier, cuda.devices, tiers, ledger
+        )
         if lower is not None:
             node.add_state(lower.memory.save_state, lower.memory.slab_bytes)
         return Opened(node, memory, cuda, publisher, lower, notes, is_new)

@@ -1,4 +1,4 @@
-"""HTTP for probes and Prometheus: /metrics, /livez, /readyz.
+"""HTTP for probes, Prometheus and pages: /metrics, /livez, /readyz, /api/v1/savings.
 
 Runs on a thread and an event loop of its own and asks the node's loop for figures, so an answer
 also proves that the node's loop turns. /livez fails if only a restart helps, /readyz also while the
@@ -10,9 +10,12 @@ metrics, the node is asked once at a time.
 
 import asyncio
 import contextlib
+import json
+import math
 import socket
 import threading
 import time
+import urllib.parse
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -26,6 +29,7 @@ from prometheus_client import (
 
 from hotkv_server.metrics import NodeCollector
 from hotkv_server.runtime.node import Node
+from hotkv_server.runtime.savings_figures import savings_figures
 
 ANSWER_TIMEOUT_S = 2.0
 CONNECTION_S = 10.0
@@ -34,6 +38,8 @@ TURN_S = 0.5
 MAX_CONNECTIONS = 64
 MAX_REQUEST_BYTES = 8192
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+JSON_TYPE = "application/json"
+SAVINGS_PATH = "/api/v1/savings"
 T = TypeVar("T")
 
 
@@ -43,6 +49,24 @@ async def _probe(node: Node, *, also_draining: bool) -> tuple[int, bytes]:
     if also_draining and node.core.draining:
         problems += ("the server drains",)
     return (503, ("\n".join(problems) + "\n").encode()) if problems else (200, b"ok\n")
+
+
+async def _savings(node: Node, since_s: float) -> bytes:
+    """The ledger in JSON; where there are tenants only its sums, since any client may ask."""
+    figures = savings_figures(node.ledger.savings(since_s), has_rows=not node.has_tenants)
+    return json.dumps(figures).encode() + b"\n"
+
+
+def since(query: str) -> float:
+    """The seconds of `since_s=`, 0 if it is not there. Raises ValueError."""
+    values = urllib.parse.parse_qs(query).get("since_s", ["0"])
+    try:
+        seconds = float(values[-1])
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError("since_s: give a number of seconds, 0 for all")
+    return seconds
 
 
 class _Connection(asyncio.Protocol):
@@ -93,15 +117,15 @@ class _Connection(asyncio.Protocol):
             if request.method != b"GET":
                 self._send(405, b"try GET\n")
                 return
-            path = request.target.decode("ascii", "replace").partition("?")[0]
-            self._send(*await asyncio.wait_for(self._server.answer(path), ANSWER_TIMEOUT_S))
+            path, _, query = request.target.decode("ascii", "replace").partition("?")
+            self._send(*await asyncio.wait_for(self._server.answer(path, query), ANSWER_TIMEOUT_S))
         except Exception as error:  # noqa: BLE001 The edge of HTTP: a loop that does not answer is a failed probe.
             self._send(503, f"{type(error).__name__}: the event loop does not answer\n".encode())
 
-    def _send(self, status: int, body: bytes) -> None:
+    def _send(self, status: int, body: bytes, content_type: str = CONTENT_TYPE) -> None:
         assert self._transport is not None
         headers = [
-            ("Content-Type", CONTENT_TYPE),
+            ("Content-Type", content_type),
             ("Content-Length", str(len(body))),
             ("Connection", "close"),
         ]
@@ -173,8 +197,17 @@ class HttpServer:
         """Forgets a connection that has ended."""
         self._connections.pop(connection, None)
 
-    async def answer(self, path: str) -> tuple[int, bytes]:
-        """Status and body for a path."""
+    async def answer(self, path: str, query: str = "") -> tuple[int, bytes, str]:
+        """Status, body and type for a path."""
+        if path == SAVINGS_PATH:
+            try:
+                since_s = since(query)
+            except ValueError as error:
+                return 400, f"{error}\n".encode(), CONTENT_TYPE
+            return 200, await self._of_node(_savings(self._node, since_s)), JSON_TYPE
+        return *await self._text(path), CONTENT_TYPE
+
+    async def _text(self, path: str) -> tuple[int, bytes]:
         match path:
             case "/metrics":
                 # All requests that come meanwhile get the same text.
@@ -183,7 +216,7 @@ class HttpServer:
                 return 200, await asyncio.shield(self._generating)
             case "/livez" | "/readyz":
                 return await self._of_node(_probe(self._node, also_draining=path == "/readyz"))
-        return 404, b"try /metrics, /livez or /readyz\n"
+        return 404, b"try /metrics, /livez, /readyz or /api/v1/savings\n"
 
     async def _metrics(self) -> bytes:
         await self._of_node(self._collector.read())

@@ -192,6 +192,21 @@ HELP: dict[str, str] = {
     "sparse_sequence_blocks": "Blocks of those sequences.",
     "sparse_remembered_contexts": "Contexts whose hot sets are remembered.",
     "sparse_remembered_bytes": "Memory of remembered hot sets.",
+    # The ledger; its counters go on after a restart
+    "ledger_hit_tokens_total": "Tokens of prompts that hit, by the tier in which they lay; device: "
+    "the engine's own memory.",
+    "ledger_missed_tokens_total": "Tokens of prompts that were computed, by reason.",
+    "ledger_saved_seconds_total": "Seconds of prefill that hits have saved, by the engines' own "
+    "measured speed. A failed load takes its part back.",
+    "ledger_waited_seconds_total": "Seconds that requests have waited for lookups, leases and "
+    "loads.",
+    "ledger_rows": "Rows of the ledger: engines by tenant and key space.",
+    "ledger_folded_rows_total": "Rows that were joined with others because there were too many.",
+    "ledger_lost_reports_total": "Requests that the forecast of a larger cache has not followed, "
+    "because they came too fast. They are counted in the rows.",
+    "ledger_ceiling_ratio": "Share of the tokens of the last hour's prompts that an endless cache "
+    "would have hit.",
+    "ledger_next_gib_ratio": "Share of them that one GiB more would have hit besides.",
 }
 
 SPARSE_LAYER_HELP: dict[str, str] = {

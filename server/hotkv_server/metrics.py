@@ -19,12 +19,15 @@ from hotkv.errors import Reason
 from hotkv_server.device.devices import Devices
 from hotkv_server.metric_help import HELP, SPARSE_LAYER_HELP
 from hotkv_server.runtime import tier_figures
+from hotkv_server.runtime.ledger import LiveLedger
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.sparse import SparseDecode
 from hotkv_server.runtime.stats import census, counters, gauges
 from hotkv_server.runtime.tier_reads import READ_BOUNDS_S
 from hotkv_server.sparse.figures import LATENCY_BOUNDS_S
 
+DEVICE = "device"
+"""An engine's own memory, beside the names of tiers."""
 REFUSED = "refused_total"
 """Labelled here: a sum beside it would count each refusal twice."""
 
@@ -51,6 +54,7 @@ class NodeCollector(Collector):
             _refusals(self._node),
             *_device_metrics(self._node.devices),
             _tier_reads(self._node),
+            *_ledger_metrics(self._node.ledger),
         ]
 
     def collect(self) -> list[Metric]:
@@ -102,6 +106,23 @@ def _tier_reads(node: Node) -> Metric:
         sums = list(zip(bounds, itertools.accumulate(tier.reads.counts), strict=True))
         family.add_metric([tier.name], sums, tier.reads.sum_s)
     return family
+
+
+def _ledger_metrics(ledger: LiveLedger) -> list[Metric]:
+    """Where the tokens of all prompts came from, and what that has saved."""
+    total = ledger.total
+    hits = _counter("ledger_hit_tokens_total", labels=("tier",))
+    for tier, count in {DEVICE: total.device_hit_tokens, **total.hit_tokens}.items():
+        hits.add_metric([tier], float(count))
+    missed = _counter("ledger_missed_tokens_total", labels=("reason",))
+    for reason, count in total.missed_tokens.items():
+        missed.add_metric([reason.name.lower()], float(count))
+    return [
+        hits,
+        missed,
+        _counter("ledger_saved_seconds_total", total.saved_s),
+        _counter("ledger_waited_seconds_total", total.waited_s),
+    ]
 
 
 def _device_metrics(devices: Devices) -> list[Metric]:

@@ -46,6 +46,7 @@ TWINS = {
     "Feature": "Feature",
     "DeviceOrderKind": "OrderKind",
     "KvGroupKind": "GroupKind",
+    "MissReason": "Miss",
 }
 """Enums that the code uses under a name of its own, with the same members."""
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_HASH_BYTES, MIN_HASH_BYTES
 from hotkv.v1 import session_pb2
-from hotkv_client import RequestReport, _answers, _hint_wire, _wire
+from hotkv_client import RequestReport, _answers, _report_wire, _wire
 from hotkv_server.rpc import convert
 from hotkv_server.rpc.errors import detail
 
@@ -56,7 +56,7 @@ def test_the_server_refuses_a_wrong_total(num_bytes: int, hash_bytes: int) -> No
 @given(age_s=st.floats(0, 1e6))
 def test_the_age_of_a_report_goes_in_milliseconds(age_s: float) -> None:
     report = RequestReport([], 10, 0, 0, age_s)
-    (message,) = _hint_wire.report_requests([report], 32).report_use.requests
+    (message,) = _report_wire.report_requests([report], 32).report_use.requests
     assert message.age_ms <= age_s * 1000 < message.age_ms + 1
 
 

@@ -34,6 +34,7 @@ from hotkv_client.types import (
     LayerHotSet,
     LeaseGrant,
     LinkState,
+    LoadEnd,
     SessionConfig,
 )
 
@@ -67,6 +68,7 @@ class FakeServer:
         self.released: list[str] = []
         self.calls: list[tuple[str, Any]] = []
         self.prefill_tokens_per_s = 0.0
+        self.load_ends: list[LoadEnd] = []
         self.sequences: dict[tuple[int, str], tuple[bytes, int, list[bytes]]] = {}
         self.hot_sets: dict[tuple[bytes, int, tuple[bytes, ...]], tuple[LayerHotSet, ...]] = {}
         self.retentions: list[tuple[Retention, Sequence[BlockRun]]] = []

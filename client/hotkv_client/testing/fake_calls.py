@@ -23,6 +23,7 @@ from hotkv_client.types import (
     Int32s,
     LayerHotSet,
     LeaseGrant,
+    LoadEnd,
     RequestReport,
     ResidentBlocks,
     Role,
@@ -128,10 +129,12 @@ class FakeCalls:
         reports: Sequence[RequestReport],
         prefill_tokens_per_s: float = 0.0,
         ended: Sequence[EndedRequest] = (),
+        loads: Sequence[LoadEnd] = (),
     ) -> None:
         self.server.calls.append(("report_requests", list(reports)))
         if ended:
             self.server.calls.append(("ended", list(ended)))
+        self.server.load_ends.extend(loads)
         self.server.prefill_tokens_per_s = prefill_tokens_per_s
 
     def open_residency(self, residency_id: str, num_blocks: Mapping[int, int]) -> Future[Any]:

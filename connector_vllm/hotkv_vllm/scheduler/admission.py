@@ -8,10 +8,11 @@ load) is given back when it ends, however it ends; and each block that vLLM give
 import time
 from typing import Any
 
+from hotkv.misses import Miss
 from hotkv_vllm.adapters import Standing
 from hotkv_vllm.compat import NULL_BLOCK, kv_groups, sparse_layers
 from hotkv_vllm.hooks import HookEdge, hook, nothing
-from hotkv_vllm.scheduler.assembly import Engine
+from hotkv_vllm.scheduler.assembly import Assembly, Engine
 from hotkv_vllm.scheduler.hints import HintReader
 from hotkv_vllm.scheduler.hits import ASK_AGAIN, NO_HIT, Answer
 from hotkv_vllm.scheduler.load_choice import LoadChoice
@@ -51,22 +52,15 @@ class Admission:
     def __repr__(self) -> str:
         return f"Admission({len(self.states)} requests, {self.loads}, {self.written})"
 
-    def cancel_loads(self) -> None:
-        """The next step asks to end all loads that are under way."""
+    def cancel_loads(self, *, of_refused: bool = False) -> None:
+        """The next step asks to end all loads, or those of adapters seen with other bytes."""
         for request_id, state in self.states.items():
-            if state.is_loading:
+            if state.is_loading and (not of_refused or self._is_refused(state.request)):
                 self.loads.cancel(request_id)
 
-    def cancel_refused(self) -> None:
-        """The next step asks to end the loads of adapters that were seen with other bytes."""
-        now_s = time.monotonic()
-        for request_id, state in self.states.items():
-            if (
-                state.request.lora_request is not None
-                and state.is_loading
-                and self._adapters.standing(state.request, now_s) is Standing.NEVER
-            ):
-                self.loads.cancel(request_id)
+    def _is_refused(self, request: Any) -> bool:
+        is_adapted = request.lora_request is not None
+        return is_adapted and self._adapters.standing(request, time.monotonic()) is Standing.NEVER
 
     def arrived(self, request: Any) -> None:
         """A request is new to the engine."""
@@ -117,27 +111,34 @@ class Admission:
         if state is None or cache is None or self._sharing.joining is not None:
             return NO_HIT
         cache.reports.matched(state, num_computed_tokens)
+        answer = self._ask(cache, state, num_computed_tokens, now_s)
+        cache.reports.answered(state, answer[0] is None, self._may_read(request))
+        return answer
+
+    def _ask(self, cache: Assembly, state: RequestState, computed: int, now_s: float) -> Answer:
         if self._sharing.makes_wait(state.arrived_s, now_s):
             return ASK_AGAIN
-        if not self._may_read(request):
+        if not self._may_read(state.request):
             return NO_HIT
-        if cache.finder.failed_loads.steps_aside(request.request_id):
+        if cache.finder.failed_loads.steps_aside(state.request.request_id):
             return ASK_AGAIN
-        if request.lora_request is not None:
-            standing = self._adapters.standing(request, now_s)
+        if state.request.lora_request is not None:
+            standing = self._adapters.standing(state.request, now_s)
             if standing is not Standing.KNOWN:
                 cache.finder.give_back(state)
+                state.hit.miss = Miss.NOT_ASKED
                 waits = standing is Standing.WAIT and cache.session.connected
                 return ASK_AGAIN if waits else NO_HIT
             if cache.memory is not None:
-                cache.memory.arrived(request)
-        answer = self.choice.match(cache.finder, state, num_computed_tokens, now_s)
+                cache.memory.arrived(state.request)
+        answer = self.choice.match(cache.finder, state, computed, now_s)
         if cache.residencies is None or not answer[0]:
             return answer
-        keeps = cache.residencies.keeps_hit(request, num_computed_tokens + answer[0], now_s)
+        keeps = cache.residencies.keeps_hit(state.request, computed + answer[0], now_s)
         if keeps is None:
             return ASK_AGAIN
         if not keeps:
+            state.hit.miss = Miss.NOT_ASKED
             cache.finder.give_back(state)
         return answer if keeps else NO_HIT
 

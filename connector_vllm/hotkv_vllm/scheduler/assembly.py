@@ -138,7 +138,12 @@ def _over(
         residencies,
     )
     reports = UseReports(
-        session, space.hash_block_tokens, stats, groups.keys, engine.learnt_prefill
+        session,
+        space.hash_block_tokens,
+        stats,
+        groups.keys,
+        engine.prefill,
+        tells_speed=engine.learnt_prefill is not None,
     )
     sparse_groups = _sparse_groups(agreement, cache_groups)
     memory = None

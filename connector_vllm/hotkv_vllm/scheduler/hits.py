@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from hotkv.misses import Miss
 from hotkv_client.types import LeaseGrant
 from hotkv_vllm.answer_time import AnswerTime
 from hotkv_vllm.config import ConnectorConfig
@@ -231,9 +232,10 @@ class HitFinder:
             if now_s < hit.deadline_s:
                 return ASK_AGAIN
             self._stats.add("lookup_timeouts")
-            self._overdue = answer
+            self._overdue, hit.miss = answer, Miss.LATE
             return self._miss(state, now_s)
         if answer is None or answer.cancelled() or answer.exception() is not None:
+            hit.miss = Miss.REFUSED
             return self._miss(state, now_s)
         hit.answer = None
         if hit.phase is Phase.LEASING:
@@ -254,7 +256,7 @@ class HitFinder:
         hit.leased = self.groups.missing_blocks(hit_tokens, computed_tokens)
         hit.left_out = self._left_out(hit_tokens)
         groups = self.groups.named(state.request, hit.leased, hit.left_out)
-        hit.lease_id = f"{self._prefix}-r{next(self._counter)}"
+        hit.lease_id, hit.miss = f"{self._prefix}-r{next(self._counter)}", Miss.ABSENT
         hit.answer = self._session.acquire(
             hit.lease_id, groups + self.representations.asked(groups), self._config.lease_ttl_s
         )
@@ -273,6 +275,7 @@ class HitFinder:
         hit_tokens = self.groups.longest_hit(hit.ready, hit.computed_tokens, hit.hit_tokens)
         if hit_tokens < hit.hit_tokens:
             self._stats.add("short_grants")
+            hit.miss = Miss.REFUSED
         if computed_tokens != hit.computed_tokens or hit_tokens <= computed_tokens:
             return self._miss(state, now_s)
         hit.hit_tokens = hit_tokens

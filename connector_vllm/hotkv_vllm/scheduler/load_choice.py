@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from hotkv.costs import fitted
+from hotkv.misses import Miss
 from hotkv_vllm.scheduler.hits import NO_HIT, Answer, HitFinder
 from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.request import HitChoice, RequestState, Verdict
@@ -88,14 +89,12 @@ class LoadChoice:
     ) -> Answer:
         """What the finder answers, if loading is sooner than computing; else no hit."""
         if not self._may_ask(state, computed_tokens):
-            finder.give_back(state)
-            return NO_HIT
+            return _left(finder, state)
         answer = finder.match(state, computed_tokens, now_s)
         if answer == NO_HIT:
             state.choice = None
         elif answer[0] and not self._may_load(state, answer[0], computed_tokens):
-            finder.give_back(state)
-            return NO_HIT
+            return _left(finder, state)
         return answer
 
     def _may_ask(self, state: RequestState, computed_tokens: int) -> bool:
@@ -209,3 +208,9 @@ class LoadChoice:
             self._stats.add("judged_choices")
             if (choice.verdict is Verdict.TAKE) == is_sooner:
                 self._stats.add("right_choices")
+
+
+def _left(finder: HitFinder, state: RequestState) -> Answer:
+    finder.give_back(state)
+    state.hit.miss = Miss.COMPUTED_SOONER
+    return NO_HIT

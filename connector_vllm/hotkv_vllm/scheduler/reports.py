@@ -1,13 +1,17 @@
 """Reports of the requests that the engine has admitted, so that the server's hotness sees hits in
 the engine's own device cache.
 
-Each request is reported once, when it is first admitted; all of a step go in one message.
+Each request is reported once, when it is first admitted; all of a step go in one message. So are
+the ends of loads of requests that were reported: how long they took, and whether they failed.
 """
 
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hotkv_client.types import EndedRequest, RequestReport
+from hotkv.misses import Miss
+from hotkv_client.types import EndedRequest, LoadEnd, RequestReport
 from hotkv_vllm.link import CacheSession
 from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.request import RequestState
@@ -24,27 +28,50 @@ class UseReports:
         stats: HotKVStats,
         keys: Callable[[Any], Sequence[bytes]],
         prefill: PrefillSpeed | None = None,
+        *,
+        tells_speed: bool = True,
     ) -> None:
         """`keys`: a request's hashes, one for each hash block; none if its blocks can't be named.
-        `prefill`: told to the server with the reports."""
+        `prefill`: says what hits save. `tells_speed`: the server is told it with the reports, and
+        then leaves in slow tiers what the engine computes sooner."""
         self._session = session
         self._hash_block_tokens = hash_block_tokens
         self._stats = stats
         self._keys = keys
-        self._prefill = prefill
+        self._prefill = prefill or PrefillSpeed(stats)
+        self._tells_speed = tells_speed
+        self._ids = itertools.count(1)
         self._waiting: list[tuple[RequestState, int]] = []
         self._ended: list[RequestState] = []
+        self._loads: list[LoadEnd] = []
 
     def matched(self, state: RequestState, device_hit_tokens: int) -> None:
         """vLLM has looked at its own cache for the request."""
         state.use.device_hit_tokens = device_hit_tokens
 
+    def answered(self, state: RequestState, waits: bool, may_read: bool) -> None:
+        """vLLM is told of the request's hit, or that it has to wait. `may_read`: False if hotkv is
+        not asked for this request."""
+        use = state.use
+        if not may_read:
+            use.refusal = Miss.NOT_ASKED
+        else:
+            use.refusal = None if self._session.connected else Miss.NO_SERVER
+        if waits and not use.waits_since_s:
+            use.waits_since_s = time.monotonic()
+        elif not waits and use.waits_since_s:
+            use.waited_s += time.monotonic() - use.waits_since_s
+            use.waits_since_s = 0.0
+
     def admitted(self, state: RequestState, external_tokens: int) -> None:
         """The engine has given the request its blocks; `external_tokens` are to come from hotkv."""
+        if external_tokens:
+            state.use.load_began_s = time.monotonic()
         if not state.use.is_reported:
             state.use.is_reported = True
             if not self._keys(state.request) and state.request.block_hashes:
                 return
+            state.use.report_id = next(self._ids)
             self._waiting.append((state, external_tokens))
 
     def ended(self, state: RequestState) -> None:
@@ -53,38 +80,50 @@ class UseReports:
         if state.asked.lasts and state.use.is_reported:
             self._ended.append(state)
 
+    def load_ended(self, state: RequestState, failed: bool) -> None:
+        """The request's load is over."""
+        if state.use.report_id and state.use.load_began_s:
+            wait_s = time.monotonic() - state.use.load_began_s
+            self._loads.append(LoadEnd(state.use.report_id, wait_s, failed))
+
     def send(self, now_s: float) -> None:
         """One message for all that waits; nothing without a server."""
         if not self._waiting and not self._ended:
             return
         waiting, self._waiting = self._waiting, []
         over, self._ended = self._ended, []
+        loads, self._loads = self._loads, []
         if not self._session.connected:
             return
         self._session.report_requests(
             [self._report(state, external_tokens, now_s) for state, external_tokens in waiting],
-            self._prefill.tokens_per_s if self._prefill is not None else 0.0,
+            self._prefill.tokens_per_s if self._tells_speed else 0.0,
             [
                 EndedRequest(
                     self._keys(state.request), state.asked.session_id, state.asked.at_end()
                 )
                 for state in over
             ],
+            loads,
         )
         if waiting:
             self._stats.add("reported_requests", len(waiting))
 
     def _report(self, state: RequestState, external_tokens: int, now_s: float) -> RequestReport:
-        request, on_device = state.request, state.use.device_hit_tokens
+        request, use = state.request, state.use
+        on_device = min(use.device_hit_tokens, request.num_prompt_tokens)
+        hit_tokens = min(use.device_hit_tokens + external_tokens, request.num_prompt_tokens)
         return RequestReport(
             hashes=self._keys(request)[: request.num_prompt_tokens // self._hash_block_tokens],
             prompt_tokens=request.num_prompt_tokens,
-            device_hit_tokens=min(on_device, request.num_prompt_tokens),
-            hit_tokens=min(
-                state.use.device_hit_tokens + external_tokens, request.num_prompt_tokens
-            ),
+            device_hit_tokens=on_device,
+            hit_tokens=hit_tokens,
             age_s=max(0.0, now_s - state.arrived_s),
             retention=state.retention,
             session_id=state.asked.session_id,
             hints=state.asked.hints,
+            miss=state.hit.miss if use.refusal is None else use.refusal,
+            saved_s=self._prefill.seconds(on_device, hit_tokens),
+            wait_s=use.waited_s,
+            report_id=use.report_id,
         )

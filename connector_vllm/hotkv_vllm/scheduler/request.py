@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from hotkv.misses import Miss
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_vllm.answer_time import AnswerTime
 from hotkv_vllm.link import BoolMask
@@ -37,7 +38,7 @@ class HitState:
     for which the lease was taken. `leased`: leased blocks per group, but for `left_out` of the
     first; `represented`: by group, of which of them the representation is leased too.
     `unproved_loads`: loads begun and not known to have ended well. `asked`: what this hit has asked
-    of the server.
+    of the server. `miss`: why there is no longer hit, as last asked.
     """
 
     phase: Phase = Phase.IDLE
@@ -60,6 +61,7 @@ class HitState:
     asked: list[AnswerTime] = field(default_factory=list)
     counted: bool = False
     counted_hit: bool = False
+    miss: Miss = Miss.ABSENT
 
     @property
     def server_s(self) -> float:
@@ -83,11 +85,18 @@ class StoreState:
 
 @dataclass(slots=True)
 class UseState:
-    """What is reported of a request once. `device_hit_tokens`: hit in the engine's own cache, as
-    last asked."""
+    """What is reported of a request once, and of its loads. `device_hit_tokens`: hit in the
+    engine's own cache, as last asked. `refusal`: why hotkv was not asked; None if it was.
+    `waits_since_s`: since when the request waits for an answer, 0 if it does not; `waited_s`: how
+    long it did before. `load_began_s`: when its last load did. `report_id`: 0 before the report."""
 
     device_hit_tokens: int = 0
     is_reported: bool = False
+    refusal: Miss | None = None
+    waits_since_s: float = 0.0
+    waited_s: float = 0.0
+    load_began_s: float = 0.0
+    report_id: int = 0
 
 
 class Verdict(enum.Enum):

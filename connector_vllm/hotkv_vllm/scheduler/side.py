@@ -134,6 +134,7 @@ class HotKVScheduler:
             state = self.requests.states.get(request_id)
             if state is not None:
                 self.requests.choice.end(state, request_id in failed)
+                cache.reports.load_ended(state, request_id in failed)
                 cache.planner.loaded(state, cache.finder.end_load(state, request_id in failed))
         cache.planner.reported(report)
         if report.adapters is not None:
@@ -141,7 +142,7 @@ class HotKVScheduler:
             if report.adapters.changed:
                 # Nothing is stored or loaded that was planned on the old bytes.
                 cache.planner.tails.forget()
-                self.requests.cancel_refused()
+                self.requests.cancel_loads(of_refused=True)
         if cache.memory is not None and report.sparse is not None:
             cache.memory.reported(report.sparse)
 

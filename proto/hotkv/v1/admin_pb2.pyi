@@ -1702,3 +1702,216 @@ class ExplainSessionResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["sessions", b"sessions"]) -> None: ...
 
 Global___ExplainSessionResponse: typing_extensions.TypeAlias = ExplainSessionResponse
+
+@typing.final
+class GetSavingsRequest(google.protobuf.message.Message):
+    """Asks for the ledger."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SINCE_S_FIELD_NUMBER: builtins.int
+    since_s: builtins.float
+    """Only what was counted in the last so many seconds, rounded up to whole minutes, beyond two
+    hours to whole hours, at most eight days; zero for all.
+    """
+    def __init__(
+        self,
+        *,
+        since_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["since_s", b"since_s"]) -> None: ...
+
+Global___GetSavingsRequest: typing_extensions.TypeAlias = GetSavingsRequest
+
+@typing.final
+class TierTokens(google.protobuf.message.Message):
+    """Tokens that hit in one tier."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: builtins.int
+    tier: builtins.str
+    """`host`, `disk`, or the name of a tier that nodes share."""
+    token_count: builtins.int
+    """Tokens."""
+    def __init__(
+        self,
+        *,
+        tier: builtins.str = ...,
+        token_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tier", b"tier", "token_count", b"token_count"]) -> None: ...
+
+Global___TierTokens: typing_extensions.TypeAlias = TierTokens
+
+@typing.final
+class MissedTokens(google.protobuf.message.Message):
+    """Tokens that missed for one reason."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MISS_REASON_FIELD_NUMBER: builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: builtins.int
+    miss_reason: hotkv.v1.session_pb2.MissReason.ValueType
+    """The reason."""
+    token_count: builtins.int
+    """Tokens."""
+    def __init__(
+        self,
+        *,
+        miss_reason: hotkv.v1.session_pb2.MissReason.ValueType = ...,
+        token_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["miss_reason", b"miss_reason", "token_count", b"token_count"]) -> None: ...
+
+Global___MissedTokens: typing_extensions.TypeAlias = MissedTokens
+
+@typing.final
+class SavingsRow(google.protobuf.message.Message):
+    """What was counted of an engine, or of several that have one row together. Tokens that hit and
+    missed add up to those of the prompts.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    MODEL_FIELD_NUMBER: builtins.int
+    KEY_SPACE_FIELD_NUMBER: builtins.int
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    REQUEST_COUNT_FIELD_NUMBER: builtins.int
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: builtins.int
+    DEVICE_HIT_TOKEN_COUNT_FIELD_NUMBER: builtins.int
+    HITS_FIELD_NUMBER: builtins.int
+    MISSES_FIELD_NUMBER: builtins.int
+    SAVED_S_FIELD_NUMBER: builtins.int
+    WAITED_S_FIELD_NUMBER: builtins.int
+    FAILED_LOAD_COUNT_FIELD_NUMBER: builtins.int
+    LOADED_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    STORED_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """The tenant; empty without tenants."""
+    model: builtins.str
+    """The model, as its key space names it."""
+    key_space: builtins.str
+    """First digits of the key space's fingerprint, hexadecimal."""
+    engine_id: builtins.str
+    """The engine; `others` for those that were used longest ago."""
+    request_count: builtins.int
+    """Requests."""
+    prompt_token_count: builtins.int
+    """Tokens of their prompts."""
+    device_hit_token_count: builtins.int
+    """Tokens that hit in the engine's own device cache."""
+    saved_s: builtins.float
+    """Seconds of prefill that hits here have saved, by the engines' own measured speed."""
+    waited_s: builtins.float
+    """Seconds that requests have waited for lookups, leases and loads."""
+    failed_load_count: builtins.int
+    """Loads that failed."""
+    loaded_byte_count: builtins.int
+    """Bytes copied to the engine."""
+    stored_byte_count: builtins.int
+    """Bytes copied from the engine."""
+    @property
+    def hits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierTokens]:
+        """Tokens that hit here, by the tier in which they lay."""
+
+    @property
+    def misses(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___MissedTokens]:
+        """Tokens that were computed, by reason."""
+
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        model: builtins.str = ...,
+        key_space: builtins.str = ...,
+        engine_id: builtins.str = ...,
+        request_count: builtins.int = ...,
+        prompt_token_count: builtins.int = ...,
+        device_hit_token_count: builtins.int = ...,
+        hits: collections.abc.Iterable[Global___TierTokens] | None = ...,
+        misses: collections.abc.Iterable[Global___MissedTokens] | None = ...,
+        saved_s: builtins.float = ...,
+        waited_s: builtins.float = ...,
+        failed_load_count: builtins.int = ...,
+        loaded_byte_count: builtins.int = ...,
+        stored_byte_count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device_hit_token_count", b"device_hit_token_count", "engine_id", b"engine_id", "failed_load_count", b"failed_load_count", "hits", b"hits", "key_space", b"key_space", "loaded_byte_count", b"loaded_byte_count", "misses", b"misses", "model", b"model", "prompt_token_count", b"prompt_token_count", "request_count", b"request_count", "saved_s", b"saved_s", "stored_byte_count", b"stored_byte_count", "tenant", b"tenant", "waited_s", b"waited_s"]) -> None: ...
+
+Global___SavingsRow: typing_extensions.TypeAlias = SavingsRow
+
+@typing.final
+class SavingsOutlook(google.protobuf.message.Message):
+    """What a larger cache would hit, in shares of the tokens of prompts."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: builtins.int
+    CEILING_RATIO_FIELD_NUMBER: builtins.int
+    STEP_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    GAIN_RATIO_FIELD_NUMBER: builtins.int
+    GIB_GAIN_RATIO_FIELD_NUMBER: builtins.int
+    prompt_token_count: builtins.int
+    """Tokens of prompts that this rests on; zero if there were none, and then all else is."""
+    ceiling_ratio: builtins.float
+    """An endless cache would hit this share."""
+    step_byte_count: builtins.int
+    """The larger cache has so many bytes more than the arena."""
+    gain_ratio: builtins.float
+    """It would hit this share more than one of the arena's size."""
+    gib_gain_ratio: builtins.float
+    """The part of it for one GiB."""
+    def __init__(
+        self,
+        *,
+        prompt_token_count: builtins.int = ...,
+        ceiling_ratio: builtins.float = ...,
+        step_byte_count: builtins.int = ...,
+        gain_ratio: builtins.float = ...,
+        gib_gain_ratio: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ceiling_ratio", b"ceiling_ratio", "gain_ratio", b"gain_ratio", "gib_gain_ratio", b"gib_gain_ratio", "prompt_token_count", b"prompt_token_count", "step_byte_count", b"step_byte_count"]) -> None: ...
+
+Global___SavingsOutlook: typing_extensions.TypeAlias = SavingsOutlook
+
+@typing.final
+class GetSavingsResponse(google.protobuf.message.Message):
+    """The ledger."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: builtins.int
+    OUTLOOK_FIELD_NUMBER: builtins.int
+    BEGAN_UNIX_TIME_MS_FIELD_NUMBER: builtins.int
+    FOLDED_ROW_COUNT_FIELD_NUMBER: builtins.int
+    ARENA_BYTE_COUNT_FIELD_NUMBER: builtins.int
+    began_unix_time_ms: builtins.int
+    """When the ledger began, in milliseconds since 1970."""
+    folded_row_count: builtins.int
+    """Rows that were joined with others because there were too many."""
+    arena_byte_count: builtins.int
+    """Bytes of the arena."""
+    @property
+    def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SavingsRow]:
+        """The row used last comes first."""
+
+    @property
+    def outlook(self) -> Global___SavingsOutlook:
+        """What a larger cache would hit."""
+
+    def __init__(
+        self,
+        *,
+        rows: collections.abc.Iterable[Global___SavingsRow] | None = ...,
+        outlook: Global___SavingsOutlook | None = ...,
+        began_unix_time_ms: builtins.int = ...,
+        folded_row_count: builtins.int = ...,
+        arena_byte_count: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["outlook", b"outlook"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arena_byte_count", b"arena_byte_count", "began_unix_time_ms", b"began_unix_time_ms", "folded_row_count", b"folded_row_count", "outlook", b"outlook", "rows", b"rows"]) -> None: ...
+
+Global___GetSavingsResponse: typing_extensions.TypeAlias = GetSavingsResponse

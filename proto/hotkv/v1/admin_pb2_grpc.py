@@ -105,6 +105,11 @@ class AdminServiceStub(object):
                 request_serializer=hotkv_dot_v1_dot_admin__pb2.ExplainSessionRequest.SerializeToString,
                 response_deserializer=hotkv_dot_v1_dot_admin__pb2.ExplainSessionResponse.FromString,
                 _registered_method=True)
+        self.GetSavings = channel.unary_unary(
+                '/hotkv.v1.AdminService/GetSavings',
+                request_serializer=hotkv_dot_v1_dot_admin__pb2.GetSavingsRequest.SerializeToString,
+                response_deserializer=hotkv_dot_v1_dot_admin__pb2.GetSavingsResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -212,6 +217,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSavings(self, request, context):
+        """What the cache has brought, to whom, and what a larger one would bring.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -284,6 +296,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ExplainSession,
                     request_deserializer=hotkv_dot_v1_dot_admin__pb2.ExplainSessionRequest.FromString,
                     response_serializer=hotkv_dot_v1_dot_admin__pb2.ExplainSessionResponse.SerializeToString,
+            ),
+            'GetSavings': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSavings,
+                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.GetSavingsRequest.FromString,
+                    response_serializer=hotkv_dot_v1_dot_admin__pb2.GetSavingsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -665,6 +682,33 @@ class AdminService(object):
             '/hotkv.v1.AdminService/ExplainSession',
             hotkv_dot_v1_dot_admin__pb2.ExplainSessionRequest.SerializeToString,
             hotkv_dot_v1_dot_admin__pb2.ExplainSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSavings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hotkv.v1.AdminService/GetSavings',
+            hotkv_dot_v1_dot_admin__pb2.GetSavingsRequest.SerializeToString,
+            hotkv_dot_v1_dot_admin__pb2.GetSavingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -249,7 +249,23 @@ _AdminServiceExplainSessionType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceListTiersType, _AdminServiceListKeySpacesType, _AdminServiceListSessionsType, _AdminServiceListBlocksType, _AdminServiceEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType, _AdminServiceListSparseLayersType, _AdminServiceListResidenciesType, _AdminServiceListHintsType, _AdminServiceExplainSessionType]):
+_AdminServiceGetSavingsType = typing_extensions.TypeVar(
+    '_AdminServiceGetSavingsType',
+    grpc.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.GetSavingsRequest,
+        hotkv.v1.admin_pb2.GetSavingsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.GetSavingsRequest,
+        hotkv.v1.admin_pb2.GetSavingsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.GetSavingsRequest,
+        hotkv.v1.admin_pb2.GetSavingsResponse,
+    ],
+)
+
+class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceListTiersType, _AdminServiceListKeySpacesType, _AdminServiceListSessionsType, _AdminServiceListBlocksType, _AdminServiceEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType, _AdminServiceListSparseLayersType, _AdminServiceListResidenciesType, _AdminServiceListHintsType, _AdminServiceExplainSessionType, _AdminServiceGetSavingsType]):
     """For operators: what the server holds, and levers."""
 
     @typing.overload
@@ -309,6 +325,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
         grpc.UnaryUnaryMultiCallable[
             hotkv.v1.admin_pb2.ExplainSessionRequest,
             hotkv.v1.admin_pb2.ExplainSessionResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            hotkv.v1.admin_pb2.GetSavingsRequest,
+            hotkv.v1.admin_pb2.GetSavingsResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -370,6 +390,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
             hotkv.v1.admin_pb2.ExplainSessionRequest,
             hotkv.v1.admin_pb2.ExplainSessionResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            hotkv.v1.admin_pb2.GetSavingsRequest,
+            hotkv.v1.admin_pb2.GetSavingsResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     GetInfo: _AdminServiceGetInfoType
@@ -418,6 +442,9 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
 
     ExplainSession: _AdminServiceExplainSessionType
     """Says where each block of a session lies, and what was asked for it."""
+
+    GetSavings: _AdminServiceGetSavingsType
+    """What the cache has brought, to whom, and what a larger one would bring."""
 
 AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -475,6 +502,10 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         hotkv.v1.admin_pb2.ExplainSessionRequest,
         hotkv.v1.admin_pb2.ExplainSessionResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        hotkv.v1.admin_pb2.GetSavingsRequest,
+        hotkv.v1.admin_pb2.GetSavingsResponse,
     ],
 ]
 
@@ -597,5 +628,13 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[hotkv.v1.admin_pb2.ExplainSessionResponse, collections.abc.Awaitable[hotkv.v1.admin_pb2.ExplainSessionResponse]]:
         """Says where each block of a session lies, and what was asked for it."""
+
+    @abc.abstractmethod
+    def GetSavings(
+        self,
+        request: hotkv.v1.admin_pb2.GetSavingsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[hotkv.v1.admin_pb2.GetSavingsResponse, collections.abc.Awaitable[hotkv.v1.admin_pb2.GetSavingsResponse]]:
+        """What the cache has brought, to whom, and what a larger one would bring."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -91,6 +91,70 @@ and AcquireLease waits for them to come up, within a bound of the server's.
 """
 Global___Feature: typing_extensions.TypeAlias = Feature
 
+class _MissReason:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _MissReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_MissReason.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    MISS_REASON_UNSPECIFIED: _MissReason.ValueType  # 0
+    """Neither the engine nor the server can say."""
+    MISS_REASON_ABSENT: _MissReason.ValueType  # 1
+    """The engine asked, and the server had no more; the server finds out why."""
+    MISS_REASON_NEVER_STORED: _MissReason.ValueType  # 2
+    """Never here, or evicted so long ago that the server has forgotten it."""
+    MISS_REASON_EVICTED: _MissReason.ValueType  # 3
+    """It made room for others."""
+    MISS_REASON_IN_FLIGHT: _MissReason.ValueType  # 4
+    """It was being written or brought up, or became ready after the engine had asked."""
+    MISS_REASON_REFUSED: _MissReason.ValueType  # 5
+    """The server refused the lookup or lease, or pinned less than the lookup had found."""
+    MISS_REASON_COMPUTED_SOONER: _MissReason.ValueType  # 6
+    """The engine left it where it lies, because it computes it sooner."""
+    MISS_REASON_NO_SERVER: _MissReason.ValueType  # 7
+    """The engine had no server when the request came."""
+    MISS_REASON_NOT_ASKED: _MissReason.ValueType  # 8
+    """The engine does not load for this request."""
+    MISS_REASON_LATE: _MissReason.ValueType  # 9
+    """The server did not answer within the engine's time limit."""
+    MISS_REASON_FAILED_LOAD: _MissReason.ValueType  # 10
+    """The load of the hit failed."""
+    MISS_REASON_PARTIAL_BLOCK: _MissReason.ValueType  # 11
+    """The tokens behind the last full block, or the block with the last token."""
+    MISS_REASON_LEFT_BELOW: _MissReason.ValueType  # 12
+    """It lies in a tier below host memory and was not brought up."""
+
+class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
+    """Why tokens of a prompt were computed although there is a cache."""
+
+MISS_REASON_UNSPECIFIED: MissReason.ValueType  # 0
+"""Neither the engine nor the server can say."""
+MISS_REASON_ABSENT: MissReason.ValueType  # 1
+"""The engine asked, and the server had no more; the server finds out why."""
+MISS_REASON_NEVER_STORED: MissReason.ValueType  # 2
+"""Never here, or evicted so long ago that the server has forgotten it."""
+MISS_REASON_EVICTED: MissReason.ValueType  # 3
+"""It made room for others."""
+MISS_REASON_IN_FLIGHT: MissReason.ValueType  # 4
+"""It was being written or brought up, or became ready after the engine had asked."""
+MISS_REASON_REFUSED: MissReason.ValueType  # 5
+"""The server refused the lookup or lease, or pinned less than the lookup had found."""
+MISS_REASON_COMPUTED_SOONER: MissReason.ValueType  # 6
+"""The engine left it where it lies, because it computes it sooner."""
+MISS_REASON_NO_SERVER: MissReason.ValueType  # 7
+"""The engine had no server when the request came."""
+MISS_REASON_NOT_ASKED: MissReason.ValueType  # 8
+"""The engine does not load for this request."""
+MISS_REASON_LATE: MissReason.ValueType  # 9
+"""The server did not answer within the engine's time limit."""
+MISS_REASON_FAILED_LOAD: MissReason.ValueType  # 10
+"""The load of the hit failed."""
+MISS_REASON_PARTIAL_BLOCK: MissReason.ValueType  # 11
+"""The tokens behind the last full block, or the block with the last token."""
+MISS_REASON_LEFT_BELOW: MissReason.ValueType  # 12
+"""It lies in a tier below host memory and was not brought up."""
+Global___MissReason: typing_extensions.TypeAlias = MissReason
+
 @typing.final
 class OpenSession(google.protobuf.message.Message):
     """First message of a stream."""
@@ -280,6 +344,10 @@ class RequestReport(google.protobuf.message.Message):
     RETENTION_FIELD_NUMBER: builtins.int
     SESSION_ID_FIELD_NUMBER: builtins.int
     HINTS_FIELD_NUMBER: builtins.int
+    MISS_REASON_FIELD_NUMBER: builtins.int
+    SAVED_S_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    REPORT_ID_FIELD_NUMBER: builtins.int
     hashes: builtins.bytes
     """Packed hashes of the prompt in chain order, one for each full `hash_block_token_count` tokens."""
     prompt_token_count: builtins.int
@@ -292,6 +360,16 @@ class RequestReport(google.protobuf.message.Message):
     """Milliseconds since the request came to the engine."""
     session_id: builtins.str
     """Its session, as the router named it; empty for none."""
+    miss_reason: Global___MissReason.ValueType
+    """Why the tokens beyond the hit missed, as far as the engine knows."""
+    saved_s: builtins.float
+    """Seconds of prefill that the hit here saves, by the engine's own measured speed; zero if it has
+    measured none.
+    """
+    wait_s: builtins.float
+    """Seconds that the request has waited for lookups and leases."""
+    report_id: builtins.int
+    """Chosen by the client, to name the request in LoadEnd; zero for none."""
     @property
     def retention(self) -> hotkv.v1.cache_pb2.Retention:
         """For the ready blocks of the prompt."""
@@ -313,11 +391,41 @@ class RequestReport(google.protobuf.message.Message):
         retention: hotkv.v1.cache_pb2.Retention | None = ...,
         session_id: builtins.str = ...,
         hints: hotkv.v1.hints_pb2.RequestHints | None = ...,
+        miss_reason: Global___MissReason.ValueType = ...,
+        saved_s: builtins.float = ...,
+        wait_s: builtins.float = ...,
+        report_id: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["hints", b"hints", "retention", b"retention"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "device_hit_token_count", b"device_hit_token_count", "hashes", b"hashes", "hints", b"hints", "hit_token_count", b"hit_token_count", "prompt_token_count", b"prompt_token_count", "retention", b"retention", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "device_hit_token_count", b"device_hit_token_count", "hashes", b"hashes", "hints", b"hints", "hit_token_count", b"hit_token_count", "miss_reason", b"miss_reason", "prompt_token_count", b"prompt_token_count", "report_id", b"report_id", "retention", b"retention", "saved_s", b"saved_s", "session_id", b"session_id", "wait_s", b"wait_s"]) -> None: ...
 
 Global___RequestReport: typing_extensions.TypeAlias = RequestReport
+
+@typing.final
+class LoadEnd(google.protobuf.message.Message):
+    """The end of a load whose request was reported before."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REPORT_ID_FIELD_NUMBER: builtins.int
+    WAIT_S_FIELD_NUMBER: builtins.int
+    FAILED_FIELD_NUMBER: builtins.int
+    report_id: builtins.int
+    """RequestReport.report_id, in this session."""
+    wait_s: builtins.float
+    """Seconds from the beginning of the load to its end, which the request has waited."""
+    failed: builtins.bool
+    """True if it failed: the request computes what it would have loaded."""
+    def __init__(
+        self,
+        *,
+        report_id: builtins.int = ...,
+        wait_s: builtins.float = ...,
+        failed: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failed", b"failed", "report_id", b"report_id", "wait_s", b"wait_s"]) -> None: ...
+
+Global___LoadEnd: typing_extensions.TypeAlias = LoadEnd
 
 @typing.final
 class ReportUse(google.protobuf.message.Message):
@@ -329,6 +437,7 @@ class ReportUse(google.protobuf.message.Message):
     REQUESTS_FIELD_NUMBER: builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: builtins.int
     ENDED_FIELD_NUMBER: builtins.int
+    LOADS_FIELD_NUMBER: builtins.int
     prefill_tokens_per_s: builtins.float
     """Tokens that the engine computes in a second of prefill, as it has measured; zero if it has not.
     A lookup then leaves in a slow tier what the engine computes sooner.
@@ -347,6 +456,10 @@ class ReportUse(google.protobuf.message.Message):
     def ended(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv.v1.hints_pb2.EndedRequest]:
         """Requests that have ended, of those that have a session or hints."""
 
+    @property
+    def loads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LoadEnd]:
+        """Loads that have ended since the last message."""
+
     def __init__(
         self,
         *,
@@ -354,8 +467,9 @@ class ReportUse(google.protobuf.message.Message):
         requests: collections.abc.Iterable[Global___RequestReport] | None = ...,
         prefill_tokens_per_s: builtins.float = ...,
         ended: collections.abc.Iterable[hotkv.v1.hints_pb2.EndedRequest] | None = ...,
+        loads: collections.abc.Iterable[Global___LoadEnd] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ended", b"ended", "groups", b"groups", "prefill_tokens_per_s", b"prefill_tokens_per_s", "requests", b"requests"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended", b"ended", "groups", b"groups", "loads", b"loads", "prefill_tokens_per_s", b"prefill_tokens_per_s", "requests", b"requests"]) -> None: ...
 
 Global___ReportUse: typing_extensions.TypeAlias = ReportUse
 

@@ -36,6 +36,8 @@ MAX_REFRESHED = 1 << 14
 class Space:
     """All slots of one tier and the entries that own them.
 
+    `origins` [capacity + 1]: the tier that a ready entry came up from and was not credited to yet,
+    by its number from 1 on; 0 for a block that an engine stored, or whose hit was counted.
     `is_backed`: as in `SlabPool`; if False, `grow` says how much of the arena has memory.
     """
 
@@ -45,6 +47,7 @@ class Space:
         *, is_backed: bool = True, makes_room: bool = True,
     ) -> None:  # fmt: skip
         self.index = BlockIndex(block_table)
+        self.origins = np.zeros(block_table.geometry.capacity + 1, np.uint8)
         self.pool = SlabPool(arena_bytes, slab_bytes, is_backed=is_backed)
         self.tenants = TenantBook(shares, self.pool.num_slabs * slab_bytes)
         self.tenants.capacity_bytes = self.pool.capacity_bytes
@@ -138,6 +141,7 @@ class Space:
         if the caller has them.
         """
         keys = self.index.mixed(entries) if keys is None else keys
+        self.origins[entries] = 0
         self.index.publish(
             entries, keys, np.zeros(len(entries), np.uint64) if checks is None else checks
         )

@@ -39,8 +39,8 @@ ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = (
     "lock",
 )
 FILLED_FILE, OWNER_FILE = "filled", "server.json"
-CALIBRATION_FILES = "calibration-*.json"
-"""How fast devices copy, one file a device: no part of the cache, kept as long as the directory."""
+KEPT_FILES = ("calibration-*.json", "ledger*")
+"""How fast devices copy, and the ledger: no part of the cache, kept as long as the directory."""
 FILES: Final = (
     STATE_FILE,
     USE_FILE,
@@ -267,7 +267,7 @@ def remove_by_descriptor(directory_fd: int) -> None:
 def _remove_all(directory: Path, lock_fd: int) -> None:
     """Removes all files and the lock, which is released."""
     _remove_files(directory)
-    for path in directory.glob(CALIBRATION_FILES):
+    for path in [path for pattern in KEPT_FILES for path in directory.glob(pattern)]:
         path.unlink(missing_ok=True)
     (directory / LOCK_FILE).unlink(missing_ok=True)
     os.close(lock_fd)

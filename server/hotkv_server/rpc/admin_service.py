@@ -17,6 +17,7 @@ from hotkv_server.rpc.errors import answer
 from hotkv_server.rpc.explain import explain
 from hotkv_server.rpc.hint_report import explain_session, list_hints
 from hotkv_server.rpc.residency_report import list_residencies
+from hotkv_server.rpc.savings_report import get_savings
 from hotkv_server.rpc.tier_report import with_activity
 from hotkv_server.rpc.watch import watch_requests
 from hotkv_server.runtime.events import DISK_TIER
@@ -263,6 +264,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.ListResidenciesResponse:
         async def call() -> admin_pb2.ListResidenciesResponse:
             return list_residencies(self._node, request)
+
+        return await answer(self._node, context, call)
+
+    async def GetSavings(
+        self, request: admin_pb2.GetSavingsRequest, context: Any
+    ) -> admin_pb2.GetSavingsResponse:
+        async def call() -> admin_pb2.GetSavingsResponse:
+            return get_savings(self._node, request)
 
         return await answer(self._node, context, call)
 

@@ -9,7 +9,7 @@ from hotkv.keys import MAX_GROUPS
 from hotkv.v1 import cache_pb2, session_pb2, sparse_pb2
 from hotkv_server.core import inspect
 from hotkv_server.core.values import HashList
-from hotkv_server.rpc import convert, hint_convert, space_convert, sparse_convert
+from hotkv_server.rpc import convert, report_convert, space_convert, sparse_convert
 from hotkv_server.rpc.errors import rights_log
 from hotkv_server.runtime.in_place import InPlaceGrant
 from hotkv_server.runtime.node import Node
@@ -277,9 +277,18 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
     used = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
     session.prefill_tokens_per_s = speed or session.prefill_tokens_per_s
     node.core.touch(session.record.number, used, time.monotonic())
-    reports = hint_convert.reports(request.requests, session.key_space.hash_bytes)
-    ended = hint_convert.ended(request.ended, session.key_space.hash_bytes)
+    if len(request.loads) > MAX_REPORTS:
+        raise HotKVError(
+            Reason.TOO_LARGE,
+            f"loads has {len(request.loads)} entries; at most {MAX_REPORTS} are accepted in a "
+            "message; send several",
+        )
+    loads = report_convert.load_ends(request.loads)
+    reports = report_convert.reports(request.requests, session.key_space.hash_bytes)
+    ended = report_convert.ended(request.ended, session.key_space.hash_bytes)
     await node.reports.note(session, reports)
+    for load in loads:
+        node.ledger.load_ended(session, load)
     node.reports.ended(session, ended)
 
 

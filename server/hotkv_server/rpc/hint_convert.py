@@ -1,16 +1,15 @@
-"""Reports of requests, hints and their outcomes on the wire."""
+"""Hints and their outcomes on the wire."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hotkv import hints
 from hotkv.errors import HotKVError, Reason
 from hotkv.hints import Action, ActionType, Hints, Rejection, Status, Target
-from hotkv.v1 import hints_pb2, session_pb2
+from hotkv.v1 import hints_pb2
 from hotkv_server.core.values import Outcome
 from hotkv_server.rpc import convert
-from hotkv_server.runtime.reports import Ended, Report
 
 KINDS = {
     hints_pb2.HINT_ACTION_TYPE_RETAIN: ActionType.RETAIN,
@@ -30,35 +29,6 @@ MAX_ENVELOPE_BYTES = 64 << 10
 MAX_REJECTIONS = hints.MAX_ACTIONS + 1
 
 
-def reports(messages: Iterable[session_pb2.RequestReport], hash_bytes: int) -> list[Report]:
-    """Requests that an engine has scheduled."""
-    return [
-        Report(
-            convert.hashes("requests.hashes", m.hashes, hash_bytes),
-            m.prompt_token_count,
-            m.device_hit_token_count,
-            m.hit_token_count,
-            convert.seconds("requests.age_ms", m.age_ms),
-            convert.retention("requests.retention", m.retention),
-            _identifier("requests.session_id", m.session_id),
-            request_hints("requests.hints", m.hints),
-        )
-        for m in messages
-    ]
-
-
-def ended(messages: Iterable[hints_pb2.EndedRequest], hash_bytes: int) -> list[Ended]:
-    """Requests that have ended."""
-    return [
-        Ended(
-            convert.hashes("ended.hashes", m.hashes, hash_bytes),
-            _identifier("ended.session_id", m.session_id),
-            request_hints("ended.hints", m.hints),
-        )
-        for m in messages
-    ]
-
-
 def request_hints(field: str, message: hints_pb2.RequestHints) -> Hints:
     """Hints that an engine has read. Raises INVALID_FIELD for what no engine would send."""
     if len(message.actions) > hints.MAX_ACTIONS or len(message.rejections) > MAX_REJECTIONS:
@@ -68,11 +38,11 @@ def request_hints(field: str, message: hints_pb2.RequestHints) -> Hints:
             f"at most {hints.MAX_ACTIONS} and {MAX_REJECTIONS} are accepted",
         )
     return Hints(
-        _identifier(f"{field}.message_id", message.message_id),
+        identifier(f"{field}.message_id", message.message_id),
         tuple(_action(f"{field}.actions", one) for one in message.actions),
         tuple(
             Rejection(
-                _identifier(f"{field}.rejections.action_id", one.action_id),
+                identifier(f"{field}.rejections.action_id", one.action_id),
                 one.action_type[: hints.MAX_ID_CHARS],
                 one.reason[: hints.MAX_REASON_CHARS],
             )
@@ -97,9 +67,9 @@ def _action(field: str, message: hints_pb2.HintAction) -> Action:
         )
     priority = message.priority if kind in (ActionType.RETAIN, ActionType.PIN) else 0
     action = Action(
-        _identifier(f"{field}.action_id", message.action_id),
+        identifier(f"{field}.action_id", message.action_id),
         kind,
-        Target(_identifier(f"{field}.session_id", message.session_id), message.start_token, end),
+        Target(identifier(f"{field}.session_id", message.session_id), message.start_token, end),
         priority,
         convert.seconds(f"{field}.ttl_ms", message.ttl_ms),
         min(convert.seconds(f"{field}.deadline_ms", message.deadline_ms), hints.MAX_DEADLINE_S),
@@ -128,7 +98,7 @@ def envelope(text: str) -> Hints:
     return hints.read(value)
 
 
-def _identifier(field: str, text: str) -> str:
+def identifier(field: str, text: str) -> str:
     """A name that a router has chosen; may be empty."""
     if text and not hints.is_identifier(text):
         raise HotKVError(

@@ -31,6 +31,7 @@ from hotkv_server.runtime.health import Health
 from hotkv_server.runtime.hints import HintDesk
 from hotkv_server.runtime.in_place import InPlace
 from hotkv_server.runtime.lag import LoopLag
+from hotkv_server.runtime.ledger import LiveLedger
 from hotkv_server.runtime.moved_events import MovedEvents
 from hotkv_server.runtime.persistence import Persistence
 from hotkv_server.runtime.removals import Removals
@@ -65,6 +66,7 @@ class Node:
         verifier: Verifier | None = None,
         devices: Devices = NO_DEVICES,
         tiers: Tiers | None = None,
+        ledger: LiveLedger | None = None,
     ) -> None:
         self.core = core
         self.memory = memory
@@ -82,15 +84,23 @@ class Node:
         arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
         self.verifier = verifier or Verifier(core, arena)
         self.events = EventHub(publisher)
+        self.ledger = ledger or LiveLedger(core)
         self._effects = Effects(core, self.events, lambda: self.sessions, self.drained)
         self.hints = HintDesk(core, tiers, self._effects)
-        self.reports = Reports(core, self.hints)
+        self.reports = Reports(core, self.hints, self.ledger.report)
         self._persistence = Persistence(core, memory)
         self.in_place = InPlace(core, self.verifier, self._effects.run)
         self.residencies = Residencies(core, self.verifier, self._effects.run)
         self.sparse = SparseDecode(core, memory.arena.array(), self.verifier)
         self.transfers = Transfers(
-            core, arena, copy_engine, self.verifier, self.events, self.health, self._effects.run
+            core,
+            arena,
+            copy_engine,
+            self.verifier,
+            self.events,
+            self.health,
+            self._effects.run,
+            self.ledger.moved,
         )
         self.removals = Removals(core, self.events, self.sparse.remembered, self._effects.run)
         self.sessions = Sessions(
@@ -134,6 +144,7 @@ class Node:
         if self.tiers is not None:
             await self.tiers.close()
         await self._persistence.close()
+        await self.ledger.close()
         self.sparse.close()
         self.transfers.close()
         self.lag.close()
@@ -145,8 +156,9 @@ class Node:
         self._persistence.add(save, slab_bytes)
 
     def save_use(self) -> None:
-        """Writes down for the next server when blocks were last used. Blocks."""
+        """Writes down for the next server when blocks were last used, and the ledger. Blocks."""
         self._persistence.save_use()
+        self.ledger.save()
 
     @property
     def epoch(self) -> int:
@@ -254,5 +266,6 @@ class Node:
                 self._effects.run()
             await self.removals.forget_outlived(self.last_tick_s)
             await self._persistence.turn()
+            await self.ledger.turn()
             if self.events.publisher is not None:
                 self.events.publisher.settle()

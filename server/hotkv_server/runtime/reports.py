@@ -6,7 +6,7 @@ whole or not at all.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.groups import needed_blocks
 from hotkv.hints import NO_HINTS, Hints
 from hotkv.keys import KeySpace
+from hotkv.misses import Miss
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import Words
 from hotkv_server.core import incremental
@@ -40,6 +41,10 @@ class Report:
     retention: Retention
     session_id: str = ""
     hints: Hints = NO_HINTS
+    miss: Miss = Miss.UNKNOWN
+    saved_s: float = 0.0
+    wait_s: float = 0.0
+    report_id: int = 0
 
     def check(self, key_space: KeySpace, max_blocks: int) -> None:
         """Raises INVALID_FIELD if the numbers contradict each other, TOO_LARGE for more than
@@ -89,6 +94,15 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadEnd:
+    """The end of a load whose request was reported; see `hotkv.v1.LoadEnd`."""
+
+    report_id: int
+    wait_s: float
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class WatchedReport:
     """A report for watchers. `unix_time_s`: when the request came to its engine."""
 
@@ -118,12 +132,23 @@ class ReportCounters:
         self.hit_tokens += report.hit_tokens
 
 
-class Reports:
-    """All reports of a node: `counters` sums them up, `watched` hands them to watchers."""
+def nobody(session: LiveSession, report: Report) -> None:
+    """For a node whose reports nobody counts."""
 
-    def __init__(self, core: CacheCore, desk: HintDesk) -> None:
+
+class Reports:
+    """All reports of a node: `counters` sums them up, `watched` hands them to watchers, `on_report`
+    is called with each one in its turn, `desk` does what they ask for."""
+
+    def __init__(
+        self,
+        core: CacheCore,
+        desk: HintDesk,
+        on_report: Callable[[LiveSession, Report], None] = nobody,
+    ) -> None:
         self._core = core
         self._desk = desk
+        self._on_report = on_report
         self.counters = ReportCounters()
         self.watched: Feeds[WatchedReport] = Feeds()
 
@@ -175,6 +200,7 @@ class Reports:
         self, session: LiveSession, reports: Sequence[Report], now_s: float
     ) -> Iterator[None]:
         for report in reports:
+            self._on_report(session, report)
             for hash_list in report.used_blocks(session.key_space):
                 yield from incremental.use(
                     self._core, session.record.number, hash_list, now_s, report.retention

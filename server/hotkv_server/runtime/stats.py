@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from hotkv_server.core import inspect, inspect_residencies
 from hotkv_server.core.census import Census
-from hotkv_server.runtime import tier_figures
+from hotkv_server.runtime import savings_figures, tier_figures
 from hotkv_server.runtime.node import Node
 
 
@@ -47,6 +47,7 @@ def counters(node: Node) -> dict[str, float]:
     values["residencies_opened_total"] = float(resident.num_opened)
     values["residencies_refused_total"] = float(resident.num_refused)
     values.update(tier_figures.counters(node.tiers))
+    values.update(savings_figures.counters(node.ledger))
     values["sparse_served_selects_total"] = float(node.sparse.selections.num_served)
     return values
 
@@ -103,5 +104,6 @@ def gauges(node: Node, counted: Census) -> dict[str, float]:
         "sparse_remembered_bytes": float(node.sparse.remembered.num_bytes),
         "notices_queued": float(max((s.notices.qsize() for s in node.sessions), default=0)),
         **tier_figures.gauges(node.tiers),
+        **savings_figures.gauges(node.ledger),
         **{f"eviction_{name}": value for name, value in inspect.policy_figures(node.core).items()},
     }

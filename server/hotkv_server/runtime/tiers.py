@@ -111,6 +111,11 @@ class Tiers:
         await asyncio.gather(*(elsewhere(one.tier.close) for one in self._sources))
         await self._tasks.close()
 
+    @property
+    def names(self) -> list[str]:
+        """The tiers by their numbers in `Space.origins`, the first of which is 1."""
+        return [one.name for one in self._sources]
+
     def begin_flush(self, key_space_id: int) -> None:
         """A key space is about to be flushed here: nothing of it is read or written in shared tiers
         until `end_flush`."""
@@ -248,6 +253,7 @@ class Tiers:
         self._up_bytes -= coming.num_bytes
         source.reads.queued_bytes -= coming.num_bytes
         num_lost = source.end_up(move, codes, checks, time.monotonic())
+        self._core.space.origins[move.kept] = 1 + self._sources.index(source)
         self._on_ready(move.kept, Medium.CPU, "")
         if source is self.below:
             for one in self.shared:

@@ -42,7 +42,8 @@ for each block."""
 
 
 class Transfers:
-    """See the module. `run_effects`: carries out what the core's decisions call for."""
+    """See the module. `run_effects`: carries out what the core's decisions call for. `on_moved`: is
+    told the bytes that a session's transfer has loaded and stored."""
 
     def __init__(
         self,
@@ -53,8 +54,10 @@ class Transfers:
         events: EventHub,
         health: Health,
         run_effects: Callable[[], None],
+        on_moved: Callable[[LiveSession, int, int], None] = lambda session, loaded, stored: None,
     ) -> None:
         self._core = core
+        self._on_moved = on_moved
         self.kept_bytes = Account(core.client_memory)
         self.loaded_bytes = 0
         self.stored_bytes = 0
@@ -107,6 +110,7 @@ class Transfers:
             self._core.end_load(session.record.number, transfer_id, outcome is Outcome.DONE)
             session.loaded_bytes += num_bytes
             self.loaded_bytes += num_bytes
+            self._on_moved(session, num_bytes, 0)
             return []
 
         return Transfer(self._means, call, finish, to_engine=True).start(slots)
@@ -155,6 +159,7 @@ class Transfers:
             results = self._core.end_store(number, transfer_id, kept, time.monotonic(), sums)
             session.stored_bytes += num_bytes
             self.stored_bytes += num_bytes
+            self._on_moved(session, 0, num_bytes)
             if self._events.is_heard and contents:
                 key_space_id, key_space = session.record.key_space_id, session.key_space
                 self._events.publish(

@@ -1,0 +1,150 @@
+"""The options of `hotkv`: those of all commands, and each command's own."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hotkv.command_line import Parser
+from hotkv_client import savings_tables
+from hotkv_client.admin import DEFAULT_TARGET
+
+TIMEOUT_S = 10.0
+CREDENTIAL_FLAGS = {
+    "tls_ca": "over TCP: PEM file of who signs the server's certificate",
+    "tls_certificate": "over TCP: PEM file of this client's certificate",
+    "tls_key": "over TCP: PEM file of its key",
+    "tls_server_name": (
+        "over TCP: name in the server's certificate, if it is not the host of --target"
+    ),
+    "token_file": "over TCP: file with an admin's token",
+}
+
+
+def common_options(*, has_defaults: bool) -> Parser:
+    """Options of all commands. They stand before or after the command; the command's own have no
+    defaults, which would hide those before."""
+
+    def default(value: Any) -> Any:
+        return value if has_defaults else argparse.SUPPRESS
+
+    common = Parser(add_help=False)
+    target = os.environ.get("HOTKV_TARGET", DEFAULT_TARGET)
+    common.add_argument(
+        "--target", default=default(target), help=f"server (default: $HOTKV_TARGET or {target})"
+    )
+    for field, text in CREDENTIAL_FLAGS.items():
+        common.add_argument(
+            f"--{field.replace('_', '-')}",
+            default=default(""),
+            metavar="NAME" if field == "tls_server_name" else "FILE",
+            help=text,
+        )
+    common.add_argument(
+        "--timeout-s",
+        type=float,
+        default=default(TIMEOUT_S),
+        help=f"longest wait for an answer (default: {TIMEOUT_S:g})",
+    )
+    common.add_argument(
+        "--json", action="store_true", default=default(False), help="print the answer as JSON"
+    )
+    return common
+
+
+def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Adds the options of each command to its parser, by name."""
+    for name in ("blocks", "evict", "explain", "events"):
+        made[name].add_argument(
+            "--key-space", type=int, default=0, help="number of the key space (default: all)"
+        )
+    made["flush"].add_argument(
+        "--key-space", type=int, required=True, help="number of the key space"
+    )
+    made["record"].add_argument("file", type=Path, help="file to write, in Mooncake's format")
+    made["export"].add_argument("file", type=Path, help="file to write")
+    made["export"].add_argument(
+        "--gib", type=float, default=0, help="so many GiB of the hottest blocks (default: all)"
+    )
+    made["import"].add_argument("file", type=Path, help="file of `hotkv export`")
+    made["prefetch"].add_argument(
+        "--prompts", type=Path, required=True, help="file with a JSON list of token ids a line"
+    )
+    made["prefetch"].add_argument(
+        "--like", type=Path, help="file of `hotkv export` that has the key space"
+    )
+    for name in ("import", "prefetch"):
+        made[name].add_argument(
+            "--wait",
+            type=float,
+            default=30,
+            help="longest wait for each 2,000 blocks, in seconds (default: %(default)s)",
+        )
+    for name in ("record", "export", "prefetch"):
+        made[name].add_argument(
+            "--key-space",
+            type=int,
+            default=0,
+            help="number of the key space (default: the only one)",
+        )
+    made["record"].add_argument(
+        "--block-tokens",
+        type=int,
+        default=512,
+        help="tokens in a block of the trace (default: %(default)s)",
+    )
+    made["record"].add_argument(
+        "--max-blocks",
+        type=int,
+        default=20_000_000,
+        help="stop after so many different blocks (default: %(default)s)",
+    )
+    for name in ("events", "record"):
+        made[name].add_argument(
+            "--seconds", type=float, default=0, help="stop after this time (default: at Ctrl-C)"
+        )
+    made["blocks"].add_argument(
+        "--limit", type=int, default=50, help="most blocks to list (default: %(default)s)"
+    )
+    made["blocks"].add_argument("--page", default="", help="continue a listing")
+    made["savings"].add_argument(
+        "--by",
+        choices=savings_tables.GROUPS,
+        default="model",
+        help="what a row is (default: %(default)s)",
+    )
+    made["savings"].add_argument(
+        "--since",
+        default="",
+        metavar="TIME",
+        help="only the last 90s, 30m, 1h or 7d (default: all)",
+    )
+    made["evict"].add_argument("hashes", nargs="*", help="block hashes in hexadecimal")
+    made["evict"].add_argument(
+        "--group", type=int, default=0, help="group of the hashes (default: %(default)s)"
+    )
+    made["evict"].add_argument(
+        "--all", action="store_true", help="drop everything in the key space, or in all"
+    )
+    made["ping"].add_argument(
+        "--live", action="store_true", help="whether it is in order, also while it drains"
+    )
+    made["drain"].add_argument(
+        "--timeout",
+        type=float,
+        default=0,
+        help="seconds to wait for work in flight (default: the server's)",
+    )
+    made["explain"].add_argument(
+        "prompt",
+        nargs="*",
+        help="token ids, or block hashes in hexadecimal, or @FILE, or - for standard input",
+    )
+    made["explain"].add_argument(
+        "--session", default="", metavar="ID", help="a session, as its router has named it"
+    )
+    made["hints"].add_argument("--message", default="", metavar="ID", help="only of this message")
+    made["hints"].add_argument(
+        "--limit", type=int, default=50, help="most hints to list (default: %(default)s)"
+    )

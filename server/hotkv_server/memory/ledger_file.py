@@ -1,0 +1,36 @@
+"""The ledger's file beside the arena. It is no part of the cache: it stays if the cache is made
+anew, and goes with the directory.
+
+Always true: the file is replaced as a whole.
+"""
+
+import os
+from pathlib import Path
+
+LEDGER_FILE = "ledger"
+
+
+def save_ledger(directory: Path, content: bytes) -> None:
+    """Replaces the file. Raises OSError; the old file is whole then. Blocks."""
+    scratch = directory / f"{LEDGER_FILE}.new"
+    scratch.unlink(missing_ok=True)
+    fd = os.open(
+        scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+    scratch.replace(directory / LEDGER_FILE)
+
+
+def read_ledger(directory: Path, max_bytes: int) -> bytes | None:
+    """The file's content; None if there is none. Raises OSError, also for a link or a file of more
+    than `max_bytes`."""
+    try:
+        fd = os.open(directory / LEDGER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(fd, "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(f"{LEDGER_FILE} has more than {max_bytes} bytes")
+    return content

@@ -1,0 +1,137 @@
+"""Accounts beside a list of all that was counted."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from hotkv.misses import Miss
+from hotkv_server.ledger.accounts import OTHERS, Account, Accounts
+from hotkv_server.ledger.buckets import NUM_HOURS, NUM_MINUTES, Buckets
+from hotkv_server.ledger.columns import REASONS, Columns, Usage
+
+COLUMNS = Columns(["disk", "valkey"])
+MAX_ACCOUNTS = 5
+START = 29_000_000
+USAGES = st.builds(
+    Usage,
+    requests=st.integers(0, 3),
+    prompt_tokens=st.integers(0, 1000),
+    device_hit_tokens=st.integers(0, 9),
+    saved_s=st.sampled_from([0.0, 0.5, -0.25]),
+    waited_s=st.sampled_from([0.0, 0.125]),
+    loaded_bytes=st.integers(0, 1 << 40),
+    hit_tokens=st.dictionaries(st.sampled_from(COLUMNS.tiers), st.integers(-5, 50)),
+    missed_tokens=st.dictionaries(st.sampled_from(REASONS), st.integers(0, 50)),
+)
+WHO = st.builds(
+    Account,
+    st.sampled_from(["", "blue"]),
+    st.sampled_from(["small", "large"]),
+    st.just("00ff"),
+    st.sampled_from([f"engine-{number}" for number in range(12)]),
+)
+
+
+def in_window(minute: int, now: int, seconds: float) -> bool:
+    """Whether what was counted in a minute belongs to a window that ends with `now`."""
+    if not seconds:
+        return True
+    if (minutes := -(-seconds // 60)) <= NUM_MINUTES:
+        return now - minutes < minute <= now
+    hours = min(-(-seconds // 3600), NUM_HOURS)
+    return bool(now // 60 - hours < minute // 60 <= now // 60)
+
+
+class AccountsBesideAList(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accounts = Accounts(COLUMNS, START, MAX_ACCOUNTS)
+        self.minute = START
+        self.listed: list[tuple[Account, int, np.ndarray]] = []  # type: ignore[type-arg]
+        # The naive order of use, and by it the same rule of folding.
+        self.order: list[Account] = []
+
+    @rule(who=WHO, usage=USAGES)
+    def count(self, who: Account, usage: Usage) -> None:
+        if who not in self.order:
+            while len(self.order) >= MAX_ACCOUNTS:
+                oldest = next(one for one in self.order if one.folded() != one)
+                target = oldest.folded()
+                self.listed = [
+                    (target if one == oldest else one, at, v) for one, at, v in self.listed
+                ]
+                self.order = [one for one in self.order if one not in (oldest, target)]
+                self.order.append(target)
+        else:
+            self.order.remove(who)
+        self.order.append(who)
+        values = COLUMNS.values(usage)
+        self.listed.append((who, self.minute, values))
+        self.accounts.add(who, values, self.minute)
+
+    @rule(minutes=st.sampled_from([1, 7, 59, 119, 121, 1500, NUM_HOURS * 60 + 30]))
+    def wait(self, minutes: int) -> None:
+        self.minute += minutes
+
+    @rule(seconds=st.sampled_from([0, 1, 60, 61, 1800, 7200, 7201, 86_400, 8 * 86_400, 1e9]))
+    def ask(self, seconds: float) -> None:
+        expected: dict[Account, np.ndarray] = {}  # type: ignore[type-arg]
+        for who, minute, values in self.listed:
+            if in_window(minute, self.minute, seconds):
+                expected[who] = expected.get(who, 0.0) + values
+        found = dict(self.accounts.since(seconds, self.minute))
+        assert set(found) == {who for who, values in expected.items() if values.any()}
+        for who, values in found.items():
+            assert np.allclose(values, expected[who])
+        whole = self.accounts.total.since(seconds, self.minute)
+        assert np.allclose(whole, sum(expected.values(), np.zeros(len(COLUMNS))))
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.accounts.check_invariants()
+
+
+TestAccounts = AccountsBesideAList.TestCase
+
+
+def test_engines_that_come_and_go_stay_in_few_accounts() -> None:
+    accounts = Accounts(COLUMNS, START, MAX_ACCOUNTS)
+    for number in range(1000):
+        who = Account("blue", "small", "00ff", f"engine-{number}")
+        accounts.add(who, COLUMNS.values(Usage(requests=1)), START + number)
+    assert len(accounts) == MAX_ACCOUNTS and accounts.num_folded >= 1000 - MAX_ACCOUNTS
+    names = [who.engine_id for who, _ in accounts.since(0, START + 1000)]
+    assert names[0] == "engine-999" and OTHERS in names
+    assert {who.model for who, _ in accounts.rows()} == {"small"}
+
+
+@given(usage=USAGES)
+def test_a_usage_comes_back_from_its_values(usage: Usage) -> None:
+    back = COLUMNS.usage(COLUMNS.values(usage))
+    assert COLUMNS.usage(COLUMNS.values(back)) == back
+    assert (back.requests, back.prompt_tokens) == (usage.requests, usage.prompt_tokens)
+    assert (back.saved_s, back.loaded_bytes) == (usage.saved_s, usage.loaded_bytes)
+    assert {t: c for t, c in back.hit_tokens.items() if c} == {
+        t: c for t, c in usage.hit_tokens.items() if c
+    }
+    assert {r: c for r, c in back.missed_tokens.items() if c} == {
+        r: c for r, c in usage.missed_tokens.items() if c
+    }
+
+
+def test_a_tier_that_is_not_known_counts_as_host_memory() -> None:
+    values = COLUMNS.values(Usage(hit_tokens={"tape": 7}))
+    assert COLUMNS.usage(values).hit_tokens == {"host": 7, "disk": 0, "valkey": 0}
+
+
+@pytest.mark.parametrize(("back", "is_kept"), [(1, True), (60, True), (61, False), (10**6, False)])
+def test_a_clock_that_goes_back_hides_nothing_for_long(back: int, is_kept: bool) -> None:
+    """Up to an hour it stands still; beyond that windows begin anew, and the sum of all stays."""
+    buckets = Buckets(1, START)
+    buckets.add(np.ones(1), START)
+    buckets.add(np.ones(1), START - back)
+    assert buckets.since(0, START - back)[0] == 2
+    assert buckets.since(60, START - back)[0] == (2 if is_kept else 1)
+    assert Miss.ABSENT not in REASONS

@@ -1,0 +1,138 @@
+"""The forecast beside the simulator: ceiling and gain are within two points."""
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.ledger.forecast import GIB, MAX_SEEN, Demand, Forecast, step_bytes
+from hotkv_server.simulate.bounds import unbounded
+from hotkv_server.simulate.replay import replay
+from hotkv_server.simulate.trace import Trace, load_trace, make_trace
+from tests.simulate.traces import MAKERS
+
+TRACES = Path("/work/shared/traces")
+BLOCK_BYTES = GIB >> 4
+"""So that a step of one GiB is 16 blocks."""
+POINTS = 0.02
+
+
+@functools.cache
+def trace_of(name: str) -> Trace:
+    if name in MAKERS:
+        return make_trace(name, MAKERS[name](0, 1500))
+    path = TRACES / f"{name}_trace.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    return load_trace(path)
+
+
+def forecast_of(trace: Trace, capacity_blocks: int, max_keys: int, policy: str) -> Forecast:
+    """What is forecast after the whole trace."""
+    made = Forecast(POLICIES[policy], 0, max_keys, MAX_SEEN)
+    keys = np.ascontiguousarray(trace.hashes[:, :2]).view(np.uint64)[:, 0]
+    starts = trace.starts.tolist()
+    for request, now_s in enumerate(trace.times_s.tolist()):
+        mine = keys[starts[request] : starts[request + 1]]
+        demand = Demand(mine, len(mine) * 16 + 5, 16, BLOCK_BYTES, 0)
+        made.observe(demand, capacity_blocks * BLOCK_BYTES, now_s, int(now_s // 60))
+    made.check_invariants()
+    return made
+
+
+def compare(name: str, percent: float, max_keys: int, policy: str) -> tuple[float, float]:
+    """By how much ceiling and gain differ from the simulator's, as shares of the prompts."""
+    trace = trace_of(name)
+    capacity = trace.capacity_blocks(percent)
+    made = forecast_of(trace, capacity, max_keys, policy)
+    step = step_bytes(capacity * BLOCK_BYTES) // BLOCK_BYTES
+    found = made.outlook(0, capacity * BLOCK_BYTES, int(trace.times_s[-1] // 60))
+    tokens = len(trace.blocks) * 16 + trace.num_requests * 5
+    assert found.prompt_tokens == tokens
+    larger, smaller = (
+        replay(trace, blocks, POLICIES[policy]).prefix.sum() * 16 / tokens
+        for blocks in (capacity + step, capacity)
+    )
+    ceiling = unbounded(trace).sum() * 16 / tokens
+    return found.ceiling_ratio - ceiling, found.gain_ratio - max(0.0, larger - smaller)
+
+
+@pytest.mark.parametrize(
+    ("name", "percent", "max_keys", "policy"),
+    [
+        ("zipf_trees", 5, 4096, "hotness"),
+        ("agent_sessions", 5, 256, "hotness"),
+        ("mixture", 5, 256, "hotness"),
+        ("drift", 2, 4096, "lru"),
+        ("agents", 5, 512, "hotness"),
+        *(
+            pytest.param(name, percent, max_keys, "hotness", marks=pytest.mark.long)
+            for name in MAKERS
+            for percent in (2, 10)
+            for max_keys in (256, 4096)
+        ),
+        *(
+            pytest.param(name, percent, 4096, "hotness", marks=pytest.mark.long)
+            for name in ("agents", "conversation", "synthetic")
+            for percent in (1, 10)
+        ),
+    ],
+)
+def test_ceiling_and_gain_are_the_simulators(
+    name: str, percent: float, max_keys: int, policy: str
+) -> None:
+    ceiling_error, gain_error = compare(name, percent, max_keys, policy)
+    assert abs(ceiling_error) <= POINTS and abs(gain_error) <= POINTS, (ceiling_error, gain_error)
+
+
+def demand(first: int, count: int, num_hits: int = 0) -> Demand:
+    numbers = np.arange(first, first + count, dtype=np.uint64) + np.uint64(1)
+    keys = numbers * np.uint64(0x9E37_79B9_7F4A_7C15)
+    return Demand(keys, count * 16, 16, BLOCK_BYTES, num_hits)
+
+
+def test_what_did_hit_is_reachable_though_it_was_never_seen() -> None:
+    """As blocks of answers: they are stored, and first named by the next prompt."""
+    made = Forecast(POLICIES["lru"], 0)
+    made.observe(demand(0, 10, num_hits=6), GIB, 0.0, 0)
+    assert made.outlook(0, GIB, 0).ceiling_ratio == 0.6
+
+
+def test_the_samples_stay_within_their_bounds() -> None:
+    made = Forecast(POLICIES["hotness"], 0, 64, 512)
+    for number in range(200):
+        made.observe(demand(100 * number, 100), 1000 * GIB, float(number), 0)
+        made.check_invariants()
+    assert made.seen_share <= 512 / 10_000 and made.shadow_share < 0.01
+    # Nothing was asked for twice; some 400 sampled keys say so.
+    assert made.outlook(0, GIB, 0).ceiling_ratio < 0.1
+
+
+def test_a_smaller_sample_remembers_what_it_has_seen() -> None:
+    """Of 4,000 blocks, each asked for twice, some 250 to 500 are remembered."""
+    made = Forecast(POLICIES["lru"], 0, 64, 512)
+    for _ in range(2):
+        for first in range(0, 4000, 50):
+            made.observe(demand(first, 50), 1000 * GIB, 0.0, 0)
+    assert made.seen_share <= 1 / 8
+    assert made.outlook(0, GIB, 0).ceiling_ratio == pytest.approx(0.5, abs=0.08)
+
+
+@pytest.mark.parametrize("max_keys", [4096, 1024])
+def test_a_larger_step_for_a_larger_arena_and_its_part_for_one_gib(max_keys: int) -> None:
+    assert step_bytes(GIB) == step_bytes(8 * GIB) == GIB and step_bytes(64 * GIB) == 8 * GIB
+    made, capacity = Forecast(POLICIES["lru"], 0, max_keys), 64 * GIB
+    blocks = capacity // BLOCK_BYTES
+    for turn in range(4):
+        # A loop that needs all of the larger cache.
+        for part in range(0, blocks + 64, 64):
+            made.observe(demand(part, 64), capacity, turn * 1e4 + part, 0)
+    found = made.outlook(0, capacity, 0)
+    assert found.gain_ratio > 0.5 and found.gib_gain_ratio == pytest.approx(found.gain_ratio / 8)
+
+
+def test_without_reports_there_is_nothing_to_say() -> None:
+    found = Forecast(POLICIES["hotness"], 0).outlook(3600, GIB, 0)
+    assert (found.prompt_tokens, found.ceiling_ratio, found.gain_ratio) == (0, 0.0, 0.0)

@@ -1,0 +1,110 @@
+"""The ledger's file: what was written is read, and nothing else."""
+
+import json
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from hotkv.misses import Miss
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.ledger import pack
+from hotkv_server.ledger.accounts import Account, Accounts
+from hotkv_server.ledger.columns import Columns, Usage
+from hotkv_server.ledger.forecast import GIB, Demand, Forecast
+
+MINUTE = 29_000_000
+ONE, TWO = Account("blue", "small", "00ff", "a"), Account("", "large", "11ff", "b")
+
+
+def ledger(tiers: tuple[str, ...] = ("disk",), minute: int = MINUTE) -> tuple[Accounts, Forecast]:
+    return Accounts(Columns(tiers), minute), Forecast(POLICIES["lru"], minute)
+
+
+def filled() -> tuple[Accounts, Forecast]:
+    accounts, forecast = ledger()
+    for minute in (MINUTE, MINUTE + 3, MINUTE + 200):
+        for who in (ONE, TWO):
+            usage = Usage(
+                1, 100, 10, 0.5, 0.25, 0, 7, 8, {"host": 20, "disk": 30}, {Miss.EVICTED: 40}
+            )
+            accounts.add(who, accounts.columns.values(usage), minute)
+        keys = np.arange(1, 50, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
+        forecast.observe(Demand(keys, 800, 16, 1 << 20, 0), GIB, 1.0, minute)
+    return accounts, forecast
+
+
+def file_of(accounts: Accounts, forecast: Forecast) -> bytes:
+    return pack.seal(pack.pack(accounts, forecast, forecast.seen(), forecast.seen_share))
+
+
+def test_a_ledger_goes_on_where_it_was() -> None:
+    accounts, forecast = filled()
+    kept = pack.unpack(file_of(accounts, forecast))
+    back, other = ledger(minute=MINUTE + 200)
+    pack.put_back(kept, back, other)
+    for seconds in (0, 60, 7200, 86_400):
+        old, new = (dict(one.since(seconds, MINUTE + 200)) for one in (accounts, back))
+        assert old.keys() == new.keys() and all(np.array_equal(old[k], new[k]) for k in old)
+        assert forecast.outlook(seconds, GIB, MINUTE + 200) == other.outlook(
+            seconds, GIB, MINUTE + 200
+        )
+    assert back.began_minute == MINUTE
+    back.check_invariants()
+    other.check_invariants()
+    # What was seen before is no miss of an endless cache.
+    before = other.sums.total.copy()
+    keys = np.arange(1, 50, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
+    other.observe(Demand(keys, 800, 16, 1 << 20, 0), GIB, 2.0, MINUTE + 200)
+    assert (other.sums.total - before)[2] == 0
+
+
+def test_tiers_may_come_and_go_between_two_servers() -> None:
+    accounts, forecast = filled()
+    kept = pack.unpack(file_of(accounts, forecast))
+    columns = pack.columns_for(["valkey"], kept)
+    assert columns.tiers == ("host", "valkey", "disk")
+    back = Accounts(columns, MINUTE + 200)
+    pack.put_back(kept, back, Forecast(POLICIES["lru"], MINUTE))
+    usage = columns.usage(back.total.total)
+    assert usage.hit_tokens == {"host": 120, "valkey": 0, "disk": 180}
+    assert usage.missed_tokens[Miss.EVICTED] == 240 and usage.prompt_tokens == 600
+
+
+@given(data=st.data())
+def test_a_file_with_a_wrong_byte_is_refused(data: st.DataObject) -> None:
+    content = bytearray(file_of(*filled()))
+    at = data.draw(st.integers(0, len(content) - 1))
+    content[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(pack.PackError):
+        pack.unpack(bytes(content))
+
+
+@given(data=st.data())
+def test_a_file_that_is_cut_off_is_refused(data: st.DataObject) -> None:
+    content = file_of(*filled())
+    with pytest.raises(pack.PackError):
+        pack.unpack(content[: data.draw(st.integers(0, len(content) - 1))])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"columns": 7},
+        {"accounts": [["a", "b"]]},
+        {"accounts": [["a", "b", "c", "d", 1, 10**9]]},
+        {"accounts": [["a", "b", "c", "d", 1, -1]]},
+        {"forecast": [1]},
+        {"seen": 10**9},
+        {"seen_share": 0},
+        {"began_minute": None},
+    ],
+)
+def test_a_text_that_contradicts_the_arrays_is_refused(change: dict[str, object]) -> None:
+    """Its check value holds."""
+    accounts, forecast = filled()
+    text, *arrays = pack.pack(accounts, forecast, forecast.seen(), forecast.seen_share)
+    spoiled = json.dumps({**json.loads(text), **change}).encode()
+    with pytest.raises(pack.PackError, match="damaged"):
+        pack.unpack(pack.seal([spoiled, *arrays]))

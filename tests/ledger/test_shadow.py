@@ -1,0 +1,84 @@
+"""The shadow cache beside a naive one, under LRU, whose victims are known."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from hotkv_server.core.policies import LRU, POLICIES
+from hotkv_server.ledger.shadow import Shadow
+
+MAX_KEYS = 24
+
+
+class NaiveLru:
+    """Keys in order of use, the oldest first; a request uses what is held, then stores the rest,
+    its head as the last one used."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+
+    def serve(self, keys: list[int], size: int, limit: int) -> int:
+        hits = next((at for at, key in enumerate(keys) if key not in self.held), len(keys))
+        mine = [key for key in keys if key in self.held]
+        for key in reversed(mine):
+            self.held[key] = self.held.pop(key)
+        absent = [key for key in keys if key not in self.held]
+        while (
+            sum(self.held.values()) + len(absent) * size > limit
+            or len(self.held) + len(absent) > MAX_KEYS
+        ):
+            victim = next((key for key in self.held if key not in mine), None)
+            if victim is None:
+                break
+            del self.held[victim]
+        room = max(0, limit - sum(self.held.values())) // size
+        for key in reversed(absent[: min(room, MAX_KEYS - len(self.held))]):
+            self.held[key] = size
+        return hits
+
+
+class ShadowBesideNaive(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shadow, self.naive = Shadow(LRU, MAX_KEYS), NaiveLru()
+        self.now_s = 1.0
+
+    @rule(
+        keys=st.lists(st.integers(1, 40), min_size=1, max_size=12, unique=True),
+        size=st.just(4),
+        limit=st.sampled_from([0, 20, 60, 90, 400]),
+    )
+    def serve(self, keys: list[int], size: int, limit: int) -> None:
+        self.now_s += 1.0
+        hits = self.shadow.serve(np.array(keys, np.uint64), size, limit, self.now_s)
+        assert hits == self.naive.serve(keys, size, limit)
+
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        gone = data.draw(st.lists(st.sampled_from(sorted(self.naive.held) or [0]), unique=True))
+        gone = [key for key in gone if key in self.naive.held]
+        self.shadow.drop(np.array(gone, np.uint64))
+        for key in gone:
+            del self.naive.held[key]
+
+    @invariant()
+    def holds_the_same(self) -> None:
+        self.shadow.check_invariants()
+        assert set(self.shadow.keys.tolist()) == set(self.naive.held)
+
+
+TestShadow = ShadowBesideNaive.TestCase
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_keeps_the_limit(policy: str) -> None:
+    """Keys of two sizes."""
+    rng, shadow = np.random.default_rng(3), Shadow(POLICIES[policy], 64)
+    for number in range(300):
+        keys = rng.choice(200, rng.integers(1, 20), replace=False).astype(np.uint64) + np.uint64(1)
+        size = 3 if number % 3 else 16
+        # A key has one size: that of its key space.
+        shadow.serve(keys + np.uint64(1000 * size), size, 400, float(number))
+        shadow.check_invariants()
+        assert shadow.used_bytes <= 400

@@ -1,0 +1,463 @@
+"""The ledger of a real server: where tokens of prompts came from, why others missed, what it says
+to operators, and that it goes on after a restart or a kill."""
+
+import json
+import math
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.processes import Server, runtime_folder
+from hotkv.errors import HotKVError, Reason
+from hotkv.misses import SAID_BY_ENGINES, Miss
+from hotkv.v1 import session_pb2
+from hotkv_client import BlockRun, GroupHashes, LoadEnd, LoadRun, RequestReport, cli
+from hotkv_client.admin import AdminClient
+from hotkv_client.savings_tables import show_savings
+from hotkv_client.testing import PagedEngine
+from hotkv_server.ledger import pack
+from tests.server.support import FULL, PAGE_BYTES, WINDOW, GroupsEngine, block_ids, hashes
+from tests.server.test_health import free_port
+from tests.server.test_life import wait_until
+from tests.server.test_restart import Place, store
+from tests.server.test_tiers import CHAIN, tiered
+
+Make = Callable[..., GroupsEngine]
+TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """A server of 16 MiB with a port for HTTP that the module's tests share."""
+    with runtime_folder(256 << 20) as folder:
+        port = free_port()
+        flags = ("--arena.slab-bytes", "64KiB", "--http.port", str(port))
+        with Server(folder, "16MiB", *flags) as running:
+            running.wait_ready()
+            running.http_port = port  # type: ignore[attr-defined]
+            yield running
+
+
+@pytest.fixture
+def engine(server: Server) -> Iterator[Make]:
+    made: list[GroupsEngine] = []
+
+    def make(model: str, *groups: Any) -> GroupsEngine:
+        made.append(GroupsEngine(server.target, groups or (FULL,), model))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def report(one: GroupsEngine, *reports: RequestReport, loads: tuple[LoadEnd, ...] = ()) -> None:
+    """Sends reports, and waits until they are counted."""
+    one.session.report_requests(list(reports), 0.0, loads)
+    one.session.ping(10)
+
+
+def row_of(target: str, model: str, since_s: float = 0.0) -> dict[str, Any]:
+    """The row of a model's only engine."""
+    with AdminClient(target) as admin:
+        (row,) = [r for r in admin.savings(since_s)["rows"] if r["model"] == model]
+    hits = {tier: count for tier, count in row["hits"].items() if count}
+    return {**row, "hits": hits}
+
+
+def adds_up(row: dict[str, Any]) -> bool:
+    parts = row["device_hit_token_count"], *row["hits"].values(), *row["misses"].values()
+    return bool(sum(parts) == row["prompt_token_count"])
+
+
+def test_tokens_are_counted_where_they_came_from(server: Server, engine: Make) -> None:
+    one, prompt = engine("ledger-parts"), hashes(8)
+    one.store(BlockRun(0, prompt[:6], block_ids(6)))
+    report(one, RequestReport(prompt, 130, 32, 96, 0.0, saved_s=0.5, wait_s=0.25))
+    row = row_of(server.target, "ledger-parts")
+    assert (row["request_count"], row["prompt_token_count"]) == (1, 130)
+    assert row["device_hit_token_count"] == 32 and row["hits"] == {"host": 64}
+    assert row["misses"] == {"never_stored": 32, "partial_block": 2}
+    assert (row["saved_s"], row["waited_s"]) == (0.5, 0.25)
+    assert row["stored_byte_count"] == 6 * PAGE_BYTES and row["loaded_byte_count"] == 0
+    assert row["engine_id"] == one.session.config.engine_id and adds_up(row)
+    assert one.key_space.fingerprint.hex().startswith(row["key_space"])
+
+
+def test_each_missed_block_has_its_own_reason(server: Server, engine: Make) -> None:
+    """Evicted, never stored, ready behind one that is not, and being written; ready right behind
+    the hit: it came late."""
+    one, prompt = engine("ledger-reasons"), hashes(10)
+    kept = [*prompt[:3], prompt[5]]
+    one.store(BlockRun(0, [*kept, prompt[3], prompt[4]], block_ids(6)))
+    with AdminClient(server.target) as admin:
+        number = next(
+            k["key_space_id"]
+            for k in admin.key_spaces()
+            if k["key_space"]["model"] == "ledger-reasons"
+        )
+        assert admin.evict(number, 0, prompt[3] + prompt[4])["evicted_block_count"] == 2
+    one.session.reserve("r", [BlockRun(0, [prompt[7]])], 60).result(10)
+    report(one, RequestReport(prompt, 161, 0, 32, 0.0, miss=Miss.ABSENT))
+    row = row_of(server.target, "ledger-reasons")
+    # Block 2 came late, 3 and 4 were evicted and 5 lies behind them, 7 is being written.
+    assert row["misses"] == {
+        "in_flight": 2 * TOKENS,
+        "evicted": 3 * TOKENS,
+        "never_stored": 3 * TOKENS,
+        "partial_block": 1,
+    }
+    assert row["hits"] == {"host": 32} and adds_up(row)
+
+
+@pytest.mark.parametrize("miss", sorted(SAID_BY_ENGINES - {Miss.ABSENT}))
+def test_what_an_engine_says_of_its_misses_is_counted(
+    server: Server, engine: Make, miss: Miss
+) -> None:
+    one = engine(f"ledger-says-{miss.name}")
+    report(one, RequestReport(hashes(4), 70, 0, 16, 0.0, miss=miss))
+    row = row_of(server.target, one.key_space.model)
+    assert row["misses"] == {miss.name.lower(): 48, "partial_block": 6}
+
+
+def test_what_no_engine_can_know_is_not_believed(server: Server, engine: Make) -> None:
+    one = engine("ledger-claims")
+    for number in (Miss.FAILED_LOAD, Miss.EVICTED, 77):
+        said = session_pb2.RequestReport(
+            hashes=b"".join(hashes(2)),
+            prompt_token_count=33,
+            miss_reason=number,  # type: ignore[arg-type]
+        )
+        request = session_pb2.ConnectRequest(report_use=session_pb2.ReportUse(requests=[said]))
+        one.session._send_only(request)
+    one.session.ping(10)
+    row = row_of(server.target, "ledger-claims")
+    assert row["misses"] == {"never_stored": 96, "partial_block": 3}
+
+
+def test_blocks_that_a_report_does_not_name_are_unknown(server: Server, engine: Make) -> None:
+    one = engine("ledger-unnamed")
+    report(one, RequestReport([], 40, 0, 0, 0.0, miss=Miss.ABSENT))
+    assert row_of(server.target, "ledger-unnamed")["misses"] == {"unknown": 32, "partial_block": 8}
+
+
+def test_the_last_token_is_no_miss_of_the_cache(server: Server, engine: Make) -> None:
+    """Of a prompt that the cache has whole, the engine computes the last block all the same."""
+    one, prompt = engine("ledger-last"), hashes(3)
+    one.store(BlockRun(0, prompt, block_ids(3)))
+    report(one, RequestReport(prompt, 48, 0, 32, 0.0, miss=Miss.ABSENT))
+    assert row_of(server.target, "ledger-last")["misses"] == {"partial_block": 16}
+
+
+def test_a_window_group_beside_full_attention_does_not_count_twice(
+    server: Server, engine: Make
+) -> None:
+    one, prompt = engine("ledger-groups", WINDOW, FULL), hashes(4)
+    one.store(BlockRun(1, prompt, block_ids(4)), BlockRun(0, prompt[2:], block_ids(2)))
+    report(one, RequestReport(prompt, 70, 16, 64, 0.0))
+    row = row_of(server.target, "ledger-groups")
+    assert row["hits"] == {"host": 48} and adds_up(row)
+
+
+def test_a_load_that_fails_takes_its_savings_back(server: Server, engine: Make) -> None:
+    one, prompt = engine("ledger-failed"), hashes(4)
+    one.store(BlockRun(0, prompt, block_ids(4)))
+    report(
+        one,
+        RequestReport(prompt, 70, 16, 64, 0.0, saved_s=2.0, report_id=1),
+        RequestReport(prompt, 70, 0, 32, 0.0, saved_s=1.0, report_id=2),
+    )
+    assert row_of(server.target, "ledger-failed")["saved_s"] == 3.0
+    report(one, loads=(LoadEnd(1, 0.5, failed=True), LoadEnd(2, 0.25)))
+    # Ends that nobody knows, or that come twice, take nothing back.
+    report(one, loads=(LoadEnd(1, 0.0, failed=True), LoadEnd(99, 0.0, failed=True)))
+    row = row_of(server.target, "ledger-failed")
+    assert (row["saved_s"], row["waited_s"], row["failed_load_count"]) == (1.0, 0.75, 1)
+    assert row["hits"] == {"host": 32} and row["misses"]["failed_load"] == 48 and adds_up(row)
+
+
+def test_loads_are_counted_in_bytes(server: Server, engine: Make) -> None:
+    one, prompt = engine("ledger-bytes"), hashes(2)
+    one.store(BlockRun(0, prompt, block_ids(2)))
+    one.session.acquire("lease", [GroupHashes(0, prompt)]).result(10)
+    run = LoadRun(0, block_ids(2), block_ids(2, 4))
+    one.session.load("load", "lease", [run], 20).result(20)
+    row = row_of(server.target, "ledger-bytes")
+    assert row["loaded_byte_count"] == row["stored_byte_count"] == 2 * PAGE_BYTES
+
+
+@pytest.mark.parametrize("field", ["saved_s", "wait_s"])
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
+def test_times_that_are_none_are_refused(engine: Make, field: str, value: float) -> None:
+    one = engine("ledger-refused")
+    said = session_pb2.RequestReport(prompt_token_count=5, **{field: value})  # type: ignore[arg-type]
+    request = session_pb2.ConnectRequest(report_use=session_pb2.ReportUse(requests=[said]))
+    with pytest.raises(HotKVError, match=rf"requests\.{field} is") as caught:
+        one.session._call(lambda: request).result(10)
+    assert caught.value.reason is Reason.INVALID_FIELD
+
+
+def test_too_many_ends_of_loads_are_refused(engine: Make) -> None:
+    one = engine("ledger-ends")
+    ends = [session_pb2.LoadEnd(report_id=number) for number in range(1025)]
+    request = session_pb2.ConnectRequest(report_use=session_pb2.ReportUse(loads=ends))
+    with pytest.raises(HotKVError, match="loads has 1025 entries") as caught:
+        one.session._call(lambda: request).result(10)
+    assert caught.value.reason is Reason.TOO_LARGE
+
+
+def test_the_outlook_follows_what_is_reported(server: Server, engine: Make) -> None:
+    """Half of all blocks come a second time, and nothing is stored: only an endless cache hits."""
+    one, prompt = engine("ledger-outlook"), hashes(50)
+    with AdminClient(server.target) as admin:
+
+        def followed() -> int:
+            return int(admin.savings()["outlook"]["prompt_token_count"])
+
+        def asked() -> int:
+            return sum(row["prompt_token_count"] for row in admin.savings()["rows"])
+
+        wait_until(lambda: followed() == asked())
+        before = admin.savings()["outlook"]
+        for _ in range(2):
+            report(one, *[RequestReport(prompt, 800, 0, 0, 0.0)])
+        wait_until(lambda: followed() == asked())
+        after = admin.savings()["outlook"]
+    gained = (
+        after["ceiling_ratio"] * after["prompt_token_count"]
+        - before["ceiling_ratio"] * before["prompt_token_count"]
+    )
+    assert gained == pytest.approx(800)
+    assert after["step_byte_count"] == 1 << 30 and 0 <= after["gain_ratio"] < 1
+
+
+def fetch(server: Server, path: str) -> tuple[int, str, str]:
+    """Status, type and body of an HTTP answer."""
+    url = f"http://127.0.0.1:{server.http_port}{path}"  # type: ignore[attr-defined]
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status, answer.headers["Content-Type"], answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers["Content-Type"], error.read().decode()
+
+
+def test_pages_get_the_same_over_http(server: Server, engine: Make) -> None:
+    one = engine("ledger-http")
+    report(one, RequestReport(hashes(4), 70, 16, 32, 0.0, saved_s=1.5))
+    status, kind, body = fetch(server, "/api/v1/savings?since_s=3600")
+    assert (status, kind) == (200, "application/json")
+    (row,) = [r for r in json.loads(body)["rows"] if r["model"] == "ledger-http"]
+    over_rpc = row_of(server.target, "ledger-http", 3600)
+    assert {**row, "hits": {t: c for t, c in row["hits"].items() if c}} == over_rpc
+    assert json.loads(body)["total"]["request_count"] >= 1
+    for wrong in ("-1", "x", "nan", "inf"):
+        status, _, body = fetch(server, f"/api/v1/savings?since_s={wrong}")
+        assert status == 400 and "since_s" in body
+
+
+def test_metrics_name_tiers_and_reasons(server: Server, engine: Make) -> None:
+    def samples() -> dict[str, float]:
+        lines = fetch(server, "/metrics")[2].splitlines()
+        return {
+            line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.startswith("hotkv_ledger_")
+        }
+
+    one, before = engine("ledger-metrics"), samples()
+    report(one, RequestReport(hashes(4), 70, 16, 32, 0.0, saved_s=1.5, wait_s=0.5))
+    after = samples()
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert grown['hotkv_ledger_hit_tokens_total{tier="device"}'] == 16
+    assert grown['hotkv_ledger_hit_tokens_total{tier="host"}'] == 16
+    assert grown['hotkv_ledger_missed_tokens_total{reason="never_stored"}'] == 32
+    assert grown["hotkv_ledger_saved_seconds_total"] == 1.5
+    assert grown["hotkv_ledger_waited_seconds_total"] == 0.5
+    assert 0 < after["hotkv_ledger_rows"] <= 64
+
+
+def test_the_command_shows_a_row_each_and_the_outlook(
+    server: Server, engine: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = engine("ledger-command")
+    report(one, RequestReport(hashes(4), 70, 7, 32, 0.0, saved_s=90.0, wait_s=1.0))
+
+    def shown(*flags: str) -> str:
+        assert cli.main(["--target", server.target, "savings", *flags]) == 0
+        return capsys.readouterr().out
+
+    text = shown("--by", "engine", "--since", "1h")
+    (line,) = [line for line in text.splitlines() if "ledger-command" in line]
+    assert one.session.config.engine_id in line
+    assert "10.0%" in line and "1m 30s" in line and "1m 29s" in line
+    assert "an endless cache would hit" in text and "would bring" in text and "never stored" in text
+    answer = json.loads(shown("--json"))
+    assert answer["by"] == "model" and answer["total"]["request_count"] >= 1
+    assert show_savings(answer)
+    assert shown("--by", "tenant")
+    for wrong in ("9", "1w", "9d", "-1h", "h"):
+        status = cli.main(["--target", server.target, "savings", f"--since={wrong}"])
+        assert (status == 0) == (wrong == "9"), wrong
+    assert "--since 1w" in capsys.readouterr().err
+
+
+def test_a_hit_that_came_up_from_the_disk_is_the_disks_once() -> None:
+    with tiered() as place:
+        place.start_tiered()
+        one = place.connect()
+        chains = [hashes(CHAIN) for _ in range(10)]
+        contents = [place.fill(chain) for chain in chains]
+        assert not one.session.probe(0, chains[0]).any()
+        assert place.loads(chains[0], contents[0])
+        prompt_tokens = CHAIN * TOKENS + 1
+        for _ in range(2):
+            hit = RequestReport(chains[0], prompt_tokens, 0, CHAIN * TOKENS, 0.0)
+            one.session.report_requests([hit])
+        # This one lies on the disk and was not asked for.
+        one.session.report_requests([RequestReport(chains[1], prompt_tokens, 0, 0, 0.0)])
+        one.session.ping(10)
+        assert place.server is not None
+        row = row_of(place.server.target, "paged-engine")
+    assert row["hits"] == {"disk": CHAIN * TOKENS, "host": CHAIN * TOKENS}
+    assert row["misses"] == {"left_below": CHAIN * TOKENS, "partial_block": 3}
+
+
+# ----------------------------------------------------------------------------------------- restarts
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    with runtime_folder(64 << 20) as folder:
+        made = Place(folder)
+        yield made
+        if made.engine is not None:
+            made.engine.close()
+        if made.server is not None:
+            made.server.__exit__()
+
+
+def savings(place: Place) -> dict[str, Any]:
+    assert place.server is not None
+    with AdminClient(place.server.target) as admin:
+        return admin.savings()
+
+
+def use(place: Place) -> None:
+    """Stores a chain, and reports a request that hits half of it."""
+    assert place.engine is not None
+    chain = hashes(8)
+    store(place.engine, chain)
+    place.engine.session.report_requests(
+        [RequestReport(chain, 130, 0, 64, 0.0, saved_s=0.5, wait_s=0.125)]
+    )
+    place.engine.session.ping(10)
+
+
+def ledger_file(place: Place) -> Path:
+    return place.folder / "arena" / "ledger"
+
+
+def num_written(place: Place) -> int:
+    """Requests in the ledger's file."""
+    if not ledger_file(place).exists():
+        return 0
+    kept = pack.unpack(ledger_file(place).read_bytes())
+    at = kept.names.index("requests")
+    return int(sum(row.total[at] for _, row in kept.rows))
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_the_ledger_goes_on_after_a_restart(place: Place, how: signal.Signals) -> None:
+    place.start()
+    place.connect()
+    use(place)
+    before = savings(place)
+    if how is signal.SIGKILL:
+        wait_until(lambda: num_written(place) == 1)
+    place.stop(how)
+    place.start()
+    after = savings(place)
+    assert after["rows"] == before["rows"] and after["rows"][0]["saved_s"] > 0
+    assert after["began_unix_time_ms"] == before["began_unix_time_ms"]
+    use(place)
+    assert savings(place)["rows"][0]["request_count"] == before["rows"][0]["request_count"] + 1
+
+
+@pytest.mark.parametrize("damage", ["torn", "foreign", "link", "spoiled"])
+def test_a_file_that_is_no_ledger_begins_anew_with_one_line(place: Place, damage: str) -> None:
+    place.start()
+    place.connect()
+    use(place)
+    place.stop(signal.SIGTERM)
+    path = ledger_file(place)
+    content = path.read_bytes()
+    if damage == "torn":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "foreign":
+        path.write_bytes(b"not a ledger\n" * 100)
+    elif damage == "spoiled":
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        path.unlink()
+        os.symlink("/dev/zero", path)
+    server = place.start()
+    assert savings(place)["rows"] == []
+    lines = server.log.read_text().splitlines()
+    assert sum("ledger begins anew" in line for line in lines) == 1
+    use(place)
+    assert savings(place)["rows"][0]["request_count"] == 1
+
+
+def test_the_ledger_stays_when_the_cache_is_made_anew(place: Place) -> None:
+    """An arena of another size loses its blocks, not what it has brought."""
+    place.start()
+    place.connect()
+    use(place)
+    before = savings(place)["rows"]
+    place.stop(signal.SIGTERM)
+    place.start(arena="32MiB")
+    assert savings(place)["rows"] == before
+
+
+def test_no_file_is_left_of_a_server_that_keeps_nothing(place: Place) -> None:
+    place.start("--arena.keep", "false")
+    place.connect()
+    use(place)
+    assert place.engine is not None
+    place.engine.close()
+    place.engine = None
+    place.stop(signal.SIGTERM)
+    assert not (place.folder / "arena").exists()
+
+
+def test_tenants_have_rows_of_their_own_and_no_names_over_http(tmp_path: Path) -> None:
+    """Engines of two tenants under one id; only admins see whose rows there are."""
+    config = tmp_path / "hotkv.toml"
+    names = ("blue", "red")
+    config.write_text(
+        "".join(f'[[security.tenants]]\nname = "{n}"\nuids = [{os.getuid()}]\n' for n in names)
+    )
+    port = free_port()
+    flags = ("--config", str(config), "--arena.slab-bytes", "64KiB", "--http.port", str(port))
+    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB", *flags) as running:
+        running.wait_ready()
+        running.http_port = port  # type: ignore[attr-defined]
+        for tenant in names:
+            one = PagedEngine(running.target, tenant=tenant).connect()
+            one.session.report_requests([RequestReport(hashes(1), 20, 0, 0, 0.0)])
+            one.session.ping(10)
+            one.close()
+        with AdminClient(running.target) as admin:
+            rows = admin.savings()["rows"]
+        figures = json.loads(fetch(running, "/api/v1/savings")[2])
+        shown = fetch(running, "/metrics")[2]
+    assert {row["tenant"] for row in rows} == set(names)
+    assert all(row["request_count"] == 1 and not row["hits"]["host"] for row in rows)
+    assert figures["rows"] == [] and figures["total"]["request_count"] == 2
+    assert "blue" not in shown and "paged-engine" not in shown
