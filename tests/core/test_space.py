@@ -6,10 +6,12 @@ While the arena grows, nothing is evicted for slots that the growth brings withi
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv.table import SLOT_ALIGN
+from hotkv_server.core import removal
 from hotkv_server.core.census import take
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.slabs import aligned
@@ -168,9 +170,20 @@ class SpaceMachine(RuleBasedStateMachine):
 TestSpaceMachine = SpaceMachine.TestCase
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=30))
-def test_the_last_that_were_evicted_are_remembered(steps: list[tuple[bool, int]]) -> None:
-    """Asked again and again, while others go."""
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(1, 4)), max_size=30),
+    st.sampled_from([0, 3, removal.MAX_FRESH]),
+)
+def test_the_last_that_were_evicted_are_remembered(
+    steps: list[tuple[bool, int]], max_fresh: int
+) -> None:
+    """Asked again and again, while others go; however often all are sorted anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(removal, "MAX_FRESH", max_fresh)
+        check_what_is_remembered(steps)
+
+
+def check_what_is_remembered(steps: list[tuple[bool, int]]) -> None:
     space = Space(make_table(100), SLAB, SLAB, POLICIES["lru"](100))
     space.index.add_key_space(1, [7])
     gone, first = set[int](), 0

@@ -122,8 +122,8 @@ def test_a_usage_comes_back_from_its_values(usage: Usage) -> None:
 
 
 def test_a_tier_that_is_not_known_counts_as_host_memory() -> None:
-    values = COLUMNS.values(Usage(hit_tokens={"tape": 7}))
-    assert COLUMNS.usage(values).hit_tokens == {"host": 7, "disk": 0, "valkey": 0}
+    values = COLUMNS.values(Usage(hit_tokens={"host": 1, "tape": 7}))
+    assert COLUMNS.usage(values).hit_tokens == {"host": 8, "disk": 0, "valkey": 0}
 
 
 @pytest.mark.parametrize(("back", "is_kept"), [(1, True), (60, True), (61, False), (10**6, False)])

@@ -9,7 +9,6 @@ more and keeps its slot until it is reaped.
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hotkv import table
 from hotkv.table import Words
@@ -18,7 +17,9 @@ from hotkv_server.core.index import Keys
 from hotkv_server.core.values import BoolMask, Entries, EvictionNotice
 
 GHOST_KEYS = 1 << 16
-"""Removed keys that are remembered for `explain`."""
+"""Removed keys that are remembered, to say why a block is not there."""
+MAX_FRESH = 1 << 12
+"""Keys that are removed before all are sorted anew."""
 
 
 class Removal:
@@ -33,9 +34,10 @@ class Removal:
         # A ring: `_next_ghost` is the place of the oldest.
         self._ghosts = np.zeros(GHOST_KEYS, np.uint64)
         self._next_ghost = 0
-        # Made by the first question and kept until the next removal: one call may ask about
-        # thousands of groups.
-        self._sorted_ghosts: NDArray[np.uint64] | None = None
+        # As they were `_num_fresh` removals ago. Each report of a request asks, and sorting all
+        # takes milliseconds.
+        self._sorted_ghosts = np.sort(self._ghosts)
+        self._num_fresh = 0
 
     def __repr__(self) -> str:
         return f"Removal({self.evicted_blocks} evicted, {len(self.effects)} notices not taken)"
@@ -107,12 +109,14 @@ class Removal:
                 self._books.free_slots(self.index.parts(rows))
 
     def was_evicted(self, key_space_id: int, group_index: int, hashes: Words) -> BoolMask:
-        """Which keys [n] are among the last removed."""
+        """Which keys [n] are among the last GHOST_KEYS removed, or up to MAX_FRESH before."""
         keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
-        if self._sorted_ghosts is None:
-            self._sorted_ghosts = np.sort(self._ghosts)
-        places = np.minimum(np.searchsorted(self._sorted_ghosts, keys), GHOST_KEYS - 1)
-        evicted: BoolMask = self._sorted_ghosts[places] == keys
+        if self._num_fresh > MAX_FRESH:
+            self._sorted_ghosts, self._num_fresh = np.sort(self._ghosts), 0
+        evicted = _are_among(keys, self._sorted_ghosts)
+        if self._num_fresh:
+            last = np.arange(self._next_ghost - self._num_fresh, self._next_ghost)
+            evicted |= _are_among(keys, np.sort(self._ghosts[last % GHOST_KEYS]))
         return evicted
 
     def _give_notice(self, parts: Sequence[Words], keys: Keys) -> None:
@@ -127,7 +131,14 @@ class Removal:
         last = keys[-GHOST_KEYS:]
         at = self._next_ghost
         self._next_ghost = (at + len(last)) % GHOST_KEYS
-        self._sorted_ghosts = None
+        self._num_fresh = min(self._num_fresh + len(last), GHOST_KEYS)
         fitting = min(len(last), GHOST_KEYS - at)
         self._ghosts[at : at + fitting] = last[:fitting]
         self._ghosts[: len(last) - fitting] = last[fitting:]
+
+
+def _are_among(keys: Keys, ordered: Keys) -> BoolMask:
+    """Which keys [n] are among some in rising order, which are not none."""
+    places = np.minimum(np.searchsorted(ordered, keys), len(ordered) - 1)
+    found: BoolMask = ordered[places] == keys
+    return found
