@@ -166,8 +166,11 @@ class TenantMachine(RuleBasedStateMachine):
             while len(self.watched) > LIMITS.tracked or self.watched_bytes() > LIMITS.tracked_bytes:
                 self.watched.pop(0)
 
-    @rule(chain=CHAINS, first=st.integers(0, 6), stop=st.integers(0, 12))
-    def hit(self, chain: list[int], first: int, stop: int) -> None:
+    @rule(chain=CHAINS, like=st.integers(0, 5), first=st.integers(0, 6), stop=st.integers(0, 12))
+    def hit(self, chain: list[int], like: int, first: int, stop: int) -> None:
+        """The request's prompt goes on as one that is watched did, or is another."""
+        for _, watched, _, _ in self.watched[like : like + 1]:
+            chain = watched + chain
         stop = min(stop, len(chain))
         expected = {id(one[0]): one[0].reused_blocks for one in self.watched}
         for outcome, mine, start, seen in self.watched:
@@ -223,6 +226,15 @@ def test_the_tenant_that_was_heard_of_longest_ago_is_forgotten() -> None:
     book.tenant("c", 3.0)
     assert book.known("b") is None and book.known("a") is first
     assert [name for name, _ in book.all()] == ["a", "c"]
+
+
+def test_sessions_of_all_tenants_are_bounded_together() -> None:
+    book = HintBook(HintLimits(session_bytes=32 * 40, tenants=9, node_bytes=32 * 50))
+    for number, name in enumerate("abc"):
+        book.tenant(name, float(number)).sessions.use("s", 1, words([0] * 20), float(number))
+    assert book.session_bytes() == 32 * 60
+    book.tenant("c", 3.0)
+    assert [name for name, _ in book.all()] == ["b", "c"] and book.session_bytes() == 32 * 40
 
 
 def test_a_prompt_larger_than_the_bound_is_cut() -> None:

@@ -158,6 +158,18 @@ def test_a_pin_that_comes_with_a_request_keeps_its_blocks(chat: Make) -> None:
     assert (outcome["status"], outcome["done_block_count"]) == ("accepted", 5)
 
 
+def test_what_is_given_up_is_pinned_no_more(chat: Make) -> None:
+    one, prompt = chat(), hashes(4)
+    one.store(prompt)
+    one.report(prompt, "", pin(), message_id=named("pin"))
+    assert one.pinned() == set(prompt)
+    outcome = one.send(
+        {"action_type": "demote", "payload": {"token_range": [32, None]}},
+        key_space_id=one.key_space_id, hashes=prompt,
+    )  # fmt: skip
+    assert outcome["status"] == "accepted" and one.pinned() == set(prompt[:2])
+
+
 def test_a_range_pins_the_blocks_that_have_its_tokens(chat: Make) -> None:
     one, prompt = chat(), hashes(6)
     one.store(prompt)

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from hotkv import keys, layout, versions, words
+from hotkv import hints, keys, layout, versions, words
 from hotkv.errors import RETRYABLE, Reason
 from hotkv.v1 import errors_pb2, session_pb2
 from hotkv_server.core import residency_book
@@ -12,6 +12,7 @@ from hotkv_server.rpc import (
     calls,
     convert,
     descriptors,
+    hint_convert,
     message_limits,
     server,
     session_outbox,
@@ -42,6 +43,9 @@ LIMITS = {
     "residencies of a server": residency_book.MAX_RESIDENCIES,
     "words behind the arena": words.WORD_COUNT,
     "requests in one report": calls.MAX_REPORTS,
+    "ended requests in one report": calls.MAX_REPORTS,
+    "actions of one request's hints": hints.MAX_ACTIONS,
+    "characters of an envelope of hints": hint_convert.MAX_ENVELOPE_CHARS,
     "answers of a stream that wait to be read, before the server reads on": (
         session_outbox.UNREAD_ANSWERS
     ),

@@ -26,7 +26,7 @@ OutcomeKey = tuple[str, str]
 class HintLimits:
     """Bounds, of one tenant unless they say otherwise. `actions_per_s`: as many are taken on
     average, `burst_actions` at once. `tracked`, `tracked_bytes`: actions of which it is watched
-    whether they pay. `tenants`: of the node."""
+    whether they pay. `tenants`: of the node; `node_bytes`: of the sessions of all of them."""
 
     sessions: int = 1024
     session_bytes: int = 16 << 20
@@ -35,7 +35,8 @@ class HintLimits:
     burst_actions: int = 512
     tracked: int = 256
     tracked_bytes: int = 2 << 20
-    tenants: int = 256
+    tenants: int = 64
+    node_bytes: int = 64 << 20
 
 
 @dataclass(slots=True)
@@ -190,7 +191,13 @@ class HintBook:
         self._tenants[name] = known
         while len(self._tenants) > self.limits.tenants:
             self._tenants.popitem(last=False)
+        while len(self._tenants) > 1 and self.session_bytes() > self.limits.node_bytes:
+            self._tenants.popitem(last=False)
         return known
+
+    def session_bytes(self) -> int:
+        """Bytes of the chains of all sessions."""
+        return sum(one.sessions.num_bytes for one in self._tenants.values())
 
     def known(self, name: str) -> TenantHints | None:
         """The hints of a tenant; None if there are none."""

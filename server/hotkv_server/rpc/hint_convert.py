@@ -25,7 +25,7 @@ STATUSES = {
     Status.REJECTED: hints_pb2.HINT_STATUS_REJECTED,
     Status.MISSING: hints_pb2.HINT_STATUS_MISSING,
 }
-MAX_ENVELOPE_BYTES = 64 << 10
+MAX_ENVELOPE_CHARS = 64 << 10
 MAX_REJECTIONS = hints.MAX_ACTIONS + 1
 
 
@@ -84,10 +84,10 @@ def _action(field: str, message: hints_pb2.HintAction) -> Action:
 
 def envelope(text: str) -> Hints:
     """A router's envelope in JSON. Raises INVALID_FIELD or TOO_LARGE for what is no envelope."""
-    if len(text) > MAX_ENVELOPE_BYTES:
+    if len(text) > MAX_ENVELOPE_CHARS:
         raise HotKVError(
             Reason.TOO_LARGE,
-            f"kv_hints has {len(text)} characters; at most {MAX_ENVELOPE_BYTES} are accepted",
+            f"kv_hints has {len(text)} characters; at most {MAX_ENVELOPE_CHARS} are accepted",
         )
     try:
         value: Any = json.loads(text)

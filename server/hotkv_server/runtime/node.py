@@ -176,6 +176,7 @@ class Node:
             self.core.client_memory.total
             + self.core.catalog.weight_bytes
             + self.sparse.remembered.num_bytes
+            + self.hints.book.session_bytes()
             + queued
         )
 
