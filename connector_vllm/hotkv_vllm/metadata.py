@@ -137,8 +137,8 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
     `handshakes`: one of each rank, if the scheduler asked for them. `settled_step`, `timed_step`:
     the step's numbers, if it has any. `overdue_loads`: transfers that the server was asked to end
     and has not ended. `settled_loads`: by transfer that is held back, the number of ranks in which
-    it can't write any more. `load_seconds`: by request, what the server took for its load, in the
-    slowest rank; of a load that failed only if its time was up. `links`: by rank, why it has no
+    it can't write any more. `load_seconds`: by request, what the server took for its load, in one
+    of the ranks that tell of it; of a load that failed only if its time was up. `links`: by rank, why it has no
     session; empty if it has one. `weights`: reports by rank.
     """
 
@@ -177,10 +177,7 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
             max(self.timed_step, other.timed_step),
             tuple(dict.fromkeys(self.overdue_loads + other.overdue_loads)),
             _summed(self.settled_loads, other.settled_loads),
-            {
-                name: max(self.load_seconds.get(name, 0.0), other.load_seconds.get(name, 0.0))
-                for name in self.load_seconds | other.load_seconds
-            },
+            self.load_seconds | other.load_seconds,
             self.links | other.links,
             named[0].join(named[1]) if len(named) == 2 else next(iter(named), None),
             self.weights | other.weights,

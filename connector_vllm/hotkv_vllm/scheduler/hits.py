@@ -68,9 +68,7 @@ class HitFinder:
         self.failed_loads = FailedLoads()
         self._session = session
         self._table = TableProbe(session, groups, self.hidden)
-        self._config = config
-        self._stats = stats
-        self._prefix = id_prefix
+        self._config, self._stats, self._prefix = config, stats, id_prefix
         self._counter = itertools.count(1)
         self._overdue: Future[Any] | None = None
 

@@ -127,7 +127,8 @@ class HotKVScheduler:
         cache, failed = sharing.cache, output.failed_recving or ()
         if cache is None:
             return
-        self.requests.choice.told(self.requests.states, report.load_seconds)
+        if report.load_seconds:
+            self.requests.choice.told(self.requests.states, report.load_seconds)
         for request_id in loads.ended(output.finished_recving or ()):
             if request_id in failed:
                 self.stats.add("failed_loads")

@@ -74,7 +74,8 @@ class Ended:
 
 
 class Loads:
-    """The loads under way, those that the server hangs in, and failures to report.
+    """The loads under way, those that the server hangs in, and failures to report. `given_up`:
+    seconds that late loads took until they were given up, by request; until they are reported.
 
     `send` begins a transfer and does not raise. `cancel` asks the server to end the transfer of
     this id."""
@@ -88,7 +89,7 @@ class Loads:
         self._cancel = cancel
         self._active: dict[str, ActiveLoad] = {}
         self._failed: set[str] = set()
-        self._given_up: dict[str, float] = {}
+        self.given_up: dict[str, float] = {}
         self._hung: dict[str, ActiveLoad] = {}
 
     def __len__(self) -> int:
@@ -254,13 +255,8 @@ class Loads:
             self._hung[load.job.transfer_id] = load
             self._failed.add(load.job.request_id)
             if load.is_late:
-                self._given_up[load.job.request_id] = load.seconds
+                self.given_up[load.job.request_id] = load.seconds
             del self._active[load.job.request_id]
-
-    def take_given_up(self) -> dict[str, float]:
-        """Seconds that late loads took until they were given up, by request."""
-        given_up, self._given_up = self._given_up, {}
-        return given_up
 
     def settled(self, transfer_ids: Iterable[str]) -> tuple[list[str], list[ActiveLoad]]:
         """Returns which of these transfers can't write here any more, and the hung loads that are

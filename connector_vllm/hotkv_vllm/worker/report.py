@@ -81,7 +81,9 @@ class RankReport:
         report = self._next
         report.overdue_loads, report.settled_loads, report.links = (), {}, {}
         report.overdue_loads = loads.overdue(time.monotonic())
-        self.timed(loads.take_given_up())
+        if loads.given_up:
+            self.timed(loads.given_up)
+            loads.given_up = {}
         report.links = self._rank.link_report(self.asked.asks_links)
         weights = self._rank.weights.take_report() if self._rank.weights is not None else None
         if weights is not None:
