@@ -106,6 +106,7 @@ UNARY: dict[str, type[Message]] = {
     "AdminService/ListBlocks": admin_pb2.ListBlocksRequest,
     "AdminService/Explain": admin_pb2.ExplainRequest,
     "AdminService/ListSparseLayers": admin_pb2.ListSparseLayersRequest,
+    "AdminService/GetSavings": admin_pb2.GetSavingsRequest,
 }
 """Unary calls; of the admin's, those that do not change the bystander's blocks."""
 

@@ -492,6 +492,7 @@ def test_no_file_is_left_of_a_server_that_keeps_nothing(place: Place) -> None:
     assert place.engine is not None
     place.engine.close()
     place.engine = None
+    wait_until(lambda: num_written(place) == 1)
     place.stop(signal.SIGTERM)
     assert not (place.folder / "arena").exists()
 
