@@ -107,6 +107,17 @@ TESTS: dict[str, str] = {
         "tests/wire/test_rereads.py tests/dataplane/test_streaming.py tests/core/test_index.py"
     ),
     "server/hotkv_server/core/policies/": POLICY,
+    "server/hotkv_server/core/outcome.py": "tests/server/test_ledger.py",
+    "server/hotkv_server/ledger/accounts.py": "tests/ledger/test_accounts.py",
+    "server/hotkv_server/ledger/buckets.py": "tests/ledger/test_accounts.py",
+    "server/hotkv_server/ledger/columns.py": "tests/ledger/test_accounts.py",
+    "server/hotkv_server/ledger/forecast.py": "tests/ledger/test_forecast.py",
+    "server/hotkv_server/ledger/pack.py": "tests/ledger/test_pack.py",
+    "server/hotkv_server/ledger/shadow.py": "tests/ledger/test_shadow.py",
+    "client/hotkv_client/_report_wire.py": (
+        "tests/wire/test_packing.py tests/server/test_reports.py"
+    ),
+    "client/hotkv_client/savings_tables.py": "tests/server/test_ledger.py",
     "server/hotkv_server/core/bounds.py": "tests/core/test_bounds.py",
     "server/hotkv_server/core/pins.py": (
         f"tests/core/test_pins.py tests/core/test_retention.py {CORE}"

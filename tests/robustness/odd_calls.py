@@ -31,6 +31,7 @@ UNARY: dict[str, type[Message]] = {
     "AdminService/ListHints": admin_pb2.ListHintsRequest,
     "AdminService/ExplainSession": admin_pb2.ExplainSessionRequest,
     "AdminService/ListSparseLayers": admin_pb2.ListSparseLayersRequest,
+    "AdminService/GetSavings": admin_pb2.GetSavingsRequest,
     "WarmStartService/PrefetchBlocks": warm_pb2.PrefetchBlocksRequest,
 }
 """Of the admin's calls those that do not change the bystander's blocks."""

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -21,12 +22,17 @@ from hotkv_client import BlockRun, GroupHashes, LoadEnd, LoadRun, RequestReport,
 from hotkv_client.admin import AdminClient
 from hotkv_client.savings_tables import show_savings
 from hotkv_client.testing import PagedEngine
+from hotkv_server.core.policies import POLICIES
 from hotkv_server.ledger import pack
+from hotkv_server.simulate.bounds import unbounded
+from hotkv_server.simulate.replay import replay
+from hotkv_server.simulate.trace import load_trace
 from tests.server.support import FULL, PAGE_BYTES, WINDOW, GroupsEngine, block_ids, hashes
 from tests.server.test_health import free_port
 from tests.server.test_life import wait_until
 from tests.server.test_restart import Place, store
 from tests.server.test_tiers import CHAIN, tiered
+from tests.simulate.traces import MAKERS
 
 Make = Callable[..., GroupsEngine]
 TOKENS = 16
@@ -158,11 +164,12 @@ def test_the_last_token_is_no_miss_of_the_cache(server: Server, engine: Make) ->
 def test_a_window_group_beside_full_attention_does_not_count_twice(
     server: Server, engine: Make
 ) -> None:
-    one, prompt = engine("ledger-groups", WINDOW, FULL), hashes(4)
-    one.store(BlockRun(1, prompt, block_ids(4)), BlockRun(0, prompt[2:], block_ids(2)))
-    report(one, RequestReport(prompt, 70, 16, 64, 0.0))
+    one, prompt = engine("ledger-groups", WINDOW, FULL), hashes(6)
+    one.store(BlockRun(1, prompt[:4], block_ids(4)), BlockRun(0, prompt[2:], block_ids(4)))
+    report(one, RequestReport(prompt, 97, 16, 64, 0.0, miss=Miss.ABSENT))
     row = row_of(server.target, "ledger-groups")
     assert row["hits"] == {"host": 48} and adds_up(row)
+    assert row["misses"] == {"never_stored": 32, "partial_block": 1}
 
 
 def test_a_load_that_fails_takes_its_savings_back(server: Server, engine: Make) -> None:
@@ -235,6 +242,59 @@ def test_the_outlook_follows_what_is_reported(server: Server, engine: Make) -> N
     )
     assert gained == pytest.approx(800)
     assert after["step_byte_count"] == 1 << 30 and 0 <= after["gain_ratio"] < 1
+
+
+def test_the_outlook_is_the_simulators_of_the_recorded_trace(tmp_path: Path) -> None:
+    """Traffic is reported to a server while `hotkv record` listens; the simulator then replays what
+    was recorded."""
+    requests = MAKERS["zipf_trees"](5, 700)
+    numbers = sorted({block for _, ids in requests for block in ids})
+    names = dict(zip(numbers, hashes(len(numbers)), strict=True))
+    trace_file = tmp_path / "trace.jsonl"
+    with (
+        runtime_folder(64 << 20) as folder,
+        Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as running,
+    ):
+        running.wait_ready()
+        # A block has 8 KiB: the arena holds 2,048 of more than 4,000.
+        one = PagedEngine(running.target).connect()
+        target = ["--target", running.target]
+        recording = threading.Thread(
+            target=lambda: cli.main(
+                [*target, "record", str(trace_file), "--block-tokens", "16", "--seconds", "4"]
+            )
+        )
+        recording.start()
+        wait_until(lambda: gauge(running.target, "request_watchers") == 1)
+        for first in range(0, len(requests), 50):
+            reports = [
+                RequestReport([names[block] for block in ids], 16 * len(ids), 0, 0, 0.0)
+                for _, ids in requests[first : first + 50]
+            ]
+            one.session.report_requests(reports)
+        one.session.ping(10)
+        recording.join()
+        tokens = sum(16 * len(ids) for _, ids in requests)
+        with AdminClient(running.target) as admin:
+            wait_until(lambda: admin.savings()["outlook"]["prompt_token_count"] == tokens)
+            outlook = admin.savings(3600)["outlook"]
+        one.close()
+    trace = load_trace(trace_file)
+    assert trace.num_requests == len(requests)
+    step = outlook["step_byte_count"] // (8 << 10)
+    larger, smaller = (
+        int(replay(trace, blocks, POLICIES["hotness"]).prefix.sum())
+        for blocks in (2048 + step, 2048)
+    )
+    blocks = len(trace.blocks)
+    assert outlook["ceiling_ratio"] == pytest.approx(unbounded(trace).sum() / blocks, abs=0.02)
+    assert outlook["gain_ratio"] == pytest.approx((larger - smaller) / blocks, abs=0.02)
+    assert larger > smaller
+
+
+def gauge(target: str, name: str) -> float:
+    with AdminClient(target) as admin:
+        return float(admin.info()["counters"][name])
 
 
 def fetch(server: Server, path: str) -> tuple[int, str, str]:
@@ -432,6 +492,7 @@ def test_no_file_is_left_of_a_server_that_keeps_nothing(place: Place) -> None:
     assert place.engine is not None
     place.engine.close()
     place.engine = None
+    wait_until(lambda: num_written(place) == 1)
     place.stop(signal.SIGTERM)
     assert not (place.folder / "arena").exists()
 

@@ -9,8 +9,10 @@ from hypothesis import given
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_HASH_BYTES, MIN_HASH_BYTES
+from hotkv.misses import SAID_BY_ENGINES, Miss
+from hotkv.retention import NO_RETENTION
 from hotkv.v1 import session_pb2
-from hotkv_client import RequestReport, _answers, _report_wire, _wire
+from hotkv_client import LoadEnd, RequestReport, _answers, _report_wire, _wire
 from hotkv_server.rpc import convert
 from hotkv_server.rpc.errors import detail
 
@@ -58,6 +60,26 @@ def test_the_age_of_a_report_goes_in_milliseconds(age_s: float) -> None:
     report = RequestReport([], 10, 0, 0, age_s)
     (message,) = _report_wire.report_requests([report], 32).report_use.requests
     assert message.age_ms <= age_s * 1000 < message.age_ms + 1
+
+
+@given(
+    miss=st.sampled_from(Miss),
+    seconds=st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)),
+    number=st.integers(0, (1 << 63) - 1),
+    failed=st.booleans(),
+)
+def test_what_a_report_says_for_the_ledger_arrives(
+    miss: Miss, seconds: tuple[float, float], number: int, failed: bool
+) -> None:
+    """Times of more than a day count as one, and reasons that engines can't know as none."""
+    said = RequestReport([], 10, 0, 0, 0.0, NO_RETENTION, miss, *seconds, number)
+    end = LoadEnd(number, seconds[0], failed)
+    message = _report_wire.report_requests([said], 32, 0.0, [end]).report_use
+    (heard,), (ended,) = convert.reports(message.requests, 32), convert.load_ends(message.loads)
+    assert heard.miss == (miss if miss in SAID_BY_ENGINES else Miss.UNKNOWN)
+    assert (heard.saved_s, heard.wait_s) == tuple(min(one, 86_400.0) for one in seconds)
+    assert heard.report_id == ended.report_id == number
+    assert ended.wait_s == heard.saved_s and ended.failed == failed
 
 
 @pytest.mark.parametrize("read", [_answers.link_sizes, _answers.ticket])

@@ -80,8 +80,7 @@ class Forecast:
         self._max_seen, self._max_keys = max_seen, max_shadow_keys
         self._num_seen = 0
         self._seen = GhostTable(SEEN_ROOM * max_seen)
-        # Room for one request that is as large as the whole sample.
-        self._shadows = tuple(Shadow(make_policy, 2 * max_shadow_keys) for _ in range(2))
+        self._shadows = tuple(Shadow(make_policy, max_shadow_keys) for _ in range(2))
 
     def __repr__(self) -> str:
         return (
@@ -130,10 +129,11 @@ class Forecast:
     ) -> tuple[float, float]:
         """About how many blocks the arena misses, and a larger one."""
         sizes = (capacity_bytes, capacity_bytes + step_bytes(capacity_bytes))
-        while sizes[1] * self.shadow_share > self._max_keys * demand.block_bytes:
+        keys = demand.keys[low < _threshold(self.shadow_share)]
+        while max(map(len, self._shadows)) + len(keys) > self._max_keys:
             self._thin_out()
+            keys = demand.keys[low < _threshold(self.shadow_share)]
         share = self.shadow_share
-        keys = demand.keys[low < _threshold(share)]
         if not len(keys):
             return 0.0, 0.0
         hits = [

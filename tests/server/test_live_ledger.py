@@ -1,0 +1,143 @@
+"""The live ledger over a real core, without a daemon: its bounds, and files that can't be
+written."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotkv.keys import KeySpace
+from hotkv.misses import Miss
+from hotkv.retention import NO_RETENTION
+from hotkv.table import BlockTable, TableGeometry
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.values import CoreConfig
+from hotkv_server.ledger import pack
+from hotkv_server.runtime import ledger
+from hotkv_server.runtime.ledger import LiveLedger
+from hotkv_server.runtime.reports import LoadEnd, Report
+from hotkv_server.runtime.session import LiveSession
+from tests.server.support import FULL
+
+ARENA_BYTES, SLAB_BYTES, CAPACITY = 1 << 20, 1 << 16, 64
+
+
+class World:
+    """A core with one session, and a ledger over it."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        geometry = TableGeometry.for_capacity(CAPACITY, 1, ARENA_BYTES)
+        table = BlockTable(np.zeros(geometry.file_bytes, np.uint8), geometry)
+        config = CoreConfig(ARENA_BYTES, SLAB_BYTES, CAPACITY)
+        self.core = CacheCore(config, table, POLICIES["lru"](CAPACITY))
+        key_space = KeySpace("small", "w", "bfloat16", (FULL,), 16)
+        record = self.core.open_session("engine", "scheduler", key_space, 0.0)
+        self.session = LiveSession(record, "secret", key_space, "test")
+        self.ledger = LiveLedger(self.core, directory, policy="lru")
+        self._rng = np.random.default_rng(1)
+
+    def report(self, num_blocks: int = 2, hit_tokens: int = 0, report_id: int = 0) -> None:
+        hashes = self._rng.integers(1, 1 << 32, (num_blocks, 8), np.uint32)
+        tokens = 16 * num_blocks + 1
+        self.ledger.report(
+            self.session,
+            Report(
+                hashes, tokens, 0, hit_tokens, 0.0, NO_RETENTION, Miss.ABSENT, 1.0, 0.0, report_id
+            ),
+        )
+
+    @property
+    def followed_tokens(self) -> int:
+        for _ in self.ledger.follow():
+            pass
+        return self.ledger.outlook(0).prompt_tokens
+
+
+@pytest.mark.parametrize(("name", "bound"), [("MAX_FOLLOWING", 3), ("MAX_FOLLOWING_BLOCKS", 3 * 2)])
+def test_requests_beyond_what_the_forecast_can_follow_are_counted_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, name: str, bound: int
+) -> None:
+    monkeypatch.setattr(ledger, name, bound)
+    world = World()
+    for _ in range(5):
+        world.report()
+    assert world.ledger.num_lost == 2 and world.ledger.total.requests == 5
+    assert world.followed_tokens == 3 * 33
+    # What was followed makes room.
+    for _ in range(3):
+        world.report()
+    assert world.ledger.num_lost == 2 and world.followed_tokens == 6 * 33
+
+
+def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "MAX_OPEN_LOADS", 2)
+    world = World()
+    for number in (1, 2, 3):
+        world.report(hit_tokens=32, report_id=number)
+    for number in (1, 2, 3):
+        world.ledger.load_ended(world.session, LoadEnd(number, 0.5, failed=True))
+    total = world.ledger.total
+    assert (total.failed_loads, total.saved_s, total.waited_s) == (2, 1.0, 1.5)
+    assert total.hit_tokens["host"] == 32 and total.missed_tokens[Miss.FAILED_LOAD] == 64
+
+
+def test_a_ledger_that_can_not_be_written_says_so_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "SAVE_S", 0.0)
+    folder = tmp_path / "arena"
+    folder.mkdir()
+    world = World(folder)
+    folder.rmdir()
+
+    async def turns() -> None:
+        world.report()
+        await world.ledger.turn()
+        await world.ledger.close()
+        folder.mkdir()
+        world.report()
+        await world.ledger.turn()
+        await world.ledger.close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(turns())
+    assert sum("ledger not saved" in record.message for record in caplog.records) == 1
+    kept = pack.unpack((folder / "ledger").read_bytes())
+    assert kept.rows[0][1].total[kept.names.index("requests")] == 2
+    assert World(folder).ledger.total.requests == 2
+
+
+def test_nothing_is_written_while_nothing_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "SAVE_S", 0.0)
+    world = World(tmp_path)
+
+    async def turns() -> None:
+        for _ in range(3):
+            await world.ledger.turn()
+            await world.ledger.close()
+
+    asyncio.run(turns())
+    assert not (tmp_path / "ledger").exists()
+    world.report()
+    asyncio.run(turns())
+    written = (tmp_path / "ledger").stat().st_mtime_ns
+    asyncio.run(turns())
+    assert (tmp_path / "ledger").stat().st_mtime_ns == written
+
+
+def test_blocks_of_two_key_spaces_are_not_taken_for_each_other() -> None:
+    world, hashes = World(), np.arange(1, 33, dtype=np.uint32).reshape(4, 8)
+    other = KeySpace("large", "w", "bfloat16", (FULL,), 16)
+    record = world.core.open_session("engine", "scheduler", other, 0.0)
+    said = Report(hashes, 64, 0, 0, 0.0, NO_RETENTION)
+    for session in (world.session, LiveSession(record, "second", other, "test")):
+        world.ledger.report(session, said)
+    assert world.followed_tokens == 128 and world.ledger.outlook(0).ceiling_ratio == 0.0
+    world.ledger.report(world.session, said)
+    assert world.followed_tokens == 192
+    assert world.ledger.outlook(0).ceiling_ratio == pytest.approx(1 / 3)
