@@ -10,6 +10,7 @@ from hotkv.hints import ActionType, Hints
 from hotkv.v1 import hints_pb2, hints_pb2_grpc
 from hotkv_client._admin_wire import hint_outcomes, plain
 from hotkv_client._answers import as_error
+from hotkv_client._wire import whole_ms
 from hotkv_client.channels import Metadata
 
 KINDS = {
@@ -35,8 +36,8 @@ def request_hints(hints: Hints) -> hints_pb2.RequestHints | None:
                 start_token=one.target.start_tokens,
                 end_token=one.target.end_tokens or 0,
                 priority=one.priority,
-                ttl_ms=int(one.ttl_s * 1000),
-                deadline_ms=int(one.deadline_s * 1000),
+                ttl_ms=whole_ms(one.ttl_s),
+                deadline_ms=whole_ms(one.deadline_s),
                 clipped=one.clipped,
             )
             for one in hints.actions

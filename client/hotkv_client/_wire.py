@@ -234,9 +234,12 @@ def acquire(
 def retention_message(value: Retention) -> cache_pb2.Retention | None:
     if value == NO_RETENTION:
         return None
-    return cache_pb2.Retention(
-        priority=value.priority, ttl_ms=int(value.ttl_s * 1000), pin=value.pin
-    )
+    return cache_pb2.Retention(priority=value.priority, ttl_ms=whole_ms(value.ttl_s), pin=value.pin)
+
+
+def whole_ms(seconds: float) -> int:
+    """Milliseconds; 1 for what is shorter, since 0 means none."""
+    return int(seconds * 1000) or int(seconds > 0)
 
 
 def reserve(

@@ -158,6 +158,14 @@ def test_a_pin_that_comes_with_a_request_keeps_its_blocks(chat: Make) -> None:
     assert (outcome["status"], outcome["done_block_count"]) == ("accepted", 5)
 
 
+def test_a_moment_is_long_enough_for_a_pin(chat: Make) -> None:
+    one, prompt, message = chat(), hashes(2), named("short")
+    one.store(prompt)
+    short = Retention(0, 1e-4, pin=True)
+    one.report(prompt, "", pin(ttl_s=1e-4), message_id=message, retention=short)
+    assert one.outcomes(message)["p"]["status"] == "accepted"
+
+
 def test_what_is_given_up_is_pinned_no_more(chat: Make) -> None:
     one, prompt = chat(), hashes(4)
     one.store(prompt)
@@ -336,7 +344,9 @@ def test_bad_actions_are_rejected_alone(chat: Make) -> None:
     assert "payload.priority" in by_id["b"]["reason"] and "86400" in by_id["c"]["reason"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 60_000, '{"actions": 5}', "x" * 70_000])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", "[" * 60_000, '{"actions": 5}', json.dumps({"odd": "x" * 70_000})]
+)
 def test_what_is_no_envelope_changes_nothing(chat: Make, text: str) -> None:
     with grpc.insecure_channel(chat().server.target) as channel:
         stub: Any = hints_pb2_grpc.HintServiceStub(channel)

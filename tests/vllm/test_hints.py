@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
-from hotkv.hints import MAX_ACTIONS, Action, ActionType, Hints, Target
+from hotkv.hints import MAX_ACTIONS, Action, ActionType, Hints, Target, is_identifier
 from hotkv.retention import MAX_PRIORITY, NO_RETENTION, Retention
 from hotkv_client.hints import HintClient
 from hotkv_client.types import EndedRequest, RequestReport
@@ -100,6 +100,15 @@ def test_short_forms_are_the_same_actions(
     assert [action.action_id for action in report.hints.actions] == kinds
     assert report.retention == retention
     assert not kinds or report.hints.message_id == "request a"
+
+
+def test_a_client_may_choose_any_id_for_its_request(engine: Any, server: Any) -> None:
+    one = engine()
+    for name in ("a\nb\ud800", "x" * 500):
+        one.add(name, PROMPT, 2, transfer={"hotkv.priority": 1})
+    one.run()
+    names = [report.hints.message_id for report in reports(server)]
+    assert names[0] == "request ab" and all(map(is_identifier, names))
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ class HintReader:
         )
         if not actions and not full.rejected and not session:
             return NOTHING
-        message_id = full.message_id or f"request {request.request_id}"[:MAX_ID_CHARS]
+        message_id = full.message_id or _message_id(request.request_id)
         together = Hints(message_id, actions[: hints.MAX_ACTIONS], full.rejected)
         return Asked(together.retention(), session or "", together)
 
@@ -135,6 +135,13 @@ class HintReader:
                 what,
                 LOG_INTERVAL_S,
             )
+
+
+def _message_id(request_id: str) -> str:
+    """Names the hints of a request that came without a message's id. Clients choose a part of a
+    request's id, and may choose anything."""
+    printable = "".join(filter(str.isprintable, request_id[:MAX_ID_CHARS]))
+    return f"request {printable}"[:MAX_ID_CHARS]
 
 
 def _is_good(name: str, value: Any) -> bool:
