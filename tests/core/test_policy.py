@@ -9,8 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv import native
-from hotkv_server.core.policies import LRU, POLICIES, queue
-from hotkv_server.testing.policy_contract import PolicyWorld, check_leaves_go_first, check_policy
+from hotkv_server.core.policies import LRU, POLICIES, demoted, queue
+from hotkv_server.testing.policy_contract import (
+    PolicyWorld,
+    check_demoted_go_first,
+    check_leaves_go_first,
+    check_policy,
+)
 
 
 @pytest.fixture(params=["kernels", pytest.param("references", marks=pytest.mark.long)])
@@ -39,6 +44,25 @@ def test_contract(name: str, seed: int) -> None:
 @pytest.mark.parametrize("num_blocks", [1, 2, 50])
 def test_leaves_go_first(name: str, num_blocks: int) -> None:
     check_leaves_go_first(POLICIES[name], num_blocks)
+
+
+@pytest.mark.usefixtures("kernels", "queues")
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("num_blocks", [1, 2, 50])
+def test_demoted_go_first(name: str, num_blocks: int) -> None:
+    check_demoted_go_first(POLICIES[name], num_blocks)
+
+
+def test_demoted_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is demoted and used in turn takes no more memory than the entries that there are."""
+    monkeypatch.setattr(demoted, "LOOKED_ENTRIES", 64)
+    monkeypatch.setattr(demoted, "PART_ENTRIES", 16)
+    pile = demoted.DemotedEntries(np.zeros(101, np.uint64))
+    for _ in range(50):
+        pile.add(np.arange(1, 101, dtype=np.uint32))
+    assert len(pile) <= 400
+    taken = [int(entry) for _ in range(20) for entry in pile.take(9, lambda entries: entries > 60)]
+    assert set(taken) == set(range(61, 101))
 
 
 class LRUMachine(RuleBasedStateMachine):

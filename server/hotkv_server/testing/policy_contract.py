@@ -29,6 +29,7 @@ class PolicyWorld:
         self.size_of: dict[int, int] = {}
         self.key_of: dict[int, int] = {}
         self.pinned: set[int] = set()
+        self.demoted: set[int] = set()
         self._reference = make_policy(capacity)
         self._fresh_keys = itertools.count(1)
         self._gone: list[int] = []
@@ -64,12 +65,20 @@ class PolicyWorld:
         """Blocks after these, in chain order, came in."""
         assert now_s >= self.now_s
         self.now_s = now_s
+        self.demoted -= set(numbers)
         for policy in (self.policy, self._reference):
             policy.refresh(_entries(numbers), now_s)
+
+    def demote(self, numbers: list[int]) -> None:
+        """These, in chain order, are to be evicted before all others until they are used."""
+        self.demoted |= set(numbers)
+        for policy in (self.policy, self._reference):
+            policy.demote(_entries(numbers), self._keys(numbers), self.now_s)
 
     def _tell(self, what: str, numbers: list[int], now_s: float, retention: Retention) -> None:
         assert now_s >= self.now_s
         self.now_s = now_s
+        self.demoted -= set(numbers)
         for policy in (self.policy, self._reference):
             entries, keys = _entries(numbers), self._keys(numbers)
             getattr(policy, what)(entries, keys, now_s, retention)
@@ -84,6 +93,7 @@ class PolicyWorld:
         for number in numbers:
             del self.size_of[number]
             self.pinned.discard(number)
+            self.demoted.discard(number)
             self._gone.append(self.key_of.pop(number))
 
     def _fresh_key(self) -> int:
@@ -111,6 +121,8 @@ class PolicyWorld:
         assert len(victims) == min(count, len(eligible)), (
             "fewer victims than could be had, or more than asked for"
         )
+        num_first = min(count, len(eligible & self.demoted))
+        assert set(victims[:num_first]) <= self.demoted, "a demoted entry was not evicted first"
         self.leave(victims, evicted=True)
         return victims
 
@@ -118,6 +130,10 @@ class PolicyWorld:
         """Raises AssertionError if heat can't order entries, or a policy's own books
         disagree."""
         entries = _entries(sorted(self.size_of))
+        if self.demoted and len(self.demoted) < len(entries):
+            rest = _entries(sorted(set(self.size_of) - self.demoted))
+            coldest = self.policy.heat(_entries(sorted(self.demoted))).max()
+            assert coldest < self.policy.heat(rest).min(), "a demoted entry is not the coldest"
         for figures in (self.policy.heat(entries), self.policy.last_used_s(entries)):
             assert figures.shape == entries.shape and figures.dtype == np.float64
             assert np.isfinite(figures).all()
@@ -159,7 +175,7 @@ def check_policy(
             if rng.random() < 0.8
             else Retention(int(rng.integers(-8, 9)), float(rng.choice([0.0, 5.0, 1e4])))
         )
-        match int(rng.integers(0, 7)):
+        match int(rng.integers(0, 8)):
             case 0 | 1:
                 fresh = [
                     int(n) for n in rng.permutation(world.free_numbers())[: rng.integers(0, 16)]
@@ -179,6 +195,8 @@ def check_policy(
                 world.pinned ^= set(some)
             case 5:
                 world.refresh(some, now_s)
+            case 6:
+                world.demote(some)
             case _:
                 world.leave(some[:3])
         world.check()
@@ -195,3 +213,26 @@ def check_leaves_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None
         4096, num_blocks
     )
     assert victims == chain[::-1], "a block went before one that only it leads to"
+
+
+def check_demoted_go_first(make_policy: MakePolicy, num_blocks: int = 20) -> None:
+    """A chain that was demoted goes before all others, its tail first; a use undoes that. Raises
+    AssertionError where not."""
+    world = PolicyWorld(make_policy, 3 * num_blocks + 1)
+    ended = list(range(1, num_blocks + 1))
+    used = list(range(num_blocks + 1, 2 * num_blocks + 1))
+    world.arrive(list(range(2 * num_blocks + 1, 3 * num_blocks + 2)), 4096, 1.0)
+    for chain in (ended, used):
+        world.arrive(chain, 4096, 2.0, retention=Retention(8, 8e4))
+    for chain in (ended, used):
+        world.use(chain, 1000.0)
+    # A policy may have queued what it took for the coldest by now.
+    gone = world.evict(4096, 1)
+    ended, used = ([n for n in chain if n not in gone] for chain in (ended, used))
+    world.demote(used)
+    world.demote(ended)
+    world.use(used, 1001.0)
+    world.check()
+    assert world.evict(4096, len(ended)) == ended[::-1], (
+        "demoted blocks were kept, or used ones not"
+    )

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.retention import NO_RETENTION, Retention
+from hotkv_server.core.policies.demoted import others
 from hotkv_server.core.policies.ghosts import GhostTable
 from hotkv_server.core.policies.lru import Stamps
 from hotkv_server.core.policies.protocol import Entries, Evictable, Keys
@@ -67,6 +68,9 @@ class ARC:
     def refresh(self, entries: Entries, now_s: float) -> None:
         self._stamps.use(entries, now_s)
 
+    def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
+        self._stamps.demote(entries)
+
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         lists = self._list[entries]
         for number in (ONCE, AGAIN):
@@ -85,6 +89,11 @@ class ARC:
         return iter(())
 
     def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
+        first = self._stamps.demoted.take(count, evictable)
+        rest = self._victims(slot_bytes, count - len(first), others(evictable, first))
+        return np.concatenate((first, rest))
+
+    def _victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
         excess = max(0, self._num[ONCE] - int(self._target))
         chosen = self._take(slot_bytes, ONCE, min(count, excess), evictable)
         chosen = np.concatenate(
@@ -96,7 +105,7 @@ class ARC:
             slot_bytes,
             ONCE,
             count - len(chosen),
-            lambda entries: evictable(entries) & ~np.isin(entries, chosen),
+            others(evictable, chosen),
         )
         return np.concatenate((chosen, rest))
 
@@ -120,7 +129,7 @@ class ARC:
         return self._stamps.stamp_s[entries]
 
     def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
-        return self._stamps.stamp_s[entries]
+        return self._stamps.used_s(entries)
 
     def figures(self) -> dict[str, float]:
         return {

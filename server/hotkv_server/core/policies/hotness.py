@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from hotkv import native
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_server.core.policies import reference
+from hotkv_server.core.policies.demoted import DemotedEntries, others
 from hotkv_server.core.policies.duel import Duel
 from hotkv_server.core.policies.ghosts import GhostTable
 from hotkv_server.core.policies.protocol import Entries, Evictable, Keys
@@ -24,6 +25,9 @@ TICKS_PER_S = 64
 GHOSTS_PER_BLOCK = 4
 KEPT_S = 1e9
 """Added to the heat of blocks whose time to live is not over."""
+DEMOTED, DEMOTED_STEP = -1e9, -128.0
+"""c of an entry that is demoted, and what each next one of its chain has besides: below any other
+c, whatever a contender makes of it, and apart from each other in 32 bits."""
 DEPTH_STEP = 4e-6
 """Each block of a chain has at least so much more in c than the one after it: of equals the leaf
 is evicted first."""
@@ -44,6 +48,7 @@ class Hotness:
         self._first_s = np.inf
         self._num_known = 0
         self._latest = 0
+        self._demoted = DemotedEntries(self._state)
         self.duel = Duel(capacity)
         self._kernels = native.load("hotkv_server.core.policies.kernels") or reference
 
@@ -88,10 +93,18 @@ class Hotness:
 
     def refresh(self, entries: Entries, now_s: float) -> None:
         if len(entries):
+            self._uses[entries[self._uses[entries] < DEMOTED / 2]] = 0.0
             now = self._latest = self._ticks(now_s)
             self._kernels.use(
                 self._used, self._uses, entries, now, now, -np.inf, self._memory_ticks, DEPTH_STEP
             )
+
+    def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
+        known = entries[self._used[entries] != 0]
+        self._uses[known] = DEMOTED + DEMOTED_STEP * np.arange(len(known))
+        # A time to live is over with this.
+        self._used[known] = np.minimum(self._used[known], self._latest)
+        self._demoted.add(known[::-1])
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         gone_keys, gone_states = (
@@ -107,7 +120,9 @@ class Hotness:
         return self._queue(slot_bytes).sweep(count, evictable)
 
     def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
-        return self._queue(slot_bytes).take(count, evictable)
+        first = self._demoted.take(count, evictable)
+        rest = self._queue(slot_bytes).take(count - len(first), others(evictable, first))
+        return np.concatenate((first, rest))
 
     def _queue(self, slot_bytes: int) -> ColdQueue:
         if slot_bytes not in self._queues:

@@ -6,21 +6,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.retention import NO_RETENTION, Retention
+from hotkv_server.core.policies.demoted import DemotedEntries, others
 from hotkv_server.core.policies.protocol import Entries, Evictable, Keys
 from hotkv_server.core.policies.queue import ColdQueue, Highest
 
 STEP_S = 1e-7
-"""Between the stamps of two blocks of one touch; above the spacing of float64 near 1e8 seconds."""
+"""Between the stamps of two blocks of one touch; above the spacing of float64 near 2e8 seconds."""
+DEMOTED_S = 2e8
+"""Taken from the stamp of an entry that is demoted: more than any stamp."""
 
 
 class Stamps:
-    """A time stamp per entry, 0 for none; strictly rising from use to use, and from the tail of a
-    chain to its head."""
+    """A time stamp per entry, 0 for none, negative for one that is `demoted`; strictly rising from
+    use to use, and from the tail of a chain to its head."""
 
     def __init__(self, capacity: int) -> None:
         self.highest = Highest()
         self.stamp_s = np.zeros(capacity + 1, np.float64)
         self._latest_s = 0.0
+        self.demoted = DemotedEntries(self.state)
 
     @property
     def state(self) -> NDArray[np.uint64]:
@@ -34,6 +38,22 @@ class Stamps:
         stamps = start_s + np.arange(len(entries), 0, -1) * STEP_S
         self._latest_s = start_s + (len(entries) + 1) * STEP_S
         self.stamp_s[entries] = np.maximum(self.stamp_s[entries], stamps + ttl_s)
+
+    def demote(self, entries: Entries) -> None:
+        """Marks stamped entries as demoted, the tail of their chain first."""
+        entries = entries[self.stamp_s[entries] > 0]
+        self.stamp_s[entries] -= DEMOTED_S
+        self.demoted.add(entries[::-1])
+
+    def restore(self, entries: Entries) -> None:
+        """Undoes the demotion of entries, for a policy that doesn't stamp uses."""
+        demoted = entries[self.stamp_s[entries] < 0]
+        self.stamp_s[demoted] += DEMOTED_S
+
+    def used_s(self, entries: Entries) -> NDArray[np.float64]:
+        """The stamps as they were given."""
+        stamp_s = self.stamp_s[entries]
+        return np.where(stamp_s < 0, stamp_s + DEMOTED_S, stamp_s)
 
     def clear(self, entries: Entries) -> None:
         self.stamp_s[entries] = 0.0
@@ -67,6 +87,9 @@ class LRU:
     def refresh(self, entries: Entries, now_s: float) -> None:
         self._stamps.use(entries, now_s)
 
+    def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
+        self._stamps.demote(entries)
+
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         self._stamps.clear(entries)
 
@@ -74,7 +97,9 @@ class LRU:
         return self._queue(slot_bytes).sweep(count, evictable)
 
     def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
-        return self._queue(slot_bytes).take(count, evictable)
+        first = self._stamps.demoted.take(count, evictable)
+        rest = self._queue(slot_bytes).take(count - len(first), others(evictable, first))
+        return np.concatenate((first, rest))
 
     def _queue(self, slot_bytes: int) -> ColdQueue:
         if slot_bytes not in self._queues:
@@ -87,7 +112,7 @@ class LRU:
         return self._stamps.stamp_s[entries]
 
     def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
-        return self._stamps.stamp_s[entries]
+        return self._stamps.used_s(entries)
 
     def figures(self) -> dict[str, float]:
         return {}

@@ -36,6 +36,10 @@ class Policy(Protocol):
         """Blocks after these in their chain came in. These count as in use, though nobody used
         them."""
 
+    def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
+        """Nobody is expected to use these entries again: they are evicted before all others, until
+        they are used or refreshed. Skips entries that were never admitted."""
+
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         """Entries were removed: `evicted` to make room, or dropped for another reason. Skips
         entries that were never admitted."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.retention import NO_RETENTION, Retention
+from hotkv_server.core.policies.demoted import others
 from hotkv_server.core.policies.ghosts import GhostTable
 from hotkv_server.core.policies.lru import Stamps
 from hotkv_server.core.policies.protocol import Entries, Evictable, Keys
@@ -55,9 +56,15 @@ class S3FIFO:
     ) -> None:
         self._now_s = now_s
         self._uses[entries] = np.minimum(MAX_USES, self._uses[entries] + 1)
+        self._stamps.restore(entries)
 
     def refresh(self, entries: Entries, now_s: float) -> None:
-        """Does nothing: only the order of arrival counts here."""
+        """Does nothing but to undo demotions: only the order of arrival counts here."""
+        self._stamps.restore(entries)
+
+    def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
+        self._uses[entries] = 0
+        self._stamps.demote(entries)
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         queue_of = self._queue_of[entries]
@@ -74,6 +81,11 @@ class S3FIFO:
         return iter(())
 
     def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
+        first = self._stamps.demoted.take(count, evictable)
+        rest = self._victims(slot_bytes, count - len(first), others(evictable, first))
+        return np.concatenate((first, rest))
+
+    def _victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
         chosen: Entries = np.empty(0, np.uint32)
         exhausted = {SMALL: False, MAIN: False}
         while len(chosen) < count and not all(exhausted.values()):
@@ -126,7 +138,7 @@ class S3FIFO:
 
     def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
         """When entries came into their queue; this policy knows no later time."""
-        return self._stamps.stamp_s[entries]
+        return self._stamps.used_s(entries)
 
     def figures(self) -> dict[str, float]:
         return {"small_blocks": float(self._num[SMALL]), "main_blocks": float(self._num[MAIN])}
