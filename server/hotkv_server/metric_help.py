@@ -127,6 +127,8 @@ HELP: dict[str, str] = {
     "eviction_memory_seconds": "Seconds after which the policy counts an older use half.",
     "eviction_recency": "Weight of recency against frequency in the policy; -1 keeps the older of "
     "equally frequent blocks.",
+    "eviction_hold_seconds": "Seconds for which the policy keeps a block after a use, while stores "
+    "that find no other room are refused; 0 for none.",
     "eviction_sample_ratio": "Share of keys that the policy samples to learn its setting.",
     "eviction_once_blocks": "Blocks that were used once (policy arc).",
     "eviction_again_blocks": "Blocks that were used more than once (policy arc).",

@@ -373,6 +373,9 @@ def no_room_left(space: Space, slot_bytes: int, untouchable: set[int]) -> None:
 
     `untouchable`: entry numbers that had to stay during the call though nothing pins them now.
     """
+    if space.policy.figures().get("hold_s"):
+        # What was used a moment ago may stay.
+        return
     index, pool = space.index, space.pool
     live = np.flatnonzero(index.states()).astype(np.uint32)
     may_go = (

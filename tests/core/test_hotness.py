@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from numpy.typing import NDArray
 
 from hotkv.retention import MAX_PRIORITY, NO_RETENTION, Retention
 from hotkv_server.core.policies import Hotness, queue, reference
@@ -98,6 +99,24 @@ class DefinitionMachine(RuleBasedStateMachine):
             self.num_evicted += 1
         else:
             del self.uses[block]
+
+    @rule(data=st.data(), passed=PASSED_TICKS, priority=st.integers(-MAX_PRIORITY, MAX_PRIORITY))
+    def decline(self, data: st.DataObject, passed: int, priority: int) -> None:
+        """A block that finds no room was used as well, and is a ghost from then on."""
+        self.now_s += passed / TICKS_PER_S
+        block = data.draw(
+            st.sampled_from([block for block in range(1, 21) if block not in self.entry_of])
+        )
+        depth = data.draw(st.integers(0, 2))
+        self.policy.decline(keys_of([block]), depth, self.now_s, Retention(priority))
+        if not self.policy.duel.winner.hold_s or len(self.entry_of) <= depth:
+            return
+        number = self.ghosts.pop(block, -CAPACITY * GHOSTS_PER_BLOCK)
+        if self.num_evicted - number > CAPACITY * GHOSTS_PER_BLOCK:
+            self.uses.pop(block, None)
+        self.use(block, priority)
+        self.ghosts[block] = self.num_evicted
+        self.num_evicted += 1
 
     @invariant()
     def remembers(self) -> None:
@@ -300,6 +319,47 @@ def test_a_time_to_live_counts_as_use_until_then() -> None:
     assert policy.last_used_s(entries_of([1]))[0] == 100.0, "a use without one shortened it"
     policy.admit(entries_of([3]), keys_of([3]), 500.0)
     assert policy.victims(0, 1, lambda numbers: numbers != 2).tolist() == [1]
+
+
+@given(data=st.data(), hold_s=st.sampled_from([0.0, 2.0, 90.0]))
+def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
+    """With `may_keep`, blocks that were used within the time that the winner holds are no victims,
+    unless they were demoted; all others are, and without it all are."""
+    policy, num_entries, now_s = make_hotness(40, Contender(0.1, hold_s=hold_s)), 40, 100.0
+    used_s = {}
+    for entry in range(1, num_entries + 1):
+        now_s += data.draw(st.sampled_from([0.0, 0.5, 3.0, 40.0]))
+        policy.admit(entries_of([entry]), keys_of([entry]), now_s)
+        used_s[entry] = now_s
+    for _ in range(data.draw(st.integers(0, 10))):
+        entry = data.draw(st.integers(1, num_entries))
+        policy.touch(entries_of([entry]), keys_of([entry]), now_s)
+        used_s[entry] = now_s
+    demoted = set(data.draw(st.lists(st.integers(1, num_entries), max_size=3, unique=True)))
+    policy.demote(entries_of(sorted(demoted)), keys_of(sorted(demoted)), now_s)
+    may_go = {entry for entry in used_s if now_s - used_s[entry] >= hold_s} | demoted
+    gone: set[int] = set()
+
+    def is_left(numbers: Entries) -> NDArray[np.bool_]:
+        return ~np.isin(numbers, list(gone))
+
+    for _ in range(data.draw(st.integers(1, 6))):
+        count = data.draw(st.integers(1, 20))
+        victims = policy.victims(0, count, is_left, may_keep=True).tolist()
+        assert set(victims) <= may_go - gone
+        gone |= set(victims)
+    victims = policy.victims(0, num_entries, is_left, may_keep=True).tolist()
+    assert gone | set(victims) == may_go, "an old block was kept"
+    everything = policy.victims(0, num_entries, is_left)
+    assert set(everything.tolist()) == set(used_s) - gone
+
+
+def test_what_asked_to_stay_goes_if_nothing_else_may() -> None:
+    """Requests that ask for a time to live can't keep others out for longer than that of turns."""
+    policy = make_hotness(4, Contender(0.1, hold_s=5.0))
+    policy.admit(entries_of([1, 2]), keys_of([1, 2]), 100.0, Retention(ttl_s=1000.0))
+    anything = np.ones(2, np.bool_)
+    assert policy.victims(0, 2, lambda numbers: anything[: len(numbers)], may_keep=True).tolist()
 
 
 @given(seed=st.integers(0, 1 << 32), contender=st.sampled_from(CONTENDERS))

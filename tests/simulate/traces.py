@@ -145,6 +145,88 @@ def drift(seed: int = 0, num_requests: int = 3000) -> Requests:
     return requests
 
 
+def _sessions(
+    seed: int,
+    num_requests: int,
+    every_s: float,
+    gap_s: Callable[[np.random.Generator, float], float],
+    end_ratio: float,
+    num_prompts: int = 4,
+) -> Requests:
+    """Contexts that grow from turn to turn; a session begins every `every_s` on average and ends
+    after any turn with the same probability.
+
+    `gap_s`: the time until the next turn, of the generator and of the session's own pace, a number
+    around 1.
+    """
+    rng, chains = np.random.default_rng(seed), Chains()
+    requests: Requests = []
+    start_s = 0.0
+    while len(requests) < num_requests:
+        start_s += float(rng.exponential(every_s))
+        now_s, pace = start_s, float(rng.lognormal(0.0, 0.3))
+        prompt = int(rng.integers(0, num_prompts))
+        context: list[object] = [("system prompt", prompt, part) for part in range(8)]
+        while True:
+            context = context + chains.fresh(int(rng.integers(0, 7)))
+            requests.append((now_s, chains.chain(context)))
+            if rng.random() < end_ratio:
+                break
+            now_s += gap_s(rng, pace)
+    return sorted(requests, key=lambda request: request[0])[:num_requests]
+
+
+def regular_turns(seed: int = 0, num_requests: int = 3000) -> Requests:
+    """Agents whose tools all take about two seconds, four at once."""
+    return _sessions(
+        seed, num_requests, 12.0, lambda rng, pace: 2.0 * float(rng.lognormal(0.0, 0.25)), 0.04
+    )
+
+
+def tool_pauses(seed: int = 0, num_requests: int = 3000) -> Requests:
+    """Agents whose tools take a second, or now and then minutes; each at its own pace."""
+
+    def gap_s(rng: np.random.Generator, pace: float) -> float:
+        return pace * float(rng.gamma(8.0, 1 / 8) if rng.random() < 0.85 else rng.gamma(4.0, 30.0))
+
+    return _sessions(seed, num_requests, 8.0, gap_s, 0.06)
+
+
+def random_ends(seed: int = 0, num_requests: int = 3000) -> Requests:
+    """Chats of people: gaps of half a minute without a typical length; one turn in four is the
+    last."""
+    return _sessions(
+        seed, num_requests, 3.0, lambda rng, pace: float(rng.exponential(30.0)), 0.25, 2
+    )
+
+
+def sub_agents(seed: int = 0, num_requests: int = 3000) -> Requests:
+    """Agents that now and then send out a few others, which begin with the same context, work side
+    by side, and end; then the first one goes on."""
+    rng, chains = np.random.default_rng(seed), Chains()
+    requests: Requests = []
+    start_s = 0.0
+    while len(requests) < num_requests:
+        start_s += float(rng.exponential(15.0))
+        now_s = start_s
+        context: list[object] = [("system prompt", int(rng.integers(0, 3)), i) for i in range(10)]
+        for _ in range(int(rng.geometric(0.1))):
+            context = context + chains.fresh(int(rng.integers(1, 6)))
+            requests.append((now_s, chains.chain(context)))
+            if rng.random() < 0.2:
+                ends_s = now_s
+                for _ in range(int(rng.integers(2, 5))):
+                    inner, inner_s = context, now_s + float(rng.uniform(0.2, 1.0))
+                    for _ in range(int(rng.integers(2, 8))):
+                        inner = inner + chains.fresh(int(rng.integers(1, 5)))
+                        requests.append((inner_s, chains.chain(inner)))
+                        inner_s += float(rng.gamma(6.0, 0.4))
+                    ends_s = max(ends_s, inner_s)
+                now_s = ends_s
+            now_s += float(rng.gamma(6.0, 0.5))
+    return sorted(requests, key=lambda request: request[0])[:num_requests]
+
+
 def mixture(seed: int = 0, num_requests: int = 3000) -> Requests:
     """Agents, trees, a scan and a loop at once, on one clock."""
     share = num_requests // 4
@@ -167,6 +249,10 @@ MAKERS: dict[str, Callable[[int, int], Requests]] = {
     "bursts": bursts,
     "drift": drift,
     "mixture": mixture,
+    "regular_turns": regular_turns,
+    "tool_pauses": tool_pauses,
+    "random_ends": random_ends,
+    "sub_agents": sub_agents,
 }
 
 

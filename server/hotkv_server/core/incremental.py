@@ -142,13 +142,18 @@ def use(
 
 
 def make_room(
-    core: CacheCore, key_space_id: int, runs: Sequence[Run], *, has_promise: bool = False
+    core: CacheCore,
+    key_space_id: int,
+    runs: Sequence[Run],
+    *,
+    has_promise: bool = False,
+    may_keep: bool = False,
 ) -> Iterator[None]:
     """Makes room for those blocks of the runs that are not there, as reserving them would; no part
     if little is to be done.
 
     For a core whose `makes_room` is False: the runs are reserved right after the last step. Does
-    nothing for runs that the core would refuse. `has_promise`: as in `Space.insert`.
+    nothing for runs that the core would refuse. `has_promise` and `may_keep`: as in `Space.insert`.
     """
     record, index = core.catalog.record(key_space_id), core.space.index
     wanted: dict[tuple[int, int], int] = {}
@@ -172,7 +177,12 @@ def make_room(
     generations = index.table.records[staying, table.W_GENERATION]
     for (slot_bytes, is_kind), count in wanted.items():
         making = core.space.make_room(
-            key_space_id, is_kind * MAX_GROUPS, slot_bytes, count, has_promise=has_promise
+            key_space_id,
+            is_kind * MAX_GROUPS,
+            slot_bytes,
+            count,
+            has_promise=has_promise,
+            may_keep=may_keep,
         )
         while True:
             if len(staying):

@@ -177,7 +177,18 @@ class Reservations:
                 # A hash listed twice is reserved once; the second is in flight.
                 results[absent] = BlockResult.IN_FLIGHT
                 results[wanted] = BlockResult.NO_SPACE
-            self._insert(lease, record, run, wanted, present, results, words, has_promise)
+            declined = self._insert(
+                lease, record, run, wanted, present, results, words, has_promise
+            )
+            if is_block:
+                self._books.space.decline(
+                    lease.key_space_id,
+                    run.group_index,
+                    rows(run.hashes, declined),
+                    run.depth + int(declined[0]) if len(declined) else 0,
+                    now_s,
+                    lease.retention,
+                )
         return results, words
 
     def _insert(
@@ -190,9 +201,9 @@ class Reservations:
         results: NDArray[np.uint8],
         words: Entries,
         has_promise: bool,
-    ) -> None:
+    ) -> Int64s:
         """Reserves the wanted places of a run, as many as find room, and writes them into `results`
-        and `words`. `present`: entries of the run that are ready."""
+        and `words`; returns the others. `present`: entries of the run that are ready."""
         space, index = self._books.space, self._books.space.index
         block_group = record.block_group(run.group_index)
         # While room is made, the run's ready blocks stay, and those before them in the chain.
@@ -211,6 +222,7 @@ class Reservations:
             run.depth + wanted,
             lease.number,
             has_promise=has_promise,
+            may_keep=not has_promise and lease.retention == NO_RETENTION,
         )
         index.pin(staying, -1)
         words[wanted[: len(entries)]] = entries
@@ -219,6 +231,7 @@ class Reservations:
         if is_block:
             space.chains.link(lease.key_space_id, run.group_index, words, run.parent)
             self._books.counters.no_space_blocks += len(wanted) - len(entries)
+        return wanted[len(entries) :]
 
     def _representable(
         self,

@@ -44,15 +44,25 @@ class Room:
         return f"Room({self._pool!r}, {self.coming_bytes} B coming)"
 
     def make(
-        self, size: int, count: int, taker: int, *, is_block: bool, has_promise: bool = False
+        self,
+        size: int,
+        count: int,
+        taker: int,
+        *,
+        is_block: bool,
+        has_promise: bool = False,
+        may_keep: bool = False,
     ) -> Parts[None]:
         """Makes room for `count` slots of a tenant, as far as something may be evicted for it.
 
         `is_block`: other representations may go for it; so they may if it `has_promise`.
+        `may_keep`: as in `Policy.victims`. Nothing is kept while several slot sizes or
+        representations share the arena, since those would pay for it.
         """
+        may_keep &= not self._books.representations.declared and not self._pool.is_shared(size)
         for wanted in self._tenants.portions(taker, size, count):
             if self._pool.available_slots(size) < wanted:
-                yield from self._make_slots(size, wanted, taker)
+                yield from self._make_slots(size, wanted, taker, may_keep)
         if is_block or has_promise:
             yield from self._drop_representations(
                 size, lambda: count - self._pool.available_slots(size), taker
@@ -121,7 +131,9 @@ class Room:
             count = int(np.searchsorted(np.cumsum(books.index.slot_bytes(mine)), excess_bytes)) + 1
             self._removal.evict(mine[:count])
 
-    def _make_slots(self, slot_bytes: int, num_slots: int, taker: int) -> Parts[None]:
+    def _make_slots(
+        self, slot_bytes: int, num_slots: int, taker: int, may_keep: bool
+    ) -> Parts[None]:
         """Evicts until `num_slots` slots of this size are free, or nothing more may be evicted for
         the tenant."""
         # Taken now: the tenant gets no new claim by evicting its own blocks.
@@ -130,7 +142,7 @@ class Room:
         if shared:
             yield from self._compare(slot_bytes, num_slots, taker)
         yield from self._evict_coldest(
-            slot_bytes, lambda: num_slots - self._pool.available_slots(slot_bytes), taker
+            slot_bytes, lambda: num_slots - self._pool.available_slots(slot_bytes), taker, may_keep
         )
         if shared:
             yield from self._rebalancer.take_until(slot_bytes, num_slots, taker, payers)
@@ -161,29 +173,29 @@ class Room:
         )
 
     def _evict_coldest(
-        self, slot_bytes: int, missing: Callable[[], int], taker: int
+        self, slot_bytes: int, missing: Callable[[], int], taker: int, may_keep: bool = False
     ) -> Parts[None]:
         """Evicts the coldest blocks of a slot size (0: of any) that may be evicted for this tenant,
         until none is missing."""
         while (count := missing()) > 0:
             part = min(count, EVICTED_PER_PART)
             if not self._tenants.is_used:
-                evicted = yield from self._evict_any(slot_bytes, part)
+                evicted = yield from self._evict_any(slot_bytes, part, may_keep)
             else:
                 evicted = 0
                 if self._tenants.may_claim(taker, part * slot_bytes):
                     evicted = self._evict_for(
-                        taker, slot_bytes, part, lambda owners: owners != taker
+                        taker, slot_bytes, part, lambda owners: owners != taker, may_keep
                     )
                 evicted += self._evict_for(
-                    taker, slot_bytes, part - evicted, lambda owners: owners >= 0
+                    taker, slot_bytes, part - evicted, lambda owners: owners >= 0, may_keep
                 )
             if evicted < part:
                 return
             if missing() > 0:
                 yield
 
-    def _evict_any(self, slot_bytes: int, count: int) -> Parts[int]:
+    def _evict_any(self, slot_bytes: int, count: int, may_keep: bool) -> Parts[int]:
         """Evicts up to `count` of the coldest blocks, whoever's; returns how many."""
         policy = self._books.policy
 
@@ -192,11 +204,17 @@ class Room:
 
         yield from policy.sweep(slot_bytes, count, may_go)
         return self._removal.evict_blocks(
-            policy.victims(slot_bytes, count, may_go), for_reuse=self.at_insert and slot_bytes > 0
+            policy.victims(slot_bytes, count, may_go, may_keep=may_keep),
+            for_reuse=self.at_insert and slot_bytes > 0,
         )
 
     def _evict_for(
-        self, taker: int, slot_bytes: int, count: int, may_pay: Callable[[Int64s], BoolMask]
+        self,
+        taker: int,
+        slot_bytes: int,
+        count: int,
+        may_pay: Callable[[Int64s], BoolMask],
+        may_keep: bool = False,
     ) -> int:
         """Evicts up to `count` of the coldest blocks of those tenants that `may_pay`, none below
         its guarantee; returns how many."""
@@ -209,7 +227,9 @@ class Room:
             return mask & self._tenants.may_give(owners, sizes, taker)
 
         while evicted < count:
-            victims = books.policy.victims(slot_bytes, count - evicted, evictable)
+            victims = books.policy.victims(
+                slot_bytes, count - evicted, evictable, may_keep=may_keep
+            )
             # Each of them may be evicted, but perhaps not all.
             sizes = books.representations.bytes_with(victims)
             victims = victims[self._tenants.within(books.owners(victims), sizes, taker)]

@@ -82,13 +82,15 @@ class Space:
         lease: int,
         *,
         has_promise: bool = False,
+        may_keep: bool = False,
     ) -> Entries:
         """Reserves slots for keys that are not in the index; as many as possible, from the first
         on.
 
         Evicts for them if this space makes room; else only if the tenant's burst bound asks for it.
         While the arena grows, fewer are reserved: see `grow`; not if `has_promise`, for blocks that
-        a residency was promised room for.
+        a residency was promised room for. `may_keep`: as in `Policy.victims`; tell `decline` of the
+        keys that are left out.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
@@ -97,7 +99,12 @@ class Space:
         if self.room.at_insert:
             is_block = group_index < MAX_GROUPS
             for _ in self.room.make(
-                size, len(hashes), taker, is_block=is_block, has_promise=has_promise
+                size,
+                len(hashes),
+                taker,
+                is_block=is_block,
+                has_promise=has_promise,
+                may_keep=may_keep,
             ):
                 pass
         offsets = self.pool.allocate(size, min(len(hashes), self.books.free_numbers()))
@@ -117,6 +124,7 @@ class Space:
         count: int,
         *,
         has_promise: bool = False,
+        may_keep: bool = False,
     ) -> Iterator[None]:
         """Makes room for an `insert` of `count` keys, in parts; no part if there is room already or
         little to do."""
@@ -125,7 +133,9 @@ class Space:
             count -= self.room.coming_slots(size, count)
         count = self.room.within_bound(taker, size, count)
         is_block = group_index < MAX_GROUPS
-        return self.room.make(size, count, taker, is_block=is_block, has_promise=has_promise)
+        return self.room.make(
+            size, count, taker, is_block=is_block, has_promise=has_promise, may_keep=may_keep
+        )
 
     def publish(
         self,
@@ -146,6 +156,21 @@ class Space:
             entries, keys, np.zeros(len(entries), np.uint64) if checks is None else checks
         )
         self.policy.admit(entries, keys, now_s, retention)
+
+    def decline(
+        self,
+        key_space_id: int,
+        group_index: int,
+        hashes: Words,
+        depth: int,
+        now_s: float,
+        retention: Retention = NO_RETENTION,
+    ) -> None:
+        """Tells the policy of blocks, in chain order, for which `insert` found no room; `depth`:
+        blocks of the chain before them."""
+        if len(hashes):
+            keys = self.index.mixed_hashes(key_space_id, group_index, hashes)
+            self.policy.decline(keys, depth, now_s, retention)
 
     def touch(self, entries: Entries, now_s: float, retention: Retention = NO_RETENTION) -> None:
         """Notes a use of ready entries, in chain order."""

@@ -187,7 +187,7 @@ async def reserve(
         convert.retention("retention", request.retention),
     )
     lease_id = _lease_id(request.lease_id)
-    await node.make_room(session, lease_id, runs)
+    await node.make_room(session, lease_id, runs, retention=retention)
     values, ttl_s = node.reserve(session, lease_id, runs, ttl_s, retention)
     return cache_pb2.ReserveBlocksResponse(
         runs=convert.results([run.group_index for run in request.runs], values),
@@ -240,7 +240,8 @@ async def store(
     transfer_id, lease_id = _transfer_id(request.transfer_id), _lease_id(request.lease_id)
     contents = [convert.run_content(run, session.key_space) for run in request.runs]
     residency_id = convert.name("residency_id", request.residency_id)
-    await node.make_room(session, lease_id, runs, residency_id)
+    retention = convert.retention("retention", request.retention)
+    await node.make_room(session, lease_id, runs, residency_id, retention)
     return node.transfers.store(
         session,
         transfer_id,
@@ -248,7 +249,7 @@ async def store(
         runs,
         block_ids,
         timeout_s,
-        convert.retention("retention", request.retention),
+        retention,
         request.fence_index,
         contents,
         space_convert.device_mark(request),

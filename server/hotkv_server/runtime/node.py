@@ -183,7 +183,12 @@ class Node:
     # Room for stores
 
     async def make_room(
-        self, session: LiveSession, lease_id: str, runs: Sequence[Run], residency_id: str = ""
+        self,
+        session: LiveSession,
+        lease_id: str,
+        runs: Sequence[Run],
+        residency_id: str = "",
+        retention: Retention = NO_RETENTION,
     ) -> None:
         """Makes room for what this call is about to reserve or store, in this turn of the loop; a
         lease that exists has its room. Others are served meanwhile. `residency_id`: whose promise
@@ -197,6 +202,7 @@ class Node:
                     session.record.key_space_id,
                     runs,
                     has_promise=residency is not None,
+                    may_keep=residency is None and retention == NO_RETENTION,
                 )
             ):
                 self._effects.run()

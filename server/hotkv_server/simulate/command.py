@@ -14,6 +14,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.simulate.bounds import clairvoyant, next_uses, unbounded
+from hotkv_server.simulate.hints import derive_hints
 from hotkv_server.simulate.plot import PlotError, check_plot, write_plot
 from hotkv_server.simulate.replay import BLOCK_TOKENS, Progress, replay, replay_two_tiers
 from hotkv_server.simulate.report import (
@@ -97,6 +98,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what may be written to that tier in 24 hours of the trace (needs --block-mib; "
         "default: no limit)",
     )
+    parser.add_argument(
+        "--hints",
+        action="store_true",
+        help="also tell the policies when a session of the trace has ended, and when it pauses for "
+        "half a minute or more, as agents' routers can (not with --tier)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="also draw hit rates over capacity"
@@ -139,6 +146,8 @@ def _check_units(options: argparse.Namespace) -> None:
     tier: TierSize | None = options.tier
     if options.disk_write_gb_per_day is not None and tier is None:
         raise UnitsError("--disk-write-gb-per-day: there is no tier; add --tier disk=SIZE")
+    if options.hints and tier is not None:
+        raise UnitsError("--hints: a tier below does not know them; leave out --tier")
     for name, needs in (
         ("--tier", tier is not None and tier.mib is not None),
         ("--disk-write-gb-per-day", options.disk_write_gb_per_day is not None),
@@ -191,7 +200,8 @@ def _replayed(
     capacity = trace.capacity_blocks(percent)
     tier: TierSize | None = options.tier
     if tier is None:
-        done = replay(trace, capacity, POLICIES[policy], progress)
+        hints = derive_hints(trace) if options.hints else None
+        done = replay(trace, capacity, POLICIES[policy], progress, hints)
     else:
         gb_per_day = options.disk_write_gb_per_day
         done = replay_two_tiers(

@@ -22,6 +22,7 @@ from hotkv_server.core.moves import Moves
 from hotkv_server.core.policies import Policy
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import Entries, HashList, KeySpaceRecord
+from hotkv_server.simulate.hints import Hints
 from hotkv_server.simulate.trace import Int64s, Trace
 
 MakePolicy = Callable[[int], Policy]
@@ -69,6 +70,12 @@ class Tier:
         """Notes a use of entries, in chain order."""
         self.space.touch(entries, now_s)
 
+    def demote(self, hashes: Words, now_s: float) -> None:
+        """Nobody is expected to use these blocks, in chain order, soon."""
+        entries = self.find(hashes)
+        entries = entries[entries != 0]
+        self.space.policy.demote(entries, self.space.index.mixed(entries), now_s)
+
     def store(self, hashes: Words, entries: Entries, num_held: int, now_s: float) -> int:
         """Uses those of a request's blocks, in chain order, that are present, and stores as many of
         the others as fit; returns how many.
@@ -87,9 +94,14 @@ class Tier:
         if not len(absent):
             return 0
         space.index.pin(present, 1)
-        fresh = space.insert(KEY_SPACE, GROUP, fresh_hashes, SLOT_ALIGN, absent, LEASE)
+        fresh = space.insert(
+            KEY_SPACE, GROUP, fresh_hashes, SLOT_ALIGN, absent, LEASE, may_keep=True
+        )
         space.index.pin(present, -1)
         space.publish(fresh, now_s)
+        space.decline(
+            KEY_SPACE, GROUP, fresh_hashes[len(fresh) :], len(present) + len(fresh), now_s
+        )
         return len(fresh)
 
 
@@ -176,11 +188,23 @@ def _prefix(entries: Entries) -> int:
 
 
 def replay(
-    trace: Trace, capacity_blocks: int, make_policy: MakePolicy, progress: Progress | None = None
+    trace: Trace,
+    capacity_blocks: int,
+    make_policy: MakePolicy,
+    progress: Progress | None = None,
+    hints: Hints | None = None,
 ) -> Replayed:
-    """Replays a trace over one tier."""
+    """Replays a trace over one tier. `hints`: of its sessions, told when each request is done."""
     _warm_up(trace, make_policy)
-    prefix, seconds = _timed(trace, OneTier(Tier(capacity_blocks, make_policy)).serve, progress)
+    tier = Tier(capacity_blocks, make_policy)
+
+    def tell(request: int, hashes: Words, now_s: float) -> None:
+        assert hints is not None
+        cold_from = hints.cold_from(request)
+        if cold_from is not None:
+            tier.demote(hashes[cold_from:], now_s)
+
+    prefix, seconds = _timed(trace, OneTier(tier).serve, progress, tell if hints else None)
     return Replayed(prefix, seconds)
 
 
@@ -208,14 +232,20 @@ def replay_two_tiers(
 
 
 def _timed(
-    trace: Trace, serve: Callable[[Words, float], int], progress: Progress | None
+    trace: Trace,
+    serve: Callable[[Words, float], int],
+    progress: Progress | None,
+    tell: Callable[[int, Words, float], None] | None = None,
 ) -> tuple[Int64s, float]:
-    """Prefix lengths [R] and the seconds it took."""
+    """Prefix lengths [R] and the seconds it took. `tell`: is called after each request."""
     prefix = np.zeros(trace.num_requests, np.int64)
     starts, times_s = trace.starts.tolist(), trace.times_s.tolist()
     started_s = time.perf_counter()
     for request, now_s in enumerate(times_s):
-        prefix[request] = serve(trace.hashes[starts[request] : starts[request + 1]], now_s)
+        hashes = trace.hashes[starts[request] : starts[request + 1]]
+        prefix[request] = serve(hashes, now_s)
+        if tell is not None:
+            tell(request, hashes, now_s)
         if progress is not None and request % STEP_REQUESTS == STEP_REQUESTS - 1:
             progress(STEP_REQUESTS)
     seconds = time.perf_counter() - started_s

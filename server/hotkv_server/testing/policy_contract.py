@@ -69,6 +69,16 @@ class PolicyWorld:
         for policy in (self.policy, self._reference):
             policy.refresh(_entries(numbers), now_s)
 
+    def decline(self, count: int, now_s: float) -> None:
+        """That many blocks of one chain found no room."""
+        assert now_s >= self.now_s
+        self.now_s = now_s
+        keys = np.array([self._fresh_key() for _ in range(count)], np.uint64)
+        for policy in (self.policy, self._reference):
+            given = keys.copy()
+            policy.decline(given, int(given[0] % 9) if count else 0, now_s)
+            assert np.array_equal(given, keys), "decline changed its arguments"
+
     def demote(self, numbers: list[int]) -> None:
         """These, in chain order, are to be evicted before all others until they are used."""
         self.demoted |= set(numbers)
@@ -102,13 +112,13 @@ class PolicyWorld:
     def _keys(self, numbers: list[int]) -> Keys:
         return np.array([self.key_of[number] for number in numbers], np.uint64)
 
-    def evict(self, slot_bytes: int, count: int) -> list[int]:
+    def evict(self, slot_bytes: int, count: int, *, may_keep: bool = False) -> list[int]:
         """Asks for victims of a slot size (0: of any), coldest first, checks them, and removes
         them."""
         answers = []
         for policy in (self.policy, self._reference):
             evictable = functools.partial(self._evictable, slot_bytes)
-            answers.append(policy.victims(slot_bytes, count, evictable).tolist())
+            answers.append(policy.victims(slot_bytes, count, evictable, may_keep=may_keep).tolist())
         victims: list[int] = answers[0]
         eligible = {
             n
@@ -118,8 +128,9 @@ class PolicyWorld:
         assert victims == answers[1], "two policies with one history disagree"
         assert len(set(victims)) == len(victims), "a victim is named twice"
         assert set(victims) <= eligible, "a victim is pinned, gone or of another size"
-        assert len(victims) == min(count, len(eligible)), (
-            "fewer victims than could be had, or more than asked for"
+        assert len(victims) <= count, "more victims than asked for"
+        assert may_keep or len(victims) == min(count, len(eligible)), (
+            "fewer victims than could be had"
         )
         num_first = min(count, len(eligible & self.demoted))
         assert set(victims[:num_first]) <= self.demoted, "a demoted entry was not evicted first"
@@ -175,7 +186,7 @@ def check_policy(
             if rng.random() < 0.8
             else Retention(int(rng.integers(-8, 9)), float(rng.choice([0.0, 5.0, 1e4])))
         )
-        match int(rng.integers(0, 8)):
+        match int(rng.integers(0, 9)):
             case 0 | 1:
                 fresh = [
                     int(n) for n in rng.permutation(world.free_numbers())[: rng.integers(0, 16)]
@@ -190,13 +201,19 @@ def check_policy(
             case 2:
                 world.use(some, now_s, retention)
             case 3:
-                world.evict(int(rng.choice([0, 4096, 8192])), int(rng.integers(0, 20)))
+                world.evict(
+                    int(rng.choice([0, 4096, 8192])),
+                    int(rng.integers(0, 20)),
+                    may_keep=bool(rng.integers(0, 2)),
+                )
             case 4:
                 world.pinned ^= set(some)
             case 5:
                 world.refresh(some, now_s)
             case 6:
                 world.demote(some)
+            case 7:
+                world.decline(int(rng.integers(0, 9)), now_s)
             case _:
                 world.leave(some[:3])
         world.check()

@@ -71,6 +71,11 @@ class ARC:
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
         self._stamps.demote(entries)
 
+    def decline(
+        self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        """Never happens: this policy keeps nothing for later."""
+
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         lists = self._list[entries]
         for number in (ONCE, AGAIN):
@@ -88,7 +93,9 @@ class ARC:
         """Does nothing: which list gives up a block is known only when one is evicted."""
         return iter(())
 
-    def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
+    def victims(
+        self, slot_bytes: int, count: int, evictable: Evictable, *, may_keep: bool = False
+    ) -> Entries:
         first = self._stamps.demoted.take(count, evictable)
         rest = self._victims(slot_bytes, count - len(first), others(evictable, first))
         return np.concatenate((first, rest))

@@ -23,6 +23,9 @@ KEEP = 0.5
 """What an epoch's hits count for one epoch later."""
 MARGIN = 1.01
 """By how much a contender must win to take over."""
+HOLD_MARGIN = 1.07
+"""By how much a contender that holds blocks back must win over those that do not, besides: its
+shadow has no prefixes, so its hits are the least sure."""
 SAMPLE_SHARE = 1 / 32
 """Share of keys that are sampled; more while the cache holds so few blocks that a shadow would have
 less than MIN_SHADOW_BLOCKS."""
@@ -51,13 +54,15 @@ class Contender:
     Small half-lives order by recency, large ones by frequency. With most_doublings 1 it matters
     only whether a block was used again, and with a short memory whether that was soon. With recency
     -1 frequency decides and, of equals, the older stay: a loop that is larger than the cache needs
-    this.
+    this. With hold_s a block is not evicted so soon after its use: what finds no other room is not
+    stored. Sessions whose next turn comes within that time keep their blocks, and others wait.
     """
 
     half_life_s: float
     memory_s: float = 900.0
     most_doublings: float = 64.0
     recency: float = 1.0
+    hold_s: float = 0.0
 
 
 CONTENDERS = (
@@ -69,8 +74,12 @@ CONTENDERS = (
     Contender(1000.0, most_doublings=1.0),
     Contender(1000.0, memory_s=100.0, most_doublings=1.0),
     Contender(10_000.0, recency=-1.0),
+    Contender(0.1, hold_s=2.0),
+    Contender(0.1, hold_s=5.0),
+    Contender(0.1, hold_s=20.0),
+    Contender(0.1, hold_s=80.0),
 )
-"""At most eight. The first holds until another has won."""
+"""At most sixteen. The first holds until another has won."""
 
 
 class Duel:
@@ -83,14 +92,16 @@ class Duel:
         self._too_few, self._too_many = 0, 2 * MIN_SHADOW_BLOCKS
         num_buckets = max(8, -(-int(KEYS_PER_BLOCK * 2 * capacity * _share_for(capacity)) // WAYS))
         leaves = 1 << (num_buckets * WAYS - 1).bit_length()
-        self._rules = np.array([(c.half_life_s, c.most_doublings, c.recency) for c in contenders])
+        self._rules = np.array(
+            [(c.half_life_s, c.most_doublings, c.recency, c.hold_s) for c in contenders]
+        )
         memories_s = sorted({c.memory_s for c in contenders})
         self._memories_s = np.array(memories_s)
         self._memory_of = np.array([memories_s.index(c.memory_s) for c in contenders])
         self._keys = np.zeros((num_buckets, WAYS), np.uint64)
         self._used_s = np.zeros((num_buckets, WAYS), np.float64)
         self._uses = np.zeros((len(memories_s), num_buckets, WAYS), np.float64)
-        self._holders = np.zeros((num_buckets, WAYS), np.uint8)
+        self._holders = np.zeros((num_buckets, WAYS), np.uint16)
         self._trees = np.full((len(contenders), 2 * leaves), np.inf)
         self._held = np.zeros(len(contenders), np.int64)
         self._hits = np.zeros(len(contenders), np.int64)
@@ -179,8 +190,9 @@ class Duel:
             return False
         self._scores = KEEP * self._scores + self._hits
         self._hits[:] = 0
-        best = int(np.argmax(self._scores))
-        if self._scores[best] <= MARGIN * self._scores[self.current]:
+        worth = self._scores / np.where(self._rules[:, 3] > 0, HOLD_MARGIN, 1.0)
+        best = int(np.argmax(worth))
+        if worth[best] <= MARGIN * worth[self.current]:
             return False
         self.current = best
         return True

@@ -73,9 +73,7 @@ class Hotness:
             self._use(entries, keys, now_s, retention)
 
     def _use(self, entries: Entries, keys: Keys, now_s: float, retention: Retention) -> None:
-        if self._first_s == np.inf:
-            self._first_s = now_s - 1.0
-        now = self._latest = self._ticks(now_s)
+        now = self._advance(now_s)
         until = self._ticks(now_s + retention.ttl_s) if retention.ttl_s else now
         self._kernels.use(
             self._used,
@@ -87,9 +85,7 @@ class Hotness:
             self._memory_ticks,
             DEPTH_STEP,
         )
-        if self.duel.observe(keys, now_s, self._num_known):
-            for queue in self._queues.values():
-                queue.clear()
+        self._watch(keys, now_s)
 
     def refresh(self, entries: Entries, now_s: float) -> None:
         if len(entries):
@@ -106,6 +102,34 @@ class Hotness:
         self._used[known] = np.minimum(self._used[known], self._latest)
         self._demoted.add(known[::-1])
 
+    def decline(
+        self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        # What would not have fitted beside the blocks before it teaches nothing.
+        keys = keys[: max(0, self._num_known - depth)]
+        if not len(keys) or not self.duel.winner.hold_s:
+            return
+        _, states = self._ghosts.take(keys)
+        halves, now = states.view(np.uint32).reshape(-1, 2), self._advance(now_s)
+        self._kernels.use(
+            halves[:, 0],
+            halves.view(np.float32)[:, 1],
+            np.arange(len(keys), dtype=np.uint32),
+            now,
+            now,
+            retention.priority,
+            self._memory_ticks,
+            DEPTH_STEP,
+        )
+        self._ghosts.remember(keys, states)
+        self._watch(keys, now_s)
+
+    def _watch(self, keys: Keys, now_s: float) -> None:
+        """Shows keys that were asked for to the duel."""
+        if self.duel.observe(keys, now_s, self._num_known):
+            for queue in self._queues.values():
+                queue.clear()
+
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         gone_keys, gone_states = (
             np.empty(len(entries), np.uint64),
@@ -119,10 +143,20 @@ class Hotness:
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
         return self._queue(slot_bytes).sweep(count, evictable)
 
-    def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
+    def victims(
+        self, slot_bytes: int, count: int, evictable: Evictable, *, may_keep: bool = False
+    ) -> Entries:
         first = self._demoted.take(count, evictable)
-        rest = self._queue(slot_bytes).take(count - len(first), others(evictable, first))
+        held = self._held if may_keep and self.duel.winner.hold_s else None
+        rest = self._queue(slot_bytes).take(count - len(first), others(evictable, first), held)
         return np.concatenate((first, rest))
+
+    def _held(self, entries: Entries) -> NDArray[np.bool_]:
+        """Which entries were used so recently that the winner keeps them."""
+        used = self._used[entries].astype(np.int64)
+        held_ticks = int(self.duel.winner.hold_s * TICKS_PER_S)
+        # What was asked to be kept longer is warmer than these; it may go if all others have gone.
+        return (used > self._latest - held_ticks) & (used <= self._latest)
 
     def _queue(self, slot_bytes: int) -> ColdQueue:
         if slot_bytes not in self._queues:
@@ -160,6 +194,13 @@ class Hotness:
     def _memory_ticks(self) -> float:
         return self.duel.winner.memory_s * TICKS_PER_S
 
+    def _advance(self, now_s: float) -> int:
+        """The time of a use, in ticks."""
+        if self._first_s == np.inf:
+            self._first_s = now_s - 1.0
+        self._latest = self._ticks(now_s)
+        return self._latest
+
     def _ticks(self, now_s: float) -> int:
         return max(1, min(int((now_s - self._first_s) * TICKS_PER_S), 0xFFFF_FFFF))
 
@@ -169,6 +210,7 @@ class Hotness:
             "half_life_s": winner.half_life_s,
             "memory_s": winner.memory_s,
             "recency": winner.recency,
+            "hold_s": winner.hold_s,
             "sample_ratio": self.duel.share,
         }
 

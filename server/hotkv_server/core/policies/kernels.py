@@ -16,6 +16,8 @@ DEPTH_STEP = 4e-6
 LEAK = 1e-3
 LOW_HALF = np.uint64(0xFFFF_FFFF)
 AHEAD = 8
+LIFT = 1e15
+"""Above any heat."""
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
@@ -213,8 +215,56 @@ def _least_leaf(tree: Any) -> int:
     return node - leaves
 
 
+@numba.njit(nogil=True, cache=True, inline="always")
+def _worth(rule: Any, count: Any, depth: Any, now_s: Any) -> Any:
+    """Heat of a key that is used now, by the formula of `duel.Contender`. The depth breaks ties, as
+    in the index."""
+    count = count - DEPTH_STEP * depth
+    return rule[2] * now_s + rule[0] * (min(count, rule[1]) + LEAK * count)
+
+
+@numba.njit(nogil=True, cache=True)
+def _take_least(holders: Any, trees: Any, held: Any, c: Any) -> None:
+    """Takes the coldest key out of a contender's shadow."""
+    victim = _least_leaf(trees[c])
+    holders[victim // WAYS, victim % WAYS] &= ~np.uint16(1 << c)
+    _set_leaf(trees[c], victim, np.inf)
+    held[c] -= 1
+
+
+@numba.njit(nogil=True, cache=True)
+def _raise(
+    keys: Any,
+    uses: Any,
+    holders: Any,
+    trees: Any,
+    rules: Any,
+    memory_of: Any,
+    asked: Any,
+    threshold: Any,
+    now_s: Any,
+    lift: Any,
+) -> None:
+    """Sets the heat of the sampled keys among `asked` that shadows hold: as used now, and `lift`
+    more."""
+    for i in range(asked.shape[0]):
+        key = asked[i] | np.uint64(1)
+        mixed = _spread(key)
+        if np.int64(mixed & LOW_HALF) >= threshold:
+            continue
+        bucket = _bucket(mixed, keys.shape[0])
+        for way in range(WAYS):
+            if keys[bucket, way] == key:
+                for c in range(rules.shape[0]):
+                    if holders[bucket, way] >> c & 1:
+                        count = uses[memory_of[c], bucket, way]
+                        heat = lift + _worth(rules[c], count, i, now_s)
+                        _set_leaf(trees[c], bucket * WAYS + way, heat)
+                break
+
+
 @numba.njit(
-    "void(uint64[:, ::1], float64[:, ::1], float64[:, :, ::1], uint8[:, ::1], float64[:, ::1], "
+    "void(uint64[:, ::1], float64[:, ::1], float64[:, :, ::1], uint16[:, ::1], float64[:, ::1], "
     "int64[::1], int64[::1], float64[:, ::1],"
     " float64[::1], int64[::1], uint64[::1], int64, int64, float64)",
     nogil=True,
@@ -236,10 +286,19 @@ def observe(
     limit: Any,
     now_s: Any,
 ) -> None:
-    """One use of each sampled key among `asked`, tail to head, in every shadow cache; a shadow
-    holds at most `limit` keys."""
+    """One use of each sampled key among `asked`, head to tail, in every shadow cache; a shadow
+    holds at most `limit` keys.
+
+    Keys of one call never displace each other: a cache stores as many of a request's blocks as
+    find room, from the head on. A key that finds only keys that were used within `hold_s` stays out
+    as well.
+    """
     num_contenders = rules.shape[0]
-    for i in range(asked.shape[0] - 1, -1, -1):
+    for c in range(num_contenders):
+        while held[c] > limit and asked.shape[0]:
+            _take_least(holders, trees, held, c)
+    lift = 0.0
+    for i in range(asked.shape[0]):
         key = asked[i] | np.uint64(1)
         mixed = _spread(key)
         if np.int64(mixed & LOW_HALF) >= threshold:
@@ -268,24 +327,29 @@ def observe(
                 if holders[bucket, place] >> c & 1:
                     _set_leaf(trees[c], leaf, np.inf)
                     held[c] -= 1
-            holders[bucket, place] = np.uint8(0)
+            holders[bucket, place] = np.uint16(0)
             keys[bucket, place] = key
         used_s[bucket, place] = now_s
         for c in range(num_contenders):
             if holders[bucket, place] >> c & 1:
                 hits[c] += 1
             else:
-                while held[c] >= limit:
+                if held[c] >= limit and lift == 0.0:
+                    # From here on, what this call has used lies above all else.
+                    lift = LIFT
+                    so_far = asked[: i + 1]
+                    _raise(
+                        keys, uses, holders, trees, rules, memory_of, so_far, threshold, now_s, lift
+                    )
+                if held[c] >= limit:
                     victim = _least_leaf(trees[c])
-                    holders[victim // WAYS, victim % WAYS] &= ~np.uint8(1 << c)
-                    _set_leaf(trees[c], victim, np.inf)
-                    held[c] -= 1
-                holders[bucket, place] |= np.uint8(1 << c)
+                    age_s = now_s - used_s[victim // WAYS, victim % WAYS]
+                    if age_s < rules[c, 3] or trees[c, 1] > LIFT / 2:
+                        continue
+                    _take_least(holders, trees, held, c)
+                holders[bucket, place] |= np.uint16(1 << c)
                 held[c] += 1
-            # The depth breaks ties, as in the index.
-            count = uses[memory_of[c], bucket, place] - DEPTH_STEP * i
-            _set_leaf(
-                trees[c],
-                leaf,
-                rules[c, 2] * now_s + rules[c, 0] * (min(count, rules[c, 1]) + LEAK * count),
-            )
+            count = uses[memory_of[c], bucket, place]
+            _set_leaf(trees[c], leaf, lift + _worth(rules[c], count, i, now_s))
+    if lift > 0.0:
+        _raise(keys, uses, holders, trees, rules, memory_of, asked, threshold, now_s, 0.0)

@@ -90,13 +90,20 @@ class LRU:
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
         self._stamps.demote(entries)
 
+    def decline(
+        self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        """Never happens: this policy keeps nothing for later."""
+
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         self._stamps.clear(entries)
 
     def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
         return self._queue(slot_bytes).sweep(count, evictable)
 
-    def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
+    def victims(
+        self, slot_bytes: int, count: int, evictable: Evictable, *, may_keep: bool = False
+    ) -> Entries:
         first = self._stamps.demoted.take(count, evictable)
         rest = self._queue(slot_bytes).take(count - len(first), others(evictable, first))
         return np.concatenate((first, rest))

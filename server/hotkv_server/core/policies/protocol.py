@@ -36,6 +36,12 @@ class Policy(Protocol):
         """Blocks after these in their chain came in. These count as in use, though nobody used
         them."""
 
+    def decline(
+        self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        """Blocks of a chain, in its order, were not stored, since `victims` kept others: a miss of
+        each. `depth`: blocks of the chain before them."""
+
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
         """Nobody is expected to use these entries again: they are evicted before all others, until
         they are used or refreshed. Skips entries that were never admitted."""
@@ -48,11 +54,14 @@ class Policy(Protocol):
         """Does in parts what the next call of `victims` with these arguments would do at once, if
         that is long. May do nothing."""
 
-    def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
+    def victims(
+        self, slot_bytes: int, count: int, evictable: Evictable, *, may_keep: bool = False
+    ) -> Entries:
         """Up to `count` evictable entries, coldest first; as many as there are.
 
         `slot_bytes`: names a queue of its own for each slot size. `evictable`: which of some
-        entries may be evicted, of that size.
+        entries may be evicted, of that size. `may_keep`: fewer, if the policy expects that others
+        are used again before the blocks that they would make room for.
         """
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:

@@ -76,9 +76,13 @@ class ColdQueue:
             yield from self._refill(count, evictable, [])
         self._is_swept = True
 
-    def take(self, count: int, evictable: Evictable) -> Entries:
+    def take(self, count: int, evictable: Evictable, held: Evictable | None = None) -> Entries:
         """The coldest evictable entries, at most `count`; pinned ones are passed over until the
-        next refill."""
+        next refill.
+
+        `held`: which of some entries are to stay; they keep their places, and the search for more
+        ends at the first ones.
+        """
         chosen: list[Entries] = []
         missing, refilled, self._is_swept = count, self._is_swept, False
         while missing > 0:
@@ -90,9 +94,15 @@ class ColdQueue:
             head = self._entries[: 2 * missing]
             if not len(head):
                 break
-            places = ((self._state[head] == self._states[: len(head)]) & evictable(head)).nonzero()[
-                0
-            ][:missing]
+            usable = (self._state[head] == self._states[: len(head)]) & evictable(head)
+            if held is not None and (staying := usable & held(head)).any():
+                places = (usable & ~staying).nonzero()[0][:missing]
+                chosen.append(head[places])
+                usable[places] = False
+                left = np.append(usable, np.ones(len(self._entries) - len(head), np.bool_))
+                self._entries, self._states = self._entries[left], self._states[left]
+                break
+            places = usable.nonzero()[0][:missing]
             chosen.append(head[places])
             # An entry leaves the queue only if it was looked at and passed over, or taken.
             used = len(head) if len(places) < missing else int(places[-1]) + 1

@@ -9,6 +9,7 @@ MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 WAYS = 8
 DEPTH_STEP = 4e-6
 LEAK = 1e-3
+LIFT = 1e15
 
 
 def spread(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -134,10 +135,33 @@ def observe(
     """Reference of `kernels.observe`."""
     asked = asked | np.uint64(1)
     mixed = spread(asked)
-    buckets = _buckets(mixed, len(keys))
+    buckets = _buckets(mixed, len(keys)).tolist()
     leaves = trees.shape[1] // 2
-    for i in np.flatnonzero((mixed & np.uint64(0xFFFF_FFFF)) < threshold)[::-1].tolist():
-        key, bucket = asked[i], int(buckets[i])
+    sampled = np.flatnonzero((mixed & np.uint64(0xFFFF_FFFF)) < threshold).tolist()
+
+    def worth(c: int, i: int, place: int) -> float:
+        half_life_s, most_doublings, recency, _ = rules[c]
+        count = uses[memory_of[c], buckets[i], place] - DEPTH_STEP * i
+        return float(recency * now_s + half_life_s * (min(count, most_doublings) + LEAK * count))
+
+    def set_all(places: list[int], lift: float) -> None:
+        for i in places:
+            for place in np.flatnonzero(keys[buckets[i]] == asked[i]).tolist():
+                for c in np.flatnonzero(holders[buckets[i], place] >> np.arange(len(held)) & 1):
+                    _set_leaf(trees[c], buckets[i] * WAYS + place, lift + worth(c, i, place))
+
+    def take_least(c: int) -> None:
+        victim = int(np.argmin(trees[c][leaves:]))
+        holders[victim // WAYS, victim % WAYS] &= 0xFFFF ^ (1 << c)
+        _set_leaf(trees[c], victim, np.inf)
+        held[c] -= 1
+
+    for c in range(len(held)):
+        while held[c] > limit and len(asked):
+            take_least(c)
+    lift = 0.0
+    for number, i in enumerate(sampled):
+        key, bucket = asked[i], buckets[i]
         same = np.flatnonzero(keys[bucket] == key)
         ranks = (keys[bucket] != 0).astype(int) + (holders[bucket] != 0)
         place = int(same[0]) if len(same) else int(np.lexsort((used_s[bucket], ranks))[0])
@@ -156,17 +180,17 @@ def observe(
             if holders[bucket, place] >> c & 1:
                 hits[c] += 1
             else:
-                while held[c] >= limit:
+                if held[c] >= limit and lift == 0.0:
+                    lift = LIFT
+                    set_all(sampled[: number + 1], lift)
+                if held[c] >= limit:
                     victim = int(np.argmin(trees[c][leaves:]))
-                    holders[victim // WAYS, victim % WAYS] &= 0xFF ^ (1 << c)
-                    _set_leaf(trees[c], victim, np.inf)
-                    held[c] -= 1
+                    age_s = now_s - used_s[victim // WAYS, victim % WAYS]
+                    if age_s < rules[c, 3] or trees[c][1] > LIFT / 2:
+                        continue
+                    take_least(c)
                 holders[bucket, place] |= 1 << c
                 held[c] += 1
-            half_life_s, most_doublings, recency = rules[c]
-            count = uses[memory_of[c], bucket, place] - DEPTH_STEP * i
-            _set_leaf(
-                trees[c],
-                leaf,
-                recency * now_s + half_life_s * (min(count, most_doublings) + LEAK * count),
-            )
+            _set_leaf(trees[c], leaf, lift + worth(c, i, place))
+    if lift:
+        set_all(sampled, 0.0)

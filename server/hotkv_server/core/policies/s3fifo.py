@@ -66,6 +66,11 @@ class S3FIFO:
         self._uses[entries] = 0
         self._stamps.demote(entries)
 
+    def decline(
+        self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        """Never happens: this policy keeps nothing for later."""
+
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         queue_of = self._queue_of[entries]
         for number in (SMALL, MAIN):
@@ -80,7 +85,9 @@ class S3FIFO:
         """Does nothing: which list gives up a block is known only when one is evicted."""
         return iter(())
 
-    def victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
+    def victims(
+        self, slot_bytes: int, count: int, evictable: Evictable, *, may_keep: bool = False
+    ) -> Entries:
         first = self._stamps.demoted.take(count, evictable)
         rest = self._victims(slot_bytes, count - len(first), others(evictable, first))
         return np.concatenate((first, rest))
