@@ -16,6 +16,7 @@ Prints a table; `--json` prints one JSON object last. By case and variant: `..._
 
 import contextlib
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -147,10 +148,10 @@ def measure(
         for variant, engine in begun.items():
             try:
                 engine.wait_ready()
-            except ChildError as error:
+            except ChildError:
                 if variant in ("vllm", "hotkv"):
                     raise
-                left_out[variant] = str(error).splitlines()[-1].removeprefix("  | ")
+                left_out[variant] = first_error(engine.log)
                 engine.close()
                 continue
             engines[variant] = engine
@@ -162,6 +163,12 @@ def measure(
             for variant in order:
                 found[variant].add(hold(engines[variant], number, case.num_tokens))
         return found
+
+
+def first_error(log: Path) -> str:
+    """Why an engine did not start: vLLM names the cause first, and then what follows from it."""
+    found = re.search(r"\w*Error: .*", log.read_text(errors="replace"))
+    return found[0] if found else "it ended"
 
 
 def hold(engine: Engine, number: int, num_tokens: int) -> dict[str, Any]:
