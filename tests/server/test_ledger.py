@@ -122,7 +122,7 @@ def test_each_missed_block_has_its_own_reason(server: Server, engine: Make) -> N
     assert row["hits"] == {"host": 32} and adds_up(row)
 
 
-@pytest.mark.parametrize("miss", sorted(SAID_BY_ENGINES - {Miss.ABSENT}))
+@pytest.mark.parametrize("miss", sorted(SAID_BY_ENGINES - {Miss.ABSENT, Miss.COMPUTED_SOONER}))
 def test_what_an_engine_says_of_its_misses_is_counted(
     server: Server, engine: Make, miss: Miss
 ) -> None:
@@ -130,6 +130,18 @@ def test_what_an_engine_says_of_its_misses_is_counted(
     report(one, RequestReport(hashes(4), 70, 0, 16, 0.0, miss=miss))
     row = row_of(server.target, one.key_space.model)
     assert row["misses"] == {miss.name.lower(): 48, "partial_block": 6}
+
+
+def test_an_engine_leaves_only_what_is_there(server: Server, engine: Make) -> None:
+    """It may not have asked."""
+    one, prompt = engine("ledger-left"), hashes(4)
+    one.store(BlockRun(0, prompt[:3], block_ids(3)))
+    report(one, RequestReport(prompt, 70, 16, 16, 0.0, miss=Miss.COMPUTED_SOONER))
+    assert row_of(server.target, "ledger-left")["misses"] == {
+        "computed_sooner": 32,
+        "never_stored": 16,
+        "partial_block": 6,
+    }
 
 
 def test_what_no_engine_can_know_is_not_believed(server: Server, engine: Make) -> None:

@@ -17,6 +17,14 @@ from hotkv.table import Words
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.values import HashList
 
+ASKS_WHY = {
+    Miss.ABSENT: Miss.IN_FLIGHT,
+    Miss.UNKNOWN: Miss.IN_FLIGHT,
+    Miss.COMPUTED_SOONER: Miss.COMPUTED_SOONER,
+}
+"""What engines say of misses whose blocks are looked up, and why one missed that is ready. An
+engine that computes sooner need not have asked whether there is anything to load."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -67,8 +75,8 @@ def note_outcome(
     reasons = {Miss.PARTIAL_BLOCK: partial} if partial else {}
     if missed > partial:
         counts: Counter[Miss] = Counter()
-        if reason in (Miss.ABSENT, Miss.UNKNOWN):
-            counts = _why(core, key_space_id, group_index, blocks[stop:full])
+        if reason in ASKS_WHY:
+            counts = _why(core, key_space_id, group_index, blocks[stop:full], ASKS_WHY[reason])
             # Blocks that the report did not name.
             counts[Miss.UNKNOWN] += full - stop - counts.total()
         else:
@@ -102,9 +110,11 @@ def _by_origin(
     return list(zip(tiers.tolist(), counts.tolist(), strict=True))
 
 
-def _why(core: CacheCore, key_space_id: int, group_index: int, hashes: Words) -> Counter[Miss]:
+def _why(
+    core: CacheCore, key_space_id: int, group_index: int, hashes: Words, if_ready: Miss
+) -> Counter[Miss]:
     """Why blocks missed: how many for each reason. A block that is ready missed for the reason of
-    the one before it, or else because it was not ready yet."""
+    the one before it; `if_ready`: for what reason if all before it are ready, too."""
     if not len(hashes):
         return Counter()
     words = core.space.index.find(key_space_id, group_index, hashes)
@@ -118,6 +128,6 @@ def _why(core: CacheCore, key_space_id: int, group_index: int, hashes: Words) ->
     codes[is_ready] = 0
     # The last block before each that was not ready.
     at = np.maximum.accumulate(np.where(is_ready, -1, np.arange(len(codes))))
-    codes = np.where(at >= 0, codes[at], int(Miss.IN_FLIGHT))
+    codes = np.where(at >= 0, codes[at], int(if_ready))
     counts = np.bincount(codes)
     return Counter({Miss(int(code)): int(counts[code]) for code in np.flatnonzero(counts)})
