@@ -323,7 +323,7 @@ def test_a_time_to_live_counts_as_use_until_then() -> None:
 
 @given(data=st.data(), hold_s=st.sampled_from([0.0, 2.0, 90.0]))
 def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
-    """With `may_keep`, blocks that were used within the time that the winner holds are no victims,
+    """With `keep_at_s`, blocks that were used within the time that the winner holds are no victims,
     unless they were demoted; all others are, and without it all are."""
     policy, num_entries, now_s = make_hotness(40, Contender(0.1, hold_s=hold_s)), 40, 100.0
     used_s = {}
@@ -345,10 +345,10 @@ def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
 
     for _ in range(data.draw(st.integers(1, 6))):
         count = data.draw(st.integers(1, 20))
-        victims = policy.victims(0, count, is_left, may_keep=True).tolist()
+        victims = policy.victims(0, count, is_left, keep_at_s=now_s).tolist()
         assert set(victims) <= may_go - gone
         gone |= set(victims)
-    victims = policy.victims(0, num_entries, is_left, may_keep=True).tolist()
+    victims = policy.victims(0, num_entries, is_left, keep_at_s=now_s).tolist()
     assert gone | set(victims) == may_go, "an old block was kept"
     everything = policy.victims(0, num_entries, is_left)
     assert set(everything.tolist()) == set(used_s) - gone
@@ -359,7 +359,7 @@ def test_what_asked_to_stay_goes_if_nothing_else_may() -> None:
     policy = make_hotness(4, Contender(0.1, hold_s=5.0))
     policy.admit(entries_of([1, 2]), keys_of([1, 2]), 100.0, Retention(ttl_s=1000.0))
     anything = np.ones(2, np.bool_)
-    assert policy.victims(0, 2, lambda numbers: anything[: len(numbers)], may_keep=True).tolist()
+    assert policy.victims(0, 2, lambda numbers: anything[: len(numbers)], keep_at_s=100.0).tolist()
 
 
 @given(seed=st.integers(0, 1 << 32), contender=st.sampled_from(CONTENDERS))

@@ -49,6 +49,16 @@ def results(*arguments: str | Path, **environment: str) -> list[dict[str, Any]]:
     return rows
 
 
+def test_hints(trace: Path) -> None:
+    plain, told = (
+        results("--trace", trace, "--policy", "lru", "--capacity-percent", "10", *more)[0]
+        for more in ((), ("--hints",))
+    )
+    assert told["hit_rate"] > plain["hit_rate"]
+    refused = simulate("--trace", trace, "--hints", "--tier", "disk=30%")
+    assert refused.returncode == 2 and "--hints" in refused.stderr
+
+
 def test_json(trace: Path, tmp_path: Path) -> None:
     other = write_trace(tmp_path / "scans.jsonl", scans(1, 60))
     rows = results(

@@ -147,13 +147,13 @@ def make_room(
     runs: Sequence[Run],
     *,
     has_promise: bool = False,
-    may_keep: bool = False,
+    keep_at_s: float | None = None,
 ) -> Iterator[None]:
     """Makes room for those blocks of the runs that are not there, as reserving them would; no part
     if little is to be done.
 
     For a core whose `makes_room` is False: the runs are reserved right after the last step. Does
-    nothing for runs that the core would refuse. `has_promise` and `may_keep`: as in `Space.insert`.
+    nothing for runs that the core would refuse. `has_promise`, `keep_at_s`: as in `Space.insert`.
     """
     record, index = core.catalog.record(key_space_id), core.space.index
     wanted: dict[tuple[int, int], int] = {}
@@ -182,7 +182,7 @@ def make_room(
             slot_bytes,
             count,
             has_promise=has_promise,
-            may_keep=may_keep,
+            keep_at_s=keep_at_s,
         )
         while True:
             if len(staying):

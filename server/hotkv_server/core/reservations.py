@@ -177,18 +177,7 @@ class Reservations:
                 # A hash listed twice is reserved once; the second is in flight.
                 results[absent] = BlockResult.IN_FLIGHT
                 results[wanted] = BlockResult.NO_SPACE
-            declined = self._insert(
-                lease, record, run, wanted, present, results, words, has_promise
-            )
-            if is_block:
-                self._books.space.decline(
-                    lease.key_space_id,
-                    run.group_index,
-                    rows(run.hashes, declined),
-                    run.depth + int(declined[0]) if len(declined) else 0,
-                    now_s,
-                    lease.retention,
-                )
+            self._insert(lease, record, run, wanted, present, results, words, now_s, has_promise)
         return results, words
 
     def _insert(
@@ -200,10 +189,11 @@ class Reservations:
         present: Entries,
         results: NDArray[np.uint8],
         words: Entries,
+        now_s: float,
         has_promise: bool,
-    ) -> Int64s:
+    ) -> None:
         """Reserves the wanted places of a run, as many as find room, and writes them into `results`
-        and `words`; returns the others. `present`: entries of the run that are ready."""
+        and `words`. `present`: entries of the run that are ready."""
         space, index = self._books.space, self._books.space.index
         block_group = record.block_group(run.group_index)
         # While room is made, the run's ready blocks stay, and those before them in the chain.
@@ -222,7 +212,7 @@ class Reservations:
             run.depth + wanted,
             lease.number,
             has_promise=has_promise,
-            may_keep=not has_promise and lease.retention == NO_RETENTION,
+            keep_at_s=None if has_promise or lease.retention != NO_RETENTION else now_s,
         )
         index.pin(staying, -1)
         words[wanted[: len(entries)]] = entries
@@ -231,7 +221,9 @@ class Reservations:
         if is_block:
             space.chains.link(lease.key_space_id, run.group_index, words, run.parent)
             self._books.counters.no_space_blocks += len(wanted) - len(entries)
-        return wanted[len(entries) :]
+            left = rows(run.hashes, wanted[len(entries) :])
+            depth = run.depth + len(words) - len(left)
+            space.decline(lease.key_space_id, run.group_index, left, depth, now_s, lease.retention)
 
     def _representable(
         self,

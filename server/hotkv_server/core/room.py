@@ -51,18 +51,19 @@ class Room:
         *,
         is_block: bool,
         has_promise: bool = False,
-        may_keep: bool = False,
+        keep_at_s: float | None = None,
     ) -> Parts[None]:
         """Makes room for `count` slots of a tenant, as far as something may be evicted for it.
 
         `is_block`: other representations may go for it; so they may if it `has_promise`.
-        `may_keep`: as in `Policy.victims`. Nothing is kept while several slot sizes or
+        `keep_at_s`: as in `Policy.victims`. Nothing is kept while several slot sizes or
         representations share the arena, since those would pay for it.
         """
-        may_keep &= not self._books.representations.declared and not self._pool.is_shared(size)
+        if self._books.representations.declared or self._pool.is_shared(size):
+            keep_at_s = None
         for wanted in self._tenants.portions(taker, size, count):
             if self._pool.available_slots(size) < wanted:
-                yield from self._make_slots(size, wanted, taker, may_keep)
+                yield from self._make_slots(size, wanted, taker, keep_at_s)
         if is_block or has_promise:
             yield from self._drop_representations(
                 size, lambda: count - self._pool.available_slots(size), taker
@@ -132,7 +133,7 @@ class Room:
             self._removal.evict(mine[:count])
 
     def _make_slots(
-        self, slot_bytes: int, num_slots: int, taker: int, may_keep: bool
+        self, slot_bytes: int, num_slots: int, taker: int, keep_at_s: float | None
     ) -> Parts[None]:
         """Evicts until `num_slots` slots of this size are free, or nothing more may be evicted for
         the tenant."""
@@ -142,7 +143,7 @@ class Room:
         if shared:
             yield from self._compare(slot_bytes, num_slots, taker)
         yield from self._evict_coldest(
-            slot_bytes, lambda: num_slots - self._pool.available_slots(slot_bytes), taker, may_keep
+            slot_bytes, lambda: num_slots - self._pool.available_slots(slot_bytes), taker, keep_at_s
         )
         if shared:
             yield from self._rebalancer.take_until(slot_bytes, num_slots, taker, payers)
@@ -173,29 +174,33 @@ class Room:
         )
 
     def _evict_coldest(
-        self, slot_bytes: int, missing: Callable[[], int], taker: int, may_keep: bool = False
+        self,
+        slot_bytes: int,
+        missing: Callable[[], int],
+        taker: int,
+        keep_at_s: float | None = None,
     ) -> Parts[None]:
         """Evicts the coldest blocks of a slot size (0: of any) that may be evicted for this tenant,
         until none is missing."""
         while (count := missing()) > 0:
             part = min(count, EVICTED_PER_PART)
             if not self._tenants.is_used:
-                evicted = yield from self._evict_any(slot_bytes, part, may_keep)
+                evicted = yield from self._evict_any(slot_bytes, part, keep_at_s)
             else:
                 evicted = 0
                 if self._tenants.may_claim(taker, part * slot_bytes):
                     evicted = self._evict_for(
-                        taker, slot_bytes, part, lambda owners: owners != taker, may_keep
+                        taker, slot_bytes, part, lambda owners: owners != taker, keep_at_s
                     )
                 evicted += self._evict_for(
-                    taker, slot_bytes, part - evicted, lambda owners: owners >= 0, may_keep
+                    taker, slot_bytes, part - evicted, lambda owners: owners >= 0, keep_at_s
                 )
             if evicted < part:
                 return
             if missing() > 0:
                 yield
 
-    def _evict_any(self, slot_bytes: int, count: int, may_keep: bool) -> Parts[int]:
+    def _evict_any(self, slot_bytes: int, count: int, keep_at_s: float | None) -> Parts[int]:
         """Evicts up to `count` of the coldest blocks, whoever's; returns how many."""
         policy = self._books.policy
 
@@ -204,7 +209,7 @@ class Room:
 
         yield from policy.sweep(slot_bytes, count, may_go)
         return self._removal.evict_blocks(
-            policy.victims(slot_bytes, count, may_go, may_keep=may_keep),
+            policy.victims(slot_bytes, count, may_go, keep_at_s=keep_at_s),
             for_reuse=self.at_insert and slot_bytes > 0,
         )
 
@@ -214,7 +219,7 @@ class Room:
         slot_bytes: int,
         count: int,
         may_pay: Callable[[Int64s], BoolMask],
-        may_keep: bool = False,
+        keep_at_s: float | None = None,
     ) -> int:
         """Evicts up to `count` of the coldest blocks of those tenants that `may_pay`, none below
         its guarantee; returns how many."""
@@ -228,7 +233,7 @@ class Room:
 
         while evicted < count:
             victims = books.policy.victims(
-                slot_bytes, count - evicted, evictable, may_keep=may_keep
+                slot_bytes, count - evicted, evictable, keep_at_s=keep_at_s
             )
             # Each of them may be evicted, but perhaps not all.
             sizes = books.representations.bytes_with(victims)

@@ -82,15 +82,15 @@ class Space:
         lease: int,
         *,
         has_promise: bool = False,
-        may_keep: bool = False,
+        keep_at_s: float | None = None,
     ) -> Entries:
         """Reserves slots for keys that are not in the index; as many as possible, from the first
         on.
 
         Evicts for them if this space makes room; else only if the tenant's burst bound asks for it.
         While the arena grows, fewer are reserved: see `grow`; not if `has_promise`, for blocks that
-        a residency was promised room for. `may_keep`: as in `Policy.victims`; tell `decline` of the
-        keys that are left out.
+        a residency was promised room for. `keep_at_s`: as in `Policy.victims`; tell `decline` of
+        the keys that are left out.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
@@ -104,7 +104,7 @@ class Space:
                 taker,
                 is_block=is_block,
                 has_promise=has_promise,
-                may_keep=may_keep,
+                keep_at_s=keep_at_s,
             ):
                 pass
         offsets = self.pool.allocate(size, min(len(hashes), self.books.free_numbers()))
@@ -124,7 +124,7 @@ class Space:
         count: int,
         *,
         has_promise: bool = False,
-        may_keep: bool = False,
+        keep_at_s: float | None = None,
     ) -> Iterator[None]:
         """Makes room for an `insert` of `count` keys, in parts; no part if there is room already or
         little to do."""
@@ -134,7 +134,7 @@ class Space:
         count = self.room.within_bound(taker, size, count)
         is_block = group_index < MAX_GROUPS
         return self.room.make(
-            size, count, taker, is_block=is_block, has_promise=has_promise, may_keep=may_keep
+            size, count, taker, is_block=is_block, has_promise=has_promise, keep_at_s=keep_at_s
         )
 
     def publish(

@@ -195,6 +195,7 @@ class Node:
         the call uses."""
         residency = self.core.residencies.book.named(session.record, residency_id)
         is_first = self.core.leases.get(session.record.engine_id, lease_id) is None
+        can_refuse = residency is None and retention == NO_RETENTION
         if is_first and not self.core.config.makes_room and not self.core.draining:
             async for _ in slices(
                 incremental.make_room(
@@ -202,7 +203,7 @@ class Node:
                     session.record.key_space_id,
                     runs,
                     has_promise=residency is not None,
-                    may_keep=residency is None and retention == NO_RETENTION,
+                    keep_at_s=time.monotonic() if can_refuse else None,
                 )
             ):
                 self._effects.run()

@@ -95,7 +95,7 @@ class Tier:
             return 0
         space.index.pin(present, 1)
         fresh = space.insert(
-            KEY_SPACE, GROUP, fresh_hashes, SLOT_ALIGN, absent, LEASE, may_keep=True
+            KEY_SPACE, GROUP, fresh_hashes, SLOT_ALIGN, absent, LEASE, keep_at_s=now_s
         )
         space.index.pin(present, -1)
         space.publish(fresh, now_s)

@@ -112,13 +112,15 @@ class PolicyWorld:
     def _keys(self, numbers: list[int]) -> Keys:
         return np.array([self.key_of[number] for number in numbers], np.uint64)
 
-    def evict(self, slot_bytes: int, count: int, *, may_keep: bool = False) -> list[int]:
+    def evict(self, slot_bytes: int, count: int, *, keep_at_s: float | None = None) -> list[int]:
         """Asks for victims of a slot size (0: of any), coldest first, checks them, and removes
         them."""
         answers = []
         for policy in (self.policy, self._reference):
             evictable = functools.partial(self._evictable, slot_bytes)
-            answers.append(policy.victims(slot_bytes, count, evictable, may_keep=may_keep).tolist())
+            answers.append(
+                policy.victims(slot_bytes, count, evictable, keep_at_s=keep_at_s).tolist()
+            )
         victims: list[int] = answers[0]
         eligible = {
             n
@@ -129,7 +131,7 @@ class PolicyWorld:
         assert len(set(victims)) == len(victims), "a victim is named twice"
         assert set(victims) <= eligible, "a victim is pinned, gone or of another size"
         assert len(victims) <= count, "more victims than asked for"
-        assert may_keep or len(victims) == min(count, len(eligible)), (
+        assert keep_at_s is not None or len(victims) == min(count, len(eligible)), (
             "fewer victims than could be had"
         )
         num_first = min(count, len(eligible & self.demoted))
@@ -204,7 +206,7 @@ def check_policy(
                 world.evict(
                     int(rng.choice([0, 4096, 8192])),
                     int(rng.integers(0, 20)),
-                    may_keep=bool(rng.integers(0, 2)),
+                    keep_at_s=now_s if rng.random() < 0.5 else None,
                 )
             case 4:
                 world.pinned ^= set(some)

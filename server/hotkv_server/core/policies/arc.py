@@ -94,7 +94,7 @@ class ARC:
         return iter(())
 
     def victims(
-        self, slot_bytes: int, count: int, evictable: Evictable, *, may_keep: bool = False
+        self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
     ) -> Entries:
         first = self._stamps.demoted.take(count, evictable)
         rest = self._victims(slot_bytes, count - len(first), others(evictable, first))

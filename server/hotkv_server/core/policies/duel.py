@@ -23,7 +23,7 @@ KEEP = 0.5
 """What an epoch's hits count for one epoch later."""
 MARGIN = 1.01
 """By how much a contender must win to take over."""
-HOLD_MARGIN = 1.07
+HOLD_MARGIN = 1.04
 """By how much a contender that holds blocks back must win over those that do not, besides: its
 shadow has no prefixes, so its hits are the least sure."""
 SAMPLE_SHARE = 1 / 32

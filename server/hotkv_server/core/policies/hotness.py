@@ -7,6 +7,7 @@ change holds at once. Ghosts keep them for evicted blocks, four for each block o
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,19 +145,21 @@ class Hotness:
         return self._queue(slot_bytes).sweep(count, evictable)
 
     def victims(
-        self, slot_bytes: int, count: int, evictable: Evictable, *, may_keep: bool = False
+        self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
     ) -> Entries:
         first = self._demoted.take(count, evictable)
-        held = self._held if may_keep and self.duel.winner.hold_s else None
+        held = None
+        if keep_at_s is not None and self.duel.winner.hold_s:
+            held = partial(self._held, self._ticks(keep_at_s))
         rest = self._queue(slot_bytes).take(count - len(first), others(evictable, first), held)
         return np.concatenate((first, rest))
 
-    def _held(self, entries: Entries) -> NDArray[np.bool_]:
-        """Which entries were used so recently that the winner keeps them."""
+    def _held(self, now: int, entries: Entries) -> NDArray[np.bool_]:
+        """Which entries were used so recently that the winner keeps them; `now` in ticks."""
         used = self._used[entries].astype(np.int64)
         held_ticks = int(self.duel.winner.hold_s * TICKS_PER_S)
         # What was asked to be kept longer is warmer than these; it may go if all others have gone.
-        return (used > self._latest - held_ticks) & (used <= self._latest)
+        return (used > now - held_ticks) & (used <= self._latest)
 
     def _queue(self, slot_bytes: int) -> ColdQueue:
         if slot_bytes not in self._queues:

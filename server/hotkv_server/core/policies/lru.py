@@ -102,7 +102,7 @@ class LRU:
         return self._queue(slot_bytes).sweep(count, evictable)
 
     def victims(
-        self, slot_bytes: int, count: int, evictable: Evictable, *, may_keep: bool = False
+        self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
     ) -> Entries:
         first = self._stamps.demoted.take(count, evictable)
         rest = self._queue(slot_bytes).take(count - len(first), others(evictable, first))

@@ -55,13 +55,14 @@ class Policy(Protocol):
         that is long. May do nothing."""
 
     def victims(
-        self, slot_bytes: int, count: int, evictable: Evictable, *, may_keep: bool = False
+        self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
     ) -> Entries:
         """Up to `count` evictable entries, coldest first; as many as there are.
 
         `slot_bytes`: names a queue of its own for each slot size. `evictable`: which of some
-        entries may be evicted, of that size. `may_keep`: fewer, if the policy expects that others
-        are used again before the blocks that they would make room for.
+        entries may be evicted, of that size. `keep_at_s`: the time now, if the policy
+        may name fewer, because it expects that others are used again before the blocks that they
+        would make room for; None if it may not.
         """
 
     def heat(self, entries: Entries) -> NDArray[np.float64]:

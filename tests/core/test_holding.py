@@ -1,0 +1,118 @@
+"""The core while its policy holds blocks that were just used: which stores are refused, and which
+never are."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from hotkv.results import BlockResult
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.core import incremental
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import Hotness
+from hotkv_server.core.policies.duel import Contender, Duel
+from hotkv_server.core.values import CoreConfig, HashList, Run
+from tests.core.support import make_key_space, make_table, words_of
+
+NUM_SLOTS = 24
+SLAB = 4 * SLOT_ALIGN
+HOLD_S = 5.0
+
+
+@dataclass
+class Store:
+    """What became of one store: result by block."""
+
+    stored: list[int]
+    refused: list[int]
+
+
+class Place:
+    """A core of 24 slots whose policy is settled: it holds blocks for five seconds after a use.
+    `makes_room`: as in `CoreConfig`; a daemon makes room in parts before each store."""
+
+    def __init__(self, makes_room: bool) -> None:
+        config = CoreConfig(
+            NUM_SLOTS * SLOT_ALIGN, SLAB, 100, max_blocks_per_call=1000, makes_room=makes_room
+        )
+        policy = Hotness(100)
+        policy.duel = Duel(100, (Contender(0.1, hold_s=HOLD_S),))
+        self.core = CacheCore(config, make_table(100), policy)
+        key_space = make_key_space("hold", SLOT_ALIGN, 2 * SLOT_ALIGN)
+        self.session = self.core.open_session("engine", "rank", key_space, 0.0).number
+        self.num_stores = 0
+
+    def store(
+        self,
+        numbers: list[int],
+        now_s: float,
+        group: int = 0,
+        retention: Retention = NO_RETENTION,
+    ) -> Store:
+        self.num_stores += 1
+        name, runs = f"store {self.num_stores}", [Run(group, words_of(numbers))]
+        if not self.core.config.makes_room:
+            keep_at_s = now_s if retention == NO_RETENTION else None
+            for _ in incremental.make_room(self.core, 1, runs, keep_at_s=keep_at_s):
+                pass
+        self.core.begin_store(self.session, name, name, runs, 0, 0.0, now_s, retention)
+        results = self.core.end_store(self.session, name, True, now_s)[0].tolist()
+        self.core.check_invariants()
+        assert set(results) <= {BlockResult.STORED, BlockResult.NO_SPACE}
+        return Store(
+            [n for n, result in zip(numbers, results, strict=True) if result == BlockResult.STORED],
+            [
+                n
+                for n, result in zip(numbers, results, strict=True)
+                if result == BlockResult.NO_SPACE
+            ],
+        )
+
+    def found(self, numbers: list[int]) -> list[int]:
+        mask = self.core.lookup(1, [HashList(0, words_of(numbers))])[0].tolist()
+        return [number for number, is_there in zip(numbers, mask, strict=True) if is_there]
+
+
+@pytest.fixture(params=[True, False], ids=["simulator", "daemon"])
+def place(request: pytest.FixtureRequest) -> Place:
+    return Place(request.param)
+
+
+def test_what_was_just_used_stays_and_the_rest_is_refused(place: Place) -> None:
+    old, live, fresh = list(range(10)), list(range(10, 24)), list(range(100, 120))
+    assert place.store(old, 0.0).stored == old
+    assert place.store(live, 4.0).stored == live
+    done = place.store(fresh, 6.0)
+    assert done.stored == fresh[:10] and done.refused == fresh[10:]
+    assert place.found(old + live) == live
+    assert place.core.counters.no_space_blocks == 10
+    again = place.store(fresh[10:], 6.5)
+    assert again.stored == [] and place.found(live) == live
+    later = place.store(fresh[10:], 9.5)
+    assert later.stored == fresh[10:]
+    assert place.found(fresh) == fresh
+
+
+def test_refused_blocks_are_remembered(place: Place) -> None:
+    place.store(list(range(24)), 0.0)
+    refused = place.store([50], 1.0).refused
+    assert refused == [50]
+    policy = place.core.space.policy
+    assert isinstance(policy, Hotness) and len(policy._ghosts) == 1
+    assert place.store([50], 10.0).stored == [50]
+    entry = place.core.space.index.find(1, 0, words_of([50]))
+    assert policy._uses[entry[0]] > 0.9, "its first use was forgotten"
+
+
+def test_who_asks_to_keep_blocks_is_not_refused(place: Place) -> None:
+    place.store(list(range(24)), 0.0)
+    asked = place.store([50, 51], 1.0, retention=Retention(2))
+    assert asked.stored == [50, 51]
+
+
+def test_nothing_is_refused_while_slot_sizes_share_the_arena(place: Place) -> None:
+    """Those of another size would pay for it."""
+    assert place.store(list(range(16)), 0.0).refused == []
+    assert place.store([200, 201], 0.0, group=1).refused == []
+    assert place.store(list(range(50, 66)), 1.0).refused == []
