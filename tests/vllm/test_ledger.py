@@ -8,8 +8,12 @@ import pytest
 
 from hotkv.misses import Miss
 from hotkv_client.types import RequestReport
+from hotkv_vllm.scheduler.hits import ASK_AGAIN, NO_HIT
+from hotkv_vllm.scheduler.load_choice import LoadChoice
 from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.reports import UseReports
+from hotkv_vllm.scheduler.request import HitChoice, Verdict
+from hotkv_vllm.stats import HotKVStats
 from tests.vllm.harness import prompt
 from tests.vllm.parts import TOKENS, Parts, request
 
@@ -21,9 +25,9 @@ def reports(server: Any) -> list[RequestReport]:
 
 
 def timed() -> PrefillSpeed:
-    """1,000 tokens a second."""
-    made = PrefillSpeed()
-    made.end_step(made.begin_step({"a": 1000}, 10.0), 11.0)
+    """It has measured something."""
+    made = PrefillSpeed(HotKVStats())
+    made.end_step(made.begin_step([(1000, 0)], 10.0), 11.0)
     return made
 
 
@@ -151,15 +155,32 @@ def test_loads_of_requests_that_were_not_reported_have_no_end() -> None:
 
 def test_what_a_hit_saves_begins_behind_the_device_hit() -> None:
     parts = Parts()
-    made, state = made_reports(parts, timed()), parts.state(request("a", 64))
+    prefill = timed()
+    made, state = made_reports(parts, prefill), parts.state(request("a", 64))
     made.matched(state, 16)
     made.admitted(state, 32)
     made.send(1.0)
     ((hit),) = reports(parts.server)
     assert (hit.device_hit_tokens, hit.hit_tokens) == (16, 48)
-    assert hit.saved_s == pytest.approx(0.032)
+    assert hit.saved_s == prefill.seconds(16, 48) > 0
 
 
 def test_a_speed_that_was_not_measured_saves_nothing() -> None:
-    assert PrefillSpeed().seconds(0, 1000) == 0.0
-    assert timed().seconds(100, 600) == pytest.approx(0.5)
+    assert PrefillSpeed(HotKVStats()).seconds(0, 1000) == 0.0
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_hit_that_is_left_is_computed_sooner(monkeypatch: pytest.MonkeyPatch, asks: bool) -> None:
+    """Without a question, or once the lease says how long it is."""
+    parts = Parts()
+    parts.put("a", range(3))
+    state, choice = parts.state(request("a", 64)), LoadChoice(None, parts.stats)
+    if asks:
+        monkeypatch.setattr(LoadChoice, "_may_load", lambda *_: False)
+    else:
+        state.choice = HitChoice(Verdict.LEAVE, 0.0)
+    answer = ASK_AGAIN
+    while answer == ASK_AGAIN:
+        answer = choice.match(parts.finder, state, 0, parts.clock)
+    assert answer == NO_HIT and state.hit.miss is Miss.COMPUTED_SOONER
+    assert bool(parts.server.released) == asks
