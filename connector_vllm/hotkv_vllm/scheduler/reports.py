@@ -88,7 +88,7 @@ class UseReports:
 
     def send(self, now_s: float) -> None:
         """One message for all that waits; nothing without a server."""
-        if not self._waiting and not self._ended:
+        if not (self._waiting or self._ended or self._loads):
             return
         waiting, self._waiting = self._waiting, []
         over, self._ended = self._ended, []
