@@ -76,7 +76,10 @@ def hinted_hit_rate(trace: Trace, percent: float) -> float:
     return trace.hit_blocks(done.prefix) / trace.num_accesses
 
 
-@pytest.mark.parametrize("percent", [1.0, 2.0, 5.0, 10.0])
+@pytest.mark.parametrize(
+    "percent",
+    [pytest.param(percent, marks=pytest.mark.long) for percent in (1.0, 2.0, 10.0)] + [5.0],
+)
 @pytest.mark.parametrize("maker", MAKERS)
 def test_holding_blocks_costs_at_most_a_point(maker: str, percent: float) -> None:
     trace = made(maker, 2)

@@ -26,14 +26,14 @@ that grows, more often."""
 class Room:
     """Makes room in one tier. `coming_bytes`: of the arena, what gets memory within moments, less
     what was refused for it. `at_insert`: room is made by the insert that needs it, so slabs that
-    are emptied for its slot size stay with that size."""
+    are emptied for its slot size stay with that size. `has_tiers`: what is stored here goes on to
+    tiers below."""
 
     def __init__(self, books: Books, removal: Removal, *, at_insert: bool) -> None:
         self.coming_bytes = 0
         self.at_insert = at_insert
-        self._books = books
-        self._pool = books.pool
-        self._tenants = books.tenants
+        self.has_tiers = False
+        self._books, self._pool, self._tenants = books, books.pool, books.tenants
         self._removal = removal
         self._rebalancer = Rebalancer(books, removal)
         # Per slot size, bytes that room was made for since it was compared with the others. A size
@@ -57,9 +57,10 @@ class Room:
 
         `is_block`: other representations may go for it; so they may if it `has_promise`.
         `keep_at_s`: as in `Policy.victims`. Nothing is kept while several slot sizes or
-        representations share the arena, since those would pay for it.
+        representations share the arena, since those would pay for it; nor if there are tiers, which
+        get only what had room here.
         """
-        if self._books.representations.declared or self._pool.is_shared(size):
+        if self.has_tiers or self._books.representations.declared or self._pool.is_shared(size):
             keep_at_s = None
         for wanted in self._tenants.portions(taker, size, count):
             if self._pool.available_slots(size) < wanted:
