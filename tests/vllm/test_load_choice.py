@@ -219,7 +219,7 @@ def test_a_miss_and_a_load_that_failed_at_once_say_nothing() -> None:
     state, finder = RequestState(request, StoreState([], 0)), Finder(0.0, 1000)
     assert world.choice.match(finder, state, 0, world.now_s) == (1000, True)  # type: ignore[arg-type]
     assert state.choice is not None and state.choice.verdict is Verdict.TAKE
-    assert world.choice.time_for(state, 10.0) == 10.0
+    assert world.choice.time_for(state, 10.0) == 1.0
     world.choice.end(state, True)
     assert world.choice.costs.load_s(1000) == 0 and not world.count("judged_choices")
 
@@ -233,3 +233,12 @@ def test_a_busy_engine_goes_on_to_hit(step_s: float) -> None:
         world.request(200)
     assert not world.count("left_requests") and not world.count("late_requests")
     assert world.choice.costs.answers_s < 0.002 and world.choice.costs.load_s(200) < 0.004
+
+
+def test_a_server_that_never_answers_in_time_is_left_before_any_load() -> None:
+    world = World()
+    world.ask_s = 30.0
+    took = [world.request(200) for _ in range(50)]
+    assert took[0] <= 0.2 + 0.2 + 0.01, "no longer than computing it, and computing it"
+    assert sum(took[1:]) <= 1.05 * 49 * 0.2
+    assert world.count("left_requests") > 40

@@ -2,7 +2,7 @@
 
 The engine learns what the server takes for answers and for loads, and what its prefill takes. Only
 the server's time counts: between two steps an engine that is busy would wait in any case. Always
-true: a load has no more time than computing its tokens takes, as soon as both are known; while
+true: a load has no more time than computing its tokens takes, as soon as that is known; while
 loads lose, TRIED_SHARE of what computing their hits takes is spent on trying them again, and what a
 trial takes beyond its time is made up for before the next one. Scheduler thread only.
 """
@@ -172,9 +172,9 @@ class LoadChoice:
 
     def _chosen(self, computed_tokens: int, stop_tokens: int) -> HitChoice:
         prefill_s = self._prefill_s(computed_tokens, stop_tokens)
+        if not prefill_s:
+            return HitChoice(Verdict.TAKE, 0.0)
         load_s = self.costs.load_s(stop_tokens - computed_tokens)
-        if not prefill_s or not load_s:
-            return HitChoice(Verdict.TAKE, 0.0, prefill_s=prefill_s)
         if self.costs.answers_s + load_s <= prefill_s + SLACK_S:
             return HitChoice(Verdict.TAKE, max(prefill_s, LEAST_BUDGET_S), prefill_s=prefill_s)
         choice = HitChoice(Verdict.TRY, self._share * prefill_s, prefill_s=prefill_s)
