@@ -138,8 +138,8 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
     the step's numbers, if it has any. `overdue_loads`: transfers that the server was asked to end
     and has not ended. `settled_loads`: by transfer that is held back, the number of ranks in which
     it can't write any more. `load_seconds`: by request, what the server took for its load in one of
-    the ranks that tell of it; of a load that failed only if its time was up. `links`: by rank, why
-    it has no session; empty if it has one. `weights`: reports by rank.
+    the ranks; below 0 if its time was up. `links`: by rank, why it has no session; empty if it has
+    one. `weights`: reports by rank.
     """
 
     stores: dict[int, StoreReport] = field(default_factory=dict)

@@ -94,7 +94,7 @@ class World:
             taken_s = load_s if load_s <= timeout_s else timeout_s + self.cancel_s
             self.now_s += math.ceil(taken_s / self.step_s) * self.step_s
             loaded = hit if load_s <= timeout_s else 0
-            self.choice.told({"a": state}, {"a": taken_s})
+            self.choice.told({"a": state}, {"a": taken_s if loaded else -taken_s})
             self.choice.end(state, not loaded)
             if not loaded:
                 before = self.count("left_requests")
@@ -242,3 +242,91 @@ def test_a_server_that_never_answers_in_time_is_left_before_any_load() -> None:
     assert took[0] <= 0.2 + 0.2 + 0.01, "no longer than computing it, and computing it"
     assert sum(took[1:]) <= 1.05 * 49 * 0.2
     assert world.count("left_requests") > 40
+
+
+def test_requests_without_a_hit_cost_no_trials() -> None:
+    """Most have none. The server is well again, and that is noticed."""
+    world = World()
+    world.fixed_s, world.token_s = 9.0, 0.0
+    for _ in range(5):
+        world.request(2000)
+    for at in range(400):
+        world.request(2000 if at % 10 == 0 else 500, hit=None if at % 10 == 0 else 0)
+    tried = world.count("tried_requests")
+    assert tried > 0
+    world.fixed_s = 0.001
+    took = [
+        world.request(2000 if at % 10 == 0 else 500, hit=None if at % 10 == 0 else 0)
+        for at in range(1500)
+    ]
+    assert max(took[-100::10]) < 0.2
+
+
+def test_a_request_that_is_asked_about_again_and_again_is_charged_nothing() -> None:
+    world = World()
+    world.fixed_s = 9.0
+    for _ in range(60):
+        world.request(500)
+    before = world.choice._allowance_s
+    request = SimpleNamespace(request_id="a", num_tokens=501)
+    state, finder = RequestState(request, StoreState([], 0)), Finder(0.0, 0)
+    for _ in range(40):
+        world.choice.match(finder, state, 0, world.now_s)  # type: ignore[arg-type]
+    assert world.choice._allowance_s >= before
+
+
+def test_short_hits_of_long_prompts_are_tried_again() -> None:
+    """Loads had a large fixed part; what is left for them alone is too little to notice."""
+    world = World()
+    world.fixed_s, world.token_s = 0.3, 0.0
+    for at in range(COSTED):
+        world.request(4000 + 500 * at)
+    world.fixed_s = 0.001
+    took = [world.request(20_000, hit=100) for _ in range(200)]
+    assert world.count("tried_requests") > 0
+    assert min(took[-10:]) < 20.0 - 0.05, "the hit is loaded again"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_rank_that_fails_says_nothing_of_the_servers_speed(late: bool) -> None:
+    world = World()
+    world.fixed_s = 0.1
+    for _ in range(3):
+        world.request(1000)
+    known_s = world.choice.costs.load_s(1000)
+    request = SimpleNamespace(request_id="a", num_tokens=1001)
+    state, finder = RequestState(request, StoreState([], 0)), Finder(0.0, 1000)
+    world.choice.match(finder, state, 0, world.now_s)  # type: ignore[arg-type]
+    world.choice.told({"a": state}, {"a": 0.01})
+    if late:
+        world.choice.told({"a": state}, {"a": -5.0, "b": -1.0})
+    assert world.choice.end(state, True) == late
+    assert (world.choice.costs.load_s(1000) == known_s) != late
+
+
+def test_a_trial_that_was_not_timed_is_a_win() -> None:
+    """A load that ended before the device was seen at its mark."""
+    world = World()
+    world.fixed_s = 9.0
+    for _ in range(40):
+        world.request(1000)
+    assert world.choice.costs.load_s(1000) > 1.0
+    world.choice._allowance_s = 9.0
+    request = SimpleNamespace(request_id="a", num_tokens=1001)
+    state, finder = RequestState(request, StoreState([], 0)), Finder(0.0, 1000)
+    assert world.choice.match(finder, state, 0, world.now_s) == (1000, True)  # type: ignore[arg-type]
+    assert not world.choice.end(state, False)
+    assert world.choice.costs.load_s(1000) == 0
+
+
+def test_a_trial_of_a_short_hit_has_its_share_of_that() -> None:
+    world = World()
+    world.fixed_s = 9.0
+    for _ in range(5):
+        world.request(1000)
+    world.choice._allowance_s, world.choice._share = 100.0, 1.0
+    request = SimpleNamespace(request_id="a", num_tokens=20_001)
+    state, finder = RequestState(request, StoreState([], 0)), Finder(0.0, 100)
+    assert world.choice.match(finder, state, 0, world.now_s) == (100, True)  # type: ignore[arg-type]
+    assert world.choice.time_for(state, 10.0) == pytest.approx(0.1)
+    assert world.choice._allowance_s == pytest.approx(99.9)

@@ -154,8 +154,8 @@ class HitFinder:
         state.hit.failed_loads += 1
         self.failed_loads.add(state.request.request_id)
 
-    def end_load(self, state: RequestState, failed: bool) -> tuple[int, ...]:
-        """The load has ended; its lease is given back. Keys of a failed load are hidden.
+    def end_load(self, state: RequestState, failed: bool, late: bool = False) -> tuple[int, ...]:
+        """Ends a load and gives its lease back. Hides the keys of one that failed and was not late.
 
         Returns per group how many leading blocks need not be stored, as the server has them whole;
         nothing for a load that failed.
@@ -166,7 +166,7 @@ class HitFinder:
         stored: tuple[int, ...] = ()
         if failed:
             self.load_failed(state)
-            for index, blocks in enumerate(hit.leased):
+            for index, blocks in enumerate(() if late else hit.leased):
                 hashes = self.groups.hashes(state.request, index)
                 self.hidden.hide(index, hashes[blocks.start : blocks.stop])
         else:

@@ -56,6 +56,10 @@ class ServerCosts:
         fixed_s, token_s = fitted(*zip(*self._loads, strict=True))
         return fixed_s + num_tokens * token_s
 
+    def forget_loads(self) -> None:
+        """What they took holds no more."""
+        self._loads.clear()
+
     def note_answers(self, seconds: float) -> None:
         if not _is_like(self.answers_s, seconds):
             self._answers.clear()
@@ -90,9 +94,11 @@ class LoadChoice:
         """What the finder answers, if loading is sooner than computing; else no hit."""
         if not self._may_ask(state, computed_tokens):
             return _left(finder, state)
+        spent_s = state.hit.server_s
+        waited = state.hit.answer is not None and not state.hit.answer.done()
         answer = finder.match(state, computed_tokens, now_s)
         if answer == NO_HIT:
-            state.choice = None
+            self._missed(state, spent_s, waited and state.hit.miss is Miss.LATE)
         elif answer[0] and not self._may_load(state, answer[0], computed_tokens):
             return _left(finder, state)
         return answer
@@ -100,21 +106,33 @@ class LoadChoice:
     def _may_ask(self, state: RequestState, computed_tokens: int) -> bool:
         """Whether a request may go on with its hit, whose length is not known. False once it has
         lost, or its time is up."""
-        stop_tokens = state.request.num_tokens - 1
         choice = state.choice
         if choice is None:
+            stop_tokens = state.request.num_tokens - 1
             choice = state.choice = self._chosen(computed_tokens, stop_tokens)
         if choice.verdict is Verdict.LEAVE:
             return False
         answer = state.hit.answer
         if not choice.budget_s or answer is None or answer.done():
             return True
-        answers_s = state.hit.server_s
-        if answers_s < choice.budget_s:
+        if state.hit.server_s < choice.budget_s:
             return True
+        self._answers_lost(choice, state.hit.server_s)
+        return False
+
+    def _missed(self, state: RequestState, spent_s: float, was_late: bool) -> None:
+        """There is no hit, or no answer in the time that any request has."""
+        choice, state.choice = state.choice, None
+        if choice is not None and was_late:
+            self._answers_lost(choice, spent_s)
+        elif choice is not None and choice.verdict is Verdict.TRY:
+            self._allowance_s += max(0.0, choice.budget_s - spent_s)
+
+    def _answers_lost(self, choice: HitChoice, answers_s: float) -> None:
+        if choice.verdict is Verdict.TRY:
+            self._stats.add("tried_requests")
         if self._lost(choice, answers_s):
             self.costs.note_answers(LATE * answers_s)
-        return False
 
     def _may_load(self, state: RequestState, num_tokens: int, computed_tokens: int) -> bool:
         """Whether a hit of so many tokens, which has a lease, is to be loaded."""
@@ -123,13 +141,26 @@ class LoadChoice:
         if choice.num_tokens != num_tokens:
             choice.num_tokens, choice.ask_s = num_tokens, state.hit.server_s
             choice.prefill_s = self._prefill_s(computed_tokens, computed_tokens + num_tokens)
-            load_s = self.costs.load_s(num_tokens)
-            if choice.verdict is Verdict.TAKE and 0 < choice.prefill_s < load_s - SLACK_S:
-                # Shorter than what it was chosen for.
-                self._leave(choice, choice.prefill_s)
-            elif choice.verdict is Verdict.TAKE and choice.budget_s:
-                choice.budget_s = max(choice.prefill_s, LEAST_BUDGET_S)
+            if choice.prefill_s:
+                self._weigh_load(choice)
         return choice.verdict is not Verdict.LEAVE
+
+    def _weigh_load(self, choice: HitChoice) -> None:
+        """Chooses anew, now that the length of the hit is known and its answers are there."""
+        held_s = choice.budget_s if choice.verdict is Verdict.TRY else 0.0
+        if self.costs.load_s(choice.num_tokens) <= choice.prefill_s + SLACK_S:
+            self._allowance_s += max(0.0, held_s - choice.ask_s)
+            choice.verdict = Verdict.TAKE
+            choice.budget_s = max(choice.prefill_s, LEAST_BUDGET_S)
+            return
+        needed_s = choice.ask_s + self._share * choice.prefill_s
+        if not held_s and self._allowance_s < needed_s:
+            self._leave(choice, choice.prefill_s)
+            return
+        choice.verdict = Verdict.TRY
+        choice.budget_s = min(held_s, needed_s) if held_s else needed_s
+        self._allowance_s += held_s - choice.budget_s
+        self._stats.add("tried_requests")
 
     def time_for(self, state: RequestState, timeout_s: float) -> float:
         """Seconds that the load of a request has: `timeout_s`, or what is left of its own."""
@@ -139,38 +170,50 @@ class LoadChoice:
         return min(timeout_s, max(choice.budget_s - choice.ask_s, LEAST_LOAD_S))
 
     def told(self, states: Mapping[str, RequestState], load_seconds: Mapping[str, float]) -> None:
-        """Ranks say what the server took for the loads of these requests."""
+        """Ranks say what the server took for the loads of these requests, below 0 if their time was
+        up."""
         for request_id, load_s in load_seconds.items():
             choice = states[request_id].choice if request_id in states else None
             if choice is not None:
-                choice.load_s = max(choice.load_s, load_s)
+                choice.load_s = max(choice.load_s, abs(load_s))
+                choice.is_late |= load_s < 0
 
-    def end(self, state: RequestState, has_failed: bool) -> None:
-        """The load has ended in all ranks. One that failed was late if a rank told of its time."""
+    def end(self, state: RequestState, has_failed: bool) -> bool:
+        """The load has ended in all ranks. Returns True if it failed because its time was up."""
         choice, state.choice = state.choice, None
-        if choice is None or not choice.load_s:
+        if choice is None:
+            return False
+        if has_failed and choice.is_late:
+            # vLLM asks for it anew.
+            state.choice = choice
+            if self._lost(choice, choice.ask_s + choice.load_s):
+                self.costs.note_answers(choice.ask_s)
+                self.costs.note_load(choice.num_tokens, LATE * choice.load_s)
+        elif not has_failed:
+            self._won(choice)
+        return has_failed and choice.is_late
+
+    def _won(self, choice: HitChoice) -> None:
+        """The load ended well within its time; more is known only with `load_s`."""
+        self._share = TRIED_SHARE
+        if not choice.load_s:
+            if choice.verdict is Verdict.TRY:
+                self.costs.forget_loads()
             return
         predicted_s = self.costs.answers_s + self.costs.load_s(choice.num_tokens)
         seconds = choice.ask_s + choice.load_s
-        if not has_failed:
-            self._share = TRIED_SHARE
-            self._judge(choice, seconds <= choice.prefill_s)
-            if predicted_s:
-                self._stats.add("load_prediction_error_s", abs(predicted_s - seconds))
-                self._stats.add("judged_load_s", seconds)
-            self.costs.note_answers(choice.ask_s)
-            self.costs.note_load(choice.num_tokens, choice.load_s)
-        elif choice.budget_s:
-            # vLLM asks for it anew.
-            state.choice = choice
-            if self._lost(choice, seconds):
-                self.costs.note_answers(choice.ask_s)
-                self.costs.note_load(choice.num_tokens, LATE * choice.load_s)
+        self._judge(choice, seconds <= choice.prefill_s)
+        if predicted_s:
+            self._stats.add("load_prediction_error_s", abs(predicted_s - seconds))
+            self._stats.add("judged_load_s", seconds)
+        self.costs.note_answers(choice.ask_s)
+        self.costs.note_load(choice.num_tokens, choice.load_s)
 
     def _prefill_s(self, start_tokens: int, stop_tokens: int) -> float:
         return 0.0 if self._prefill is None else self._prefill.seconds(start_tokens, stop_tokens)
 
     def _chosen(self, computed_tokens: int, stop_tokens: int) -> HitChoice:
+        """What is done about a hit whose length is not known: as if it were all of the prompt."""
         prefill_s = self._prefill_s(computed_tokens, stop_tokens)
         if not prefill_s:
             return HitChoice(Verdict.TAKE, 0.0)
@@ -182,7 +225,6 @@ class LoadChoice:
             self._leave(choice, prefill_s)
         else:
             self._allowance_s -= choice.budget_s
-            self._stats.add("tried_requests")
         return choice
 
     def _leave(self, choice: HitChoice, prefill_s: float) -> None:

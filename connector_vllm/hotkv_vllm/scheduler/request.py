@@ -114,7 +114,8 @@ class HitChoice:
 
     `budget_s`: the server's time for answers and load, 0 for no bound of its own. `ask_s`,
     `load_s`: what it has taken for its answers up to the lease, and for the load of `num_tokens`, 0
-    if that is not known. `prefill_s`: what computing these was thought to take.
+    if that is not known. `is_late`: its time was up in a rank. `prefill_s`: what computing these
+    was thought to take.
     """
 
     verdict: Verdict
@@ -123,6 +124,7 @@ class HitChoice:
     prefill_s: float = 0.0
     ask_s: float = 0.0
     load_s: float = 0.0
+    is_late: bool = False
 
 
 @dataclass(slots=True)

@@ -134,9 +134,10 @@ class HotKVScheduler:
                 self.stats.add("failed_loads")
             state = self.requests.states.get(request_id)
             if state is not None:
-                self.requests.choice.end(state, request_id in failed)
+                late = self.requests.choice.end(state, request_id in failed)
                 cache.reports.load_ended(state, request_id in failed)
-                cache.planner.loaded(state, cache.finder.end_load(state, request_id in failed))
+                ended = cache.finder.end_load(state, request_id in failed, late)
+                cache.planner.loaded(state, ended)
         cache.planner.reported(report)
         if report.adapters is not None:
             self._adapters.reported(report.adapters)

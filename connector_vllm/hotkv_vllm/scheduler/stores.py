@@ -53,8 +53,7 @@ class StorePlanner:
         residencies: Residencies | None = None,
     ) -> None:
         self._session = session
-        self._finder = finder
-        self._groups = finder.groups
+        self._finder, self._groups = finder, finder.groups
         self._cache_groups = tuple(cache_groups)
         self._representations = finder.representations
         self._residencies = residencies

@@ -69,13 +69,17 @@ class Ended:
 
     @property
     def seconds(self) -> float:
-        """What the server took for it, if it ended well or its time was up. 0 if unknown."""
-        return self.load.seconds if self.num_bytes is not None or self.load.is_late else 0.0
+        """What the server took for it, if it ended well; that below 0, if its time was up. 0 if
+        unknown."""
+        if self.num_bytes is None:
+            return -self.load.seconds if self.load.is_late else 0.0
+        return self.load.seconds
 
 
 class Loads:
-    """The loads under way, those that the server hangs in, and failures to report. `given_up`:
-    seconds that late loads took until they were given up, by request; until they are reported.
+    """The loads under way, those that the server hangs in, and failures to report. `given_up`: by
+    request, seconds that late loads took until they were given up, below 0; until they are
+    reported.
 
     `send` begins a transfer and does not raise. `cancel` asks the server to end the transfer of
     this id."""
@@ -255,7 +259,7 @@ class Loads:
             self._hung[load.job.transfer_id] = load
             self._failed.add(load.job.request_id)
             if load.is_late:
-                self.given_up[load.job.request_id] = load.seconds
+                self.given_up[load.job.request_id] = -load.seconds
             del self._active[load.job.request_id]
 
     def settled(self, transfer_ids: Iterable[str]) -> tuple[list[str], list[ActiveLoad]]:
