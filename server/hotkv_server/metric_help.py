@@ -27,7 +27,7 @@ HELP: dict[str, str] = {
     "in_flight_blocks_total": "Blocks that a store brought while another store was writing them.",
     "no_space_blocks_total": "Blocks that were not stored because everything else was pinned, "
     "guaranteed to other tenants, being written or held for sessions (see "
-    "hotkv_eviction_hold_seconds). If it grows, the arena is too small.",
+    "eviction_hold_seconds). If it grows, the arena is too small.",
     "aborted_blocks_total": "Blocks whose store failed, was cancelled or was revoked.",
     "transfers_in_flight": "Loads and stores that have begun and not ended.",
     "copy_pieces_queued": "Pieces of copies that wait for a copy thread or a device. If it stays "

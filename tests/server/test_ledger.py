@@ -65,7 +65,7 @@ def engine(server: Server) -> Iterator[Make]:
 
 def report(one: GroupsEngine, *reports: RequestReport, loads: tuple[LoadEnd, ...] = ()) -> None:
     """Sends reports, and waits until they are counted."""
-    one.session.report_requests(list(reports), 0.0, loads)
+    one.session.report_requests(list(reports), 0.0, loads=loads)
     one.session.ping(10)
 
 

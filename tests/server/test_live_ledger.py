@@ -45,7 +45,15 @@ class World:
         self.ledger.report(
             self.session,
             Report(
-                hashes, tokens, 0, hit_tokens, 0.0, NO_RETENTION, Miss.ABSENT, 1.0, 0.0, report_id
+                hashes,
+                tokens,
+                0,
+                hit_tokens,
+                0.0,
+                NO_RETENTION,
+                miss=Miss.ABSENT,
+                saved_s=1.0,
+                report_id=report_id,
             ),
         )
 

@@ -116,8 +116,6 @@ def test_parity_and_sharing_between_processes(
     assert (
         totals["hit_requests"] > 0 and "failed_loads" not in totals and "hook_errors" not in totals
     )
-    speeds = {s["engine_id"]: s["prefill_tokens_per_s"] for s in daemon.admin("sessions")}
-    assert 10 < max(speeds.values()) < 1e7, "no engine has said how fast it computes prompts"
 
 
 @pytest.mark.parametrize("call", ["load", "store"])

@@ -56,6 +56,8 @@ def test_hits_of_a_slow_server_are_left_and_taken_again(
         raise AssertionError(f"requests hit {last} tokens, and not {expected}")
 
     until(usable(prompt))
+    (speed,) = {s["prefill_tokens_per_s"] for s in daemon.admin("sessions")} - {0.0}
+    assert 10 < speed < 1e7, "the engine has said how fast it computes prompts"
     slow.touch()
     until(0)
     totals = engine.ask("stats")["totals"]

@@ -13,7 +13,7 @@ from hotkv.misses import SAID_BY_ENGINES, Miss
 from hotkv.retention import NO_RETENTION
 from hotkv.v1 import session_pb2
 from hotkv_client import LoadEnd, RequestReport, _answers, _report_wire, _wire
-from hotkv_server.rpc import convert
+from hotkv_server.rpc import convert, report_convert
 from hotkv_server.rpc.errors import detail
 
 HASH_BYTES = st.integers(MIN_HASH_BYTES, MAX_HASH_BYTES)
@@ -74,8 +74,11 @@ def test_what_a_report_says_for_the_ledger_arrives(
     """Times of more than a day count as one, and reasons that engines can't know as none."""
     said = RequestReport([], 10, 0, 0, 0.0, NO_RETENTION, miss, *seconds, number)
     end = LoadEnd(number, seconds[0], failed)
-    message = _report_wire.report_requests([said], 32, 0.0, [end]).report_use
-    (heard,), (ended,) = convert.reports(message.requests, 32), convert.load_ends(message.loads)
+    message = _report_wire.report_requests([said], 32, 0.0, loads=[end]).report_use
+    (heard,), (ended,) = (
+        report_convert.reports(message.requests, 32),
+        report_convert.load_ends(message.loads),
+    )
     assert heard.miss == (miss if miss in SAID_BY_ENGINES else Miss.UNKNOWN)
     assert (heard.saved_s, heard.wait_s) == tuple(min(one, 86_400.0) for one in seconds)
     assert heard.report_id == ended.report_id == number
