@@ -45,7 +45,15 @@ class World:
         self.ledger.report(
             self.session,
             Report(
-                hashes, tokens, 0, hit_tokens, 0.0, NO_RETENTION, Miss.ABSENT, 1.0, 0.0, report_id
+                hashes,
+                tokens,
+                0,
+                hit_tokens,
+                0.0,
+                NO_RETENTION,
+                miss=Miss.ABSENT,
+                saved_s=1.0,
+                report_id=report_id,
             ),
         )
 
@@ -70,6 +78,33 @@ def test_requests_beyond_what_the_forecast_can_follow_are_counted_all_the_same(
     for _ in range(3):
         world.report()
     assert world.ledger.num_lost == 2 and world.followed_tokens == 6 * 33
+
+
+def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn() -> None:
+    world, num_taken = World(), 0
+    for _ in range(3):
+        world.report()
+    for _ in world.ledger.follow():
+        num_taken += 1
+        world.report()
+        if num_taken == 10:
+            break
+    assert num_taken == 3 and world.ledger.outlook(0).prompt_tokens == 3 * 33
+    assert world.followed_tokens == 6 * 33
+
+
+def test_requests_may_make_way_for_a_large_one_while_the_forecast_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ledger, "MAX_FOLLOWING_BLOCKS", 6)
+    world = World()
+    for _ in range(3):
+        world.report()
+    steps = world.ledger.follow()
+    next(steps)
+    world.report(num_blocks=6)
+    assert len(list(steps)) == 1 and world.ledger.num_lost == 2
+    assert world.followed_tokens == 33 + 97
 
 
 def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

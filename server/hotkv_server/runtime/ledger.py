@@ -181,9 +181,13 @@ class LiveLedger:
             self.num_lost += 1
 
     def follow(self) -> Iterator[None]:
-        """Shows the forecast what was reported, a request at a time."""
+        """Shows the forecast what was reported until now, a request at a time. What comes between
+        two of them waits, so that this ends however many come."""
         capacity_bytes = self._core.space.pool.capacity_bytes
-        while self._following:
+        for _ in range(len(self._following)):
+            if not self._following:
+                # Many small ones have made way for a large one.
+                return
             demand, now_s = self._following.popleft()
             self._following_blocks -= len(demand.keys)
             self.forecast.observe(demand, capacity_bytes, now_s, _minute())
