@@ -10,7 +10,7 @@ import pytest
 
 from hotkv.keys import KeySpace
 from hotkv.misses import Miss
-from hotkv.retention import NO_RETENTION
+from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable, TableGeometry
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
@@ -163,6 +163,24 @@ def test_nothing_is_written_while_nothing_changes(
     written = (tmp_path / "ledger").stat().st_mtime_ns
     asyncio.run(turns())
     assert (tmp_path / "ledger").stat().st_mtime_ns == written
+
+
+def test_the_forecast_keeps_blocks_only_where_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for what a request asks to keep, nor on a node with tiers."""
+    world, hashes = World(), np.arange(1, 33, dtype=np.uint32).reshape(4, 8)
+    seen: list[bool] = []
+    monkeypatch.setattr(
+        world.ledger.forecast, "observe", lambda demand, *_: seen.append(demand.may_keep)
+    )
+    for retention, has_tiers in (
+        (NO_RETENTION, False),
+        (Retention(priority=1), False),
+        (NO_RETENTION, True),
+    ):
+        world.core.space.room.has_tiers = has_tiers
+        world.ledger.report(world.session, Report(hashes, 64, 0, 0, 0.0, retention))
+    list(world.ledger.follow())
+    assert seen == [True, False, False]
 
 
 def test_blocks_of_two_key_spaces_are_not_taken_for_each_other() -> None:

@@ -43,13 +43,15 @@ miss: one without end, one of the present size, one a step larger."""
 class Demand:
     """One request's blocks. `keys` uint64 [n]: of its full blocks in chain order, the same for the
     same block after a restart. `block_bytes`: what a block takes of the arena. `num_hits`: blocks
-    that did hit, so that they count as reachable."""
+    that did hit, so that they count as reachable. `may_keep`: the node's policy may keep other
+    blocks and leave out some of these."""
 
     keys: Keys
     prompt_tokens: int
     block_tokens: int
     block_bytes: int
     num_hits: int
+    may_keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,9 @@ class Forecast:
         if not len(keys):
             return 0.0, 0.0
         hits = [
-            shadow.serve(keys, demand.block_bytes, int(size * share), now_s)
+            shadow.serve(
+                keys, demand.block_bytes, int(size * share), now_s, may_keep=demand.may_keep
+            )
             for shadow, size in zip(self._shadows, sizes, strict=True)
         ]
         return (len(keys) - hits[0]) / share, (len(keys) - hits[1]) / share

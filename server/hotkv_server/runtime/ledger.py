@@ -19,6 +19,7 @@ import numpy as np
 
 from hotkv.groups import PREFIX_CLOSED
 from hotkv.misses import Miss
+from hotkv.retention import NO_RETENTION
 from hotkv.table import Words
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.outcome import counted_group, note_outcome
@@ -172,6 +173,7 @@ class LiveLedger:
             group.block_tokens,
             _block_bytes(self._core, number, group.block_tokens),
             report.hit_tokens // group.block_tokens,
+            report.retention == NO_RETENTION and self._core.space.may_keep(group.slot_bytes),
         )
         self._following.append((demand, time.monotonic()))
         self._following_blocks += len(demand.keys)
