@@ -111,6 +111,37 @@ def test_ages_start_anew(num_ghosts: int, num_before: int, num_after: int) -> No
     assert not after[: max(0, num_after - num_ghosts)].any()
 
 
+@given(num_ghosts=st.integers(16, 64), num_before=st.integers(0, 30), num_after=st.integers(0, 30))
+def test_lasting_ghosts_outlive_the_numbers_of_coming(
+    num_ghosts: int, num_before: int, num_after: int
+) -> None:
+    table = GhostTable(num_ghosts, is_lasting=True)
+    crowds = Counter(buckets_of(table))
+    spared = np.array([crowds[bucket] <= WAYS for bucket in buckets_of(table)])
+    first, second = POOL[:num_before], POOL[num_before : num_before + num_after]
+    table.remember(first, first)
+    table._next_age = (1 << 32) - 1 - num_after
+    table.remember(second, second)
+    table.remember(second[:1], second[:1])
+    table.check_invariants()
+    assert table._next_age < (1 << 32)
+    kept = spared[: num_before + num_after]
+    found, values = table.take(POOL[: num_before + num_after])
+    assert found[kept].all() and values[found].tolist() == POOL[: len(found)][found].tolist()
+
+
+def test_a_place_that_is_free_is_taken_before_a_ghost_is_dropped() -> None:
+    """Half of the ghosts are dropped by their tags, and their places are as good as new."""
+    table = GhostTable(4, is_lasting=True)
+    table.remember(POOL[:WAYS], POOL[:WAYS])
+    middle = int(np.sort(table.tags[0])[WAYS // 2])
+    table.drop_from(middle)
+    assert len(table) == WAYS // 2
+    left = table.tags[0][table.tags[0] != 0].tolist()
+    table.remember(POOL[WAYS : WAYS + WAYS // 2], POOL[: WAYS // 2])
+    assert len(table) == WAYS and set(left) <= set(table.tags[0].tolist())
+
+
 def test_many_ghosts_in_the_room_of_few() -> None:
     """A flood through a small table: of the last `num_ghosts` few are lost, and of those before
     none is found."""

@@ -36,7 +36,7 @@ def forecast_of(trace: Trace, capacity_blocks: int, max_keys: int, policy: str) 
     starts = trace.starts.tolist()
     for request, now_s in enumerate(trace.times_s.tolist()):
         mine = keys[starts[request] : starts[request + 1]]
-        demand = Demand(mine, len(mine) * 16 + 5, 16, BLOCK_BYTES, 0)
+        demand = Demand(mine, len(mine) * 16 + 5, 16, BLOCK_BYTES, 0, may_keep=True)
         made.observe(demand, capacity_blocks * BLOCK_BYTES, now_s, int(now_s // 60))
     made.check_invariants()
     return made
@@ -118,6 +118,32 @@ def test_a_smaller_sample_remembers_what_it_has_seen() -> None:
             made.observe(demand(first, 50), 1000 * GIB, 0.0, 0)
     assert made.seen_share <= 1 / 8
     assert made.outlook(0, GIB, 0).ceiling_ratio == pytest.approx(0.5, abs=0.08)
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_an_endless_cache_forgets_nothing_however_much_others_are_used(is_restored: bool) -> None:
+    made = Forecast(POLICIES["lru"], 0, 64, 4096)
+    made.observe(demand(0, 200), GIB, 0.0, 0)
+    if is_restored:
+        seen, share = made.seen(), made.seen_share
+        made = Forecast(POLICIES["lru"], 0, 64, 4096)
+        made.put_back(seen, share)
+    for number in range(1, 31):
+        made.observe(demand(1000, 400), GIB, float(number), 0)
+    made.observe(demand(0, 200), GIB, 31.0, 60 * 24)
+    assert made.outlook(60, GIB, 60 * 24).ceiling_ratio == 1.0
+
+
+def test_blocks_seen_before_a_restart_give_way_to_none_that_come_after() -> None:
+    """Some 4 places of a bucket are free for each that is taken."""
+    made = Forecast(POLICIES["lru"], 0, 64, 4096)
+    made.observe(demand(0, 2000), GIB, 0.0, 0)
+    again = Forecast(POLICIES["lru"], 0, 64, 4096)
+    again.put_back(made.seen(), made.seen_share)
+    again.observe(demand(2000, 2000), GIB, 1.0, 0)
+    again.observe(demand(0, 2000), GIB, 2.0, 60 * 24)
+    again.check_invariants()
+    assert again.outlook(60, GIB, 60 * 24).ceiling_ratio == pytest.approx(1.0, abs=0.001)
 
 
 @pytest.mark.parametrize("max_keys", [4096, 1024])

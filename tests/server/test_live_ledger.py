@@ -10,7 +10,7 @@ import pytest
 
 from hotkv.keys import KeySpace
 from hotkv.misses import Miss
-from hotkv.retention import NO_RETENTION
+from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable, TableGeometry
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
@@ -80,6 +80,33 @@ def test_requests_beyond_what_the_forecast_can_follow_are_counted_all_the_same(
     assert world.ledger.num_lost == 2 and world.followed_tokens == 6 * 33
 
 
+def test_what_is_reported_while_the_forecast_follows_waits_for_the_next_turn() -> None:
+    world, num_taken = World(), 0
+    for _ in range(3):
+        world.report()
+    for _ in world.ledger.follow():
+        num_taken += 1
+        world.report()
+        if num_taken == 10:
+            break
+    assert num_taken == 3 and world.ledger.outlook(0).prompt_tokens == 3 * 33
+    assert world.followed_tokens == 6 * 33
+
+
+def test_requests_may_make_way_for_a_large_one_while_the_forecast_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ledger, "MAX_FOLLOWING_BLOCKS", 6)
+    world = World()
+    for _ in range(3):
+        world.report()
+    steps = world.ledger.follow()
+    next(steps)
+    world.report(num_blocks=6)
+    assert len(list(steps)) == 1 and world.ledger.num_lost == 2
+    assert world.followed_tokens == 33 + 97
+
+
 def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "MAX_OPEN_LOADS", 2)
     world = World()
@@ -136,6 +163,24 @@ def test_nothing_is_written_while_nothing_changes(
     written = (tmp_path / "ledger").stat().st_mtime_ns
     asyncio.run(turns())
     assert (tmp_path / "ledger").stat().st_mtime_ns == written
+
+
+def test_the_forecast_keeps_blocks_only_where_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for what a request asks to keep, nor on a node with tiers."""
+    world, hashes = World(), np.arange(1, 33, dtype=np.uint32).reshape(4, 8)
+    seen: list[bool] = []
+    monkeypatch.setattr(
+        world.ledger.forecast, "observe", lambda demand, *_: seen.append(demand.may_keep)
+    )
+    for retention, has_tiers in (
+        (NO_RETENTION, False),
+        (Retention(priority=1), False),
+        (NO_RETENTION, True),
+    ):
+        world.core.space.room.has_tiers = has_tiers
+        world.ledger.report(world.session, Report(hashes, 64, 0, 0, 0.0, retention))
+    list(world.ledger.follow())
+    assert seen == [True, False, False]
 
 
 def test_blocks_of_two_key_spaces_are_not_taken_for_each_other() -> None:

@@ -72,6 +72,13 @@ class Space:
         self.tenants.capacity_bytes = self.pool.capacity_bytes
         self.room.coming_bytes = coming_bytes
 
+    def may_keep(self, slot_bytes: int) -> bool:
+        """Whether the policy may keep blocks and refuse room for slots of this size. Not while
+        several slot sizes or representations share the arena, since those would pay for it; nor if
+        there are tiers, which get only what had room here."""
+        has_others = self.books.representations.declared or self.pool.is_shared(aligned(slot_bytes))
+        return not (self.room.has_tiers or has_others)
+
     def insert(
         self,
         key_space_id: int,
@@ -89,8 +96,8 @@ class Space:
 
         Evicts for them if this space makes room; else only if the tenant's burst bound asks for it.
         While the arena grows, fewer are reserved: see `grow`; not if `has_promise`, for blocks that
-        a residency was promised room for. `keep_at_s`: as in `Policy.victims`; tell `decline` of
-        the keys that are left out.
+        a residency was promised room for. `keep_at_s`: as in `Policy.victims`, if the policy
+        `may_keep`; tell `decline` of the keys that are left out.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
@@ -104,7 +111,7 @@ class Space:
                 taker,
                 is_block=is_block,
                 has_promise=has_promise,
-                keep_at_s=keep_at_s,
+                keep_at_s=keep_at_s if self.may_keep(size) else None,
             ):
                 pass
         offsets = self.pool.allocate(size, min(len(hashes), self.books.free_numbers()))
@@ -133,6 +140,8 @@ class Space:
             count -= self.room.coming_slots(size, count)
         count = self.room.within_bound(taker, size, count)
         is_block = group_index < MAX_GROUPS
+        if not self.may_keep(size):
+            keep_at_s = None
         return self.room.make(
             size, count, taker, is_block=is_block, has_promise=has_promise, keep_at_s=keep_at_s
         )

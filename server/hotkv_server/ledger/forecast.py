@@ -43,13 +43,15 @@ miss: one without end, one of the present size, one a step larger."""
 class Demand:
     """One request's blocks. `keys` uint64 [n]: of its full blocks in chain order, the same for the
     same block after a restart. `block_bytes`: what a block takes of the arena. `num_hits`: blocks
-    that did hit, so that they count as reachable."""
+    that did hit, so that they count as reachable. `may_keep`: the node's policy may keep other
+    blocks and leave out some of these."""
 
     keys: Keys
     prompt_tokens: int
     block_tokens: int
     block_bytes: int
     num_hits: int
+    may_keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Forecast:
         self.seen_share = self.shadow_share = 1.0
         self._max_seen, self._max_keys = max_seen, max_shadow_keys
         self._num_seen = 0
-        self._seen = GhostTable(SEEN_ROOM * max_seen)
+        self._seen = GhostTable(SEEN_ROOM * max_seen, is_lasting=True)
         self._shadows = tuple(Shadow(make_policy, max_shadow_keys) for _ in range(2))
 
     def __repr__(self) -> str:
@@ -118,9 +120,8 @@ class Forecast:
         self._num_seen += num_fresh
         while self._num_seen > self._max_seen:
             self.seen_share /= 2
-            tags = self._seen.tags
             # A tag is the low half of the key's mix, but for its last bit.
-            tags[tags >= _threshold(self.seen_share)] = 0
+            self._seen.drop_from(_threshold(self.seen_share))
             self._num_seen = len(self._seen)
         return float(missed)
 
@@ -137,7 +138,9 @@ class Forecast:
         if not len(keys):
             return 0.0, 0.0
         hits = [
-            shadow.serve(keys, demand.block_bytes, int(size * share), now_s)
+            shadow.serve(
+                keys, demand.block_bytes, int(size * share), now_s, may_keep=demand.may_keep
+            )
             for shadow, size in zip(self._shadows, sizes, strict=True)
         ]
         return (len(keys) - hits[0]) / share, (len(keys) - hits[1]) / share
@@ -171,10 +174,8 @@ class Forecast:
     def put_back(self, seen: Keys, seen_share: float) -> None:
         """Takes over what an earlier server has seen, with its share. Ignores places that this
         table has not, which only a table of another size can have named."""
-        flat = self._seen.tags.reshape(-1)
         places = (seen >> np.uint64(32)).astype(np.int64)
-        known = places < flat.size
-        flat[places[known]] = (seen[known] & LOW_32).astype(np.uint32)
+        self._seen.put_back(places, (seen & LOW_32).astype(np.uint32))
         self._num_seen, self.seen_share = len(self._seen), seen_share
 
     def check_invariants(self) -> None:

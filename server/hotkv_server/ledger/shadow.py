@@ -2,7 +2,7 @@
 
 Keys and no bytes. Always true: what the held keys would take is within the limit that the last call
 named; a key is held once. A request uses the keys that are held and then stores the rest, as in
-`hotkv_server.simulate`; its own keys are not evicted for it.
+`hotkv_server.simulate`; its own keys are not evicted for it, and what finds no room is declined.
 """
 
 from collections.abc import Callable
@@ -42,9 +42,12 @@ class Shadow:
         """The keys that are held."""
         return np.fromiter(self._entries, np.uint64, len(self._entries))
 
-    def serve(self, keys: Keys, key_bytes: int, limit_bytes: int, now_s: float) -> int:
+    def serve(
+        self, keys: Keys, key_bytes: int, limit_bytes: int, now_s: float, *, may_keep: bool = False
+    ) -> int:
         """Serves a request for these different keys [n], in chain order. Returns how many of the
-        first were held, up to the first that was not."""
+        first were held, up to the first that was not. `may_keep`: the policy may keep others and
+        leave out some of these."""
         names = keys.tolist()
         found = np.array([self._entries.get(name, 0) for name in names], np.uint32)
         held = found[found != 0]
@@ -53,10 +56,14 @@ class Shadow:
         absent = np.flatnonzero(found == 0)
         num_hits = int(absent[0]) if len(absent) else len(keys)
         self._is_pinned[held] = True
-        self._make_room(len(absent) * key_bytes, key_bytes, limit_bytes)
+        keep_at_s = now_s if may_keep else None
+        self._make_room(len(absent) * key_bytes, key_bytes, limit_bytes, keep_at_s)
         self._is_pinned[held] = False
         room = max(0, limit_bytes - self.used_bytes) // key_bytes
-        self._store(keys[absent[: min(room, len(self._free))]], key_bytes, now_s)
+        num_stored = min(room, len(self._free), len(absent))
+        self._store(keys[absent[:num_stored]], key_bytes, now_s)
+        if num_stored < len(absent):
+            self._policy.decline(keys[absent[num_stored:]], len(held) + num_stored, now_s)
         return num_hits
 
     def drop(self, keys: Keys) -> None:
@@ -64,8 +71,11 @@ class Shadow:
         gone = np.array([self._entries[key] for key in keys.tolist()], np.uint32)
         self._remove(gone, evicted=False)
 
-    def _make_room(self, more_bytes: int, key_bytes: int, limit_bytes: int) -> None:
-        """Evicts until `more_bytes` fit, or nothing may go any more."""
+    def _make_room(
+        self, more_bytes: int, key_bytes: int, limit_bytes: int, keep_at_s: float | None
+    ) -> None:
+        """Evicts until `more_bytes` fit, or nothing may go any more. `keep_at_s`: as in
+        `Policy.victims`."""
 
         def evictable(entries: Entries) -> NDArray[np.bool_]:
             return ~self._is_pinned[entries]
@@ -76,7 +86,7 @@ class Shadow:
                 more_bytes // key_bytes - len(self._free),
             )
         ) > 0:
-            victims = self._policy.victims(QUEUE, short, evictable)
+            victims = self._policy.victims(QUEUE, short, evictable, keep_at_s=keep_at_s)
             if not len(victims):
                 return
             self._remove(victims, evicted=True)

@@ -19,6 +19,7 @@ import numpy as np
 
 from hotkv.groups import PREFIX_CLOSED
 from hotkv.misses import Miss
+from hotkv.retention import NO_RETENTION
 from hotkv.table import Words
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.outcome import counted_group, note_outcome
@@ -172,6 +173,7 @@ class LiveLedger:
             group.block_tokens,
             _block_bytes(self._core, number, group.block_tokens),
             report.hit_tokens // group.block_tokens,
+            report.retention == NO_RETENTION and self._core.space.may_keep(group.slot_bytes),
         )
         self._following.append((demand, time.monotonic()))
         self._following_blocks += len(demand.keys)
@@ -181,9 +183,13 @@ class LiveLedger:
             self.num_lost += 1
 
     def follow(self) -> Iterator[None]:
-        """Shows the forecast what was reported, a request at a time."""
+        """Shows the forecast what was reported until now, a request at a time. What comes between
+        two of them waits, so that this ends however many come."""
         capacity_bytes = self._core.space.pool.capacity_bytes
-        while self._following:
+        for _ in range(len(self._following)):
+            if not self._following:
+                # Many small ones have made way for a large one.
+                return
             demand, now_s = self._following.popleft()
             self._following_blocks -= len(demand.keys)
             self.forecast.observe(demand, capacity_bytes, now_s, _minute())

@@ -23,11 +23,13 @@ Values = NDArray[np.uint64]
 
 class GhostTable:
     """The last `num_ghosts` that were remembered. `tags` [buckets, WAYS] 0 for none, `values` and
-    `ages` alike; an age is the number of ghosts before it."""
+    `ages` alike; an age is the number of ghosts before it. `is_lasting`: no ghost is too old, and
+    only a full bucket drops its oldest."""
 
-    def __init__(self, num_ghosts: int) -> None:
+    def __init__(self, num_ghosts: int, *, is_lasting: bool = False) -> None:
         buckets = max(1, -(-ROOM * num_ghosts // WAYS))
         self.num_ghosts = num_ghosts
+        self._is_lasting = is_lasting
         self.tags = np.zeros((buckets, WAYS), np.uint32)
         self.values = np.zeros((buckets, WAYS), np.uint64)
         self._ages = np.zeros((buckets, WAYS), np.uint32)
@@ -61,17 +63,31 @@ class GhostTable:
             self.values,
             self._ages,
             keys,
-            self._next_age - self.num_ghosts,
+            0 if self._is_lasting else self._next_age - self.num_ghosts,
             found,
             values,
         )
         return found, values
 
+    def drop_from(self, tag: int) -> None:
+        """Forgets ghosts whose tags are this or higher."""
+        gone = self.tags >= tag
+        self.tags[gone] = 0
+        self._ages[gone] = 0
+
+    def put_back(self, places: NDArray[np.int64], tags: NDArray[np.uint32]) -> None:
+        """Takes over tags from the same places of another table, as the oldest ghosts. Ignores
+        places that this table has not."""
+        known = places < self.tags.size
+        self.tags.reshape(-1)[places[known]] = tags[known]
+        self._ages.reshape(-1)[places[known]] = 1
+
     def _begin_anew(self) -> None:
         """Counts ages from the oldest ghost that still matters, once per four thousand million
-        ghosts."""
+        ghosts. Lasting ones that are older are the oldest from then on."""
         base = self._next_age - self.num_ghosts - 1
-        self._ages[:] = np.where(self._ages > base, self._ages - np.uint32(base), 0)
+        oldest = (self.tags != 0) & self._is_lasting
+        self._ages[:] = np.where(self._ages > base, self._ages - np.uint32(base), oldest)
         self._next_age -= base
 
     def check_invariants(self) -> None:
