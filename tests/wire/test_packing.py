@@ -10,7 +10,6 @@ from hypothesis import given
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_HASH_BYTES, MIN_HASH_BYTES
 from hotkv.misses import SAID_BY_ENGINES, Miss
-from hotkv.retention import NO_RETENTION
 from hotkv.v1 import session_pb2
 from hotkv_client import LoadEnd, RequestReport, _answers, _report_wire, _wire
 from hotkv_server.rpc import convert, report_convert
@@ -72,7 +71,10 @@ def test_what_a_report_says_for_the_ledger_arrives(
     miss: Miss, seconds: tuple[float, float], number: int, failed: bool
 ) -> None:
     """Times of more than a day count as one, and reasons that engines can't know as none."""
-    said = RequestReport([], 10, 0, 0, 0.0, NO_RETENTION, miss, *seconds, number)
+    saved_s, wait_s = seconds
+    said = RequestReport(
+        [], 10, 0, 0, 0.0, miss=miss, saved_s=saved_s, wait_s=wait_s, report_id=number
+    )
     end = LoadEnd(number, seconds[0], failed)
     message = _report_wire.report_requests([said], 32, 0.0, loads=[end]).report_use
     (heard,), (ended,) = (
