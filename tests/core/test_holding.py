@@ -1,7 +1,8 @@
 """The core while its policy holds blocks that were just used: which stores are refused, and which
 never are."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from hotkv_server.core import incremental
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import Hotness
 from hotkv_server.core.policies.duel import Contender, Duel
-from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
 from tests.core.support import make_key_space, make_table, words_of
 
 NUM_SLOTS = 24
@@ -30,17 +31,31 @@ class Store:
 
 class Place:
     """A core of 24 slots whose policy is settled: it holds blocks for five seconds after a use.
-    `makes_room`: as in `CoreConfig`; a daemon makes room in parts before each store."""
+    `makes_room`: as in `CoreConfig`; a daemon makes room in parts before each store. `guaranteed`:
+    slots by tenant."""
 
-    def __init__(self, makes_room: bool) -> None:
+    def __init__(self, makes_room: bool, guaranteed: Mapping[str, int] | None = None) -> None:
+        shares = {
+            name: TenantShare(count * SLOT_ALIGN) for name, count in (guaranteed or {}).items()
+        }
         config = CoreConfig(
-            NUM_SLOTS * SLOT_ALIGN, SLAB, 100, max_blocks_per_call=1000, makes_room=makes_room
+            NUM_SLOTS * SLOT_ALIGN,
+            SLAB,
+            100,
+            max_blocks_per_call=1000,
+            makes_room=makes_room,
+            tenants=shares,
         )
         policy = Hotness(100)
         policy.duel = Duel(100, (Contender(0.1, hold_s=HOLD_S),))
         self.core = CacheCore(config, make_table(100), policy)
         key_space = make_key_space("hold", SLOT_ALIGN, 2 * SLOT_ALIGN)
-        self.session = self.core.open_session("engine", "rank", key_space, 0.0).number
+        self.records = {
+            name: self.core.open_session(
+                f"engine {name}", "rank", replace(key_space, tenant=name), 0.0
+            )
+            for name in shares or ("",)
+        }
         self.num_stores = 0
 
     def store(
@@ -49,15 +64,19 @@ class Place:
         now_s: float,
         group: int = 0,
         retention: Retention = NO_RETENTION,
+        tenant: str = "",
     ) -> Store:
         self.num_stores += 1
+        record = self.records[tenant]
         name, runs = f"store {self.num_stores}", [Run(group, words_of(numbers))]
         if not self.core.config.makes_room:
             keep_at_s = now_s if retention == NO_RETENTION else None
-            for _ in incremental.make_room(self.core, 1, runs, keep_at_s=keep_at_s):
+            for _ in incremental.make_room(
+                self.core, record.key_space_id, runs, keep_at_s=keep_at_s
+            ):
                 pass
-        self.core.begin_store(self.session, name, name, runs, 0, 0.0, now_s, retention)
-        results = self.core.end_store(self.session, name, True, now_s)[0].tolist()
+        self.core.begin_store(record.number, name, name, runs, 0, 0.0, now_s, retention)
+        results = self.core.end_store(record.number, name, True, now_s)[0].tolist()
         self.core.check_invariants()
         assert set(results) <= {BlockResult.STORED, BlockResult.NO_SPACE}
         return Store(
@@ -116,3 +135,15 @@ def test_nothing_is_refused_while_slot_sizes_share_the_arena(place: Place) -> No
     assert place.store(list(range(16)), 0.0).refused == []
     assert place.store([200, 201], 0.0, group=1).refused == []
     assert place.store(list(range(50, 66)), 1.0).refused == []
+
+
+@pytest.mark.parametrize("makes_room", [True, False], ids=["simulator", "daemon"])
+def test_a_guarantee_is_a_claim_on_what_others_hold(makes_room: bool) -> None:
+    """Beyond it a tenant waits as all do."""
+    place = Place(makes_room, {"late": 12, "early": 8})
+    assert place.store(list(range(24)), 0.0, tenant="early").refused == []
+    late = list(range(100, 116))
+    done = place.store(late, 1.0, tenant="late")
+    assert done.stored == late[:12] and done.refused == late[12:]
+    assert place.store(late[12:], 2.0, tenant="late").stored == []
+    assert place.store(late[12:], 6.5, tenant="late").stored == late[12:]

@@ -56,15 +56,15 @@ class Room:
         """Makes room for `count` slots of a tenant, as far as something may be evicted for it.
 
         `is_block`: other representations may go for it; so they may if it `has_promise`.
-        `keep_at_s`: as in `Policy.victims`. Nothing is kept while several slot sizes or
-        representations share the arena, since those would pay for it; nor if there are tiers, which
-        get only what had room here.
+        `keep_at_s`: as in `Policy.victims`. Nothing is kept from a tenant within its guarantee; nor
+        while others would pay for it: several slot sizes, representations, or tiers.
         """
         if self.has_tiers or self._books.representations.declared or self._pool.is_shared(size):
             keep_at_s = None
         for wanted in self._tenants.portions(taker, size, count):
             if self._pool.available_slots(size) < wanted:
-                yield from self._make_slots(size, wanted, taker, keep_at_s)
+                claims = self._tenants.may_claim(taker, wanted * size)
+                yield from self._make_slots(size, wanted, taker, None if claims else keep_at_s)
         if is_block or has_promise:
             yield from self._drop_representations(
                 size, lambda: count - self._pool.available_slots(size), taker
