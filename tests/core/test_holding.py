@@ -11,6 +11,8 @@ from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.core import incremental
 from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.copies import Copies
+from hotkv_server.core.moves import Moves
 from hotkv_server.core.policies import Hotness
 from hotkv_server.core.policies.duel import Contender, Duel
 from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
@@ -19,6 +21,7 @@ from tests.core.support import make_key_space, make_table, words_of
 NUM_SLOTS = 24
 SLAB = 4 * SLOT_ALIGN
 HOLD_S = 5.0
+HOLDING = Contender(0.1, hold_s=HOLD_S)
 
 
 @dataclass
@@ -32,9 +35,14 @@ class Store:
 class Place:
     """A core of 24 slots whose policy is settled: it holds blocks for five seconds after a use.
     `makes_room`: as in `CoreConfig`; a daemon makes room in parts before each store. `guaranteed`:
-    slots by tenant."""
+    slots by tenant. The last of `contenders` has won."""
 
-    def __init__(self, makes_room: bool, guaranteed: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        makes_room: bool,
+        guaranteed: Mapping[str, int] | None = None,
+        contenders: tuple[Contender, ...] = (HOLDING,),
+    ) -> None:
         shares = {
             name: TenantShare(count * SLOT_ALIGN) for name, count in (guaranteed or {}).items()
         }
@@ -47,7 +55,9 @@ class Place:
             tenants=shares,
         )
         policy = Hotness(100)
-        policy.duel = Duel(100, (Contender(0.1, hold_s=HOLD_S),))
+        policy.duel = Duel(100, contenders)
+        policy.duel.current = len(contenders) - 1
+        self.duel = policy.duel
         self.core = CacheCore(config, make_table(100), policy)
         key_space = make_key_space("hold", SLOT_ALIGN, 2 * SLOT_ALIGN)
         self.records = {
@@ -147,3 +157,29 @@ def test_a_guarantee_is_a_claim_on_what_others_hold(makes_room: bool) -> None:
     assert done.stored == late[:12] and done.refused == late[12:]
     assert place.store(late[12:], 2.0, tenant="late").stored == []
     assert place.store(late[12:], 6.5, tenant="late").stored == late[12:]
+
+
+@pytest.mark.parametrize("makes_room", [True, False], ids=["simulator", "daemon"])
+@pytest.mark.parametrize("cause", ["another size", "tiers", "representations"])
+def test_what_may_not_hold_is_left_at_once(makes_room: bool, cause: str) -> None:
+    """Without its holding the winner would be worse than others are."""
+    place = Place(makes_room, contenders=(Contender(120.0), Contender(30.0), HOLDING))
+    space, duel = place.core.space, place.duel
+    assert place.store(list(range(16)), 0.0).refused == []
+    assert duel.winner == HOLDING and space.policy.figures()["hold_s"] == HOLD_S
+    duel._scores[:] = 1.0, 2.0, 100.0
+    match cause:
+        case "another size":
+            assert place.store([200], 0.0, group=1).refused == []
+        case "tiers":
+            Copies(Moves(space))
+        case _:
+            space.representations.declared = True
+    assert place.store(list(range(50, 70)), 1.0).refused == []
+    assert duel.winner == Contender(30.0) and space.policy.figures()["hold_s"] == 0.0
+    if cause == "another size":
+        # Its slab may have gone.
+        place.store([201], 150.0, group=1)
+    place.store([80], 200.0)
+    place.store([81], 300.0)
+    assert duel.winner == Contender(30.0), "an epoch's end brought it back"
