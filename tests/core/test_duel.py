@@ -284,6 +284,26 @@ def test_what_holds_must_win_clearly() -> None:
             assert cache.observe(keys_of([]), 20.0, 40) and cache.current == 0
 
 
+def test_what_holds_is_out_of_the_race_while_it_may_not() -> None:
+    cache = Duel(64)
+    cache.observe(keys_of([1]), 0.0, 40)
+    second = next(n for n in range(1, len(CONTENDERS)) if n not in HOLDING)
+
+    def end_epoch(now_s: float) -> bool:
+        cache._hits[:] = 0
+        cache._hits[second], cache._hits[HOLDING] = 100_000, 200_000
+        cache._epoch_ends_s = now_s
+        return cache.observe(keys_of([]), now_s, 40)
+
+    assert end_epoch(100.0) and cache.current == HOLDING[0]
+    assert cache.hold_s == CONTENDERS[HOLDING[0]].hold_s
+    assert cache.allow_holding(False) and cache.current == second and not cache.hold_s
+    assert not cache.allow_holding(False), "it was left before"
+    assert not end_epoch(200.0) and cache.current == second
+    assert not cache.allow_holding(True) and cache.current == second, "no epoch has ended"
+    assert end_epoch(300.0) and cache.current == HOLDING[0]
+
+
 def test_years_and_long_silences() -> None:
     """Late clocks keep the order of chains, and after any silence one epoch ends."""
     cache = Duel(64)

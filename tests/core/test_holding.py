@@ -1,7 +1,8 @@
 """The core while its policy holds blocks that were just used: which stores are refused, and which
 never are."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -10,14 +11,17 @@ from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.core import incremental
 from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.copies import Copies
+from hotkv_server.core.moves import Moves
 from hotkv_server.core.policies import Hotness
 from hotkv_server.core.policies.duel import Contender, Duel
-from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
 from tests.core.support import make_key_space, make_table, words_of
 
 NUM_SLOTS = 24
 SLAB = 4 * SLOT_ALIGN
 HOLD_S = 5.0
+HOLDING = Contender(0.1, hold_s=HOLD_S)
 
 
 @dataclass
@@ -30,17 +34,38 @@ class Store:
 
 class Place:
     """A core of 24 slots whose policy is settled: it holds blocks for five seconds after a use.
-    `makes_room`: as in `CoreConfig`; a daemon makes room in parts before each store."""
+    `makes_room`: as in `CoreConfig`; a daemon makes room in parts before each store. `guaranteed`:
+    slots by tenant. The last of `contenders` has won."""
 
-    def __init__(self, makes_room: bool) -> None:
+    def __init__(
+        self,
+        makes_room: bool,
+        guaranteed: Mapping[str, int] | None = None,
+        contenders: tuple[Contender, ...] = (HOLDING,),
+    ) -> None:
+        shares = {
+            name: TenantShare(count * SLOT_ALIGN) for name, count in (guaranteed or {}).items()
+        }
         config = CoreConfig(
-            NUM_SLOTS * SLOT_ALIGN, SLAB, 100, max_blocks_per_call=1000, makes_room=makes_room
+            NUM_SLOTS * SLOT_ALIGN,
+            SLAB,
+            100,
+            max_blocks_per_call=1000,
+            makes_room=makes_room,
+            tenants=shares,
         )
         policy = Hotness(100)
-        policy.duel = Duel(100, (Contender(0.1, hold_s=HOLD_S),))
+        policy.duel = Duel(100, contenders)
+        policy.duel.current = len(contenders) - 1
+        self.duel = policy.duel
         self.core = CacheCore(config, make_table(100), policy)
         key_space = make_key_space("hold", SLOT_ALIGN, 2 * SLOT_ALIGN)
-        self.session = self.core.open_session("engine", "rank", key_space, 0.0).number
+        self.records = {
+            name: self.core.open_session(
+                f"engine {name}", "rank", replace(key_space, tenant=name), 0.0
+            )
+            for name in shares or ("",)
+        }
         self.num_stores = 0
 
     def store(
@@ -49,15 +74,19 @@ class Place:
         now_s: float,
         group: int = 0,
         retention: Retention = NO_RETENTION,
+        tenant: str = "",
     ) -> Store:
         self.num_stores += 1
+        record = self.records[tenant]
         name, runs = f"store {self.num_stores}", [Run(group, words_of(numbers))]
         if not self.core.config.makes_room:
             keep_at_s = now_s if retention == NO_RETENTION else None
-            for _ in incremental.make_room(self.core, 1, runs, keep_at_s=keep_at_s):
+            for _ in incremental.make_room(
+                self.core, record.key_space_id, runs, keep_at_s=keep_at_s
+            ):
                 pass
-        self.core.begin_store(self.session, name, name, runs, 0, 0.0, now_s, retention)
-        results = self.core.end_store(self.session, name, True, now_s)[0].tolist()
+        self.core.begin_store(record.number, name, name, runs, 0, 0.0, now_s, retention)
+        results = self.core.end_store(record.number, name, True, now_s)[0].tolist()
         self.core.check_invariants()
         assert set(results) <= {BlockResult.STORED, BlockResult.NO_SPACE}
         return Store(
@@ -116,3 +145,41 @@ def test_nothing_is_refused_while_slot_sizes_share_the_arena(place: Place) -> No
     assert place.store(list(range(16)), 0.0).refused == []
     assert place.store([200, 201], 0.0, group=1).refused == []
     assert place.store(list(range(50, 66)), 1.0).refused == []
+
+
+@pytest.mark.parametrize("makes_room", [True, False], ids=["simulator", "daemon"])
+def test_a_guarantee_is_a_claim_on_what_others_hold(makes_room: bool) -> None:
+    """Beyond it a tenant waits as all do."""
+    place = Place(makes_room, {"late": 12, "early": 8})
+    assert place.store(list(range(24)), 0.0, tenant="early").refused == []
+    late = list(range(100, 116))
+    done = place.store(late, 1.0, tenant="late")
+    assert done.stored == late[:12] and done.refused == late[12:]
+    assert place.store(late[12:], 2.0, tenant="late").stored == []
+    assert place.store(late[12:], 6.5, tenant="late").stored == late[12:]
+
+
+@pytest.mark.parametrize("makes_room", [True, False], ids=["simulator", "daemon"])
+@pytest.mark.parametrize("cause", ["another size", "tiers", "representations"])
+def test_what_may_not_hold_is_left_at_once(makes_room: bool, cause: str) -> None:
+    """Without its holding the winner would be worse than others are."""
+    place = Place(makes_room, contenders=(Contender(120.0), Contender(30.0), HOLDING))
+    space, duel = place.core.space, place.duel
+    assert place.store(list(range(16)), 0.0).refused == []
+    assert duel.winner == HOLDING and space.policy.figures()["hold_s"] == HOLD_S
+    duel._scores[:] = 1.0, 2.0, 100.0
+    match cause:
+        case "another size":
+            assert place.store([200], 0.0, group=1).refused == []
+        case "tiers":
+            Copies(Moves(space))
+        case _:
+            space.representations.declared = True
+    assert place.store(list(range(50, 70)), 1.0).refused == []
+    assert duel.winner == Contender(30.0) and space.policy.figures()["hold_s"] == 0.0
+    if cause == "another size":
+        # Its slab may have gone.
+        place.store([201], 150.0, group=1)
+    place.store([80], 200.0)
+    place.store([81], 300.0)
+    assert duel.winner == Contender(30.0), "an epoch's end brought it back"

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 
 from hotkv_server.core.policies import POLICIES, Hotness, Policy
+from hotkv_server.core.policies.duel import CONTENDERS
 from hotkv_server.simulate.bounds import unbounded
 from hotkv_server.simulate.replay import (
     BLOCK_TOKENS,
@@ -68,6 +69,22 @@ def test_an_endless_second_tier_loses_nothing(
 def holds_nothing(policy: Policy) -> bool:
     """Whether it makes room for whatever comes."""
     return not (isinstance(policy, Hotness) and policy.duel.winner.hold_s)
+
+
+def test_with_two_tiers_neither_holds() -> None:
+    """What goes down gets only what had room, and nothing that goes down is refused."""
+    spaces = [Tier(8, Hotness), Tier(16, Hotness)]
+    two = TwoTiers(spaces[0], spaces[1], BLOCK_TOKENS, None)
+    duels = []
+    for tier in spaces:
+        assert isinstance(tier.space.policy, Hotness)
+        duels.append(tier.space.policy.duel)
+        duels[-1].current = len(CONTENDERS) - 1
+    assert all(duel.hold_s for duel in duels)
+    trace = make_trace("t", [(0.0, list(range(8))), (1.0, list(range(8, 20)))])
+    for start, end, now_s in zip(trace.starts, trace.starts[1:], trace.times_s, strict=False):
+        two.serve(trace.hashes[start:end], float(now_s))
+    assert not any(duel.winner.hold_s for duel in duels)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -24,7 +24,7 @@ class Copies:
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
         self._host = moves.host
-        self._host.room.has_tiers = True
+        self._host.room.may_keep = False
         index = moves.host.index
         # What has not been compared since a restart is compared before it is copied.
         old = [WaitingBlocks(index, takes_unverified=True) for _ in range(1 + MAX_TRIES)]

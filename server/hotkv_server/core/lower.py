@@ -36,7 +36,7 @@ class LowerTier:
     ) -> None:
         self.space = space
         self.moves = moves
-        moves.host.room.has_tiers = True
+        moves.host.room.may_keep = space.room.may_keep = False
         self.counters = MoveCounters()
         gate = WriteGate(write_bytes_per_day, space.index.capacity)
         sizes = PlaceSizes(encoded_bytes)

@@ -26,13 +26,13 @@ that grows, more often."""
 class Room:
     """Makes room in one tier. `coming_bytes`: of the arena, what gets memory within moments, less
     what was refused for it. `at_insert`: room is made by the insert that needs it, so slabs that
-    are emptied for its slot size stay with that size. `has_tiers`: what is stored here goes on to
-    tiers below."""
+    are emptied for its slot size stay with that size. `may_keep`: False for a tier, and above one:
+    tiers get only what had room here."""
 
     def __init__(self, books: Books, removal: Removal, *, at_insert: bool) -> None:
         self.coming_bytes = 0
         self.at_insert = at_insert
-        self.has_tiers = False
+        self.may_keep = True
         self._books, self._pool, self._tenants = books, books.pool, books.tenants
         self._removal = removal
         self._rebalancer = Rebalancer(books, removal)
@@ -56,11 +56,15 @@ class Room:
         """Makes room for `count` slots of a tenant, as far as something may be evicted for it.
 
         `is_block`: other representations may go for it; so they may if it `has_promise`.
-        `keep_at_s`: as in `Policy.victims`.
+        `keep_at_s`: as in `Policy.victims`. Nothing is kept from a tenant within its guarantee; nor
+        while others would pay for it: several slot sizes, representations, or tiers.
         """
+        shares = self._books.representations.declared or self._pool.is_shared(size)
+        self._books.policy.allow_keeping(self.may_keep and not shares)
         for wanted in self._tenants.portions(taker, size, count):
             if self._pool.available_slots(size) < wanted:
-                yield from self._make_slots(size, wanted, taker, keep_at_s)
+                is_due = shares or self._tenants.may_claim(taker, wanted * size)
+                yield from self._make_slots(size, wanted, taker, None if is_due else keep_at_s)
         if is_block or has_promise:
             yield from self._drop_representations(
                 size, lambda: count - self._pool.available_slots(size), taker

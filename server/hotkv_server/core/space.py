@@ -77,7 +77,7 @@ class Space:
         several slot sizes or representations share the arena, since those would pay for it; nor if
         there are tiers, which get only what had room here."""
         has_others = self.books.representations.declared or self.pool.is_shared(aligned(slot_bytes))
-        return not (self.room.has_tiers or has_others)
+        return self.room.may_keep and not has_others
 
     def insert(
         self,

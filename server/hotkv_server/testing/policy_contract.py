@@ -31,6 +31,7 @@ class PolicyWorld:
         self.pinned: set[int] = set()
         self.demoted: set[int] = set()
         self._reference = make_policy(capacity)
+        self._may_keep = True
         self._fresh_keys = itertools.count(1)
         self._gone: list[int] = []
 
@@ -78,6 +79,12 @@ class PolicyWorld:
             given = keys.copy()
             policy.decline(given, int(given[0] % 9) if count else 0, now_s)
             assert np.array_equal(given, keys), "decline changed its arguments"
+
+    def allow_keeping(self, allowed: bool) -> None:
+        """Whether fewer victims may be named than could be had."""
+        self._may_keep = allowed
+        for policy in (self.policy, self._reference):
+            policy.allow_keeping(allowed)
 
     def demote(self, numbers: list[int]) -> None:
         """These, in chain order, are to be evicted before all others until they are used."""
@@ -131,9 +138,8 @@ class PolicyWorld:
         assert len(set(victims)) == len(victims), "a victim is named twice"
         assert set(victims) <= eligible, "a victim is pinned, gone or of another size"
         assert len(victims) <= count, "more victims than asked for"
-        assert keep_at_s is not None or len(victims) == min(count, len(eligible)), (
-            "fewer victims than could be had"
-        )
+        if keep_at_s is None or not self._may_keep:
+            assert len(victims) == min(count, len(eligible)), "fewer victims than could be had"
         num_first = min(count, len(eligible & self.demoted))
         assert set(victims[:num_first]) <= self.demoted, "a demoted entry was not evicted first"
         self.leave(victims, evicted=True)
@@ -188,7 +194,7 @@ def check_policy(
             if rng.random() < 0.8
             else Retention(int(rng.integers(-8, 9)), float(rng.choice([0.0, 5.0, 1e4])))
         )
-        match int(rng.integers(0, 9)):
+        match int(rng.integers(0, 10)):
             case 0 | 1:
                 fresh = [
                     int(n) for n in rng.permutation(world.free_numbers())[: rng.integers(0, 16)]
@@ -216,6 +222,8 @@ def check_policy(
                 world.demote(some)
             case 7:
                 world.decline(int(rng.integers(0, 9)), now_s)
+            case 8:
+                world.allow_keeping(bool(rng.integers(0, 2)))
             case _:
                 world.leave(some[:3])
         world.check()

@@ -76,6 +76,9 @@ class ARC:
     ) -> None:
         """Never happens: this policy keeps nothing for later."""
 
+    def allow_keeping(self, allowed: bool) -> None:
+        """Changes nothing: see `decline`."""
+
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         lists = self._list[entries]
         for number in (ONCE, AGAIN):

@@ -88,6 +88,7 @@ class Duel:
     def __init__(self, capacity: int, contenders: tuple[Contender, ...] = CONTENDERS) -> None:
         self.contenders = contenders
         self.current = 0
+        self._may_hold = True
         self.share = 1.0
         self._too_few, self._too_many = 0, 2 * MIN_SHADOW_BLOCKS
         num_buckets = max(8, -(-int(KEYS_PER_BLOCK * 2 * capacity * _share_for(capacity)) // WAYS))
@@ -120,6 +121,11 @@ class Duel:
         return self.contenders[self.current]
 
     @property
+    def hold_s(self) -> float:
+        """For how long blocks are held: what the winner asks for, 0 while none may hold."""
+        return self.winner.hold_s if self._may_hold else 0.0
+
+    @property
     def scores(self) -> NDArray[np.float64]:
         """Hits of each contender, older epochs counting less."""
         return self._scores
@@ -149,6 +155,20 @@ class Duel:
         if now_s < self._epoch_ends_s:
             return False
         return self._end_epoch(now_s)
+
+    def allow_holding(self, allowed: bool) -> bool:
+        """Whether contenders that hold blocks may win from now on; one that has won and may not is
+        left at once. Returns True if the winner changed."""
+        self._may_hold = allowed
+        if allowed or not self.winner.hold_s:
+            return False
+        before, self.current = self.current, int(np.argmax(self._worth()))
+        return self.current != before
+
+    def _worth(self) -> NDArray[np.float64]:
+        """Scores [contenders] by which the winner is chosen."""
+        holding = self._scores / HOLD_MARGIN if self._may_hold else -np.inf
+        return np.where(self._rules[:, 3] > 0, holding, self._scores)
 
     def _resample(self, num_resident: int) -> None:
         """Brings the share of sampled keys to what so many blocks ask for.
@@ -190,7 +210,7 @@ class Duel:
             return False
         self._scores = KEEP * self._scores + self._hits
         self._hits[:] = 0
-        worth = self._scores / np.where(self._rules[:, 3] > 0, HOLD_MARGIN, 1.0)
+        worth = self._worth()
         best = int(np.argmax(worth))
         if worth[best] <= MARGIN * worth[self.current]:
             return False

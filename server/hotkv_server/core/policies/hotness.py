@@ -108,7 +108,7 @@ class Hotness:
     ) -> None:
         # What would not have fitted beside the blocks before it teaches nothing.
         keys = keys[: max(0, self._num_known - depth)]
-        if not len(keys) or not self.duel.winner.hold_s:
+        if not len(keys) or not self.duel.hold_s:
             return
         _, states = self._ghosts.take(keys)
         halves, now = states.view(np.uint32).reshape(-1, 2), self._advance(now_s)
@@ -128,8 +128,15 @@ class Hotness:
     def _watch(self, keys: Keys, now_s: float) -> None:
         """Shows keys that were asked for to the duel."""
         if self.duel.observe(keys, now_s, self._num_known):
-            for queue in self._queues.values():
-                queue.clear()
+            self._clear_queues()
+
+    def allow_keeping(self, allowed: bool) -> None:
+        if self.duel.allow_holding(allowed):
+            self._clear_queues()
+
+    def _clear_queues(self) -> None:
+        for queue in self._queues.values():
+            queue.clear()
 
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         gone_keys, gone_states = (
@@ -149,7 +156,7 @@ class Hotness:
     ) -> Entries:
         first = self._demoted.take(count, evictable)
         held = None
-        if keep_at_s is not None and self.duel.winner.hold_s:
+        if keep_at_s is not None and self.duel.hold_s:
             held = partial(self._held, self._ticks(keep_at_s))
         rest = self._queue(slot_bytes).take(count - len(first), others(evictable, first), held)
         return np.concatenate((first, rest))
@@ -157,7 +164,7 @@ class Hotness:
     def _held(self, now: int, entries: Entries) -> NDArray[np.bool_]:
         """Which entries were used so recently that the winner keeps them; `now` in ticks."""
         used = self._used[entries].astype(np.int64)
-        held_ticks = int(self.duel.winner.hold_s * TICKS_PER_S)
+        held_ticks = int(self.duel.hold_s * TICKS_PER_S)
         # What was asked to be kept longer is warmer than these; it may go if all others have gone.
         return (used > now - held_ticks) & (used <= self._latest)
 
@@ -213,7 +220,7 @@ class Hotness:
             "half_life_s": winner.half_life_s,
             "memory_s": winner.memory_s,
             "recency": winner.recency,
-            "hold_s": winner.hold_s,
+            "hold_s": self.duel.hold_s,
             "sample_ratio": self.duel.share,
         }
 

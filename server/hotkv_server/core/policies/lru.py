@@ -95,6 +95,9 @@ class LRU:
     ) -> None:
         """Never happens: this policy keeps nothing for later."""
 
+    def allow_keeping(self, allowed: bool) -> None:
+        """Changes nothing: see `decline`."""
+
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         self._stamps.clear(entries)
 

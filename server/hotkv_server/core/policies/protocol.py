@@ -42,6 +42,10 @@ class Policy(Protocol):
         """Blocks of a chain, in its order, were not stored, since `victims` kept others: a miss of
         each. `depth`: blocks of the chain before them."""
 
+    def allow_keeping(self, allowed: bool) -> None:
+        """Whether `victims` may keep anything from now on; at first it may. A policy that may not
+        turns at once to what serves best without."""
+
     def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
         """Nobody is expected to use these entries again: they are evicted before all others, until
         they are used or refreshed. Skips entries that were never admitted."""

@@ -71,6 +71,9 @@ class S3FIFO:
     ) -> None:
         """Never happens: this policy keeps nothing for later."""
 
+    def allow_keeping(self, allowed: bool) -> None:
+        """Changes nothing: see `decline`."""
+
     def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
         queue_of = self._queue_of[entries]
         for number in (SMALL, MAIN):
