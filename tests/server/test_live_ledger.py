@@ -172,12 +172,12 @@ def test_the_forecast_keeps_blocks_only_where_the_node_may(monkeypatch: pytest.M
     monkeypatch.setattr(
         world.ledger.forecast, "observe", lambda demand, *_: seen.append(demand.may_keep)
     )
-    for retention, has_tiers in (
-        (NO_RETENTION, False),
-        (Retention(priority=1), False),
+    for retention, may_keep in (
         (NO_RETENTION, True),
+        (Retention(priority=1), True),
+        (NO_RETENTION, False),
     ):
-        world.core.space.room.has_tiers = has_tiers
+        world.core.space.room.may_keep = may_keep
         world.ledger.report(world.session, Report(hashes, 64, 0, 0, 0.0, retention))
     list(world.ledger.follow())
     assert seen == [True, False, False]
