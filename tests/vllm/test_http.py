@@ -55,17 +55,25 @@ class Cold:
         self.sessions = len(daemon.admin("sessions"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(True, id="forked"),
+        pytest.param(False, id="as users do", marks=pytest.mark.long),
+    ],
+)
 def servers(
-    shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory
+    shared_daemon: Daemon,
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
 ) -> Iterator[tuple[Cold, HttpServer]]:
     """What a server that was killed said, and the one that was started after it."""
     folder = tmp_path_factory.mktemp("http")
+    shared_daemon.admin("evict", everything=True)
     command = readme_command(
         write_weights(write_tokenizer(write_model(folder / "model"))), shared_daemon.target
     )
-    # The first one is started as users do.
-    first = HttpServer(command, folder / "first.log", is_forked=False)
+    first = HttpServer(command, folder / "first.log", is_forked=request.param)
     try:
         cold = Cold(first.ready(), shared_daemon)
     finally:
