@@ -12,7 +12,7 @@ from hotkv.hints import Status
 from hotkv.table import Words
 from hotkv_server.core.hint_book import HintBook, HintLimits, TenantHints
 from hotkv_server.core.hint_sessions import RECENT_S, HintSessions
-from hotkv_server.core.prefixes import chain_keys, common_blocks
+from hotkv_server.core.prefixes import Chains, chain_keys, common_blocks
 from hotkv_server.core.values import Outcome
 
 LIMITS = HintLimits(
@@ -41,8 +41,12 @@ def common(one: list[int], other: list[int]) -> int:
 @settings(max_examples=50)
 @given(st.lists(CHAINS, max_size=6), CHAINS)
 def test_common_blocks(chains: list[list[int]], keys: list[int]) -> None:
-    found = common_blocks([chain_keys(words(chain)) for chain in chains], chain_keys(words(keys)))
-    assert found.tolist() == [common(chain, keys) for chain in chains]
+    mine, theirs = chain_keys(words(keys)), [chain_keys(words(chain)) for chain in chains]
+    expected = [common(chain, keys) for chain in chains]
+    assert Chains(theirs).common_blocks(mine).tolist() == expected
+    for chain, length in zip(theirs, expected, strict=True):
+        for least in range(length + 2):
+            assert common_blocks(chain, mine, least) == max(least, length)
 
 
 class SessionsMachine(RuleBasedStateMachine):

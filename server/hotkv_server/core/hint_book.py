@@ -15,7 +15,7 @@ import numpy as np
 from hotkv.hints import Status
 from hotkv.table import Words
 from hotkv_server.core.hint_sessions import HintSessions
-from hotkv_server.core.prefixes import ChainKeys, chain_keys, common_blocks
+from hotkv_server.core.prefixes import ChainKeys, Chains, chain_keys
 from hotkv_server.core.values import BoolMask, Outcome
 
 OutcomeKey = tuple[str, str]
@@ -26,7 +26,7 @@ OutcomeKey = tuple[str, str]
 class HintLimits:
     """Bounds, of one tenant unless they say otherwise. `actions_per_s`: as many are taken on
     average, `burst_actions` at once. `tracked`, `tracked_bytes`: actions of which it is watched
-    whether they pay. `tenants`: of the node; `node_bytes`: of the sessions of all of them."""
+    whether they pay; their keys take the same once more. `tenants`: of the node; `node_bytes`: of the sessions of all of them."""
 
     sessions: int = 1024
     session_bytes: int = 16 << 20
@@ -57,7 +57,7 @@ class _Tracked:
 @dataclass(slots=True)
 class TenantHints:
     """Of one tenant. `outcomes`: the latest, by message and action. `tokens`: actions that may be
-    taken now."""
+    taken now. `_watched`: what is tracked in a key space, made when a request comes."""
 
     limits: HintLimits
     sessions: HintSessions
@@ -66,6 +66,7 @@ class TenantHints:
     filled_s: float = 0.0
     last_sequence: int = 0
     tracked: list[_Tracked] = field(default_factory=list)
+    _watched: dict[int, tuple[list[_Tracked], Chains]] = field(default_factory=dict)
     prefetch_bytes: int = 0
     num_prefetches: int = 0
 
@@ -90,6 +91,7 @@ class TenantHints:
         while len(self.outcomes) > self.limits.outcomes:
             _, dropped = self.outcomes.popitem(last=False)
             self.tracked = [one for one in self.tracked if one.outcome is not dropped]
+            self._watched.clear()
         self.changed(outcome)
         return outcome
 
@@ -135,6 +137,7 @@ class TenantHints:
             self.limits.tracked_bytes
         ):
             self.tracked.pop(0)
+        self._watched.clear()
 
     def _tracked_bytes(self) -> int:
         return sum(one.num_bytes for one in self.tracked)
@@ -142,11 +145,15 @@ class TenantHints:
     def hit(self, key_space_id: int, hashes: Words, first: int, stop: int, block_s: float) -> None:
         """A request with this prompt has hit its hash blocks [first, stop) here. `block_s`: to
         compute one takes so long; 0 if that is not known."""
-        mine = [one for one in self.tracked if one.key_space_id == key_space_id]
-        if not mine or first >= stop:
+        if not self.tracked or first >= stop:
             return
-        common = common_blocks([one.keys for one in mine], chain_keys(hashes[:stop]))
-        for one, length in zip(mine, common.tolist(), strict=True):
+        if key_space_id not in self._watched:
+            mine = [one for one in self.tracked if one.key_space_id == key_space_id]
+            self._watched[key_space_id] = mine, Chains([one.keys for one in mine])
+        mine, chains = self._watched[key_space_id]
+        common = chains.common_blocks(chain_keys(hashes[:stop]))
+        for at in np.flatnonzero(common).tolist():
+            one, length = mine[at], int(common[at])
             seen = one.seen[max(0, first - one.start) : max(0, min(length, stop) - one.start)]
             num_new = int(np.count_nonzero(~seen))
             if num_new:

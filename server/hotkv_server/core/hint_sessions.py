@@ -8,6 +8,8 @@ that was used longest ago goes first; nothing here holds a block.
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from hotkv.table import Words
 from hotkv_server.core.prefixes import ChainKeys, chain_keys, common_blocks
 
@@ -20,11 +22,13 @@ RECENT_S = 600.0
 
 @dataclass(slots=True)
 class HintSession:
-    """A session. `chains`: hashes [n, 8] words of its latest prompt, by key space."""
+    """A session. `chains`: hashes [n, 8] words of its latest prompt, by key space. `keys`: of the
+    same memory, what tells its blocks apart."""
 
     session_id: str
     used_s: float
     chains: dict[int, Words] = field(default_factory=dict)
+    keys: dict[int, ChainKeys] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -58,7 +62,9 @@ class HintSessions:
         session = self._by_id.pop(session_id, None) or HintSession(session_id, now_s)
         self.num_bytes -= session.num_bytes
         session.used_s = now_s
-        session.chains[key_space_id] = hashes[: self._most_bytes // 32]
+        chain = np.ascontiguousarray(hashes[: self._most_bytes // 32])
+        session.chains[key_space_id] = chain
+        session.keys[key_space_id] = chain.view(np.uint64)[:, 0]
         self._by_id[session_id] = session
         self.num_bytes += session.num_bytes
         while len(self._by_id) > self._most_sessions or self.num_bytes > self._most_bytes:
@@ -90,22 +96,16 @@ class HintSessions:
 
         A prompt without a session of which the chain is a continuation counts as its own.
         """
-        keys = chain_keys(hashes)
-        chains = [
-            chain_keys(one.chains[key_space_id])
-            for name, one in self._by_id.items()
-            if name != session_id and key_space_id in one.chains
-        ]
-        num_sessions = len(chains)
-        recent = self._others.get(key_space_id, ())
-        chains += [other for used_s, other in recent if used_s >= now_s - RECENT_S]
-        if not chains:
-            return 0
-        common = common_blocks(chains, keys)
-        for at in range(num_sessions, len(chains)):
-            if common[at] == len(chains[at]):
-                common[at] = 0
-        return int(common.max())
+        keys, shared = chain_keys(hashes), 0
+        for name, one in self._by_id.items():
+            if name != session_id and key_space_id in one.chains:
+                shared = common_blocks(one.keys[key_space_id], keys, shared)
+        for used_s, other in self._others.get(key_space_id, ()):
+            if used_s >= now_s - RECENT_S:
+                common = common_blocks(other, keys, shared)
+                if common < len(other):
+                    shared = common
+        return shared
 
     def check_invariants(self) -> None:
         """Raises AssertionError if bytes are miscounted or a bound is broken."""

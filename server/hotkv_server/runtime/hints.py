@@ -17,6 +17,7 @@ from hotkv_server.core.hint_book import HintBook, TenantHints
 from hotkv_server.core.values import Outcome
 from hotkv_server.runtime.effects import Effects
 from hotkv_server.runtime.hint_work import HintWork, Origin
+from hotkv_server.runtime.slices import Breaks
 from hotkv_server.runtime.tiers import Tiers
 
 END_DELAY_S = 1.0
@@ -84,7 +85,9 @@ class HintDesk:
         tenant = self.book.tenant(origin.tenant, now_s)
         outcomes = [self._reject(tenant, hints, one, now_s) for one in hints.rejected]
         later = hints.split(origin.session_id)[1].actions if origin.is_running else ()
+        breaks = Breaks()
         for action in hints.actions:
+            await breaks.between()
             known = tenant.outcomes.get((hints.message_id, action.action_id))
             session_id = _session_of(action, origin)
             outcome = tenant.begin(

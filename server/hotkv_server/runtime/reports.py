@@ -25,7 +25,7 @@ from hotkv_server.runtime.broadcast import Feeds
 from hotkv_server.runtime.hint_work import Origin
 from hotkv_server.runtime.hints import HintDesk
 from hotkv_server.runtime.session import LiveSession
-from hotkv_server.runtime.slices import slices
+from hotkv_server.runtime.slices import Breaks, slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +170,7 @@ class Reports:
             self.counters.count(report)
         async for _ in slices(self._uses(session, reports, now_s)):
             pass
+        breaks = Breaks()
         for report in reports:
             origin = Origin(
                 session.key_space.tenant,
@@ -183,6 +184,7 @@ class Reports:
                 origin, report.device_hit_tokens, report.hit_tokens, session.prefill_tokens_per_s
             )
             await self._desk.act(origin, report.hints)
+            await breaks.between()
 
     def ended(self, session: LiveSession, requests: Sequence[Ended]) -> None:
         """Takes up the hints of requests that have ended."""
