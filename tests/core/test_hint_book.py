@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from hotkv.hints import Status
 from hotkv.table import Words
 from hotkv_server.core.hint_book import HintBook, HintLimits, TenantHints
-from hotkv_server.core.hint_sessions import RECENT_S, HintSessions
+from hotkv_server.core.hint_sessions import MAX_OTHERS, MAX_OTHERS_BYTES, RECENT_S, HintSessions
 from hotkv_server.core.prefixes import Chains, chain_keys, common_blocks
 from hotkv_server.core.values import Outcome
 
@@ -239,6 +239,24 @@ def test_sessions_of_all_tenants_are_bounded_together() -> None:
     assert book.session_bytes() == 32 * 60
     book.tenant("c", 3.0)
     assert [name for name, _ in book.all()] == ["b", "c"] and book.session_bytes() == 32 * 40
+
+
+def test_prompts_without_a_session_have_one_bound_over_all_key_spaces_and_an_end() -> None:
+    book = HintBook()
+    sessions = book.tenant("t", 0.0).sessions
+    sessions.use("s", 1, words([0]), 0.0)
+    for number in range(1, 40):
+        sessions.use_without(number, np.zeros((1 << 13, 8), np.uint32), 1.0)
+        sessions.check_invariants()
+    assert sessions.other_bytes == MAX_OTHERS_BYTES
+    assert book.session_bytes() == 32 + MAX_OTHERS_BYTES
+    sessions.use_without(1, words([0, 1]), 2.0 + RECENT_S)
+    assert sessions.other_bytes == 16
+    for _ in range(2 * MAX_OTHERS):
+        sessions.use_without(1, words([0, 1]), 2.0 + RECENT_S)
+    assert sessions.other_bytes == 16 * MAX_OTHERS
+    sessions.forget_others(3.0 + 2 * RECENT_S)
+    assert sessions.other_bytes == 0
 
 
 def test_a_prompt_larger_than_the_bound_is_cut() -> None:

@@ -26,7 +26,8 @@ OutcomeKey = tuple[str, str]
 class HintLimits:
     """Bounds, of one tenant unless they say otherwise. `actions_per_s`: as many are taken on
     average, `burst_actions` at once. `tracked`, `tracked_bytes`: actions of which it is watched
-    whether they pay; their keys take the same once more. `tenants`: of the node; `node_bytes`: of the sessions of all of them."""
+    whether they pay; their keys take the same once more. `tenants`: of the node; `node_bytes`: of
+    the sessions of all of them."""
 
     sessions: int = 1024
     session_bytes: int = 16 << 20
@@ -196,6 +197,7 @@ class HintBook:
             known = TenantHints(limits, sessions)
             known.tokens, known.filled_s = float(limits.burst_actions), now_s
         self._tenants[name] = known
+        known.sessions.forget_others(now_s)
         while len(self._tenants) > self.limits.tenants:
             self._tenants.popitem(last=False)
         while len(self._tenants) > 1 and self.session_bytes() > self.limits.node_bytes:
@@ -203,8 +205,10 @@ class HintBook:
         return known
 
     def session_bytes(self) -> int:
-        """Bytes of the chains of all sessions."""
-        return sum(one.sessions.num_bytes for one in self._tenants.values())
+        """Bytes of the chains of all sessions, and of prompts without one."""
+        return sum(
+            one.sessions.num_bytes + one.sessions.other_bytes for one in self._tenants.values()
+        )
 
     def known(self, name: str) -> TenantHints | None:
         """The hints of a tenant; None if there are none."""

@@ -2,7 +2,8 @@
 the prompts of requests without a session.
 
 Of one tenant. Always true: there are at most `most_sessions` with `most_bytes` of chains; the one
-that was used longest ago goes first; nothing here holds a block.
+that was used longest ago goes first; prompts without a session have a bound of their own, over all
+key spaces, and an end; nothing here holds a block.
 """
 
 from collections import OrderedDict, deque
@@ -14,7 +15,7 @@ from hotkv.table import Words
 from hotkv_server.core.prefixes import ChainKeys, chain_keys, common_blocks
 
 MAX_OTHERS = 128
-"""Latest prompts without a session that are remembered, of each key space."""
+"""Latest prompts without a session that are remembered."""
 MAX_OTHERS_BYTES = 1 << 20
 RECENT_S = 600.0
 """A prompt without a session is taken for one that may come again for so long."""
@@ -36,14 +37,16 @@ class HintSession:
 
 
 class HintSessions:
-    """See the module. `num_dropped`: sessions that were forgotten for others."""
+    """See the module. `num_bytes`: of sessions; `other_bytes`: of prompts without one.
+    `num_dropped`: sessions that were forgotten for others."""
 
     def __init__(self, most_sessions: int, most_bytes: int) -> None:
         self._most_sessions = most_sessions
         self._most_bytes = most_bytes
         self._by_id: OrderedDict[str, HintSession] = OrderedDict()
-        self._others: dict[int, deque[tuple[float, ChainKeys]]] = {}
+        self._others: deque[tuple[float, int, ChainKeys]] = deque()
         self.num_bytes = 0
+        self.other_bytes = 0
         self.num_dropped = 0
 
     def __len__(self) -> int:
@@ -77,10 +80,20 @@ class HintSessions:
         which it may share blocks."""
         if not self._by_id or not len(hashes):
             return
-        others = self._others.setdefault(key_space_id, deque(maxlen=MAX_OTHERS))
-        others.append((now_s, chain_keys(hashes)))
-        while sum(keys.nbytes for _, keys in others) > MAX_OTHERS_BYTES:
-            others.popleft()
+        keys = chain_keys(hashes)
+        self._others.append((now_s, key_space_id, keys))
+        self.other_bytes += keys.nbytes
+        while len(self._others) > MAX_OTHERS or self.other_bytes > MAX_OTHERS_BYTES:
+            self._drop_other()
+        self.forget_others(now_s)
+
+    def forget_others(self, now_s: float) -> None:
+        """Forgets prompts without a session that are too old to come again."""
+        while self._others and self._others[0][0] < now_s - RECENT_S:
+            self._drop_other()
+
+    def _drop_other(self) -> None:
+        self.other_bytes -= self._others.popleft()[2].nbytes
 
     def end(self, session_id: str) -> None:
         """Forgets a session."""
@@ -89,6 +102,7 @@ class HintSessions:
             self.num_bytes -= ended.num_bytes
         if not self._by_id:
             self._others.clear()
+            self.other_bytes = 0
 
     def shared_blocks(self, key_space_id: int, hashes: Words, session_id: str, now_s: float) -> int:
         """How many blocks of a chain, from the first on, others may use again: other sessions, and
@@ -100,8 +114,8 @@ class HintSessions:
         for name, one in self._by_id.items():
             if name != session_id and key_space_id in one.chains:
                 shared = common_blocks(one.keys[key_space_id], keys, shared)
-        for used_s, other in self._others.get(key_space_id, ()):
-            if used_s >= now_s - RECENT_S:
+        for used_s, number, other in self._others:
+            if number == key_space_id and used_s >= now_s - RECENT_S:
                 common = common_blocks(other, keys, shared)
                 if common < len(other):
                     shared = common
@@ -111,4 +125,6 @@ class HintSessions:
         """Raises AssertionError if bytes are miscounted or a bound is broken."""
         assert self.num_bytes == sum(one.num_bytes for one in self._by_id.values()), "miscounted"
         assert len(self._by_id) <= self._most_sessions and self.num_bytes <= self._most_bytes
+        assert self.other_bytes == sum(keys.nbytes for _, _, keys in self._others), "miscounted"
+        assert len(self._others) <= MAX_OTHERS and self.other_bytes <= MAX_OTHERS_BYTES
         assert all(one.chains for one in self._by_id.values()), "a session without a chain"
