@@ -11,9 +11,10 @@ from hotkv.retention import NO_RETENTION
 from hotkv.table import SLOT_ALIGN, Words
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
-from hotkv_server.core.values import CoreConfig
+from hotkv_server.core.values import CoreConfig, Outcome
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.runtime import hint_work, slices
+from hotkv_server.runtime import hints as hints_module
 from hotkv_server.runtime.hints import HintDesk
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.reports import Report
@@ -56,10 +57,13 @@ class Desk:
         tenant, number = KEY_SPACE.tenant, self.session.record.key_space_id
         return hint_work.Origin(tenant, number, hashes, session_id)
 
-    def status(self, message_id: str, action_id: str = "a") -> Status:
+    def outcome(self, message_id: str, action_id: str = "a") -> Outcome:
         known = self.desk.book.known(KEY_SPACE.tenant)
         assert known is not None
-        return known.outcomes[message_id, action_id].status
+        return known.outcomes[message_id, action_id]
+
+    def status(self, message_id: str, action_id: str = "a") -> Status:
+        return self.outcome(message_id, action_id).status
 
     def close(self) -> None:
         self._ticker.cancel()
@@ -159,6 +163,29 @@ def test_others_are_served_while_blocks_are_counted(
         number = one.session.record.key_space_id
         done = await blocks.count([hint_work.Prompt(number, PROMPT, 0, len(PROMPT))])
         assert (done.num_blocks, done.num_done) == (16, 0) and one.turns - before >= 16
+        one.close()
+
+    asyncio.run(scenario())
+
+
+# ------------------------------------------------------------------------- with what comes later
+
+
+def test_a_tenant_without_sessions_keeps_the_prompt_that_all_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hints_module, "END_DELAY_S", 0.0)
+    mine, theirs = words_of([*range(4), 10, 11]), words_of([*range(4), 20, 21, 22])
+
+    async def scenario() -> None:
+        one = await opened(tmp_path)
+        for first, second, message in ((mine, theirs, "m"), (theirs, mine, "n")):
+            await one.node.reports.note(one.session, [report(first, demotes(1, message))])
+            await one.node.reports.note(one.session, [report(second)])
+            one.desk.ended(one.origin(first), demotes(1, message))
+            while one.status(message, "0") is Status.DEFERRED:
+                await asyncio.sleep(0)
+            assert "4 blocks are kept" in one.outcome(message, "0").reason
         one.close()
 
     asyncio.run(scenario())

@@ -76,9 +76,8 @@ class HintSessions:
             self.num_dropped += 1
 
     def use_without(self, key_space_id: int, hashes: Words, now_s: float) -> None:
-        """A request without a session has this prompt. Remembered while there are sessions, with
-        which it may share blocks."""
-        if not self._by_id or not len(hashes):
+        """A request without a session has this prompt, which may share blocks with others."""
+        if not len(hashes):
             return
         keys = chain_keys(hashes)
         self._others.append((now_s, key_space_id, keys))
@@ -100,9 +99,6 @@ class HintSessions:
         ended = self._by_id.pop(session_id, None)
         if ended is not None:
             self.num_bytes -= ended.num_bytes
-        if not self._by_id:
-            self._others.clear()
-            self.other_bytes = 0
 
     def shared_blocks(self, key_space_id: int, hashes: Words, session_id: str, now_s: float) -> int:
         """How many blocks of a chain, from the first on, others may use again: other sessions, and

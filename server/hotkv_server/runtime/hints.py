@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from hotkv.errors import HotKVError
-from hotkv.hints import Action, ActionType, Hints, Rejection, Status
+from hotkv.hints import NO_HINTS, Action, ActionType, Hints, Rejection, Status
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.hint_book import HintBook, TenantHints
 from hotkv_server.core.values import Outcome
@@ -51,13 +51,19 @@ class HintDesk:
     # What comes in
 
     def scheduled(
-        self, origin: Origin, device_hit_tokens: int, hit_tokens: int, tokens_per_s: float
+        self,
+        origin: Origin,
+        device_hit_tokens: int,
+        hit_tokens: int,
+        tokens_per_s: float,
+        hints: Hints = NO_HINTS,
     ) -> None:
-        """A request was scheduled: notes its session, and which actions its hit proves right."""
+        """A request was scheduled: notes its prompt, and which actions its hit proves right. Of
+        tenants that name no sessions and give no `hints` nothing is noted."""
         if origin.hashes is None or not len(origin.hashes):
             return
         now_s = time.monotonic()
-        if origin.session_id:
+        if origin.session_id or hints:
             tenant = self.book.tenant(origin.tenant, now_s)
         elif (known := self.book.known(origin.tenant)) is not None:
             tenant = known

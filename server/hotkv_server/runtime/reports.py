@@ -181,7 +181,11 @@ class Reports:
                 is_running=True,
             )
             self._desk.scheduled(
-                origin, report.device_hit_tokens, report.hit_tokens, session.prefill_tokens_per_s
+                origin,
+                report.device_hit_tokens,
+                report.hit_tokens,
+                session.prefill_tokens_per_s,
+                report.hints,
             )
             await self._desk.act(origin, report.hints)
             await breaks.between()
