@@ -150,7 +150,11 @@ def test_what_waits_for_the_end_of_a_request() -> None:
         ([action("retain", priority=-2)], Retention(-2)),
         (
             [action("retain", "a", priority=2, ttl_s=5), action("pin", "b", ttl_s=3)],
-            Retention(2, 5.0, True),
+            Retention(2, 3.0, True),
+        ),
+        (
+            [action("retain", ttl_s=86_400), *(action("pin", str(s), ttl_s=s) for s in (10, 9))],
+            Retention(0, 10.0, True),
         ),
         ([action("release")], Retention(-MAX_PRIORITY)),
         ([action("release", "a"), action("retain", "b", ttl_s=5)], Retention(0, 5.0)),

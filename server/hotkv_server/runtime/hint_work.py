@@ -166,7 +166,7 @@ class HintWork:
         outcome: Outcome,
         prompts: list[Prompt],
     ) -> None:
-        is_noted = not outcome.session_id and origin.noted != NO_RETENTION
+        is_noted = not outcome.session_id and _covers(origin.noted, action.retention)
         outcome.num_blocks = outcome.num_done = lacking = 0
         for one in prompts:
             lists = self.blocks.lists(one)
@@ -293,6 +293,11 @@ class HintWork:
             await self._tiers.prefetch(part.key_space_id, lists, until_s)
         finally:
             tenant.prefetch_bytes -= num_bytes
+
+
+def _covers(noted: Retention, asked: Retention) -> bool:
+    """Whether a use with this retention was also one as is asked for."""
+    return noted != NO_RETENTION and noted.priority >= asked.priority and noted.ttl_s >= asked.ttl_s
 
 
 def _add(outcome: Outcome, done: Done) -> None:
