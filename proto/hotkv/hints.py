@@ -183,6 +183,7 @@ def _read(envelope: Any) -> Hints:
             action_id = _identifier(_get(one, "action_id", action_id), "action_id") or action_id
             kind = _shown(_get(one, "action_type", ""))
             if action_id in known:
+                action_id = f"#{number}"
                 raise _WrongField("action_id stands in this message before")
             known.add(action_id)
             good.append(_action(one, action_id))

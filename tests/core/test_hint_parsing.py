@@ -123,7 +123,9 @@ def test_what_has_no_field_asks_nothing() -> None:
 def test_an_id_counts_once_and_missing_ones_are_numbered() -> None:
     result = read(envelope(action("demote"), action("demote"), action("demote", None)))
     assert [one.action_id for one in result.actions] == ["a", "#2"]
-    assert result.rejected == (Rejection("a", "demote", "action_id stands in this message before"),)
+    assert result.rejected == (
+        Rejection("#1", "demote", "action_id stands in this message before"),
+    )
 
 
 def test_a_million_actions_cost_no_more_than_the_bound() -> None:

@@ -1,13 +1,14 @@
 """Hints in bulk: others are served between their parts, and each action comes to its end."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hotkv.hints import Action, ActionType, Hints, Status
-from hotkv.retention import NO_RETENTION
+from hotkv.hints import Action, ActionType, Hints, Rejection, Status
+from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import SLOT_ALIGN, Words
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
@@ -186,6 +187,49 @@ def test_a_tenant_without_sessions_keeps_the_prompt_that_all_share(
             while one.status(message, "0") is Status.DEFERRED:
                 await asyncio.sleep(0)
             assert "4 blocks are kept" in one.outcome(message, "0").reason
+        one.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_retain_is_noted_although_a_pin_is_shorter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pin = Action("p", ActionType.PIN, ttl_s=10.0)
+    keep = Action("r", ActionType.RETAIN, priority=1, ttl_s=86_400.0)
+    asked: list[tuple[Retention, bool]] = []
+    real_keep = hint_work.hint_actions.keep
+
+    def noted(core: Any, number: int, lists: Any, how: Retention, *of: Any, is_use: bool) -> Any:
+        asked.append((how, is_use))
+        return real_keep(core, number, lists, how, *of, is_use=is_use)
+
+    monkeypatch.setattr(hint_work.hint_actions, "keep", noted)
+
+    async def scenario() -> None:
+        one = await opened(tmp_path)
+        for actions in ((keep, pin), (pin,), (keep,)):
+            hints = Hints("", actions)
+            together = replace(report(hints=hints), retention=hints.retention())
+            await one.node.reports.note(one.session, [together])
+        both, alone = asked[:2], asked[2:]
+        assert both == [(keep.retention, True), (pin.retention, False)]
+        assert alone == [(pin.retention, False), (keep.retention, False)]
+        one.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_repeated_id_leaves_the_good_action(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        one = await opened(tmp_path)
+        for rejected_id in ("0", "#1"):
+            message = f"m {rejected_id}"
+            twice = Hints(message, demotes(1).actions, (Rejection(rejected_id, "demote", "twice"),))
+            rejected, done = await one.desk.act(one.origin(), twice)
+            assert one.status(message, "0") is Status.MISSING is done.status
+            assert rejected is one.outcome(message, rejected_id)
+            assert rejected_id == "0" or rejected.status is Status.REJECTED
         one.close()
 
     asyncio.run(scenario())

@@ -89,7 +89,7 @@ class HintDesk:
             return []
         now_s = time.monotonic()
         tenant = self.book.tenant(origin.tenant, now_s)
-        outcomes = [self._reject(tenant, hints, one, now_s) for one in hints.rejected]
+        outcomes: list[Outcome] = []
         later = hints.split(origin.session_id)[1].actions if origin.is_running else ()
         breaks = Breaks()
         for action in hints.actions:
@@ -113,7 +113,8 @@ class HintDesk:
                 await self._try(tenant, origin, action, outcome)
             self.num_actions[outcome.status] += 1
             outcomes.append(outcome)
-        return outcomes
+        # After the actions: a rejection never takes the place of one under the same id.
+        return [self._reject(tenant, hints, one, now_s) for one in hints.rejected] + outcomes
 
     async def _try(
         self, tenant: TenantHints, origin: Origin, action: Action, outcome: Outcome
