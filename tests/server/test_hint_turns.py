@@ -233,3 +233,28 @@ def test_a_repeated_id_leaves_the_good_action(tmp_path: Path) -> None:
         one.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_several_samples_of_a_prompt_release_their_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, goes_on: bool
+) -> None:
+    monkeypatch.setattr(hints_module, "END_DELAY_S", 0.02)
+    release = Hints("m", (Action("a", ActionType.RELEASE),))
+
+    async def scenario() -> None:
+        one = await opened(tmp_path)
+        await one.node.reports.note(one.session, [report(PROMPT, release, "s")] * 2)
+        for last in (50, 60):
+            one.desk.ended(one.origin(words_of([*range(8), last]), "s"), release)
+            if goes_on:
+                one.desk.scheduled(one.origin(session_id="s"), 0, 0, 0.0)
+        while one.status("m") is Status.DEFERRED:
+            await asyncio.sleep(0)
+        known = one.desk.book.known(KEY_SPACE.tenant)
+        assert known is not None
+        assert (known.sessions.get("s") is not None) == goes_on
+        assert ("gone on" in one.outcome("m").reason) == goes_on
+        one.close()
+
+    asyncio.run(scenario())

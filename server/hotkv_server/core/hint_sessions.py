@@ -6,6 +6,7 @@ that was used longest ago goes first; prompts without a session have a bound of 
 key spaces, and an end; nothing here holds a block.
 """
 
+import math
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
@@ -24,16 +25,29 @@ RECENT_S = 600.0
 @dataclass(slots=True)
 class HintSession:
     """A session. `chains`: hashes [n, 8] words of its latest prompt, by key space. `keys`: of the
-    same memory, what tells its blocks apart."""
+    same memory, what tells its blocks apart. `message_id`: of the hints of the request that used it
+    last, at `used_s`; `before_s`: when requests of other messages did."""
 
     session_id: str
     used_s: float
     chains: dict[int, Words] = field(default_factory=dict)
     keys: dict[int, ChainKeys] = field(default_factory=dict)
+    message_id: str = ""
+    before_s: float = -math.inf
 
     @property
     def num_bytes(self) -> int:
         return sum(chain.nbytes for chain in self.chains.values())
+
+    def use(self, message_id: str, now_s: float) -> None:
+        """A request with these hints uses the session; empty for none."""
+        if not message_id or message_id != self.message_id:
+            self.before_s = self.used_s
+        self.message_id, self.used_s = message_id, now_s
+
+    def used_beside_s(self, message_id: str) -> float:
+        """When a request that is no sample of this message last used the session."""
+        return self.before_s if message_id and message_id == self.message_id else self.used_s
 
 
 class HintSessions:
@@ -59,12 +73,19 @@ class HintSessions:
         """The session of that name."""
         return self._by_id.get(session_id)
 
-    def use(self, session_id: str, key_space_id: int, hashes: Words, now_s: float) -> None:
-        """A request of the session has this prompt. A prompt that is larger than what all sessions
-        may have is not remembered."""
-        session = self._by_id.pop(session_id, None) or HintSession(session_id, now_s)
+    def use(
+        self,
+        session_id: str,
+        key_space_id: int,
+        hashes: Words,
+        now_s: float,
+        message_id: str = "",
+    ) -> None:
+        """A request of the session has this prompt, and hints of this message. A prompt that is
+        larger than what all sessions may have is cut."""
+        session = self._by_id.pop(session_id, None) or HintSession(session_id, -math.inf)
         self.num_bytes -= session.num_bytes
-        session.used_s = now_s
+        session.use(message_id, now_s)
         chain = np.ascontiguousarray(hashes[: self._most_bytes // 32])
         session.chains[key_space_id] = chain
         session.keys[key_space_id] = chain.view(np.uint64)[:, 0]

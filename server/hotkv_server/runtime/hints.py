@@ -37,6 +37,7 @@ class HintDesk:
         self.book = HintBook()
         self.num_actions: dict[Status, int] = dict.fromkeys(Status, 0)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tried: set[int] = set()
         self._waiting_bytes = 0
 
     def __repr__(self) -> str:
@@ -78,7 +79,9 @@ class HintDesk:
             block_tokens / tokens_per_s if tokens_per_s else 0.0,
         )
         if origin.session_id:
-            tenant.sessions.use(origin.session_id, origin.key_space_id, origin.hashes, now_s)
+            tenant.sessions.use(
+                origin.session_id, origin.key_space_id, origin.hashes, now_s, hints.message_id
+            )
         else:
             tenant.sessions.use_without(origin.key_space_id, origin.hashes, now_s)
 
@@ -119,11 +122,16 @@ class HintDesk:
     async def _try(
         self, tenant: TenantHints, origin: Origin, action: Action, outcome: Outcome
     ) -> None:
+        if id(outcome) in self._tried:
+            return
+        self._tried.add(id(outcome))
         try:
             await self._work.do(tenant, origin, action, outcome)
         except HotKVError as error:
             # Its key space was forgotten meanwhile.
             tenant.settle(outcome, Status.MISSING, error.message)
+        finally:
+            self._tried.discard(id(outcome))
 
     def ended(self, origin: Origin, hints: Hints) -> None:
         """A request has ended: what was to wait for that is done once its blocks are stored."""
@@ -132,7 +140,9 @@ class HintDesk:
         now_s = time.monotonic()
         if origin.session_id and len(origin.hashes):
             sessions = self.book.tenant(origin.tenant, now_s).sessions
-            sessions.use(origin.session_id, origin.key_space_id, origin.hashes, now_s)
+            sessions.use(
+                origin.session_id, origin.key_space_id, origin.hashes, now_s, hints.message_id
+            )
         if not hints:
             return
         num_bytes = origin.hashes.nbytes + BYTES_OF_ENDED
@@ -152,7 +162,7 @@ class HintDesk:
             self._waiting_bytes -= num_bytes
         tenant = self.book.tenant(origin.tenant, time.monotonic())
         session = tenant.sessions.get(origin.session_id)
-        if session is not None and session.used_s > came_s:
+        if session is not None and session.used_beside_s(hints.message_id) > came_s:
             for one in tenant.outcomes.values():
                 is_release = one.kind == ActionType.RELEASE.value
                 if is_release and one.message_id == hints.message_id and _may_end(one):
