@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from hotkv import hints
 from hotkv.hints import Action, ActionType, Hints, Rejection, Target, read
 from hotkv.retention import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
+from hotkv.v1 import hints_pb2
+from hotkv_server.rpc import hint_convert
 
 
 def envelope(*actions: Any, **fields: Any) -> dict[str, Any]:
@@ -126,6 +128,24 @@ def test_an_id_counts_once_and_missing_ones_are_numbered() -> None:
     assert result.rejected == (
         Rejection("#1", "demote", "action_id stands in this message before"),
     )
+
+
+def test_what_a_client_says_of_hints_is_printable_for_operators() -> None:
+    odd = "\x1b[2J" + "\n" * 300
+    sent = hints_pb2.RequestHints(
+        message_id="m",
+        actions=[hints_pb2.HintAction(action_type=hints_pb2.HINT_ACTION_TYPE_RETAIN, clipped=odd)],
+        rejections=[
+            hints_pb2.HintRejection(action_type=odd, reason=odd),
+            hints_pb2.HintRejection(action_type="explode", reason="there are pin, demote…"),
+        ],
+    )
+    found = hint_convert.request_hints("hints", sent)
+    odd_one, good_one = found.rejected
+    for text in (found.actions[0].clipped, odd_one.kind, odd_one.reason):
+        assert text.startswith("'\\x1b[2J") and text.isprintable()
+        assert len(text) <= hints.MAX_REASON_CHARS
+    assert good_one == Rejection("", "explode", "there are pin, demote…")
 
 
 def test_a_million_actions_cost_no_more_than_the_bound() -> None:
