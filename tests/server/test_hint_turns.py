@@ -258,3 +258,29 @@ def test_several_samples_of_a_prompt_release_their_session(
         one.close()
 
     asyncio.run(scenario())
+
+
+def test_ends_that_come_at_once_are_bounded_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hints_module, "END_DELAY_S", 0.0)
+    each = PROMPT.nbytes + hints_module.BYTES_OF_ENDED
+    monkeypatch.setattr(hints_module, "MAX_WAITING_BYTES", 3 * each)
+
+    async def scenario() -> None:
+        one = await opened(tmp_path)
+        asked = [demotes(1, str(number)) for number in range(5)]
+        await one.node.reports.note(one.session, [report(hints=hints) for hints in asked])
+        for hints in asked:
+            one.desk.ended(one.origin(), hints)
+        assert [one.status(h.message_id, "0") for h in asked[3:]] == [Status.REJECTED] * 2
+        assert "too many requests" in one.outcome("4", "0").reason
+        await asyncio.gather(*one.desk._tasks)
+        assert [one.status(h.message_id, "0") for h in asked[:3]] == [Status.MISSING] * 3
+        assert one.desk._waiting_bytes == 0
+        one.desk.ended(one.origin(), asked[0])
+        await one.desk.close()
+        assert one.desk._waiting_bytes == 0
+        one.close()
+
+    asyncio.run(scenario())

@@ -152,14 +152,10 @@ class HintDesk:
                 if one.message_id == hints.message_id and _may_end(one):
                     tenant.settle(one, Status.REJECTED, "too many requests have ended")
             return
-        self._spawn(self._end_later(origin, hints, now_s, num_bytes))
+        self._spawn(self._end_later(origin, hints, now_s), num_bytes)
 
-    async def _end_later(self, origin: Origin, hints: Hints, came_s: float, num_bytes: int) -> None:
-        self._waiting_bytes += num_bytes
-        try:
-            await asyncio.sleep(END_DELAY_S)
-        finally:
-            self._waiting_bytes -= num_bytes
+    async def _end_later(self, origin: Origin, hints: Hints, came_s: float) -> None:
+        await asyncio.sleep(END_DELAY_S)
         tenant = self.book.tenant(origin.tenant, time.monotonic())
         session = tenant.sessions.get(origin.session_id)
         if session is not None and session.used_beside_s(hints.message_id) > came_s:
@@ -169,13 +165,15 @@ class HintDesk:
                     tenant.settle(one, Status.REJECTED, "the session has gone on")
         await self.act(origin, hints, has_ended=True)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], num_bytes: int = 0) -> None:
+        self._waiting_bytes += num_bytes
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._is_done)
+        task.add_done_callback(lambda task: self._is_done(task, num_bytes))
 
-    def _is_done(self, task: "asyncio.Task[None]") -> None:
+    def _is_done(self, task: "asyncio.Task[None]", num_bytes: int) -> None:
         self._tasks.discard(task)
+        self._waiting_bytes -= num_bytes
         if not task.cancelled() and (error := task.exception()) is not None:
             asyncio.get_running_loop().call_exception_handler(
                 {"message": "a hint broke", "exception": error}
