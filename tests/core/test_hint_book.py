@@ -230,6 +230,22 @@ def test_the_tenant_that_was_heard_of_longest_ago_is_forgotten() -> None:
     assert [name for name, _ in book.all()] == ["a", "c"]
 
 
+def test_a_tenant_with_prefetches_under_way_is_not_forgotten() -> None:
+    book = HintBook(HintLimits(session_bytes=32 * 40, tenants=2, node_bytes=32 * 50))
+    busy = book.tenant("busy", 0.0)
+    busy.num_prefetches, busy.prefetch_bytes = 1, 100
+    busy.sessions.use("s", 1, words([0] * 20), 0.0)
+    for number, name in enumerate("abc"):
+        book.tenant(name, float(number)).sessions.use("s", 1, words([0] * 20), float(number))
+    book.tenant("c", 4.0)
+    assert [name for name, _ in book.all()] == ["busy", "c"] and book.known("busy") is busy
+    busy.num_prefetches = 0
+    book.tenant("a", 5.0)
+    book.tenant("b", 6.0)
+    assert [name for name, _ in book.all()] == ["a", "b"]
+    book.check_invariants()
+
+
 def test_sessions_of_all_tenants_are_bounded_together() -> None:
     book = HintBook(HintLimits(session_bytes=32 * 40, tenants=9, node_bytes=32 * 50))
     for number, name in enumerate("abc"):

@@ -176,7 +176,9 @@ class TenantHints:
 
 
 class HintBook:
-    """All tenants' hints. The tenant that was heard of longest ago goes first."""
+    """All tenants' hints. The tenant that was heard of longest ago goes first. Tenants with
+    prefetches under way stay and do not count; when those end they go with the next that is heard
+    of."""
 
     def __init__(self, limits: HintLimits | None = None) -> None:
         self.limits = limits or HintLimits()
@@ -198,10 +200,14 @@ class HintBook:
             known.tokens, known.filled_s = float(limits.burst_actions), now_s
         self._tenants[name] = known
         known.sessions.forget_others(now_s)
-        while len(self._tenants) > self.limits.tenants:
-            self._tenants.popitem(last=False)
-        while len(self._tenants) > 1 and self.session_bytes() > self.limits.node_bytes:
-            self._tenants.popitem(last=False)
+        idle = [one for one, hints in self._tenants.items() if not hints.num_prefetches]
+        oldest = iter(one for one in idle if one != name)
+        num_over = len(idle) - self.limits.tenants
+        for one in oldest:
+            if num_over <= 0 and self.session_bytes() <= self.limits.node_bytes:
+                break
+            del self._tenants[one]
+            num_over -= 1
         return known
 
     def session_bytes(self) -> int:
@@ -219,7 +225,6 @@ class HintBook:
         yield from sorted(self._tenants.items())
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a bound is broken."""
-        assert len(self._tenants) <= self.limits.tenants, "too many tenants"
+        """Raises AssertionError if a bound of a tenant is broken."""
         for hints in self._tenants.values():
             hints.check_invariants()
