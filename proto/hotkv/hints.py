@@ -138,13 +138,15 @@ class Hints:
 
     def retention(self) -> Retention:
         """What the actions that mean all blocks of the request ask of eviction, taken together: the
-        strongest of each; the wish to keep blocks outweighs the wish to give them up."""
+        strongest of each; the wish to keep blocks outweighs the wish to give them up. A pin lasts
+        as long as pins ask for, however long others want to retain the blocks."""
         asked = [a.retention for a in self.actions if a.target == Target()]
         keeping = [r for r in asked if r.ttl_s or r.priority > 0] or asked
         if not keeping:
             return NO_RETENTION
-        ttl_s = max(r.ttl_s for r in keeping)
-        return Retention(max(r.priority for r in keeping), ttl_s, any(r.pin for r in keeping))
+        pins = [r for r in keeping if r.pin]
+        ttl_s = max(r.ttl_s for r in pins or keeping)
+        return Retention(max(r.priority for r in keeping), ttl_s, bool(pins))
 
 
 NO_HINTS = Hints()
@@ -181,6 +183,7 @@ def _read(envelope: Any) -> Hints:
             action_id = _identifier(_get(one, "action_id", action_id), "action_id") or action_id
             kind = _shown(_get(one, "action_type", ""))
             if action_id in known:
+                action_id = f"#{number}"
                 raise _WrongField("action_id stands in this message before")
             known.add(action_id)
             good.append(_action(one, action_id))

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from hotkv.hints import Status
 from hotkv.table import Words
 from hotkv_server.core.hint_book import HintBook, HintLimits, TenantHints
-from hotkv_server.core.hint_sessions import RECENT_S, HintSessions
-from hotkv_server.core.prefixes import chain_keys, common_blocks
+from hotkv_server.core.hint_sessions import MAX_OTHERS, MAX_OTHERS_BYTES, RECENT_S, HintSessions
+from hotkv_server.core.prefixes import Chains, chain_keys, common_blocks
 from hotkv_server.core.values import Outcome
 
 LIMITS = HintLimits(
@@ -41,8 +41,12 @@ def common(one: list[int], other: list[int]) -> int:
 @settings(max_examples=50)
 @given(st.lists(CHAINS, max_size=6), CHAINS)
 def test_common_blocks(chains: list[list[int]], keys: list[int]) -> None:
-    found = common_blocks([chain_keys(words(chain)) for chain in chains], chain_keys(words(keys)))
-    assert found.tolist() == [common(chain, keys) for chain in chains]
+    mine, theirs = chain_keys(words(keys)), [chain_keys(words(chain)) for chain in chains]
+    expected = [common(chain, keys) for chain in chains]
+    assert Chains(theirs).common_blocks(mine).tolist() == expected
+    for chain, length in zip(theirs, expected, strict=True):
+        for least in range(length + 2):
+            assert common_blocks(chain, mine, least) == max(least, length)
 
 
 class SessionsMachine(RuleBasedStateMachine):
@@ -70,15 +74,13 @@ class SessionsMachine(RuleBasedStateMachine):
     @rule(space=st.integers(1, 2), chain=CHAINS)
     def use_without(self, space: int, chain: list[int]) -> None:
         self.real.use_without(space, words(chain), self.now_s)
-        if self.naive and chain:
+        if chain:
             self.others.append((self.now_s, space, chain))
 
     @rule(name=st.sampled_from("abcdef"))
     def end(self, name: str) -> None:
         self.real.end(name)
         self.naive.pop(name, None)
-        if not self.naive:
-            self.others.clear()
 
     @rule(passed_s=st.sampled_from([1.0, RECENT_S + 1]))
     def wait(self, passed_s: float) -> None:
@@ -228,6 +230,22 @@ def test_the_tenant_that_was_heard_of_longest_ago_is_forgotten() -> None:
     assert [name for name, _ in book.all()] == ["a", "c"]
 
 
+def test_a_tenant_with_prefetches_under_way_is_not_forgotten() -> None:
+    book = HintBook(HintLimits(session_bytes=32 * 40, tenants=2, node_bytes=32 * 50))
+    busy = book.tenant("busy", 0.0)
+    busy.num_prefetches, busy.prefetch_bytes = 1, 100
+    busy.sessions.use("s", 1, words([0] * 20), 0.0)
+    for number, name in enumerate("abc"):
+        book.tenant(name, float(number)).sessions.use("s", 1, words([0] * 20), float(number))
+    book.tenant("c", 4.0)
+    assert [name for name, _ in book.all()] == ["busy", "c"] and book.known("busy") is busy
+    busy.num_prefetches = 0
+    book.tenant("a", 5.0)
+    book.tenant("b", 6.0)
+    assert [name for name, _ in book.all()] == ["a", "b"]
+    book.check_invariants()
+
+
 def test_sessions_of_all_tenants_are_bounded_together() -> None:
     book = HintBook(HintLimits(session_bytes=32 * 40, tenants=9, node_bytes=32 * 50))
     for number, name in enumerate("abc"):
@@ -235,6 +253,24 @@ def test_sessions_of_all_tenants_are_bounded_together() -> None:
     assert book.session_bytes() == 32 * 60
     book.tenant("c", 3.0)
     assert [name for name, _ in book.all()] == ["b", "c"] and book.session_bytes() == 32 * 40
+
+
+def test_prompts_without_a_session_have_one_bound_over_all_key_spaces_and_an_end() -> None:
+    book = HintBook()
+    sessions = book.tenant("t", 0.0).sessions
+    sessions.use("s", 1, words([0]), 0.0)
+    for number in range(1, 40):
+        sessions.use_without(number, np.zeros((1 << 13, 8), np.uint32), 1.0)
+        sessions.check_invariants()
+    assert sessions.other_bytes == MAX_OTHERS_BYTES
+    assert book.session_bytes() == 32 + MAX_OTHERS_BYTES
+    sessions.use_without(1, words([0, 1]), 2.0 + RECENT_S)
+    assert sessions.other_bytes == 16
+    for _ in range(2 * MAX_OTHERS):
+        sessions.use_without(1, words([0, 1]), 2.0 + RECENT_S)
+    assert sessions.other_bytes == 16 * MAX_OTHERS
+    sessions.forget_others(3.0 + 2 * RECENT_S)
+    assert sessions.other_bytes == 0
 
 
 def test_a_prompt_larger_than_the_bound_is_cut() -> None:

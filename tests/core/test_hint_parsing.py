@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from hotkv import hints
 from hotkv.hints import Action, ActionType, Hints, Rejection, Target, read
 from hotkv.retention import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
+from hotkv.v1 import hints_pb2
+from hotkv_server.rpc import hint_convert
 
 
 def envelope(*actions: Any, **fields: Any) -> dict[str, Any]:
@@ -123,7 +125,27 @@ def test_what_has_no_field_asks_nothing() -> None:
 def test_an_id_counts_once_and_missing_ones_are_numbered() -> None:
     result = read(envelope(action("demote"), action("demote"), action("demote", None)))
     assert [one.action_id for one in result.actions] == ["a", "#2"]
-    assert result.rejected == (Rejection("a", "demote", "action_id stands in this message before"),)
+    assert result.rejected == (
+        Rejection("#1", "demote", "action_id stands in this message before"),
+    )
+
+
+def test_what_a_client_says_of_hints_is_printable_for_operators() -> None:
+    odd = "\x1b[2J" + "\n" * 300
+    sent = hints_pb2.RequestHints(
+        message_id="m",
+        actions=[hints_pb2.HintAction(action_type=hints_pb2.HINT_ACTION_TYPE_RETAIN, clipped=odd)],
+        rejections=[
+            hints_pb2.HintRejection(action_type=odd, reason=odd),
+            hints_pb2.HintRejection(action_type="explode", reason="there are pin, demote…"),
+        ],
+    )
+    found = hint_convert.request_hints("hints", sent)
+    odd_one, good_one = found.rejected
+    for text in (found.actions[0].clipped, odd_one.kind, odd_one.reason):
+        assert text.startswith("'\\x1b[2J") and text.isprintable()
+        assert len(text) <= hints.MAX_REASON_CHARS
+    assert good_one == Rejection("", "explode", "there are pin, demote…")
 
 
 def test_a_million_actions_cost_no_more_than_the_bound() -> None:
@@ -150,7 +172,11 @@ def test_what_waits_for_the_end_of_a_request() -> None:
         ([action("retain", priority=-2)], Retention(-2)),
         (
             [action("retain", "a", priority=2, ttl_s=5), action("pin", "b", ttl_s=3)],
-            Retention(2, 5.0, True),
+            Retention(2, 3.0, True),
+        ),
+        (
+            [action("retain", ttl_s=86_400), *(action("pin", str(s), ttl_s=s) for s in (10, 9))],
+            Retention(0, 10.0, True),
         ),
         ([action("release")], Retention(-MAX_PRIORITY)),
         ([action("release", "a"), action("retain", "b", ttl_s=5)], Retention(0, 5.0)),

@@ -15,7 +15,7 @@ import numpy as np
 from hotkv.hints import Status
 from hotkv.table import Words
 from hotkv_server.core.hint_sessions import HintSessions
-from hotkv_server.core.prefixes import ChainKeys, chain_keys, common_blocks
+from hotkv_server.core.prefixes import ChainKeys, Chains, chain_keys
 from hotkv_server.core.values import BoolMask, Outcome
 
 OutcomeKey = tuple[str, str]
@@ -26,7 +26,8 @@ OutcomeKey = tuple[str, str]
 class HintLimits:
     """Bounds, of one tenant unless they say otherwise. `actions_per_s`: as many are taken on
     average, `burst_actions` at once. `tracked`, `tracked_bytes`: actions of which it is watched
-    whether they pay. `tenants`: of the node; `node_bytes`: of the sessions of all of them."""
+    whether they pay; their keys take the same once more. `tenants`: of the node; `node_bytes`: of
+    the sessions of all of them."""
 
     sessions: int = 1024
     session_bytes: int = 16 << 20
@@ -57,7 +58,7 @@ class _Tracked:
 @dataclass(slots=True)
 class TenantHints:
     """Of one tenant. `outcomes`: the latest, by message and action. `tokens`: actions that may be
-    taken now."""
+    taken now. `_watched`: what is tracked in a key space, made when a request comes."""
 
     limits: HintLimits
     sessions: HintSessions
@@ -66,6 +67,7 @@ class TenantHints:
     filled_s: float = 0.0
     last_sequence: int = 0
     tracked: list[_Tracked] = field(default_factory=list)
+    _watched: dict[int, tuple[list[_Tracked], Chains]] = field(default_factory=dict)
     prefetch_bytes: int = 0
     num_prefetches: int = 0
 
@@ -90,6 +92,7 @@ class TenantHints:
         while len(self.outcomes) > self.limits.outcomes:
             _, dropped = self.outcomes.popitem(last=False)
             self.tracked = [one for one in self.tracked if one.outcome is not dropped]
+            self._watched.clear()
         self.changed(outcome)
         return outcome
 
@@ -135,6 +138,7 @@ class TenantHints:
             self.limits.tracked_bytes
         ):
             self.tracked.pop(0)
+        self._watched.clear()
 
     def _tracked_bytes(self) -> int:
         return sum(one.num_bytes for one in self.tracked)
@@ -142,11 +146,15 @@ class TenantHints:
     def hit(self, key_space_id: int, hashes: Words, first: int, stop: int, block_s: float) -> None:
         """A request with this prompt has hit its hash blocks [first, stop) here. `block_s`: to
         compute one takes so long; 0 if that is not known."""
-        mine = [one for one in self.tracked if one.key_space_id == key_space_id]
-        if not mine or first >= stop:
+        if not self.tracked or first >= stop:
             return
-        common = common_blocks([one.keys for one in mine], chain_keys(hashes[:stop]))
-        for one, length in zip(mine, common.tolist(), strict=True):
+        if key_space_id not in self._watched:
+            mine = [one for one in self.tracked if one.key_space_id == key_space_id]
+            self._watched[key_space_id] = mine, Chains([one.keys for one in mine])
+        mine, chains = self._watched[key_space_id]
+        common = chains.common_blocks(chain_keys(hashes[:stop]))
+        for at in np.flatnonzero(common).tolist():
+            one, length = mine[at], int(common[at])
             seen = one.seen[max(0, first - one.start) : max(0, min(length, stop) - one.start)]
             num_new = int(np.count_nonzero(~seen))
             if num_new:
@@ -168,7 +176,9 @@ class TenantHints:
 
 
 class HintBook:
-    """All tenants' hints. The tenant that was heard of longest ago goes first."""
+    """All tenants' hints. The tenant that was heard of longest ago goes first. Tenants with
+    prefetches under way stay and do not count; when those end they go with the next that is heard
+    of."""
 
     def __init__(self, limits: HintLimits | None = None) -> None:
         self.limits = limits or HintLimits()
@@ -189,15 +199,22 @@ class HintBook:
             known = TenantHints(limits, sessions)
             known.tokens, known.filled_s = float(limits.burst_actions), now_s
         self._tenants[name] = known
-        while len(self._tenants) > self.limits.tenants:
-            self._tenants.popitem(last=False)
-        while len(self._tenants) > 1 and self.session_bytes() > self.limits.node_bytes:
-            self._tenants.popitem(last=False)
+        known.sessions.forget_others(now_s)
+        idle = [one for one, hints in self._tenants.items() if not hints.num_prefetches]
+        oldest = iter(one for one in idle if one != name)
+        num_over = len(idle) - self.limits.tenants
+        for one in oldest:
+            if num_over <= 0 and self.session_bytes() <= self.limits.node_bytes:
+                break
+            del self._tenants[one]
+            num_over -= 1
         return known
 
     def session_bytes(self) -> int:
-        """Bytes of the chains of all sessions."""
-        return sum(one.sessions.num_bytes for one in self._tenants.values())
+        """Bytes of the chains of all sessions, and of prompts without one."""
+        return sum(
+            one.sessions.num_bytes + one.sessions.other_bytes for one in self._tenants.values()
+        )
 
     def known(self, name: str) -> TenantHints | None:
         """The hints of a tenant; None if there are none."""
@@ -208,7 +225,6 @@ class HintBook:
         yield from sorted(self._tenants.items())
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if a bound is broken."""
-        assert len(self._tenants) <= self.limits.tenants, "too many tenants"
+        """Raises AssertionError if a bound of a tenant is broken."""
         for hints in self._tenants.values():
             hints.check_invariants()

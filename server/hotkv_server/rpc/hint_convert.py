@@ -43,8 +43,8 @@ def request_hints(field: str, message: hints_pb2.RequestHints) -> Hints:
         tuple(
             Rejection(
                 identifier(f"{field}.rejections.action_id", one.action_id),
-                one.action_type[: hints.MAX_ID_CHARS],
-                one.reason[: hints.MAX_REASON_CHARS],
+                _shown(one.action_type, hints.MAX_ID_CHARS),
+                _shown(one.reason, hints.MAX_REASON_CHARS),
             )
             for one in message.rejections
         ),
@@ -73,13 +73,19 @@ def _action(field: str, message: hints_pb2.HintAction) -> Action:
         priority,
         convert.seconds(f"{field}.ttl_ms", message.ttl_ms),
         min(convert.seconds(f"{field}.deadline_ms", message.deadline_ms), hints.MAX_DEADLINE_S),
-        message.clipped[: hints.MAX_REASON_CHARS],
+        _shown(message.clipped, hints.MAX_REASON_CHARS),
     )
     try:
         _ = action.retention
     except ValueError as error:
         raise HotKVError(Reason.INVALID_FIELD, f"{field}: {error}") from error
     return action
+
+
+def _shown(text: str, most: int) -> str:
+    """A client's words as operators may see them on a terminal: short and printable."""
+    text = text[:most]
+    return text if text.isprintable() else repr(text)[:most]
 
 
 def envelope(text: str) -> Hints:

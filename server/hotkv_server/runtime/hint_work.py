@@ -21,7 +21,7 @@ from hotkv_server.core.hint_actions import Done
 from hotkv_server.core.hint_book import TenantHints
 from hotkv_server.core.values import HashList, Outcome
 from hotkv_server.runtime.effects import Effects
-from hotkv_server.runtime.slices import slices
+from hotkv_server.runtime.slices import Breaks, slices
 from hotkv_server.runtime.tiers import Tiers
 
 PREFETCH_SHARE = 1 / 16
@@ -110,6 +110,20 @@ class Blocks:
             self._effects.run()
         return done
 
+    async def count(self, prompts: list[Prompt]) -> Done:
+        """How many blocks of prompts are ready in host memory; others are served meanwhile."""
+        done, breaks = Done(), Breaks()
+        for one in prompts:
+            for whole in self.lists(one):
+                for start in range(0, len(whole.hashes), hint_actions.BLOCKS):
+                    hashes = whole.hashes[start : start + hint_actions.BLOCKS]
+                    part = [HashList(whole.group_index, hashes)]
+                    found = hint_actions.count(self.core, one.key_space_id, part)
+                    done.num_blocks += found.num_blocks
+                    done.num_done += found.num_done
+                    await breaks.between()
+        return done
+
 
 class HintWork:
     """See the module. `tiers`: None without any. `spawn`: as long as the desk is open."""
@@ -140,7 +154,7 @@ class HintWork:
             case ActionType.DEMOTE | ActionType.RELEASE:
                 await self._give_up(tenant, origin, action, outcome, prompts)
             case ActionType.PREFETCH:
-                self._begin_prefetch(tenant, action, outcome, prompts)
+                await self._begin_prefetch(tenant, action, outcome, prompts)
         for one in prompts:
             tenant.track(outcome, one.key_space_id, one.hashes, one.start, one.stop)
 
@@ -152,7 +166,7 @@ class HintWork:
         outcome: Outcome,
         prompts: list[Prompt],
     ) -> None:
-        is_noted = not outcome.session_id and origin.noted != NO_RETENTION
+        is_noted = not outcome.session_id and _covers(origin.noted, action.retention)
         outcome.num_blocks = outcome.num_done = lacking = 0
         for one in prompts:
             lists = self.blocks.lists(one)
@@ -216,12 +230,10 @@ class HintWork:
         else:
             self._settle_there(tenant, outcome, action.clipped)
 
-    def _begin_prefetch(
+    async def _begin_prefetch(
         self, tenant: TenantHints, action: Action, outcome: Outcome, prompts: list[Prompt]
     ) -> None:
-        for one in prompts:
-            done = hint_actions.count(self._core, one.key_space_id, self.blocks.lists(one))
-            _add(outcome, done)
+        _add(outcome, await self.blocks.count(prompts))
         if outcome.num_done == outcome.num_blocks:
             tenant.settle(outcome, Status.ACCEPTED, "all blocks are in host memory")
         elif self._tiers is None:
@@ -239,7 +251,7 @@ class HintWork:
     async def _prefetch(
         self, tenant: TenantHints, action: Action, outcome: Outcome, prompts: list[Prompt]
     ) -> None:
-        until_s = outcome.came_s + action.deadline_s
+        until_s, breaks = outcome.came_s + action.deadline_s, Breaks()
         try:
             for one in prompts:
                 for start in range(one.start, one.stop, PREFETCH_BLOCKS):
@@ -250,10 +262,9 @@ class HintWork:
                         min(start + PREFETCH_BLOCKS, one.stop),
                     )
                     await self._prefetch_part(tenant, part, until_s)
-            outcome.num_blocks = outcome.num_done = 0
-            for one in prompts:
-                lists = self.blocks.lists(one)
-                _add(outcome, hint_actions.count(self._core, one.key_space_id, lists))
+                    await breaks.between()
+            found = await self.blocks.count(prompts)
+            outcome.num_blocks, outcome.num_done = found.num_blocks, found.num_done
         except HotKVError as error:
             tenant.settle(outcome, Status.MISSING, error.message)
             return
@@ -282,6 +293,11 @@ class HintWork:
             await self._tiers.prefetch(part.key_space_id, lists, until_s)
         finally:
             tenant.prefetch_bytes -= num_bytes
+
+
+def _covers(noted: Retention, asked: Retention) -> bool:
+    """Whether a use with this retention was also one as is asked for."""
+    return noted != NO_RETENTION and noted.priority >= asked.priority and noted.ttl_s >= asked.ttl_s
 
 
 def _add(outcome: Outcome, done: Done) -> None:

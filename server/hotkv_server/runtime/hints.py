@@ -11,12 +11,13 @@ from collections.abc import Coroutine
 from typing import Any
 
 from hotkv.errors import HotKVError
-from hotkv.hints import Action, ActionType, Hints, Rejection, Status
+from hotkv.hints import NO_HINTS, Action, ActionType, Hints, Rejection, Status
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.hint_book import HintBook, TenantHints
 from hotkv_server.core.values import Outcome
 from hotkv_server.runtime.effects import Effects
 from hotkv_server.runtime.hint_work import HintWork, Origin
+from hotkv_server.runtime.slices import Breaks
 from hotkv_server.runtime.tiers import Tiers
 
 END_DELAY_S = 1.0
@@ -36,6 +37,7 @@ class HintDesk:
         self.book = HintBook()
         self.num_actions: dict[Status, int] = dict.fromkeys(Status, 0)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tried: set[int] = set()
         self._waiting_bytes = 0
 
     def __repr__(self) -> str:
@@ -50,13 +52,19 @@ class HintDesk:
     # What comes in
 
     def scheduled(
-        self, origin: Origin, device_hit_tokens: int, hit_tokens: int, tokens_per_s: float
+        self,
+        origin: Origin,
+        device_hit_tokens: int,
+        hit_tokens: int,
+        tokens_per_s: float,
+        hints: Hints = NO_HINTS,
     ) -> None:
-        """A request was scheduled: notes its session, and which actions its hit proves right."""
+        """A request was scheduled: notes its prompt, and which actions its hit proves right. Of
+        tenants that name no sessions and give no `hints` nothing is noted."""
         if origin.hashes is None or not len(origin.hashes):
             return
         now_s = time.monotonic()
-        if origin.session_id:
+        if origin.session_id or hints:
             tenant = self.book.tenant(origin.tenant, now_s)
         elif (known := self.book.known(origin.tenant)) is not None:
             tenant = known
@@ -71,7 +79,9 @@ class HintDesk:
             block_tokens / tokens_per_s if tokens_per_s else 0.0,
         )
         if origin.session_id:
-            tenant.sessions.use(origin.session_id, origin.key_space_id, origin.hashes, now_s)
+            tenant.sessions.use(
+                origin.session_id, origin.key_space_id, origin.hashes, now_s, hints.message_id
+            )
         else:
             tenant.sessions.use_without(origin.key_space_id, origin.hashes, now_s)
 
@@ -82,9 +92,11 @@ class HintDesk:
             return []
         now_s = time.monotonic()
         tenant = self.book.tenant(origin.tenant, now_s)
-        outcomes = [self._reject(tenant, hints, one, now_s) for one in hints.rejected]
+        outcomes: list[Outcome] = []
         later = hints.split(origin.session_id)[1].actions if origin.is_running else ()
+        breaks = Breaks()
         for action in hints.actions:
+            await breaks.between()
             known = tenant.outcomes.get((hints.message_id, action.action_id))
             session_id = _session_of(action, origin)
             outcome = tenant.begin(
@@ -104,16 +116,22 @@ class HintDesk:
                 await self._try(tenant, origin, action, outcome)
             self.num_actions[outcome.status] += 1
             outcomes.append(outcome)
-        return outcomes
+        # After the actions: a rejection never takes the place of one under the same id.
+        return [self._reject(tenant, hints, one, now_s) for one in hints.rejected] + outcomes
 
     async def _try(
         self, tenant: TenantHints, origin: Origin, action: Action, outcome: Outcome
     ) -> None:
+        if id(outcome) in self._tried:
+            return
+        self._tried.add(id(outcome))
         try:
             await self._work.do(tenant, origin, action, outcome)
         except HotKVError as error:
             # Its key space was forgotten meanwhile.
             tenant.settle(outcome, Status.MISSING, error.message)
+        finally:
+            self._tried.discard(id(outcome))
 
     def ended(self, origin: Origin, hints: Hints) -> None:
         """A request has ended: what was to wait for that is done once its blocks are stored."""
@@ -122,7 +140,9 @@ class HintDesk:
         now_s = time.monotonic()
         if origin.session_id and len(origin.hashes):
             sessions = self.book.tenant(origin.tenant, now_s).sessions
-            sessions.use(origin.session_id, origin.key_space_id, origin.hashes, now_s)
+            sessions.use(
+                origin.session_id, origin.key_space_id, origin.hashes, now_s, hints.message_id
+            )
         if not hints:
             return
         num_bytes = origin.hashes.nbytes + BYTES_OF_ENDED
@@ -132,30 +152,28 @@ class HintDesk:
                 if one.message_id == hints.message_id and _may_end(one):
                     tenant.settle(one, Status.REJECTED, "too many requests have ended")
             return
-        self._spawn(self._end_later(origin, hints, now_s, num_bytes))
+        self._spawn(self._end_later(origin, hints, now_s), num_bytes)
 
-    async def _end_later(self, origin: Origin, hints: Hints, came_s: float, num_bytes: int) -> None:
-        self._waiting_bytes += num_bytes
-        try:
-            await asyncio.sleep(END_DELAY_S)
-        finally:
-            self._waiting_bytes -= num_bytes
+    async def _end_later(self, origin: Origin, hints: Hints, came_s: float) -> None:
+        await asyncio.sleep(END_DELAY_S)
         tenant = self.book.tenant(origin.tenant, time.monotonic())
         session = tenant.sessions.get(origin.session_id)
-        if session is not None and session.used_s > came_s:
+        if session is not None and session.used_beside_s(hints.message_id) > came_s:
             for one in tenant.outcomes.values():
                 is_release = one.kind == ActionType.RELEASE.value
                 if is_release and one.message_id == hints.message_id and _may_end(one):
                     tenant.settle(one, Status.REJECTED, "the session has gone on")
         await self.act(origin, hints, has_ended=True)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], num_bytes: int = 0) -> None:
+        self._waiting_bytes += num_bytes
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._is_done)
+        task.add_done_callback(lambda task: self._is_done(task, num_bytes))
 
-    def _is_done(self, task: "asyncio.Task[None]") -> None:
+    def _is_done(self, task: "asyncio.Task[None]", num_bytes: int) -> None:
         self._tasks.discard(task)
+        self._waiting_bytes -= num_bytes
         if not task.cancelled() and (error := task.exception()) is not None:
             asyncio.get_running_loop().call_exception_handler(
                 {"message": "a hint broke", "exception": error}

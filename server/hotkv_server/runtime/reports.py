@@ -25,7 +25,7 @@ from hotkv_server.runtime.broadcast import Feeds
 from hotkv_server.runtime.hint_work import Origin
 from hotkv_server.runtime.hints import HintDesk
 from hotkv_server.runtime.session import LiveSession
-from hotkv_server.runtime.slices import slices
+from hotkv_server.runtime.slices import Breaks, slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +170,7 @@ class Reports:
             self.counters.count(report)
         async for _ in slices(self._uses(session, reports, now_s)):
             pass
+        breaks = Breaks()
         for report in reports:
             origin = Origin(
                 session.key_space.tenant,
@@ -180,9 +181,14 @@ class Reports:
                 is_running=True,
             )
             self._desk.scheduled(
-                origin, report.device_hit_tokens, report.hit_tokens, session.prefill_tokens_per_s
+                origin,
+                report.device_hit_tokens,
+                report.hit_tokens,
+                session.prefill_tokens_per_s,
+                report.hints,
             )
             await self._desk.act(origin, report.hints)
+            await breaks.between()
 
     def ended(self, session: LiveSession, requests: Sequence[Ended]) -> None:
         """Takes up the hints of requests that have ended."""

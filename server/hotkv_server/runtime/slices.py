@@ -10,6 +10,19 @@ SLICE_S = 0.004
 T = TypeVar("T")
 
 
+class Breaks:
+    """Breaks in the work of a coroutine that has many short parts."""
+
+    def __init__(self) -> None:
+        self._ends_s = time.perf_counter() + SLICE_S
+
+    async def between(self) -> None:
+        """Between two parts: others are served if a slice is over."""
+        if time.perf_counter() >= self._ends_s:
+            await asyncio.sleep(0)
+            self._ends_s = time.perf_counter() + SLICE_S
+
+
 async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
     """Yields the results of the steps of each slice, and whether more come: one slice at least. The
     caller's loop body runs before others are served."""
