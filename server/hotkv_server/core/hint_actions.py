@@ -57,20 +57,24 @@ def keep(
     key_space_id: int,
     lists: list[HashList],
     retention: Retention,
+    came_s: float,
     now_s: float,
     *,
     is_use: bool,
 ) -> Parts:
-    """Retains the blocks, and pins them if `retention` says so, as far as the budget goes.
-    `is_use`: False if the use was noted already, with the retention."""
+    """Retains the blocks, and pins them if `retention` says so, as far as the budget goes, until
+    its time to live is over, which began at `came_s`. `is_use`: False if the use was noted already,
+    with the retention."""
     done = Done()
+    left_s = max(0.0, came_s + retention.ttl_s - now_s) if retention.ttl_s else 0.0
+    use = replace(retention, ttl_s=left_s, pin=False)
     for one in lists:
         done.num_blocks += len(one.hashes)
         starts = range(0, len(one.hashes), BLOCKS)
         # The head last: it is to be the hotter.
         for start in reversed(starts) if is_use else ():
             entries, _ = _ready(core, key_space_id, one, start)
-            core.space.touch(entries, now_s, replace(retention, pin=False))
+            core.space.touch(entries, now_s, use)
             yield
         for start in starts:
             entries, num_again = _ready(core, key_space_id, one, start)
@@ -78,7 +82,7 @@ def keep(
             done.num_there += len(entries)
             num_kept = len(entries)
             if retention.pin:
-                num_kept = core.retention_pins.hold(entries, now_s + retention.ttl_s)
+                num_kept = core.retention_pins.hold(entries, came_s + retention.ttl_s)
                 core.counters.held_blocks += num_kept
             done.num_done += num_kept
             yield
