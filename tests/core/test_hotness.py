@@ -354,6 +354,16 @@ def test_what_was_just_used_is_kept(data: st.DataObject, hold_s: float) -> None:
     assert set(everything.tolist()) == set(used_s) - gone
 
 
+def test_a_use_that_is_told_late_does_not_move_the_clock_back() -> None:
+    policy = make_hotness(CAPACITY, CONTENDERS[0])
+    for number, now_s in ((1, 1000.0), (2, 1100.0)):
+        policy.admit(entries_of([number]), keys_of([number]), now_s)
+    policy.touch(entries_of([1]), keys_of([1]), 1000.0)
+    assert (policy.heat(entries_of([1, 2])) < KEPT_S / 2).all(), "a use counts as kept"
+    policy.refresh(entries_of([1]), 1000.0)
+    assert (policy.heat(entries_of([1, 2])) < KEPT_S / 2).all()
+
+
 def test_what_asked_to_stay_goes_if_nothing_else_may() -> None:
     """Requests that ask for a time to live can't keep others out for longer than that of turns."""
     policy = make_hotness(4, Contender(0.1, hold_s=5.0))

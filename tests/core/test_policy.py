@@ -65,6 +65,50 @@ def test_demoted_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(taken) == set(range(61, 101))
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_each_call_to_demoted_entries_looks_at_few(
+    data: st.DataObject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is used or added again goes a part at a time; none is taken twice, nor if it was used
+    since."""
+    monkeypatch.setattr(demoted, "PART_ENTRIES", 8)
+    looked: list[int] = []
+    valid = demoted.DemotedEntries._valid
+
+    def counted(pile: demoted.DemotedEntries, part: demoted._Part) -> demoted._Part:
+        looked.append(len(part))
+        return valid(pile, part)
+
+    monkeypatch.setattr(demoted.DemotedEntries, "_valid", counted)
+    state = np.zeros(41, np.uint64)
+    pile = demoted.DemotedEntries(state)
+    expected: set[int] = set()
+    entry = st.integers(1, 40)
+    for _ in range(data.draw(st.integers(0, 40))):
+        added = data.draw(st.lists(entry, max_size=20))
+        looked.clear()
+        pile.add(np.array(added, np.uint32))
+        assert sum(looked) <= len(added) + 16 * -(-len(added) // 8)
+        assert len(pile) <= 4 * 40
+        expected |= set(added)
+        used = data.draw(st.lists(entry, max_size=10, unique=True))
+        state[used] += np.uint64(1)
+        expected -= set(used)
+        if data.draw(st.booleans()):
+            taken = pile.take(7, lambda entries: entries % 2 == 0).tolist()
+            assert len(taken) == len(set(taken)) and set(taken) <= expected
+            assert len(taken) == min(7, sum(one % 2 == 0 for one in expected))
+            expected -= set(taken)
+    assert sorted(pile.take(100, lambda entries: entries > 0).tolist()) == sorted(expected)
+
+
+def test_an_entry_that_is_demoted_twice_at_once_keeps_its_first_place() -> None:
+    pile = demoted.DemotedEntries(np.zeros(11, np.uint64))
+    pile.add(np.array([3, 5, 3, 4, 5], np.uint32))
+    assert pile.take(9, lambda entries: entries > 0).tolist() == [3, 5, 4]
+
+
 class LRUMachine(RuleBasedStateMachine):
     """Without pins, LRU evicts exactly as an OrderedDict of last uses would."""
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hotkv.results import BlockResult
 from hotkv.retention import MAX_TTL_S, NO_RETENTION, Retention
 from hotkv.table import SLOT_ALIGN
+from hotkv_server.core import hint_actions
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig, HashList, Run
@@ -255,3 +256,29 @@ def test_what_comes_before_a_new_block_counts_as_in_use(
         if space.policy.last_used_s(space.index.find(1, 0, words_of([number])))[0] >= passed_s
     }
     assert in_use == set(chain[missing + 1 :])
+
+
+@pytest.mark.parametrize("late_s", [0.0, 50.0, 100.0])
+def test_a_hint_that_is_carried_out_late_keeps_blocks_no_longer(late_s: float) -> None:
+    """It is a use when it is carried out, and its time to live began when it came."""
+    cache = Cache("hotness")
+    chain, other = cache.fresh(3), cache.fresh(3)
+    cache.now_s = 1000.0 + late_s
+    cache.store(chain)
+    cache.store(other)
+    key_space_id = cache.core.sessions.record(cache.session).key_space_id
+    asked = [HashList(0, words_of(chain))]
+    for _ in hint_actions.keep(
+        cache.core, key_space_id, asked, Retention(0, 60.0, pin=True), 1000.0, cache.now_s,
+        is_use=True,
+    ):  # fmt: skip
+        pass
+    policy, index = cache.core.space.policy, cache.core.space.index
+    kept, used = (index.find(key_space_id, 0, words_of(some)) for some in (chain, other))
+    assert policy.last_used_s(kept) == pytest.approx(max(1060.0, cache.now_s), abs=0.1)
+    assert policy.last_used_s(used) == pytest.approx(cache.now_s, abs=0.1)
+    assert (policy.heat(used) < 1e8).all()  # type: ignore[attr-defined]
+    expire(cache.core, 1059.0)
+    assert len(cache.core.retention_pins) == 3
+    expire(cache.core, 1061.0)
+    assert not len(cache.core.retention_pins)

@@ -178,6 +178,22 @@ def test_what_is_given_up_is_pinned_no_more(chat: Make) -> None:
     assert outcome["status"] == "accepted" and one.pinned() == set(prompt[:2])
 
 
+@pytest.mark.parametrize("kind", ["demote", "retain", "pin"])
+def test_a_block_that_is_named_twice_counts_once(chat: Make, small: Server, kind: str) -> None:
+    one, prompt = chat(LARGE, at=small), hashes(2)
+    one.store(prompt)
+    outcome = one.send(
+        {"action_type": kind, "payload": {} if kind == "demote" else {"ttl_s": 60}},
+        key_space_id=one.key_space_id, hashes=[*prompt, *prompt],
+    )  # fmt: skip
+    assert (outcome["status"], outcome["done_block_count"]) == ("accepted", 2)
+    assert one.pinned() == (set(prompt) if kind == "pin" else set())
+    one.send({"action_type": "demote"}, key_space_id=one.key_space_id, hashes=[*prompt, *prompt])
+    # What is stored next needs the room of both.
+    one.fill(4)
+    assert not one.there(prompt).any()
+
+
 def test_a_range_pins_the_blocks_that_have_its_tokens(chat: Make) -> None:
     one, prompt = chat(), hashes(6)
     one.store(prompt)

@@ -30,13 +30,14 @@ def report(place: Tiered, chain: list[bytes], session_id: str) -> None:
     place.engine.session.ping(10)
 
 
-def send(place: Tiered, kind: str, **payload: Any) -> str:
-    """Sends an envelope of one action; its message's id."""
+def send(place: Tiered, kind: str, blocks: list[bytes] | None = None, **payload: Any) -> str:
+    """Sends an envelope of one action, on the blocks of a prompt or a session; its message's
+    id."""
     assert place.server is not None
     message = os.urandom(6).hex()
     action = {"action_id": "a", "action_type": kind, "payload": payload}
     with HintClient(place.server.target) as client:
-        client.send({"message_id": message, "actions": [action]})
+        client.send({"message_id": message, "actions": [action]}, int(bool(blocks)), blocks or ())
     return message
 
 
@@ -80,4 +81,12 @@ def test_demotion_frees_memory_of_what_the_disk_has(place: Tiered) -> None:
     engine = place.engine
     assert engine is not None
     assert engine.session.lookup([GroupHashes(0, chain)]).result(10)[0].all()
+    assert place.loads(chain, content)
+
+
+def test_a_block_that_is_named_twice_is_given_up_once(place: Tiered) -> None:
+    chain = hashes(2)
+    content = place.fill(chain)
+    message = send(place, "demote", [*chain, *chain])
+    assert outcome(place, message)["done_block_count"] == 2 and not in_memory(place, chain)
     assert place.loads(chain, content)

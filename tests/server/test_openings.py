@@ -13,6 +13,7 @@ import pytest
 from hotkv.errors import HotKVError
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace, Representation
+from hotkv.v1 import cache_pb2, warm_pb2
 from hotkv_server.core import catalog
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
@@ -20,9 +21,10 @@ from hotkv_server.core.values import CoreConfig, Run
 from hotkv_server.memory import arena
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.state import ServerState, read_state, write_state
-from hotkv_server.rpc import event_convert
+from hotkv_server.rpc import event_convert, space_convert
+from hotkv_server.rpc.warm_service import WarmStartService
 from hotkv_server.runtime.node import Node
-from tests.core.support import words_of
+from tests.core.support import hash_of, words_of
 
 SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
 KIND = Representation(0, "rot2u", 1, (100,))
@@ -195,3 +197,41 @@ def test_the_timer_forgets_what_was_left_long_ago(
 
     with node_in(tmp_path) as node:
         asyncio.run(scenario(node))
+
+
+def test_a_key_space_that_is_fetched_for_is_known_as_if_an_engine_had_come(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written down first, told of, and forgotten by a timer that goes on."""
+    request = warm_pb2.PrefetchBlocksRequest(
+        key_space=space_convert.key_space_message(SPACE),
+        groups=[cache_pb2.GroupHashes(group_index=0, hashes=hash_of(1))],
+    )
+
+    async def scenario(node: Node) -> None:
+        node.start()
+        with node.events.feeds.reader() as feed:
+            task = asyncio.create_task(WarmStartService(node).PrefetchBlocks(request, None))
+            await until(lambda: disk.num_writes > 0)
+            assert not task.done(), "not written down"
+            disk.go.set()
+            assert (await task).absent_block_count == 1 and written(tmp_path) == ["m 0"]
+            told = [event_convert.event(item) for item in (await feed.get(100))[0]]
+        assert [(event.key_space_id, event.WhichOneof("body")) for event in told] == [
+            (1, "cleared")
+        ]
+        monkeypatch.setattr(catalog, "FORGET_S", 0.0)
+        await until(lambda: not node.core.key_spaces)
+        for _ in range(2):
+            ticked_s = node.last_tick_s
+            await until(lambda at_s=ticked_s: node.last_tick_s > at_s)  # type: ignore[misc]
+        assert (await node.sessions.open("e", "rank", SPACE, "test")).record.key_space_id == 2
+        await node.close()
+
+    with node_in(tmp_path) as node:
+        asyncio.run(scenario(node))
+
+
+def test_the_end_of_a_key_space_that_was_never_told_of_is_passed_over(tmp_path: Path) -> None:
+    with node_in(tmp_path) as node:
+        node.events.forget_key_space(7)

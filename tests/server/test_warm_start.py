@@ -73,6 +73,27 @@ def test_a_new_node_fetches_what_its_sibling_uses(
     assert b.counter("shared_fetched_blocks_total") == CHAIN
 
 
+def test_a_watcher_of_events_hears_of_what_is_fetched_before_an_engine_comes(
+    nodes: tuple[SharingNode, SharingNode], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = nodes
+    chain, file = hashes(CHAIN), tmp_path / "blocks"
+    content = a.fill(chain)
+    run(a, capsys, "export", str(file))
+    assert b.server is not None
+    with AdminClient(b.server.target) as watcher:
+        events = watcher.events(0, 60, tiers=True)
+        assert next(events) == ([], 0)
+        fetched = run(b, capsys, "import", str(file), "--wait", "5")
+        assert fetched["fetched_block_count"] == CHAIN
+        told: list[dict[str, Any]] = []
+        while sum(one["block_count"] for one in told if one["event"] == "stored") < CHAIN:
+            told += next(events)[0]
+    assert told[0]["event"] == "cleared"
+    b.start_engine()
+    assert b.loads(chain, content)
+
+
 def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 

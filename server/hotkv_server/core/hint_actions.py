@@ -15,6 +15,7 @@ from hotkv.keys import KeySpace
 from hotkv.retention import Retention
 from hotkv.table import Words
 from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.pins import distinct
 from hotkv_server.core.values import Entries, HashList
 
 BLOCKS = 1 << 12
@@ -56,27 +57,32 @@ def keep(
     key_space_id: int,
     lists: list[HashList],
     retention: Retention,
+    came_s: float,
     now_s: float,
     *,
     is_use: bool,
 ) -> Parts:
-    """Retains the blocks, and pins them if `retention` says so, as far as the budget goes.
-    `is_use`: False if the use was noted already, with the retention."""
+    """Retains the blocks, and pins them if `retention` says so, as far as the budget goes, until
+    its time to live is over, which began at `came_s`. `is_use`: False if the use was noted already,
+    with the retention."""
     done = Done()
+    left_s = max(0.0, came_s + retention.ttl_s - now_s) if retention.ttl_s else 0.0
+    use = replace(retention, ttl_s=left_s, pin=False)
     for one in lists:
         done.num_blocks += len(one.hashes)
         starts = range(0, len(one.hashes), BLOCKS)
         # The head last: it is to be the hotter.
         for start in reversed(starts) if is_use else ():
-            entries = _ready(core, key_space_id, one, start)
-            core.space.touch(entries, now_s, replace(retention, pin=False))
+            entries, _ = _ready(core, key_space_id, one, start)
+            core.space.touch(entries, now_s, use)
             yield
         for start in starts:
-            entries = _ready(core, key_space_id, one, start)
+            entries, num_again = _ready(core, key_space_id, one, start)
+            done.num_blocks -= num_again
             done.num_there += len(entries)
             num_kept = len(entries)
             if retention.pin:
-                num_kept = core.retention_pins.hold(entries, now_s + retention.ttl_s)
+                num_kept = core.retention_pins.hold(entries, came_s + retention.ttl_s)
                 core.counters.held_blocks += num_kept
             done.num_done += num_kept
             yield
@@ -91,7 +97,8 @@ def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: flo
         done.num_blocks += len(one.hashes)
         # The tails first: what is demoted first is evicted first.
         for start in reversed(range(0, len(one.hashes), BLOCKS)):
-            entries = _ready(core, key_space_id, one, start)
+            entries, num_again = _ready(core, key_space_id, one, start)
+            done.num_blocks -= num_again
             done.num_there += len(entries)
             done.num_done += len(entries)
             core.retention_pins.let_go(entries)
@@ -117,8 +124,11 @@ def count(core: CacheCore, key_space_id: int, lists: list[HashList]) -> Done:
     return done
 
 
-def _ready(core: CacheCore, key_space_id: int, one: HashList, start: int) -> Entries:
+def _ready(core: CacheCore, key_space_id: int, one: HashList, start: int) -> tuple[Entries, int]:
+    """The blocks of one part that are ready in host memory, each once, in their order; and how many
+    were named again. Raises UNKNOWN_KEY_SPACE."""
     core.key_space(key_space_id)
     words = core.space.index.find(key_space_id, one.group_index, one.hashes[start : start + BLOCKS])
-    entries: Entries = words[table.is_ready(words)]
-    return entries
+    named: Entries = words[table.is_ready(words)]
+    entries = distinct(named)
+    return entries, len(named) - len(entries)

@@ -57,7 +57,7 @@ class RetentionPins:
     def hold(self, entries: Entries, until_s: float) -> int:
         """Holds ready entries of one tenant until then, from the first on as far as the budget
         goes; returns how many of them are held."""
-        entries = _distinct(entries)
+        entries = distinct(entries)
         is_known = self._until_s[entries] > 0
         known, fresh = entries[is_known], entries[~is_known]
         self._until_s[known] = np.maximum(self._until_s[known], until_s)
@@ -111,7 +111,7 @@ class RetentionPins:
     def let_go(self, entries: Entries) -> None:
         """Ends the holds of these entries at once; skips entries that are not held."""
         if self._num_held:
-            self._end(_distinct(entries[self._until_s[entries] > 0]))
+            self._end(distinct(entries[self._until_s[entries] > 0]))
 
     def _end(self, entries: Entries) -> None:
         if not len(entries):
@@ -144,7 +144,7 @@ class RetentionPins:
         assert np.all(self._until_s[held] >= self._next_end_s), "a hold ends unseen"
 
 
-def _distinct(entries: Entries) -> Entries:
+def distinct(entries: Entries) -> Entries:
     """Drops entries that were listed before; the others stay in order."""
     ordered = np.sort(entries)
     if not np.any(ordered[1:] == ordered[:-1]):

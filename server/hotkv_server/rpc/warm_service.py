@@ -53,7 +53,7 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
                     Reason.INVALID_FIELD,
                     f"timeout_ms is {request.timeout_ms}; at most {MAX_WAIT_S * 1000:.0f}",
                 )
-            number = self._key_space_id(request)
+            number = await self._key_space_id(request)
             lists = await self._lists(number, request)
             found = await self._warm.prefetch(number, lists, wait_s)
             return warm_pb2.PrefetchBlocksResponse(
@@ -65,7 +65,7 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
 
         return await answer(self._node, context, call)
 
-    def _key_space_id(self, request: warm_pb2.PrefetchBlocksRequest) -> int:
+    async def _key_space_id(self, request: warm_pb2.PrefetchBlocksRequest) -> int:
         if request.HasField("key_space") == bool(request.key_space_id):
             raise HotKVError(
                 Reason.INVALID_FIELD, "key_space and key_space_id: give exactly one of them"
@@ -73,7 +73,9 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
         if request.key_space_id:
             self._node.core.key_space(request.key_space_id)
             return request.key_space_id
-        return self._warm.register(space_convert.key_space(request.key_space))
+        key_space = space_convert.key_space(request.key_space)
+        self._node.core.sessions.check_takes_new("fetches nothing")
+        return await self._node.sessions.declare(key_space)
 
     async def _lists(self, number: int, request: warm_pb2.PrefetchBlocksRequest) -> list[HashList]:
         """All blocks named. Raises HotKVError."""

@@ -167,9 +167,9 @@ class EventHub:
         self.publish([KeySpaceCleared(number)])
 
     def forget_key_space(self, number: int) -> None:
-        """Ends a key space that the server has forgotten; it has no blocks."""
-        del self._key_spaces[number]
-        if self.publisher is not None:
+        """Ends a key space that the server has forgotten; it has no blocks. Passes over one that
+        nobody was told of."""
+        if self._key_spaces.pop(number, None) is not None and self.publisher is not None:
             self.publisher.forget_key_space(number)
 
     def publish(self, events: Sequence[Event]) -> None:

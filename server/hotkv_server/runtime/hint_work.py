@@ -173,7 +173,7 @@ class HintWork:
             done = await self.blocks.run(
                 hint_actions.keep(
                     self._core, one.key_space_id, lists, action.retention, outcome.came_s,
-                    is_use=not (is_noted and action.target == Target()),
+                    time.monotonic(), is_use=not (is_noted and action.target == Target()),
                 )
             )  # fmt: skip
             _add(outcome, done)

@@ -1,8 +1,8 @@
 """The open sessions of a node: from opening, over registered memory, to the end.
 
-Always true: a session's key space is written down before the session may store; a session that
-closes keeps its memory and leases until nothing touches them any more, and then gives all of it
-back. On the event loop; mappings are made on threads.
+Always true: a key space is told of when it becomes known, and written down before anything of it is
+stored; a session that closes keeps its memory and leases until nothing touches them any more, and
+then gives all of it back. On the event loop; mappings are made on threads.
 """
 
 import asyncio
@@ -113,6 +113,17 @@ class Sessions:
             record.key_space_id,
         )
         return session
+
+    async def declare(self, key_space: KeySpace) -> int:
+        """Makes a key space known that may have no session yet, and writes it down; returns its
+        number. Raises as Catalog.register."""
+        await self._removals.forget_for(key_space, ())
+        is_new = not self._core.catalog.knows(key_space)
+        number, _ = self._core.catalog.register(key_space, (), time.monotonic())
+        if is_new:
+            self._events.add_key_space(number, key_space)
+        await self._save_state()
+        return number
 
     async def close(self, session: LiveSession) -> None:
         """Cancels its transfers, waits until nothing touches its memory, then gives everything

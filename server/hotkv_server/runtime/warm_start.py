@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotkv.keys import KeySpace
 from hotkv_server.core import hottest
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.values import BoolMask, HashList
@@ -39,10 +38,6 @@ class WarmStart:
 
     def __repr__(self) -> str:
         return f"WarmStart({self._core!r})"
-
-    def register(self, key_space: KeySpace) -> int:
-        """The number of a key space, which may be new here. Raises HotKVError."""
-        return self._core.catalog.register(key_space, (), time.monotonic())[0]
 
     async def export(self, key_space_id: int, byte_count: int) -> AsyncIterator[list[HashList]]:
         """Names of the hottest blocks that take so many bytes, in parts; 0 for all. Raises

@@ -75,7 +75,7 @@ class Hotness:
 
     def _use(self, entries: Entries, keys: Keys, now_s: float, retention: Retention) -> None:
         now = self._advance(now_s)
-        until = self._ticks(now_s + retention.ttl_s) if retention.ttl_s else now
+        until = max(now, self._ticks(now_s + retention.ttl_s))
         self._kernels.use(
             self._used,
             self._uses,
@@ -91,7 +91,7 @@ class Hotness:
     def refresh(self, entries: Entries, now_s: float) -> None:
         if len(entries):
             self._uses[entries[self._uses[entries] < DEMOTED / 2]] = 0.0
-            now = self._latest = self._ticks(now_s)
+            now = self._advance(now_s)
             self._kernels.use(
                 self._used, self._uses, entries, now, now, -np.inf, self._memory_ticks, DEPTH_STEP
             )
@@ -205,10 +205,10 @@ class Hotness:
         return self.duel.winner.memory_s * TICKS_PER_S
 
     def _advance(self, now_s: float) -> int:
-        """The time of a use, in ticks."""
+        """The time of a use, in ticks: not before another one."""
         if self._first_s == np.inf:
             self._first_s = now_s - 1.0
-        self._latest = self._ticks(now_s)
+        self._latest = max(self._latest, self._ticks(now_s))
         return self._latest
 
     def _ticks(self, now_s: float) -> int:
