@@ -122,6 +122,23 @@ def test_blocks_of_prompts_come_before_their_requests(
     assert b.loads(chain, content)
 
 
+def test_prompts_of_one_call_share_their_prefix(
+    nodes: tuple[SharingNode, SharingNode],
+) -> None:
+    a, b = nodes
+    assert a.server is not None and b.server is not None
+    with AdminClient(a.server.target) as admin:
+        (space,) = [one["key_space"] for one in admin.key_spaces()]
+    chain = hashes(CHAIN)
+    content = a.fill(chain)
+    prompts = [(b"".join(some), b"") for some in (chain, [*chain, *hashes(1)], chain[:2])]
+    with AdminClient(b.server.target) as admin:
+        answer = admin.prefetch_blocks(space, prompts=prompts, wait_s=5)
+    assert answer["fetched_block_count"] == CHAIN and answer["absent_block_count"] == 1
+    b.start_engine()
+    assert b.loads(chain, content)
+
+
 def test_without_tiers_it_says_what_is_there(tmp_path: Path) -> None:
     with node() as one:
         one.start_sharing()
