@@ -18,6 +18,7 @@ from hotkv_client.admin import AdminClient
 FORMAT = "hotkv-blocks-1"
 CALL_BLOCKS = 2_000
 """Blocks that one call names: what comes in is the hottest of them all, a call at a time."""
+TOKEN_BYTES = 4
 COUNTS = (
     "present_block_count",
     "fetched_block_count",
@@ -63,18 +64,37 @@ def fetch(client: AdminClient, path: Path, wait_s: float) -> dict[str, Any]:
 def fetch_prompts(
     client: AdminClient, path: Path, key_space: dict[str, Any] | int, wait_s: float
 ) -> dict[str, Any]:
-    """Brings in all blocks of the prompts of a file. Raises HotKVError, OSError; ValueError for
-    another file, with its line."""
+    """Brings in all blocks of the prompts of a file; counts those that are shorter than a block,
+    and goes on. Raises HotKVError, OSError; ValueError for another file, with its line."""
     totals = dict.fromkeys(COUNTS, 0)
-    num_prompts = 0
+    num_prompts = num_short = 0
+    block_tokens = _block_tokens(client, key_space)
     with path.open() as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 packed = _tokens(path, number, line)
+                if len(packed) < TOKEN_BYTES * block_tokens:
+                    num_short += 1
+                    continue
                 answer = client.prefetch_blocks(key_space, prompts=[(b"", packed)], wait_s=wait_s)
                 _add(totals, answer)
                 num_prompts += 1
-    return {"file": str(path), "prompt_count": num_prompts, **totals}
+    return {
+        "file": str(path),
+        "prompt_count": num_prompts,
+        "short_prompt_count": num_short,
+        **totals,
+    }
+
+
+def _block_tokens(client: AdminClient, key_space: dict[str, Any] | int) -> int:
+    """Tokens of the smallest block of a key space; 0 if the server does not know its number."""
+    if isinstance(key_space, int):
+        known = {one["key_space_id"]: one["key_space"] for one in client.key_spaces()}
+        space: dict[str, Any] = known.get(key_space, {})
+    else:
+        space = key_space
+    return min((int(one["block_token_count"]) for one in space.get("groups", ())), default=0)
 
 
 def read_key_space(path: Path, line: str) -> dict[str, Any]:

@@ -111,11 +111,11 @@ def test_blocks_of_prompts_come_before_their_requests(
     content = a.fill(chain)
     like, prompts = tmp_path / "blocks", tmp_path / "prompts"
     run(a, capsys, "export", str(like), "--gib", "0.0000001")
-    prompts.write_text(f"{[*tokens, 1]}\n\n{[9] * block_tokens}\n")
+    prompts.write_text(f"[1, 2]\n{[*tokens, 1]}\n\n{[9] * block_tokens}\n")
     words = ("prefetch", "--prompts", str(prompts))
     fetched = run(b, capsys, *words, "--like", str(like))
     assert fetched["prompt_count"] == 2 and fetched["fetched_block_count"] == CHAIN
-    assert fetched["absent_block_count"] == 1
+    assert fetched["absent_block_count"] == 1 and fetched["short_prompt_count"] == 1
     # By now the key space is known here.
     assert run(b, capsys, *words)["present_block_count"] == CHAIN
     b.start_engine()

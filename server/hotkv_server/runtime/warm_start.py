@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hotkv.table import Words
 from hotkv_server.core import hottest
+from hotkv_server.core.arrays import first_occurrences
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.values import BoolMask, HashList
 from hotkv_server.runtime.slices import slices
@@ -51,8 +53,10 @@ class WarmStart:
             yield hottest.names(self._core, chosen.at(slice(start, start + PART_BLOCKS)))
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], wait_s: float) -> Fetched:
-        """Brings in what lies in tiers, as far as there is room and time. Raises HotKVError."""
+        """Brings in what lies in tiers, as far as there is room and time; a block that is named
+        twice counts once. Raises HotKVError."""
         self._core.sessions.check_takes_new("fetches nothing")
+        groups = _joined(groups)
         num_blocks = sum(len(one.hashes) for one in groups)
         num_present = _count(self._core.lookup(key_space_id, groups))
         if self._tiers is None or num_present == num_blocks:
@@ -69,6 +73,18 @@ class WarmStart:
             num_lower,
             num_blocks - num_ready - num_lower,
         )
+
+
+def _joined(lists: list[HashList]) -> list[HashList]:
+    """One list for each group, with every hash at its first place."""
+    of_group: dict[int, list[Words]] = {}
+    for one in lists:
+        of_group.setdefault(one.group_index, []).append(one.hashes)
+    joined = []
+    for group_index, parts in of_group.items():
+        hashes = np.concatenate(parts)
+        joined.append(HashList(group_index, hashes[first_occurrences(hashes)]))
+    return joined
 
 
 def _count(masks: list[BoolMask]) -> int:
