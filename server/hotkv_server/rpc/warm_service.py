@@ -4,14 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import numpy as np
-
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import KeySpace
-from hotkv.table import Words
 from hotkv.v1 import cache_pb2, warm_pb2, warm_pb2_grpc
 from hotkv_server.core import inspect
-from hotkv_server.core.arrays import first_occurrences
 from hotkv_server.core.values import HashList
 from hotkv_server.rpc import convert, space_convert
 from hotkv_server.rpc.errors import abort, answer, as_refusal
@@ -82,7 +78,7 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
         return await self._node.sessions.declare(key_space)
 
     async def _lists(self, number: int, request: warm_pb2.PrefetchBlocksRequest) -> list[HashList]:
-        """All blocks named, each once, in one list a group. Raises HotKVError."""
+        """All blocks named. Raises HotKVError."""
         space = self._node.core.key_space(number)
         lists = convert.hash_lists(
             request.groups, space.hash_bytes, lambda index: _checked(space, index)
@@ -100,19 +96,7 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
             raise HotKVError(
                 Reason.INVALID_FIELD, "groups and prompts name no whole block; name some"
             )
-        return _joined(lists)
-
-
-def _joined(lists: list[HashList]) -> list[HashList]:
-    """One list for each group, with every hash at its first place."""
-    of_group: dict[int, list[Words]] = {}
-    for one in lists:
-        of_group.setdefault(one.group_index, []).append(one.hashes)
-    joined = []
-    for group_index, parts in of_group.items():
-        hashes = np.concatenate(parts)
-        joined.append(HashList(group_index, hashes[first_occurrences(hashes)]))
-    return joined
+        return lists
 
 
 def _named(some: HashList, space: KeySpace) -> cache_pb2.GroupHashes:
