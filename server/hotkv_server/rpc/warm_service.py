@@ -74,7 +74,6 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
             self._node.core.key_space(request.key_space_id)
             return request.key_space_id
         key_space = space_convert.key_space(request.key_space)
-        self._node.core.sessions.check_takes_new("fetches nothing")
         return await self._node.sessions.declare(key_space)
 
     async def _lists(self, number: int, request: warm_pb2.PrefetchBlocksRequest) -> list[HashList]:

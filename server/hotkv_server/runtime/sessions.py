@@ -116,7 +116,8 @@ class Sessions:
 
     async def declare(self, key_space: KeySpace) -> int:
         """Makes a key space known that may have no session yet, and writes it down; returns its
-        number. Raises as Catalog.register."""
+        number. Raises DRAINING, and as Catalog.register."""
+        self._core.sessions.check_takes_new("takes no new key spaces")
         await self._removals.forget_for(key_space, ())
         is_new = not self._core.catalog.knows(key_space)
         number, _ = self._core.catalog.register(key_space, (), time.monotonic())
