@@ -52,15 +52,15 @@ LMCACHE_ENVIRONMENT = {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE"
 
 
 class ChatEngine(Engine):
-    """`bench.load.chat_engine` in a child process of this interpreter."""
+    """`bench.load.chat_engine` in a child process of the interpreter `python`."""
 
     def __init__(
         self,
         name: str,
         arguments: dict[str, Any],
         folder: Path,
-        python: str = sys.executable,
-        environment: dict[str, str] | None = None,
+        python: str,
+        environment: dict[str, str],
     ) -> None:
         self.name, self.vllm_version = name, ""
         settings = {
@@ -68,7 +68,7 @@ class ChatEngine(Engine):
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            **(environment or {}),
+            **environment,
         }
         command = [python, str(CHAT_ENGINE), json.dumps(arguments)]
         self._child = Child(name, command, folder / f"{name}.log", settings, pipes=True)
@@ -137,12 +137,13 @@ def measure(
         below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
         begun, engines = {}, {}
         for variant in (*case.variants, *(["lmcache"] if lmcache else [])):
-            other = {"python": lmcache, "environment": LMCACHE_ENVIRONMENT}
+            is_other = variant == "lmcache"
             engine = ChatEngine(
                 variant,
                 case.arguments(model, variant, server),
                 below,
-                **(other if variant == "lmcache" else {}),  # type: ignore[arg-type]
+                lmcache if is_other else sys.executable,
+                LMCACHE_ENVIRONMENT if is_other else {},
             )
             begun[variant] = stack.enter_context(engine)
         for variant, engine in begun.items():
