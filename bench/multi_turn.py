@@ -158,11 +158,12 @@ def measure(
             engines[variant] = engine
         found = {variant: Results() for variant in engines}
         for engine in engines.values():
-            hold(engine, -1, WARM_UP_TOKENS)
+            hold(engine, f"{case.name} warm-up", WARM_UP_TOKENS)
         for number in range(num_rounds):
             order = list(engines)[:: -1 if number % 2 else 1]
             for variant in order:
-                found[variant].add(hold(engines[variant], number, case.num_tokens))
+                reply = hold(engines[variant], f"{case.name} {number}", case.num_tokens)
+                found[variant].add(reply)
         return found
 
 
@@ -172,9 +173,10 @@ def first_error(log: Path) -> str:
     return found[0] if found else "it ended"
 
 
-def hold(engine: Engine, number: int, num_tokens: int) -> dict[str, Any]:
-    """One round. The same number has the same conversations."""
-    some = conversations(number, num_tokens, Shape())
+def hold(engine: Engine, name: str, num_tokens: int) -> dict[str, Any]:
+    """One round. The same name has the same conversations; another has none of them, since one
+    server has all that were held."""
+    some = conversations(name, num_tokens, Shape())
     return engine.ask({"conversations": as_json(some), "clients": CLIENTS})
 
 

@@ -1,8 +1,9 @@
 """Requests beside a server that becomes slow: SmolLM2 on vLLM's CPU build, one engine with hotkv
 and one without, which answer the same prompt in turns; before each, their own caches are emptied.
 
-The server copies and answers as it does (`well`), then each copy takes 200 times as long and each
-lookup and lease 50 ms more (`slow`), then it is well again.
+The server copies and answers as it does (`well`), then each copy takes `--times` as long and each
+lookup and lease 50 ms more (`slow`), then it is well again. Where prefill is slow, hits may win at
+200 times, too; a larger number shows what happens when they lose.
 
 Prints a table; `--json` prints one JSON object last: `slow_over_plain` (seconds of all requests
 while the server is slow, but for the first FEW, over those without hotkv), `slow_worst` (the same
@@ -38,12 +39,12 @@ ARENA = "512MiB"
 Pair = tuple[Answer, Answer]
 
 
-def measure(model: Path, num_well: int, num_slow: int) -> dict[str, list[Pair]]:
+def measure(model: Path, num_well: int, num_slow: int, times: float) -> dict[str, list[Pair]]:
     """By phase the answers with and without hotkv."""
     with contextlib.ExitStack() as stack:
         below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
         folder, slow = stack.enter_context(runtime_folder(1 << 30)), below / "slow"
-        command = slowed.command(slow, TIMES, WAIT_S)
+        command = slowed.command(slow, times, WAIT_S)
         server = stack.enter_context(Server(folder, ARENA, command=command))
         server.wait_ready()
         ours, plain = (
@@ -85,10 +86,11 @@ def main() -> int:
     flags = parser("Requests beside a server that becomes slow.")
     flags.add_argument("--well", type=int, default=8, help="requests while the server is well")
     flags.add_argument("--slow", type=int, default=25, help="requests while it is slow")
+    flags.add_argument("--times", type=float, default=TIMES, help="how much slower copies become")
     options = flags.parse_args()
     try:
         with ends_cleanly():
-            phases = measure(prepare_model(), options.well, options.slow)
+            phases = measure(prepare_model(), options.well, options.slow, options.times)
     except ChildError as error:
         print(error, file=sys.stderr)
         return 1

@@ -42,7 +42,7 @@ class Shape:
     words: tuple[int, int] = (20, 49000)
 
 
-def conversations(seed: int, num_tokens: int, shape: Shape) -> list[Conversation]:
+def conversations(seed: int | str, num_tokens: int, shape: Shape) -> list[Conversation]:
     """So many that they have `num_tokens` at least; the same for the same seed."""
     dice = random.Random(seed)
 

@@ -158,3 +158,17 @@ def test_what_is_remembered_is_bounded() -> None:
     gate = WriteGate(1, 1 << 40)
     assert len(gate._refused) == write_gate.MAX_REMEMBERED
     assert gate.admit(offered([0]), 0.0).size == 1
+
+
+def test_another_budget_holds_from_now_on() -> None:
+    gate = WriteGate(None, 100)
+    gate.admit(offered(list(range(10))), 0.0)
+    assert gate.budget_bytes == 0
+    gate.set_budget(12 * BLOCK_BYTES)
+    assert gate.budget_bytes == 12 * BLOCK_BYTES
+    assert gate.left_bytes(1.0) == 2 * BLOCK_BYTES, "what was written before counts"
+    gate.set_budget(5 * BLOCK_BYTES)
+    assert gate.left_bytes(1.0) == 0
+    assert not gate.admit(offered(list(range(100, 110))), 2.0).any()
+    gate.set_budget(None)
+    assert gate.admit(offered(list(range(200, 210))), 3.0).all()

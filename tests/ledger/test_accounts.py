@@ -88,6 +88,14 @@ class AccountsBesideAList(RuleBasedStateMachine):
         whole = self.accounts.total.since(seconds, self.minute)
         assert np.allclose(whole, sum(expected.values(), np.zeros(len(COLUMNS))))
 
+    @rule()
+    def ask_for_each_minute(self) -> None:
+        minutes = self.accounts.total.minutes(self.minute)
+        assert len(minutes) == NUM_MINUTES
+        for back, values in enumerate(minutes[::-1]):
+            counted = [v for _, at, v in self.listed if at == self.minute - back]
+            assert np.allclose(values, sum(counted, np.zeros(len(COLUMNS))))
+
     @invariant()
     def books_agree(self) -> None:
         self.accounts.check_invariants()

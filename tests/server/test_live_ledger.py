@@ -16,6 +16,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig
 from hotkv_server.ledger import pack
+from hotkv_server.ledger.accounts import MAX_ACCOUNTS
 from hotkv_server.runtime import ledger
 from hotkv_server.runtime.ledger import LiveLedger
 from hotkv_server.runtime.reports import LoadEnd, Report
@@ -194,3 +195,17 @@ def test_blocks_of_two_key_spaces_are_not_taken_for_each_other() -> None:
     world.ledger.report(world.session, said)
     assert world.followed_tokens == 192
     assert world.ledger.outlook(0).ceiling_ratio == pytest.approx(1 / 3)
+
+
+def test_what_is_exported_begins_with_the_server(tmp_path: Path) -> None:
+    """The ledger goes on; counters of Prometheus begin at 0."""
+    world, key_space = World(tmp_path), KeySpace("small", "w", "bfloat16", (FULL,), 16)
+    for number in range(MAX_ACCOUNTS + 3):
+        record = world.core.open_session(f"engine-{number}", "scheduler", key_space, 0.0)
+        world.session = LiveSession(record, f"{number}", key_space, "test")
+        world.report()
+    assert world.ledger.num_folded > 0 and world.ledger.grown == world.ledger.total
+    world.ledger.save()
+    anew = World(tmp_path).ledger
+    assert anew.total == world.ledger.total and anew.accounts.num_folded > 0
+    assert anew.num_folded == anew.grown.requests == anew.grown.saved_s == 0

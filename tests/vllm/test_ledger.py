@@ -169,6 +169,9 @@ def test_a_speed_that_was_not_measured_saves_nothing() -> None:
     assert PrefillSpeed(HotKVStats()).seconds(0, 1000) == 0.0
 
 
+LEAVE = Verdict.LEAVE
+
+
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_hit_that_is_left_is_computed_sooner(monkeypatch: pytest.MonkeyPatch, asks: bool) -> None:
     """Without a question, or once the lease says how long it is."""
@@ -176,7 +179,9 @@ def test_a_hit_that_is_left_is_computed_sooner(monkeypatch: pytest.MonkeyPatch, 
     parts.put("a", range(3))
     state, choice = parts.state(request("a", 64)), LoadChoice(None, parts.stats)
     if asks:
-        monkeypatch.setattr(LoadChoice, "_may_load", lambda *_: False)
+        monkeypatch.setattr(
+            LoadChoice, "_weigh", lambda *_: setattr(state.choice, "verdict", LEAVE)
+        )
     else:
         state.choice = HitChoice(Verdict.LEAVE, 0.0)
     answer = ASK_AGAIN

@@ -25,12 +25,22 @@ class Waited:
         self.seconds = 0.0
 
 
+class Groups:
+    """Hits of whole blocks."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+
+    def longest_hit(self, masks: Any, computed_tokens: int, limit_tokens: int) -> int:
+        return max(computed_tokens, limit_tokens // self.block_tokens * self.block_tokens)
+
+
 class Finder:
     """Answers after the server's `ask_s`: `hit` tokens, or none. The engine looks again after each
     step of `step_s`."""
 
-    def __init__(self, ask_s: float, hit: int) -> None:
-        self.ask_s, self.hit = ask_s, hit
+    def __init__(self, ask_s: float, hit: int, block_tokens: int = 16) -> None:
+        self.ask_s, self.hit, self.groups = ask_s, hit, Groups(block_tokens)
         self.waited: Waited | None = None
 
     def match(self, state: Any, computed_tokens: int, now_s: float) -> Any:
@@ -41,7 +51,10 @@ class Finder:
         if self.waited.seconds < self.ask_s:
             return ASK_AGAIN
         state.hit.answer = None
-        return (self.hit - computed_tokens, True) if self.hit > computed_tokens else NO_HIT
+        if self.hit <= computed_tokens:
+            return NO_HIT
+        state.hit.hit_tokens = self.hit
+        return self.hit - computed_tokens, True
 
     def look_again(self, state: Any, step_s: float) -> None:
         """A step later. The answer came when it came, not when the engine looks."""
@@ -64,7 +77,7 @@ class World:
         self.prefill = PrefillSpeed(self.stats)
         self.choice = LoadChoice(self.prefill if learns else None, self.stats)
         self.fixed_s, self.token_s, self.ask_s = 0.001, 1e-5, 0.001
-        self.step_s, self.cancel_s = 0.001, 0.0
+        self.step_s, self.cancel_s, self.block_tokens = 0.001, 0.0, 16
         for _ in range(3):
             self.compute(1000)
 
@@ -79,7 +92,8 @@ class World:
         """Seconds to the first token of a request, whose hit is all but one token if left out."""
         hit = num_tokens if hit is None else hit
         request = SimpleNamespace(request_id="a", num_tokens=num_tokens + 1)
-        state, finder = RequestState(request, StoreState([], 0)), Finder(self.ask_s, hit)
+        state = RequestState(request, StoreState([], 0))
+        finder = Finder(self.ask_s, hit, self.block_tokens)
         began_s = self.now_s
         while True:
             answer = self.choice.match(finder, state, 0, self.now_s)  # type: ignore[arg-type]
@@ -89,11 +103,12 @@ class World:
             finder.look_again(state, self.step_s)
         loaded = 0
         if answer[0]:
+            assert answer[0] == state.hit.hit_tokens <= hit
             timeout_s = self.choice.time_for(state, 10.0)
-            load_s = self.fixed_s + hit * self.token_s
-            taken_s = load_s if load_s <= timeout_s else timeout_s + self.cancel_s
+            load_s = self.fixed_s + answer[0] * self.token_s
+            taken_s = load_s if load_s <= timeout_s else min(load_s, timeout_s + self.cancel_s)
             self.now_s += math.ceil(taken_s / self.step_s) * self.step_s
-            loaded = hit if load_s <= timeout_s else 0
+            loaded = answer[0] if load_s <= timeout_s else 0
             self.choice.told({"a": state}, {"a": taken_s if loaded else -taken_s})
             self.choice.end(state, not loaded)
             if not loaded:
@@ -142,6 +157,54 @@ def test_a_slow_server_costs_little_after_the_first_request_and_is_found_well_ag
     took = [world.request(num_tokens) for _ in range(400)]
     assert max(took[-100:]) < 0.1 * computing_s
     assert all(seconds <= 2.1 * computing_s for seconds in took)
+
+
+def test_trials_load_little_where_a_load_can_not_be_ended() -> None:
+    """A load that has begun takes its time, twenty times that of computing. So trials are of a few
+    blocks, and a server that is well again is found soon."""
+    world, num_tokens = World(), 600
+    for _ in range(5):
+        world.request(num_tokens)
+    world.token_s, world.ask_s, world.cancel_s = 20 / TOKENS_PER_S, 0.02, math.inf
+    computing_s = num_tokens / TOKENS_PER_S
+    for _ in range(3):
+        world.request(num_tokens)
+    took = [world.request(num_tokens) for _ in range(200)]
+    assert sum(took) <= 1.05 * 200 * computing_s and max(took) <= 2.5 * computing_s
+    assert world.count("tried_requests") > 3
+    world.token_s, world.ask_s = 1e-5, 0.001
+    took = [world.request(num_tokens) for _ in range(60)]
+    assert max(took[-20:]) < 0.1 * computing_s
+
+
+@pytest.mark.parametrize("num_tokens", [300, 600, 2000])
+@pytest.mark.parametrize("fixed_share", [0.1, 0.33, 0.5])
+def test_what_any_load_takes_is_told_from_what_each_token_takes(
+    num_tokens: int, fixed_share: float
+) -> None:
+    """A load of few tokens takes nearly as long as one of many."""
+    world = World()
+    for _ in range(5):
+        world.request(num_tokens)
+    computing_s = num_tokens / TOKENS_PER_S
+    world.fixed_s = fixed_share * computing_s
+    world.token_s, world.cancel_s = 20 / TOKENS_PER_S, math.inf
+    slow = [world.request(num_tokens) for _ in range(60)]
+    assert sum(slow[3:]) <= 1.05 * 57 * computing_s + 0.6 * computing_s
+    world.token_s = 1e-5
+    took = [world.request(num_tokens) for _ in range(600)]
+    assert max(took[-20:]) < (fixed_share + 0.1) * computing_s
+
+
+def test_a_hit_of_which_no_part_is_one_is_tried_whole() -> None:
+    world, num_tokens = World(), 600
+    world.block_tokens = 2000
+    world.token_s = 20 / TOKENS_PER_S
+    for _ in range(100):
+        world.request(num_tokens)
+    world.token_s = 1e-5
+    took = [world.request(num_tokens) for _ in range(400)]
+    assert max(took[-50:]) < 0.1 * num_tokens / TOKENS_PER_S
 
 
 def test_a_load_of_a_tenth_of_computing_is_found_again_too() -> None:
@@ -313,7 +376,7 @@ def test_a_trial_that_was_not_timed_is_a_win() -> None:
     assert world.choice.costs.load_s(1000) > 1.0
     world.choice._allowance_s = 9.0
     request = SimpleNamespace(request_id="a", num_tokens=1001)
-    state, finder = RequestState(request, StoreState([], 0)), Finder(0.0, 1000)
+    state, finder = RequestState(request, StoreState([], 0)), Finder(0.0, 1000, 2000)
     assert world.choice.match(finder, state, 0, world.now_s) == (1000, True)  # type: ignore[arg-type]
     assert not world.choice.end(state, False)
     assert world.choice.costs.load_s(1000) == 0
@@ -326,7 +389,7 @@ def test_a_trial_of_a_short_hit_has_its_share_of_that() -> None:
         world.request(1000)
     world.choice._allowance_s, world.choice._share = 100.0, 1.0
     request = SimpleNamespace(request_id="a", num_tokens=20_001)
-    state, finder = RequestState(request, StoreState([], 0)), Finder(0.0, 100)
+    state, finder = RequestState(request, StoreState([], 0)), Finder(0.0, 100, 200)
     assert world.choice.match(finder, state, 0, world.now_s) == (100, True)  # type: ignore[arg-type]
     assert world.choice.time_for(state, 10.0) == pytest.approx(0.1)
     assert world.choice._allowance_s == pytest.approx(99.9)

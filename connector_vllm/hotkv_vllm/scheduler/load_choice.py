@@ -2,9 +2,13 @@
 
 The engine learns what the server takes for answers and for loads, and what its prefill takes. Only
 the server's time counts: between two steps an engine that is busy would wait in any case. Always
-true: a load has no more time than computing its tokens takes, as soon as that is known; while
-loads lose, TRIED_SHARE of what computing their hits takes is spent on trying them again, and what a
-trial takes beyond its time is made up for before the next one. Scheduler thread only.
+true: a load has no more time than computing its hit takes, as soon as that is known; while loads
+lose, TRIED_SHARE of what computing their hits takes is spent on trying them again, and what a trial
+takes beyond its time is made up for before the next one.
+
+A trial loads a few tokens of its hit, since a load that has begun can't always be ended at once. If
+it ends in time the next one loads twice as many: that tells what any load takes from what each
+token takes. Scheduler thread only.
 """
 
 from collections import deque
@@ -25,6 +29,7 @@ CHANGED = 4.0
 """One that took so many times as long as predicted, or so much less, tells of another server than
 those before it: they are forgotten."""
 TRIED_SHARE = 0.03
+LEAST_TRIED_TOKENS = 32
 LATE = 2.0
 """What was given up counts as if it had taken so many times its time."""
 SLACK_S = 0.01
@@ -40,6 +45,7 @@ class ServerCosts:
     def __init__(self) -> None:
         self._answers: deque[float] = deque(maxlen=COSTED)
         self._loads: deque[tuple[int, float]] = deque(maxlen=COSTED)
+        self._is_guess = False
 
     def __repr__(self) -> str:
         return f"ServerCosts({len(self._answers)} answers, {len(self._loads)} loads known)"
@@ -66,9 +72,16 @@ class ServerCosts:
         self._answers.append(seconds)
 
     def note_load(self, num_tokens: int, seconds: float) -> None:
-        if not _is_like(self.load_s(num_tokens), seconds):
+        if self._is_guess or not _is_like(self.load_s(num_tokens), seconds):
             self._loads.clear()
         self._loads.append((num_tokens, seconds))
+        self._is_guess = False
+
+    def guess_load(self, num_tokens: int, seconds: float) -> None:
+        """A load was given up; it would have taken about so long. Holds until one is measured."""
+        self._loads.clear()
+        self._loads.append((num_tokens, seconds))
+        self._is_guess = True
 
 
 def _is_like(predicted_s: float, seconds: float) -> bool:
@@ -84,6 +97,7 @@ class LoadChoice:
         self._stats = stats
         self._allowance_s = 0.0
         self._share = TRIED_SHARE
+        self._tried_tokens = LEAST_TRIED_TOKENS
 
     def __repr__(self) -> str:
         return f"LoadChoice({self.costs}, {self._allowance_s:.3f} s for trials)"
@@ -99,8 +113,12 @@ class LoadChoice:
         answer = finder.match(state, computed_tokens, now_s)
         if answer == NO_HIT:
             self._missed(state, spent_s, waited and state.hit.miss is Miss.LATE)
-        elif answer[0] and not self._may_load(state, answer[0], computed_tokens):
-            return _left(finder, state)
+        elif answer[0]:
+            self._weigh(finder, state, answer[0], computed_tokens)
+            assert state.choice is not None, "a hit that was not asked for"
+            if state.choice.verdict is Verdict.LEAVE:
+                return _left(finder, state)
+            return state.choice.num_tokens, True
         return answer
 
     def _may_ask(self, state: RequestState, computed_tokens: int) -> bool:
@@ -134,16 +152,23 @@ class LoadChoice:
         if self._lost(choice, answers_s):
             self.costs.note_answers(LATE * answers_s)
 
-    def _may_load(self, state: RequestState, num_tokens: int, computed_tokens: int) -> bool:
-        """Whether a hit of so many tokens, which has a lease, is to be loaded."""
+    def _weigh(
+        self, finder: HitFinder, state: RequestState, num_tokens: int, computed_tokens: int
+    ) -> None:
+        """Chooses whether a hit of so many tokens, which has a lease, is loaded, and how much of
+        it."""
         choice = state.choice
         assert choice is not None, "a hit that was not asked for"
-        if choice.num_tokens != num_tokens:
-            choice.num_tokens, choice.ask_s = num_tokens, state.hit.server_s
-            choice.prefill_s = self._prefill_s(computed_tokens, computed_tokens + num_tokens)
-            if choice.prefill_s:
-                self._weigh_load(choice)
-        return choice.verdict is not Verdict.LEAVE
+        if choice.num_tokens == num_tokens:
+            return
+        choice.num_tokens, choice.ask_s = num_tokens, state.hit.server_s
+        choice.prefill_s = self._prefill_s(computed_tokens, computed_tokens + num_tokens)
+        if not choice.prefill_s:
+            return
+        self._weigh_load(choice)
+        if choice.verdict is Verdict.TRY:
+            choice.num_tokens = _shorten(finder, state, computed_tokens, self._tried_tokens)
+            choice.prefill_s = self._prefill_s(computed_tokens, computed_tokens + choice.num_tokens)
 
     def _weigh_load(self, choice: HitChoice) -> None:
         """Chooses anew, now that the length of the hit is known and its answers are there."""
@@ -153,7 +178,7 @@ class LoadChoice:
             choice.verdict = Verdict.TAKE
             choice.budget_s = max(choice.prefill_s, LEAST_BUDGET_S)
             return
-        needed_s = choice.ask_s + self._share * choice.prefill_s
+        needed_s = choice.ask_s + self._trial_load_s(choice.prefill_s)
         if not held_s and self._allowance_s < needed_s:
             self._leave(choice, choice.prefill_s)
             return
@@ -161,6 +186,11 @@ class LoadChoice:
         choice.budget_s = min(held_s, needed_s) if held_s else needed_s
         self._allowance_s += held_s - choice.budget_s
         self._stats.add("tried_requests")
+
+    def _trial_load_s(self, prefill_s: float) -> float:
+        """Seconds that the load of a trial has, of a hit whose computing takes `prefill_s`."""
+        few_s = self.costs.load_s(self._tried_tokens)
+        return min(prefill_s, max(self._share * prefill_s, few_s))
 
     def time_for(self, state: RequestState, timeout_s: float) -> float:
         """Seconds that the load of a request has: `timeout_s`, or what is left of its own."""
@@ -188,7 +218,7 @@ class LoadChoice:
             state.choice = choice
             if self._lost(choice, choice.ask_s + choice.load_s):
                 self.costs.note_answers(choice.ask_s)
-                self.costs.note_load(choice.num_tokens, LATE * choice.load_s)
+                self.costs.guess_load(choice.num_tokens, LATE * choice.load_s)
         elif not has_failed:
             self._won(choice)
         return has_failed and choice.is_late
@@ -196,12 +226,16 @@ class LoadChoice:
     def _won(self, choice: HitChoice) -> None:
         """The load ended well within its time; more is known only with `load_s`."""
         self._share = TRIED_SHARE
+        was_tried = choice.verdict is Verdict.TRY
+        self._tried_tokens = 2 * choice.num_tokens if was_tried else LEAST_TRIED_TOKENS
         if not choice.load_s:
-            if choice.verdict is Verdict.TRY:
+            if was_tried:
                 self.costs.forget_loads()
             return
         predicted_s = self.costs.answers_s + self.costs.load_s(choice.num_tokens)
         seconds = choice.ask_s + choice.load_s
+        if was_tried:
+            self._allowance_s += choice.budget_s - seconds
         self._judge(choice, seconds <= choice.prefill_s)
         if predicted_s:
             self._stats.add("load_prediction_error_s", abs(predicted_s - seconds))
@@ -220,7 +254,8 @@ class LoadChoice:
         load_s = self.costs.load_s(stop_tokens - computed_tokens)
         if self.costs.answers_s + load_s <= prefill_s + SLACK_S:
             return HitChoice(Verdict.TAKE, max(prefill_s, LEAST_BUDGET_S), prefill_s=prefill_s)
-        choice = HitChoice(Verdict.TRY, self._share * prefill_s, prefill_s=prefill_s)
+        trial_s = min(prefill_s, self.costs.answers_s + self._trial_load_s(prefill_s))
+        choice = HitChoice(Verdict.TRY, trial_s, prefill_s=prefill_s)
         if self._allowance_s < choice.budget_s:
             self._leave(choice, prefill_s)
         else:
@@ -242,6 +277,7 @@ class LoadChoice:
         if not was_taken:
             self._allowance_s -= max(0.0, seconds - choice.budget_s)
             self._share = min(1.0, 2 * self._share)
+            self._tried_tokens = LEAST_TRIED_TOKENS
         return was_taken
 
     def _judge(self, choice: HitChoice, is_sooner: bool) -> None:
@@ -256,3 +292,16 @@ def _left(finder: HitFinder, state: RequestState) -> Answer:
     finder.give_back(state)
     state.hit.miss = Miss.COMPUTED_SOONER
     return NO_HIT
+
+
+def _shorten(finder: HitFinder, state: RequestState, computed_tokens: int, limit: int) -> int:
+    """Makes a granted hit at most so many tokens long, as far as a shorter one is whole. Returns
+    its length."""
+    hit = state.hit
+    while not hit.left_out and computed_tokens + limit < hit.hit_tokens:
+        shorter = finder.groups.longest_hit(hit.ready, computed_tokens, computed_tokens + limit)
+        if shorter > computed_tokens:
+            hit.hit_tokens, hit.miss = shorter, Miss.COMPUTED_SOONER
+            break
+        limit *= 2
+    return hit.hit_tokens - computed_tokens

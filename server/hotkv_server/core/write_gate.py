@@ -64,12 +64,18 @@ class WriteGate:
     tier may have."""
 
     def __init__(self, bytes_per_day: int | None, capacity: int) -> None:
-        self._budget = math.inf if bytes_per_day is None else bytes_per_day
         self._written = _Day()
         # Bytes that were offered and left to chance, and bytes that were taken without.
         self._sampled, self._sure = _Rate(), _Rate()
-        size = min(MAX_REMEMBERED, 1 << max(10, (2 * capacity - 1).bit_length()))
-        self._refused = np.zeros(size if bytes_per_day is not None else 1, np.uint32)
+        self._num_remembered = min(MAX_REMEMBERED, 1 << max(10, (2 * capacity - 1).bit_length()))
+        self.set_budget(bytes_per_day)
+
+    def set_budget(self, bytes_per_day: int | None) -> None:
+        """Has this budget from now on. What was written in the last 24 hours counts; what was
+        refused is forgotten."""
+        self._budget = math.inf if bytes_per_day is None else bytes_per_day
+        size = 1 if bytes_per_day is None else self._num_remembered
+        self._refused = np.zeros(size, np.uint32)
 
     def __repr__(self) -> str:
         return f"WriteGate({self._budget} bytes a day, {self._written.total} written)"

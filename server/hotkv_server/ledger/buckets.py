@@ -76,6 +76,13 @@ class Buckets:
         sums: Values = self.cells[at].sum(axis=0)
         return sums
 
+    def minutes(self, minute: int) -> Values:
+        """The sums [NUM_MINUTES, columns] of the last minutes, the oldest first, this one last."""
+        self.advance(minute)
+        at = 1 + np.arange(self.minute - NUM_MINUTES + 1, self.minute + 1) % NUM_MINUTES
+        newest: Values = self.cells[at]
+        return newest
+
     def merge(self, other: "Buckets") -> None:
         """Counts all that the other has counted, in the same minutes and hours."""
         latest = max(self.minute, other.minute)

@@ -12,6 +12,7 @@ import numpy as np
 from hotkv.misses import Miss
 from hotkv_server.ledger.buckets import Values
 
+# In the order of the fields of Usage.
 FIXED = (
     "requests",
     "prompt_tokens",
@@ -90,16 +91,22 @@ class Columns:
 
     def usage(self, values: Values) -> Usage:
         """The inverse of `values`, for sums: tokens and bytes are rounded to whole numbers."""
-        fixed = dict(zip(FIXED, values.tolist(), strict=False))
+        numbers = values.tolist()
+        whole = [int(number) for number in numbers]
+        first_reason = len(FIXED) + len(self.tiers)
+        requests, prompt_tokens, device_hit_tokens, _, _, failed_loads, loaded, stored = whole[
+            : len(FIXED)
+        ]
+        _, _, _, saved_s, waited_s, *_ = numbers
         return Usage(
-            int(fixed["requests"]),
-            int(fixed["prompt_tokens"]),
-            int(fixed["device_hit_tokens"]),
-            fixed["saved_s"],
-            fixed["waited_s"],
-            int(fixed["failed_loads"]),
-            int(fixed["loaded_bytes"]),
-            int(fixed["stored_bytes"]),
-            {tier: int(values[self._at[HIT + tier]]) for tier in self.tiers},
-            {reason: int(values[self._at[MISSED + reason.name.lower()]]) for reason in REASONS},
+            requests,
+            prompt_tokens,
+            device_hit_tokens,
+            saved_s,
+            waited_s,
+            failed_loads,
+            loaded,
+            stored,
+            dict(zip(self.tiers, whole[len(FIXED) : first_reason], strict=True)),
+            dict(zip(REASONS, whole[first_reason:], strict=True)),
         )

@@ -27,6 +27,7 @@ from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.policies.protocol import Keys
 from hotkv_server.ledger import pack
 from hotkv_server.ledger.accounts import Account, Accounts
+from hotkv_server.ledger.buckets import Values
 from hotkv_server.ledger.columns import HOST_TIER, Usage
 from hotkv_server.ledger.forecast import Demand, Forecast, Outlook
 from hotkv_server.memory.ledger_file import read_ledger, save_ledger
@@ -71,7 +72,8 @@ class _OpenLoad:
 
 class LiveLedger:
     """See the module. `directory`: of the file; None for a ledger that ends with the process.
-    `tiers`: names in the order of their numbers in `Space.origins`."""
+    `tiers`: names in the order of their numbers in `Space.origins`. `taken_back_s`: saved seconds
+    that failed loads have taken back since this server started."""
 
     def __init__(
         self,
@@ -89,7 +91,10 @@ class LiveLedger:
         self.forecast = Forecast(POLICIES[policy], minute)
         if kept is not None:
             pack.put_back(kept, self.accounts, self.forecast)
+        self._folded_before = self.accounts.num_folded
         self.num_lost = 0
+        self.taken_back_s = 0.0
+        self._grown = np.zeros(len(self.accounts.columns))
         self._following: deque[tuple[Demand, float]] = deque()
         self._following_blocks = 0
         self._loads: OrderedDict[tuple[str, int], _OpenLoad] = OrderedDict()
@@ -158,7 +163,10 @@ class LiveLedger:
             self._count(_account(session), usage)
 
     def _count(self, account: Account, usage: Usage) -> None:
-        self.accounts.add(account, self.accounts.columns.values(usage), _minute())
+        values = self.accounts.columns.values(usage)
+        self.accounts.add(account, values, _minute())
+        self._grown += np.maximum(values, 0.0)
+        self.taken_back_s += max(-usage.saved_s, 0.0)
         self._is_changed = True
 
     # The forecast follows
@@ -234,14 +242,13 @@ class LiveLedger:
 
     # What is asked
 
-    def savings(self, since_s: float = 0.0) -> Savings:
-        """What was counted in the last seconds, as `Buckets.since`; 0 for all."""
+    def savings(self, since_s: float = 0.0, *, has_rows: bool = True) -> Savings:
+        """What was counted in the last seconds, as `Buckets.since`; 0 for all. `has_rows`: False
+        for sums alone, which take less time."""
         minute, columns = _minute(), self.accounts.columns
+        rows = self.accounts.since(since_s, minute) if has_rows else []
         return Savings(
-            [
-                (account, columns.usage(values))
-                for account, values in self.accounts.since(since_s, minute)
-            ],
+            [(account, columns.usage(values)) for account, values in rows],
             columns.usage(self.accounts.total.since(since_s, minute)),
             self.outlook(since_s),
             self.accounts.began_minute * 60.0,
@@ -252,6 +259,21 @@ class LiveLedger:
     def outlook(self, since_s: float) -> Outlook:
         """What a larger cache would bring, by the requests of the last seconds; 0 for all."""
         return self.forecast.outlook(since_s, self._core.space.pool.capacity_bytes, _minute())
+
+    def minutes(self) -> Values:
+        """What was counted in each of the last minutes, as `Buckets.minutes`."""
+        return self.accounts.total.minutes(_minute())
+
+    @property
+    def num_folded(self) -> int:
+        """Rows that were joined with others since this server started."""
+        return self.accounts.num_folded - self._folded_before
+
+    @property
+    def grown(self) -> Usage:
+        """What was counted since this server started, with what was taken back later: it never
+        falls, as Prometheus asks of counters."""
+        return self.accounts.columns.usage(self._grown)
 
     @property
     def total(self) -> Usage:

@@ -9,9 +9,8 @@ RECENT_S = 3600.0
 """The outlook of metrics is that of the last hour."""
 
 
-def savings_figures(found: Savings, *, has_rows: bool) -> dict[str, Any]:
-    """All of it, for JSON. `has_rows`: False leaves out the rows, which name tenants, models and
-    engines."""
+def savings_figures(found: Savings) -> dict[str, Any]:
+    """All of it, for JSON."""
     outlook = found.outlook
     return {
         "rows": [
@@ -23,7 +22,6 @@ def savings_figures(found: Savings, *, has_rows: bool) -> dict[str, Any]:
                 **_usage(usage),
             }
             for account, usage in found.rows
-            if has_rows
         ],
         "total": _usage(found.total),
         "outlook": {
@@ -57,7 +55,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 def counters(ledger: LiveLedger) -> dict[str, float]:
     """Counters by their metric names, without the `hotkv_` prefix."""
     return {
-        "ledger_folded_rows_total": float(ledger.accounts.num_folded),
+        "ledger_folded_rows_total": float(ledger.num_folded),
         "ledger_lost_reports_total": float(ledger.num_lost),
     }
 

@@ -17,20 +17,21 @@ from hotkv.errors import HotKVError, Reason
 class Peer:
     """What a peer has proven; nothing by default. `where`: its address, for people.
 
-    `uid`: of its process, -1 if not known. `gids`: all its groups. `token`: the bearer token it
-    sent. `certificate_names`: of the client certificate that the TLS handshake has verified.
+    `uid`: of its process, -1 if not known. `gids`: all its groups. `token_digest`: SHA-256 of the
+    bearer token it sent, empty for none. `certificate_names`: of the client certificate that the
+    TLS handshake has verified.
     """
 
     where: str = "nobody"
     uid: int = -1
     gids: frozenset[int] = frozenset()
-    token: str = field(default="", repr=False)
+    token_digest: bytes = field(default=b"", repr=False)
     certificate_names: frozenset[str] = frozenset()
 
     @property
     def has_proof(self) -> bool:
         """True if it has shown any proof."""
-        return self.uid >= 0 or bool(self.token) or bool(self.certificate_names)
+        return self.uid >= 0 or bool(self.token_digest) or bool(self.certificate_names)
 
     def __str__(self) -> str:
         names = (
@@ -38,7 +39,12 @@ class Peer:
             if self.certificate_names
             else ""
         )
-        return f"{self.where}{names}{' with a token' if self.token else ''}"
+        return f"{self.where}{names}{' with a token' if self.token_digest else ''}"
+
+
+def digest_of(token: str) -> bytes:
+    """SHA-256 of a token; empty for none."""
+    return hashlib.sha256(token.encode()).digest() if token else b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +64,13 @@ class Proofs:
         )
         return (
             is_known_user
-            or self._has_token(peer.token)
+            or self._has_token(peer.token_digest)
             or not self.certificate_names.isdisjoint(peer.certificate_names)
         )
 
-    def _has_token(self, token: str) -> bool:
-        digest = hashlib.sha256(token.encode()).digest()
+    def _has_token(self, digest: bytes) -> bool:
         matches = [hmac.compare_digest(digest, known) for known in self.token_digests]
-        return bool(token) and any(matches)
+        return bool(digest) and any(matches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +84,10 @@ class Tenant:
     max_sessions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AccessControl:
-    """See the module. Without tenants access is open. `admins`: proofs of admins over TCP."""
+    """See the module. Without tenants access is open. `admins`: proofs of admins over TCP. Both may
+    be replaced; whether there are tenants stays."""
 
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     admins: Proofs = Proofs()

@@ -40,6 +40,7 @@ from hotkv_server.settings.storage import (
     ResidencySettings,
 )
 from hotkv_server.settings.tiers import TierSettings
+from hotkv_server.settings.tracing import TracingSettings
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -69,6 +70,9 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Lowest level that is logged."
     )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="How log lines look: text, or one JSON object each."
+    )
     drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = Field(
         10.0, description="Longest wait for leases and transfers at SIGTERM, in seconds."
     )
@@ -93,6 +97,7 @@ class Settings(BaseSettings):
     tiers: TierSettings = Field(default_factory=lambda: TierSettings())  # type: ignore[call-arg]
     http: HttpSettings = Field(default_factory=lambda: HttpSettings())  # type: ignore[call-arg]
     events: EventSettings = Field(default_factory=lambda: EventSettings())  # type: ignore[call-arg]
+    tracing: TracingSettings = Field(default_factory=lambda: TracingSettings())  # type: ignore[call-arg]
     security: SecuritySettings = Field(default_factory=lambda: SecuritySettings())  # type: ignore[call-arg]
 
     @model_validator(mode="after")

@@ -1,5 +1,6 @@
 """Settings of HTTP and of events."""
 
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ByteSize, Field, field_validator, model_validator
@@ -8,11 +9,18 @@ MIB = 1 << 20
 
 
 class HttpSettings(BaseModel, extra="forbid"):
-    """Metrics and probes over HTTP: /metrics, /livez, /readyz."""
+    """The status page and its API, metrics and probes over HTTP."""
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: Annotated[int, Field(ge=-1, le=65535)] = Field(
         9433, description="Port to listen on. 0: any free port. -1: no HTTP."
+    )
+    token_file: Path | None = Field(
+        None,
+        description=(
+            "File with the token for the status page and its API, and nothing else. Others must "
+            "not be able to read it. Not set: no token on this machine, no page beyond it."
+        ),
     )
 
 

@@ -124,6 +124,16 @@ class SecuritySettings(BaseModel, extra="forbid"):
     admin_certificate_names: list[str] = Field(
         [], description="Names in admins' client certificates for TCP."
     )
+    audit: Literal["off", "changes", "all"] = Field(
+        "changes",
+        description=(
+            "Which calls of operators are written down, with who made them: those that change what "
+            "the server holds or whether it serves, or all."
+        ),
+    )
+    audit_file: Path | None = Field(
+        None, description="File of JSON lines for these. Default: the server's log."
+    )
     malformed_per_s: Annotated[float, Field(ge=1, le=1e9)] = Field(
         50.0,
         description=(

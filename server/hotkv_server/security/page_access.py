@@ -1,0 +1,133 @@
+"""Decides who sees the status page and the API behind it, and whether with names.
+
+Pure but for the token's file, which is read at each request that needs it. Always true: nobody sees
+figures beyond this machine without a token; where there are tenants, only an admin's token shows
+what names them. Without a token, a request must have been sent to this machine under a name that
+only this machine has: a page of somebody else's could otherwise have its own name resolve to this
+address, and read the answer (DNS rebinding).
+"""
+
+import enum
+import ipaddress
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hotkv_server.security.identity import AccessControl, Peer, Proofs, digest_of
+from hotkv_server.security.path_checks import check_private_key
+
+MIN_TOKEN_LENGTH = 16
+MAX_TOKEN_LENGTH = 4096
+BEARER = "bearer "
+
+
+class Sight(enum.Enum):
+    """What somebody sees: sums over all, or also what names tenants, models and engines."""
+
+    SUMS = enum.auto()
+    NAMES = enum.auto()
+
+
+class PageRefusal(Exception):
+    """A request that is not answered; the message says what to do. `needs_token`: another token
+    would help."""
+
+    def __init__(self, message: str, *, needs_token: bool) -> None:
+        super().__init__(message)
+        self.needs_token = needs_token
+
+
+def read_token(path: Path) -> str:
+    """The token in a file. Raises OSError, UnsafeError if everybody may read it, or ValueError if
+    it is none."""
+    check_private_key(path)
+    token = path.read_text().strip()
+    if not (MIN_TOKEN_LENGTH <= len(token) <= MAX_TOKEN_LENGTH and token.isascii()):
+        raise ValueError(
+            f"{path} has no token: write one of {MIN_TOKEN_LENGTH} to {MAX_TOKEN_LENGTH} ASCII "
+            "characters, such as the output of `openssl rand -hex 16`"
+        )
+    return token
+
+
+@dataclass(frozen=True, slots=True)
+class PageAccess:
+    """See the module. `is_local`: the server listens to this machine alone. `read`: gives the token
+    that lets people in, None if there is none; may raise what `read_token` does.
+    `control`: knows whether there are tenants, and admins, whose tokens do as well; it may change.
+    `own_name`: that the server listens under by its settings.
+    """
+
+    is_local: bool = True
+    read: Callable[[], str] | None = None
+    control: AccessControl = field(default_factory=AccessControl)
+    own_name: str = ""
+
+    @property
+    def asks_for_token(self) -> bool:
+        """True if nobody is let in without one."""
+        return not self.is_local or self.read is not None
+
+    def judge(self, host: str, authorization: str) -> Sight:
+        """What a request with these headers is shown; both may be empty. Raises PageRefusal, or
+        what `read_token` raises."""
+        peer = Peer(token_digest=digest_of(_bearer(authorization)))
+        is_admin = self.control.admins.match(peer)
+        if self.asks_for_token:
+            self._check_token(peer, is_admin=is_admin)
+        elif not self._is_own(host):
+            raise PageRefusal(
+                f"this page is served to this machine alone, and {_name_of(host)[:80]!r} may be "
+                "the name of another: open it as 127.0.0.1 or localhost, or set http.token_file, "
+                "with which any name will do",
+                needs_token=False,
+            )
+        return Sight.NAMES if is_admin or self.control.is_open else Sight.SUMS
+
+    def _check_token(self, peer: Peer, *, is_admin: bool) -> None:
+        if self.read is None and not self.control.admins.token_digests:
+            raise PageRefusal(
+                "the server listens beyond this machine and has no token for its pages: set "
+                'http.token_file, or http.host = "127.0.0.1"',
+                needs_token=False,
+            )
+        if not is_admin and not (self.read is not None and _proofs(self.read()).match(peer)):
+            raise PageRefusal(
+                "a token is needed: send `Authorization: Bearer …` with what is in the file of "
+                "http.token_file, or a token of security.admin_token_sha256",
+                needs_token=True,
+            )
+
+    def _is_own(self, host: str) -> bool:
+        name = _name_of(host)
+        return bool(name) and (
+            name in ("localhost", self.own_name.lower().rstrip("."))
+            or name.endswith(".localhost")
+            or is_address(name)
+        )
+
+
+def is_address(name: str) -> bool:
+    """True if this is an IP address rather than a name."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header, without the port and without brackets."""
+    host = host.strip().lower()
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.rstrip(".")
+
+
+def _bearer(authorization: str) -> str:
+    """The token of an Authorization header; empty for none."""
+    kind, token = authorization[: len(BEARER)], authorization[len(BEARER) :]
+    return token.strip() if kind.lower() == BEARER else ""
+
+
+def _proofs(token: str) -> Proofs:
+    return Proofs(token_digests=frozenset([digest_of(token)]))
