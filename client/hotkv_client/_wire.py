@@ -196,7 +196,9 @@ def ping() -> Request:
     return Request(ping=session_pb2.Ping())
 
 
-def lookup(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
+def lookup(
+    groups: Sequence[GroupHashes], hash_bytes: int, traceparent: str | None = None
+) -> Request:
     """Asks which blocks are ready. Checks only the total length of the hashes: the answer is a
     hint, and the call must be quick."""
     request = Request()
@@ -209,6 +211,8 @@ def lookup(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
             )
         request.lookup.groups.add(group_index=group.group_index, hashes=packed)
     request.lookup.SetInParent()
+    if traceparent:
+        request.lookup.traceparent = traceparent
     return request
 
 
@@ -219,6 +223,7 @@ def acquire(
     hash_bytes: int,
     *,
     wants_offsets: bool = False,
+    traceparent: str | None = None,
 ) -> Request:
     """Pins ready blocks."""
     return Request(
@@ -227,6 +232,7 @@ def acquire(
             groups=packed_groups(groups, hash_bytes),
             ttl_ms=int(ttl_s * 1000),
             wants_offsets=wants_offsets,
+            traceparent=traceparent or "",
         )
     )
 
@@ -301,6 +307,7 @@ def load(
     runs: Sequence[LoadRun],
     timeout_s: float,
     after: After | None = None,
+    traceparent: str | None = None,
 ) -> Request:
     """Copies leased blocks into engine memory."""
     messages = [
@@ -319,6 +326,7 @@ def load(
             runs=messages,
             timeout_ms=timeout_ms,
             after=_mark(after),
+            traceparent=traceparent or "",
         )
     )
 
@@ -333,6 +341,7 @@ def store(
     hash_bytes: int,
     after: After | None = None,
     residency_id: str = "",
+    traceparent: str | None = None,
 ) -> Request:
     """Copies blocks from engine memory."""
     return Request(
@@ -345,6 +354,7 @@ def store(
             retention=retention_message(retention),
             after=_mark(after),
             residency_id=residency_id,
+            traceparent=traceparent or "",
         )
     )
 
@@ -360,7 +370,9 @@ def flush() -> Request:
 
 
 def connect(
-    channel: grpc.Channel, requests: Iterator[Request], metadata: Sequence[tuple[str, str]] = ()
+    channel: grpc.Channel,
+    requests: Iterator[Request],
+    metadata: Sequence[tuple[str, str | bytes]] = (),
 ) -> Any:
     """Opens the session stream; iterate over it for responses."""
     return session_pb2_grpc.SessionServiceStub(channel).Connect(requests, metadata=tuple(metadata))

@@ -5,11 +5,16 @@ from types import TracebackType
 from typing import Any
 
 from hotkv.counters import sparse_figures
+from hotkv.errors import HotKVError
 from hotkv_client import _admin_wire, _warm_wire, channels
+from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.types import NO_CREDENTIALS, Credentials, WatchedRequest
 
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 EXPORT_TIMEOUT_S = 300.0
+CHANGING = frozenset(("evict", "flush", "drain"))
+"""Calls that change something: the server writes down who made them."""
+TICKET_KEY = "hotkv-ticket-bin"
 
 
 def miss_word(name: str | int) -> str:
@@ -148,7 +153,7 @@ class AdminClient:
         """Brings blocks in from lower tiers, and says where they lie now. `key_space`: as
         `export_blocks` gave it, or a number. `prompts`: packed hashes or packed token ids."""
         return _warm_wire.prefetch(
-            self._channel, key_space, groups, prompts, wait_s, self._timeout_s, self._metadata
+            self._channel, key_space, groups, prompts, wait_s, self._timeout_s, self._signed()
         )
 
     def explain_session(self, session_id: str, tenant: str = "") -> list[dict[str, Any]]:
@@ -191,4 +196,16 @@ class AdminClient:
         return [{**row, **sparse_figures(row)} for row in rows]
 
     def _call(self, name: str, **fields: Any) -> dict[str, Any]:
-        return _admin_wire.call(self._channel, name, self._timeout_s, self._metadata, **fields)
+        metadata = self._signed() if name in CHANGING else self._metadata
+        return _admin_wire.call(self._channel, name, self._timeout_s, metadata, **fields)
+
+    def _signed(self) -> channels.Metadata:
+        """Metadata that also say who calls, for the server's audit log. Without them if the server
+        gives this user no ticket."""
+        path = descriptor_socket(self._target)
+        if path is None:
+            return self._metadata
+        try:
+            return (*self._metadata, (TICKET_KEY, fetch_ticket(path, self._timeout_s)))
+        except (OSError, HotKVError):
+            return self._metadata

@@ -53,15 +53,19 @@ class Calls(ABC):
     def _send_only(self, request: _wire.Request) -> None:
         """Sends a request that has no answer; without a connection it is dropped."""
 
-    def lookup(self, groups: Sequence[GroupHashes]) -> "Future[tuple[BoolMask, ...]]":
-        """Asks the server which blocks are ready."""
-        return self._call(lambda: _wire.lookup(groups, self._hash_bytes))
+    def lookup(
+        self, groups: Sequence[GroupHashes], traceparent: str | None = None
+    ) -> "Future[tuple[BoolMask, ...]]":
+        """Asks the server which blocks are ready. `traceparent`: names the caller's span as W3C
+        Trace Context does, to a server that records traces; None for none."""
+        return self._call(lambda: _wire.lookup(groups, self._hash_bytes, traceparent))
 
     def acquire(
         self,
         lease_id: str,
         groups: Sequence[GroupHashes],
         ttl_s: float = 0,
+        traceparent: str | None = None,
         *,
         wants_offsets: bool = False,
     ) -> "Future[LeaseGrant]":
@@ -70,11 +74,16 @@ class Calls(ABC):
         The same call again gets the same answer; the same id with other blocks fails as
         DUPLICATE_ID. `wants_offsets`: the grant has the blocks' offsets in `arena()`, too. Fails as
         NOT_ALLOWED if there is no arena. Blocks of an earlier server are compared with their check
-        values first.
+        values first. `traceparent`: as `lookup`.
         """
         return self._call(
             lambda: _wire.acquire(
-                lease_id, groups, ttl_s, self._hash_bytes, wants_offsets=wants_offsets
+                lease_id,
+                groups,
+                ttl_s,
+                self._hash_bytes,
+                wants_offsets=wants_offsets,
+                traceparent=traceparent,
             ),
             lease_id=lease_id,
         )

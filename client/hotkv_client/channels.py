@@ -26,7 +26,7 @@ OPTIONS = (
 USER_SOCKET, ADMIN_SOCKET = "grpc.sock", "admin.sock"
 LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 
-Metadata = tuple[tuple[str, str], ...]
+Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 def is_unix(target: str) -> bool:

@@ -5,12 +5,14 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import struct
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import hotkv
 from hotkv.command_line import Parser
 from hotkv.counters import SPARSE_COUNTERS, sparse_figures
 from hotkv.errors import HotKVError
@@ -26,7 +28,16 @@ from hotkv_client import (
     warm_start,
 )
 from hotkv_client.admin import AdminClient
-from hotkv_client.options import CREDENTIAL_FLAGS, add_own_options, common_options
+from hotkv_client.host_bench import command as host_bench
+from hotkv_client.host_bench.own_server import BenchError
+from hotkv_client.host_bench.report import show as show_bench
+from hotkv_client.options import (
+    CREDENTIAL_FLAGS,
+    add_bench_options,
+    add_own_options,
+    common_options,
+)
+from hotkv_client.top import live
 from hotkv_client.types import Credentials
 
 Command = Callable[[AdminClient, argparse.Namespace], Any]
@@ -42,6 +53,11 @@ def status(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
         "key_spaces": client.key_spaces(),
         "sessions": client.sessions(),
     }
+
+
+def top(client: AdminClient, options: argparse.Namespace) -> None:
+    """Rates, live: hits, tiers, engines, what moves, what is wrong."""
+    live.run(client, options.interval, options.count, as_json=options.json)
 
 
 def devices(client: AdminClient, options: argparse.Namespace) -> dict[str, Any]:
@@ -196,6 +212,7 @@ def parse_prompt(words: Sequence[str]) -> tuple[bytes, bytes]:
 
 COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
     "status": (status, status_tables.show_status),
+    "top": (top, lambda answer: ""),
     "devices": (devices, tables.show_devices),
     "ping": (
         ping,
@@ -222,12 +239,13 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     common = common_options(has_defaults=False)
-    top = Parser(
+    whole = Parser(
         prog="hotkv",
         description="Inspect a hotkv-server.",
         parents=[common_options(has_defaults=True)],
     )
-    subparsers = top.add_subparsers(dest="command", required=True)
+    whole.add_argument("--version", action="version", version=f"hotkv {hotkv.__version__}")
+    subparsers = whole.add_subparsers(dest="command", required=True)
     made = {
         name: subparsers.add_parser(name, parents=[common], help=(run.__doc__ or "").rstrip("."))
         for name, (run, _) in COMMANDS.items()
@@ -239,11 +257,17 @@ def parser() -> argparse.ArgumentParser:
         help="look at this host: what keeps hotkv from working well, and what mends it",
     )
     examined.add_argument("--root", type=Path, default=Path("/"), help=argparse.SUPPRESS)
+    timed = subparsers.add_parser(
+        "bench",
+        parents=[common],
+        help="time this host in a minute: memory, lookups, stores, loads, tiers",
+    )
+    add_bench_options(timed)
     completed = subparsers.add_parser(
         "completion", help="print a script that completes commands and flags in your shell"
     )
     completed.add_argument("shell", choices=completion.SHELLS)
-    return top
+    return whole
 
 
 def examine(options: argparse.Namespace) -> int:
@@ -253,14 +277,38 @@ def examine(options: argparse.Namespace) -> int:
     return doctor.status_of(findings)
 
 
+def bench(options: argparse.Namespace) -> int:
+    """Runs `hotkv bench`, which has a server of its own: exit status 1 if it can't run, or a tier
+    does not work; 128 and the number of the signal that ended it."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    # So that its server and its memory go with it.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, end)
+    try:
+        answer = host_bench.run(options.seconds, options.arena_mib, options.disk, options.config)
+    except (BenchError, HotKVError) as error:
+        print(f"hotkv: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"hotkv: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(answer, indent=2) if options.json else show_bench(answer), flush=True)
+    return 1 if answer["problems"] else 0
+
+
 def _main(arguments: Sequence[str] | None) -> int:
-    top = parser()
-    options = top.parse_args(arguments)
+    whole = parser()
+    options = whole.parse_args(arguments)
     if options.command == "completion":
-        print(completion.script(top, options.shell), end="", flush=True)
+        print(completion.script(whole, options.shell), end="", flush=True)
         return 0
     if options.command == "doctor":
         return examine(options)
+    if options.command == "bench":
+        return bench(options)
     run, show = COMMANDS[options.command]
     try:
         credentials = Credentials(**{field: getattr(options, field) for field in CREDENTIAL_FLAGS})

@@ -11,6 +11,8 @@ from hotkv_client import savings_tables
 from hotkv_client.admin import DEFAULT_TARGET
 
 TIMEOUT_S = 10.0
+INTERVAL_S = 2.0
+BENCH_SECONDS, BENCH_ARENA_MIB = 30.0, 512
 CREDENTIAL_FLAGS = {
     "tls_ca": "over TCP: PEM file of who signs the server's certificate",
     "tls_certificate": "over TCP: PEM file of this client's certificate",
@@ -59,6 +61,20 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
         made[name].add_argument(
             "--key-space", type=int, default=0, help="number of the key space (default: all)"
         )
+    made["top"].add_argument(
+        "--interval",
+        type=float,
+        default=INTERVAL_S,
+        metavar="SECONDS",
+        help="time between two readings (default: %(default)g)",
+    )
+    made["top"].add_argument(
+        "--count",
+        type=int,
+        default=0,
+        help="print so many readings as text, then end (default: a screen until q, or into a pipe "
+        "text until Ctrl-C)",
+    )
     made["flush"].add_argument(
         "--key-space", type=int, required=True, help="number of the key space"
     )
@@ -148,3 +164,21 @@ def add_own_options(made: Mapping[str, argparse.ArgumentParser]) -> None:
     made["hints"].add_argument(
         "--limit", type=int, default=50, help="most hints to list (default: %(default)s)"
     )
+
+
+def add_bench_options(made: argparse.ArgumentParser) -> None:
+    """Adds the options of `hotkv bench`."""
+    made.add_argument(
+        "--seconds",
+        type=float,
+        default=BENCH_SECONDS,
+        help="for all measures; start, stop and tiers come on top (default: %(default)g)",
+    )
+    made.add_argument(
+        "--arena-mib",
+        type=int,
+        default=BENCH_ARENA_MIB,
+        help="memory that the benchmark's server takes meanwhile (default: %(default)s)",
+    )
+    made.add_argument("--disk", type=Path, help="folder in which a disk tier is tried")
+    made.add_argument("--config", type=Path, help="settings of a server, whose tiers are tried")

@@ -149,11 +149,12 @@ class Session(Calls):
         runs: Sequence[LoadRun],
         timeout_s: float,
         after: After | None = None,
+        traceparent: str | None = None,
     ) -> "Future[TransferResult]":
         """Copies leased blocks into the registered memory. `after`: nothing is written before;
-        `timeout_s` counts from there."""
+        `timeout_s` counts from there. `traceparent`: as `lookup`."""
         return self._call(
-            lambda: _wire.load(transfer_id, lease_id, runs, timeout_s, after),
+            lambda: _wire.load(transfer_id, lease_id, runs, timeout_s, after, traceparent),
             transfer_id=transfer_id,
             after=after,
             is_load=True,
@@ -169,14 +170,15 @@ class Session(Calls):
         after: After | None = None,
         fence_index: int = 0,
         residency_id: str = "",
+        traceparent: str | None = None,
     ) -> "Future[TransferResult]":
         """Copies blocks out of the registered memory and commits them.
 
         The first store under a lease id reserves, and its `retention` counts; other ranks join.
         `after`: nothing is read before; `timeout_s` counts from there. `fence_index`: if the memory
         came with a fence, the word that revokes this store, and ValueError without one; else
-        ignored. `residency_id`: of a residency of this engine that is open; it pins what this
-        store makes ready from that moment on, and what is ready from the start of the store on.
+        ignored. `residency_id`: of an open residency of this engine; it pins what this store makes
+        ready from that moment on, and what is ready from its start on. `traceparent`: as `lookup`.
         """
         connection, fence = self._connection, self._life.fence
         if isinstance(fence, SharedFence):
@@ -195,6 +197,7 @@ class Session(Calls):
                 self._hash_bytes,
                 after,
                 residency_id,
+                traceparent,
             ),
             transfer_id=transfer_id,
             fence_index=fence_index,
@@ -208,8 +211,7 @@ class Session(Calls):
         server is doing: its blocks were committed before, or never will be. A load resolves when
         the server has stopped writing.
         """
-        connection = self._connection
-        if connection is not None:
+        if (connection := self._connection) is not None:
             connection.cancel(transfer_id)
 
     def revoke_stores(self) -> None:
@@ -226,8 +228,7 @@ class Session(Calls):
     def selects(self) -> Selects:
         """Opens a stream of selections by the server; close it. Raises SessionLostError without a
         connection."""
-        connection = self._connection
-        if connection is None:
+        if (connection := self._connection) is None:
             raise self._no_server()
         return Selects(connection.channel, connection.session_id)
 

@@ -5,18 +5,27 @@ An engine looks between its steps, which may take longer than the answer. Any th
 
 import time
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
+
+import numpy as np
+
+from hotkv.errors import HotKVError
+from hotkv.spans import Span
+from hotkv_client.types import LeaseGrant
 
 
 class AnswerTime:
-    """The time from now until `answer` is there, in seconds."""
+    """The time from now until `answer` is there, in seconds. `span`: of the call; it ends then."""
 
     __slots__ = ("_asked_s", "_came_s")
 
-    def __init__(self, answer: "Future[Any]") -> None:
+    def __init__(self, answer: "Future[Any]", span: Span | None = None) -> None:
         self._asked_s = time.monotonic()
         self._came_s: float | None = None
         answer.add_done_callback(self._came)
+        if span is not None:
+            answer.add_done_callback(partial(end_call, span))
 
     def __repr__(self) -> str:
         return f"AnswerTime({self.seconds:.6f} s{'' if self._came_s else ' so far'})"
@@ -28,3 +37,17 @@ class AnswerTime:
     def seconds(self) -> float:
         """So far, if it is not there yet."""
         return (self._came_s or time.monotonic()) - self._asked_s
+
+
+def end_call(span: Span, answer: "Future[Any]") -> None:
+    """Ends the span of a lookup or lease that was answered, or was not. Any thread."""
+    if answer.cancelled():
+        span.end("CANCELLED")
+        return
+    if (error := answer.exception()) is not None:
+        span.end(error.reason.name if isinstance(error, HotKVError) else type(error).__name__)
+        return
+    found = answer.result()
+    masks = found.pinned if isinstance(found, LeaseGrant) else found
+    span.attributes["hotkv.found_blocks"] = sum(int(np.count_nonzero(mask)) for mask in masks)
+    span.end()

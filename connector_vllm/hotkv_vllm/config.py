@@ -75,6 +75,10 @@ class ConnectorConfig:
     sparse_centre: file with the model's calibrated centres (`python -m
         hotkv_vllm.sparse.calibrate`), which make selections better; empty for none. Engines share
         representations only if their files are the same.
+    tracing: where spans of requests go (OpenTelemetry): the URL of an OTLP/HTTP receiver, `env` for
+        the variables OTEL_EXPORTER_OTLP_*, as vLLM's own; empty for no spans.
+    tracing_sample_ratio: share of requests without a trace context that begin a trace, 0 to 1;
+        requests with one are traced if their client traces them.
     residency_timeout_s: how long a request whose old blocks are in host memory waits for the server
         to take its blocks, before it ends with an error.
     allow_sparse_cuda_never_run: use `sparse` with `residency` in CUDA engines, though nothing of it
@@ -114,6 +118,8 @@ class ConnectorConfig:
     allow_sparse_cuda_never_run: bool = False
     representation_tokens: int = 1 << 20
     residency_timeout_s: float = 30.0
+    tracing: str = ""
+    tracing_sample_ratio: float = 0.0
 
     @staticmethod
     def from_extra_config(extra: Mapping[str, Any]) -> "ConnectorConfig":
@@ -129,7 +135,8 @@ class ConnectorConfig:
                 raise ConfigError(
                     f"{key} = {value!r}: there is no such setting; allowed are {allowed}"
                 )
-            values[name] = _READERS[str(known[name].type)](key, value)
+            read = _READERS_OF.get(name) or _READERS[str(known[name].type)]
+            values[name] = read(key, value)
         _check_target(values["target"])
         _check_choice("device_order", values, DEVICE_ORDERS)
         _check_choice("load", values, LOADS)
@@ -184,6 +191,19 @@ def _read_float(key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 86400:
         raise ConfigError(f"{key} = {value!r}: allowed is a number of seconds from 0 to 86400")
     return float(value)
+
+
+def _read_ratio(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"{key} = {value!r}: allowed is a number from 0 to 1")
+    return float(value)
+
+
+def _read_collector(key: str, value: Any) -> str:
+    is_url = isinstance(value, str) and value.startswith(("http://", "https://"))
+    if not is_url and value not in ("", "env"):
+        raise ConfigError(f"{key} = {value!r}: allowed are http://…, https://…, env and empty")
+    return str(value)
 
 
 def _read_sparse(key: str, value: Any) -> SparseConfig:
@@ -258,6 +278,10 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
 }
 _READERS |= {str(t): _READERS[t.__name__] for t in (str, bool, int, float)}
 _READERS[str(SparseConfig | None)] = _read_sparse
+_READERS_OF: dict[str, Callable[[str, Any], Any]] = {
+    "tracing": _read_collector,
+    "tracing_sample_ratio": _read_ratio,
+}
 
 
 def _check_choice(name: str, values: Mapping[str, Any], allowed: tuple[str, ...]) -> None:

@@ -63,9 +63,15 @@ class CacheSession(Protocol):
     def start(self) -> None: ...
     def wait_connected(self, timeout_s: float) -> bool: ...
     def probe(self, group_index: int, hashes: Sequence[bytes]) -> BoolMask | None: ...
-    def lookup(self, groups: Sequence[GroupHashes]) -> "Future[tuple[BoolMask, ...]]": ...
+    def lookup(
+        self, groups: Sequence[GroupHashes], traceparent: str | None = None
+    ) -> "Future[tuple[BoolMask, ...]]": ...
     def acquire(
-        self, lease_id: str, groups: Sequence[GroupHashes], ttl_s: float = 0
+        self,
+        lease_id: str,
+        groups: Sequence[GroupHashes],
+        ttl_s: float = 0,
+        traceparent: str | None = None,
     ) -> "Future[LeaseGrant]": ...
     def release(self, lease_id: str) -> None: ...
     def load(
@@ -75,6 +81,7 @@ class CacheSession(Protocol):
         runs: Sequence[LoadRun],
         timeout_s: float,
         after: After | None = None,
+        traceparent: str | None = None,
     ) -> "Future[TransferResult]": ...
     def store(
         self,
@@ -86,6 +93,7 @@ class CacheSession(Protocol):
         after: After | None = None,
         fence_index: int = 0,
         residency_id: str = "",
+        traceparent: str | None = None,
     ) -> "Future[TransferResult]": ...
     def arena(self) -> Arena | None: ...
     def open_residency(

@@ -27,7 +27,8 @@ from hotkv_vllm.sparse.rows import SparseRows
 
 @dataclass(slots=True)
 class LoadJob:
-    """Blocks of one request to load under a read lease, with their representations."""
+    """Blocks of one request to load under a read lease, with their representations.
+    `traceparent`, here and of a StoreJob: names its span to the server; None for none."""
 
     request_id: str
     transfer_id: str
@@ -35,6 +36,7 @@ class LoadJob:
     runs: tuple[LoadRun, ...]
     timeout_s: float
     representations: tuple[LoadRun, ...] = ()
+    traceparent: str | None = None
 
 
 @dataclass(slots=True)
@@ -55,6 +57,7 @@ class StoreJob:
     fence_index: int = 0
     residency_id: str = ""
     request_id: str = ""
+    traceparent: str | None = None
 
 
 @dataclass(slots=True)
@@ -156,7 +159,7 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
     weights: dict[int, WeightsReport] = field(default_factory=dict)
 
     def count(self, name: str, value: float) -> None:
-        """Adds `value` to a counter of `stats.COUNTERS`."""
+        """Adds `value` to a counter of `counter_help.COUNTERS`."""
         self.counters[name] = self.counters.get(name, 0) + value
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "HotKVWorkerMetadata":

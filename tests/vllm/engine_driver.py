@@ -2,12 +2,13 @@
 on stdout.
 
 First line: arguments of `LLM`, and `config_overrides`: values by path in vLLM's config, set when it
-is complete. Commands: `generate` (prompts, max_tokens, transfer: their `kv_transfer_params`, salt:
-their `cache_salt`, adapter: fields of their `LoRARequest`), `hinted` (prompt, max_tokens, hints:
-its `kv_hints`, session: its id), `add_adapter` (adapter), `reload` (path: weights to load in
-place, as vLLM's RPC does), `reset` (connector: its cache too), `stats`, `wait` (connected,
-timeout_s), `freeze` (stop the process `pid` just after the connector's next `call`, load or store,
-was sent), `stop`. Logs go to stderr.
+is complete; `environment`: variables of the process. Commands: `generate` (prompts, max_tokens,
+transfer: their `kv_transfer_params`, salt: their `cache_salt`, adapter: fields of their
+`LoRARequest`), `hinted` (prompt, max_tokens, hints: its `kv_hints`, session: its id), `traced`
+(prompt, max_tokens, headers: its `trace_headers`), `add_adapter` (adapter), `reload` (path: weights
+to load in place, as vLLM's RPC does), `reset` (connector: its cache too), `stats`, `wait`
+(connected, timeout_s), `freeze` (stop the process `pid` just after the connector's next `call`,
+load or store, was sent), `stop`. Logs go to stderr.
 """
 
 import enum
@@ -26,6 +27,7 @@ def main() -> None:
     os.dup2(2, 1)
     arguments = json.loads(sys.stdin.readline())
     override(arguments.pop("config_overrides", {}))
+    os.environ.update(arguments.pop("environment", {}))
     import torch
     from vllm import LLM
 
@@ -130,6 +132,19 @@ def hinted(
     return {"tokens": list(outputs[-1].outputs[0].token_ids)}
 
 
+def traced(llm: Any, prompt: list[int], max_tokens: int, headers: dict[str, str]) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    asked = {"prompt_token_ids": prompt}
+    name = f"traced-{time.monotonic_ns()}"
+    llm.llm_engine.add_request(name, asked, parameters, trace_headers=headers)
+    outputs: list[Any] = []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs = llm.llm_engine.step() or outputs
+    return {"tokens": list(outputs[-1].outputs[0].token_ids)}
+
+
 def lora_request(adapter: dict[str, Any]) -> Any:
     from vllm.lora.request import LoRARequest
 
@@ -200,6 +215,7 @@ def freeze(llm: Any, call: str, pid: int) -> dict[str, Any]:
 OPERATIONS = {
     "generate": generate,
     "hinted": hinted,
+    "traced": traced,
     "add_adapter": add_adapter,
     "reload": reload,
     "reset": reset,

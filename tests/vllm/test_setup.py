@@ -199,7 +199,7 @@ def test_reports_of_ranks_add_up(engine: Any, server: Any) -> None:
     from hotkv_client.types import BlockRun
 
     runs = [BlockRun(0, hashes, np.arange(1, 5, dtype=np.int32))]
-    store_id = planner._job(runs, NO_RETENTION, "").store_id
+    store_id = planner._job(runs, (NO_RETENTION, "", None)).store_id
     planner.reported(HotKVWorkerMetadata({store_id: StoreReport([b"\x03\x03\x02\x05"])}))
     assert len(planner.in_flight) == 1
     planner.reported(HotKVWorkerMetadata({store_id: StoreReport([b"\x01\x07\x02\x01"])}))

@@ -22,8 +22,9 @@ from tests.vllm.worker_parts import (
 
 def test_a_store_is_sent_and_reported_once_when_it_has_ended(rig: Any) -> None:
     one = rig()
-    one.step(stores=(store(fence_index=7, residency_id="of a"),))
-    lease_id, runs, timeout_s, _, _, fence_index, residency_id = one.session.sent["w1-k0"]
+    one.step(stores=(store(fence_index=7, residency_id="of a", traceparent="a span"),))
+    lease_id, runs, timeout_s, _, _, fence_index, residency_id, span = one.session.sent["w1-k0"]
+    assert span == "a span"
     assert (lease_id, fence_index, timeout_s) == ("w1", 7, one.config.store_timeout_s)
     assert residency_id == "of a"
     assert len(runs) == 1 and not one.report() and len(one.worker.stores) == 1

@@ -42,8 +42,8 @@ class Session:
         self.sent[name] = what
         return self.answers.setdefault(name, Future())
 
-    def load(self, name: str, lease_id: str, runs: Any, timeout_s: float, after: Any) -> Any:
-        return self._begin(name, (lease_id, runs, timeout_s, after))
+    def load(self, name: str, lease_id: str, runs: Any, timeout_s: float, *more: Any) -> Any:
+        return self._begin(name, (lease_id, runs, timeout_s, *more))
 
     def store(self, name: str, lease_id: str, runs: Any, *more: Any) -> Any:
         return self._begin(name, (lease_id, runs, *more))

@@ -86,14 +86,18 @@ class FakeCalls:
             np.bool_,
         )
 
-    def lookup(self, groups: Sequence[GroupHashes]) -> Future[Any]:
+    def lookup(self, groups: Sequence[GroupHashes], traceparent: str | None = None) -> Future[Any]:
         def act() -> Any:
             return tuple(self._ready(g.group_index, g.hashes) for g in groups)
 
         return self._call("lookup", "", groups, act)
 
     def acquire(
-        self, lease_id: str, groups: Sequence[GroupHashes], ttl_s: float = 0
+        self,
+        lease_id: str,
+        groups: Sequence[GroupHashes],
+        ttl_s: float = 0,
+        traceparent: str | None = None,
     ) -> Future[Any]:
         def act() -> Any:
             asked = [(g.group_index, list(g.hashes)) for g in groups]

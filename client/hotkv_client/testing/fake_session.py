@@ -86,6 +86,7 @@ class FakeSession(FakeCalls):
         runs: Sequence[LoadRun],
         timeout_s: float,
         after: After | None = None,
+        traceparent: str | None = None,
     ) -> Future[Any]:
         leased = dict(self.server.leases.get(lease_id, []))
         asked = (
@@ -145,6 +146,7 @@ class FakeSession(FakeCalls):
         after: After | None = None,
         fence_index: int = 0,
         residency_id: str = "",
+        traceparent: str | None = None,
     ) -> Future[Any]:
         if self.fence is not None:
             self.fence.hold(fence_index)

@@ -31,13 +31,11 @@ class Admission:
     def __init__(self, engine: Engine, sharing: Sharing, edge: HookEdge) -> None:
         vllm_config, kv_cache_config = engine.vllm_config, engine.kv_cache_config
         transfer = vllm_config.kv_transfer_config
-        self.edge = edge
-        self._sharing = sharing
+        self.edge, self._sharing = edge, sharing
         self._stats, self._adapters = engine.stats, engine.adapters
-        self._exactness, self._pool = engine.exactness, engine.pool
-        self._hints = HintReader(engine.stats)
+        self._exactness, self._pool, self._traces = engine.exactness, engine.pool, engine.traces
+        self._hints, self._counts_media = HintReader(engine.stats), engine.counts_media
         self._may_load, self._may_store = transfer.is_kv_consumer, transfer.is_kv_producer
-        self._counts_media = engine.counts_media
         self.states: dict[str, RequestState] = {}
         self.loads = LoadOrders(vllm_config.parallel_config.world_size)
         self.written = WrittenBlocks(kv_groups.group_block_tokens(vllm_config, kv_cache_config))
@@ -76,6 +74,7 @@ class Admission:
             return
         now_s = time.monotonic()
         state = RequestState(request, cache.planner.new_state(), arrived_s=now_s)
+        state.trace = self._traces and self._traces.begin(request)
         state.ask(self._hints.asked(request, now_s))
         self.states[request.request_id] = state
         if cache.residencies is not None:
@@ -175,6 +174,7 @@ class Admission:
             self._abandon(request.request_id)
             return
         job.timeout_s = self.choice.time_for(state, job.timeout_s)
+        job.traceparent = state.trace and state.trace.load(job, num_external_tokens)
         self.loads.begin(job, blocks)
         self._stats.add("loads")
 

@@ -24,6 +24,7 @@ from hotkv_vllm.scheduler.reservations import Reservations
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.residencies import Residencies
 from hotkv_vllm.scheduler.stores import StorePlanner
+from hotkv_vllm.scheduler.traces import RequestTraces, open_traces
 from hotkv_vllm.sparse.memory import SparseGroup, SparseMemory, Streams
 from hotkv_vllm.stats import HotKVStats
 
@@ -32,7 +33,8 @@ from hotkv_vllm.stats import HotKVStats
 class Engine:
     """What lasts as long as the engine, whatever its key space. `counts_media`: block hashes do not
     cover the content of images and other media. `learnt_prefill`: what hits are weighed against;
-    None if all are to be taken, as where contexts live in host memory."""
+    None if all are to be taken, as where contexts live in host memory. `traces`: None without
+    tracing."""
 
     vllm_config: Any
     kv_cache_config: Any
@@ -44,12 +46,14 @@ class Engine:
     pool: DevicePool
     prefill: PrefillSpeed = field(init=False)
     learnt_prefill: PrefillSpeed | None = field(init=False)
+    traces: RequestTraces | None = field(init=False)
 
     def __post_init__(self) -> None:
         prefill = PrefillSpeed(self.stats)
         weighs = self.config.load == "auto" and self.pool.spec is None
         object.__setattr__(self, "prefill", prefill)
         object.__setattr__(self, "learnt_prefill", prefill if weighs else None)
+        object.__setattr__(self, "traces", open_traces(self.config))
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,10 +217,11 @@ class HitFinder:
         )
         if not any(len(group.hashes) for group in groups):
             return NO_HIT
-        state.hit.answer = self._session.lookup(groups)
-        state.hit.asked.append(AnswerTime(state.hit.answer))
-        state.hit.phase = Phase.ASKED
-        state.hit.deadline_s = now_s + self._config.lookup_timeout_s
+        span = state.trace and state.trace.lookup(groups)
+        state.hit.answer = self._session.lookup(groups, span and span.traceparent)
+        state.hit.asked.append(AnswerTime(state.hit.answer, span))
+        deadline_s = now_s + self._config.lookup_timeout_s
+        state.hit.phase, state.hit.deadline_s = Phase.ASKED, deadline_s
         return ASK_AGAIN
 
     def _after_call(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
@@ -254,13 +255,12 @@ class HitFinder:
         hit.leased = self.groups.missing_blocks(hit_tokens, computed_tokens)
         hit.left_out = self._left_out(hit_tokens)
         groups = self.groups.named(state.request, hit.leased, hit.left_out)
+        asked, ttl_s = groups + self.representations.asked(groups), self._config.lease_ttl_s
+        span = state.trace and state.trace.lease(asked)
         hit.lease_id, hit.miss = f"{self._prefix}-r{next(self._counter)}", Miss.ABSENT
-        hit.answer = self._session.acquire(
-            hit.lease_id, groups + self.representations.asked(groups), self._config.lease_ttl_s
-        )
-        hit.asked.append(AnswerTime(hit.answer))
-        hit.phase = Phase.LEASING
-        hit.computed_tokens, hit.hit_tokens = computed_tokens, hit_tokens
+        hit.answer = self._session.acquire(hit.lease_id, asked, ttl_s, span and span.traceparent)
+        hit.asked.append(AnswerTime(hit.answer, span))
+        hit.phase, hit.computed_tokens, hit.hit_tokens = Phase.LEASING, computed_tokens, hit_tokens
         hit.deadline_s = now_s + self._config.lookup_timeout_s
         return ASK_AGAIN
 

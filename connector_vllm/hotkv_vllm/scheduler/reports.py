@@ -66,6 +66,7 @@ class UseReports:
     def admitted(self, state: RequestState, external_tokens: int) -> None:
         """The engine has given the request its blocks; `external_tokens` are to come from hotkv."""
         if external_tokens:
+            state.use.external_tokens = external_tokens
             state.use.load_began_s = time.monotonic()
         if not state.use.is_reported:
             state.use.is_reported = True
@@ -79,9 +80,23 @@ class UseReports:
         that wait for this."""
         if state.asked.lasts and state.use.is_reported:
             self._ended.append(state)
+        if state.trace is not None:
+            use, miss = (
+                state.use,
+                state.hit.miss if state.use.refusal is None else state.use.refusal,
+            )
+            state.trace.ended(
+                state.request.num_prompt_tokens,
+                use.device_hit_tokens,
+                use.external_tokens,
+                miss,
+                use.waited_s,
+            )
 
     def load_ended(self, state: RequestState, failed: bool) -> None:
         """The request's load is over."""
+        if state.trace is not None:
+            state.trace.load_ended(failed)
         if state.use.report_id and state.use.load_began_s:
             wait_s = time.monotonic() - state.use.load_began_s
             self._loads.append(LoadEnd(state.use.report_id, wait_s, failed))

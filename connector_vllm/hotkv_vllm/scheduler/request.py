@@ -15,6 +15,7 @@ from hotkv.retention import NO_RETENTION, Retention
 from hotkv_vllm.answer_time import AnswerTime
 from hotkv_vllm.link import BoolMask
 from hotkv_vllm.scheduler.hints import NOTHING, Asked
+from hotkv_vllm.scheduler.traces import RequestTrace
 
 Masks = tuple[BoolMask, ...]
 """By group: which blocks are ready."""
@@ -86,9 +87,10 @@ class StoreState:
 @dataclass(slots=True)
 class UseState:
     """What is reported of a request once, and of its loads. `device_hit_tokens`: hit in the
-    engine's own cache, as last asked. `refusal`: why hotkv was not asked; None if it was.
-    `waits_since_s`: since when the request waits for an answer, 0 if it does not; `waited_s`: how
-    long it did before. `load_began_s`: when its last load did. `report_id`: 0 before the report."""
+    engine's own cache, as last asked; `external_tokens`: that were to come from hotkv, as last
+    admitted. `refusal`: why hotkv was not asked; None if it was. `waits_since_s`: since when the
+    request waits for an answer, 0 if it does not; `waited_s`: how long it did before.
+    `load_began_s`: when its last load did. `report_id`: 0 before the report."""
 
     device_hit_tokens: int = 0
     is_reported: bool = False
@@ -97,6 +99,7 @@ class UseState:
     waited_s: float = 0.0
     load_began_s: float = 0.0
     report_id: int = 0
+    external_tokens: int = 0
 
 
 class Verdict(enum.Enum):
@@ -129,7 +132,8 @@ class HitChoice:
 
 @dataclass(slots=True)
 class RequestState:
-    """One request of the engine, from its arrival to its end. `request` is vLLM's."""
+    """One request of the engine, from its arrival to its end. `request` is vLLM's. `trace`: None
+    if it is not traced."""
 
     request: Any
     store: StoreState
@@ -139,6 +143,7 @@ class RequestState:
     use: UseState = field(default_factory=UseState)
     choice: "HitChoice | None" = None
     asked: Asked = NOTHING
+    trace: RequestTrace | None = None
 
     def ask(self, asked: Asked) -> None:
         """Notes what the request asks of the cache."""

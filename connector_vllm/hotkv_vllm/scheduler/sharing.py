@@ -176,6 +176,8 @@ class Sharing:
         cache, self.cache, self._agreement = self.cache, None, None
         if cache is not None:
             cache.session.close()
+        if self._engine.traces is not None:
+            self._engine.traces.flush()
 
 
 def _without_links(handshakes: list[HotKVHandshake]) -> list[HotKVHandshake]:

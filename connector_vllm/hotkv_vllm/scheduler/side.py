@@ -68,7 +68,7 @@ class HotKVScheduler:
         return self.sharing.cache
 
     def count(self, name: str) -> None:
-        """Adds one to a counter of `stats.COUNTERS`."""
+        """Adds one to a counter of `counter_help.COUNTERS`."""
         self.stats.add(name)
 
     def take_stats(self) -> HotKVStats | None:

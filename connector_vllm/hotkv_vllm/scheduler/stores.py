@@ -28,12 +28,15 @@ from hotkv_vllm.scheduler.residencies import Residencies
 from hotkv_vllm.scheduler.store_results import settle
 from hotkv_vllm.scheduler.stores_in_flight import StoresInFlight
 from hotkv_vllm.scheduler.tails import Tails
+from hotkv_vllm.scheduler.traces import RequestTrace
 from hotkv_vllm.stats import HotKVStats
 
 Tables = Callable[[str], "tuple[list[int], ...] | None"]
 """A request's block ids per vLLM group, as they are in this step."""
 Handoffs = Mapping[str, Sequence[Handoff]]
 """By request: states that vLLM names itself."""
+Whose = tuple[Retention, str, RequestTrace | None]
+"""What blocks of one store share: retention, the resident request (or none), the traced one."""
 
 
 class StorePlanner:
@@ -115,7 +118,7 @@ class StorePlanner:
             return
         tables = tuple(list(ids) for ids in block_ids)
         runs = self._runs_of(state, known_tokens, lambda _: tables, self.tails.blocks, last=True)
-        self.tails.add(state.retention, runs)
+        self.tails.add(state.retention, runs, state.trace)
 
     def due(
         self,
@@ -154,10 +157,9 @@ class StorePlanner:
         flush = tuple(sorted({*lost, *self._fences(written_blocks)}))
         if self._is_closed:
             return (), self.take_all_back()
-        # By retention, and by request for those whose blocks the server pins.
-        batches: dict[tuple[Retention, str], list[BlockRun]] = {}
-        for retention, tail in self.tails.take():
-            batches.setdefault((retention, ""), []).extend(tail)
+        batches: dict[Whose, list[BlockRun]] = {}
+        for retention, trace, tail in self.tails.take():
+            batches.setdefault((retention, "", trace), []).extend(tail)
         planned = {int(b) for runs in batches.values() for run in runs for b in run.block_ids}
         for state, computed in scheduled if self._session.connected else ():
             runs: list[BlockRun] = []
@@ -169,10 +171,8 @@ class StorePlanner:
                 runs += self._missing.handed_over(state, entries, exact_tokens, planned)
             if runs:
                 owner = request_id if self._is_resident(state) else ""
-                batches.setdefault((state.retention, owner), []).extend(runs)
-        jobs = [
-            self._job(part, *whose) for whose, runs in batches.items() for part in portions(runs)
-        ]
+                batches.setdefault((state.retention, owner, state.trace), []).extend(runs)
+        jobs = [self._job(part, by) for by, runs in batches.items() for part in portions(runs)]
         return tuple(job for job in jobs if job is not None), flush
 
     def reported(self, report: HotKVWorkerMetadata) -> None:
@@ -254,16 +254,13 @@ class StorePlanner:
         residencies = self._residencies
         return residencies is not None and residencies.is_resident(state.request.request_id)
 
-    def _job(
-        self, runs: Sequence[BlockRun], retention: Retention, request_id: str
-    ) -> StoreJob | None:
-        """The store of these runs; None if it could not be revoked. `request_id`: of a resident
-        request."""
+    def _job(self, runs: Sequence[BlockRun], whose: Whose) -> StoreJob | None:
+        """The store of these runs; None if it could not be revoked."""
+        (retention, request_id, trace), residencies = whose, self._residencies
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)
         blocks, representations = self._representations.split(runs)
-        residencies = self._residencies
         owner = (request_id, residencies.residency_of(request_id) if residencies else "")
-        job = self.in_flight.begin(blocks, representations, num_bytes, retention, owner)
+        job = self.in_flight.begin(blocks, representations, num_bytes, retention, owner, trace)
         if job is None:
             self._stats.add("dropped_blocks", sum(len(run.hashes) for run in runs))
         else:

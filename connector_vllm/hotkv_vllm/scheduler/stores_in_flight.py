@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hotkv.retention import Retention
+from hotkv.spans import Span
 from hotkv_client.types import BlockRun
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
 from hotkv_vllm.scheduler.fence import Fence
+from hotkv_vllm.scheduler.traces import RequestTrace, end_store
 
 _store_ids = itertools.count(1)
 """Of all planners of this process: workers may report stores of one that is gone."""
@@ -26,7 +28,8 @@ forgotten."""
 class StoreInFlight:
     """A store that ranks are working at. `read`: all blocks it reads. `ranks_left`: ranks that have
     not reported its end. `fence_index`: the word that revokes it; 0 for none.
-    `request_id`: of the resident request that it belongs to; empty for none.
+    `request_id`: of the resident request that it belongs to; empty for none. `span`: None if it is
+    not traced.
     """
 
     store_id: int
@@ -38,6 +41,7 @@ class StoreInFlight:
     fence_index: int = 0
     planned_s: float = 0.0
     request_id: str = ""
+    span: Span | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -103,15 +107,18 @@ class StoresInFlight:
         num_bytes: int,
         retention: Retention,
         residency: tuple[str, str] = ("", ""),
+        trace: RequestTrace | None = None,
     ) -> StoreJob | None:
         """A store of these runs; None if it could not be revoked. `residency`: the request that it
-        belongs to, and the name under which the server pins its blocks."""
+        belongs to, and the name under which the server pins its blocks. `trace`: of the request
+        whose blocks these are, if it is traced."""
         fence_index = self.fence.take()
         if fence_index is None:
             return None
         store_id = self._last_planned = next(_store_ids)
         runs = (*blocks, *representations)
         read = tuple(dict.fromkeys(block for run in runs for block in run.block_ids.tolist()))
+        span = trace and trace.store(sum(len(run.hashes) for run in blocks), num_bytes)
         self.stores[store_id] = StoreInFlight(
             store_id,
             tuple(blocks),
@@ -122,6 +129,7 @@ class StoresInFlight:
             fence_index,
             time.monotonic(),
             residency[0],
+            span,
         )
         self.num_bytes += num_bytes
         self.reading.update(dict.fromkeys(read, store_id))
@@ -135,6 +143,7 @@ class StoresInFlight:
             fence_index,
             residency[1],
             residency[0],
+            span and span.traceparent,
         )
 
     def account(self, report: HotKVWorkerMetadata) -> list[StoreInFlight]:
@@ -166,6 +175,8 @@ class StoresInFlight:
     def _end(self, store: StoreInFlight) -> None:
         self.fence.end(store.fence_index)
         self._on_end(store)
+        if store.span is not None:
+            end_store(store.span, store.results)
 
     # ------------------------------------------------------------------------------- taking back
 

@@ -9,8 +9,9 @@ from collections.abc import Collection, Sequence
 
 from hotkv.retention import Retention
 from hotkv_client.types import BlockRun
+from hotkv_vllm.scheduler.traces import RequestTrace
 
-Tail = tuple[Retention, tuple[BlockRun, ...]]
+Tail = tuple[Retention, RequestTrace | None, tuple[BlockRun, ...]]
 
 
 class Tails:
@@ -23,16 +24,18 @@ class Tails:
     def __repr__(self) -> str:
         return f"Tails({len(self.waiting)})"
 
-    def add(self, retention: Retention, runs: Sequence[BlockRun]) -> None:
+    def add(
+        self, retention: Retention, runs: Sequence[BlockRun], trace: RequestTrace | None = None
+    ) -> None:
         """Keeps a request's tail until the next step."""
         if runs:
-            self.waiting.append((retention, tuple(runs)))
+            self.waiting.append((retention, trace, tuple(runs)))
 
     def drop_written(self, written: Collection[int]) -> None:
         """Drops tails that have one of these blocks."""
         self.waiting = [
-            (retention, tail)
-            for retention, tail in self.waiting
+            (retention, trace, tail)
+            for retention, trace, tail in self.waiting
             if not any(int(block) in written for run in tail for block in run.block_ids)
         ]
 

@@ -312,6 +312,6 @@ class CudaWorker:
         self._work.device.write(self._work.faults, (0,), np.zeros(3, np.int32))
 
     def take_counters(self) -> dict[str, float]:
-        """Returns the counts since the last call, by the names of `stats.COUNTERS`."""
+        """Returns the counts since the last call, by the names of `counter_help.COUNTERS`."""
         counted, self._counted = self._counted, Counter()
         return dict(counted)

@@ -30,7 +30,7 @@ class LostError(Exception):
 
 
 class ResidentPages:
-    """See the module. `counted`: pages that were copied, by the names of `stats.COUNTERS`."""
+    """See the module. `counted`: pages that were copied, by names of `counter_help.COUNTERS`."""
 
     def __init__(self, layers: Sequence[SparseLayer], places: SlotPlaces) -> None:
         self._places = places

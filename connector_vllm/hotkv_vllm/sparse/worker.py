@@ -125,7 +125,7 @@ class SparseWorker:
 
     def take_counters(self) -> dict[str, float]:
         """Returns the counts since the last call, over all layers, by the names of
-        `stats.COUNTERS`."""
+        `counter_help.COUNTERS`."""
         return self._counters.take()
 
     def take_layer_counters(self) -> dict[int, dict[str, float]]:

@@ -39,7 +39,7 @@ class RankReport:
         return f"RankReport({'empty' if self._next.is_empty() else 'to send'})"
 
     def count(self, name: str, value: float = 1) -> None:
-        """Adds to a counter of `stats.COUNTERS`."""
+        """Adds to a counter of `counter_help.COUNTERS`."""
         self._next.count(name, value)
 
     def timed(self, load_seconds: Mapping[str, float]) -> None:

@@ -63,7 +63,7 @@ class HotKVWorker:
         return f"HotKVWorker({self.rank}, {self.loads}, {self.stores})"
 
     def count(self, name: str) -> None:
-        """Adds one to a counter of `stats.COUNTERS`."""
+        """Adds one to a counter of `counter_help.COUNTERS`."""
         self.report.count(name)
 
     def handshake(self) -> HotKVHandshake | None:

@@ -51,7 +51,12 @@ class Transfers:
         runs = job.runs if self._rank.shared is None else (*job.runs, *job.representations)
         return self._begun(
             lambda session: session.load(
-                self.name(job.transfer_id), job.lease_id, runs, job.timeout_s, mark.after
+                self.name(job.transfer_id),
+                job.lease_id,
+                runs,
+                job.timeout_s,
+                mark.after,
+                job.traceparent,
             )
         )
 
@@ -69,6 +74,7 @@ class Transfers:
                 mark.after,
                 job.fence_index,
                 job.residency_id,
+                job.traceparent,
             )
         )
 

@@ -145,10 +145,15 @@ class LookupRequest(google.protobuf.message.Message):
     SESSION_ID_FIELD_NUMBER: builtins.int
     KEY_SPACE_ID_FIELD_NUMBER: builtins.int
     GROUPS_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The asking session, or empty with `key_space_id` set."""
     key_space_id: builtins.int
     """The key space; a session's own when zero."""
+    traceparent: builtins.str
+    """The caller's span as a W3C traceparent, at most 128 characters; empty for none. One that can't
+    be read counts as none.
+    """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupHashes]:
         """Hashes per group."""
@@ -159,8 +164,9 @@ class LookupRequest(google.protobuf.message.Message):
         session_id: builtins.str = ...,
         key_space_id: builtins.int = ...,
         groups: collections.abc.Iterable[Global___GroupHashes] | None = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups", "key_space_id", b"key_space_id", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "key_space_id", b"key_space_id", "session_id", b"session_id", "traceparent", b"traceparent"]) -> None: ...
 
 Global___LookupRequest: typing_extensions.TypeAlias = LookupRequest
 
@@ -195,6 +201,7 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     TTL_MS_FIELD_NUMBER: builtins.int
     WANTS_OFFSETS_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The asking session."""
     lease_id: builtins.str
@@ -208,6 +215,8 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
     session's link gives no arena. Blocks of an earlier server are compared with their check values
     first; a block that does not agree is not pinned.
     """
+    traceparent: builtins.str
+    """As in LookupRequest."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupHashes]:
         """Blocks to pin, per group."""
@@ -220,8 +229,9 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
         groups: collections.abc.Iterable[Global___GroupHashes] | None = ...,
         ttl_ms: builtins.int = ...,
         wants_offsets: builtins.bool = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["groups", b"groups", "lease_id", b"lease_id", "session_id", b"session_id", "ttl_ms", b"ttl_ms", "wants_offsets", b"wants_offsets"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["groups", b"groups", "lease_id", b"lease_id", "session_id", b"session_id", "traceparent", b"traceparent", "ttl_ms", b"ttl_ms", "wants_offsets", b"wants_offsets"]) -> None: ...
 
 Global___AcquireLeaseRequest: typing_extensions.TypeAlias = AcquireLeaseRequest
 
@@ -595,6 +605,7 @@ class LoadRequest(google.protobuf.message.Message):
     RUNS_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     AFTER_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The asking session; its registered memory is the destination."""
     transfer_id: builtins.str
@@ -603,6 +614,8 @@ class LoadRequest(google.protobuf.message.Message):
     """The read lease."""
     timeout_ms: builtins.int
     """Milliseconds after which the server gives up; zero for its default."""
+    traceparent: builtins.str
+    """As in LookupRequest."""
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LoadRun]:
         """Blocks per group."""
@@ -620,9 +633,10 @@ class LoadRequest(google.protobuf.message.Message):
         runs: collections.abc.Iterable[Global___LoadRun] | None = ...,
         timeout_ms: builtins.int = ...,
         after: hotkv.v1.layout_pb2.DeviceMark | None = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["after", b"after"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "lease_id", b"lease_id", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "transfer_id", b"transfer_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "lease_id", b"lease_id", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent", "transfer_id", b"transfer_id"]) -> None: ...
 
 Global___LoadRequest: typing_extensions.TypeAlias = LoadRequest
 
@@ -671,6 +685,7 @@ class StoreRequest(google.protobuf.message.Message):
     RETENTION_FIELD_NUMBER: builtins.int
     AFTER_FIELD_NUMBER: builtins.int
     RESIDENCY_ID_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The asking session; its registered memory is the source."""
     transfer_id: builtins.str
@@ -691,6 +706,8 @@ class StoreRequest(google.protobuf.message.Message):
     that was reserved for it counts for the store. If the residency is not open any more, the store
     is as any other. Positions are those of the chain (BlockRun.depth).
     """
+    traceparent: builtins.str
+    """As in LookupRequest."""
     @property
     def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockRun]:
         """Blocks with their ids in engine memory."""
@@ -715,9 +732,10 @@ class StoreRequest(google.protobuf.message.Message):
         retention: Global___Retention | None = ...,
         after: hotkv.v1.layout_pb2.DeviceMark | None = ...,
         residency_id: builtins.str = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["after", b"after", "retention", b"retention"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "fence_index", b"fence_index", "lease_id", b"lease_id", "residency_id", b"residency_id", "retention", b"retention", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "transfer_id", b"transfer_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "fence_index", b"fence_index", "lease_id", b"lease_id", "residency_id", b"residency_id", "retention", b"retention", "runs", b"runs", "session_id", b"session_id", "timeout_ms", b"timeout_ms", "traceparent", b"traceparent", "transfer_id", b"transfer_id"]) -> None: ...
 
 Global___StoreRequest: typing_extensions.TypeAlias = StoreRequest
 

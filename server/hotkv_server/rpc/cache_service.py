@@ -6,6 +6,7 @@ from typing import Any
 from hotkv.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_server.rpc import calls, convert
 from hotkv_server.rpc.errors import answer
+from hotkv_server.rpc.traced_calls import calls_of
 from hotkv_server.runtime.node import Node
 
 
@@ -14,13 +15,14 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     def __init__(self, node: Node) -> None:
         self._node = node
+        self._traceable = calls_of(node)
 
     async def Lookup(
         self, request: cache_pb2.LookupRequest, context: Any
     ) -> cache_pb2.LookupResponse:
         async def call() -> cache_pb2.LookupResponse:
             session = self._node.sessions.get(request.session_id) if request.session_id else None
-            found = calls.lookup(self._node, session, request)
+            found = self._traceable.lookup(self._node, session, request)
             return await found if isinstance(found, asyncio.Task) else found
 
         return await answer(self._node, context, call)
@@ -29,7 +31,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
         self, request: cache_pb2.AcquireLeaseRequest, context: Any
     ) -> cache_pb2.AcquireLeaseResponse:
         async def call() -> cache_pb2.AcquireLeaseResponse:
-            acquired = calls.acquire(
+            acquired = self._traceable.acquire(
                 self._node, self._node.sessions.get(request.session_id), request
             )
             return await acquired if isinstance(acquired, asyncio.Task) else acquired
@@ -56,14 +58,16 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
 
     async def Load(self, request: cache_pb2.LoadRequest, context: Any) -> cache_pb2.LoadResponse:
         async def call() -> cache_pb2.LoadResponse:
-            end = await calls.load(self._node, self._node.sessions.get(request.session_id), request)
+            end = await self._traceable.load(
+                self._node, self._node.sessions.get(request.session_id), request
+            )
             return convert.load_response(request.transfer_id, end)
 
         return await answer(self._node, context, call)
 
     async def Store(self, request: cache_pb2.StoreRequest, context: Any) -> cache_pb2.StoreResponse:
         async def call() -> cache_pb2.StoreResponse:
-            storing = await calls.store(
+            storing = await self._traceable.store(
                 self._node, self._node.sessions.get(request.session_id), request
             )
             end = await storing

@@ -32,6 +32,7 @@ def lookup(
 ) -> "cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]":
     """Says which blocks are ready or can be brought in, later if a tier must be asked. Without a
     session the request must name its key space."""
+    began_s = time.monotonic()
     number = request.key_space_id or (session.record.key_space_id if session else 0)
     if number == 0:
         raise HotKVError(
@@ -44,10 +45,13 @@ def lookup(
         raise _hidden(session, number)
     group_index = session.group_index if session is not None and is_own else int
     groups = convert.hash_lists(request.groups, node.core.key_space(number).hash_bytes, group_index)
+    answer: cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]
     if node.tiers is not None and is_own and node.tiers.lookups.must_ask(session, groups):
         assert session is not None
-        return asyncio.create_task(_lookup_later(node, session, request, groups))
-    return _lookup(node, session if is_own else None, request, number, groups)
+        answer = asyncio.create_task(_lookup_later(node, session, request, groups))
+    else:
+        answer = _lookup(node, session if is_own else None, request, number, groups)
+    return node.timings.answered(node.timings.lookup_s, began_s, answer)
 
 
 def _lookup(
@@ -108,6 +112,7 @@ def acquire(
 ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
     """Pins ready blocks, later if some must come up from a tier first. Tells a session that has the
     arena where they lie, later if they must be compared first."""
+    began_s = time.monotonic()
     if request.wants_offsets and not session.has_arena:
         raise HotKVError(
             Reason.NOT_ALLOWED,
@@ -116,9 +121,12 @@ def acquire(
         )
     groups = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
     lease_id = _lease_id(request.lease_id)
+    answer: cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]
     if node.tiers is not None and node.tiers.has_some(session, groups):
-        return asyncio.create_task(_acquire_later(node, session, request, lease_id, groups))
-    return _acquire(node, session, request, lease_id, groups)
+        answer = asyncio.create_task(_acquire_later(node, session, request, lease_id, groups))
+    else:
+        answer = _acquire(node, session, request, lease_id, groups)
+    return node.timings.answered(node.timings.lease_s, began_s, answer)
 
 
 async def _acquire_later(

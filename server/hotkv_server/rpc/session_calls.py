@@ -14,6 +14,7 @@ from hotkv.v1 import cache_pb2, residency_pb2, session_pb2
 from hotkv_server.rpc import calls, convert, residency_calls, space_convert
 from hotkv_server.rpc.errors import as_refusal, detail
 from hotkv_server.rpc.throttle import Pace
+from hotkv_server.rpc.traced_calls import calls_of
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.session import LiveSession
 from hotkv_server.runtime.transfer import TransferEnd
@@ -33,6 +34,7 @@ class SessionCalls:
         self._session = session
         self._pace = pace
         self._send = send
+        self._traceable = calls_of(node)
 
     def refused(self, error: Exception) -> session_pb2.ConnectResponse:
         """The answer to a call that failed."""
@@ -48,13 +50,13 @@ class SessionCalls:
         node, session = self._node, self._session
         match request.WhichOneof("body"):
             case "lookup":
-                found = calls.lookup(node, session, request.lookup)
+                found = self._traceable.lookup(node, session, request.lookup)
                 if not isinstance(found, asyncio.Task):
                     return session_pb2.ConnectResponse(lookup=found)
                 found.add_done_callback(partial(self._answer_lookup, request.request_id))
                 return None
             case "acquire_lease":
-                acquired = calls.acquire(node, session, request.acquire_lease)
+                acquired = self._traceable.acquire(node, session, request.acquire_lease)
                 if not isinstance(acquired, asyncio.Task):
                     return session_pb2.ConnectResponse(acquire_lease=acquired)
                 acquired.add_done_callback(lambda done: self._answer_lease(request, done))
@@ -68,14 +70,14 @@ class SessionCalls:
                     release_lease=calls.release(node, session, request.release_lease)
                 )
             case "load":
-                load = calls.load(node, session, request.load)
+                load = self._traceable.load(node, session, request.load)
                 # What answers a transfer does not keep its message.
                 load.add_done_callback(
                     partial(self._answer_load, request.request_id, request.load.transfer_id)
                 )
                 return None
             case "store":
-                store = await calls.store(node, session, request.store)
+                store = await self._traceable.store(node, session, request.store)
                 groups = [run.group_index for run in request.store.runs]
                 store.add_done_callback(
                     partial(

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from hotkv import table
+from hotkv.spans import Span
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.moves import Move
 from hotkv_server.core.values import BoolMask, Entries, HashList, Int64s
@@ -20,6 +21,7 @@ from hotkv_server.runtime.moved_events import OnReady, nobody
 from hotkv_server.runtime.slices import slices
 from hotkv_server.runtime.tier_reads import TierReads
 from hotkv_server.runtime.tier_tasks import TierTasks, agreeing, blocks_of, future, on_loop
+from hotkv_server.runtime.tracing import Tracing
 from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Read, Seals, Tier, Write
 
 PAUSE_S = 0.05
@@ -39,6 +41,7 @@ class TierBelow:
         self.name = DISK_TIER
         self.breaker = Breaker(tier)
         self.reads = TierReads()
+        self.tracing: Tracing | None = None
         self._core = core
         self._verifier = verifier
         self._most_bytes = min(MAX_DOWN_BYTES, moving_bytes)
@@ -86,8 +89,14 @@ class TierBelow:
         self._down_bytes += blocks.total_bytes
         ended: asyncio.Future[tuple[Codes, Seals]] = future()
         good = await agreeing(self._core, self._verifier, move.entries, tell)
+        spans: list[Span] = []
+        if self.tracing is not None:
+            hashes = self._core.space.index.keys(move.entries)[2]
+            spans = self.tracing.begin_writes(hashes, self.name)
         self.tier.write(blocks, on_loop(ended))
         codes, seals = await ended
+        for span in spans:
+            span.end()
         self._down_bytes -= blocks.total_bytes
         is_stored = np.isin(codes, (Write.STORED, Write.PRESENT)) & good
         going = move.places[is_stored & ~move.is_void]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from hotkv.spans import Span
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.copies import OLD, STORED, Copies
 from hotkv_server.core.moves import Move
@@ -30,6 +31,7 @@ from hotkv_server.runtime.tier_tasks import (
     on_loop,
     tier_keys,
 )
+from hotkv_server.runtime.tracing import Tracing
 from hotkv_server.tiers.protocol import Codes, Medium, Read, Seals, SharedTier, Write
 
 PAUSE_S = 0.05
@@ -68,6 +70,7 @@ class TierCopies:
     ) -> None:
         self.num_copied = self.num_refused = 0
         self.on_ready: OnReady = nobody
+        self.tracing: Tracing | None = None
         self._core = core
         self._tier = tier
         self._name = tier.facts().name
@@ -206,6 +209,12 @@ class TierCopies:
         number, ended = move.key_space_id, future()
         prefix, expected = self._epochs.prefix(number), self._epochs.expected(number)
         blocks = blocks_of(self._core, move.entries[at], prefix, expected)
+        spans: list[Span] = []
+        if self.tracing is not None:
+            hashes = self._core.space.index.keys(move.entries[at])[2]
+            spans = self.tracing.begin_writes(hashes, self._name)
         self._tier.write(blocks, on_loop(ended))
         answer: tuple[Codes, Seals] = await ended
+        for span in spans:
+            span.end()
         return answer[0]

@@ -2,7 +2,9 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
+from hotkv_server.core import inspect
 from hotkv_server.core.moves import MoveCounters
 from hotkv_server.runtime.events import DISK_TIER
 from hotkv_server.runtime.tier_below import TierBelow
@@ -42,6 +44,53 @@ def states(tiers: Tiers | None) -> list[TierState]:
         return []
     below = [] if tiers.below is None else [_below(tiers.below)]
     return [*below, *(_shared(one) for one in tiers.shared)]
+
+
+def activity(state: TierState) -> dict[str, Any]:
+    """What a tier besides host memory does. Field names are those of the wire."""
+    reads, moved = state.reads, state.moved
+    return {
+        "is_shared": state.is_shared,
+        "is_up": state.is_up,
+        "problem": state.problem,
+        "asked_block_count": reads.asked_blocks,
+        "hit_block_count": reads.hit_blocks,
+        "written_byte_count": moved.written_bytes,
+        "read_byte_count": moved.read_bytes,
+        "read_count": reads.num_reads,
+        "read_p50_s": reads.quantile_s(0.5),
+        "read_p99_s": reads.quantile_s(0.99),
+        "read_bytes_per_s": reads.bytes_per_s(),
+        "queued_byte_count": moved.queued_bytes,
+        "waiting_block_count": state.waiting_blocks,
+        "lost_block_count": state.lost_blocks,
+        "failed_block_count": moved.failed_blocks,
+        "budget_byte_count": state.budget_bytes,
+        "budget_left_byte_count": state.left_bytes,
+    }
+
+
+def places(name: str, figures: inspect.TierFigures) -> dict[str, Any]:
+    """What a tier has, whose places the core knows. Field names are those of the wire."""
+    return {
+        "name": name,
+        "capacity_byte_count": figures.capacity_bytes,
+        "used_byte_count": figures.used_bytes,
+        "pinned_byte_count": figures.pinned_bytes,
+        "block_count": figures.num_blocks,
+        "free_slab_count": figures.num_free_slabs,
+        "slab_byte_count": figures.slab_bytes,
+        "representation_byte_count": figures.representation_bytes,
+        "slab_classes": [
+            {
+                "slot_byte_count": one.slot_bytes,
+                "slab_count": one.num_slabs,
+                "slot_count": one.num_slots,
+                "used_slot_count": one.num_used,
+            }
+            for one in figures.slab_classes
+        ],
+    }
 
 
 def _below(one: TierBelow) -> TierState:

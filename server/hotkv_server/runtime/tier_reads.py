@@ -4,13 +4,13 @@ Always true: memory is fixed. Quantiles and the rate are of the last RECENT read
 the event loop only.
 """
 
-import bisect
 import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from hotkv.costs import fitted
+from hotkv_server.core.histogram import Histogram
 from hotkv_server.core.values import BoolMask
 from hotkv_server.runtime.tier_choice import Offer
 
@@ -29,16 +29,16 @@ class TierReads:
 
     `asked_blocks`: that lookups asked for and no faster tier had; `hit_blocks`: those of them that
     the tier had; `left_blocks`: that lay there and were not brought in, because the engine computes
-    them sooner. `sum_s`: of all reads. `last_s`: when the last one ended. `counts`: reads per
-    bound, and one for those that took longer. `queued_bytes`: of reads that have not ended.
+    them sooner. `times_s`: of all reads. `last_s`: when the last one ended. `queued_bytes`: of
+    reads that have not ended.
     """
 
     def __init__(self) -> None:
         self.asked_blocks = self.hit_blocks = self.left_blocks = self.num_reads = 0
         self.queued_bytes = 0
-        self.sum_s = self.last_s = 0.0
+        self.last_s = 0.0
         self._costs, self._costs_at = (0.0, 0.0), 0
-        self.counts = [0] * (len(READ_BOUNDS_S) + 1)
+        self.times_s = Histogram(READ_BOUNDS_S)
         self._seconds = np.zeros(RECENT)
         self._bytes = np.zeros(RECENT)
 
@@ -55,9 +55,8 @@ class TierReads:
         at = self.num_reads % RECENT
         self._seconds[at], self._bytes[at] = seconds, num_bytes
         self.num_reads += 1
-        self.sum_s += seconds
+        self.times_s.add(seconds)
         self.last_s = time.monotonic()
-        self.counts[bisect.bisect_left(READ_BOUNDS_S, seconds)] += 1
 
     def quantile_s(self, share: float) -> float:
         """So many seconds this share of reads took at most; 0 before the first read."""

@@ -26,6 +26,7 @@ from hotkv_server.runtime.tier_lookups import TierLookups, WaitingCalls
 from hotkv_server.runtime.tier_shared import TierShared
 from hotkv_server.runtime.tier_source import Source
 from hotkv_server.runtime.tier_tasks import TierTasks, check_values, elsewhere, future, on_loop
+from hotkv_server.runtime.tracing import Tracing
 from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Read
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class Tiers:
         )
         self._tell: Callable[[], None] = lambda: None
         self._on_ready: OnReady = nobody
+        self._tracing: Tracing | None = None
 
     def __repr__(self) -> str:
         return f"Tiers({self._sources!r})"
@@ -104,6 +106,14 @@ class Tiers:
         for one in self.shared:
             one.out.on_ready = on_ready
             one.start(self._tasks, tell, flush)
+
+    def trace(self, tracing: Tracing) -> None:
+        """From now on reads and writes that belong to traced calls have spans."""
+        self._tracing = tracing
+        if self.below is not None:
+            self.below.tracing = tracing
+        for one in self.shared:
+            one.out.tracing = tracing
 
     async def close(self) -> None:
         """Begins no move any more and ends those under way. Waits as long as the tiers' `close`."""
@@ -244,11 +254,20 @@ class Tiers:
     async def _read(self, coming: Coming, blocks: Blocks) -> None:
         source, move = coming.source, coming.move
         ended: asyncio.Future[tuple[Codes]] = future()
+        span = None if self._tracing is None else self._tracing.child("tier.read")
         began_s = time.monotonic()
         source.tier.read(blocks, began_s + UP_TIMEOUT_S, on_loop(ended))
         (codes,) = await ended
         num_found_bytes = int(blocks.num_bytes[codes == Read.FOUND].sum())
         source.reads.add(time.monotonic() - began_s, num_found_bytes)
+        if span is not None:
+            span.attributes = {
+                "hotkv.tier": source.name,
+                "hotkv.blocks": len(move),
+                "hotkv.found_blocks": int((codes == Read.FOUND).sum()),
+                "hotkv.bytes": num_found_bytes,
+            }
+            span.end()
         checks = await elsewhere(check_values, self._core, self._arena, move)
         self._up_bytes -= coming.num_bytes
         source.reads.queued_bytes -= coming.num_bytes

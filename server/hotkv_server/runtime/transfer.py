@@ -8,6 +8,7 @@ are moved by the copy engine's threads.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from hotkv_server.runtime.engine_memory import EngineMemory
 from hotkv_server.runtime.health import Health
 from hotkv_server.runtime.order import MarkGate
 from hotkv_server.runtime.session import LiveSession
+from hotkv_server.runtime.timings import Timings
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +40,22 @@ Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
 
 @dataclass(frozen=True, slots=True)
 class TransferEnd:
-    """How a transfer ended. `results`: BlockResult values a run, for stores."""
+    """How a transfer ended. `results`: BlockResult values a run, for stores. `copy_began_s`,
+    `copy_ended_s`: by the monotonic clock; the former is None if no byte was copied."""
 
     outcome: Outcome
     num_bytes: int
     message: str
     results: list[NDArray[np.uint8]]
+    copy_began_s: float | None = None
+    copy_ended_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
     """What all transfers of a node use. `kept_bytes`: account of what transfers keep until they
-    end; `run_effects` carries out what the core's decisions call for."""
+    end; `run_effects` carries out what the core's decisions call for; `timings` counts their
+    ends."""
 
     core: CacheCore
     arena: Region
@@ -58,6 +64,7 @@ class Means:
     health: Health
     kept_bytes: Account
     run_effects: Callable[[], None]
+    timings: Timings
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +99,7 @@ class Transfer:
         self._finish = finish
         self._after_copy = after_copy
         self._to_engine = to_engine
+        self._began_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._future: asyncio.Future[TransferEnd] = self._loop.create_future()
         self._owner = means.core.owner(call.session.record)
@@ -167,7 +175,7 @@ class Transfer:
 
     def _ended(self, outcome: Outcome, message: str) -> None:
         """Gives back what the transfer kept, tells the core, and answers."""
-        call, job = self._call, self._job
+        call, job, copy_ended_s = self._call, self._job, time.monotonic()
         assert job is not None, "a transfer ends after its start"
         call.deadline.end()
         del call.session.jobs[call.transfer_id]
@@ -176,11 +184,21 @@ class Transfer:
         call.session.settled.set()
         outcome, message = self._verdict(outcome, message)
         moved = job.total_bytes if outcome is Outcome.DONE else 0
+        self._means.timings.moved(
+            outcome, moved, self._began_s, job.waited_s, to_engine=self._to_engine
+        )
         results = self._finish(outcome, moved)
         self._means.run_effects()
         if not self._future.cancelled():
             self._future.set_result(
-                TransferEnd(outcome, moved, message or call.deadline.message, results)
+                TransferEnd(
+                    outcome,
+                    moved,
+                    message or call.deadline.message,
+                    results,
+                    job.begun_s,
+                    copy_ended_s,
+                )
             )
 
     def _verdict(self, outcome: Outcome, message: str) -> tuple[Outcome, str]:

@@ -30,6 +30,7 @@ from hotkv_server.runtime.engine_memory import EngineMemory
 from hotkv_server.runtime.events import EventHub, RunContent, stored_events
 from hotkv_server.runtime.health import Health
 from hotkv_server.runtime.session import LiveSession
+from hotkv_server.runtime.timings import Timings
 from hotkv_server.runtime.transfer import BlockIds, Call, Means, Transfer, TransferEnd
 
 MAX_TRANSFERS_OF_SESSION = 2048
@@ -43,7 +44,8 @@ for each block."""
 
 class Transfers:
     """See the module. `run_effects`: carries out what the core's decisions call for. `on_moved`: is
-    told the bytes that a session's transfer has loaded and stored."""
+    told the bytes that a session's transfer has loaded and stored. `timings`: counts their
+    ends."""
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class Transfers:
         health: Health,
         run_effects: Callable[[], None],
         on_moved: Callable[[LiveSession, int, int], None] = lambda session, loaded, stored: None,
+        timings: Timings | None = None,
     ) -> None:
         self._core = core
         self._on_moved = on_moved
@@ -65,7 +68,14 @@ class Transfers:
         self._events = events
         self._run_effects = run_effects
         self._means = Means(
-            core, arena, copy_engine, verifier, health, self.kept_bytes, run_effects
+            core,
+            arena,
+            copy_engine,
+            verifier,
+            health,
+            self.kept_bytes,
+            run_effects,
+            timings or Timings(),
         )
         self._sums = SumThreads()
 

@@ -277,6 +277,33 @@ def check_idle(make_rig: MakeRig) -> None:
         assert rig.engine.is_alive()
 
 
+def check_times(make_rig: MakeRig) -> None:
+    """A job says how long it waited, one that was never begun does not; an engine is busy while it
+    copies, and at no other time."""
+    with make_rig() as rig:
+        ends, plans = Ends(), [whole_plan(rig.arena, memory) for memory in rig.memories]
+        assert rig.engine.busy_s == 0.0 and rig.engine.num_lanes >= 1
+        began_s = time.monotonic()
+        jobs = [ends.job(f"{number}", plans) for number in range(4)]
+        for job in jobs:
+            rig.engine.submit(job)
+        ends.wait()
+        took_s = time.monotonic() - began_s
+        for job in jobs:
+            assert job.waited_s is not None and 0.0 <= job.waited_s <= took_s
+        cancelled = ends.job("cancelled", [whole_plan(rig.arena, rig.memories[0])])
+        cancelled.cancel()
+        rig.engine.submit(cancelled)
+        nothing = ends.job("nothing", [])
+        rig.engine.submit(nothing)
+        ends.wait()
+        assert nothing.waited_s is cancelled.waited_s is None
+        busy_s = rig.engine.busy_s
+        assert 0.0 < busy_s <= rig.engine.num_lanes * (time.monotonic() - began_s)
+        time.sleep(0.01)
+        assert rig.engine.busy_s == busy_s
+
+
 def check_copy_engine(make_rig: MakeRig, *, seed: int) -> None:
     """Runs all checks. Raises AssertionError if the engine breaks a rule."""
     check_bytes(make_rig, seed=seed)
@@ -285,3 +312,4 @@ def check_copy_engine(make_rig: MakeRig, *, seed: int) -> None:
     check_failure(make_rig)
     check_close(make_rig)
     check_idle(make_rig)
+    check_times(make_rig)

@@ -1,0 +1,139 @@
+"""What traces cost a lookup: off, on, and with a span for each call.
+`python -m bench.tracing [--before FOLDER] [--rounds N] [--json]`.
+
+Four servers hold the same blocks and take turns, so that all meet the same moments of the machine:
+two without tracing, whose difference is what this machine can't tell apart, one with tracing whose
+clients trace nothing, and one with a span for each call, sent to a collector in a process of its
+own. `--before`: a checkout from before there were traces; its server is one more variant.
+"""
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+from bench.report import median, parser, percentile, print_report
+from demo.processes import Server, ends_cleanly, runtime_folder
+from hotkv.spans import TraceContext
+from hotkv_client import BlockRun, GroupHashes, Session
+from hotkv_client.testing import PagedEngine
+from hotkv_server.testing.otlp_receiver import OtlpReceiver
+
+COUNTS = (64, 1024)
+BLOCKS = 4096
+PAGE_BYTES = 4096
+ROUNDS = 400
+WARMERS = 3
+OFF, OFF_TOO, ON, TRACED, BEFORE = "off", "off, again", "on, untraced", "each traced", "before"
+PACKAGES = ("proto", "sparse", "client", "server")
+
+
+def filled(target: str, hashes: list[bytes]) -> Session:
+    """A session with a server that has the blocks."""
+    session = PagedEngine(target, layers=1, num_blocks=1, page_bytes=PAGE_BYTES).connect().session
+    run = BlockRun(0, hashes, np.zeros(len(hashes), np.int32))
+    session.store("fill", "fill", [run], 60).result(60)
+    return session
+
+
+def command_of(checkout: Path) -> Sequence[str]:
+    """The server of another checkout."""
+    path = os.pathsep.join(str(checkout.absolute() / name) for name in PACKAGES)
+    return ("env", f"PYTHONPATH={path}", sys.executable, "-m", "hotkv_server.cli", "run")
+
+
+def collect(pipe: Connection) -> None:
+    """Runs a collector: sends its URL, then, once asked, how many spans have come."""
+    with OtlpReceiver() as one:
+        pipe.send(one.url)
+        pipe.recv()
+        pipe.send(len(one.spans))
+
+
+@contextmanager
+def collector() -> Iterator[Connection]:
+    """A collector in a process of its own: here it would take the time of the calls."""
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("spawn").Process(target=collect, args=(theirs,))
+    child.start()
+    try:
+        yield ours
+    finally:
+        child.terminate()
+        child.join()
+
+
+def main() -> int:
+    """Entry point."""
+    options = parser("Time lookups with and without traces.")
+    options.add_argument("--before", type=Path, help="a checkout from before there were traces")
+    options.add_argument("--rounds", type=int, default=ROUNDS)
+    asked = options.parse_args()
+    hashes = [os.urandom(32) for _ in range(BLOCKS)]
+    times: dict[tuple[str, int], list[float]] = {}
+    with ends_cleanly(), ExitStack() as stack:
+        pipe = stack.enter_context(collector())
+        flags = ("--tracing.endpoint", str(pipe.recv()), "--tracing.max-spans-per-s", "1000000")
+        flags_of = {OFF: (), OFF_TOO: (), ON: flags, TRACED: flags}
+        if asked.before is not None:
+            flags_of[BEFORE] = ()
+        calls: dict[str, Callable[[list[GroupHashes]], object]] = {}
+        for name, own in flags_of.items():
+            folder = stack.enter_context(runtime_folder(256 << 20))
+            command = command_of(asked.before) if name == BEFORE else ()
+            server = stack.enter_context(Server(folder, "64MiB", *own, command=command))
+            server.wait_ready()
+            session = filled(server.target, hashes)
+            stack.callback(session.close)
+            parent = TraceContext(1, 1).traceparent if name == TRACED else None
+            calls[name] = lambda groups, session=session, parent=parent: session.lookup(  # type: ignore[misc]
+                groups, parent
+            ).result(10)
+        random = np.random.default_rng(1)
+        for _ in range(asked.rounds):
+            for count in COUNTS:
+                groups = [GroupHashes(0, [hashes[i] for i in random.integers(0, BLOCKS, count)])]
+                for name in random.permutation(list(calls)).tolist():
+                    for _ in range(WARMERS):
+                        calls[name](groups)
+                    start_s = time.perf_counter()
+                    calls[name](groups)
+                    times.setdefault((name, count), []).append(
+                        (time.perf_counter() - start_s) * 1e6
+                    )
+        pipe.send("count")
+        num_spans = int(pipe.recv())
+    p50 = {key: median(values) for key, values in times.items()}
+    rows = [
+        (
+            name,
+            count,
+            round(p50[name, count], 1),
+            round(percentile(times[name, count], 0.9), 1),
+            round(p50[name, count] / p50[OFF, count], 3),
+        )
+        for count in COUNTS
+        for name in calls
+    ]
+    figures: dict[str, object] = {
+        f"{name.replace(', ', '_').replace(' ', '_')}_over_off": {
+            count: p50[name, count] / p50[OFF, count] for count in COUNTS
+        }
+        for name in calls
+        if name != OFF
+    }
+    figures |= {"off_us_p50": {count: p50[OFF, count] for count in COUNTS}, "spans": num_spans}
+    print_report(
+        ("variant", "hashes", "p50 us", "p90 us", "over off"), rows, figures, as_json=asked.json
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Spans of an engine's requests: what hotkv did for each, and how long it took.
+
+Always true: without tracing there are no such objects, and nothing of OpenTelemetry is imported.
+Nothing here waits: spans are exported by a thread. vLLM makes its own span of a request,
+`llm_request`, when the request has ended, below the span that the client named. `hotkv.request`
+lies below the same one, so both stand side by side in one trace; calls, loads and stores lie below
+`hotkv.request`, and what the server records below these. Scheduler thread, but for the ends of
+calls.
+"""
+
+import atexit
+import importlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from hotkv.misses import Miss
+from hotkv.results import BlockResult
+from hotkv.spans import Kind, Span, SpanLog
+from hotkv_client.types import GroupHashes
+from hotkv_vllm.config import ConfigError, ConnectorConfig
+from hotkv_vllm.link import logger
+from hotkv_vllm.metadata import LoadJob
+
+SERVICE = "hotkv-connector"
+TRACEPARENT = "traceparent"
+VLLM_PROTOCOL = "grpc"
+"""What vLLM exports its own spans by, unless the environment names another protocol."""
+
+
+@final
+class RequestTrace:
+    """The spans of one request."""
+
+    def __init__(self, root: Span) -> None:
+        self._root = root
+        self._num_lookups = 0
+        self._loading: Span | None = None
+
+    def __repr__(self) -> str:
+        return f"RequestTrace({self._root.traceparent})"
+
+    def lookup(self, groups: Sequence[GroupHashes]) -> Span:
+        """Begins the span of a lookup by call."""
+        self._num_lookups += 1
+        return self._call("hotkv.lookup", groups)
+
+    def lease(self, groups: Sequence[GroupHashes]) -> Span:
+        """Begins the span of a lease."""
+        return self._call("hotkv.lease", groups)
+
+    def _call(self, name: str, groups: Sequence[GroupHashes]) -> Span:
+        span = self._root.child(name, Kind.CLIENT)
+        span.attributes["hotkv.blocks"] = sum(len(one.hashes) for one in groups)
+        return span
+
+    def load(self, job: LoadJob, num_tokens: int) -> str:
+        """Begins the span of a load; returns its name for the server."""
+        span = self._loading = self._root.child("hotkv.load", Kind.CLIENT)
+        span.attributes["hotkv.tokens"] = num_tokens
+        span.attributes["hotkv.blocks"] = sum(len(run.block_ids) for run in job.runs)
+        return span.traceparent
+
+    def load_ended(self, failed: bool) -> None:
+        """The load has ended in all ranks."""
+        if self._loading is not None:
+            self._loading.end("FAILED" if failed else "")
+            self._loading = None
+
+    def store(self, num_blocks: int, num_bytes: int) -> Span:
+        """Begins the span of a store."""
+        span = self._root.child("hotkv.store", Kind.CLIENT)
+        span.attributes["hotkv.blocks"] = num_blocks
+        span.attributes["hotkv.bytes"] = num_bytes
+        return span
+
+    def ended(
+        self, prompt_tokens: int, device_hit_tokens: int, hit_tokens: int, miss: Miss, wait_s: float
+    ) -> None:
+        """The request has ended. `hit_tokens`: that were to come from hotkv; `miss`: why no more;
+        `wait_s`: how long it waited for answers."""
+        if self._loading is not None:
+            self._loading.end("CANCELLED")
+        self._root.attributes = {
+            "hotkv.prompt_tokens": prompt_tokens,
+            "hotkv.device_hit_tokens": device_hit_tokens,
+            "hotkv.hit_tokens": hit_tokens,
+            "hotkv.miss_reason": miss.name.lower(),
+            "hotkv.wait_s": wait_s,
+            "hotkv.lookup_calls": self._num_lookups,
+        }
+        self._root.end()
+
+
+@final
+class RequestTraces:
+    """Begins the traces of requests."""
+
+    def __init__(self, log: SpanLog) -> None:
+        self._log = log
+
+    def __repr__(self) -> str:
+        return f"RequestTraces({self._log})"
+
+    def begin(self, request: Any) -> RequestTrace | None:
+        """Begins the trace of a request that its client traces, or of a sampled share of those
+        without a context; None for others."""
+        headers: Mapping[str, str] = request.trace_headers or {}
+        root = self._log.begin("hotkv.request", headers.get(TRACEPARENT, ""), Kind.INTERNAL)
+        return None if root is None else RequestTrace(root)
+
+    def flush(self) -> None:
+        """Exports what waits, for a bounded time."""
+        self._log.sink.flush()
+
+    def close(self) -> None:
+        """The same, and records nothing any more."""
+        atexit.unregister(self.close)
+        self._log.close()
+
+
+def open_traces(config: ConnectorConfig) -> RequestTraces | None:
+    """Begins to export spans; None if the settings don't ask for it. Raises ConfigError if they do
+    and it can't be done here."""
+    if not config.tracing:
+        return None
+    try:
+        otlp = importlib.import_module("hotkv.otlp")
+        sink = otlp.open_sink(config.tracing, SERVICE, logger, default_protocol=VLLM_PROTOCOL)
+    except ImportError as error:
+        raise ConfigError(
+            f"hotkv.tracing = {config.tracing!r}: {error.name or error} is not installed; pip "
+            "install 'hotkv[otel]', or leave the setting out"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"hotkv.tracing = {config.tracing!r}: {error}") from None
+    traces = RequestTraces(SpanLog(sink, config.tracing_sample_ratio))
+    atexit.register(traces.close)
+    return traces
+
+
+def end_store(span: Span, results: Sequence[bytes]) -> None:
+    """Ends the span of a store. `results`: BlockResult bytes of its blocks by rank, empty for a
+    rank that failed."""
+    for value, count in Counter(b"".join(results)).items():
+        span.attributes[f"hotkv.{BlockResult(value).name.lower()}_blocks"] = count
+    span.end("" if results and all(results) else "FAILED")

@@ -1,0 +1,126 @@
+"""Spans of what the server does: of calls, and below them of waits, copies and tiers.
+
+Always true: without tracing a node has no such object, and nothing here is called. What is kept for
+spans to come is bounded in number and time. Spans hold numbers and names of the server's own, never
+hashes, token ids or bytes. On the event loop only.
+"""
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import numpy as np
+
+from hotkv.errors import HotKVError
+from hotkv.spans import Kind, Span, SpanLog, TraceContext
+from hotkv.table import Words
+
+MAX_STORED_BLOCKS, MAX_BLOCKS_OF_RUN = 1 << 14, 1 << 12
+"""Blocks of traced stores whose way into tiers is traced, too: of all, and of one run."""
+STORED_S = 60.0
+"""How long after its store a block's way into a tier is traced."""
+MAX_WRITE_SPANS = 16
+"""Spans of one write to a tier: blocks of so many traced stores may go together."""
+PREFIX = "hotkv."
+
+_current: ContextVar[Span | None] = ContextVar("hotkv_span", default=None)
+"""The span of the call that is served. Tasks that it starts inherit it."""
+
+
+class Tracing:
+    """See the module."""
+
+    def __init__(self, spans: SpanLog) -> None:
+        self.spans = spans
+        # By name of a block: the store that brought it, and until when it is of interest.
+        self._stored: dict[int, tuple[TraceContext, float]] = {}
+
+    def __repr__(self) -> str:
+        return f"Tracing({self.spans!r}, {len(self._stored)} stored blocks)"
+
+    def close(self) -> None:
+        """Exports what waits, for a bounded time. Blocks."""
+        self.spans.close()
+
+    # Calls
+
+    def begin(self, name: str, traceparent: str) -> Span | None:
+        """Begins the span of a call; None if it is not traced."""
+        return self.spans.begin(PREFIX + name, traceparent, Kind.SERVER)
+
+    @contextlib.contextmanager
+    def serving(self, span: Span) -> Iterator[None]:
+        """What is begun inside, tasks included, belongs to this span. It ends if that fails."""
+        before = _current.set(span)
+        try:
+            yield
+        except BaseException as error:
+            span.end(reason(error))
+            raise
+        finally:
+            _current.reset(before)
+
+    def child(self, name: str) -> Span | None:
+        """Begins a span below that of the call that is served; None if there is none."""
+        span = _current.get()
+        return None if span is None else span.child(PREFIX + name)
+
+    # Ways into tiers
+
+    def stored(self, context: TraceContext, hashes: Words) -> None:
+        """Remembers the blocks of a run that a traced store brings, by their hashes [n, words]."""
+        stored, value = self._stored, (context, time.monotonic() + STORED_S)
+        names = _names(hashes[:MAX_BLOCKS_OF_RUN])
+        for name in names:
+            # Behind the others, as it is the last to be of interest.
+            stored.pop(name, None)
+            stored[name] = value
+        while len(stored) > MAX_STORED_BLOCKS:
+            del stored[next(iter(stored))]
+
+    def begin_writes(self, hashes: Words, tier: str) -> list[Span]:
+        """Begins a span for each traced store that brought some of these blocks, which are about to
+        be written to a tier; none for blocks of others."""
+        if not self._stored:
+            return []
+        now_s, counts = time.monotonic(), Counter[TraceContext]()
+        for name in _names(hashes):
+            context, until_s = self._stored.get(name, (None, 0.0))
+            if context is not None and now_s < until_s:
+                counts[context] += 1
+        spans = []
+        for context, num_blocks in counts.most_common(MAX_WRITE_SPANS):
+            span = self.spans.child(PREFIX + "tier.write", context)
+            span.attributes = {"hotkv.tier": tier, "hotkv.blocks": num_blocks}
+            spans.append(span)
+        return spans
+
+
+def _names(hashes: Words) -> list[int]:
+    """64 bits of each hash. Groups may share a hash: then they belong to the same prompt."""
+    first = np.ascontiguousarray(hashes[:, :2])
+    names: list[int] = first.view(np.uint64)[:, 0].tolist()
+    return names
+
+
+def reason(error: BaseException) -> str:
+    """What a span says of an error: its reason, and nothing that a client has sent."""
+    return error.reason.name if isinstance(error, HotKVError) else type(error).__name__
+
+
+def wall_ns(monotonic_s: float) -> int:
+    """A time of the monotonic clock as nanoseconds since 1970."""
+    return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)
+
+
+def counters(tracing: Tracing | None) -> dict[str, float]:
+    """Counters by their metric names, without the `hotkv_` prefix; zeros without tracing."""
+    spans = None if tracing is None else tracing.spans
+    return {
+        "trace_spans_exported_total": float(spans.sink.num_exported if spans else 0),
+        "trace_spans_failed_total": float(spans.sink.num_failed if spans else 0),
+        "trace_spans_dropped_total": float(spans.num_dropped if spans else 0),
+        "trace_contexts_malformed_total": float(spans.num_malformed if spans else 0),
+    }

@@ -1,0 +1,78 @@
+"""Opens the export of spans, if the settings ask for it. Nothing of OpenTelemetry is imported
+otherwise."""
+
+import importlib
+import logging
+
+from hotkv.spans import SpanLog
+from hotkv_server.runtime.tracing import Tracing
+from hotkv_server.security.path_checks import UnsafeError, check_private_key
+from hotkv_server.settings import Settings
+from hotkv_server.settings.tracing import TracingSettings
+from hotkv_server.startup import StartError
+
+log = logging.getLogger("hotkv_server.tracing")
+
+
+def check_tracing(settings: Settings) -> None:
+    """Raises StartError if traces are asked for and can't be exported from here."""
+    tracing = settings.tracing
+    if not tracing.endpoint:
+        return
+    try:
+        importlib.import_module("hotkv.otlp")
+    except ImportError as error:
+        raise _not_installed(error) from error
+    _headers(tracing)
+    if tracing.certificate is not None and not tracing.certificate.is_file():
+        raise StartError(f"tracing.certificate: there is no file {tracing.certificate}")
+
+
+def open_tracing(settings: TracingSettings) -> Tracing | None:
+    """Begins to record spans; None if the settings name no collector. Raises StartError."""
+    if not settings.endpoint:
+        return None
+    try:
+        otlp = importlib.import_module("hotkv.otlp")
+        # Whether the collector is there is the sink's to say, once.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        sink = otlp.open_sink(
+            settings.endpoint,
+            settings.service_name,
+            log,
+            _headers(settings),
+            None if settings.certificate is None else str(settings.certificate),
+            settings.queue_spans,
+        )
+    except ImportError as error:
+        raise _not_installed(error) from error
+    except ValueError as error:
+        raise StartError(f"tracing.endpoint: {error}") from error
+    return Tracing(SpanLog(sink, settings.sample_ratio, settings.max_spans_per_s))
+
+
+def _not_installed(error: ImportError) -> StartError:
+    return StartError(
+        f"tracing.endpoint is set, but {error.name or error} is not installed: pip install "
+        "'hotkv[otel]', or leave the setting out"
+    )
+
+
+def _headers(settings: TracingSettings) -> dict[str, str]:
+    """The headers of the file, by name. Raises StartError."""
+    path, headers = settings.headers_file, dict[str, str]()
+    if path is None:
+        return headers
+    try:
+        check_private_key(path)
+        lines = path.read_text().splitlines()
+    except (UnsafeError, OSError, UnicodeDecodeError) as error:
+        raise StartError(f"tracing.headers_file: {error}") from error
+    for number, line in enumerate(lines, 1):
+        name, colon, value = line.partition(":")
+        if not line.strip():
+            continue
+        if not colon or not name.strip() or not value.strip():
+            raise StartError(f"tracing.headers_file: line {number} of {path} is no `name: value`")
+        headers[name.strip().lower()] = value.strip()
+    return headers

@@ -1,0 +1,503 @@
+"""Traces of a real server, in a collector that is there, away, full or slow; and none where they
+are not asked for. `test_spans` has the contexts, tests/vllm/test_tracing.py the engine's side."""
+
+import importlib.util
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from demo.processes import Server, runtime_folder
+from hotkv import otlp
+from hotkv.errors import HotKVError
+from hotkv.spans import Kind, SpanLog, TraceContext
+from hotkv.v1 import cache_pb2, cache_pb2_grpc
+from hotkv_client import BlockRun, GroupHashes, LoadRun
+from hotkv_client.admin import AdminClient
+from hotkv_client.testing import PagedEngine
+from hotkv_server.runtime import tracing
+from hotkv_server.runtime.tracing import Tracing
+from hotkv_server.settings import Settings, load_settings
+from hotkv_server.startup import StartError
+from hotkv_server.startup.preflight import check_start
+from hotkv_server.startup.tracing import check_tracing
+from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
+from tests.server.support import hashes
+from tests.server.test_life import wait_until
+from tests.wire.test_spans import ListSink
+
+PAGE_BYTES, LAYERS, NUM_BLOCKS = 64 << 10, 2, 64
+SLOT_BYTES = PAGE_BYTES * LAYERS
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def traced(collector: OtlpReceiver) -> Iterator[Server]:
+    """A server with a disk, whose spans go to the collector."""
+    with runtime_folder(256 << 20) as folder:
+        flags = ("--tracing.endpoint", collector.url, "--arena.slab-bytes", "256KiB")
+        disk = ("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB")
+        http = ("--http.port", "0", "--log-level", "info")
+        with Server(folder, "16MiB", *flags, *disk, *http) as running:
+            running.wait_ready()
+            yield running
+
+
+class Request:
+    """Calls of one traced request; its spans are found by the trace's id."""
+
+    def __init__(self, target: str) -> None:
+        self.engine = PagedEngine(
+            target, engine_id=os.urandom(8).hex(), layers=LAYERS, num_blocks=NUM_BLOCKS,
+            page_bytes=PAGE_BYTES, model=os.urandom(8).hex(),
+        ).connect()  # fmt: skip
+        self.session = self.engine.session
+        self.context = TraceContext(int.from_bytes(os.urandom(16), "big") | 1, 7)
+        self.trace_id = f"{self.context.trace_id:032x}"
+
+    def store(self, blocks: list[bytes], traceparent: str | None = None) -> None:
+        name, ids = os.urandom(8).hex(), np.arange(len(blocks), dtype=np.int32)
+        ended = self.session.store(
+            name, name, [BlockRun(0, blocks, ids)], 20, traceparent=traceparent
+        )
+        assert ended.result(20).num_bytes == len(blocks) * SLOT_BYTES
+
+    def load(self, blocks: list[bytes], traceparent: str | None = None) -> None:
+        name, ids = os.urandom(8).hex(), np.arange(len(blocks), dtype=np.int32)
+        groups = [GroupHashes(0, blocks)]
+        assert self.session.acquire(name, groups, 20, traceparent).result(20).pinned[0].all()
+        run = LoadRun(0, ids, ids)
+        ended = self.session.load(name, name, [run], 20, traceparent=traceparent).result(20)
+        assert ended.num_bytes == len(blocks) * SLOT_BYTES
+        self.session.release(name)
+
+    def spans(self, collector: OtlpReceiver, *names: str) -> dict[str, ReceivedSpan]:
+        """The trace's spans by name, once those of these names have come."""
+
+        def mine(spans: list[ReceivedSpan]) -> dict[str, ReceivedSpan]:
+            return {one.name: one for one in spans if one.trace_id == self.trace_id}
+
+        return mine(collector.wait_for(lambda spans: set(names) <= mine(spans).keys()))
+
+
+@pytest.fixture
+def request_(traced: Server) -> Iterator[Request]:
+    one = Request(traced.target)
+    yield one
+    one.engine.close()
+
+
+def counter(target: str, name: str) -> float:
+    with AdminClient(target) as admin:
+        return float(admin.info()["counters"][name])
+
+
+def test_a_request_is_seen_from_its_lookup_to_the_disk(
+    request_: Request, collector: OtlpReceiver
+) -> None:
+    blocks, parent = hashes(8), request_.context.traceparent
+    request_.store(blocks, parent)
+    assert request_.session.lookup([GroupHashes(0, [*blocks, *hashes(2)])], parent).result(20)
+    request_.load(blocks, parent)
+    spans = request_.spans(
+        collector, *("hotkv.lookup", "hotkv.lease", "hotkv.load", "hotkv.store"), "hotkv.tier.write"
+    )
+    calls = [spans[f"hotkv.{name}"] for name in ("lookup", "lease", "load", "store")]
+    assert {one.parent_id for one in calls} == {f"{request_.context.span_id:016x}"}
+    assert {one.kind for one in calls} == {"server"}
+    assert {one.service for one in spans.values()} == {"hotkv-server"}
+    counted = {one.name: one.attributes for one in spans.values()}
+    assert counted["hotkv.lookup"]["hotkv.blocks"] == 10
+    assert counted["hotkv.lookup"]["hotkv.found_blocks"] == 8
+    assert counted["hotkv.lease"]["hotkv.found_blocks"] == 8
+    for name in ("hotkv.load", "hotkv.store"):
+        assert counted[name]["hotkv.blocks"] == 8
+        assert counted[name]["hotkv.bytes"] == 8 * SLOT_BYTES
+    assert counted["hotkv.store"]["hotkv.stored_blocks"] == 8
+    write = spans["hotkv.tier.write"]
+    assert write.parent_id == spans["hotkv.store"].span_id
+    assert write.attributes == {"hotkv.tier": "disk", "hotkv.blocks": 8}
+
+
+def test_a_transfer_has_its_wait_and_its_copy_below_it(
+    request_: Request, collector: OtlpReceiver
+) -> None:
+    request_.store(hashes(4), request_.context.traceparent)
+    spans = request_.spans(collector, "hotkv.store", "hotkv.wait", "hotkv.copy")
+    store, wait, copy = (spans[f"hotkv.{name}"] for name in ("store", "wait", "copy"))
+    assert wait.parent_id == copy.parent_id == store.span_id
+    assert store.encloses(wait) and store.encloses(copy) and wait.ended_ns == copy.began_ns
+    assert copy.attributes == {"hotkv.bytes": 4 * SLOT_BYTES}
+    assert not store.error and not copy.error
+
+
+def test_reads_from_the_disk_lie_below_the_lease_that_waits_for_them(
+    request_: Request, traced: Server, collector: OtlpReceiver
+) -> None:
+    blocks, others, parent = hashes(8), hashes(8), request_.context.traceparent
+    before = counter(traced.target, "tier_demoted_blocks_total")
+    request_.store([*blocks, *others])
+    wait_until(lambda: counter(traced.target, "tier_demoted_blocks_total") >= before + 16)
+    for _ in range(6):
+        request_.store(hashes(NUM_BLOCKS))
+        time.sleep(0.2)
+    # What follows a traced call is not traced by that.
+    promoted = counter(traced.target, "tier_promoted_blocks_total")
+    request_.session.lookup([GroupHashes(0, hashes(1))], parent).result(20)
+    request_.load(others)
+    assert counter(traced.target, "tier_promoted_blocks_total") > promoted
+    request_.session.lookup([GroupHashes(0, hashes(1))], parent).result(20)
+    wait_until(
+        lambda: (
+            [s.name for s in collector.spans if s.trace_id == request_.trace_id]
+            == ["hotkv.lookup"] * 2
+        )
+    )
+    request_.load(blocks, parent)
+    spans = request_.spans(collector, "hotkv.lease", "hotkv.tier.read")
+    lease, read = spans["hotkv.lease"], spans["hotkv.tier.read"]
+    assert read.parent_id == lease.span_id and lease.encloses(read)
+    assert read.attributes["hotkv.tier"] == "disk"
+    assert read.attributes["hotkv.found_blocks"] == read.attributes["hotkv.blocks"] > 0
+    # What was stored without a context is written without a span.
+    assert "hotkv.tier.write" not in spans
+
+
+def test_a_call_that_fails_says_why_and_nothing_that_was_sent(
+    request_: Request, collector: OtlpReceiver
+) -> None:
+    name = "a-secret-lease"
+    ids = np.arange(1, dtype=np.int32)
+    parent = request_.context.traceparent
+    with pytest.raises(HotKVError, match="unknown"):
+        request_.session.load("t", name, [LoadRun(0, ids, ids)], 5, traceparent=parent).result(20)
+    load = request_.spans(collector, "hotkv.load")["hotkv.load"]
+    assert load.error == "UNKNOWN_LEASE" and name not in repr(load)
+
+
+def test_unary_calls_are_traced_too(
+    request_: Request, traced: Server, collector: OtlpReceiver
+) -> None:
+    with grpc.insecure_channel(traced.target) as channel:
+        group = cache_pb2.GroupHashes(group_index=0, hashes=b"".join(hashes(3)))
+        asked = cache_pb2.LookupRequest(
+            key_space_id=1, groups=[group], traceparent=request_.context.traceparent
+        )
+        cache_pb2_grpc.CacheServiceStub(channel).Lookup(asked)
+    assert request_.spans(collector, "hotkv.lookup")["hotkv.lookup"].kind == "server"
+
+
+def test_calls_without_a_context_and_with_an_odd_one_are_served_untraced(
+    request_: Request, traced: Server, collector: OtlpReceiver
+) -> None:
+    before = counter(traced.target, "trace_contexts_malformed_total")
+    blocks = hashes(2)
+    request_.store(blocks)
+    request_.load(blocks, request_.context.traceparent.replace("-01", "-00"))
+    for odd in ("nonsense", "00-" + "0" * 1_000_000, "ff" + request_.context.traceparent[2:]):
+        assert request_.session.lookup([GroupHashes(0, blocks)], odd).result(20)[0].all()
+    assert counter(traced.target, "trace_contexts_malformed_total") == before + 3
+    # Spans come in order: what was recorded before this one would be here.
+    request_.session.lookup([GroupHashes(0, blocks)], request_.context.traceparent).result(20)
+    request_.spans(collector, "hotkv.lookup")
+    assert len([one for one in collector.spans if one.trace_id == request_.trace_id]) == 1
+
+
+def test_no_span_has_a_hash_or_a_name_of_the_client(
+    request_: Request, collector: OtlpReceiver
+) -> None:
+    blocks, parent = hashes(3), request_.context.traceparent
+    request_.store(blocks, parent)
+    request_.load(blocks, parent)
+    request_.spans(collector, "hotkv.load", "hotkv.store")
+    for one in collector.spans:
+        assert all(isinstance(value, int) or len(value) < 16 for value in one.attributes.values())
+        assert not any(block.hex() in repr(one) for block in blocks)
+
+
+def test_the_metrics_page_counts_spans(traced: Server, collector: OtlpReceiver) -> None:
+    wait_until(lambda: counter(traced.target, "trace_spans_exported_total") > 0)
+    assert counter(traced.target, "trace_spans_failed_total") == 0
+    assert counter(traced.target, "trace_spans_dropped_total") == 0
+
+
+# ------------------------------------------------------------------------------- odd collectors
+
+
+@pytest.fixture
+def sink(collector: OtlpReceiver) -> Iterator[Callable[..., otlp.OtlpSink]]:
+    made: list[otlp.OtlpSink] = []
+
+    def make(url: str, **more: int) -> otlp.OtlpSink:
+        made.append(otlp.open_sink(url, "test", logging.getLogger("tests.tracing"), **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def end_spans(log: SpanLog, count: int) -> None:
+    for _ in range(count):
+        log.child("a", TraceContext(9, 9)).end()
+
+
+def test_a_collector_that_is_away_costs_spans_and_two_lines(
+    sink: Callable[..., otlp.OtlpSink], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tests.tracing")
+    with OtlpReceiver() as one:
+        one.status = 400
+        made = sink(one.url)
+        log = SpanLog(made, max_spans_per_s=10**6)
+        for _ in range(2):
+            end_spans(log, 3)
+            made.flush()
+        assert (made.num_failed, made.num_exported, one.spans) == (6, 0, [])
+        one.status = 200
+        end_spans(log, 2)
+        made.flush()
+        assert (made.num_failed, made.num_exported, len(one.spans)) == (6, 2, 2)
+    said = [record.getMessage() for record in caplog.records if record.name == "tests.tracing"]
+    assert len(said) == 2 and "takes no spans" in said[0] and "again" in said[1]
+
+
+def test_a_slow_collector_fills_a_bounded_queue_and_nobody_waits(
+    sink: Callable[..., otlp.OtlpSink],
+) -> None:
+    with OtlpReceiver() as one:
+        one.delay_s = 1.5
+        made = sink(one.url, queue_spans=20)
+        log = SpanLog(made, max_spans_per_s=10**6)
+        end_spans(log, 1)
+        flushing = threading.Thread(target=made.flush)
+        flushing.start()
+        wait_until(lambda: bool(one.paths))
+        end_spans(log, 100)
+        assert (log.num_recorded, log.num_dropped) == (21, 80)
+        one.delay_s = 0.0
+        flushing.join()
+    assert one.paths[0] == "/v1/traces"
+
+
+def test_an_endpoint_with_a_path_stays_as_it_is(sink: Callable[..., otlp.OtlpSink]) -> None:
+    with OtlpReceiver() as one:
+        made = sink(one.url + "/otlp/mine")
+        end_spans(SpanLog(made), 1)
+        made.flush()
+        assert one.paths == ["/otlp/mine"]
+
+
+def test_the_environment_may_name_the_collector(
+    sink: Callable[..., otlp.OtlpSink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with OtlpReceiver() as one:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", one.url)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=me")
+        made = sink(otlp.FROM_ENVIRONMENT)
+        end_spans(SpanLog(made), 1)
+        made.flush()
+        assert one.paths == ["/v1/traces"] and one.headers["x-tenant"] == "me"
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
+        with pytest.raises(ValueError, match="allowed are"):
+            sink(otlp.FROM_ENVIRONMENT)
+
+
+class Rotel:
+    """A real collector, which hands on what it gets. Use in a `with` block."""
+
+    def __init__(self, folder: Path, to: str) -> None:
+        package = importlib.util.find_spec("rotel")
+        if package is None or package.origin is None:
+            pytest.skip("rotel is not installed (extra dev)")
+        self._program = Path(package.origin).with_name("rotel-agent")
+        self._folder, self._to = folder, to
+        self.http, self.grpc = (f"127.0.0.1:{free_port()}" for _ in range(2))
+
+    def __enter__(self) -> "Rotel":
+        self._process = subprocess.Popen(
+            [
+                self._program, "start",
+                "--pid-file", self._folder / "pid", "--log-file", self._folder / "log",
+                "--otlp-http-endpoint", self.http, "--otlp-grpc-endpoint", self.grpc,
+                "--exporter", "otlp", "--otlp-exporter-protocol", "http",
+                "--otlp-exporter-endpoint", self._to,
+            ],
+            stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        wait_until(lambda: all(map(is_listening, (self.http, self.grpc))))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(20)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def is_listening(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with socket.socket() as one:
+        return one.connect_ex((host, int(port))) == 0
+
+
+def test_a_real_collector_takes_spans_by_http_and_by_grpc(
+    sink: Callable[..., otlp.OtlpSink], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with OtlpReceiver() as one, Rotel(tmp_path, one.url) as rotel:
+        by_http = sink(f"http://{rotel.http}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://{rotel.grpc}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+        by_grpc = sink(otlp.FROM_ENVIRONMENT)
+        made = []
+        for at, through in enumerate((by_http, by_grpc)):
+            span = SpanLog(through).child(f"hotkv.{at}", TraceContext(9, 9), Kind.SERVER)
+            span.attributes = {"hotkv.blocks": at, "hotkv.tier": "disk"}
+            span.end("LATE")
+            through.flush()
+            assert (through.num_exported, through.num_failed) == (1, 0)
+            made.append(span)
+        came = {span.name: span for span in one.wait_for(lambda spans: len(spans) == 2)}
+    for span in made:
+        assert came[span.name] == ReceivedSpan(
+            "test", span.name, f"{9:032x}", f"{span.context.span_id:016x}", f"{9:016x}", "server",
+            span.began_ns, span.ended_ns, span.attributes, "LATE",
+        )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------ books
+
+
+def test_blocks_of_traced_stores_are_remembered_within_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracing, "MAX_STORED_BLOCKS", 8)
+    books = Tracing(SpanLog(ListSink()))
+    words = np.random.default_rng(1).integers(0, 1 << 32, (12, 8), np.uint32)
+    one, other = TraceContext(1, 1), TraceContext(2, 2)
+    books.stored(one, words[:6])
+    books.stored(other, words[6:12])
+    spans = books.begin_writes(words, "disk")
+    found = {span.parent: span.attributes["hotkv.blocks"] for span in spans}
+    assert found == {one: 2, other: 6}
+    monkeypatch.setattr(time, "monotonic", lambda: 1e9)
+    assert not books.begin_writes(words, "disk")
+
+
+# ------------------------------------------------------------------------------------- starting
+
+
+def settings_of(*flags: str) -> Settings:
+    return load_settings(None, flags, "hotkv-server")
+
+
+def test_without_the_setting_nothing_of_opentelemetry_is_imported(tmp_path: Path) -> None:
+    """The whole start of a real server, the export and calls included."""
+    code = (
+        "import sys, threading, time, os, signal\n"
+        "from hotkv_server.cli import main\n"
+        "def end():\n"
+        "    time.sleep(1.5)\n"
+        "    found = [n for n in sys.modules if n.startswith(('opentelemetry', 'hotkv.otlp'))]\n"
+        "    print('found', found, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "threading.Thread(target=end, daemon=True).start()\n"
+        "sys.argv = ['hotkv-server', *sys.argv[1:]]\n"
+        "main()\n"
+    )
+    flags = ["run", "--runtime-dir", str(tmp_path), "--arena.bytes", "16MiB", "--http.port", "-1"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=60
+    )
+    assert "found []" in done.stdout, done.stderr[-2000:]
+
+
+def test_without_the_setting_calls_are_those_of_the_module() -> None:
+    from types import SimpleNamespace
+    from typing import Any
+
+    from hotkv_server.rpc import calls, traced_calls
+
+    node: Any = SimpleNamespace(tracing=None)
+    assert traced_calls.calls_of(node) is calls
+
+
+def test_a_missing_package_is_said_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hotkv.otlp", None)
+    check_tracing(settings_of())
+    with pytest.raises(StartError, match=r"pip install 'hotkv\[otel\]'"):
+        check_tracing(settings_of("--tracing.endpoint", "http://127.0.0.1:1"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--tracing.endpoint", "collector:4317"), "http:// or https://"),
+        (("--tracing.endpoint", "http://far:1", "--tracing.headers-file", "/x"), "insecure"),
+        (("--tracing.endpoint", "env", "--tracing.headers-file", "/x"), "OTLP_HEADERS"),
+        (("--tracing.sample-ratio", "2"), "less than or equal to 1"),
+    ],
+)
+def test_wrong_settings_say_what_is_allowed(flags: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        settings_of(*flags)
+
+
+def test_headers_come_from_a_private_file(tmp_path: Path) -> None:
+    file = tmp_path / "headers"
+    file.write_text("Authorization: Bearer secret\n\nx-tenant: me\n")
+    file.chmod(0o600)
+    with OtlpReceiver() as one, runtime_folder(64 << 20) as folder:
+        flags = ("--tracing.endpoint", one.url, "--tracing.headers-file", str(file))
+        with Server(folder, "16MiB", *flags, "--tracing.sample-ratio", "1") as server:
+            server.wait_ready()
+            with grpc.insecure_channel(server.target) as channel:
+                stub = cache_pb2_grpc.CacheServiceStub(channel)
+                with pytest.raises(grpc.RpcError):
+                    stub.Lookup(cache_pb2.LookupRequest(key_space_id=7))
+        # What was recorded last has come by the time that the server has stopped.
+        (span,) = one.spans
+        assert (span.parent_id, span.error) == ("", "UNKNOWN_KEY_SPACE")
+        assert one.headers["authorization"] == "Bearer secret" and one.headers["x-tenant"] == "me"
+    endpoint = ("--tracing.endpoint", "http://127.0.0.1:1", "--tracing.headers-file", str(file))
+    file.chmod(0o644)
+    with pytest.raises(StartError, match="chmod o-rwx"):
+        check_tracing(settings_of(*endpoint))
+    file.chmod(0o600)
+    file.write_text("no colon")
+    with pytest.raises(StartError, match="line 1"):
+        check_tracing(settings_of(*endpoint))
+    settings = settings_of(*endpoint, "--runtime-dir", str(tmp_path / "run"))
+    assert any("headers_file: line 1" in said for said in check_start(settings))
+
+
+def test_a_server_without_its_collector_serves_and_stops_at_once() -> None:
+    with runtime_folder(64 << 20) as folder:
+        flags = ("--tracing.endpoint", "http://127.0.0.1:1", "--tracing.sample-ratio", "1")
+        server = Server(folder, "16MiB", *flags)
+        with server:
+            server.wait_ready()
+            one = Request(server.target)
+            one.store(hashes(2))
+            one.engine.close()
+            wait_until(lambda: counter(server.target, "trace_spans_failed_total") > 0)
+        assert server.log.read_text().count("takes no spans") == 1
