@@ -19,7 +19,11 @@ from hotkv_server.core.values import CoreConfig, HashList, Run
 from tests.core.support import evict, make_key_space, make_table, words_of
 
 SERVER = Path(hotkv_server.__file__).parent
-OUTER = [*sorted((SERVER / "rpc").glob("*.py")), SERVER / "http_endpoint.py"]
+OUTER = [
+    *sorted((SERVER / "rpc").glob("*.py")),
+    *sorted((SERVER / "pages").glob("*.py")),
+    SERVER / "http_endpoint.py",
+]
 SLAB = 4 * SLOT_ALIGN
 
 
@@ -64,6 +68,26 @@ def test_counts_and_tier_are_those_of_the_books() -> None:
     (known,) = inspect.key_spaces(core, census(core))
     assert (known.number, known.num_blocks, known.num_representations) == (1, 3, 0)
     assert inspect.counters(core)["stored_blocks"] == 3
+
+
+def test_the_key_spaces_with_most_blocks_are_told_in_their_order() -> None:
+    cache = Cache()
+    others = [
+        cache.core.open_session("engine", "rank", make_key_space(name, SLOT_ALIGN, SLOT_ALIGN), 0.0)
+        for name in ("two", "three", "four")
+    ]
+    for session, count in zip(others, (0, 3, 1), strict=True):
+        run = Run(0, words_of(range(count)))
+        cache.core.begin_store(session.number, f"{count}", f"{count}", [run], 0, 0.0, 1.0)
+        cache.core.end_store(session.number, f"{count}", True, 1.0)
+    told = inspect.key_spaces(cache.core, census(cache.core), 2)
+    assert [(one.number, one.num_blocks) for one in told] == [(3, 3), (4, 1)]
+    assert [one.number for one in inspect.key_spaces(cache.core, census(cache.core))] == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_a_block_is_told_with_its_parent_and_its_representation() -> None:

@@ -1,5 +1,7 @@
 """Shares of tenants: bounds hold, nobody else's blocks take a guarantee, claims are met."""
 
+from collections import deque
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_GROUPS
 from hotkv.table import SLOT_ALIGN, Words
+from hotkv_server.core import burst_bounds
+from hotkv_server.core.burst_bounds import keep_bounds
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.slabs import aligned
 from hotkv_server.core.space import Space
@@ -36,12 +40,18 @@ def make_space(policy: str = "lru", shares: dict[str, TenantShare] = SHARES) -> 
     return space
 
 
+def share_out(space: Space, shares: dict[str, TenantShare]) -> None:
+    """New shares, and all parts of the work that follows."""
+    space.tenants.share_out(shares)
+    deque(keep_bounds(space.books, space.removal), 0)
+
+
 class TenantMachine(RuleBasedStateMachine):
     """Four tenants with blocks of all sizes, some with representations; one has no share."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy: str) -> None:
-        self.space = make_space(policy)
+        self.space, self.shares = make_space(policy), SHARES
         for number in range(1, 5):
             kinds(self.space, number)
         self.next_block = 0
@@ -73,18 +83,42 @@ class TenantMachine(RuleBasedStateMachine):
 
         It may come to have one where its own blocks go for its bound.
         """
-        before, mine = self.used(), SHARES.get(TENANTS[number - 1], TenantShare())
+        before, mine = self.used(), self.shares.get(TENANTS[number - 1], TenantShare())
         own_go = (
             mine.burst_bytes and before[number - 1] + len(hashes) * aligned(size) > mine.burst_bytes
         )
         claims = aligned(size) + (0 if own_go else before[number - 1]) <= mine.guaranteed_bytes
         entries = self.space.insert(number, group, hashes, size, np.arange(len(hashes)), 1)
-        for other, share in enumerate(SHARES.values()):
+        for other, tenant in enumerate(TENANTS):
+            share = self.shares.get(tenant, TenantShare())
             if other != number - 1 and not claims:
                 assert self.used()[other] >= min(before[other], share.guaranteed_bytes), (
                     "a guarantee was broken"
                 )
         return entries
+
+    @rule(
+        shares=st.dictionaries(
+            st.sampled_from(TENANTS),
+            st.tuples(st.integers(0, 2), st.integers(0, 6)).map(
+                lambda slabs: TenantShare(slabs[0] * SLAB, (slabs[1] and sum(slabs)) * SLAB)
+            ),
+            min_size=1,
+        )
+    )
+    def share_out(self, shares: dict[str, TenantShare]) -> None:
+        """Only pinned blocks stay beyond a bound, and those that are being written."""
+        before = self.used()
+        share_out(self.space, shares)
+        self.shares = shares
+        assert self.space.tenants.usage().keys() == set(TENANTS)
+        for number, tenant in enumerate(TENANTS, 1):
+            bound = shares.get(tenant, TenantShare()).burst_bytes
+            if bound and self.used()[number - 1] > bound:
+                blocks = self.space.index.ready_blocks(number)
+                assert not self.space.index.evictable(blocks).any()
+            if not bound or before[number - 1] <= bound:
+                assert self.used()[number - 1] == before[number - 1], "blocks went for nothing"
 
     @rule(data=st.data(), number=st.integers(1, 4), size=st.sampled_from(SIZES))
     def represent(self, data: st.DataObject, number: int, size: int) -> None:
@@ -268,10 +302,63 @@ def test_bounds_that_shrank_are_kept_from_the_restart_on(burst_blocks: int) -> N
     fill(space, 3, 10)
     represent(space, 3, space.index.ready_blocks(3))
     fill(space, 4, 10)
-    space.tenants._burst[0] = burst_blocks * SLOT_ALIGN
-    space.room.keep_bounds()
+    space.tenants._burst[0] = space.tenants._set_burst[0] = burst_blocks * SLOT_ALIGN
+    deque(keep_bounds(space.books, space.removal), 0)
     assert (
         space.tenants.used[0] <= burst_blocks * SLOT_ALIGN
         and len(space.index.ready_blocks(4)) == 10
     )
     space.check_invariants()
+
+
+def test_a_lowered_bound_waits_for_blocks_that_are_in_use() -> None:
+    space = make_space("lru", {"c": TenantShare(0, 5 * SLAB)})
+    fill(space, 3, 12)
+    pinned = space.index.ready_blocks(3)[:10]
+    space.index.pin(pinned, 1)
+    share_out(space, {"c": TenantShare(0, 4 * SLOT_ALIGN)})
+    assert space.tenants.used[0] == 10 * SLOT_ALIGN
+    assert fill(space, 3, 1) == 0, "it took more while it was beyond its bound"
+    space.index.pin(pinned, -1)
+    assert fill(space, 3, 1, first=100) == 1
+    assert space.tenants.used[0] <= 4 * SLOT_ALIGN
+    space.check_invariants()
+
+
+def test_a_bound_is_kept_in_parts_and_others_may_store_between_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(burst_bounds, "EVICTED_PER_PART", 2)
+    space = make_space("lru", {"c": TenantShare(0, 5 * SLAB)})
+    fill(space, 4, 10)
+    colder = space.index.ready_blocks(4)
+    fill(space, 3, 12)
+    space.touch(space.index.ready_blocks(3), 50.0)
+    space.tenants.share_out({"c": TenantShare(0, 4 * SLOT_ALIGN)})
+    assert space.tenants.used[0] == 12 * SLOT_ALIGN, "nothing goes at once"
+    before = 12
+    for number, _ in enumerate(keep_bounds(space.books, space.removal)):
+        left = len(space.index.ready_blocks(3))
+        assert before - left <= 2
+        before = left
+        fill(space, 4, 1, first=100 + number)
+        space.check_invariants()
+    assert space.tenants.used[0] == 4 * SLOT_ALIGN
+    assert space.index.is_ready(colder).all(), "blocks of others went"
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [{}, {"a": TenantShare(SLAB, 1)}, {"a": TenantShare(ARENA + 1)}, {"a": TenantShare(-1)}],
+)
+def test_shares_that_can_not_be_change_nothing(shares: dict[str, TenantShare]) -> None:
+    space = make_space("lru")
+    fill(space, 1, 5)
+    before = space.tenants.usage()
+    with pytest.raises(HotKVError) as refused:
+        share_out(space, shares)
+    assert refused.value.reason is Reason.INVALID_FIELD
+    assert space.tenants.usage() == before
+    unshared = Space(make_table(10), ARENA, SLAB, POLICIES["lru"](10))
+    with pytest.raises(HotKVError):
+        share_out(unshared, {"a": TenantShare(SLAB)})

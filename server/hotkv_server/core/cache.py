@@ -109,6 +109,7 @@ class CacheCore:
         representations: tuple[Representation, ...] = (),
     ) -> SessionRecord:
         """Opens a session; its key space and representations are registered on first sight."""
+        self.space.removal.now_s = now_s
         return self.sessions.open(engine_id, role, key_space, now_s, representations)
 
     def close_session(self, number: int, now_s: float) -> None:
@@ -268,8 +269,7 @@ class CacheCore:
     def flush(self, entries: Entries) -> None:
         """Forgets ready blocks of a key space: the very next lookup finds none of them.
 
-        Pinned ones too: a block that a lease was promised can still be loaded under it, by nobody
-        else.
+        Pinned ones too: a block can still be loaded under the lease that was promised it.
         """
         self.retention_pins.let_go(entries)
         self.space.removal.flush(entries)

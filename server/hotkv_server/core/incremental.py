@@ -34,6 +34,7 @@ SCANNED_ENTRIES = 1 << 17
 def expire(core: CacheCore, now_s: float) -> Iterator[None]:
     """Ends leases and holds whose time is up, and the grace of an earlier server's readers; leases
     with copies in flight end with the copies."""
+    core.space.removal.now_s = now_s
     yield from core.retention_pins.expire(now_s)
     yield from core.residencies.expire_grace(now_s)
     for part in _portions([lease for lease in core.leases.expired(now_s) if not lease.released]):

@@ -20,7 +20,7 @@ Keys = NDArray[np.uint64]
 
 class BlockIndex:
     """Entries by key. `num_entries`: those that are not free, at most `limit`: so many records have
-    memory.
+    memory. `num_unpins`: calls that gave pins back.
 
     `unverified`, by entry number: its bytes must be compared with its check value before they are
     loaded. It came back from an old table, or it did not agree and a lease keeps it. `_salts` [row
@@ -32,7 +32,7 @@ class BlockIndex:
         self.capacity = block_table.geometry.capacity
         self.pins = np.zeros(self.capacity + 1, np.uint32)
         self.unverified = np.zeros(self.capacity + 1, np.bool_)
-        self.num_entries = 0
+        self.num_entries = self.num_unpins = 0
         self.limit = self.capacity
         self._num_backed = 0
         # Free numbers: a chain through the records' offsets from `_free_head`, 0 for none, and all
@@ -171,6 +171,7 @@ class BlockIndex:
 
     def pin(self, entries: Entries, change: int) -> None:
         """Adds `change` (1 or -1) to the pins of entries; an entry listed twice counts twice."""
+        self.num_unpins += change < 0
         good = self._kernels.add_pins(self.pins, entries, change)
         assert good, "pin given back twice"
 

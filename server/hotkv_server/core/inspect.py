@@ -16,6 +16,7 @@ from hotkv.keys import KeySpace, Representation
 from hotkv.table import Words
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.census import PART_ENTRIES, Census, take
+from hotkv_server.core.histogram import Histogram
 from hotkv_server.core.index import BlockIndex
 from hotkv_server.core.pool_figures import PoolFigures, SlabClassStats
 from hotkv_server.core.values import KEY_SPACE_ROWS, BoolMask, HashList
@@ -138,6 +139,16 @@ def policy_figures(core: CacheCore) -> dict[str, float]:
     return core.space.policy.figures()
 
 
+def eviction_ages(core: CacheCore) -> Histogram:
+    """Seconds between the last use of a block of the arena and its eviction."""
+    return core.space.removal.ages_s
+
+
+def census_parts(core: CacheCore) -> int:
+    """How many parts a census has now."""
+    return -(-core.space.index.num_numbers // PART_ENTRIES)
+
+
 def census(core: CacheCore) -> Iterator[Census]:
     """Counts all entries: the census as far as it has come, after each part."""
     return take(core.space)
@@ -182,17 +193,22 @@ def lower_tier(core: CacheCore) -> TierFigures | None:
     )
 
 
-def key_spaces(core: CacheCore, counted: Census) -> list[KeySpaceFigures]:
-    """All known key spaces, by number."""
+def key_spaces(core: CacheCore, counted: Census, most: int = 0) -> list[KeySpaceFigures]:
+    """The known key spaces, by number: those with most blocks, `most` of them at most, or all."""
+    records = core.key_spaces
+    numbers = np.fromiter(records, np.int64, len(records))
+    if most:
+        by_blocks = np.argsort(-counted.blocks[numbers % KEY_SPACE_ROWS], kind="stable")
+        numbers = numbers[by_blocks[:most]]
     return [
         KeySpaceFigures(
             number,
-            record.key_space,
-            record.representations,
+            records[number].key_space,
+            records[number].representations,
             int(counted.blocks[number % KEY_SPACE_ROWS]),
             int(counted.representations[number % KEY_SPACE_ROWS]),
         )
-        for number, record in sorted(core.key_spaces.items())
+        for number in sorted(numbers.tolist())
     ]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from hotkv import table
 from hotkv.table import Words
 from hotkv_server.core.books import EVICTED_PER_PART, Books
+from hotkv_server.core.histogram import AGES_S, Histogram
 from hotkv_server.core.index import Keys
 from hotkv_server.core.values import BoolMask, Entries, EvictionNotice
 
@@ -23,11 +24,15 @@ MAX_FRESH = 1 << 12
 
 
 class Removal:
-    """Removes entries of one tier. `effects`: notices since `take_effects`."""
+    """Removes entries of one tier. `effects`: notices since `take_effects`. `now_s`: as it was
+    when a session was opened or leases expired last; 0 before. `ages_s`: of blocks that were
+    evicted, seconds since their last use; none is counted before the time is known."""
 
     def __init__(self, books: Books) -> None:
         self.evicted_blocks = 0
         self.effects: list[EvictionNotice] = []
+        self.now_s = 0.0
+        self.ages_s = Histogram(AGES_S)
         self._books = books
         self.index = books.index
         self._representations = books.representations
@@ -68,6 +73,9 @@ class Removal:
         """
         if len(entries):
             keys = self.index.mixed(entries)
+            if self.now_s:
+                used_s = self._books.policy.last_used_s(entries)
+                self.ages_s.add_all(np.maximum(self.now_s - used_s, 0.0))
             self._books.policy.forget(entries, keys, evicted=True)
             parts = self.index.remove(entries, keys)
             self._give_notice(parts, keys)

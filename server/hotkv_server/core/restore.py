@@ -11,6 +11,7 @@ else in it is written, and clears the mark before its slot is used again. So a k
 ready that is not whole.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,6 +23,7 @@ from hotkv import table
 from hotkv.keys import MAX_GROUPS
 from hotkv.table import SLOT_ALIGN, Words
 from hotkv_server.core.arrays import distinct
+from hotkv_server.core.burst_bounds import keep_bounds
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.catalog import Catalog
 from hotkv_server.core.place_sizes import EncodedBytes
@@ -141,7 +143,7 @@ def restore(
     ready = came[states[came] == table.STATE_READY]
     _publish(core, old, ready, new_of, last_used_s, now_s, report)
     report.kept, report.lost_readers = keep_for_readers(core, new_of[pinned])
-    core.space.room.keep_bounds()
+    deque(keep_bounds(core.space.books, core.space.removal), 0)
     return report
 
 

@@ -123,16 +123,6 @@ class Room:
                     break
         return min(count, self._tenants.room_bytes(taker) // size)
 
-    def keep_bounds(self) -> None:
-        """Brings every tenant within its burst bound: after a restart with other bounds."""
-        books = self._books
-        for tenant, excess_bytes in self._tenants.over_bound():
-            blocks = books.index.ready_blocks()
-            mine = blocks[books.owners(blocks) == tenant]
-            mine = mine[np.argsort(books.policy.heat(mine), kind="stable")]
-            count = int(np.searchsorted(np.cumsum(books.index.slot_bytes(mine)), excess_bytes)) + 1
-            self._removal.evict(mine[:count])
-
     def _make_slots(
         self, slot_bytes: int, num_slots: int, taker: int, keep_at_s: float | None
     ) -> Parts[None]:

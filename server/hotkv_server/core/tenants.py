@@ -1,6 +1,7 @@
 """What each tenant has of the arena, and what may be evicted for whom.
 
-Always true: a tenant with a burst bound never holds more than it; no block is evicted for another
+Always true: a tenant with a burst bound never holds more than it, but for what it held when the
+bound was lowered, which only shrinks; no block is evicted for another
 tenant while its owner holds no more than its guarantee, with one exception. A guarantee is a claim,
 too: room for what a tenant takes within its own comes first from tenants that are beyond theirs. If
 its slot size gets no slab so, because each has a block that is guaranteed, slabs are emptied all
@@ -10,7 +11,7 @@ blocks and representations.
 """
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,24 +43,8 @@ class TenantBook:
         self.is_used = bool(shares)
         self.capacity_bytes = self.arena_bytes = arena_bytes
         self._names = [*shares]
-        self._guaranteed = np.array([share.guaranteed_bytes for share in shares.values()], np.int64)
-        self._burst = np.array(
-            [share.burst_bytes or _NO_BOUND for share in shares.values()], np.int64
-        )
-        if np.any(self._guaranteed < 0) or np.any(self._burst < self._guaranteed):
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                "tenants: guaranteed_bytes must be from 0 to burst_bytes, where that is given",
-            )
-        if int(self._guaranteed.sum()) > arena_bytes:
-            total = int(self._guaranteed.sum())
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                (
-                    f"tenants: their guaranteed_bytes are {total} together; the arena has "
-                    f"{arena_bytes}"
-                ),
-            )
+        self._guaranteed, self._set_burst = self._checked(shares.values())
+        self._burst = self._set_burst.copy()
         self.used = np.zeros(len(shares), np.int64)
         self._of_key_space = np.zeros(KEY_SPACE_ROWS, np.int64)
         self._bytes: dict[int, int] = {}
@@ -68,6 +53,44 @@ class TenantBook:
         uses = zip(self._names, self.used.tolist(), strict=True)
         return f"TenantBook({', '.join(f'{name}: {used}' for name, used in uses)})"
 
+    def _checked(self, shares: Iterable[TenantShare]) -> tuple[Int64s, Int64s]:
+        """Guarantees and bounds. Raises INVALID_FIELD."""
+        listed = list(shares)
+        guaranteed = np.array([share.guaranteed_bytes for share in listed], np.int64)
+        burst = np.array([share.burst_bytes or _NO_BOUND for share in listed], np.int64)
+        if np.any(guaranteed < 0) or np.any(burst < guaranteed):
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                "tenants: guaranteed_bytes must be from 0 to burst_bytes, where that is given",
+            )
+        if (total := int(guaranteed.sum())) > self.arena_bytes:
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"tenants: their guaranteed_bytes are {total} together; the arena has "
+                f"{self.arena_bytes}",
+            )
+        return guaranteed, burst
+
+    def check_shares(self, shares: Mapping[str, TenantShare]) -> None:
+        """Changes nothing. Raises INVALID_FIELD for what `share_out` would not take: guarantees
+        that the arena does not hold, the first shares, none at all."""
+        if bool(shares) != self.is_used:
+            raise HotKVError(
+                Reason.INVALID_FIELD, "tenants: the first and the last one need a restart"
+            )
+        self._checked(shares.values())
+
+    def share_out(self, shares: Mapping[str, TenantShare]) -> None:
+        """Takes other shares from now on. A tenant that is not named has none of its own and no
+        bound. What a tenant holds beyond its bound is that of `over_bound`. Raises as
+        `check_shares`."""
+        self.check_shares(shares)
+        names = [*self._names, *(name for name in shares if name not in self._names)]
+        guaranteed, burst = self._checked(shares.get(name, TenantShare()) for name in names)
+        self.used = np.append(self.used, np.zeros(len(names) - len(self._names), np.int64))
+        self._names, self._guaranteed, self._set_burst = names, guaranteed, burst
+        self._burst = np.maximum(burst, self.used)
+
     def add_key_space(self, number: int, tenant: str) -> None:
         """Notes the tenant of a key space. A tenant that has no share configured has no guarantee
         and no bound of its own."""
@@ -75,10 +98,9 @@ class TenantBook:
             return
         if tenant not in self._names:
             self._names.append(tenant)
-            self._guaranteed, self._burst = (
-                np.append(self._guaranteed, 0),
-                np.append(self._burst, _NO_BOUND),
-            )
+            self._guaranteed = np.append(self._guaranteed, 0)
+            self._burst = np.append(self._burst, _NO_BOUND)
+            self._set_burst = np.append(self._set_burst, _NO_BOUND)
             self.used = np.append(self.used, 0)
         self._of_key_space[number % KEY_SPACE_ROWS] = self._names.index(tenant)
 
@@ -96,7 +118,10 @@ class TenantBook:
         if not self._bytes[key_space_id]:
             del self._bytes[key_space_id]
         if self.is_used:
-            self.used[self.number(key_space_id)] += num_bytes
+            tenant = self.number(key_space_id)
+            self.used[tenant] += num_bytes
+            if self._burst[tenant] > self._set_burst[tenant]:
+                self._burst[tenant] = max(self._set_burst[tenant], self.used[tenant])
 
     def bytes_of(self, key_space_id: int) -> int:
         """Bytes that a key space holds."""
@@ -104,7 +129,7 @@ class TenantBook:
 
     def usage(self) -> dict[str, tuple[int, TenantShare]]:
         """Bytes that each tenant holds, and its share."""
-        bounds = (0 if burst == _NO_BOUND else burst for burst in self._burst.tolist())
+        bounds = (0 if burst == _NO_BOUND else burst for burst in self._set_burst.tolist())
         shares = (
             TenantShare(guaranteed, burst)
             for guaranteed, burst in zip(self._guaranteed.tolist(), bounds, strict=True)
@@ -171,9 +196,13 @@ class TenantBook:
 
     def over_bound(self) -> list[tuple[int, int]]:
         """Tenants that hold more than their burst bound, and by how many bytes: after a restart
-        with another configuration."""
-        excess = self.used - self._burst
+        with another configuration, or new shares."""
+        excess = self.used - self._set_burst
         return [(tenant, int(excess[tenant])) for tenant in np.flatnonzero(excess > 0).tolist()]
+
+    def excess_bytes(self, tenant: int) -> int:
+        """Bytes that a tenant holds beyond its burst bound; less than 0 for room."""
+        return int(self.used[tenant] - self._set_burst[tenant])
 
     def check(self, used_by_key_space: Mapping[int, int]) -> None:
         """Raises AssertionError if bytes are miscounted or a bound is broken."""

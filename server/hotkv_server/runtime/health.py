@@ -28,6 +28,8 @@ STALLED_S = 10.0
 MAX_STORIES = 8
 BOOKS = ("hotkv_server.core", "hotkv.table")
 """Modules whose assertions are invariants of the cache; any other fails only its call."""
+BOOKS_PART, LOOK_PART = "the books", "the look at all others"
+"""Names of what is no sign: the cache's books, and the look itself."""
 ENTRY_NAMES = ("entry", "entries", "bad")
 """Names of variables of the core that hold entries of the index."""
 
@@ -54,13 +56,14 @@ class Health:
         self.breach = ""
         self.broken = asyncio.Event()
         self._signs: list[Sign] = []
-        self._faults: list[Callable[[], str]] = []
-        self._problems: tuple[str, ...] = ()
+        self._faults: dict[str, Callable[[], str]] = {}
+        self._problems: dict[str, str] = {}
         self._stalled: frozenset[str] = frozenset()
         self._checked_s: float | None = None
 
     def __repr__(self) -> str:
-        return f"Health({len(self._signs)} signs, {'; '.join(self._problems) or 'all well'})"
+        found = "; ".join(self._problems.values())
+        return f"Health({len(self._signs)} signs, {found or 'all well'})"
 
     def watch(
         self,
@@ -72,9 +75,9 @@ class Health:
         """Watches a part from now on."""
         self._signs.append(Sign(name, is_alive, stalled_s, limit_s))
 
-    def watch_fault(self, fault: Callable[[], str]) -> None:
+    def watch_fault(self, name: str, fault: Callable[[], str]) -> None:
         """Watches a part that reports its own fault; empty while all is well."""
-        self._faults.append(fault)
+        self._faults[name] = fault
 
     def watch_task(
         self,
@@ -95,34 +98,34 @@ class Health:
     def check(self, now_s: float) -> None:
         """Checks all signs. A stall counts when it is seen twice: a process that was stopped for a
         while comes back at once."""
-        dead = [f"{sign.name} has died" for sign in self._signs if not sign.is_alive()]
-        dead += filter(None, (fault() for fault in self._faults))
+        found = {sign.name: f"{sign.name} has died" for sign in self._signs if not sign.is_alive()}
+        found |= {name: said for name, fault in self._faults.items() if (said := fault())}
         times_s = {sign.name: sign.stalled_s(now_s) for sign in self._signs}
         stalled = {sign.name for sign in self._signs if times_s[sign.name] > sign.limit_s}
-        found = (
-            *dead,
-            *(
-                f"{name} has been stuck for {times_s[name]:.0f} s"
-                for name in sorted(stalled & self._stalled)
-            ),
-        )
+        for name in sorted(stalled & self._stalled - found.keys()):
+            found[name] = f"{name} has been stuck for {times_s[name]:.0f} s"
         if bool(found) != bool(self._problems):
             log.log(
                 logging.ERROR if found else logging.INFO,
                 "health problems=%s",
-                "; ".join(found) or "none",
+                "; ".join(found.values()) or "none",
             )
         self._problems, self._stalled, self._checked_s = found, frozenset(stalled), now_s
 
     def problems(self, now_s: float) -> tuple[str, ...]:
         """Problems that keep the server from serving, a sentence each; none if all is well."""
-        breach = (f"an invariant broke in {self.breach}",) if self.breach else ()
+        return tuple(said for said in self.by_component(now_s).values() if said)
+
+    def by_component(self, now_s: float) -> dict[str, str]:
+        """The problem of each part that is watched, by its name; empty if it works."""
         late_s = 0.0 if self._checked_s is None else now_s - self._checked_s
-        return (
-            *breach,
-            *self._problems,
-            *([f"nobody has looked for {late_s:.0f} s"] if late_s > STALLED_S else []),
-        )
+        return {
+            BOOKS_PART: f"an invariant broke in {self.breach}" if self.breach else "",
+            **{sign.name: "" for sign in self._signs},
+            **dict.fromkeys(self._faults, ""),
+            **self._problems,
+            LOOK_PART: f"nobody has looked for {late_s:.0f} s" if late_s > STALLED_S else "",
+        }
 
     # Broken invariants
 

@@ -6,6 +6,7 @@ cover WINDOW_S.
 """
 
 import asyncio
+import itertools
 import sys
 import threading
 import time
@@ -65,6 +66,11 @@ class LoopLag:
         p50_s, p99_s, longest_s = np.percentile(samples, (50, 99, 100)).tolist()
         named = [(lag_s, name) for at_s, lag_s, name in self._held if at_s > since_s]
         return Lag(p50_s, p99_s, longest_s, max(named)[1] if named else "")
+
+    def longest_s(self, seconds: float) -> float:
+        """The longest delay of about the last so many seconds."""
+        newest = itertools.islice(reversed(self._samples), max(1, int(seconds / TICK_S)))
+        return max(newest, default=0.0)
 
     def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
         self._due_s = time.monotonic() + TICK_S

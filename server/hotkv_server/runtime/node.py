@@ -32,6 +32,7 @@ from hotkv_server.runtime.hints import HintDesk
 from hotkv_server.runtime.in_place import InPlace
 from hotkv_server.runtime.lag import LoopLag
 from hotkv_server.runtime.ledger import LiveLedger
+from hotkv_server.runtime.live_history import LiveHistory
 from hotkv_server.runtime.moved_events import MovedEvents
 from hotkv_server.runtime.persistence import Persistence
 from hotkv_server.runtime.removals import Removals
@@ -41,7 +42,10 @@ from hotkv_server.runtime.session import Drain, LiveSession
 from hotkv_server.runtime.sessions import Sessions
 from hotkv_server.runtime.slices import slices
 from hotkv_server.runtime.sparse import SparseDecode
+from hotkv_server.runtime.survey import LiveSurvey
 from hotkv_server.runtime.tiers import Tiers
+from hotkv_server.runtime.timings import Timings
+from hotkv_server.runtime.tracing import Tracing
 from hotkv_server.runtime.transfers import Transfers
 
 log = logging.getLogger(__name__)
@@ -67,16 +71,21 @@ class Node:
         devices: Devices = NO_DEVICES,
         tiers: Tiers | None = None,
         ledger: LiveLedger | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.core = core
         self.memory = memory
         self.copy_engine = copy_engine
         self.devices = devices
         self.tiers = tiers
+        self.tracing = tracing
+        if tiers is not None and tracing is not None:
+            tiers.trace(tracing)
         self.started_s = self.last_tick_s = time.monotonic()
         self.refusals: Counter[Reason] = Counter()
         self.health = Health()
         self.lag = LoopLag()
+        self.timings = Timings()
         self.drained = asyncio.Event()
         self.drain_timeout_s = DEFAULT_DRAIN_S
         self._drain_timer: asyncio.TimerHandle | None = None
@@ -85,6 +94,8 @@ class Node:
         self.verifier = verifier or Verifier(core, arena)
         self.events = EventHub(publisher)
         self.ledger = ledger or LiveLedger(core)
+        self.history = LiveHistory(core, self.ledger, self.lag)
+        self.survey = LiveSurvey(core)
         self._effects = Effects(core, self.events, lambda: self.sessions, self.drained)
         self.hints = HintDesk(core, tiers, self._effects)
         self.reports = Reports(core, self.hints, self.ledger.report)
@@ -101,6 +112,7 @@ class Node:
             self.health,
             self._effects.run,
             self.ledger.moved,
+            self.timings,
         )
         self.removals = Removals(core, self.events, self.sparse.remembered, self._effects.run)
         self.sessions = Sessions(
@@ -143,6 +155,7 @@ class Node:
         await self.hints.close()
         if self.tiers is not None:
             await self.tiers.close()
+        self.survey.close()
         await self._persistence.close()
         await self.ledger.close()
         self.sparse.close()
@@ -270,9 +283,11 @@ class Node:
         while True:
             await asyncio.sleep(TIMER_S)
             self.last_tick_s = time.monotonic()
+            self.history.turn(self.last_tick_s)
             async for _ in slices(incremental.expire(self.core, self.last_tick_s)):
                 self._effects.run()
             await self.removals.forget_outlived(self.last_tick_s)
+            await self.removals.keep_bounds(self.last_tick_s)
             await self._persistence.turn()
             await self.ledger.turn()
             if self.events.publisher is not None:

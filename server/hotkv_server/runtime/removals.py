@@ -6,14 +6,17 @@ removed before. On the event loop only.
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.keys import KeySpace, Representation
 from hotkv_server.core import incremental
+from hotkv_server.core.burst_bounds import keep_bounds
 from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.values import TenantShare
 from hotkv_server.runtime.events import EventHub
 from hotkv_server.runtime.slices import slices
 from hotkv_server.sparse.remembered import RememberedHotSets
@@ -22,6 +25,8 @@ log = logging.getLogger(__name__)
 
 MAX_FORGOTTEN = 64
 """Most key spaces that are forgotten in one turn of the timer, or for one session."""
+KEEPING_S = 0.1
+KEEP_EVERY_S = 1.0
 
 
 class Removals:
@@ -39,6 +44,11 @@ class Removals:
         self._events = events
         self._remembered = remembered
         self._run_effects = run_effects
+        self._keeping: Iterator[None] | None = None
+        self._keep_at_s = 0.0
+        # Pins given back and blocks stored when all were looked at last: while these stay, no
+        # block comes to be evictable.
+        self._seen: tuple[int, int] | None = None
 
     async def evict(
         self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32]
@@ -75,6 +85,33 @@ class Removals:
             pass
         log.info("key space flushed key_space=%d blocks=%d", key_space_id, num_blocks)
         return num_blocks
+
+    def share_out(self, shares: Mapping[str, TenantShare]) -> None:
+        """Gives tenants other shares; `keep_bounds` evicts what they have beyond theirs. Raises
+        INVALID_FIELD."""
+        self._core.space.tenants.share_out(shares)
+        self._keeping, self._keep_at_s, self._seen = None, 0.0, None
+
+    async def keep_bounds(self, now_s: float) -> None:
+        """One turn of the timer: evicts what tenants have beyond a bound that was lowered, as far
+        as it is not in use, for KEEPING_S at most; the next turn goes on. Looks at all blocks again
+        KEEP_EVERY_S later, if some were let go meanwhile."""
+        space = self._core.space
+        if self._keeping is None:
+            let_go = (space.index.num_unpins, self._core.counters.stored_blocks)
+            if now_s < self._keep_at_s or let_go == self._seen or not space.tenants.over_bound():
+                return
+            self._keep_at_s, self._seen = now_s + KEEP_EVERY_S, let_go
+            self._keeping = keep_bounds(space.books, space.removal)
+        keeping, ends_s = self._keeping, time.monotonic() + KEEPING_S
+        async for _, has_more in slices(keeping):
+            self._run_effects(0)
+            if self._keeping is not keeping:
+                return
+            if not has_more:
+                self._keeping = None
+            elif time.monotonic() >= ends_s:
+                return
 
     async def forget_for(
         self, key_space: KeySpace, representations: tuple[Representation, ...]

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from hotkv import native
 from hotkv.errors import HotKVError, Reason
 from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.histogram import Histogram
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime.session import LiveSession
-from hotkv_server.sparse.figures import Latency
+from hotkv_server.sparse.figures import LATENCY_BOUNDS_S
 from hotkv_server.sparse.selection import Selected, SelectRequest, SelectSpec, check_request, select
 from hotkv_server.sparse.sequences import LiveSequence
 
@@ -32,7 +33,7 @@ CountUsed = Callable[[LiveSession, LiveSequence, NDArray[np.int32]], None]
 
 
 class Selections:
-    """See the module. `latency`: of those that were answered."""
+    """See the module. `latency`: seconds of those that were answered."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class Selections:
         self._verifier = verifier
         self._count_used = count_used
         self.num_served = 0
-        self.latency = Latency()
+        self.latency = Histogram(LATENCY_BOUNDS_S)
         self._threads = ThreadPoolExecutor(NUM_THREADS, "hotkv-select")
         # With the time when each began.
         self._running: dict[asyncio.Task[Selected], float] = {}

@@ -18,6 +18,7 @@ from hotkv_server.core.values import EvictionNotice, SessionRecord
 from hotkv_server.dataplane.engine import CopyJob
 from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.runtime.engine_memory import EngineMemory
+from hotkv_server.security.identity import Peer
 
 OUTBOX_MESSAGES = 4096
 
@@ -48,6 +49,8 @@ class LiveSession:
     secret_id: str
     key_space: KeySpace
     client_name: str
+    peer: Peer | None = None
+    """Who has proven to act for its tenant; None if access is open."""
     notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(OUTBOX_MESSAGES))
     jobs: dict[str, CopyJob] = field(default_factory=dict)
     inflight_bytes: int = 0

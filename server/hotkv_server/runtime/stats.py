@@ -5,8 +5,43 @@ from dataclasses import asdict
 
 from hotkv_server.core import inspect, inspect_residencies
 from hotkv_server.core.census import Census
-from hotkv_server.runtime import savings_figures, tier_figures
+from hotkv_server.runtime import savings_figures, tier_figures, tracing
 from hotkv_server.runtime.node import Node
+
+FRESH_PARTS = 8
+"""A census of so many parts, a million entries, takes some 20 ms."""
+
+
+class RecentCensus:
+    """The census for somebody who asks again and again: a fresh one, or, of a core with very many
+    entries, the one that was begun when it was asked for last."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._last: Census | None = None
+        self._counting: asyncio.Task[Census] | None = None
+
+    def begin(self) -> None:
+        """Begins the first count if it is a long one. On the event loop."""
+        if not self._is_short:
+            self._count()
+
+    @property
+    def _is_short(self) -> bool:
+        return inspect.census_parts(self._node.core) <= FRESH_PARTS
+
+    def _count(self) -> None:
+        self._counting = asyncio.create_task(census(self._node), name="census")
+
+    async def read(self) -> Census:
+        """Waits for a count only if it is short, or the first one."""
+        if self._counting is not None and (self._counting.done() or self._last is None):
+            self._last, self._counting = await self._counting, None
+        if self._last is None or self._is_short:
+            self._last = await census(self._node)
+        elif self._counting is None:
+            self._count()
+        return self._last
 
 
 async def census(node: Node) -> Census:
@@ -25,6 +60,7 @@ def counters(node: Node) -> dict[str, float]:
     values["stored_bytes_total"] = float(node.transfers.stored_bytes)
     values["events_lost_by_readers_total"] = float(node.events.feeds.lost_items)
     values["watched_requests_lost_total"] = float(node.reports.watched.lost_items)
+    values["copy_busy_seconds_total"] = node.copy_engine.busy_s
     values["verified_blocks_total"] = float(node.verifier.verified_blocks)
     values["scrub_passes_total"] = float(node.verifier.passes)
     values["refused_total"] = float(node.refusals.total())
@@ -48,6 +84,7 @@ def counters(node: Node) -> dict[str, float]:
     values["residencies_refused_total"] = float(resident.num_refused)
     values.update(tier_figures.counters(node.tiers))
     values.update(savings_figures.counters(node.ledger))
+    values.update(tracing.counters(node.tracing))
     values["sparse_served_selects_total"] = float(node.sparse.selections.num_served)
     return values
 
@@ -65,6 +102,7 @@ def gauges(node: Node, counted: Census) -> dict[str, float]:
         "leases": float(live.num_leases),
         "transfers_in_flight": float(live.num_transfers),
         "copy_pieces_queued": float(node.copy_engine.num_queued),
+        "copy_threads": float(node.copy_engine.num_lanes),
         "arena_capacity_bytes": float(host.capacity_bytes),
         "arena_full_capacity_bytes": float(host.full_capacity_bytes),
         "arena_used_bytes": float(host.used_bytes),

@@ -1,13 +1,11 @@
-"""Figures of sparse decode: what engines report per layer, and how long selections by the server
-take.
+"""Figures of sparse decode: what engines report per layer.
 
 Always true: memory is bounded by engines and `MAX_LAYERS`; totals over engines never fall, even
 when an engine is dropped.
 """
 
-import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +28,7 @@ LATENCY_BOUNDS_S = (
     0.25,
     1.0,
 )
+"""Upper bounds for the time of a selection by the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +82,3 @@ def _added(table: F64, growth: LayerGrowth) -> F64:
 def _rows(table: F64) -> Iterator[LayerGrowth]:
     for layer in np.flatnonzero(table.any(axis=1)).tolist():
         yield LayerGrowth(layer, table[layer])
-
-
-@dataclass(slots=True)
-class Latency:
-    """A histogram. `counts`: one per bound, and one for selections that take longer than all
-    bounds."""
-
-    sum_s: float = 0.0
-    counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
-
-    def add(self, seconds: float) -> None:
-        """Counts one selection."""
-        self.sum_s += seconds
-        self.counts[bisect.bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)

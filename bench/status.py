@@ -1,0 +1,141 @@
+"""What /api/v1/status costs a node with many blocks: of its event loop, and of the thread of HTTP.
+
+A full cache of slots of 4 KiB, as in bench.core, in a node with as many accounts as the ledger
+keeps, NUM_SESSIONS sessions and as many key spaces. `loop_ms`: the longest time of an answer on the
+node's loop, in processor time. `survey_ms`: of the loop for a whole survey, which is made behind,
+`survey_step_ms` its longest step. `write_ms`: to write the answer as JSON, on the thread of HTTP.
+`--json` prints one JSON object last.
+"""
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bench.core import SIZES, Bench
+from bench.report import median, parser, print_report
+from hotkv.groups import GroupKind, GroupSpec
+from hotkv.keys import KeySpace
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.core import inspect
+from hotkv_server.core.arena_map import draw
+from hotkv_server.ledger.accounts import MAX_ACCOUNTS, Account
+from hotkv_server.ledger.columns import Usage
+from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.pages.replies import Reply
+from hotkv_server.runtime.live_history import NUM_SAMPLES, STEP_S
+from hotkv_server.runtime.node import Node
+from hotkv_server.runtime.session import LiveSession
+from hotkv_server.runtime.status_figures import as_json_values, read_status
+from hotkv_server.startup import process
+
+TARGET_MS = 10.0
+NUM_SESSIONS = 1000
+"""About as many as a server takes; a status lists the first of them."""
+T = TypeVar("T")
+
+
+class NoCopies:
+    """A copy engine that nobody asks for copies."""
+
+    num_queued = 0
+    busy_s = 0.0
+
+
+def timed(call: Callable[[], T]) -> tuple[T, float]:
+    """What the call returns, and its processor time in milliseconds."""
+    began_s = time.thread_time()
+    result = call()
+    return result, (time.thread_time() - began_s) * 1e3
+
+
+def make_node(core: Any, folder: Path) -> Node:
+    """A node over a core, with a full ledger and an hour of samples."""
+    memory = NodeMemory.open(folder / "node", 1 << 20, 1 << 16, 64, 1, prefault=False)
+    copies: Any = NoCopies()
+    node = Node(core, memory, copies)
+    accounts, minute = node.ledger.accounts, int(time.time() // 60)
+    usage = Usage(1, 100_000, 30_000, 1.0, 0.1, 0, 1 << 30, 1 << 30, {"host": 50_000})
+    for number in range(MAX_ACCOUNTS):
+        who = Account("", f"model-{number}", f"{number:016x}", f"engine-{number}")
+        accounts.add(who, accounts.columns.values(usage), minute)
+    groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (SLOT_ALIGN,)),)
+    for number in range(NUM_SESSIONS):
+        key_space = KeySpace(f"model-{number}", "bench", "bfloat16", groups, 16)
+        record = core.open_session(f"engine-{number}", "worker", key_space, 0.0)
+        # What Sessions.open does, without a stream.
+        node.sessions._open[str(number)] = LiveSession(record, str(number), key_space, "bench")
+    now_s = time.monotonic()
+    for number in range(NUM_SAMPLES):
+        accounts.add(who, accounts.columns.values(usage), minute)
+        node.history.turn(now_s + number * STEP_S)
+    return node
+
+
+async def measure(node: Node, rounds: int) -> tuple[list[float], list[float], int, int]:
+    """Milliseconds of each answer on the loop, and of writing it; its bytes and its cells."""
+    while node.survey.latest(time.monotonic()) is None:
+        await asyncio.sleep(0.05)
+    read_ms, write_ms, text = [], [], b""
+    for _ in range(rounds):
+        status, took_ms = timed(lambda: read_status(node, has_names=True))
+        read_ms.append(took_ms)
+        text, took_ms = timed(lambda: Reply.json(as_json_values(status)).body)  # noqa: B023
+        write_ms.append(took_ms)
+        await asyncio.sleep(0)
+    node.survey.close()
+    return read_ms, write_ms, len(text), len(json.loads(text)["arena"]["used_ratios"])
+
+
+def survey_steps_ms(node: Node) -> list[float]:
+    """Milliseconds of each step of a survey."""
+    steps = []
+    for walk in (inspect.census(node.core), draw(node.core, time.monotonic())):
+        while True:
+            step, took_ms = timed(lambda: next(walk, "end"))  # noqa: B023
+            steps.append(took_ms)
+            if step == "end":
+                break
+    return steps
+
+
+def main() -> int:
+    """Command line."""
+    flags = parser("Cost of the status page's API.")
+    flags.add_argument("--blocks", type=int, default=SIZES[-1])
+    flags.add_argument("--policy", default="hotness")
+    flags.add_argument("--rounds", type=int, default=50)
+    options = flags.parse_args()
+    bench = Bench(options.blocks, options.policy)
+    with tempfile.TemporaryDirectory() as folder:
+        node = make_node(bench.core, Path(folder))
+        process.settle()
+        steps = survey_steps_ms(node)
+        read_ms, write_ms, num_bytes, num_cells = asyncio.run(measure(node, options.rounds))
+        node.memory.remove()
+    figures = {
+        "loop_ms": max(read_ms),
+        "loop_median_ms": median(read_ms),
+        "write_ms": median(write_ms),
+        "survey_ms": sum(steps),
+        "survey_step_ms": max(steps),
+        "answer_bytes": num_bytes,
+        "cells": num_cells,
+    }
+    targets = {"loop_ms": TARGET_MS}
+    rows = [(name, f"{value:.4g}", targets.get(name, "")) for name, value in figures.items()]
+    print_report(
+        (f"figure, {options.blocks:,} blocks", "measured", "at most"),
+        rows,
+        {"policy": options.policy, "blocks": options.blocks, **figures},
+        as_json=options.json,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Histograms of what is too frequent to be kept: counts by upper bound, and the sum.
+
+Always true: counts and sum never fall, and a value that equals a bound counts under it, as
+Prometheus has it. Counting one value is a search among few bounds and two additions. Not
+thread-safe: one thread counts.
+"""
+
+import bisect
+import itertools
+
+import numpy as np
+from numpy.typing import NDArray
+
+SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+"""Bounds for answers of a server: from a lookup to a load from a tier that is far away."""
+AGES_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0, 604800.0)
+"""Bounds for ages of blocks: a second to a week."""
+SIZES_BYTES = tuple(float(1 << power) for power in range(12, 37, 2))
+"""Bounds for transfers: 4 KiB to 64 GiB."""
+
+
+class Histogram:
+    """See the module. `bounds`: upper bounds, rising. `counts`: values under each and above the one
+    before, and one more for values above all bounds. `sum`: of all values."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        assert list(bounds) == sorted(set(bounds)), "bounds do not rise"
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def __repr__(self) -> str:
+        return f"Histogram({self.count} values, mean {self.sum / max(1, self.count):.4g})"
+
+    def add(self, value: float) -> None:
+        """Counts one value."""
+        self.sum += value
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+
+    def add_all(self, values: NDArray[np.float64]) -> None:
+        """Counts all values [n]."""
+        places = np.searchsorted(self.bounds, values)
+        for at, count in enumerate(np.bincount(places, minlength=len(self.counts)).tolist()):
+            self.counts[at] += count
+        self.sum += float(values.sum())
+
+    @property
+    def count(self) -> int:
+        """How many values there were."""
+        return sum(self.counts)
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Each bound as text and the number of values that are at most that, `+Inf` last."""
+        names = [*map(str, self.bounds), "+Inf"]
+        sums = map(float, itertools.accumulate(self.counts))
+        return list(zip(names, sums, strict=True))

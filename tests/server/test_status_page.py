@@ -1,0 +1,528 @@
+"""/api/v1/status says what `hotkv status` and `hotkv savings` say; who sees it, and what it does to
+odd requests. The page itself is in test_status_browser.py."""
+
+import asyncio
+import base64
+import hashlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hotkv_server
+from demo.processes import Server, runtime_folder
+from hotkv_client import GroupHashes
+from hotkv_client.admin import AdminClient
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.values import CoreConfig
+from hotkv_server.http_endpoint import HttpServer
+from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.pages import routes
+from hotkv_server.pages.replies import Request
+from hotkv_server.pages.routes import Routes
+from hotkv_server.runtime import status_figures, survey
+from hotkv_server.runtime.live_history import NUM_SAMPLES, STEP_S, LiveHistory
+from hotkv_server.runtime.node import Node
+from hotkv_server.runtime.status_figures import as_json_values, read_status
+from hotkv_server.security.page_access import PageAccess
+from tests.core.support import make_key_space
+from tests.server.page_support import Traffic, get, listed, status_of
+from tests.server.support import hashes
+from tests.server.test_life import wait_until
+from tests.server.test_live_ledger import World
+from tests.server.test_service import http_port
+from tests.server.test_tiers import tiered
+
+PAGE = Path(hotkv_server.__file__).parent / "pages" / "page.html"
+MAX_PAGE_BYTES = 150_000
+TOKEN, ADMIN = "a-viewers-token-0123", "an-admins-token-4567"
+
+
+@pytest.fixture
+def traffic(server: Server) -> Iterator[Callable[..., Traffic]]:
+    made: list[Traffic] = []
+
+    def make(model: str) -> Traffic:
+        made.append(Traffic(server.target, model, f"{model}-engine"))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def settled(server: Server) -> dict[str, Any]:
+    """The status once its survey is of what is there now."""
+    status: dict[str, Any] = {}
+
+    def is_fresh() -> bool:
+        status.update(status_of(server))
+        return status["survey_age_s"] == 0.0
+
+    status_of(server)
+    time.sleep(survey.FRESH_S)
+    wait_until(is_fresh)
+    return status
+
+
+# The same as elsewhere
+
+
+def test_it_says_what_the_admin_api_says(server: Server, traffic: Callable[..., Traffic]) -> None:
+    one = traffic("page-same")
+    blocks = one.prompt()
+    lease = "page-same-lease"
+    one.engine.session.report_sparse({}, {3: {"selects": 4, "wanted_blocks": 8, "hit_blocks": 6}})
+    one.engine.session.acquire(lease, [GroupHashes(0, blocks[:6])], 60).result(20)
+    status = settled(server)
+    info, tiers, sessions = listed(server)
+    assert (status["version"], status["state"], status["problems"]) == (
+        info["version"],
+        "ready",
+        [],
+    )
+    assert status["has_names"] is True
+    assert [t["name"] for t in status["tiers"]] == [t["name"] for t in tiers]
+    (host,), told = status["tiers"], tiers[0]
+    assert {name: told[name] for name in host} == host
+    assert host["block_count"] >= 8 and host["pinned_byte_count"] == 6 * 8192
+    named = ("stored_blocks_total", "loaded_bytes_total", "evicted_blocks_total", "refused_total")
+    assert {n: status["counters"][n] for n in named} == {n: info["counters"][n] for n in named}
+    assert status["lease_count"] == info["counters"]["leases"] == 1
+    assert status["session_count"] == len(sessions)
+    by_number = {row["session_number"]: row for row in sessions}
+    for row in status["sessions"]:
+        same = ("engine_id", "role", "key_space_id", "client_name", "loaded_byte_count")
+        assert {n: row[n] for n in same} == {n: by_number[row["session_number"]][n] for n in same}
+    with AdminClient(server.target) as admin:
+        spaces = {row["key_space_id"]: row for row in admin.key_spaces()}
+        layers = [r for r in admin.sparse_layers() if r["engine_id"] == "page-same-engine"]
+    assert status["key_space_count"] == len(status["key_spaces"]) == len(spaces)
+    for row in status["key_spaces"]:
+        told = spaces[row["key_space_id"]]
+        assert row["block_count"] == told["block_count"]
+        assert row["model"] == told["key_space"]["model"]
+        assert told["fingerprint"].startswith(row["key_space"])
+    (layer,) = [row for row in status["sparse_layers"] if row["layer_index"] == 3]
+    assert {n: layer[n] for n in ("selects", "hit_ratio")} == {"selects": 4, "hit_ratio": 0.75}
+    assert layers[0]["hit_ratio"] == layer["hit_ratio"]
+    one.engine.session.release(lease)
+
+
+def test_tiers_below_are_those_of_the_admin_api() -> None:
+    with tiered() as place:
+        place.start_tiered()
+        place.connect()
+        chain = hashes(4)
+        place.loads(chain, place.fill(chain))
+        server, found = place.server, dict[str, Any]()
+        assert server is not None
+
+        def is_same() -> bool:
+            """Both are asked one after the other, and the disk may still be at work."""
+            found.update(status_of(server))
+            disk, told = found["tiers"][1], listed(server)[1][1]
+            return {name: told[name] for name in disk} == disk
+
+        wait_until(is_same)
+        assert found["counters"]["tier_demoted_blocks_total"] == 4
+    host, disk = found["tiers"]
+    assert (host["name"], disk["name"]) == ("host", "disk") and "activity" not in host
+    assert disk["activity"]["is_up"] and disk["block_count"] == 4
+
+
+def test_savings_are_those_of_the_ledger(server: Server, traffic: Callable[..., Traffic]) -> None:
+    one = traffic("page-savings")
+    one.prompt()
+    one.prompt(4, loads=2, device=0)
+    status, port = status_of(server), http_port(server)
+    for name, since_s in (("hour", 3600), ("all", 0)):
+        told = get(port, f"/api/v1/savings?since_s={since_s}").figures
+        shown = status["savings"][name]
+        assert shown["total"] == told["total"]
+        assert shown["rows"] == (told["rows"] if name == "hour" else [])
+    (row,) = [r for r in status["savings"]["hour"]["rows"] if r["model"] == "page-savings"]
+    assert (row["request_count"], row["prompt_token_count"]) == (2, 12 * 16 + 6)
+    assert row["hits"]["host"] == 6 * 16 and row["device_hit_token_count"] == 16
+    # The minutes of the last hour, and of the hour before it, add up to what was ever counted here.
+    minutes = status["minutes"]
+    assert minutes["step_s"] == 60 and len(minutes["prompt_token_counts"]) == 120
+    total = status["savings"]["all"]["total"]
+    assert sum(minutes["prompt_token_counts"]) == total["prompt_token_count"]
+    assert sum(minutes["hit_token_counts"]["host"]) == total["hits"]["host"]
+    assert sum(minutes["hit_token_counts"]["device"]) == total["device_hit_token_count"]
+    assert sum(minutes["loaded_byte_counts"]) == total["loaded_byte_count"]
+
+
+def test_the_map_adds_up_to_the_arena(server: Server, traffic: Callable[..., Traffic]) -> None:
+    traffic("page-map").prompt(20)
+    status = settled(server)
+    arena, host = status["arena"], status["tiers"][0]
+    assert arena["slabs_per_cell"] == 1
+    assert arena["slab_count"] * arena["slab_byte_count"] >= host["capacity_byte_count"]
+    used = sum(arena["used_ratios"]) * arena["slab_byte_count"]
+    assert used == pytest.approx(host["used_byte_count"], rel=0.01)
+    lent = [at for at in arena["slot_size_indexes"] if at >= 0]
+    assert len(lent) == sum(row["slab_count"] for row in host["slab_classes"])
+    assert set(arena["slot_byte_counts"]) == {r["slot_byte_count"] for r in host["slab_classes"]}
+    ages = [age for age in arena["idle_s"] if age is not None]
+    assert len(ages) == len(lent) and min(ages) < 60
+
+
+def test_no_prompt_and_no_hash_is_in_it(server: Server, traffic: Callable[..., Traffic]) -> None:
+    blocks = traffic("page-secret").prompt()
+    body = get(http_port(server), "/api/v1/status").text
+    assert "page-secret" in body
+    for block in blocks:
+        assert block.hex()[:12] not in body and block[::-1].hex()[:12] not in body
+
+
+# What is over time
+
+
+def test_samples_are_what_was_counted_between_them() -> None:
+    world = World()
+    history = LiveHistory(world.core, world.ledger, _NoLag())
+    # A second into the interval in which it was made.
+    began_s = (history.history.number + 1) * STEP_S + 1.0
+    world.report(num_blocks=2, hit_tokens=16)
+    history.turn(began_s + STEP_S)
+    world.core.counters.evicted_blocks += 7
+    world.report(num_blocks=3)
+    world.report(num_blocks=1)
+    history.turn(began_s + 2 * STEP_S)
+    history.turn(began_s + 2 * STEP_S + 0.2)
+    # The loop stood still for two intervals.
+    world.report(num_blocks=4)
+    history.turn(began_s + 5 * STEP_S)
+    samples, age_s = history.samples(began_s + 5 * STEP_S)
+    assert samples["prompt_tokens"].tolist() == [33, 49 + 17, 0, 0, 65]
+    assert samples["hit_tokens/host"].tolist() == [16, 0, 0, 0, 0]
+    assert samples["evicted_blocks"].tolist() == [0, 7, 0, 0, 0]
+    assert samples["loop_lag_s"].tolist() == [0.25, 0.25, 0, 0, 0.25]
+    assert 0 <= age_s <= STEP_S
+    for later in range(6, NUM_SAMPLES + 20):
+        history.turn(began_s + later * STEP_S)
+    assert {len(values) for values in history.samples(0.0)[0].values()} == {NUM_SAMPLES}
+
+
+class _NoLag:
+    def longest_s(self, seconds: float) -> float:
+        return 0.25
+
+
+def test_a_survey_of_many_entries_is_made_in_the_background(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(survey, "AT_ONCE_ENTRIES", 0)
+    core = CacheCore(
+        CoreConfig(1 << 20, 1 << 16, 64), World().core.space.index.table, POLICIES["lru"](64)
+    )
+
+    async def scenario() -> None:
+        live = survey.LiveSurvey(core)
+        assert live.latest(time.monotonic()) is None and "none yet" in repr(live)
+        assert live.latest(time.monotonic()) is None, "one is being made"
+        while (first := live.latest(time.monotonic())) is None:
+            await asyncio.sleep(0)
+        assert first.census.num_blocks == 0 and not first.arena.used_ratios.any()
+        assert live.latest(first.ended_s + survey.FRESH_S / 2) is first and live._is_idle
+        assert live.latest(first.ended_s + survey.FRESH_S + 60) is first and not live._is_idle
+        live.close()
+        await asyncio.sleep(0.05)
+        assert live.latest(first.ended_s) is first
+
+    asyncio.run(scenario())
+
+
+def test_a_survey_that_breaks_is_told_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "AT_ONCE_ENTRIES", 0)
+    monkeypatch.setattr(survey, "draw", lambda core, now_s: 1 / 0)
+
+    async def scenario() -> list[dict[str, Any]]:
+        told: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+        live = survey.LiveSurvey(World().core)
+        live.latest(time.monotonic())
+        for _ in range(1000):
+            if told:
+                break
+            await asyncio.sleep(0.01)
+        return told
+
+    (context,) = asyncio.run(scenario())
+    assert isinstance(context["exception"], ZeroDivisionError)
+
+
+# Bounds
+
+
+class NoCopies:
+    num_queued = 0
+    busy_s = 0.0
+
+
+def make_node(folder: Path, num_key_spaces: int = 0) -> Node:
+    memory = NodeMemory.open(folder / "node", 1 << 20, 1 << 16, 64, 1, prefault=False)
+    core = CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, POLICIES["lru"](64))
+    for number in range(num_key_spaces):
+        core.open_session("engine", "rank", make_key_space(f"s{number}", 4096, 4096), 0.0)
+    copies: Any = NoCopies()
+    return Node(core, memory, copies)
+
+
+def test_lists_are_bounded_and_the_counts_say_how_many_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_figures, "MAX_ROWS", 3)
+    node, world = make_node(tmp_path, 5), World()
+    for number in range(5):
+        session: Any = world.session
+        moved = type(session)(session.record, f"{number}", session.key_space, "test")
+        moved.loaded_bytes = 100 - number
+        node.sessions._open[f"{number}"] = moved
+    figures = as_json_values(read_status(node, has_names=True))
+    assert figures["session_count"] == figures["key_space_count"] == 5
+    assert [row["loaded_byte_count"] for row in figures["sessions"]] == [100, 99, 98]
+    assert len(figures["key_spaces"]) == 3
+    hidden = as_json_values(read_status(node, has_names=False))
+    assert hidden["sessions"] == hidden["key_spaces"] == [] and hidden["session_count"] == 5
+    assert hidden["savings"]["hour"]["rows"] == []
+    node.memory.remove()
+
+
+def test_before_the_first_survey_what_it_tells_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make_node(tmp_path, 1)
+    monkeypatch.setattr(node.survey, "latest", lambda now_s: None)
+    figures = as_json_values(read_status(node, has_names=True))
+    assert figures["arena"] is None and figures["survey_age_s"] is None
+    host = figures["tiers"][0]
+    assert host["block_count"] is host["pinned_byte_count"] is None
+    assert host["capacity_byte_count"] == 1 << 20 and host["used_byte_count"] == 0
+    assert figures["key_spaces"][0]["block_count"] is None
+    node.memory.remove()
+
+
+def test_however_many_ask_the_node_is_asked_once_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, num_reads = make_node(tmp_path), 0
+    read = routes.read_status
+
+    def counted(one: Node, *, has_names: bool) -> Any:
+        nonlocal num_reads
+        num_reads += 1
+        return read(one, has_names=has_names)
+
+    monkeypatch.setattr(routes, "read_status", counted)
+
+    async def scenario() -> None:
+        ways = Routes(node, asyncio.get_running_loop(), PageAccess())
+        asked = Request("/api/v1/status", host="localhost")
+        replies = await asyncio.gather(*(ways.answer(asked) for _ in range(20)))
+        assert {reply.status for reply in replies} == {200} and num_reads == 1
+        await ways.answer(asked)
+        assert num_reads == 2
+
+    asyncio.run(scenario())
+    node.memory.remove()
+
+
+# The page's file and headers
+
+
+def test_the_page_is_one_small_file_that_may_load_nothing(server: Server) -> None:
+    answer, content = get(http_port(server)), PAGE.read_bytes()
+    assert answer.status == 200 and answer.body == content
+    assert len(content) <= MAX_PAGE_BYTES
+    text = content.decode()
+    assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+    parts = answer.headers["Content-Security-Policy"].split("; ")
+    policy = {name: values for name, *values in map(str.split, parts)}
+    for tag, name in (("script", "script-src"), ("style", "style-src")):
+        (element,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(element.encode()).digest()).decode()
+        assert policy[name] == [f"'sha256-{digest}'"]
+    nothing = ("default-src", "base-uri", "form-action", "frame-ancestors")
+    assert all(policy[name] == ["'none'"] for name in nothing)
+    assert policy["connect-src"] == ["'self'"] and policy["img-src"] == ["data:"]
+    assert policy["require-trusted-types-for"] == ["'script'"]
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    assert answer.headers["X-Frame-Options"] == "DENY"
+    assert answer.headers["Referrer-Policy"] == "no-referrer"
+    for path in ("/", "/api/v1/status", "/api/v1/savings"):
+        headers = get(http_port(server), path).headers
+        assert headers["Cache-Control"] == "no-store"
+        assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        assert headers["Access-Control-Allow-Origin"] is None
+    # Nothing is fetched but the API; no text becomes markup; no attribute has a style or a handler.
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text)
+    assert not re.search(r'<[^>]+ (style|on\w+)="', text)
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status"),
+    [
+        ("/?a=b", "GET", 200),
+        ("/api/v1/status?x=%00&since_s=-1", "GET", 200),
+        ("/api/v1/", "GET", 404),
+        ("/api/v1/status/", "GET", 404),
+        ("/api/v1/statusx", "GET", 404),
+        ("/api/v2/status", "GET", 404),
+        ("//", "GET", 404),
+        ("/index.html", "GET", 404),
+        ("/api/v1/savings?since_s=x", "GET", 400),
+        ("/", "POST", 405),
+        ("/api/v1/status", "DELETE", 405),
+    ],
+)
+def test_odd_requests(server: Server, path: str, method: str, status: int) -> None:
+    assert get(http_port(server), path, method=method).status == status
+
+
+# Who sees it
+
+
+@pytest.mark.parametrize("path", ["/", "/api/v1/status", "/api/v1/savings"])
+def test_a_page_of_another_name_is_refused(server: Server, path: str) -> None:
+    port = http_port(server)
+    answer = get(port, path, Host="evil.example:9433")
+    assert answer.status == 403 and "http.token_file" in answer.text
+    assert "page-" not in answer.text and "evil.example" in answer.text
+    assert get(port, path, Host=f"localhost:{port}").status == 200
+    assert get(port, "/metrics", Host="evil.example").status == 200
+    assert get(port, "/livez", Host="evil.example").status == 200
+
+
+@pytest.fixture(scope="module")
+def far(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    """A server with two tenants that listens beyond this machine, and the file of its token."""
+    folder = tmp_path_factory.mktemp("far")
+    token, config = folder / "token", folder / "hotkv.toml"
+    token.touch(0o600)
+    token.write_text(TOKEN + "\n")
+    tenants = (
+        f'[[security.tenants]]\nname = "{name}"\nuids = [{os.getuid()}]\n'
+        for name in ("blue", "red")
+    )
+    digest = hashlib.sha256(ADMIN.encode()).hexdigest()
+    config.write_text(
+        f'[http]\nhost = "0.0.0.0"\ntoken_file = "{token}"\n'
+        f'[security]\nadmin_token_sha256 = ["{digest}"]\n' + "".join(tenants)
+    )
+    flags = ("--config", str(config), "--arena.slab-bytes", "64KiB")
+    with runtime_folder(64 << 20) as runtime, Server(runtime, "16MiB", *flags) as running:
+        running.wait_ready()
+        for tenant in ("blue", "red"):
+            one = Traffic(running.target, f"{tenant}-model", f"{tenant}-engine", tenant=tenant)
+            one.prompt()
+            one.close()
+        yield running, token
+
+
+def test_beyond_this_machine_a_token_is_needed(far: tuple[Server, Path]) -> None:
+    port = http_port(far[0])
+    for path in ("/", "/api/v1/status", "/api/v1/savings", "/api/v1/nothing"):
+        for shown in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}):
+            answer = get(port, path, **shown)
+            assert answer.status == 401 and "http.token_file" in answer.text
+            assert answer.headers["WWW-Authenticate"] == 'Bearer realm="hotkv"'
+            assert TOKEN not in answer.text and "blue" not in answer.text
+    for path in ("/livez", "/readyz", "/metrics"):
+        assert get(port, path).status == 200
+    bearer = {"Authorization": f"Bearer {TOKEN}", "Host": "hotkv.example"}
+    assert get(port, "/", **bearer).body == PAGE.read_bytes()
+    assert get(port, "/api/v1/nothing", **bearer).status == 404
+    # A browser gets the page, which asks for the token.
+    form = get(port, "/", Accept="text/html,*/*;q=0.8")
+    assert (form.status, form.body) == (401, PAGE.read_bytes())
+    assert get(port, "/api/v1/status", Accept="text/html").body != PAGE.read_bytes()
+
+
+def test_tenants_are_named_to_admins_alone(far: tuple[Server, Path]) -> None:
+    viewer, admin = (status_of(far[0], Authorization=f"Bearer {token}") for token in (TOKEN, ADMIN))
+    assert (viewer["has_names"], admin["has_names"]) == (False, True)
+    text = repr(viewer)
+    assert not re.search(r"blue|red-|\bred\b|PagedEngine", text)
+    assert viewer["sessions"] == viewer["key_spaces"] == viewer["savings"]["hour"]["rows"] == []
+    assert viewer["savings"]["hour"]["total"]["request_count"] == 2
+    assert {row["tenant"] for row in admin["key_spaces"]} == {"blue", "red"}
+    assert {row["tenant"] for row in admin["savings"]["hour"]["rows"]} == {"blue", "red"}
+    for token, tenants in ((TOKEN, set()), (ADMIN, {"blue", "red"})):
+        answer = get(http_port(far[0]), "/api/v1/savings", Authorization=f"Bearer {token}")
+        assert {row["tenant"] for row in answer.figures["rows"]} == tenants
+
+
+def test_a_token_that_changes_or_goes_is_followed(far: tuple[Server, Path]) -> None:
+    server, path = far
+    port, other = http_port(server), "another-token-0123456"
+
+    def asked(token: str) -> int:
+        return get(port, "/api/v1/status", Authorization=f"Bearer {token}").status
+
+    try:
+        path.write_text(other)
+        assert (asked(TOKEN), asked(other)) == (401, 200)
+        path.write_text("")
+        answer = get(port, "/api/v1/status", Authorization=f"Bearer {other}")
+        assert answer.status == 503 and "http.token_file" in answer.text
+        assert asked(ADMIN) == 200, "an admin's token is not in that file"
+        assert asked("") == 503 and get(port, "/livez").status == 200
+        wait_until(lambda: "http.token_file can't be used" in server.log.read_text())
+        assert server.log.read_text().count("http.token_file can't be used") == 1
+    finally:
+        path.write_text(TOKEN)
+    assert asked(TOKEN) == 200
+
+
+def test_admins_are_those_that_were_read_last(far: tuple[Server, Path]) -> None:
+    server, token = far
+    config, other = token.with_name("hotkv.toml"), "another-admin-012345"
+    old = config.read_text()
+    new_digest = hashlib.sha256(other.encode()).hexdigest()
+    config.write_text(old.replace(hashlib.sha256(ADMIN.encode()).hexdigest(), new_digest))
+
+    def asked(shown: str) -> int:
+        header = {"Authorization": f"Bearer {shown}"}
+        return get(http_port(server), "/api/v1/status", **header).status
+
+    try:
+        assert asked(other) == 401
+        os.kill(server.pid, signal.SIGHUP)
+        wait_until(lambda: asked(other) == 200)
+        assert asked(ADMIN) == 401
+    finally:
+        config.write_text(old)
+        os.kill(server.pid, signal.SIGHUP)
+    wait_until(lambda: asked(ADMIN) == 200)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_without_a_token_nothing_is_shown_beyond_this_machine(tmp_path: Path, host: str) -> None:
+    node = make_node(tmp_path)
+
+    async def scenario() -> None:
+        http = HttpServer(host, 0, node)
+        loop = asyncio.get_running_loop()
+        for path, status in (("/", 403), ("/api/v1/status", 403), ("/livez", 200)):
+            answer = await loop.run_in_executor(None, get, http.port, path)
+            assert answer.status == status, path
+            if status == 403:
+                assert "http.token_file" in answer.text and "http.host" in answer.text
+        http.close()
+
+    try:
+        asyncio.run(scenario())
+    except OSError:
+        pytest.skip("no such addresses here")
+    finally:
+        node.memory.remove()
