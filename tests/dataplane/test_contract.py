@@ -51,3 +51,7 @@ def test_close(make_rig: contract.MakeRig) -> None:
 
 def test_idle(make_rig: contract.MakeRig) -> None:
     contract.check_idle(make_rig)
+
+
+def test_times(make_rig: contract.MakeRig) -> None:
+    contract.check_times(make_rig)

@@ -7,7 +7,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    path for folder in (ROOT, ROOT / "docs", ROOT / "sparse") for path in folder.glob("*.md")
+    path
+    for folder in (ROOT, ROOT / "docs", ROOT / "sparse", ROOT / "deploy" / "helm" / "hotkv")
+    for path in folder.glob("*.md")
 )
 LINK = re.compile(r"\]\(([^)#\s]+)?(?:#([\w-]+))?\)")
 PATH = re.compile(r"`((?:proto|sparse|client|server|connector_vllm|tests|tools)/[\w/.*-]+)`")

@@ -1,40 +1,66 @@
-"""Every metric has a HELP text, whichever policy evicts, and no text is left over."""
+"""Every metric has a HELP text, whichever policy evicts, and no text is left over; names are as
+Prometheus asks for."""
 
 import asyncio
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.core import Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from hotkv.counters import SPARSE_COUNTERS
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.values import CoreConfig
+from hotkv_server.core.values import CoreConfig, Run
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.metric_help import HELP, SPARSE_LAYER_HELP
-from hotkv_server.metrics import NodeCollector, in_seconds
+from hotkv_server.metric_help import HELP, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
+from hotkv_server.metrics import in_seconds
+from hotkv_server.runtime import stats
 from hotkv_server.runtime.node import Node
+from hotkv_vllm.counter_help import COUNTERS, exported
+from tests.core.support import make_key_space, words_of
+from tests.programs import program
+from tools.metrics_reference import NoCopies, families
 
 
-class NoCopies:
-    num_queued = 0
+@pytest.fixture(scope="module")
+def metrics() -> list[Metric]:
+    return list(families().values())
 
 
-async def read(folder: Path, policy: str) -> list[Metric]:
-    memory = NodeMemory.open(folder / policy, 1 << 20, 1 << 16, 64, 1, prefault=False)
-    copies: Any = NoCopies()
-    core = CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, POLICIES[policy](64))
-    collector = NodeCollector(Node(core, memory, copies))
-    await collector.read()
-    memory.remove()
-    return collector.collect()
+class Fixed(Collector):
+    """A registry's source of given metrics."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
 
 
-@pytest.fixture
-def metrics(tmp_path: Path) -> list[Metric]:
-    return [metric for policy in POLICIES for metric in asyncio.run(read(tmp_path, policy))]
+def lint(metrics: list[Metric]) -> str:
+    """What `promtool check metrics` says of them; empty if they are as they should be."""
+    registry = CollectorRegistry()
+    registry.register(Fixed(metrics))
+    command = [str(program("promtool")), "check", "metrics"]
+    done = subprocess.run(command, input=generate_latest(registry), capture_output=True)
+    said = (done.stdout + done.stderr).decode()
+    assert bool(done.returncode) == bool(said)
+    return said
+
+
+def test_promtool_finds_no_fault(metrics: list[Metric]) -> None:
+    """Also in the connector's, but for the colon of vLLM's prefix."""
+    engines: list[Metric] = [
+        CounterMetricFamily(f"vllm_hotkv_{exported(name)}", text, 1.0)
+        for name, text in COUNTERS.items()
+    ]
+    assert lint([*metrics, *engines]) == ""
+    assert "base unit" in lint([CounterMetricFamily("hotkv_wait_milliseconds", "Some.", 1.0)])
 
 
 def test_every_metric_has_a_text_and_no_text_is_left_over(metrics: list[Metric]) -> None:
@@ -45,6 +71,16 @@ def test_every_metric_has_a_text_and_no_text_is_left_over(metrics: list[Metric])
     of_layers = {f"sparse_layer_{in_seconds(name)}_total" for name in SPARSE_COUNTERS}
     assert names - of_layers == set(HELP)
     assert set(SPARSE_LAYER_HELP) == set(SPARSE_COUNTERS)
+
+
+def test_labels_are_explained_and_those_that_are_named(metrics: list[Metric]) -> None:
+    named = {label for labels in LABELS.values() for label in labels} | {"layer"}
+    assert named == set(LABEL_HELP) and set(LABELS) <= set(HELP)
+    for metric in metrics:
+        name = metric.name.removeprefix("hotkv_") + "_total" * (metric.type == "counter")
+        for sample in metric.samples:
+            labels = set(sample.labels) - ({"le"} if metric.type == "histogram" else set())
+            assert labels == set(LABELS.get(name, ())), name
 
 
 def test_names_are_as_prometheus_has_them(metrics: list[Metric]) -> None:
@@ -71,3 +107,28 @@ def test_texts_name_metrics_that_exist() -> None:
         mentioned = set(re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", text)) - {"leases.held_share"}
         settings = set(re.findall(r"\b[a-z]+\.([a-z_]+)", text))
         assert mentioned - settings <= names, f"{name}: {mentioned - settings - names}"
+
+
+def test_a_long_census_is_that_of_the_scrape_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stats, "FRESH_PARTS", 0)
+
+    async def scenario() -> list[int]:
+        memory = NodeMemory.open(tmp_path / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)
+        core = CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, POLICIES["lru"](64))
+        copies: Any = NoCopies()
+        taker, seen = stats.RecentCensus(Node(core, memory, copies)), []
+        taker.begin()
+        session = core.open_session("engine", "worker", make_key_space("m", 4096, 4096), 0.0)
+        for first in range(0, 40, 10):
+            seen.append((await taker.read()).num_blocks)
+            # The count that was begun goes on behind.
+            await asyncio.sleep(0.01)
+            run = Run(0, words_of(range(first, first + 10)))
+            core.begin_store(session.number, f"{first}", f"{first}", [run], 0, 60.0, 1.0)
+            core.end_store(session.number, f"{first}", True, 2.0)
+        memory.remove()
+        return seen
+
+    assert asyncio.run(scenario()) == [0, 0, 10, 20], "each but the first a scrape late"

@@ -6,6 +6,7 @@ neither memory any more; whoever asks a gate releases it exactly once.
 
 import enum
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -57,6 +58,8 @@ class CopyJob:
         self._lock = threading.Lock()
         self._pieces_left = 0
         self._error = ""
+        self._whole: CopyJob | None = None
+        self._expected_s = self._begun_s = 0.0
 
     def __repr__(self) -> str:
         return (
@@ -79,18 +82,37 @@ class CopyJob:
         self.expect(len(groups))
         parts = [CopyJob(plans, self._part_done, owner=self.owner) for plans in groups]
         for part in parts:
-            part._cancelled = self._cancelled
+            part._cancelled, part._whole = self._cancelled, self
         return parts
 
     def _part_done(self, outcome: Outcome, error: str) -> None:
         self.piece_done(error if outcome is Outcome.FAILED else "")
 
+    @property
+    def begun_s(self) -> float | None:
+        """When its first piece began; None if none has."""
+        return self._begun_s or None
+
     def expect(self, num_pieces: int) -> None:
         """For engines: sets how many calls of `piece_done` end the job; ends it at once if there is
         nothing to do."""
         self._pieces_left = num_pieces
+        self._expected_s = time.monotonic()
         if num_pieces == 0:
             self._on_done(Outcome.CANCELLED if self.cancelled else Outcome.DONE, "")
+
+    def piece_begun(self) -> None:
+        """For engines: one piece is about to be copied."""
+        if not self._begun_s:
+            self._begun_s = time.monotonic()
+            if self._whole is not None:
+                self._whole.piece_begun()
+
+    @property
+    def waited_s(self) -> float | None:
+        """How long the job, its gate passed, has waited for its first piece to begin; None if none
+        has."""
+        return self._begun_s - self._expected_s if self._begun_s else None
 
     def piece_done(self, error: str = "") -> None:
         """For engines: one piece has been copied, skipped or has failed."""
@@ -114,6 +136,14 @@ class CopyEngine(Protocol):
     @property
     def num_queued(self) -> int:
         """Pieces not yet begun; bounded by the transfers that the core admits."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that lanes have been busy with pieces that have ended, all lanes together."""
+
+    @property
+    def num_lanes(self) -> int:
+        """How many lanes copy side by side: threads, or directions of a device."""
 
     def is_alive(self) -> bool:
         """False if a thread of it has died."""

@@ -70,6 +70,16 @@ class CopyEngines:
         """Jobs that wait for their gates."""
         return len(self._waiting)
 
+    @property
+    def busy_s(self) -> float:
+        """Of the engine in host memory; devices have figures of their own."""
+        return self._engines[HOST].busy_s
+
+    @property
+    def num_lanes(self) -> int:
+        """Of the engine in host memory."""
+        return self._engines[HOST].num_lanes
+
     def is_alive(self) -> bool:
         """False if a thread of any engine has died, or the one that asks the gates."""
         return self._thread.is_alive() and all(

@@ -31,6 +31,7 @@ class HostCopyEngine:
         self._queue: FairQueue[tuple[CopyJob, Plan, int, int]] = FairQueue()
         # When each thread began its piece; 0 while it waits for one.
         self._begun_s = [0.0] * num_threads
+        self._busy_s = [0.0] * num_threads
         self._threads = [
             threading.Thread(target=self._work, args=(i,), name=f"hotkv-copy-{i}", daemon=True)
             for i in range(num_threads)
@@ -64,6 +65,16 @@ class HostCopyEngine:
         """Pieces not yet begun."""
         return len(self._queue)
 
+    @property
+    def num_lanes(self) -> int:
+        """Number of workers."""
+        return len(self._threads)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that all workers together have spent on pieces that have ended."""
+        return sum(self._busy_s)
+
     def is_alive(self) -> bool:
         """False if a worker has died."""
         return all(thread.is_alive() for thread in self._threads)
@@ -74,14 +85,17 @@ class HostCopyEngine:
 
     def _work(self, number: int) -> None:
         while (piece := self._queue.get()) is not None:
-            self._begun_s[number] = time.monotonic()
+            self._begun_s[number] = begun_s = time.monotonic()
             job, plan, at, whole = piece
             error = ""
             if not job.cancelled:
+                job.piece_begun()
                 try:
                     self._copy(plan, at, whole, streaming=job.total_bytes >= STREAMED_JOB_BYTES)
                 except Exception as failure:  # noqa: BLE001 The edge of the effect executor: a failed copy is a failed transfer.
                     error = f"{type(failure).__name__}: {failure}"
+            # Before the job ends: who is told of it may ask.
+            self._busy_s[number] += time.monotonic() - begun_s
             job.piece_done(error)
             self._begun_s[number] = 0.0
             del piece, job, plan

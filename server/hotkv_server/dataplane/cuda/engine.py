@@ -101,6 +101,16 @@ class CudaCopyEngine:
         """Pieces not yet begun, by estimate."""
         return sum(lane.num_queued for lane in self._lanes.values())
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which the device had pieces; both directions count."""
+        return sum(lane.busy_s for lane in self._lanes.values())
+
+    @property
+    def num_lanes(self) -> int:
+        """One for each direction."""
+        return len(self._lanes)
+
     def is_alive(self) -> bool:
         """False if a thread has died. Not for a lost device: see `problem`."""
         return all(lane.is_alive() for lane in self._lanes.values())
@@ -118,6 +128,7 @@ class CudaCopyEngine:
             num_queued=self.num_queued,
             num_in_flight=sum(lane.num_in_flight for lane in lanes),
             num_failed=sum(lane.num_failed for lane in lanes),
+            busy_s={direction: lane.busy_s for direction, lane in self._lanes.items()},
             problem=self.problem,
         )
 

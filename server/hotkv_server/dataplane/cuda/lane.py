@@ -63,7 +63,8 @@ class _Given:
 
 class Lane:
     """See the module. `on_lost` is told why, from a thread of the lane, when the device is lost.
-    `choose` finds a piece's method."""
+    `choose` finds a piece's method. `busy_s`: seconds in which the device had pieces that have
+    ended."""
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class Lane:
         self._giving_s = self._finishing_s = 0.0
         self._moved: dict[str, list[int]] = {}
         self.num_failed = 0
+        self.busy_s = self._idle_from_s = 0.0
         self._stream = runtime.new_stream(
             device, Priority.HIGH if direction is Direction.LOAD else Priority.LOW
         )
@@ -221,6 +223,7 @@ class Lane:
             work.num_in_flight += 1
             work.bytes_left -= piece.total_bytes
             self._in_flight.append(given)
+        work.job.piece_begun()
         try:
             GIVE[piece.method](self._runtime, self._stream, piece, given.slot)
         except Exception as failure:  # noqa: BLE001 The edge of the effect executor.
@@ -251,7 +254,10 @@ class Lane:
             if given.is_recorded:
                 _, failure = self._insist(partial(self._runtime.synchronize, given.slot.event))
                 error = error or failure
+            ended_s = time.monotonic()
             with self._changed:
+                self.busy_s += ended_s - max(given.begun_s, self._idle_from_s)
+                self._idle_from_s = ended_s
                 self._in_flight.popleft()
                 self._free.append(given.slot)
                 work = given.work

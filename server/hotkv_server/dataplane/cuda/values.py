@@ -1,6 +1,7 @@
 """Values of the CUDA copy engine: settings, directions, methods, figures."""
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,8 +99,9 @@ class Moved:
 @dataclass(frozen=True, slots=True)
 class CudaCopyFigures:
     """Figures of one device. `num_queued`: pieces not yet given to the device, by estimate.
-    `num_in_flight`: given and not done. `num_failed`: jobs that failed. `problem`: why the engine
-    takes no more jobs; empty while it takes them.
+    `num_in_flight`: given and not done. `num_failed`: jobs that failed. `busy_s`: seconds in
+    which the device had pieces of a direction. `problem`: why the engine takes no more jobs; empty
+    while it takes them.
     """
 
     device: int
@@ -107,4 +109,5 @@ class CudaCopyFigures:
     num_queued: int
     num_in_flight: int
     num_failed: int
+    busy_s: Mapping[Direction, float]
     problem: str

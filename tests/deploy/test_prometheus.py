@@ -1,0 +1,245 @@
+"""A real Prometheus scrapes a real server under traffic: every query of dashboard, rules and alerts
+runs, names metrics that exist, and shows something where there is something to show.
+
+The server has a disk tier and made-up devices, so that all panels have data.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from demo.processes import runtime_folder
+from hotkv.misses import Miss
+from hotkv_client import BlockRun, GroupHashes, LoadRun, RequestReport, cli
+from hotkv_client.testing import PagedEngine
+from hotkv_server.testing.with_devices import FakeDevices
+from tests.daemons import quick_servers
+from tests.deploy.prometheus_process import RULES, Prometheus
+from tests.programs import program
+from tests.server.devices_support import DeviceEngine, DeviceServer, done
+from tests.server.support import block_ids, hashes
+from tests.server.test_health import free_port
+from tests.server.test_life import wait_until
+from tools import dashboard
+from tools.metrics_reference import series
+
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (extra dev)")
+
+FOLDER = RULES.parent
+RULES_TEST = FOLDER / "hotkv.rules.test.yml"
+CHAIN, LAYERS, PAGE_BYTES = 8, 2, 64 << 10
+SCRAPE_S = 0.5
+OTHERS = {"up", "ALERTS", "process_start_time_seconds", "process_cpu_seconds_total"}
+"""Metrics of Prometheus and of its client library."""
+NAME = re.compile(r"\b(?:\w+:)?(?:hotkv|process)_[\w:]+|\bup\b|\bALERTS\b")
+LAYER = {
+    "selects": 4.0,
+    "context_blocks": 100.0,
+    "attended_blocks": 20.0,
+    "wanted_blocks": 10.0,
+    "hit_blocks": 9.0,
+    "recall_samples": 2.0,
+    "recall": 1.5,
+}
+
+
+def rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+RECORDS = [rule for rule in rules() if "record" in rule]
+ALERTS = [rule for rule in rules() if "alert" in rule]
+
+
+def panels() -> list[dict[str, Any]]:
+    """Those of the committed file, without rows."""
+    every = json.loads(dashboard.FILE.read_text())["panels"]
+    nested = [panel for row in every for panel in row.get("panels", [])]
+    return [panel for panel in [*every, *nested] if panel["type"] != "row"]
+
+
+class Traffic:
+    """Two engines that store, look up, load and report until they are stopped: one in host memory,
+    one on a made-up device."""
+
+    def __init__(self, target: str) -> None:
+        self._engine = PagedEngine(
+            target, layers=LAYERS, num_blocks=2 * CHAIN, page_bytes=PAGE_BYTES
+        ).connect()
+        self._device = DeviceEngine(target).connected()
+        self._ended = threading.Event()
+        self._chains: list[list[bytes]] = []
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.wait(0.02):
+                self._turn(hashes(CHAIN))
+        except BaseException as error:
+            self.error = error
+
+    def _turn(self, chain: list[bytes]) -> None:
+        session, name, ids = self._engine.session, os.urandom(8).hex(), block_ids(CHAIN)
+        session.store(name, name, [BlockRun(0, chain, ids)], 20).result(20)
+        self._chains.append(chain)
+        # Long ago enough to have been evicted to the disk.
+        wanted = self._chains[max(0, len(self._chains) - 40)]
+        session.lookup([GroupHashes(0, wanted)]).result(20)
+        if session.acquire(name, [GroupHashes(0, wanted)]).result(20).pinned[0].all():
+            run = LoadRun(0, ids, block_ids(CHAIN, CHAIN))
+            session.load(name, name, [run], 20).result(20)
+        session.release(name)
+        hit = RequestReport(wanted, 16 * CHAIN + 2, 32, 96, 0.0, saved_s=0.1, wait_s=0.01)
+        missed = RequestReport(hashes(4), 70, 0, 0, 0.0, miss=Miss.ABSENT)
+        session.report_requests([hit, missed], 0.0)
+        session.report_sparse({}, {3: LAYER})
+        done(self._device.store(chain[:4], block_ids(4))[1])
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._device.close()
+        self._engine.close()
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """One that has scraped a server under traffic for some seconds; the server is gone at the
+    end."""
+    program("prometheus")
+    port = free_port()
+    with quick_servers(), runtime_folder(256 << 20) as folder, contextlib.ExitStack() as stack:
+        disk = ("--tiers.disk.path", str(folder / "disk"), "--tiers.disk.bytes", "64MiB")
+        flags = ("--http.port", str(port), *disk)
+        server = stack.enter_context(DeviceServer(folder, FakeDevices(1, 5), *flags))
+        server.wait_ready()
+        made = Prometheus(tmp_path_factory.mktemp("prometheus"), port)
+        stack.callback(made.close)
+        traffic = Traffic(server.target)
+        try:
+            # Rates need two scrapes in which the thing has happened.
+            wait_until(made.is_ready)
+            wait_until(lambda: bool(made.values("hotkv_tier_promoted_blocks_total > 40")))
+            time.sleep(4 * SCRAPE_S)
+            yield made
+        finally:
+            traffic.close()
+        assert traffic.error is None, traffic.error
+
+
+def shown(expr: str) -> str:
+    """A query of the dashboard as Grafana sends it."""
+    for variable, value in (
+        ("$instance", ".*"),
+        ("$__rate_interval", "5s"),
+        ("$__range", "10s"),
+    ):
+        expr = expr.replace(variable, value)
+    return expr
+
+
+def names_in(expr: str) -> set[str]:
+    """Metrics that an expression names."""
+    return set(NAME.findall(re.sub(r'"[^"]*"', '""', expr)))
+
+
+def test_every_query_names_metrics_that_exist() -> None:
+    known = series() | OTHERS | {rule["record"] for rule in RECORDS}
+    queries = [rule["expr"] for rule in rules()]
+    queries += [target["expr"] for panel in panels() for target in panel["targets"]]
+    for expr in queries:
+        named = names_in(expr)
+        assert named and named <= known, f"{named - known} in {expr}"
+
+
+def test_the_server_exports_all_that_queries_may_name(prometheus: Prometheus) -> None:
+    exported = set(prometheus.ask("label/__name__/values"))
+    # Those of policies that are not the node's, and of a histogram that had nothing to count.
+    missing = {name for name in series() - exported if not name.startswith("hotkv_eviction_")}
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
+def test_every_panel_has_data(prometheus: Prometheus, panel: dict[str, Any]) -> None:
+    found = [prometheus.values(shown(target["expr"])) for target in panel["targets"]]
+    assert all(found), panel["targets"]
+    assert any(not math.isnan(value) for values in found for value in values), panel["targets"]
+
+
+def test_every_rule_is_evaluated_without_an_error(prometheus: Prometheus) -> None:
+    asked = {"name": RECORDS[0]["record"]}
+    wait_until(lambda: bool(prometheus.values(asked["name"])))
+    found = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
+    assert {rule["name"] for rule in found} == {
+        *(rule["record"] for rule in RECORDS),
+        *(rule["alert"] for rule in ALERTS),
+    }
+    for rule in found:
+        assert (rule["health"], rule.get("lastError", "")) == ("ok", ""), rule
+    for rule in RECORDS:
+        assert prometheus.values(rule["record"]), rule["record"]
+
+
+def test_a_healthy_server_is_shown_as_one(prometheus: Prometheus) -> None:
+    assert prometheus.values("hotkv_ready") == [1.0]
+    assert sum(prometheus.values("hotkv_problem")) == 0.0
+    ratio = prometheus.values(RECORDS[0]["record"])[0]
+    assert ratio == pytest.approx(96 / (16 * CHAIN + 2 + 70), rel=0.1)
+    firing = prometheus.ask("query", query='ALERTS{alertstate="firing"}')["result"]
+    assert not firing
+
+
+def test_the_dashboard_has_its_variables_and_places_for_its_panels() -> None:
+    made = json.loads(dashboard.FILE.read_text())
+    assert [one["name"] for one in made["templating"]["list"]] == ["datasource", "instance"]
+    titles = [panel["title"] for panel in made["panels"] if panel["type"] == "row"]
+    assert titles[:3] == ["Is it working?", "Does it pay?", "What limits it? Memory"]
+    taken = set[tuple[int, int]]()
+    for panel in panels():
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24 and panel["description"].endswith(".")
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+    every = [*made["panels"], *panels()]
+    assert len({panel["id"] for panel in every}) == len(made["panels"]) + sum(
+        len(row.get("panels", [])) for row in made["panels"]
+    )
+
+
+def promtool(*arguments: str) -> str:
+    command = [str(program("promtool")), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_promtool_checks_and_tests_the_rules() -> None:
+    promtool("check", "rules", str(RULES))
+    promtool("test", "rules", str(RULES_TEST))
+    promtool("check", "config", "--syntax-only", str(FOLDER / "prometheus.yml"))
+
+
+def test_every_alert_is_tested_and_says_what_to_do() -> None:
+    tested = set(re.findall(r"\bHotKV\w+", RULES_TEST.read_text()))
+    assert tested == {rule["alert"] for rule in ALERTS}
+    commands = set(cli.parser()._subparsers._group_actions[0].choices)  # type: ignore[union-attr]
+    for rule in ALERTS:
+        said = rule["annotations"]
+        assert set(said) == {"summary", "description", "command"}, rule["alert"]
+        assert rule["labels"]["severity"] in {"critical", "warning", "info"}
+        words = said["command"].split()
+        assert words[0] != "hotkv" or words[1] in commands, said["command"]
+        assert words[0] in {"hotkv", "hotkv-server", "systemctl", "journalctl"}

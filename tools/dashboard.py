@@ -1,0 +1,547 @@
+"""Writes deploy/grafana/hotkv.json, the dashboard for Grafana, whose rows answer in this order: is
+it working, does it pay, what limits it.
+
+`python -m tools.dashboard` writes it; with `--check` it changes nothing and fails if the file is
+out of date. Every query names only metrics of the server, so that it runs without recording rules.
+`tests/deploy/test_prometheus.py` runs each against a live Prometheus.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tools.grafana import GREEN, RED, SOURCE, Panel, Row, panels
+
+FILE = Path(__file__).resolve().parent.parent / "deploy" / "grafana" / "hotkv.json"
+ON = '{instance=~"$instance"}'
+"""The servers that are chosen."""
+INSTANCES = "label_values(hotkv_build_info, instance)"
+
+
+def stat(title: str, text: str, expr: str, unit: str = "short", **more: Any) -> Panel:
+    """A panel with one number."""
+    return Panel(title, text, {"": expr}, unit, kind="stat", **{"width": 4, **more})
+
+
+def metric(name: str, matchers: str = "") -> str:
+    """A metric of the chosen servers, `matchers` as `tier="disk"`."""
+    more = f", {matchers}" if matchers else ""
+    return f'hotkv_{name}{{instance=~"$instance"{more}}}'
+
+
+def rate(name: str, matchers: str = "") -> str:
+    """Growth of a counter in a second."""
+    return f"rate({metric(name, matchers)}[$__rate_interval])"
+
+
+def total(name: str, by: str = "") -> str:
+    """Growth of a counter in a second, over all chosen servers or by some labels."""
+    return f"sum by ({by}) ({rate(name)})" if by else f"sum({rate(name)})"
+
+
+def share(part: str, whole: str, by: str = "") -> str:
+    """Growth of one counter over that of another."""
+    return f"{total(part, by)} / {total(whole, by)}"
+
+
+def level(name: str) -> str:
+    """A gauge, all chosen servers together."""
+    return f"sum({metric(name)})"
+
+
+def most(name: str) -> str:
+    """A gauge of the server on which it is largest."""
+    return f"max({metric(name)})"
+
+
+def grown(name: str) -> str:
+    """Growth of a counter over the time that is shown."""
+    return f"sum(increase({metric(name)}[$__range]))"
+
+
+def quantile(share: float, name: str, by: str = "") -> str:
+    """A quantile of a histogram, over all chosen servers."""
+    labels = f"le, {by}" if by else "le"
+    return f"histogram_quantile({share}, sum by ({labels}) ({rate(f'{name}_bucket')}))"
+
+
+def times(title: str, text: str, name: str) -> Panel:
+    """Median and 99th percentile of a time."""
+    queries = {"median": quantile(0.5, name), "99 %": quantile(0.99, name)}
+    return Panel(title, text, queries, "s")
+
+
+NOT_DONE = (
+    f"sum by (direction, outcome) ({rate('transfers_total', 'outcome!=' + json.dumps('done'))})"
+)
+WORKING = Row(
+    "Is it working?",
+    (
+        stat(
+            "Ready",
+            "Share of servers that take work. One that drains or has a problem does not; "
+            "`hotkv status` says why.",
+            f"avg({metric('ready')})",
+            "percentunit",
+            steps=((None, RED), (1, GREEN)),
+        ),
+        stat("Servers", "Servers that Prometheus reaches.", f"count({metric('build_info')})"),
+        stat(
+            "Problems",
+            "Parts of servers with a problem: `/readyz` and `hotkv status` name it.",
+            level("problem"),
+            steps=((None, GREEN), (1, RED)),
+        ),
+        stat(
+            "Alerts",
+            "Alerts of hotkv.rules.yml that fire.",
+            'count(ALERTS{alertname=~"HotKV.*", alertstate="firing", instance=~"$instance"})'
+            " or vector(0)",
+            steps=((None, GREEN), (1, RED)),
+        ),
+        stat(
+            "Sessions",
+            "Sessions of engines; one for the scheduler and each worker.",
+            level("sessions"),
+        ),
+        stat(
+            "Oldest server up for",
+            "Time since its start. Restarts keep the cache.",
+            f"max(time() - (process_start_time_seconds{ON} and on (instance, job) "
+            f"{metric('build_info')}))",
+            "s",
+        ),
+        Panel(
+            "Problems by part",
+            "1 while a part has a problem. A tier's does not keep the server from serving.",
+            {"{{instance}} {{component}}": f"max by (instance, component) ({metric('problem')})"},
+            width=12,
+        ),
+        Panel(
+            "Refusals by reason",
+            "Calls that were refused, in a second. `overloaded` means that clients hold all they "
+            "may; most others are a client's mistakes.",
+            {"{{reason}}": f"topk(5, {total('refused_total', 'reason')})"},
+            "cps",
+            width=6,
+        ),
+        Panel(
+            "Transfers that were not done",
+            "Loads and stores that failed, or that engines gave up. The log says why one failed.",
+            {"{{direction}} {{outcome}}": NOT_DONE},
+            "cps",
+            width=6,
+        ),
+        Panel(
+            "Damaged and lost",
+            "Blocks whose bytes had changed, and those that a tier could not give back whole. "
+            "All should stay at 0.",
+            {
+                "memory": total("condemned_blocks_total"),
+                "disk": total("tier_lost_blocks_total"),
+                "shared tiers": total("shared_corrupt_blocks_total"),
+            },
+            "cps",
+            width=12,
+        ),
+        Panel(
+            "Event loop",
+            "How late the event loop is. All calls of all engines wait for it.",
+            {"median": most("loop_lag_p50_seconds"), "99 %": most("loop_lag_p99_seconds")},
+            "s",
+            width=12,
+        ),
+    ),
+)
+
+PAYS = Row(
+    "Does it pay?",
+    (
+        stat(
+            "Hit ratio",
+            "Share of prompt tokens that engines did not compute: in their own device cache or "
+            "loaded from here.",
+            f"{grown('reported_hit_tokens_total')} / {grown('reported_prompt_tokens_total')}",
+            "percentunit",
+        ),
+        stat(
+            "Reachable",
+            "Share of the last hour's prompt tokens that an endless cache would have hit.",
+            most("ledger_ceiling_ratio"),
+            "percentunit",
+        ),
+        stat(
+            "The next GiB",
+            "What one GiB more would bring in points of hit ratio; `hotkv savings` says more.",
+            most("ledger_next_gib_ratio"),
+            "percentunit",
+        ),
+        stat(
+            "Saved",
+            "Prefill that hits made needless in the time shown, less the waiting for it.",
+            f"{grown('ledger_saved_seconds_total')} - {grown('ledger_taken_back_seconds_total')}"
+            f" - {grown('ledger_waited_seconds_total')}",
+            "s",
+        ),
+        stat(
+            "Requests",
+            "Requests that engines scheduled.",
+            total("reported_requests_total"),
+            "reqps",
+        ),
+        stat(
+            "Prompt tokens",
+            "Of those requests.",
+            total("reported_prompt_tokens_total"),
+            "cps",
+        ),
+        Panel(
+            "Hit ratio",
+            "Of all tokens of prompts; beside it what an endless cache would hit.",
+            {
+                "hit": share("reported_hit_tokens_total", "reported_prompt_tokens_total"),
+                "engine's own memory": share(
+                    "reported_device_hit_tokens_total", "reported_prompt_tokens_total"
+                ),
+                "endless cache": most("ledger_ceiling_ratio"),
+            },
+            "percentunit",
+        ),
+        Panel(
+            "Where hits came from",
+            "Prompt tokens a second by tier; device is the engine's own memory.",
+            {"{{tier}}": total("ledger_hit_tokens_total", "tier")},
+            "cps",
+            stacked=True,
+        ),
+        Panel(
+            "Why the others missed",
+            "Prompt tokens a second that were computed. Many `evicted`: more memory or a tier "
+            "helps. `never_stored` is new to the cache; `partial_block` is always computed.",
+            {"{{reason}}": total("ledger_missed_tokens_total", "reason")},
+            "cps",
+            stacked=True,
+        ),
+        Panel(
+            "Saved and waited",
+            "Seconds of prefill saved in a second, and seconds that requests waited for lookups, "
+            "leases and loads. If waiting comes near saving, look at the last rows.",
+            {
+                "saved": f"{total('ledger_saved_seconds_total')} - "
+                f"{total('ledger_taken_back_seconds_total')}",
+                "waited": total("ledger_waited_seconds_total"),
+            },
+            "s",
+            width=12,
+        ),
+        Panel(
+            "Loaded and stored",
+            "Bytes into and out of engines' memory.",
+            {"loaded": total("loaded_bytes_total"), "stored": total("stored_bytes_total")},
+            "Bps",
+            width=12,
+        ),
+    ),
+)
+
+LIMITS = Row(
+    "What limits it? Memory",
+    (
+        Panel(
+            "Arena",
+            "Used bytes near the capacity are normal: the cache keeps what it can. Pinned bytes "
+            "near it are not.",
+            {
+                "capacity": level("arena_capacity_bytes"),
+                "used": level("arena_used_bytes"),
+                "pinned": level("arena_pinned_bytes"),
+                "kept because requests asked": level("held_bytes"),
+            },
+            "bytes",
+        ),
+        Panel(
+            "Age at eviction",
+            "Time since the last use of a block that is evicted. Shorter than the pause between "
+            "turns of a session: the arena is too small.",
+            {
+                "10 %": quantile(0.1, "eviction_age_seconds"),
+                "median": quantile(0.5, "eviction_age_seconds"),
+            },
+            "s",
+        ),
+        Panel(
+            "Evicted and refused blocks",
+            "Blocks a second. `no space`: stores that found everything else pinned, held or "
+            "guaranteed to other tenants.",
+            {"evicted": total("evicted_blocks_total"), "no space": total("no_space_blocks_total")},
+            "cps",
+        ),
+        Panel(
+            "Division of the arena",
+            "Share of lent memory that holds nothing, and share lent to other slot sizes than use "
+            "it.",
+            {
+                "fragmentation": most("arena_fragmentation_ratio"),
+                "imbalance": most("arena_imbalance_ratio"),
+            },
+            "percentunit",
+        ),
+        Panel(
+            "Requests that live in the arena",
+            "Bytes pinned by and promised to residencies, and what they may come to.",
+            {
+                "pinned": level("residency_pinned_bytes"),
+                "promised": level("residency_promised_bytes"),
+                "most": level("residency_bound_bytes"),
+            },
+            "bytes",
+        ),
+        Panel(
+            "Engines that wait for room",
+            "Engines whose last residency was refused: `hotkv residencies` says for how much.",
+            {"waiting": level("residencies_waiting")},
+        ),
+    ),
+)
+
+SPEED = Row(
+    "What limits it? Speed",
+    (
+        times("Loads", "From an engine's call to the end of the load.", "load_seconds"),
+        times("Stores", "From an engine's call to the end of the store.", "store_seconds"),
+        times("Leases", "Read leases, with what tiers take to bring blocks in.", "lease_seconds"),
+        times(
+            "Lookups by call",
+            "Engines on the node look up without a call, in shared memory.",
+            "lookup_seconds",
+        ),
+        times(
+            "Waiting to be copied",
+            "Until a copy thread or a device begins. If it grows, copies are the bottleneck.",
+            "copy_wait_seconds",
+        ),
+        Panel(
+            "Copy threads busy",
+            "Share of the time in which copy threads copy. Near 100 %: memory bandwidth or "
+            "`copy.threads` is the limit.",
+            {
+                "{{instance}}": f"sum by (instance) ({rate('copy_busy_seconds_total')}) / "
+                f"sum by (instance) ({metric('copy_threads')})"
+            },
+            "percentunit",
+        ),
+        Panel(
+            "Sizes of loads",
+            "Median and 99th percentile.",
+            {"median": quantile(0.5, "load_bytes"), "99 %": quantile(0.99, "load_bytes")},
+            "bytes",
+        ),
+        Panel(
+            "Queues",
+            "Transfers in flight, pieces that wait for a copy thread, and notices of the slowest "
+            "session.",
+            {
+                "transfers": level("transfers_in_flight"),
+                "pieces": level("copy_pieces_queued"),
+                "notices": most("notices_queued"),
+            },
+        ),
+        Panel(
+            "Processors",
+            "Processors that the server keeps busy, copy threads included.",
+            {
+                "processors": f"sum(rate(process_cpu_seconds_total{ON}[$__rate_interval]) and on "
+                f"(instance, job) {metric('build_info')})"
+            },
+        ),
+    ),
+)
+
+TIERS = Row(
+    "What limits it? Tiers",
+    (
+        Panel(
+            "Found in tiers",
+            "Of the blocks that host memory lacked, the share that each kind of tier had.",
+            {
+                "disk": share("tier_hit_blocks_total", "tier_asked_blocks_total"),
+                "shared": share("shared_hit_blocks_total", "shared_asked_blocks_total"),
+            },
+            "percentunit",
+        ),
+        Panel(
+            "Reads from tiers, 99 %",
+            "A read is for all blocks that a lease asks a tier for.",
+            {"{{tier}}": quantile(0.99, "tier_read_seconds", "tier")},
+            "s",
+        ),
+        Panel(
+            "Bytes read and written",
+            "Of the disk, and of tiers that nodes share.",
+            {
+                "disk read": total("tier_read_bytes_total"),
+                "disk written": total("tier_written_bytes_total"),
+                "shared read": total("shared_read_bytes_total"),
+                "shared written": total("shared_written_bytes_total"),
+            },
+            "Bps",
+        ),
+        Panel(
+            "Disk",
+            "Used bytes, the capacity, and what is left of the day's budget for writes.",
+            {
+                "capacity": level("tier_capacity_bytes"),
+                "used": level("tier_used_bytes"),
+                "left of the budget": level("tier_budget_left_bytes"),
+            },
+            "bytes",
+        ),
+        Panel(
+            "Blocks that wait to be written",
+            "If it stays high, the tier is slower than the engines store.",
+            {"disk": level("tier_waiting_blocks"), "shared": level("shared_waiting_blocks")},
+        ),
+        Panel(
+            "Left in tiers",
+            "Blocks a second that engines compute sooner than the tier brings them in.",
+            {"disk": total("tier_left_blocks_total"), "shared": total("shared_left_blocks_total")},
+            "cps",
+        ),
+    ),
+)
+
+DEVICES = Row(
+    "GPUs",
+    (
+        Panel(
+            "Copied by GPUs",
+            "Bytes by direction and way of copying. Much of `pageable`: the arena is not pinned.",
+            {"{{direction}} {{method}}": total("device_copied_bytes_total", "direction, method")},
+            "Bps",
+        ),
+        Panel(
+            "GPUs' copy engines busy",
+            "Share of the time in which a GPU has pieces to copy, by direction.",
+            {
+                "{{instance}} {{device}} {{direction}}": total(
+                    "device_busy_seconds_total", "instance, device, direction"
+                )
+            },
+            "percentunit",
+        ),
+        Panel(
+            "Usable GPUs",
+            "GPUs that copy. One that is lost comes back with a restart: `hotkv devices`.",
+            {"usable": level("device_usable")},
+        ),
+    ),
+    is_folded=True,
+)
+
+SPARSE = Row(
+    "Sparse decode",
+    (
+        Panel(
+            "Hot sets: hit ratio by layer",
+            "If it falls, hot sets are too small.",
+            {
+                "{{layer}}": share(
+                    "sparse_layer_hit_blocks_total", "sparse_layer_wanted_blocks_total", "layer"
+                )
+            },
+            "percentunit",
+        ),
+        Panel(
+            "Recall by layer",
+            "Share of the exactly best blocks that was attended to, of sampled selections.",
+            {
+                "{{layer}}": share(
+                    "sparse_layer_recall_total", "sparse_layer_recall_samples_total", "layer"
+                )
+            },
+            "percentunit",
+        ),
+        Panel(
+            "Share of the context that is read",
+            "Blocks attended to, of all blocks.",
+            {
+                "attended": share(
+                    "sparse_layer_attended_blocks_total", "sparse_layer_context_blocks_total"
+                )
+            },
+            "percentunit",
+        ),
+    ),
+    is_folded=True,
+)
+ROWS = (WORKING, PAYS, LIMITS, SPEED, TIERS, DEVICES, SPARSE)
+
+
+def dashboard() -> dict[str, Any]:
+    """The whole dashboard."""
+    return {
+        "uid": "hotkv",
+        "title": "hotkv",
+        "description": "Is it working, does it pay, what limits it. Made by tools/dashboard.py.",
+        "tags": ["hotkv", "vllm"],
+        "schemaVersion": 39,
+        "version": 1,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "30s",
+        "time": {"from": "now-3h", "to": "now"},
+        "timezone": "browser",
+        "templating": {
+            "list": [
+                {
+                    "name": "datasource",
+                    "label": "Prometheus",
+                    "type": "datasource",
+                    "query": "prometheus",
+                },
+                {
+                    "name": "instance",
+                    "label": "node",
+                    "type": "query",
+                    "datasource": SOURCE,
+                    "definition": INSTANCES,
+                    "query": {"query": INSTANCES, "refId": "instance"},
+                    "includeAll": True,
+                    "allValue": ".*",
+                    "multi": True,
+                    "refresh": 2,
+                    "sort": 1,
+                    "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
+                },
+            ]
+        },
+        "annotations": {"list": []},
+        "links": [],
+        "panels": panels(ROWS),
+    }
+
+
+def text() -> str:
+    """The file's content."""
+    return json.dumps(dashboard(), indent=1) + "\n"
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Write deploy/grafana/hotkv.json.")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; fail if the file is out of date"
+    )
+    if not parser.parse_args().check:
+        FILE.parent.mkdir(exist_ok=True)
+        FILE.write_text(text())
+    elif not FILE.exists() or FILE.read_text() != text():
+        print("deploy/grafana/hotkv.json is out of date: python -m tools.dashboard")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

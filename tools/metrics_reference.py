@@ -1,0 +1,142 @@
+"""Writes docs/metrics.md, the reference of all metrics, from the code that exports them.
+
+`python -m tools.metrics_reference` writes it; with `--check` it changes nothing and fails if the
+page is out of date.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import Metric
+
+from hotkv.counters import SPARSE_COUNTERS
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.values import CoreConfig
+from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.metric_help import HELP_BY_TOPIC, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
+from hotkv_server.metrics import NodeCollector, in_seconds
+from hotkv_server.runtime.node import Node
+from hotkv_vllm.counter_help import COUNTERS, exported
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
+LAYER_TOPIC = "Sparse decode, by layer"
+HEAD = """# Metrics
+
+Every metric of `hotkv-server`, at `http://127.0.0.1:9433/metrics` (`http.host`, `http.port`), and
+those that the connector adds to vLLM's own. `tools/metrics_reference.py` makes this page from the
+code; [operations.md](operations.md#prometheus-and-grafana) says what to do with them: rules,
+alerts and a dashboard.
+
+Names end with their unit, `_seconds`, `_bytes` or `_ratio` (0 to 1), and those of counters with
+`_total`. Counters begin at 0 with each server. A histogram NAME has `NAME_bucket`, `NAME_sum` and
+`NAME_count`. Values of labels come from the node and its settings, and layers from engines, so
+there are few: some 350 samples a node, and 20 more for each layer with sparse decode. Which
+`hotkv_eviction_*` are there depends on the policy ([eviction.md](eviction.md)). With more than a
+million entries, what takes a count of all of them (`hotkv_ready_blocks`,
+`hotkv_arena_pinned_bytes`, `hotkv_representation_bytes`, `hotkv_unverified_blocks`) is of the time
+of the scrape before. The first is counted when the server starts (0.25 s for ten million).
+"""
+ENGINES = """
+## In vLLM's metrics
+
+The connector's counters are in each engine's own `/metrics`, with vLLM's prefix and labels. All are
+there from 0 on. [operations.md](operations.md#when-a-hit-is-left) explains some of them.
+
+| counter | |
+|---|---|
+"""
+
+
+class NoCopies:
+    """In place of a copy engine."""
+
+    num_queued, num_lanes, busy_s = 0, 1, 0.0
+
+
+async def _read(folder: Path, policy: str) -> list[Metric]:
+    memory = NodeMemory.open(folder / policy, 1 << 20, 1 << 16, 64, 1, prefault=False)
+    try:
+        copies: Any = NoCopies()
+        core = CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, POLICIES[policy](64))
+        collector = NodeCollector(Node(core, memory, copies))
+        await collector.read()
+        return collector.collect()
+    finally:
+        memory.remove()
+
+
+def families() -> dict[str, Metric]:
+    """All metrics of a node by their whole names, under whichever policy, and without samples of
+    tiers and devices."""
+    found: dict[str, Metric] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for policy in POLICIES:
+            for metric in asyncio.run(_read(Path(folder), policy)):
+                found[metric.name + "_total" * (metric.type == "counter")] = metric
+    return found
+
+
+def series() -> set[str]:
+    """Names of all series of a node, as queries name them."""
+    names = set[str]()
+    for name, metric in families().items():
+        parts = ("_bucket", "_sum", "_count") if metric.type == "histogram" else ("",)
+        names.update(name + part for part in parts)
+    return names
+
+
+def _rows(found: Mapping[str, Metric], texts: Mapping[str, str]) -> Iterator[str]:
+    for name, text in texts.items():
+        labels = ", ".join(f"`{label}`" for label in LABELS.get(name, ()))
+        yield f"| `hotkv_{name}` | {found[f'hotkv_{name}'].type} | {labels} | {text} |"
+
+
+def page() -> str:
+    """The whole page."""
+    found = families()
+    parts = [HEAD]
+    for topic, texts in HELP_BY_TOPIC.items():
+        head = [f"\n## {topic}\n", "| metric | type | labels | |", "|---|---|---|---|"]
+        parts.append("\n".join([*head, *_rows(found, texts)]) + "\n")
+    parts.append(
+        f"\n## {LAYER_TOPIC}\n\nCounters with the label `layer`, summed over all engines.\n\n"
+        "| counter | |\n|---|---|\n"
+        + "".join(
+            f"| `hotkv_sparse_layer_{in_seconds(name)}_total` | {SPARSE_LAYER_HELP[name]} |\n"
+            for name in SPARSE_COUNTERS
+        )
+    )
+    parts.append("\n## Labels\n\n| label | values |\n|---|---|\n")
+    parts.append("".join(f"| `{name}` | {text} |\n" for name, text in sorted(LABEL_HELP.items())))
+    parts.append(ENGINES)
+    parts.append(
+        "".join(
+            f"| `vllm:hotkv_{exported(name)}_total` | {text} |\n" for name, text in COUNTERS.items()
+        )
+    )
+    return "".join(parts)
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description="Write docs/metrics.md.")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; fail if the page is out of date"
+    )
+    made = page()
+    if not parser.parse_args().check:
+        PAGE.write_text(made)
+    elif not PAGE.exists() or PAGE.read_text() != made:
+        print("docs/metrics.md is out of date: python -m tools.metrics_reference")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
