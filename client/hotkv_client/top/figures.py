@@ -1,0 +1,287 @@
+"""Rates of a server between two readings: pure, and what every view of `hotkv top` shows."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hotkv.counters import SPARSE_COUNTERS, sparse_figures
+from hotkv_client.savings_tables import total
+from hotkv_client.top.readings import Reading
+
+HOST = "host"
+JITTER_S = 1.0
+"""An answer may be so late."""
+LATE_S = 0.05
+"""An event loop that is later than this keeps engines waiting."""
+TROUBLES = {
+    "no_space_blocks_total": "blocks found no room: the arena is full of pinned blocks",
+    "refused_total": "requests were refused: `hotkv status`, or the logs, name the reason",
+    "events_lost_total": "events were lost: a reader is too slow",
+    "ledger_lost_reports_total": "reports were not counted: the ledger is behind",
+}
+"""Counters that should stand still."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierRates:
+    """`used_bytes` of `capacity_bytes` (0: unknown). `hit_ratio`: of all prompt tokens now, those
+    that hit here; None if there were none."""
+
+    name: str
+    state: str
+    used_bytes: int
+    capacity_bytes: int
+    hit_ratio: float | None
+    read_bytes_per_s: float
+    written_bytes_per_s: float
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRates:
+    """One engine, all its sessions together."""
+
+    name: str
+    model: str
+    num_sessions: int
+    num_leases: int
+    num_transfers: int
+    prompt_tokens_per_s: float
+    hit_ratio: float | None
+    recent_hit_ratio: float | None
+    loaded_bytes_per_s: float
+    stored_bytes_per_s: float
+    misses: dict[str, int]
+    """Tokens of the last minutes by reason, the most frequent first."""
+    saved_s: float
+    waited_s: float
+    selects_per_s: float
+    """Of sparse decode, as the hot set's hits and the swaps."""
+    hot_set_hit_ratio: float | None
+    swap_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A server between two readings. Ratios are of prompt tokens, None where there were none."""
+
+    version: str
+    state: str
+    uptime_s: float
+    has_rates: bool
+    """False for a first reading, and after a restart: rates are 0 then."""
+    hit_ratio: float | None
+    recent_hit_ratio: float | None
+    ceiling_ratio: float | None
+    prompt_tokens_per_s: float
+    loaded_bytes_per_s: float
+    stored_bytes_per_s: float
+    evicted_blocks_per_s: float
+    lag_p99_s: float
+    lag_longest_s: float
+    saved_s: float
+    """Of the last minutes, as `waited_s`."""
+    waited_s: float
+    tiers: list[TierRates] = field(default_factory=list)
+    engines: list[EngineRates] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class _Between:
+    """Growth between two readings. A first one grows by nothing; neither does one of another
+    process, whose counters begin anew."""
+
+    def __init__(self, before: Reading | None, after: Reading) -> None:
+        known = before is not None and is_same_server(before, after)
+        self.before = before if known else None
+        self.after = after
+        self.seconds = after.at_s - before.at_s if known and before is not None else 0.0
+
+    def per_s(self, now: float, then: float) -> float:
+        return max(0.0, now - then) / self.seconds if self.seconds > 0 else 0.0
+
+    def counter(self, name: str) -> float:
+        """Growth of a counter of the server; 0 for one that it does not have."""
+        if self.before is None:
+            return 0.0
+        now, then = (r.info["counters"].get(name, 0.0) for r in (self.after, self.before))
+        return max(0.0, float(now - then))
+
+    def rate(self, name: str) -> float:
+        return self.counter(name) / self.seconds if self.seconds > 0 else 0.0
+
+    def ledger(self, engine: str | None = None) -> dict[str, Any]:
+        """What the ledger has grown by: of one engine, or of all."""
+        now = _of(self.after.ledger, engine)
+        then = now if self.before is None else _of(self.before.ledger, engine)
+        return {
+            name: (
+                {key: count - then[name].get(key, 0) for key, count in value.items()}
+                if isinstance(value, Mapping)
+                else value - then[name]
+            )
+            for name, value in now.items()
+        }
+
+
+def is_same_server(before: Reading, after: Reading) -> bool:
+    """Whether both are of one process. In a container the next one has the same number, so that
+    its age counts, too."""
+    aged_s = after.info["uptime_s"] - before.info["uptime_s"]
+    return bool(
+        before.info["pid"] == after.info["pid"] and aged_s > after.at_s - before.at_s - JITTER_S
+    )
+
+
+def figures_of(before: Reading | None, after: Reading) -> Figures:
+    """The figures of `after`, with rates since `before`."""
+    between = _Between(before, after)
+    grown, recent = between.ledger(), _of(after.recent, None)
+    outlook, counters = after.recent["outlook"], after.info["counters"]
+    return Figures(
+        version=after.info["version"],
+        state=after.info["state"],
+        uptime_s=after.info["uptime_s"],
+        has_rates=between.before is not None,
+        hit_ratio=_hit_ratio(grown),
+        recent_hit_ratio=_hit_ratio(recent),
+        ceiling_ratio=outlook["ceiling_ratio"] if outlook["prompt_token_count"] else None,
+        prompt_tokens_per_s=between.per_s(grown["prompt_token_count"], 0),
+        loaded_bytes_per_s=between.rate("loaded_bytes_total"),
+        stored_bytes_per_s=between.rate("stored_bytes_total"),
+        evicted_blocks_per_s=between.rate("evicted_blocks_total"),
+        lag_p99_s=counters.get("loop_lag_p99_seconds", 0.0),
+        lag_longest_s=counters.get("loop_lag_longest_seconds", 0.0),
+        saved_s=recent["saved_s"],
+        waited_s=recent["waited_s"],
+        tiers=_tiers(between, grown),
+        engines=_engines(between),
+        warnings=list(_warnings(between, grown)),
+    )
+
+
+def _of(savings: Mapping[str, Any], engine: str | None) -> dict[str, Any]:
+    """The sums of the ledger, of one engine or of all."""
+    return total(row for row in savings["rows"] if engine in (None, row["engine_id"]))
+
+
+def _hit_ratio(sums: Mapping[str, Any]) -> float | None:
+    prompt = sums["prompt_token_count"]
+    hit = sums["device_hit_token_count"] + sum(sums["hits"].values())
+    return hit / prompt if prompt > 0 else None
+
+
+def _activity(tier: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How a tier below host memory answers; empty for host memory."""
+    return {} if tier.get("name") == HOST else tier.get("activity") or {}
+
+
+def _tiers(between: _Between, grown: Mapping[str, Any]) -> list[TierRates]:
+    earlier = {t["name"]: t for t in between.before.tiers} if between.before else {}
+    prompt = grown["prompt_token_count"]
+
+    def one(tier: Mapping[str, Any]) -> TierRates:
+        does = _activity(tier)
+        then = _activity(earlier.get(tier["name"], {})) or does
+        if does:
+            state = "up" if does["is_up"] else "DOWN"
+            read, written = (
+                between.per_s(does[name], then[name])
+                for name in ("read_byte_count", "written_byte_count")
+            )
+        else:
+            state = "up"
+            read, written = between.rate("loaded_bytes_total"), between.rate("stored_bytes_total")
+        return TierRates(
+            name=tier["name"],
+            state=state,
+            used_bytes=tier["used_byte_count"],
+            capacity_bytes=tier["capacity_byte_count"],
+            hit_ratio=grown["hits"].get(tier["name"], 0) / prompt if prompt > 0 else None,
+            read_bytes_per_s=read,
+            written_bytes_per_s=written,
+            problem=does.get("problem", ""),
+        )
+
+    return [one(tier) for tier in between.after.tiers]
+
+
+def _engines(between: _Between) -> list[EngineRates]:
+    """Engines with a session, in the order in which they came."""
+    names = dict.fromkeys(s["engine_id"] for s in between.after.sessions if s["role"] != "tool")
+    return [_engine(between, name) for name in names]
+
+
+def _engine(between: _Between, name: str) -> EngineRates:
+    def sessions(reading: Reading | None) -> list[dict[str, Any]]:
+        return [s for s in reading.sessions if s["engine_id"] == name] if reading else []
+
+    def grew(field_name: str) -> float:
+        """Growth of a count of its sessions; sessions that have opened since count whole."""
+        then = {s["session_number"]: s[field_name] for s in sessions(between.before)}
+        return sum(float(s[field_name] - then.get(s["session_number"], 0)) for s in now)
+
+    now = sessions(between.after)
+    grown, recent = between.ledger(name), _of(between.after.recent, name)
+    sparse = _sparse_growth(between, name)
+    derived = sparse_figures(sparse)
+    has = between.seconds > 0
+    return EngineRates(
+        name=name,
+        model=next(
+            (r["model"] for r in between.after.ledger["rows"] if r["engine_id"] == name), ""
+        ),
+        num_sessions=len(now),
+        num_leases=max((s["lease_count"] for s in now), default=0),
+        num_transfers=sum(s["transfer_count"] for s in now),
+        prompt_tokens_per_s=between.per_s(grown["prompt_token_count"], 0),
+        hit_ratio=_hit_ratio(grown),
+        recent_hit_ratio=_hit_ratio(recent),
+        loaded_bytes_per_s=between.per_s(grew("loaded_byte_count"), 0) if has else 0.0,
+        stored_bytes_per_s=between.per_s(grew("stored_byte_count"), 0) if has else 0.0,
+        misses=dict(sorted(recent["misses"].items(), key=lambda one: -one[1])),
+        saved_s=recent["saved_s"],
+        waited_s=recent["waited_s"],
+        selects_per_s=between.per_s(sparse["selects"], 0),
+        hot_set_hit_ratio=derived["hit_ratio"],
+        swap_bytes_per_s=between.per_s(sparse["swap_bytes"], 0),
+    )
+
+
+def _sparse_growth(between: _Between, engine: str) -> dict[str, float]:
+    """Counters of the engine's layers, summed, and how much they have grown."""
+
+    def sums(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+        own = [row for row in rows if row["engine_id"] == engine]
+        return {name: sum(row[name] for row in own) for name in SPARSE_COUNTERS}
+
+    now = sums(between.after.layers)
+    then = sums(between.before.layers) if between.before else now
+    return {name: now[name] - then[name] for name in SPARSE_COUNTERS}
+
+
+def _warnings(between: _Between, grown: Mapping[str, Any]) -> Iterable[str]:
+    """What should be looked at: a sentence each."""
+    info, counters = between.after.info, between.after.info["counters"]
+    if not info["state"].startswith("ready"):
+        yield f"the server is not serving: {info['state']}"
+    lag = counters.get("loop_lag_p99_seconds", 0.0)
+    if lag > LATE_S:
+        held = f", in {info['loop_held_by']}" if info["loop_held_by"] else ""
+        yield f"the event loop is {lag * 1e3:.0f} ms late{held}"
+    for tier in between.after.tiers:
+        does = _activity(tier)
+        if does and (does["problem"] or not does["is_up"]):
+            yield f"{tier['name']}: {does['problem'] or 'down'}"
+    for device in info["devices"]["devices"]:
+        if device["problem"]:
+            yield device["problem"]
+    if grown["failed_load_count"] > 0:
+        yield f"{grown['failed_load_count']} loads failed; requests computed their tokens instead"
+    for name, text in TROUBLES.items():
+        count = between.counter(name)
+        if count:
+            yield f"{count:.0f} {text}"

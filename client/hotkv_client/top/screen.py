@@ -1,0 +1,139 @@
+"""`hotkv top` on a terminal, drawn by rich. Needs the extra `cli`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from hotkv_client.tables import human_seconds
+from hotkv_client.top import plain
+from hotkv_client.top.figures import EngineRates, Figures
+
+BARS = " ▁▂▃▄▅▆▇█"
+MAX_HISTORY = 60
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
+HELP = "q quit  s sort  ↑↓ choose  ⏎ one engine  esc all  p pause  +- interval"
+SORTS = {
+    "loaded": lambda engine: -engine.loaded_bytes_per_s,
+    "stored": lambda engine: -engine.stored_bytes_per_s,
+    "hits": lambda engine: -(engine.recent_hit_ratio or 0.0),
+    "tokens": lambda engine: -engine.prompt_tokens_per_s,
+    "name": lambda engine: engine.name,
+}
+"""Orders of engines, by the word that the screen shows."""
+
+
+@dataclass
+class View:
+    """What the user looks at. `chosen`: the engine under the cursor; `inside`: look into it."""
+
+    interval_s: float
+    sort: str = "loaded"
+    chosen: str = ""
+    inside: bool = False
+    paused: bool = False
+    problem: str = ""
+    hit_ratios: list[float | None] = field(default_factory=list)
+
+    def remember(self, figures: Figures) -> None:
+        """Adds to the history of hit rates."""
+        self.hit_ratios = [*self.hit_ratios, figures.hit_ratio][-MAX_HISTORY:]
+
+    def sorted(self, engines: Sequence[EngineRates]) -> list[EngineRates]:
+        """Engines in the chosen order; equal ones by name."""
+        return sorted(sorted(engines, key=SORTS["name"]), key=SORTS[self.sort])
+
+    def press(self, key: str, engines: Sequence[EngineRates]) -> bool:
+        """Does what a key asks for; False to quit."""
+        names = [engine.name for engine in self.sorted(engines)]
+        at = names.index(self.chosen) if self.chosen in names else 0
+        if key in ("q", "ctrl-c"):
+            return False
+        if key == "s":
+            words = list(SORTS)
+            self.sort = words[(words.index(self.sort) + 1) % len(words)]
+        elif key in ("up", "down") and names:
+            self.chosen = names[max(0, min(len(names) - 1, at + (1 if key == "down" else -1)))]
+        elif key == "enter" and names:
+            self.chosen, self.inside = names[at], True
+        elif key == "escape":
+            self.inside = False
+        elif key == "p":
+            self.paused = not self.paused
+        elif key in ("+", "-"):
+            wanted_s = self.interval_s * (2 if key == "+" else 0.5)
+            self.interval_s = min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, wanted_s))
+        return True
+
+
+def sparkline(ratios: Sequence[float | None]) -> str:
+    """A bar each, as high as the ratio; a blank where there was no prompt."""
+    return "".join(
+        BARS[0] if ratio is None else BARS[1 + round(7 * min(1.0, max(0.0, ratio)))]
+        for ratio in ratios
+    )
+
+
+def draw(figures: Figures, view: View) -> RenderableType:
+    """The whole screen."""
+    engines = view.sorted(figures.engines)
+    inside = next((e for e in engines if view.inside and e.name == view.chosen), None)
+    lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in plain.head(figures)]
+    lines.append(Text(plain.flow(figures), no_wrap=True, overflow="ellipsis"))
+    if any(ratio is not None for ratio in view.hit_ratios):
+        lines.append(Text("hits ").append(sparkline(view.hit_ratios), style="green"))
+    warnings = [*([view.problem] if view.problem else []), *figures.warnings]
+    parts: list[RenderableType] = [
+        Panel(Group(*lines), title="hotkv", border_style="red" if warnings else "green"),
+        *(Text(f"! {warning}", style="bold red") for warning in warnings),
+        _table(plain.TIER_HEADERS, [plain.tier_row(tier) for tier in figures.tiers]),
+    ]
+    parts += [_one(inside)] if inside else _all(engines, view)
+    state = f"every {view.interval_s:g} s, by {view.sort}" + ("  PAUSED" if view.paused else "")
+    parts.append(Text(f"{state}   {HELP}", style="dim", no_wrap=True, overflow="ellipsis"))
+    return Group(*parts)
+
+
+def screen(console: Console) -> Live:
+    """The screen, which is drawn when it is told to, and leaves the terminal as it was."""
+    return Live(console=console, screen=True, auto_refresh=False)
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], chosen: int = -1) -> Table:
+    made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for at, header in enumerate(headers):
+        made.add_column(header, justify="left" if at < 2 else "right", no_wrap=True)
+    for at, row in enumerate(rows):
+        made.add_row(*map(Text, row), style="reverse" if at == chosen else "")
+    return made
+
+
+def _all(engines: Sequence[EngineRates], view: View) -> list[RenderableType]:
+    if not engines:
+        return [Text("no engine is connected")]
+    names = [engine.name for engine in engines]
+    chosen = names.index(view.chosen) if view.chosen in names else 0
+    rows = [plain.engine_row(engine) for engine in engines]
+    parts: list[RenderableType] = [Text(), _table(plain.ENGINE_HEADERS, rows, chosen)]
+    deciding = [plain.sparse_row(engine) for engine in engines if engine.selects_per_s]
+    return [*parts, Text(), _table(plain.SPARSE_HEADERS, deciding)] if deciding else parts
+
+
+def _one(engine: EngineRates) -> Panel:
+    """One engine, with the reasons of its misses."""
+    pairs = [
+        *zip(plain.ENGINE_HEADERS[1:], plain.engine_row(engine)[1:], strict=True),
+        ("sessions", str(engine.num_sessions)),
+        ("saved, 10 min", human_seconds(engine.saved_s)),
+        ("waited, 10 min", human_seconds(engine.waited_s)),
+        ("missed, 10 min", plain.misses(engine)),
+        *zip(plain.SPARSE_HEADERS[1:], plain.sparse_row(engine)[1:], strict=True),
+    ]
+    made = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in pairs:
+        made.add_row(Text(name, style="bold"), Text(value))
+    return Panel(made, title=Text(f"engine {engine.name}"))

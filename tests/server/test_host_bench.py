@@ -1,0 +1,110 @@
+"""`hotkv bench` on this machine, and what its table says."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hotkv_client import cli
+from hotkv_client.host_bench import command, own_server, report
+from hotkv_client.host_bench.measures import BLOCK_BYTES, Times, timed
+from tests.server.test_life import wait_until
+
+
+def left(prefix: str) -> list[str]:
+    return [name for at in ("/dev/shm", "/tmp") for name in os.listdir(at) if prefix in name]
+
+
+def test_a_host_is_measured_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_server, "PREFIX", f"hotkv-bench-{os.getpid()}-")
+    # Settings of a server in use, which are none of the benchmark's.
+    monkeypatch.setenv("HOTKV_TIERS__DISK__PATH", str(tmp_path / "theirs"))
+    answer = command.run(1.0, 256, tmp_path / "tier", None, say=lambda what: None)
+    figures = {row["what"]: row["value"] for row in answer["rows"]}
+    assert {"store", "load", "call", "lookup of 1,000 blocks"} <= figures.keys()
+    assert any(what.startswith("disk, blocks of 1.0 MiB: read") for what in figures)
+    assert all(value > 0 for value in figures.values()) and not answer["problems"]
+    assert answer["host"]["cores"] == len(os.sched_getaffinity(0))
+    assert "devices" in answer["devices"]
+    assert not left(own_server.PREFIX) and not list(tmp_path.iterdir())
+    shown = report.show(json.loads(json.dumps(answer)))
+    assert "what it means for you" in shown and "tokens/s" in shown
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_whatever_ends_it_ends_its_server_too(how: signal.Signals) -> None:
+    program = "from hotkv_client.host_bench import own_server; from hotkv_client import cli; "
+    program += f"own_server.PREFIX = 'hotkv-bench-{how}-{os.getpid()}-'; "
+    program += "cli.main(['bench', '--arena-mib', '256'])"
+    bench = subprocess.Popen(
+        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert bench.stderr is not None
+    while "lookup" not in bench.stderr.readline():
+        assert bench.poll() is None
+    os.killpg(bench.pid, how)
+    bench.wait(60)
+    bench.stderr.close()
+    wait_until(lambda: not left(f"hotkv-bench-{how}-{os.getpid()}-"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "said"),
+    [
+        (("--seconds", "0"), 2, "--seconds 0: give 1 to 3600"),
+        (("--arena-mib", "16"), 2, "--arena-mib 16: give 256"),
+        (("--arena-mib", "99999999"), 1, "smaller --arena-mib"),
+    ],
+)
+def test_what_can_not_be_is_named(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], status: int, said: str
+) -> None:
+    assert cli.main(["bench", *flags]) == status
+    assert said in capsys.readouterr().err
+
+
+def test_a_host_without_the_server_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(own_server, "COMMAND", (sys.executable, "-m", "no_such_server"))
+    assert cli.main(["bench", "--arena-mib", "256"]) == 1
+    assert "pip install 'hotkv[server]'" in capsys.readouterr().err
+
+
+def test_a_tier_that_does_not_work_is_said(tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("no folder")
+    timings, problems = own_server.check_tiers(["--tiers.disk.path", str(taken)])
+    assert not timings and problems and "disk" in problems[0]
+
+
+def test_rows_say_what_the_figures_are() -> None:
+    def took(seconds: float, num_bytes: int = 0) -> Times:
+        return Times((seconds,) * 5, num_bytes)
+
+    found = {
+        "memcpy_1": took(1, 10**10),
+        "memcpy": took(1, 2 * 10**10),
+        "lookup": took(2e-4),
+        "call": took(1e-4),
+        "store": took(1, 128 * 1024 * 1000),
+        "load": took(1, 128 * 1024 * 20_000),
+        "small_hit": took(0.002, BLOCK_BYTES),
+    }
+    rows = {row.what: row for row in report.rows_of(found, 4)}
+    assert rows["memcpy, 4 threads"].shown == "20 GB/s"
+    assert rows["lookup of 1,000 blocks"].shown == "200 us"
+    assert "prefill of 1,000 tokens/s" in rows["store"].means
+    assert "takes 0.50 s" in rows["load"].means and "20,000 tokens/s" in rows["load"].means
+    assert "below 8,000 tokens/s" in rows["hit of one block"].means
+
+
+def test_a_measure_lasts_as_long_as_it_is_given() -> None:
+    assert len(timed(lambda: None, 0).seconds) == 5
+    assert timed(lambda: 2.0, 0, 10).bytes_per_s == 5.0
