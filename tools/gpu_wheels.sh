@@ -6,7 +6,7 @@ set -euo pipefail
 LIMIT_MIB=40   # what is carried to such a machine is often bounded, and the source goes with it
 PACKAGES=(
   "grpcio>=1.71.2" "protobuf>=5.29" "grpcio-health-checking>=1.71.2" "grpcio-reflection>=1.71.2" "grpcio-channelz>=1.71.2"
-  "prometheus-client>=0.20" "pydantic>=2.8" "pydantic-settings>=2.6" "uvloop>=0.20" "h11>=0.14"
+  "prometheus-client>=0.20" "pydantic>=2.8" "pydantic-settings>=2.6" "uvloop>=0.20" "h11>=0.14" "orjson>=3.10" "rich>=13.7"
   "pytest>=8.0"
 )
 

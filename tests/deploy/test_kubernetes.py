@@ -1,8 +1,7 @@
-"""The Kubernetes manifest agrees with the schemas of several versions, and with the server, image
-and command that it names."""
+"""The plain manifests agree with the schemas of several versions of Kubernetes, and with the
+server, image and command that they name."""
 
-import json
-import re
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,71 +11,57 @@ import hotkv
 from hotkv_client import cli
 from hotkv_server.daemon import STOP_S
 from hotkv_server.settings import Settings, load_settings
+from tests.deploy import objects
 from tests.deploy.dockerfile import parse
+from tests.deploy.objects import ROOT, VERSIONS, Objects
 
-yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (extra dev)")
-kubernetes_validate = pytest.importorskip(
-    "kubernetes_validate", reason="kubernetes-validate is not installed (extra dev)"
-)
-
-ROOT = Path(__file__).parents[2]
-MANIFEST = ROOT / "deploy" / "kubernetes" / "hotkv.yaml"
-VERSIONS = ("1.28", "1.31", "1.34")
 SPARE_BYTES = 1 << 30
 """What the server needs at least beside its arena."""
-BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 
-def objects() -> dict[str, Any]:
-    return {item["kind"]: item for item in yaml.safe_load_all(MANIFEST.read_text())}
-
-
-def num_bytes(quantity: str) -> int:
-    return int(quantity[:-2]) * BINARY[quantity[-2:]]
+@pytest.fixture(scope="module")
+def manifest() -> Objects:
+    return objects.of_manifest()
 
 
 @pytest.fixture
-def pod() -> dict[str, Any]:
-    spec: dict[str, Any] = objects()["DaemonSet"]["spec"]["template"]["spec"]
-    return spec
-
-
-@pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(manifest: Objects, tmp_path: Path) -> Settings:
     """What the server makes of the manifest's configuration."""
     config = tmp_path / "hotkv.toml"
-    config.write_text(objects()["ConfigMap"]["data"]["hotkv.toml"])
+    config.write_text(manifest.settings_file)
     return load_settings(config, [], "test")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("kind", ["Namespace", "ConfigMap", "DaemonSet", "Service"])
-def test_objects_fit_their_schemas(kind: str, version: str) -> None:
-    kubernetes_validate.validate(objects()[kind], version, strict=True)
+@pytest.mark.parametrize("file", ["hotkv.yaml", "vllm.yaml"])
+def test_objects_fit_their_schemas(file: str, version: str) -> None:
+    for item in objects.of_manifest(file).all:
+        objects.validate(item, version)
 
 
-def test_a_wrong_field_would_be_found() -> None:
-    wrong = objects()["DaemonSet"]
+def test_a_wrong_field_would_be_found(manifest: Objects) -> None:
+    wrong = copy.deepcopy(manifest.one("DaemonSet"))
     wrong["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
+    with pytest.raises(objects.kubernetes_validate.ValidationError):
+        objects.validate(wrong, VERSIONS[-1])
 
 
-def test_objects_are_in_one_namespace_and_find_each_other() -> None:
-    found = objects()
+def test_objects_are_in_one_namespace_and_find_each_other(manifest: Objects) -> None:
+    assert manifest.kinds == {"Namespace", "ConfigMap", "DaemonSet", "Service"}
     assert {
-        item["metadata"].get("namespace", item["metadata"]["name"]) for item in found.values()
+        item["metadata"].get("namespace", item["metadata"]["name"]) for item in manifest.all
     } == {"hotkv"}
-    labels = found["DaemonSet"]["spec"]["template"]["metadata"]["labels"]
-    assert found["DaemonSet"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    assert found["Service"]["spec"]["selector"].items() <= labels.items()
+    daemons = manifest.one("DaemonSet")["spec"]
+    labels = daemons["template"]["metadata"]["labels"]
+    assert daemons["selector"]["matchLabels"].items() <= labels.items()
+    assert manifest.one("Service")["spec"]["selector"].items() <= labels.items()
 
 
-def test_arena_and_sockets_outlive_the_pod(pod: dict[str, Any], settings: Settings) -> None:
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    for container in (*pod["containers"], *pod["initContainers"]):
+def test_arena_and_sockets_outlive_the_pod(manifest: Objects, settings: Settings) -> None:
+    for container in (manifest.server, manifest.directories):
         mounted = {
-            mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]
+            mount["mountPath"]: manifest.volumes[mount["name"]]
+            for mount in container["volumeMounts"]
         }
         for place in (settings.arena_dir, settings.runtime_dir):
             assert mounted[str(place)]["hostPath"] == {
@@ -84,34 +69,26 @@ def test_arena_and_sockets_outlive_the_pod(pod: dict[str, Any], settings: Settin
                 "type": "DirectoryOrCreate",
             }
     assert settings.arena_dir.is_relative_to("/dev/shm") and settings.arena.keep
-    given = set(re.findall(r"/\S+/\S+", pod["initContainers"][0]["command"][-1].splitlines()[0]))
-    assert given == {str(settings.arena_dir), str(settings.runtime_dir)}
-    update = objects()["DaemonSet"]["spec"]["updateStrategy"]["rollingUpdate"]
+    update = manifest.one("DaemonSet")["spec"]["updateStrategy"]["rollingUpdate"]
     assert update["maxSurge"] == 0, "two servers can't have one arena"
 
 
-def test_probes_are_commands_that_exist(pod: dict[str, Any]) -> None:
-    server = pod["containers"][0]
-    for name, is_live in (
-        ("startupProbe", False),
-        ("readinessProbe", False),
-        ("livenessProbe", True),
-    ):
-        program, *arguments = server[name]["exec"]["command"]
-        options = cli.parser().parse_args(arguments)
-        assert (program, options.command, options.live) == ("hotkv", "ping", is_live)
-        assert options.timeout_s < server[name]["timeoutSeconds"]
+def test_engines_do_not_see_the_admin_socket(manifest: Objects, settings: Settings) -> None:
+    folder = str(settings.admin_socket.parent)
+    (mount,) = (m for m in manifest.server["volumeMounts"] if m["mountPath"] == folder)
+    assert "emptyDir" in manifest.volumes[mount["name"]]
+    assert not settings.admin_socket.is_relative_to(settings.runtime_dir)
+    assert manifest.environment["HOTKV_TARGET"] == f"unix:{settings.admin_socket}"
 
 
-def test_numbers_agree(pod: dict[str, Any], settings: Settings) -> None:
-    server, final = pod["containers"][0], parse((ROOT / "Dockerfile").read_text())[-1]
+def test_numbers_agree(manifest: Objects, settings: Settings) -> None:
+    pod, server = manifest.pod, manifest.server
+    final = parse((ROOT / "Dockerfile").read_text())[-1]
     assert pod["terminationGracePeriodSeconds"] >= settings.drain_timeout_s + STOP_S
-    assert num_bytes(server["resources"]["limits"]["memory"]) >= settings.arena.bytes + SPARE_BYTES
-    assert (
-        server["ports"][0]["containerPort"]
-        == settings.http.port
-        == objects()["Service"]["spec"]["ports"][0]["port"]
-    )
+    limit_bytes = objects.num_bytes(server["resources"]["limits"]["memory"])
+    assert limit_bytes >= settings.arena.bytes + SPARE_BYTES
+    (port,) = manifest.one("Service")["spec"]["ports"]
+    assert server["ports"][0]["containerPort"] == settings.http.port == port["port"]
     assert settings.http.host == "0.0.0.0", "Prometheus is not in the pod"
     startup = server["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] >= 2 * settings.arena.bytes / (
@@ -119,36 +96,75 @@ def test_numbers_agree(pod: dict[str, Any], settings: Settings) -> None:
     )
     uid, gid = map(int, final.last("USER").split(":"))
     assert (pod["securityContext"]["runAsUser"], pod["securityContext"]["runAsGroup"]) == (uid, gid)
-    assert f"chown {uid}:{gid}" in pod["initContainers"][0]["command"][-1]
-    assert {container["image"] for container in (*pod["containers"], *pod["initContainers"])} == {
-        f"hotkv:{hotkv.__version__}"
-    }
+    assert {server["image"], manifest.directories["image"]} == {f"hotkv:{hotkv.__version__}"}
 
 
-def test_the_server_is_confined(pod: dict[str, Any]) -> None:
-    security = pod["containers"][0]["securityContext"]
-    assert security == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
-    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
-
-
-def test_the_example_of_an_engine_fits(pod: dict[str, Any], settings: Settings) -> None:
-    """The comment at the top of the manifest, as a pod."""
-    lines = [
-        line.removeprefix("#")
-        for line in MANIFEST.read_text().splitlines()
-        if line.startswith("#   ")
-    ]
-    spec = yaml.safe_load("\n".join(lines))["spec"]
-    spec["containers"][0]["image"] = "vllm/vllm-openai"
-    example = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "engine"}, "spec": spec}
-    kubernetes_validate.validate(example, VERSIONS[-1], strict=True)
-    transfer = json.loads(spec["containers"][0]["args"][1])
-    assert transfer["kv_connector_extra_config"]["hotkv.target"] == f"unix:{settings.grpc_socket}"
-    (volume,), (mount,) = spec["volumes"], spec["containers"][0]["volumeMounts"]
+def test_engines_find_the_server(settings: Settings, manifest: Objects) -> None:
+    engine = objects.of_manifest("vllm.yaml").one("Deployment")
+    pod = engine["spec"]["template"]["spec"]
+    (vllm,) = pod["containers"]
+    config = objects.transfer_config(vllm["args"])
+    assert config["kv_connector_extra_config"]["hotkv.target"] == f"unix:{settings.grpc_socket}"
+    (mount,) = (m for m in vllm["volumeMounts"] if m["name"] == "hotkv")
+    (volume,) = (v for v in pod["volumes"] if v["name"] == "hotkv")
     assert volume["hostPath"]["path"] == mount["mountPath"] == str(settings.runtime_dir)
-    assert spec["securityContext"]["supplementalGroups"] == [pod["securityContext"]["runAsGroup"]]
+    assert mount["readOnly"], "an engine has nothing to write there"
+    groups = pod["securityContext"]["supplementalGroups"]
+    assert groups == [manifest.pod["securityContext"]["runAsGroup"]]
+    assert not pod["enableServiceLinks"], "a Service called vllm would set VLLM_PORT"
+
+
+def test_a_shared_cache_of_a_cpu_engine_fits_its_shared_memory() -> None:
+    """A CPU engine exports its KV cache as a file in /dev/shm."""
+    pod = objects.of_manifest("vllm.yaml").one("Deployment")["spec"]["template"]["spec"]
+    (vllm,) = pod["containers"]
+    (gib,) = (item["value"] for item in vllm["env"] if item["name"] == "VLLM_CPU_KVCACHE_SPACE")
+    (mount,) = (m for m in vllm["volumeMounts"] if m["mountPath"] == "/dev/shm")
+    (volume,) = (v for v in pod["volumes"] if v["name"] == mount["name"])
+    room_bytes = objects.num_bytes(volume["emptyDir"]["sizeLimit"])
+    assert int(gib) << 30 < room_bytes < objects.num_bytes(vllm["resources"]["limits"]["memory"])
+
+
+@pytest.mark.parametrize(
+    ("base", "kind", "patch"),
+    [
+        ("hotkv.yaml", "DaemonSet", "gpu.yaml"),
+        ("vllm.yaml", "Deployment", "vllm-gpu.yaml"),
+    ],
+)
+def test_patches_for_gpus_fit(base: str, kind: str, patch: str) -> None:
+    before, added = objects.of_manifest(base).one(kind), objects.of_manifest(patch).one(kind)
+    # What kustomize finds the object of a patch by.
+    assert before["apiVersion"] == added["apiVersion"]
+    for at in ("name", "namespace"):
+        assert before["metadata"][at] == added["metadata"][at]
+    after = objects.merged(copy.deepcopy(before), added)
+    for version in (VERSIONS[0], VERSIONS[-1]):
+        objects.validate(after, version)
+    old, new = (item["spec"]["template"]["spec"] for item in (before, after))
+    assert new["hostPID"] and new["hostIPC"] and new["runtimeClassName"] == "nvidia"
+    assert len(new["containers"]) == 1, "the patch names another container"
+    assert new["containers"][0]["securityContext"] == old["containers"][0]["securityContext"]
+
+
+def test_kernels_of_gpus_are_kept_where_the_server_may_write(manifest: Objects) -> None:
+    patched = objects.merged(
+        copy.deepcopy(manifest.one("DaemonSet")), objects.of_manifest("gpu.yaml").one("DaemonSet")
+    )
+    server: dict[str, Any] = patched["spec"]["template"]["spec"]["containers"][0]
+    values = {item["name"]: item["value"] for item in server["env"]}
+    writable = {mount["mountPath"] for mount in server["volumeMounts"] if not mount.get("readOnly")}
+    for name in ("NUMBA_CACHE_DIR", "CUPY_CACHE_DIR", "CUDA_CACHE_PATH"):
+        assert any(Path(values[name]).is_relative_to(place) for place in writable), name
+
+
+def test_probes_are_commands_that_exist(manifest: Objects) -> None:
+    for name, is_live in (
+        ("startupProbe", False),
+        ("readinessProbe", False),
+        ("livenessProbe", True),
+    ):
+        program, *arguments = manifest.server[name]["exec"]["command"]
+        options = cli.parser().parse_args(arguments)
+        assert (program, options.command, options.live) == ("hotkv", "ping", is_live)
+        assert options.timeout_s < manifest.server[name]["timeoutSeconds"]

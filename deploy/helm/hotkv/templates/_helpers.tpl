@@ -1,0 +1,127 @@
+{{/* Names, labels, and hotkv's settings: what the values say and what the chart adds. */}}
+
+{{- define "hotkv.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "hotkv.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else if contains (include "hotkv.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "hotkv.name" .) | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "hotkv.selector" -}}
+app.kubernetes.io/name: {{ include "hotkv.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: server
+{{- end -}}
+
+{{- define "hotkv.labels" -}}
+{{ include "hotkv.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "hotkv.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+
+{{/* Where engines can't reach it: the sockets' directory is theirs, too. */}}
+{{- define "hotkv.adminSocket" -}}/run/hotkv-admin/admin.sock{{- end -}}
+
+{{/* All settings as JSON, with those that the chart adds. */}}
+{{- define "hotkv.settings" -}}
+{{- $directories := .Values.directories -}}
+{{- $settings := deepCopy .Values.settings -}}
+{{- $own := dict
+      "runtime_dir" $directories.sockets
+      "arena" (dict "dir" $directories.arena)
+      "security" (dict "admin_socket" (include "hotkv.adminSocket" .)) -}}
+{{- if $directories.disk -}}
+{{- $_ := set $own "tiers" (dict "disk" (dict "path" $directories.disk)) -}}
+{{- end -}}
+{{- $settings = mergeOverwrite $settings $own -}}
+{{- range $name, $from := .Values.secrets.files -}}
+{{- $named := printf "/etc/hotkv-secrets/%s" $name -}}
+{{- range $part := splitList "." $name | reverse -}}
+{{- $named = dict $part $named -}}
+{{- end -}}
+{{- $settings = mergeOverwrite $settings $named -}}
+{{- end -}}
+{{- toJson $settings -}}
+{{- end -}}
+
+{{/* A value of TOML on one line. Not toToml: whole numbers become 9433.0 there. */}}
+{{- define "hotkv.toml.value" -}}
+{{- if kindIs "map" . -}}
+{ {{- range $at, $key := keys . | sortAlpha }}{{ if $at }},{{ end }} {{ $key }} = {{ include "hotkv.toml.value" (get $ $key) }}{{ end }} }
+{{- else if kindIs "slice" . -}}
+[{{ range $at, $item := . }}{{ if $at }}, {{ end }}{{ include "hotkv.toml.value" $item }}{{ end }}]
+{{- else -}}
+{{- toJson . -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A table of TOML with those below it. Of a list: its dotted name, empty for the top; the table. */}}
+{{- define "hotkv.toml.table" -}}
+{{- $name := first . -}}
+{{- $table := last . -}}
+{{- range $key, $value := $table -}}
+{{- if not (kindIs "map" $value) }}
+{{ $key }} = {{ include "hotkv.toml.value" $value }}
+{{- end -}}
+{{- end -}}
+{{- range $key, $value := $table -}}
+{{- if kindIs "map" $value -}}
+{{- $dotted := list $name $key | compact | join "." }}
+
+[{{ $dotted }}]
+{{- include "hotkv.toml.table" (list $dotted $value) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Ports that the settings open, as a list in JSON. */}}
+{{- define "hotkv.ports" -}}
+{{- $settings := include "hotkv.settings" . | fromJson -}}
+{{- $ports := list -}}
+{{- $events := $settings.events | default dict -}}
+{{- $addresses := dict
+      "metrics" (printf ":%v" (int ((($settings.http | default dict).port) | default 9433)))
+      "grpc" ($settings.tcp_address | default "")
+      "events" (ternary $events.endpoint "" (contains "*" ($events.endpoint | default "")))
+      "replay" (ternary $events.replay_endpoint "" (contains "*" ($events.replay_endpoint | default ""))) -}}
+{{- range $name := list "metrics" "grpc" "events" "replay" -}}
+{{- with regexFind ":[0-9]+$" (get $addresses $name | default "") | trimPrefix ":" -}}
+{{- $ports = append $ports (dict "name" $name "port" (int .)) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $ports -}}
+{{- end -}}
+
+{{/* A size of the settings in MiB, rounded up. */}}
+{{- define "hotkv.mib" -}}
+{{- $size := regexFind "^[0-9]+" (toString .) | int64 -}}
+{{- $unit := regexReplaceAll "^[0-9]+\\s*" (toString .) "" -}}
+{{- $factors := dict "KiB" 1 "MiB" 1024 "GiB" 1048576 "TiB" 1073741824 -}}
+{{- if not (hasKey $factors $unit) -}}
+{{- fail (printf "settings: the size %v must be a whole number of KiB, MiB, GiB or TiB, or give `resources` with the pod's memory" .) -}}
+{{- end -}}
+{{- div (add (mul $size (get $factors $unit)) 1023) 1024 -}}
+{{- end -}}
+
+{{/* Memory of the pod: the arena; for the index 1/128 of it and of the disk tier; 2 GiB. */}}
+{{- define "hotkv.memory" -}}
+{{- $settings := include "hotkv.settings" . | fromJson -}}
+{{- $arena := include "hotkv.mib" $settings.arena.bytes | int64 -}}
+{{- $below := 0 -}}
+{{- if .Values.directories.disk -}}
+{{- $below = include "hotkv.mib" ((($settings.tiers | default dict).disk | default dict).bytes | default "100GiB") | int64 -}}
+{{- end -}}
+{{- printf "%dMi" (add $arena (div (add $arena $below) 128) 2048) -}}
+{{- end -}}

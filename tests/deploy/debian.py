@@ -1,0 +1,101 @@
+"""A Debian of its own for tests of the deployment: a folder with its file system, and the steps of
+a run with their times.
+
+Needs root and `mmdebstrap`. A folder that is whole is used again.
+"""
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.deploy.dockerfile import ROOT, copy_sent
+
+WHOLE = ".whole"
+CERTIFICATES = Path("/etc/ssl/certs")
+PACKAGES = {"systemd-nspawn": "systemd-container", "nsenter": "util-linux"}
+"""Of programs that are not called like their package."""
+
+
+class Steps:
+    """Prints each step of a run with its time, and what it saw."""
+
+    def __init__(self) -> None:
+        self.start_s = time.monotonic()
+
+    @contextlib.contextmanager
+    def step(self, what: str) -> Iterator[list[str]]:
+        """The list takes what is to be printed beside the step."""
+        seen: list[str] = []
+        begun_s = time.monotonic()
+        word = "FAILED"
+        try:
+            yield seen
+            word = "ok"
+        finally:
+            took_s = time.monotonic() - begun_s
+            print(f"{word:6} {took_s:7.1f} s  {what}" + "".join(f": {one}" for one in seen[:1]))
+            for more in seen[1:]:
+                print(f"{'':18}{more}")
+            sys.stdout.flush()
+
+
+def program(name: str) -> str:
+    """Where a program is. Raises SystemExit."""
+    found = shutil.which(name)
+    if found is None:
+        sys.exit(f"no {name} here: make programs PROGRAMS={PACKAGES.get(name, name)}")
+    return found
+
+
+def run(*command: str | Path, quiet: bool = True) -> str:
+    """Runs a command and returns what it prints. Raises SystemExit with the end of it if it
+    fails."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        said = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
+        raise SystemExit(f"{' '.join(words)}: status {done.returncode}\n{said}")
+    return done.stdout
+
+
+def make_root(folder: Path, packages: Sequence[str]) -> Path:
+    """Makes a small Debian of the same release in a folder, with these packages."""
+    if (folder / WHOLE).exists():
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    release = dict(
+        line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if line
+    )["VERSION_CODENAME"].strip('"')
+    run(
+        program("mmdebstrap"),
+        "--variant=minbase",
+        f"--include={','.join(packages)}",
+        release,
+        folder,
+    )
+    (folder / WHOLE).touch()
+    return folder
+
+
+def wheel(folder: Path, version: str) -> Path:
+    """Builds the wheel of the working tree under this version."""
+    source = folder / f"source-{version}"
+    shutil.rmtree(source, ignore_errors=True)
+    for part in ("pyproject.toml", "README.md", "LICENSE"):
+        source.mkdir(exist_ok=True)
+        shutil.copy(ROOT / part, source)
+    for part in ("proto", "sparse", "client", "server", "connector_vllm"):
+        copy_sent(part, source / part)
+    named = source / "proto" / "hotkv" / "__init__.py"
+    import hotkv
+
+    named.write_text(named.read_text().replace(f'"{hotkv.__version__}"', f'"{version}"'))
+    target = folder / f"wheels-{version}"
+    shutil.rmtree(target, ignore_errors=True)
+    run(sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "-w", target, source)
+    (found,) = target.glob("*.whl")
+    return found

@@ -1,0 +1,281 @@
+"""Builds the image for real, and runs it as the Helm chart's pods do: probed, killed, started again
+on the same directories, drained.
+
+`python -m tests.deploy.image [--folder DIR]` has buildah build the unchanged Dockerfile over a
+small Debian that stands for `python:3.12-slim`, since no registry of images is asked. The pod's
+part is taken from the rendered chart: init script, settings, arguments, user, probes. Prints each
+step with its time. Needs root, `mmdebstrap`, `buildah`, helm (or npm) and the package index: some
+minutes; the base stays in DIR for the next run.
+
+What buildah's isolation `chroot` leaves out: a read-only root, seccomp and cgroups.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import hotkv
+from tests.deploy import debian
+from tests.deploy.debian import Steps, program, run
+from tests.deploy.dockerfile import ROOT
+from tests.deploy.objects import Objects
+from tools import chart, helm
+
+PACKAGES = ("python3", "python3-venv", "ca-certificates", "passwd")
+BASE, IMAGE = "docker.io/library/python:3.12-slim", f"hotkv:{hotkv.__version__}"
+READY_S, STOP_S = 60.0, 60.0
+CAPABILITIES = (
+    *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_RAW"),
+    *("NET_BIND_SERVICE", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
+)
+"""All that buildah gives by itself. It knows `all`, too, but drops after it adds."""
+
+
+class Buildah:
+    """buildah with a store of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        store = [f"--root={folder / 'store'}", f"--runroot={folder / 'runroot'}"]
+        self.command = [program("buildah"), *store, "--storage-driver=vfs"]
+
+    def __call__(self, *arguments: str | Path) -> str:
+        return run(*self.command, *arguments).strip()
+
+    def has(self, image: str) -> bool:
+        done = subprocess.run(
+            [*self.command, "inspect", "--type=image", image], capture_output=True
+        )
+        return done.returncode == 0
+
+
+class Pod:
+    """What the kubelet does with the chart's pod, over folders of this machine."""
+
+    def __init__(self, buildah: Buildah, rendered: Objects, folder: Path) -> None:
+        self._buildah = buildah
+        self._rendered = rendered
+        self._log = folder / "server.log"
+        self._places = {
+            name: volume["hostPath"]["path"]
+            for name, volume in rendered.volumes.items()
+            if "hostPath" in volume
+        }
+        for name in ("admin", "kernels", "tmp", "settings"):
+            self._places[name] = str(folder / name)
+        self._mounts = [
+            f"--volume={self._places[mount['name']]}:{mount['mountPath']}"
+            for mount in rendered.server["volumeMounts"]
+        ]
+        for place in self._places.values():
+            Path(place).mkdir(parents=True, exist_ok=True)
+        (folder / "tmp").chmod(0o1777)
+        (folder / "settings" / "hotkv.toml").write_text(rendered.settings_file)
+        self._container = buildah("from", "--pull-never", IMAGE)
+        self._server: subprocess.Popen[bytes] | None = None
+
+    @property
+    def target(self) -> str:
+        return f"unix:{self._places['sockets']}/grpc.sock"
+
+    def remove(self) -> None:
+        """Ends what runs, and removes what it left."""
+        self.kill()
+        self._buildah("rm", self._container)
+        for place in self._places.values():
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _command(self, user: int, *command: str) -> list[str]:
+        variables = [
+            f"--env={name}={value}"
+            for name, value in self._rendered.environment.items()
+            if isinstance(value, str)
+        ]
+        added = self._rendered.directories["securityContext"]["capabilities"]["add"]
+        dropped = [f"--cap-drop=CAP_{name}" for name in CAPABILITIES if user or name not in added]
+        limits = ["--isolation=chroot", f"--user={user}:{user}", *dropped]
+        return [
+            *self._buildah.command,
+            "run",
+            *limits,
+            *self._mounts,
+            *variables,
+            self._container,
+            "--",
+            *command,
+        ]
+
+    def initialise(self) -> str:
+        """Runs the init container's script."""
+        run(*self._command(0, *self._rendered.directories["command"]))
+        owners = {
+            name: f"{os.stat(place).st_uid} {os.stat(place).st_mode & 0o777:o}"
+            for name, place in self._places.items()
+            if name in ("arena", "sockets", "admin")
+        }
+        return json.dumps(owners)
+
+    def start(self) -> float:
+        """Starts the server as the pod's user; returns the seconds until the readiness probe says
+        yes."""
+        user = self._rendered.pod["securityContext"]["runAsUser"]
+        command = self._command(user, "hotkv-server", *self._rendered.server["args"])
+        begun_s = time.monotonic()
+        with self._log.open("wb") as sink:
+            self._server = subprocess.Popen(command, stderr=sink, start_new_session=True)
+        while not self.probe("readinessProbe"):
+            if self._server.poll() is not None or time.monotonic() > begun_s + READY_S:
+                raise SystemExit(f"the server is not ready:\n{self._log.read_text()}")
+            time.sleep(0.2)
+        return time.monotonic() - begun_s
+
+    def probe(self, name: str) -> bool:
+        """Runs a probe's command in the container."""
+        user = self._rendered.pod["securityContext"]["runAsUser"]
+        words = self._command(user, *self._rendered.server[name]["exec"]["command"])
+        return subprocess.run(words, capture_output=True).returncode == 0
+
+    def pid(self) -> int:
+        """Process id of the server itself, below buildah's processes."""
+        assert self._server is not None
+        session = os.getsid(self._server.pid)
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                is_python = b"python" in words[0] and words[1].endswith(b"/hotkv-server")
+                if is_python and os.getsid(int(folder.name)) == session:
+                    return int(folder.name)
+        raise SystemExit(f"there is no server:\n{self._log.read_text()}")
+
+    def kill(self) -> None:
+        """As the kernel would: the server gets no chance to do anything."""
+        if self._server is not None and self._server.poll() is None:
+            os.kill(self.pid(), signal.SIGKILL)
+            self._server.wait(STOP_S)
+
+    def stop(self) -> tuple[int, float]:
+        """SIGTERM; returns the status and the seconds that it took."""
+        assert self._server is not None
+        begun_s = time.monotonic()
+        os.kill(self.pid(), signal.SIGTERM)
+        return self._server.wait(STOP_S), time.monotonic() - begun_s
+
+    def logged(self, words: str) -> str:
+        """The last line of the log with these words. Raises SystemExit."""
+        lines = [line for line in self._log.read_text().splitlines() if words in line]
+        if not lines:
+            raise SystemExit(f"no {words!r} in the log:\n{self._log.read_text()}")
+        return lines[-1]
+
+
+def blocks(action: str, target: str) -> str:
+    """Stores or checks blocks, as an engine outside of the container."""
+    return run(sys.executable, Path(__file__).with_name("blocks.py"), action, target).strip()
+
+
+def build(buildah: Buildah, folder: Path, steps: Steps) -> None:
+    """Makes base and image."""
+    with steps.step("a small Debian, in place of python:3.12-slim") as seen:
+        root = debian.make_root(folder / "root", PACKAGES)
+        python = root / "usr/bin/python"
+        if not python.is_symlink():
+            python.symlink_to("python3")
+        if not buildah.has(BASE):
+            made = buildah("from", "scratch")
+            packed = folder / "base.tar"
+            run(
+                "tar",
+                "--exclude=./dev/*",
+                f"--directory={root}",
+                f"--file={packed}",
+                "--create",
+                ".",
+            )
+            buildah("add", "--quiet", made, packed, "/")
+            packed.unlink()
+            buildah("commit", "--quiet", made, BASE)
+            buildah("rm", made)
+        seen.append(run("chroot", root, "python", "--version").strip())
+    with steps.step("buildah builds the Dockerfile") as seen:
+        certificates = f"--volume={debian.CERTIFICATES}:{debian.CERTIFICATES}:ro"
+        options = ["--isolation=chroot", "--pull-never", "--network=host", certificates]
+        # hotkv itself is always copied anew; the layer of packages is not kept.
+        buildah("bud", "--quiet", *options, f"--tag={IMAGE}", ROOT)
+        (image,) = json.loads(buildah("images", "--json", IMAGE))
+        seen.append(f"{IMAGE}, {image['size']}")
+
+
+def walk(pod: Pod, steps: Steps) -> None:
+    """The life of a pod and of the next. Raises SystemExit."""
+    with steps.step("the init container's script gives the directories away") as seen:
+        seen.append(pod.initialise())
+    with steps.step("the probes say no while no server runs"):
+        if pod.probe("readinessProbe") or pod.probe("livenessProbe"):
+            raise SystemExit("a probe says yes")
+    with steps.step("the server starts as user 10001, with the chart's settings") as seen:
+        seen.append(f"ready after {pod.start():.1f} s")
+        seen.append(pod.logged("ready version").partition(" ready ")[2])
+        if not pod.probe("livenessProbe"):
+            raise SystemExit("the liveness probe says no")
+    with steps.step("an engine stores blocks") as seen:
+        seen.append(blocks("store", pod.target))
+    with steps.step("kill -9: the next pod goes on with the cache") as seen:
+        pod.kill()
+        if pod.probe("readinessProbe"):
+            raise SystemExit("a dead server is ready")
+        pod.initialise()
+        seen.append(f"ready after {pod.start():.1f} s, {blocks('check', pod.target)}")
+        seen.append(pod.logged("restored blocks").partition(" restored ")[2])
+    with steps.step("SIGTERM drains: status 0, and the next pod has the blocks") as seen:
+        status, took_s = pod.stop()
+        if status:
+            raise SystemExit(f"status {status}")
+        pod.start()
+        seen.append(f"stopped in {took_s:.1f} s, {blocks('check', pod.target)}")
+
+
+@contextlib.contextmanager
+def a_pod(buildah: Buildah, folder: Path) -> Iterator[Pod]:
+    """The chart's pod, on directories of this run alone."""
+    tag = f"/dev/shm/hotkv-image-{os.getpid()}"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    places = (f"directories.arena={tag}/arena", f"directories.sockets={tag}/run")
+    small = ("settings.arena.bytes=64MiB", f"settings.http.port={port}")
+    rendered = Objects.read(helm.render(chart.CHART, sets=(*places, *small)))
+    pod = Pod(buildah, rendered, Path(tempfile.mkdtemp(dir=folder)))
+    try:
+        yield pod
+    finally:
+        pod.remove()
+        shutil.rmtree(tag, ignore_errors=True)
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description="Builds the image and runs it.")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "hotkv-image")
+    parser.add_argument("--built", action="store_true", help="run the image of the last run")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    options.folder.mkdir(parents=True, exist_ok=True)
+    steps, buildah = Steps(), Buildah(options.folder)
+    if not options.built:
+        build(buildah, options.folder, steps)
+    with a_pod(buildah, options.folder) as pod:
+        walk(pod, steps)
+    print("all of it works")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

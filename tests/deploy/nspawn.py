@@ -1,0 +1,265 @@
+"""Runs the systemd unit for real, in a Debian with systemd of its own: start, reload, a hung server
+that the watchdog kills, a kill, an upgrade, a stop.
+
+`python -m tests.deploy.nspawn [--folder DIR]` installs the working tree as docs/operations.md lays
+it out, boots, walks, and prints each step with its time; blocks that were stored first must be
+there, byte for byte, after each. Needs root, `mmdebstrap`, `systemd-nspawn` and the package index:
+some minutes; the file system stays in DIR for the next run.
+"""
+
+import argparse
+import contextlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hotkv
+from tests.deploy import debian
+from tests.deploy.debian import Steps, program, run
+from tests.deploy.dockerfile import ROOT
+
+DEPLOY = ROOT / "deploy"
+UNIT = "hotkv-server.service"
+PACKAGES = ("systemd", "systemd-sysv", "python3-venv", "ca-certificates", "procps")
+NEXT_VERSION = "0.1.999"
+TARGET = "unix:/run/hotkv/grpc.sock"
+PYTHON = "/opt/hotkv/bin/python"
+KERNELS = "/var/cache/hotkv"
+COMPILE = (
+    "runuser",
+    "-u",
+    "hotkv",
+    "--",
+    "env",
+    f"NUMBA_CACHE_DIR={KERNELS}",
+    "hotkv-server",
+    "compile",
+)
+BOOT_S = 60.0
+WATCHDOG_S = 150.0
+"""WatchdogSec, and TimeoutAbortSec should the server not die of its signal."""
+STOP_S = 60.0
+
+
+class Machine:
+    """A booted container, without network. Leave it to power it off."""
+
+    def __init__(self, root: Path, log: Path) -> None:
+        self._log = log
+        with log.open("wb") as sink:
+            self._process = subprocess.Popen(
+                [
+                    program("systemd-nspawn"),
+                    "--register=no",
+                    "--keep-unit",
+                    "--quiet",
+                    "--private-network",
+                    "--console=read-only",
+                    "--boot",
+                    f"--directory={root}",
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+            )
+        self._leader = 0
+
+    def __enter__(self) -> "Machine":
+        self.wait("it boots", BOOT_S, lambda: bool(self._find_leader()) and self._is_up())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _find_leader(self) -> int:
+        """Process id, here, of the container's first process."""
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                status = (folder / "status").read_text()
+                ids = re.search(r"^NSpid:\t(.*)$", status, re.MULTILINE)
+                if ids is None or ids[1].split()[1:] != ["1"]:
+                    continue
+                if self._process.pid in _ancestors(int(folder.name)):
+                    self._leader = int(folder.name)
+        return self._leader
+
+    def _is_up(self) -> bool:
+        done = self._enter("systemctl", "is-system-running")
+        return done.stdout.strip() in ("running", "degraded")
+
+    def _enter(self, *command: str) -> subprocess.CompletedProcess[str]:
+        spaces = ("--mount", "--uts", "--ipc", "--net", "--pid", "--root")
+        return subprocess.run(
+            [program("nsenter"), f"--target={self._leader}", *spaces, "--", *command],
+            capture_output=True,
+            text=True,
+            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"},
+        )
+
+    def run(self, *command: str) -> str:
+        """Runs a command in it. Raises SystemExit, with the journal, if it fails."""
+        done = self._enter(*command)
+        if done.returncode:
+            self.fail(f"{' '.join(command)}: {done.stdout}{done.stderr}")
+        return done.stdout.strip()
+
+    def fail(self, what: str) -> None:
+        """Raises SystemExit with the end of the journal."""
+        journal = self._enter("journalctl", "--no-pager", "-n", "60", "-u", UNIT).stdout
+        raise SystemExit(f"{what}\n{journal}")
+
+    def show(self, name: str) -> str:
+        """A property of the unit."""
+        return self.run("systemctl", "show", "--value", "-p", name, UNIT)
+
+    def journal_has(self, words: str) -> bool:
+        return words in self.run("journalctl", "--no-pager", "-b", "-o", "cat", "-u", UNIT)
+
+    def blocks(self, action: str) -> str:
+        """Stores or checks the blocks."""
+        return self.run(PYTHON, "/opt/blocks.py", action, TARGET)
+
+    def wait(self, what: str, limit_s: float, is_so: Callable[[], bool]) -> None:
+        """Raises SystemExit when the time is over."""
+        deadline_s = time.monotonic() + limit_s
+        while not is_so():
+            if time.monotonic() > deadline_s or self._process.poll() is not None:
+                self.fail(f"waited in vain: {what}\n{self._log.read_text()[-2000:]}")
+            time.sleep(0.3)
+
+    def is_serving(self) -> bool:
+        done = self._enter("/opt/hotkv/bin/hotkv", "ping", "--timeout-s", "2")
+        return done.returncode == 0
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    while pid > 1:
+        yield pid
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+        pid = int(stat.split()[1])
+
+
+def install(root: Path, package: Path, arena: str) -> None:
+    """Lays everything out as docs/operations.md says for a package of a distribution."""
+
+    def inside(*command: str) -> None:
+        options = ["--register=no", "--keep-unit", "--quiet", "--pipe"]
+        certificates = f"--bind-ro={debian.CERTIFICATES}"
+        run(
+            program("systemd-nspawn"), *options, certificates, f"--directory={root}", "--", *command
+        )
+
+    for name in ("opt/hotkv", "etc/hotkv", "var/cache/hotkv"):
+        shutil.rmtree(root / name, ignore_errors=True)
+    wheels = root / "opt" / "wheels"
+    shutil.rmtree(wheels, ignore_errors=True)
+    wheels.mkdir(parents=True)
+    shutil.copy(package, wheels)
+    shutil.copy(Path(__file__).with_name("blocks.py"), root / "opt")
+    inside("python3", "-m", "venv", "/opt/hotkv")
+    inside("/opt/hotkv/bin/pip", "install", "-qq", f"/opt/wheels/{package.name}[server,events]")
+    for source, target in (
+        (DEPLOY / "hotkv.sysusers", root / "usr/lib/sysusers.d/hotkv.conf"),
+        (DEPLOY / "hotkv-server.service", root / f"usr/lib/systemd/system/{UNIT}"),
+        (DEPLOY / "hotkv.toml", root / "etc/hotkv/hotkv.toml"),
+    ):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+    settings = root / "etc/hotkv/hotkv.toml"
+    settings.write_text(settings.read_text().replace('bytes = "64GiB"', f'bytes = "{arena}"', 1))
+    for name in ("hotkv", "hotkv-server"):
+        link = root / "usr/bin" / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"/opt/hotkv/bin/{name}")
+    inside("systemd-sysusers", "/usr/lib/sysusers.d/hotkv.conf")
+    inside("install", "-d", "-o", "hotkv", "-g", "hotkv", "-m", "0700", KERNELS)
+    inside(*COMPILE)
+    inside("systemctl", "enable", "--quiet", UNIT)
+
+
+def walk(machine: Machine, steps: Steps) -> None:
+    """The life of the service. Raises SystemExit."""
+    with steps.step("the unit starts by itself, and says that it serves") as seen:
+        machine.wait("it serves", BOOT_S, machine.is_serving)
+        seen += [machine.show("StatusText"), machine.run("hotkv-server", "--version")]
+        seen.append(f"user {machine.run('ps', '-o', 'user=', '-p', machine.show('MainPID'))}")
+    with steps.step("blocks are stored") as seen:
+        seen.append(machine.blocks("store"))
+    with steps.step("systemctl reload takes up a changed setting") as seen:
+        before = machine.show("MainPID")
+        machine.run("sed", "-i", 's/^log_level = .*/log_level = "debug"/', "/etc/hotkv/hotkv.toml")
+        machine.run("systemctl", "reload", UNIT)
+        said = "settings reloaded changed=log_level"
+        machine.wait(said, BOOT_S, lambda: machine.journal_has(said))
+        if machine.show("MainPID") != before:
+            machine.fail("it was restarted")
+        seen += [said, machine.blocks("check")]
+    with steps.step(
+        "a server that hangs (SIGSTOP) is killed by the watchdog and restarted"
+    ) as seen:
+        before = machine.show("MainPID")
+        machine.run("systemctl", "kill", "--kill-who=main", "-s", "STOP", UNIT)
+        machine.wait("another server", WATCHDOG_S, lambda: machine.show("NRestarts") == "1")
+        machine.wait("it serves", BOOT_S, machine.is_serving)
+        if machine.show("MainPID") == before or not machine.journal_has("Watchdog timeout"):
+            machine.fail("the watchdog did not do it")
+        seen.append(machine.blocks("check"))
+    with steps.step("a server that is killed (SIGKILL) is restarted") as seen:
+        machine.run("systemctl", "kill", "--kill-who=main", "-s", "KILL", UNIT)
+        machine.wait("another server", BOOT_S, lambda: machine.show("NRestarts") == "2")
+        machine.wait("it serves", BOOT_S, machine.is_serving)
+        seen.append(machine.blocks("check"))
+    with steps.step(f"an upgrade to {NEXT_VERSION}, and a restart") as seen:
+        wheel = f"/opt/wheels/hotkv-{NEXT_VERSION}-py3-none-any.whl"
+        machine.run("/opt/hotkv/bin/pip", "install", "-qq", "--no-index", "--no-deps", wheel)
+        machine.run(*COMPILE)
+        machine.run("systemctl", "restart", UNIT)
+        if not machine.journal_has(f"ready version={NEXT_VERSION}"):
+            machine.fail("the new version does not run")
+        seen.append(machine.blocks("check"))
+    with steps.step("a stop: status 0, arena and sockets' directory stay") as seen:
+        machine.run("systemctl", "stop", UNIT)
+        result = machine.show("Result"), machine.show("ExecMainStatus"), machine.show("ActiveState")
+        if result != ("success", "0", "inactive"):
+            machine.fail(f"the stop: {result}")
+        seen.append(machine.run("hotkv-server", "arenas").splitlines()[-1])
+        machine.run("test", "-d", "/run/hotkv")
+    with steps.step("a start finds the blocks") as seen:
+        machine.run("systemctl", "start", UNIT)
+        seen.append(machine.blocks("check"))
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description="Runs the systemd unit for real.")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "hotkv-nspawn")
+    parser.add_argument("--arena", default="64MiB")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    steps, folder = Steps(), options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    with steps.step("a Debian with systemd") as seen:
+        root = debian.make_root(folder / "root", PACKAGES)
+        seen.append(str(root))
+    with steps.step("hotkv is installed in it"):
+        install(root, debian.wheel(folder, hotkv.__version__), options.arena)
+        shutil.copy(debian.wheel(folder, NEXT_VERSION), root / "opt" / "wheels")
+    with Machine(root, folder / "console.log") as machine:
+        walk(machine, steps)
+    print("all of it works")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

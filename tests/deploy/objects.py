@@ -1,0 +1,135 @@
+"""Kubernetes objects for tests: of the plain manifests, of the chart with a set of values, and what
+the server is given by them.
+
+Skips the tests that use the chart where there is no helm and none can be fetched.
+"""
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import chart, helm
+
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (extra dev)")
+kubernetes_validate = pytest.importorskip(
+    "kubernetes_validate", reason="kubernetes-validate is not installed (extra dev)"
+)
+
+ROOT = Path(__file__).parents[2]
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+EXAMPLES = chart.CHART / "examples"
+VERSIONS = ("1.28", "1.31", "1.34")
+BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Objects:
+    """All objects that were rendered together."""
+
+    all: tuple[dict[str, Any], ...]
+
+    @staticmethod
+    def read(text: str) -> "Objects":
+        return Objects(tuple(item for item in yaml.safe_load_all(text) if item))
+
+    def one(self, kind: str) -> dict[str, Any]:
+        """The only object of this kind."""
+        (found,) = (item for item in self.all if item["kind"] == kind)
+        return found
+
+    @property
+    def kinds(self) -> set[str]:
+        return {item["kind"] for item in self.all}
+
+    @property
+    def pod(self) -> dict[str, Any]:
+        """Specification of the DaemonSet's pods."""
+        spec: dict[str, Any] = self.one("DaemonSet")["spec"]["template"]["spec"]
+        return spec
+
+    @property
+    def server(self) -> dict[str, Any]:
+        """The container."""
+        (found,) = self.pod["containers"]
+        return dict(found)
+
+    @property
+    def directories(self) -> dict[str, Any]:
+        """The init container."""
+        (found,) = self.pod["initContainers"]
+        return dict(found)
+
+    @property
+    def settings_file(self) -> str:
+        text: str = self.one("ConfigMap")["data"]["hotkv.toml"]
+        return text
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Variables of the server: their value, or where it comes from."""
+        return {
+            item["name"]: item.get("value", item.get("valueFrom")) for item in self.server["env"]
+        }
+
+    @property
+    def volumes(self) -> dict[str, dict[str, Any]]:
+        return {volume["name"]: volume for volume in self.pod["volumes"]}
+
+
+def of_manifest(name: str = "hotkv.yaml") -> Objects:
+    """Those of a file of deploy/kubernetes."""
+    return Objects.read((KUBERNETES / name).read_text())
+
+
+@functools.cache
+def of_chart(*values: str, sets: tuple[str, ...] = ()) -> Objects:
+    """Those of the chart with values of its examples. Skips without helm."""
+    try:
+        helm.find()
+    except helm.HelmError as error:
+        pytest.skip(str(error))
+    files = [EXAMPLES / f"{name}.yaml" for name in values]
+    return Objects.read(helm.render(chart.CHART, *files, sets=sets))
+
+
+def num_bytes(quantity: str) -> int:
+    """Bytes of a quantity such as 66Gi."""
+    return int(quantity[:-2]) * BINARY[quantity[-2:]]
+
+
+def validate(item: dict[str, Any], version: str) -> None:
+    """Raises ValidationError if the object is none of that version of Kubernetes."""
+    kubernetes_validate.validate(item, version, strict=True)
+
+
+def transfer_config(arguments: list[str]) -> dict[str, Any]:
+    """What vLLM is given as --kv-transfer-config."""
+    read: dict[str, Any] = json.loads(arguments[arguments.index("--kv-transfer-config") + 1])
+    return read
+
+
+def merged(into: Any, patch: Any) -> Any:
+    """As `kubectl patch` does it for what our patches have: maps are merged, lists of things with
+    names by name, others replaced."""
+    if isinstance(into, dict) and isinstance(patch, dict):
+        return {
+            **into,
+            **{
+                key: merged(into[key], value) if key in into else value
+                for key, value in patch.items()
+            },
+        }
+    if isinstance(into, list) and all(
+        isinstance(item, dict) and "name" in item for item in [*into, *patch]
+    ):
+        found = {item["name"]: item for item in into}
+        for item in patch:
+            found[item["name"]] = (
+                merged(found[item["name"]], item) if item["name"] in found else item
+            )
+        return list(found.values())
+    return patch

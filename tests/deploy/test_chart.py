@@ -1,0 +1,343 @@
+"""The Helm chart with three sets of values: Kubernetes takes its objects, the server takes its
+settings, and values that are none are refused with a sentence."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hotkv
+from hotkv.errors import HotKVError
+from hotkv.table import TableGeometry
+from hotkv_client import Credentials, cli
+from hotkv_client.admin import AdminClient
+from hotkv_server import cli as server_cli
+from hotkv_server.daemon import STOP_S
+from hotkv_server.memory import readers
+from hotkv_server.settings import Settings, load_settings
+from tests.deploy import objects
+from tests.deploy.dockerfile import parse
+from tests.deploy.objects import VERSIONS, Objects
+from tests.server.certificates import Authority
+from tools import chart, helm
+
+SPARE_BYTES = 1 << 30
+"""What the server needs at least beside arena and table."""
+SECRETS = "/etc/hotkv-secrets"
+READY_S = 180.0
+"""A first start compiles kernels."""
+SETS = {"defaults": (), "gpu-tiers": ("gpu-tiers",), "tenants-tls": ("tenants-tls",)}
+TENANTS = json.dumps(
+    [
+        {"name": "search", "certificate_names": ["spiffe://cluster/search"]},
+        {"name": "chat", "uids": [1002], "guaranteed_bytes": "4MiB"},
+    ]
+)
+OWN_KINDS = {"ServiceMonitor"}
+"""Of the Prometheus operator, so Kubernetes has no schema of them."""
+
+
+@pytest.fixture(params=SETS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def rendered(name: str) -> Objects:
+    return objects.of_chart(*SETS[name])
+
+
+class Node:
+    """Folders that stand for those of a node and a pod, and the pod's settings in them."""
+
+    def __init__(self, folder: Path, found: Objects, *flags: str) -> None:
+        self.folder = folder
+        self.secrets = folder / "secrets"
+        self.secrets.mkdir()
+        self.authority = Authority(self.secrets, "authority")
+        self._fill(found)
+        text = found.settings_file
+        for place, own in (
+            (SECRETS, self.secrets),
+            ("/run/hotkv-admin", folder / "admin"),
+            ("/run/hotkv", folder / "run"),
+            ("/dev/shm/hotkv", folder / "arena"),
+            ("/var/lib/hotkv", folder / "disk"),
+        ):
+            text = text.replace(f'"{place}', f'"{own}')
+        config = folder / "hotkv.toml"
+        config.write_text(text)
+        tcp = ["--tcp-address", "127.0.0.1:0"] if "tcp_address" in text else []
+        self.arguments = ["run", "--config", str(config), *tcp, *flags]
+        self.target = f"unix:{folder}/admin/admin.sock"
+
+    def _fill(self, found: Objects) -> None:
+        """Makes the files of Secrets, as the kubelet does."""
+        certificate, key = self.authority.issue("server", "localhost")
+        sources = found.volumes.get("secrets", {"projected": {"sources": []}})["projected"]
+        for source in sources["sources"]:
+            for item in source["secret"]["items"]:
+                contents = {
+                    "tls.crt": certificate,
+                    "tls.key": key,
+                    "ca.crt": self.authority.path,
+                }.get(item["key"])
+                path = self.secrets / item["path"]
+                path.write_bytes(contents.read_bytes() if contents else b"secret")
+                path.chmod(sources["defaultMode"])
+
+
+SMALL = ("--arena.bytes", "32MiB", "--http.port", "-1")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_objects_fit_their_schemas(rendered: Objects, version: str) -> None:
+    for item in rendered.all:
+        if item["kind"] not in OWN_KINDS:
+            objects.validate(item, version)
+
+
+def test_names_and_labels_lead_from_one_to_the_other(rendered: Objects) -> None:
+    daemons = rendered.one("DaemonSet")
+    pods = daemons["spec"]["template"]["metadata"]["labels"].items()
+    assert daemons["spec"]["selector"]["matchLabels"].items() <= pods
+    assert rendered.one("Service")["spec"]["selector"].items() <= pods
+    ports = {item["name"] for item in rendered.server["ports"]}
+    assert {item["targetPort"] for item in rendered.one("Service")["spec"]["ports"]} == ports
+    volumes = rendered.volumes
+    assert volumes["settings"]["configMap"]["name"] == rendered.one("ConfigMap")["metadata"]["name"]
+    for container in (rendered.server, rendered.directories):
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes.keys()
+    assert {item["metadata"]["namespace"] for item in rendered.all} == {"hotkv"}
+
+
+def test_prometheus_finds_every_pod_once(rendered: Objects, name: str) -> None:
+    annotations = rendered.one("DaemonSet")["spec"]["template"]["metadata"]["annotations"]
+    is_monitored = "ServiceMonitor" in rendered.kinds
+    assert is_monitored == (name != "defaults")
+    assert is_monitored != ("prometheus.io/scrape" in annotations)
+    if is_monitored:
+        spec, service = rendered.one("ServiceMonitor")["spec"], rendered.one("Service")
+        assert spec["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+        (endpoint,) = spec["endpoints"]
+        assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+
+
+def test_a_budget_counts_pods_by_a_number() -> None:
+    """maxUnavailable and percentages need a scale subresource, which a DaemonSet has not."""
+    assert "PodDisruptionBudget" not in objects.of_chart().kinds
+    found = objects.of_chart("gpu-tiers")
+    spec = found.one("PodDisruptionBudget")["spec"]
+    assert isinstance(spec["minAvailable"], int) and "maxUnavailable" not in spec
+    labels = found.one("DaemonSet")["spec"]["template"]["metadata"]["labels"]
+    assert spec["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_the_server_is_confined(rendered: Objects, name: str) -> None:
+    pod = rendered.pod
+    assert rendered.server["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    security = pod["securityContext"]
+    assert security["runAsNonRoot"] and security["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not pod["automountServiceAccountToken"] and not pod["enableServiceLinks"]
+    shared = {"hostPID", "hostIPC"} if name == "gpu-tiers" else set()
+    assert {"hostNetwork", "hostPID", "hostIPC"} & pod.keys() == shared
+    for volume in pod["volumes"]:
+        assert volume.get("projected", {}).get("defaultMode", 0o440) == 0o440
+
+
+def test_a_pod_that_ends_has_time_to_drain(rendered: Objects, tmp_path: Path) -> None:
+    settings = loaded(rendered, tmp_path)
+    grace_s = rendered.pod["terminationGracePeriodSeconds"]
+    assert grace_s == math.ceil(settings.drain_timeout_s) + STOP_S
+
+
+def test_a_pod_has_memory_for_arena_and_index(rendered: Objects, tmp_path: Path) -> None:
+    settings = loaded(rendered, tmp_path)
+    arena = settings.arena
+    geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
+    needed_bytes = arena.bytes + readers.table_file_bytes(geometry) + SPARE_BYTES
+    if settings.tiers.disk.path is not None:
+        below = TableGeometry.for_capacity(settings.tiers.capacity, 1, settings.tiers.disk.bytes)
+        needed_bytes += readers.table_file_bytes(below)
+    resources = rendered.server["resources"]
+    assert resources["limits"]["memory"] == resources["requests"]["memory"]
+    memory = resources["limits"]["memory"]
+    assert needed_bytes <= objects.num_bytes(memory) < 1.1 * needed_bytes + (2 << 30)
+
+
+def loaded(found: Objects, folder: Path) -> Settings:
+    """What the server makes of the settings' file."""
+    config = folder / "settings.toml"
+    config.write_text(found.settings_file)
+    return load_settings(config, [], "test")
+
+
+@pytest.mark.parametrize("chosen", SETS)
+def test_the_server_accepts_the_settings(
+    chosen: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All checks of a start, but for the GPUs and the disk that are not here."""
+    found = objects.of_chart(*SETS[chosen])
+    flags = [*SMALL, "--copy.cuda", "off", "--tiers.disk.bytes", "16MiB", "--arena.pin", "auto"]
+    node = Node(tmp_path, found, *flags, "--check")
+    for variable, source in found.environment.items():
+        if isinstance(source, dict):
+            assert (variable, source) == (
+                "HOTKV_SECURITY__TENANTS",
+                {"secretKeyRef": {"name": "hotkv-tenants", "key": "tenants.json"}},
+            )
+            monkeypatch.setenv(variable, TENANTS)
+    status = server_cli.main(node.arguments)
+    printed, said = capsys.readouterr()
+    assert (status, said) == (0, "")
+    settings: dict[str, Any] = json.loads(printed)
+    if chosen == "gpu-tiers":
+        tiers = settings["tiers"]
+        assert Path(tiers["valkey"]["password_file"]).read_bytes() == b"secret"
+        assert tiers["s3"]["pack_bytes"] == 32 << 20 and tiers["valkey"]["user"] == "hotkv"
+    if chosen == "tenants-tls":
+        assert [tenant["name"] for tenant in settings["security"]["tenants"]] == ["search", "chat"]
+
+
+def test_a_server_with_tenants_and_tls_serves(tmp_path: Path) -> None:
+    """A real server with the files that the Secrets make: the pod's probe, an admin over TCP, and
+    somebody who is none."""
+    found = objects.of_chart("tenants-tls")
+    node = Node(tmp_path, found, *SMALL)
+    log = tmp_path / "log"
+    environment = {**os.environ, "HOTKV_SECURITY__TENANTS": TENANTS}
+    with log.open("wb") as sink:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "hotkv_server", *node.arguments], stderr=sink, env=environment
+        )
+    try:
+        probe = [*found.server["readinessProbe"]["exec"]["command"][1:], "--target", node.target]
+        deadline_s = time.monotonic() + READY_S
+        while cli.main(probe) != 0:
+            assert server.poll() is None and time.monotonic() < deadline_s, log.read_text()
+            time.sleep(0.1)
+        (port,) = (
+            word.partition("=")[2]
+            for word in log.read_text().split()
+            if word.startswith("tcp_port=")
+        )
+        for user, is_admin in (("spiffe://cluster/operator", True), ("spiffe://cluster/x", False)):
+            certificate, key = node.authority.issue("client", user)
+            proof = Credentials(str(node.authority.path), str(certificate), str(key))
+            with AdminClient(f"localhost:{port}", credentials=proof) as admin:
+                if is_admin:
+                    assert admin.info()["version"] == hotkv.__version__
+                else:
+                    with pytest.raises(HotKVError):
+                        admin.info()
+    finally:
+        server.terminate()
+        server.wait(READY_S)
+    assert server.returncode == 0, log.read_text()
+
+
+def test_directories_win_over_the_variables_of_the_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = ("directories.arena=/dev/shm/other", "directories.sockets=/run/other")
+    found = objects.of_chart(sets=places)
+    image = parse((objects.ROOT / "Dockerfile").read_text())[-1].last("ENV").split()
+    for name, value in {**dict(one.split("=", 1) for one in image), **found.environment}.items():
+        if name.startswith("HOTKV_"):
+            monkeypatch.setenv(name, value)
+    settings = loaded(found, tmp_path)
+    assert settings.arena_dir == Path("/dev/shm/other")
+    assert settings.grpc_socket == Path("/run/other/grpc.sock")
+    paths = {volume["hostPath"]["path"] for volume in found.pod["volumes"] if "hostPath" in volume}
+    assert paths == {"/dev/shm/other", "/run/other"}
+
+
+def test_new_settings_are_new_pods() -> None:
+    def checksum(*sets: str) -> str:
+        template = objects.of_chart(sets=sets).one("DaemonSet")["spec"]["template"]
+        found: str = template["metadata"]["annotations"]["checksum/settings"]
+        return found
+
+    assert checksum() == checksum("podLabels.team=search") != checksum("settings.policy=lru")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("settings.arena.byts=1GiB", "'byts' not allowed"),
+        ("settings.runtime_dir=/x/y", "'runtime_dir' not allowed"),
+        ("settings.http.port=70000", "/settings/http/port"),
+        ("settings.policy=fifo", "/settings/policy"),
+        ("settings.arena.bytes=64GB", "KiB, MiB, GiB or TiB"),
+        ("settings.tiers.valkey.tls=true", "missing property 'address'"),
+        ("secrets.files.http.port=x", "/secrets/files"),
+        ("secrets.values.security\\.tenants.secret=x", "missing property 'key'"),
+        ("podDisruptionBudget.minAvailable=50%", "want integer"),
+        ("directories.arena=hotkv", "/directories/arena"),
+        ("replicas=3", "'replicas' not allowed"),
+    ],
+)
+def test_wrong_values_are_refused_with_their_name(wrong: str, words: str) -> None:
+    objects.of_chart()
+    with pytest.raises(helm.HelmError, match=words):
+        helm.render(chart.CHART, sets=(wrong,))
+
+
+def test_settings_of_all_kinds_come_through(tmp_path: Path) -> None:
+    """Whole numbers stay whole; quotes, lists and tables in lists are TOML."""
+    objects.of_chart()
+    settings = {
+        "integrity": {"scrub_bytes_per_s": 16777216},
+        "arena": {"prefault": False},
+        "residency": {"share": 0.25},
+        "events": {"topic": 'a"b\\c@{model}'},
+        "security": {
+            "allowed_uids": [1001, 1002],
+            "tenants": [{"name": "one", "uids": [7], "guaranteed_bytes": "4MiB"}],
+        },
+    }
+    values = tmp_path / "values.yaml"
+    values.write_text(
+        json.dumps({"settings": settings, "resources": {"limits": {"memory": "1Gi"}}})
+    )
+    found = Objects.read(helm.render(chart.CHART, values))
+    assert "scrub_bytes_per_s = 16777216\n" in found.settings_file
+    read = loaded(found, tmp_path)
+    assert read.residency.share == 0.25 and not read.arena.prefault
+    assert read.events.topic == settings["events"]["topic"]
+    assert read.security.allowed_uids == [1001, 1002]
+    (tenant,) = read.security.tenants
+    assert (tenant.name, tenant.uids, tenant.guaranteed_bytes) == ("one", [7], 4 << 20)
+    assert found.server["resources"] == {"limits": {"memory": "1Gi"}}
+
+
+def test_with_gpus_it_is_the_manifest_with_its_patch() -> None:
+    patch = objects.of_manifest("gpu.yaml").one("DaemonSet")
+    patched = objects.merged(objects.of_chart().one("DaemonSet"), patch)
+    assert objects.of_chart(sets=("gpu.enabled=true",)).one("DaemonSet") == patched
+
+
+def test_the_schema_knows_the_servers_settings() -> None:
+    """`python -m tools.chart` brings it up to date."""
+    assert chart.schema_text() == chart.SCHEMA.read_text()
+
+
+def test_the_plain_manifest_is_the_chart() -> None:
+    """`python -m tools.chart` brings it up to date."""
+    objects.of_chart()
+    assert chart.manifest() == chart.MANIFEST.read_text()
+
+
+def test_the_charts_version_is_hotkvs() -> None:
+    text = objects.yaml.safe_load((chart.CHART / "Chart.yaml").read_text())
+    assert text["appVersion"] == text["version"] == hotkv.__version__

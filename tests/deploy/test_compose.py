@@ -1,0 +1,85 @@
+"""compose.yaml agrees with the Dockerfiles, the server's settings and the connector, and Compose
+itself takes it."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hotkv
+from hotkv_server.daemon import STOP_S
+from hotkv_server.settings import Settings, load_settings
+from tests.deploy.dockerfile import ROOT, is_sent, parse
+from tests.programs import program
+
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (extra dev)")
+
+FILES = ("compose.yaml", "compose.gpu.yaml")
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    return found
+
+
+@pytest.fixture
+def settings(services: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """What the server makes of its command, with the image's variables."""
+    final = parse((ROOT / "Dockerfile").read_text())[-1]
+    (place,) = (word for word in final.last("ENV").split() if word.startswith("HOTKV_ARENA__DIR="))
+    monkeypatch.setenv(*place.split("="))
+    run, *flags = services["hotkv"]["command"]
+    assert run == "run"
+    return load_settings(None, [flag.replace("${HOTKV_ARENA:-8GiB}", "8GiB") for flag in flags], "")
+
+
+@pytest.mark.parametrize("files", [FILES[:1], FILES])
+def test_compose_takes_it(files: tuple[str, ...]) -> None:
+    words = [word for file in files for word in ("-f", str(ROOT / file))]
+    done = subprocess.run(
+        [program("docker-compose"), *words, "config"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": "/usr/bin:/bin", "MODEL": "of/mine"},
+    )
+    assert done.returncode == 0, done.stderr
+    found = yaml.safe_load(done.stdout)["services"]
+    assert found["vllm"]["command"][0] == "--model=of/mine"
+    assert ("pid" in found["hotkv"]) == (len(files) == 2)
+
+
+def test_the_cache_outlives_the_container(services: dict[str, Any], settings: Settings) -> None:
+    server, vllm = services["hotkv"], services["vllm"]
+    arena = f"{settings.arena_dir}:{settings.arena_dir}"
+    assert arena in server["volumes"] and arena in services["directories"]["volumes"]
+    uid = parse((ROOT / "Dockerfile").read_text())[-1].last("USER")
+    assert f"chown {uid} {settings.arena_dir}" in services["directories"]["command"][0]
+    assert float(server["stop_grace_period"].rstrip("s")) >= settings.drain_timeout_s + STOP_S
+    assert f"sockets:{settings.runtime_dir}" in server["volumes"]
+    assert f"sockets:{settings.runtime_dir}:ro" in vllm["volumes"]
+    assert vllm["group_add"] == [uid.partition(":")[2]]
+
+
+def test_the_engine_finds_the_server(services: dict[str, Any], settings: Settings) -> None:
+    command = services["vllm"]["command"]
+    config = json.loads(command[command.index("--kv-transfer-config") + 1])
+    assert config["kv_connector_extra_config"]["hotkv.target"] == f"unix:{settings.grpc_socket}"
+    assert int(services["vllm"]["environment"]["VLLM_CPU_KVCACHE_SPACE"]) < int(
+        services["vllm"]["shm_size"].removesuffix("gb")
+    )
+
+
+def test_images_are_built_from_files_that_are_sent(services: dict[str, Any]) -> None:
+    assert {service["image"].partition(":")[2] for service in services.values()} == {
+        hotkv.__version__
+    }
+    recipe = ROOT / services["vllm"]["build"]["dockerfile"]
+    (stage,) = parse(recipe.read_text())
+    ignored = (ROOT / ".dockerignore").read_text()
+    for _, text in (step for step in stage.steps if step[0] == "COPY"):
+        for source in text.split()[:-1]:
+            assert Path(ROOT / source).exists() and is_sent(source, ignored)

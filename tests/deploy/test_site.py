@@ -1,0 +1,202 @@
+"""The documentation's site: its table of contents has every page, a page's links lead to pages of
+the site, and what leads nowhere or comes from another host is found."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.programs import program
+from tools import site_build, site_check
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS_VENV = Path(os.environ.get("DOCS_VENV", ROOT / ".venv-docs"))
+BUILD = ROOT / "tools" / "site_build.py"
+FRONT = "# Map\n\n[first](first.md), [its end](first.md#the-end), [settings](../deploy/a.toml)\n"
+FIRST = """# First
+
+A paragraph:
+- an item: [read me](../README.md#use-it), [up](README.md)
+
+```mermaid
+flowchart LR
+  A --> B
+```
+
+**Named.** <a name="named"></a>A paragraph, and [a link to it](#named).
+
+## The end
+"""
+CLEAN = """<html><head><link rel="stylesheet" href="style.css"></head><body><p id="here">text</p>
+<p><code>- no list</code> it is</p><a href="#here">1</a><a href="b.html#there">2</a>
+<a href="https://example.org/x">3</a></body></html>"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A small one, whose front page and page `first` link to each other and to files outside."""
+    files = {
+        "docs/README.md": FRONT,
+        "docs/first.md": FIRST,
+        "docs/nav.toml": '[[section]]\ntitle = "All"\npages = ["first.md", "/README.md"]\n'
+        'titles = {"/README.md" = "Read it"}\n',
+        "docs/conf.py": (ROOT / "docs" / "conf.py").read_text(),
+        "deploy/a.toml": "a = 1\n",
+        "README.md": "# Read me\n\n## Use it\n\n[map](docs/README.md)\n",
+    }
+    for name, content in files.items():
+        path = tmp_path / "repository" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return tmp_path / "repository"
+
+
+def staged(repository: Path) -> Path:
+    folder = repository / "build" / "docs"
+    site_build.stage(repository, folder, lambda diagram: f"<svg>{diagram}</svg>")
+    return folder
+
+
+def test_the_table_of_contents_has_every_page() -> None:
+    named = {page for section in site_build.read_nav(ROOT) for page in section.pages}
+    written = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    assert written - named == {"docs/README.md"} and len(written) > 15
+
+
+@pytest.mark.parametrize(
+    ("pages", "problem"),
+    [
+        ('"/README.md"', "docs/first.md is missing"),
+        ('"first.md", "first.md"', "docs/first.md is there twice"),
+        ('"first.md", "gone.md"', "docs/gone.md does not exist"),
+        ('"first.md"]\ntitles = {"b.md" = "B"}\nx = [', "b.md has a title, and is not in that"),
+    ],
+)
+def test_a_table_of_contents_that_is_wrong_says_how(
+    repository: Path, pages: str, problem: str
+) -> None:
+    nav = repository / "docs" / "nav.toml"
+    nav.write_text(f'[[section]]\ntitle = "All"\npages = [{pages}]\n')
+    with pytest.raises(site_build.SiteError, match=problem):
+        site_build.read_nav(repository)
+
+
+def test_pages_of_this_repository_link_to_pages_of_the_site(tmp_path: Path) -> None:
+    num_pages = site_build.stage(ROOT, tmp_path / "pages", lambda diagram: "<svg/>")
+    pages = sorted((tmp_path / "pages").rglob("*.md"))
+    assert len(pages) == num_pages > 25
+    for page in pages:
+        for target, _ in site_build.LINK.findall(page.read_text()):
+            if not target.startswith("http") and target.endswith(".md"):
+                assert (page.parent / target).is_file(), f"{page}: {target}"
+
+
+def test_files_outside_docs_get_pages_of_their_own(repository: Path) -> None:
+    pages = staged(repository)
+    front = (pages / "index.md").read_text()
+    assert (
+        "[settings](source/deploy/a.toml.md)" in front
+        and "first.md\nRead it <source/README.md>" in front
+    )
+    assert "[read me](source/README.md#use-it), [up](index.md)" in (pages / "first.md").read_text()
+    assert "[map](../index.md)" in (pages / "source" / "README.md").read_text()
+    assert "````toml\na = 1\n````" in (pages / "source" / "deploy" / "a.toml.md").read_text()
+
+
+def test_diagrams_are_pictures(repository: Path) -> None:
+    pages = staged(repository)
+    assert "![Diagram](first_0.svg)" in (pages / "first.md").read_text()
+    assert "A --> B" in (pages / "first_0.svg").read_text()
+
+
+def problems_of(site: Path, page: str) -> list[str]:
+    """Of a site of two pages, the first with the given content."""
+    site.mkdir()
+    (site.parent / "beside.html").write_text("")
+    (site / "a.html").write_text(page)
+    (site / "b.html").write_text('<h1 id="there">b</h1>')
+    (site / "style.css").write_text("body { background: url(data:x) }")
+    (site / "searchindex.js").write_text('Search.setIndex({"docnames":["a","b"]})')
+    return site_check.check(site)[0]
+
+
+def test_a_site_that_is_whole_has_no_problems(tmp_path: Path) -> None:
+    assert problems_of(tmp_path / "site", CLEAN) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("b.html#there", "c.html", "a.html: c.html: is not there"),
+        ("b.html#there", "b.html#gone", "a.html: b.html#gone: the page has no such anchor"),
+        ("#here", "#gone", "a.html: #gone: the page has no such anchor"),
+        ("b.html#there", "../beside.html", "a.html: ../beside.html: is not there"),
+        (
+            "style.css",
+            "//cdn.example/s.css",
+            "a.html: //cdn.example/s.css: comes from another host",
+        ),
+        (">text<", ">text\n- an item<", "a.html: Markdown as text: 'text\\n- an item'"),
+    ],
+)
+def test_what_is_wrong_with_a_page_is_found(
+    tmp_path: Path, old: str, new: str, problem: str
+) -> None:
+    assert problems_of(tmp_path / "site", CLEAN.replace(old, new, 1)) == [problem]
+
+
+def test_style_sheets_load_nothing_and_the_search_knows_all(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    problems_of(site, CLEAN)
+    (site / "style.css").write_text("@font-face { src: url('https://fonts.example/f.woff') }")
+    (site / "searchindex.js").write_text('Search.setIndex({"docnames":["a"]})')
+    assert site_check.check(site)[0] == [
+        "style.css: https://fonts.example/f.woff: comes from another host",
+        "b.html: the search does not know it",
+    ]
+
+
+def built(repository: Path) -> subprocess.CompletedProcess[str]:
+    """`make docs` of a repository, without the check that follows."""
+    python = DOCS_VENV / "bin" / "python"
+    if not python.exists():
+        pytest.skip("no Sphinx here: `make docs` installs it")
+    command = [python, BUILD, "--root", repository]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_repository_becomes_a_site(repository: Path) -> None:
+    done = built(repository)
+    assert done.returncode == 0, done.stderr
+    site = repository / "site"
+    problems, num_pages, _ = site_check.check(site)
+    assert problems == [] and num_pages == 5
+    page = (site / "first.html").read_text()
+    assert "<li>" in page and 'href="#named"' in page and "first_0.svg" in page
+    assert "A" in (site / "_images" / "first_0.svg").read_text()
+
+
+@pytest.mark.parametrize("link", ["first.md#gone", pytest.param("gone.md", marks=pytest.mark.long)])
+def test_a_link_that_leads_nowhere_is_no_site(repository: Path, link: str) -> None:
+    front = repository / "docs" / "README.md"
+    front.write_text(FRONT.replace("first.md#the-end", link))
+    done = built(repository)
+    assert done.returncode != 0 and "gone" in done.stderr
+
+
+@pytest.mark.long
+def test_the_search_works_in_a_browser_from_the_file_system(repository: Path) -> None:
+    chromium = program("chromium")
+    assert built(repository).returncode == 0
+    address = f"file://{repository}/site/search.html?q=settings"
+    command = [
+        chromium,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={repository}",
+    ]
+    options = ["--virtual-time-budget=10000", "--dump-dom", address]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert "found one page" in done.stdout and 'href="index.html"' in done.stdout
