@@ -3,7 +3,6 @@ after arenas, or simulate a cache over a trace."""
 
 import argparse
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import NoReturn
 import hotkv
 from hotkv import native
 from hotkv.command_line import Parser
-from hotkv_server import arenas
+from hotkv_server import arenas, logs
 from hotkv_server.simulate import command as simulation
 
 USAGE_ERROR = 2
@@ -120,8 +119,12 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     if options.help_settings:
         print(sources.listing(Settings))
         return 0
+
+    def load() -> Settings:
+        return load_settings(options.config, flags, "hotkv-server run")
+
     try:
-        settings = load_settings(options.config, flags, "hotkv-server run")
+        settings = load()
     except ValueError as error:
         print_error(str(error))
         return USAGE_ERROR
@@ -136,20 +139,16 @@ def _run(options: argparse.Namespace, flags: list[str]) -> int:
     # gRPC's C code reads it when it is loaded. Without it, it writes what peers send at their end
     # to stderr, byte by byte.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-        stream=sys.stderr,
-    )
+    logs.set_up(settings.log_level, settings.log_format)
     from hotkv_server.daemon import serve
     from hotkv_server.startup import StartError
 
     try:
         import uvloop
 
-        uvloop.run(serve(settings, reset=options.reset))
+        uvloop.run(serve(settings, reset=options.reset, load=load))
     except ImportError:
-        asyncio.run(serve(settings, reset=options.reset))
+        asyncio.run(serve(settings, reset=options.reset, load=load))
     except StartError as error:
         print_error(str(error))
         return 1

@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -35,7 +35,9 @@ from hotkv_server.startup.listeners import Listeners, make_publisher
 from hotkv_server.startup.places import lock_runtime_dir
 from hotkv_server.startup.preflight import check_start
 from hotkv_server.startup.progress import KERNELS, Progress
+from hotkv_server.startup.reload import Reloader
 from hotkv_server.startup.tiers import LowerPart, make_tiers, open_lower, open_notes
+from hotkv_server.startup.tracing import open_tracing
 
 if TYPE_CHECKING:
     from hotkv_server.events.publisher import ZmqPublisher
@@ -88,6 +90,8 @@ class Opened:
                 undo.callback(lower.close)
             if (publisher := make_publisher(settings.events)) is not None:
                 undo.callback(publisher.close)
+            if (tracing := open_tracing(settings.tracing)) is not None:
+                undo.callback(tracing.close)
             core, verifier = open_cache(settings, memory, lower)
             notes = open_notes(memory, lower)
             tiers = make_tiers(settings, core, verifier, memory, lower, notes)
@@ -95,7 +99,15 @@ class Opened:
         names = tiers.names if tiers is not None else ()
         ledger = LiveLedger(core, settings.arena_dir, names, settings.policy)
         node = Node(
-            core, memory, cuda.copy_engine, publisher, verifier, cuda.devices, tiers, ledger
+            core,
+            memory,
+            cuda.copy_engine,
+            publisher,
+            verifier,
+            cuda.devices,
+            tiers,
+            ledger,
+            tracing,
         )
         if lower is not None:
             node.add_state(lower.memory.save_state, lower.memory.slab_bytes)
@@ -124,6 +136,8 @@ class Opened:
             self.lower.close()
         if self.publisher is not None:
             self.publisher.close()
+        if self.node.tracing is not None:
+            self.node.tracing.close()
         if len(self.node.core.moves):
             # A disk that hangs may still write slots: the next server gets the arena when the
             # kernel has ended this process.
@@ -142,7 +156,7 @@ def watch_all(opened: Opened, settings: Settings, listeners: Listeners) -> None:
     """Has everything watched that must be alive besides what the node watches itself."""
     health, copies, cuda = opened.node.health, opened.node.copy_engine, opened.cuda
     health.watch("a copy thread", copies.is_alive, copies.stalled_s, STALLED_WORK_S)
-    health.watch_fault(cuda.fault)
+    health.watch_fault("the devices", cuda.fault)
     health.watch("the thread that brings the arena in", opened.memory.filling.is_alive)
     if cuda.pinner is not None:
         health.watch("the thread that pins the arena", cuda.pinner.is_alive)
@@ -201,6 +215,16 @@ async def wait_for_end(node: Node) -> None:
         wait.cancel()
 
 
+def reload(reloader: Reloader) -> None:
+    """Reads the settings again, and tells systemd that this is so."""
+    now_us = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+    systemd.notify("RELOADING=1", f"MONOTONIC_USEC={now_us}")
+    try:
+        reloader()
+    finally:
+        systemd.notify("READY=1")
+
+
 def say_ready(settings: Settings, opened: Opened, listeners: Listeners, started_s: float) -> None:
     """Logs it and tells systemd."""
     log.info(
@@ -220,13 +244,18 @@ def say_ready(settings: Settings, opened: Opened, listeners: Listeners, started_
     systemd.notify("READY=1")
 
 
-async def serve(settings: Settings, *, reset: bool = False) -> None:
+async def serve(
+    settings: Settings, *, reset: bool = False, load: Callable[[], Settings] | None = None
+) -> None:
     """Runs the server until SIGTERM, SIGINT or a drain by an operator has ended it. Raises
     StartError.
 
-    `reset`: drop what an earlier server has left.
+    `reset`: drop what an earlier server has left. `load`: reads the settings anew at SIGHUP; raises
+    ValueError if they are wrong.
     """
     started_s = time.monotonic()
+    # Until there is something to reload: by itself it would end the process.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     process.prepare()
     log.info(
         "starting version=%s runtime_dir=%s arena_bytes=%d",
@@ -257,13 +286,17 @@ async def serve(settings: Settings, *, reset: bool = False) -> None:
         await node.close()
         opened.close(keep=not opened.is_new)
         raise
+    reloader = Reloader(load or (lambda: settings), settings, node, listeners)
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, node.drain, settings.drain_timeout_s)
+        loop.add_signal_handler(number, lambda: node.drain(reloader.drain_timeout_s))
+    loop.add_signal_handler(signal.SIGHUP, reload, reloader)
     process.settle()
     say_ready(settings, opened, listeners, started_s)
     opened.cuda.start()
     if settings.arena.prefault:
         opened.fill()
+    if listeners.http is not None:
+        listeners.http.routes.prepare()
     watch_all(opened, settings, listeners)
     herald = Herald(node, listeners.rpc, opened.cuda)
     checking = asyncio.create_task(keep_checking(node.health, herald.tell), name="health")

@@ -227,6 +227,20 @@ def test_stalls_are_named_for_as_long_as_they_last() -> None:
     assert health.problems(3.0 + STALLED_S + 1) == (f"nobody has looked for {STALLED_S + 1:.0f} s",)
 
 
+def test_each_part_that_is_watched_has_a_row_also_while_it_works() -> None:
+    health, is_alive, fault = Health(), True, ""
+    health.watch("one", lambda: is_alive)
+    health.watch_fault("two", lambda: fault)
+    health.check(0.0)
+    assert {"one", "two"} < set(health.by_component(0.0))
+    assert not any(health.by_component(0.0).values())
+    is_alive, fault = False, "two is lost"
+    health.check(1.0)
+    found = {name: said for name, said in health.by_component(1.0).items() if said}
+    assert found == {"one": "one has died", "two": "two is lost"}
+    assert health.problems(1.0) == ("one has died", "two is lost")
+
+
 def test_a_copy_thread_that_is_stuck_says_for_how_long() -> None:
     from hotkv_server.dataplane.engine import CopyJob
     from hotkv_server.dataplane.host import HostCopyEngine
@@ -348,6 +362,9 @@ def test_draining_is_not_ready_but_alive(folder: Path) -> None:
             (503, "the server drains\n"),
             (200, "ok\n"),
         )
+        lines = server.probe("metrics")[1].splitlines()
+        assert {"hotkv_ready 0.0", "hotkv_draining 1.0"} <= set(lines)
+        assert not any(line.startswith("hotkv_problem{") and line[-3:] != "0.0" for line in lines)
         wait_until(lambda: server.ping() == 1)
         assert server.ping("--live") == 0
         os.kill(server.pid, signal.SIGKILL)

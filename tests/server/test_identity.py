@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hotkv.errors import HotKVError, Reason
 from hotkv_server.security import path_checks, tickets
 from hotkv_server.security.handles import check_memory
-from hotkv_server.security.identity import AccessControl, Peer, Proofs, Tenant
+from hotkv_server.security.identity import AccessControl, Peer, Proofs, Tenant, digest_of
 from hotkv_server.security.tickets import TTL_S, Tickets
 from hotkv_server.settings import load_settings
 
@@ -25,7 +25,7 @@ peers = st.builds(
     Peer,
     uid=small,
     gids=st.frozensets(st.integers(0, 3), max_size=2),
-    token=st.sampled_from(TOKENS),
+    token_digest=st.sampled_from(TOKENS).map(digest_of),
     certificate_names=st.frozensets(st.sampled_from(NAMES[1:])),
 )
 
@@ -60,7 +60,7 @@ def test_a_peer_acts_for_a_tenant_only_with_a_proof_of_it(
         by_user = peer.uid >= 0 and (peer.uid in listed.uids or bool(listed.gids & peer.gids))
         return (
             by_user
-            or (peer.token != "" and digest(peer.token) in listed.token_digests)
+            or (peer.token_digest != b"" and peer.token_digest in listed.token_digests)
             or bool(listed.certificate_names & peer.certificate_names)
         )
 
@@ -93,8 +93,11 @@ def test_a_refusal_does_not_say_whether_there_is_such_a_tenant() -> None:
 
 
 def test_a_peer_does_not_show_its_token() -> None:
-    peer = Peer("x", token="secret", certificate_names=frozenset({"me"}))
+    peer = Peer("x", token_digest=digest_of("secret"), certificate_names=frozenset({"me"}))
     assert "secret" not in repr(peer) + str(peer)
+    assert not any(getattr(peer, name) == "secret" for name in Peer.__slots__)
+    assert Proofs(token_digests=frozenset({digest_of("secret")})).match(peer)
+    assert not Proofs(token_digests=frozenset({digest_of("")})).match(Peer())
 
 
 class TicketMachine(RuleBasedStateMachine):

@@ -2,18 +2,22 @@
 moment."""
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import incremental
+from hotkv_server.core import burst_bounds, incremental
+from hotkv_server.core.books import Books
+from hotkv_server.core.burst_bounds import keep_bounds
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
-from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.core.removal import Removal
+from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.runtime import slices
+from hotkv_server.runtime import removals, slices
 from hotkv_server.runtime.events import (
     BlocksRemoved,
     BlocksStored,
@@ -91,6 +95,54 @@ def test_while_a_key_space_is_flushed_others_store_in_it(
                     believed.clear()
         assert believed == {words_of([number])[0].tobytes() for number in left}
         assert was_cleared != restores
+        await node.close()
+        memory.remove()
+
+    asyncio.run(scenario())
+
+
+def test_a_lowered_bound_is_looked_at_again_only_after_blocks_were_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a second later at the soonest; not within one turn of the timer, if that takes long."""
+    looks = 0
+
+    def counted(books: Books, removal: Removal) -> Iterator[None]:
+        nonlocal looks
+        looks += 1
+        return keep_bounds(books, removal)
+
+    monkeypatch.setattr(removals, "keep_bounds", counted)
+    monkeypatch.setattr(removals, "KEEPING_S", 0.0)
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)
+    monkeypatch.setattr(burst_bounds, "EVICTED_PER_PART", 1)
+
+    async def scenario() -> None:
+        memory = NodeMemory.open(tmp_path, 1 << 20, 1 << 16, 64, 1, prefault=False)
+        config = CoreConfig(1 << 20, 1 << 16, 64, tenants={"": TenantShare()})
+        node = Node(CacheCore(config, memory.table, LRU(64)), memory, None)  # type: ignore[arg-type]
+        session = (await node.sessions.open("engine", "rank", KEY_SPACE, "test")).record.number
+        runs = [Run(0, words_of(range(NUM_BLOCKS)))]
+        node.core.begin_store(session, "t", "l", runs, 0, 0.0, 1.0)
+        node.core.end_store(session, "t", True, 1.0)
+        index = node.core.space.index
+        blocks = index.ready_blocks()
+        index.pin(blocks, 1)
+        size = int(index.slot_bytes(blocks)[0])
+        node.removals.share_out({"": TenantShare(0, 2 * size)})
+        for now_s in (10.0, 10.2, 11.5, 13.0):
+            await node.removals.keep_bounds(now_s)
+        assert looks == 1 and len(index.ready_blocks()) == NUM_BLOCKS
+        index.pin(blocks, -1)
+        await node.removals.keep_bounds(10.9)
+        assert looks == 1, "too soon"
+        await node.removals.keep_bounds(20.0)
+        assert len(index.ready_blocks()) > 2, "all in one turn"
+        turns = 0
+        while len(index.ready_blocks()) > 2:
+            await node.removals.keep_bounds(20.0)
+            turns += 1
+        assert looks == 2 and turns > 2
         await node.close()
         memory.remove()
 

@@ -72,6 +72,10 @@ def mistakes(folder: Path, elsewhere: Path, port: int) -> dict[str, tuple[list[s
             ["--http.port", str(port)],
             f"http.port: can't listen on .*{port}",
         ),
+        "a token that all may read": (
+            ["--http.port", "0", "--http.token-file", str(key)],
+            "http.token_file: .*chmod o-rwx",
+        ),
         "a TCP port that is taken": (
             ["--tcp-address", f"127.0.0.1:{port}", "--security.tcp-insecure", "true"],
             "tcp_address: can't listen",
@@ -94,6 +98,7 @@ NAMES = [
     "an arena beyond all memory",
     "events without pyzmq",
     "a port that is taken",
+    "a token that all may read",
     "a TCP port that is taken",
     "a path too long for a socket",
     "a node that is not there",

@@ -41,7 +41,7 @@ def naive(ready: list[bool], offers: list[Any], tokens_per_s: float) -> list[boo
             seconds.append(wait_s + len(mine) * 1000 * s_per_byte if mine else 0.0)
         slowest = max(at for at, is_in in enumerate(taken) if is_in)
         for at, is_in in enumerate(taken):
-            if is_in and seconds[at] > seconds[slowest]:
+            if is_in and seconds[at] >= seconds[slowest]:
                 slowest = at
         if seconds[slowest] <= saved_s:
             break

@@ -18,11 +18,11 @@ def test_quantiles_and_the_rate_are_of_the_last_reads_and_sums_of_all() -> None:
     assert 0.045 < reads.quantile_s(0.5) < 0.055
     assert 0.09 < reads.quantile_s(0.99) <= 0.1
     assert reads.bytes_per_s() == pytest.approx(1000 / 0.05, rel=0.05)
-    assert reads.num_reads == sum(reads.counts) == 2 * RECENT
-    assert reads.counts[READ_BOUNDS_S.index(30.0)] == RECENT
-    assert reads.sum_s > 20 * RECENT
+    assert reads.num_reads == reads.times_s.count == 2 * RECENT
+    assert reads.times_s.counts[READ_BOUNDS_S.index(30.0)] == RECENT
+    assert reads.times_s.sum > 20 * RECENT
     reads.add(31.0, 0)
-    assert reads.counts[-1] == 1
+    assert reads.times_s.counts[-1] == 1
 
 
 def test_a_read_that_found_nothing_says_nothing_about_the_rate() -> None:

@@ -11,6 +11,7 @@ from hotkv import table, versions
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, layout_pb2
 from hotkv_server.core import inspect, inspect_residencies
+from hotkv_server.ledger.columns import HOST_TIER
 from hotkv_server.rpc import convert, space_convert, sparse_convert
 from hotkv_server.rpc.device_report import device_report
 from hotkv_server.rpc.errors import answer
@@ -23,6 +24,7 @@ from hotkv_server.rpc.watch import watch_requests
 from hotkv_server.runtime.events import DISK_TIER
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.stats import census, counters, gauges
+from hotkv_server.runtime.tier_figures import places
 
 STATES = {
     table.STATE_RESERVED: admin_pb2.BLOCK_STATE_RESERVED,
@@ -71,9 +73,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ListTiers(
         self, request: admin_pb2.ListTiersRequest, context: Any
     ) -> admin_pb2.ListTiersResponse:
-        tiers = [_tier("host", inspect.tier(self._node.core, await census(self._node)))]
+        found = {HOST_TIER: inspect.tier(self._node.core, await census(self._node))}
         if (lower := inspect.lower_tier(self._node.core)) is not None:
-            tiers.append(_tier(DISK_TIER, lower))
+            found[DISK_TIER] = lower
+        tiers = [admin_pb2.Tier(**places(name, figures)) for name, figures in found.items()]
         return admin_pb2.ListTiersResponse(tiers=with_activity(tiers, self._node))
 
     async def ListKeySpaces(
@@ -282,25 +285,3 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             return await explain(self._node, request)
 
         return await answer(self._node, context, call)
-
-
-def _tier(name: str, figures: inspect.TierFigures) -> admin_pb2.Tier:
-    return admin_pb2.Tier(
-        name=name,
-        capacity_byte_count=figures.capacity_bytes,
-        used_byte_count=figures.used_bytes,
-        pinned_byte_count=figures.pinned_bytes,
-        block_count=figures.num_blocks,
-        free_slab_count=figures.num_free_slabs,
-        slab_byte_count=figures.slab_bytes,
-        representation_byte_count=figures.representation_bytes,
-        slab_classes=[
-            admin_pb2.SlabClass(
-                slot_byte_count=c.slot_bytes,
-                slab_count=c.num_slabs,
-                slot_count=c.num_slots,
-                used_slot_count=c.num_used,
-            )
-            for c in figures.slab_classes
-        ],
-    )

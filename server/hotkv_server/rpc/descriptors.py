@@ -50,7 +50,7 @@ def _resolve(future: "asyncio.Future[None]") -> None:
 class DescriptorServer:
     """Listens on `path`; serves tickets and links until closed. `allowed_uids`: users that may link
     though no tenant lists them. `arena_writers`: users whose arena is writable, if they may map
-    it."""
+    it. Both may be replaced, for links to come."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class DescriptorServer:
         arena_writers: frozenset[int] = frozenset(),
     ) -> None:
         self._node = node
-        self._arena_writers = arena_writers
         self._path = path
-        self._allowed_uids = allowed_uids
+        self.allowed_uids = allowed_uids
+        self.arena_writers = arena_writers
         self._access = access
         self._tickets = tickets
         path.unlink(missing_ok=True)
@@ -167,7 +167,7 @@ class DescriptorServer:
                         f"{MAX_DESCRIPTORS} descriptors"
                     ),
                 )
-            if peer.uid not in self._allowed_uids and not self._access.may_link(peer):
+            if peer.uid not in self.allowed_uids and not self._access.may_link(peer):
                 raise HotKVError(
                     Reason.NOT_ALLOWED,
                     (
@@ -248,7 +248,7 @@ class DescriptorServer:
 
     def _send(self, connection: socket.socket, session: LiveSession, peer: Peer) -> None:
         """Sends descriptors of what the session may map, and no others."""
-        writes_arena = session.maps_arena and peer.uid in self._arena_writers
+        writes_arena = session.maps_arena and peer.uid in self.arena_writers
         arena, table = self._node.memory.open_for_engine(writes_arena)
         try:
             memory, fds = self._node.memory, list[int]()

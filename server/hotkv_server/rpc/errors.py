@@ -29,6 +29,7 @@ from hotkv.v1 import (
     session_pb2,
     sparse_pb2,
 )
+from hotkv_server.rpc.throttle import LineBound
 from hotkv_server.runtime.node import Node
 
 log = logging.getLogger(__name__)
@@ -86,16 +87,10 @@ class _Throttle(logging.Filter):
 
     def __init__(self, lines_per_s: int) -> None:
         super().__init__()
-        self._lines_per_s = lines_per_s
-        self._second = 0
-        self._lines = 0
+        self._bound = LineBound(lines_per_s)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        second = int(time.monotonic())
-        if second != self._second:
-            self._second, self._lines = second, 0
-        self._lines += 1
-        return self._lines <= self._lines_per_s
+        return self._bound.take(time.monotonic())
 
 
 rights_log.addFilter(_Throttle(MAX_LINES_PER_S))

@@ -3,10 +3,16 @@
 Bytes that can't be parsed, or a message of too many parts (`message_limits`), get a canonical code
 with a reason, like every other bad input: gRPC itself would answer UNKNOWN and log a traceback.
 Health, reflection and channelz are treated the same; their streams are `guests`. If admin methods
-are guarded, each call of one needs a proof.
+are guarded, each call of one needs a proof. Each call has a request id, its own or the one that its
+metadata name as `x-request-id`; calls of admin methods are audited.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+import contextlib
+import inspect
+import re
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +21,8 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 from hotkv.errors import HotKVError, Reason
+from hotkv_server.logs import REQUEST_ID
+from hotkv_server.rpc.audit import AuditLog, Who
 from hotkv_server.rpc.errors import abort, as_refusal
 from hotkv_server.rpc.guests import ARRIVAL_S, Guests
 from hotkv_server.rpc.message_limits import MAX_PARTS, is_light
@@ -25,6 +33,8 @@ PREFIX = "/hotkv.v1."
 ADMIN_PREFIXES = tuple(
     f"{PREFIX}{name}/" for name in ("AdminService", "EventService", "WarmStartService")
 )
+REQUEST_ID_KEY = "x-request-id"
+GOOD_REQUEST_ID = re.compile("[A-Za-z0-9._:-]{1,64}")
 Guard = Callable[[Any], None]
 """Given a call's context, raises HotKVError if its peer is no admin."""
 
@@ -76,13 +86,31 @@ def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return parse
 
 
-class EdgeInterceptor(grpc.aio.ServerInterceptor):
-    """Replaces the parsing of requests; with `guard`, asks it before each admin method."""
+def _begin(context: Any) -> None:
+    """Gives the call's task the id that its metadata name, or a new one."""
+    given = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY, "")
+    is_good = isinstance(given, str) and GOOD_REQUEST_ID.fullmatch(given)
+    REQUEST_ID.set(given if is_good else secrets.token_hex(8))
 
-    def __init__(self, node: Node, pace: Pace, guests: Guests, guard: Guard | None = None) -> None:
+
+class EdgeInterceptor(grpc.aio.ServerInterceptor):
+    """Replaces the parsing of requests; with `guard`, asks it before each admin method. `who` names
+    the peers of admin methods for the `audit` log."""
+
+    def __init__(
+        self,
+        node: Node,
+        pace: Pace,
+        guests: Guests,
+        audit: AuditLog,
+        who: Who,
+        guard: Guard | None = None,
+    ) -> None:
         self._node = node
         self._pace = pace
         self._guests = guests
+        self._audit = audit
+        self._who = who
         self._guard = guard
 
     async def intercept_service(
@@ -96,37 +124,76 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             handler.response_serializer,
             details.method.startswith(PREFIX),
         )
-        guard = self._guard if details.method.startswith(ADMIN_PREFIXES) else None
+        is_admin = details.method.startswith(ADMIN_PREFIXES)
+        guard = self._guard if is_admin else None
+        audited = details.method if is_admin and self._audit.wants(details.method) else ""
         # Each method takes a stream, so that a request that is long in coming can be ended: of a
         # method that takes one message, gRPC shows nothing before it is whole.
         if handler.unary_unary is not None:
 
             async def answered(requests: AsyncIterator[Any], context: Any) -> Any:
-                return await handler.unary_unary(
-                    await self._only(requests, context, guard), context
-                )
+                _begin(context)
+                with self._audited(audited, context) as note:
+                    request = await self._only(requests, context, guard)
+                    note(request)
+                    return await handler.unary_unary(request, context)
 
             return grpc.stream_unary_rpc_method_handler(answered, parse, respond)
         if handler.unary_stream is not None:
 
             async def streamed(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-                request = await self._only(requests, context, guard)
-                answers = handler.unary_stream(request, context)
-                async for response in answers if is_ours else self._as_guest(answers, context):
-                    yield response
+                _begin(context)
+                with self._audited(audited, context) as note:
+                    request = await self._only(requests, context, guard)
+                    note(request)
+                    answers = handler.unary_stream(request, context)
+                    async for response in answers if is_ours else self._as_guest(answers, context):
+                        yield response
 
             return grpc.stream_stream_rpc_method_handler(streamed, parse, respond)
         assert guard is None, "no admin method takes a stream; guard it here if one does"
-        if is_ours:
-            return grpc.stream_stream_rpc_method_handler(handler.stream_stream, parse, respond)
+        serve = handler.stream_stream
+        if is_ours and inspect.iscoroutinefunction(serve):
+
+            async def written(requests: AsyncIterator[Any], context: Any) -> None:
+                _begin(context)
+                await serve(requests, context)
+
+            return grpc.stream_stream_rpc_method_handler(written, parse, respond)
 
         async def conversed(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-            async for response in self._as_guest(
-                handler.stream_stream(self._each(requests, context), context), context
-            ):
+            _begin(context)
+            answers = (
+                serve(requests, context)
+                if is_ours
+                else self._as_guest(serve(self._each(requests, context), context), context)
+            )
+            async for response in answers:
                 yield response
 
         return grpc.stream_stream_rpc_method_handler(conversed, parse, respond)
+
+    @contextlib.contextmanager
+    def _audited(self, method: str, context: Any) -> Iterator[Callable[[Any], None]]:
+        """Writes a call of an admin method down at its end, a stream with its last answer; `method`
+        is empty for one that is not audited. Yields what takes its request, once it is let in."""
+        if not method:
+            yield lambda request: None
+            return
+        peer, requests = self._who(context), list[Any]()
+        outcome = "ok"
+        try:
+            yield requests.append
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = "cancelled"
+            raise
+        except BaseException:
+            # A call that was not aborted has no status: an exception that nobody expected.
+            name = getattr(context.code(), "name", "OK")
+            outcome = "unknown" if name == "OK" else name.lower()
+            raise
+        finally:
+            self._audit.note(method, peer, requests[0] if requests else None, outcome)
 
     async def _only(self, requests: AsyncIterator[Any], context: Any, guard: Guard | None) -> Any:
         """Returns the one request of a call if it may be served; else ends the call."""
@@ -143,9 +210,9 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             if guard is not None:
                 guard(context)
             if isinstance(request, Malformed):
-                await self._pace.turn()
                 raise request.error()
         except HotKVError as error:
+            await self._pace.turn()
             await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
 
     async def _as_guest(self, answers: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:

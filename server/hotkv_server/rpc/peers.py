@@ -5,7 +5,7 @@ import socket
 import struct
 from typing import Any
 
-from hotkv_server.security.identity import Peer
+from hotkv_server.security.identity import Peer, digest_of
 
 AUTHORIZATION = "authorization"
 BEARER = "bearer "
@@ -47,4 +47,8 @@ def of_call(context: Any) -> Peer:
             and value[: len(BEARER)].lower() == BEARER
         ):
             token = value[len(BEARER) :].strip()[:MAX_TOKEN]
-    return Peer(f"peer={context.peer()}", token=token, certificate_names=frozenset(names))
+    return Peer(
+        f"peer={context.peer()}",
+        token_digest=digest_of(token),
+        certificate_names=frozenset(names),
+    )

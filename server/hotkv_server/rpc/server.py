@@ -41,6 +41,7 @@ from hotkv.v1 import (
 from hotkv_server.core.values import MAX_TRANSFERS
 from hotkv_server.rpc import peers
 from hotkv_server.rpc.admin_service import AdminService
+from hotkv_server.rpc.audit import AuditLog, Who
 from hotkv_server.rpc.cache_service import CacheService
 from hotkv_server.rpc.event_service import EventService
 from hotkv_server.rpc.guests import Guests
@@ -113,6 +114,8 @@ ADMIN_NAMES = (
 )
 
 
+TICKET_KEY = "hotkv-ticket-bin"
+"""Metadata of an admin call on the Unix socket: a ticket, for the audit log."""
 Proving = session_pb2.OpenSession | hints_pb2.SendHintsRequest | hints_pb2.GetHintOutcomesRequest
 """Messages that may have a ticket."""
 
@@ -130,6 +133,8 @@ class Endpoints:
     tcp_reflection: bool = False
     admin_on_tcp: bool = False
     malformed_per_s: float = 50.0
+    audit: str = "changes"
+    audit_file: Path | None = None
 
 
 class RpcServer:
@@ -146,7 +151,9 @@ class RpcServer:
         self._health = HealthService()
         self._guests = Guests(MAX_GUESTS)
         self._pressure = Pressure(node, self._guests, heap_reader())
-        self._pace = Pace(endpoints.malformed_per_s)
+        self.pace = Pace(endpoints.malformed_per_s)
+        self.audit = AuditLog(endpoints.audit, endpoints.audit_file)
+        self.certificates: Certificates | None = None
         self._modes = {
             endpoints.socket: endpoints.socket_mode,
             endpoints.admin_socket: endpoints.admin_socket_mode,
@@ -156,9 +163,11 @@ class RpcServer:
         if endpoints.tcp_address:
             self._servers.append(self._tcp())
 
-    def _server(self, guard: Guard | None = None) -> grpc.aio.Server:
+    def _server(self, who: Who, guard: Guard | None = None) -> grpc.aio.Server:
         server = grpc.aio.server(
-            interceptors=[EdgeInterceptor(self._node, self._pace, self._guests, guard)],
+            interceptors=[
+                EdgeInterceptor(self._node, self.pace, self._guests, self.audit, who, guard)
+            ],
             options=OPTIONS,
             maximum_concurrent_rpcs=MAX_CALLS,
         )
@@ -172,7 +181,7 @@ class RpcServer:
         session_pb2_grpc.add_SessionServiceServicer_to_server(sessions, server)
         cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(self._node), server)
         sparse_pb2_grpc.add_SparseServiceServicer_to_server(
-            SparseService(self._node, self._pace, self._guests), server
+            SparseService(self._node, self.pace, self._guests), server
         )
 
     def _add_admin_services(self, server: grpc.aio.Server) -> None:
@@ -181,7 +190,7 @@ class RpcServer:
         warm_pb2_grpc.add_WarmStartServiceServicer_to_server(WarmStartService(self._node), server)
 
     def _users(self) -> grpc.aio.Server:
-        server = self._server()
+        server = self._server(self._admin_of_ticket)
         self._add_user_services(
             server,
             HintService(self._node, self._access, self._peer_of_ticket),
@@ -189,7 +198,7 @@ class RpcServer:
                 self._node,
                 self._access,
                 self._peer_of_ticket,
-                self._pace,
+                self.pace,
                 self._guests,
                 has_descriptor_socket=True,
             ),
@@ -201,7 +210,7 @@ class RpcServer:
         return server
 
     def _admins(self) -> grpc.aio.Server:
-        server = self._server()
+        server = self._server(self._admin_of_ticket)
         self._add_admin_services(server)
         channelz.add_channelz_servicer(server)
         reflection.enable_server_reflection(
@@ -213,7 +222,9 @@ class RpcServer:
 
     def _tcp(self) -> grpc.aio.Server:
         endpoints, names = self._endpoints, [*USER_NAMES, health_names.SERVICE_NAME]
-        server = self._server(lambda context: self._access.admit_admin(peers.of_call(context)))
+        server = self._server(
+            peers.of_call, lambda context: self._access.admit_admin(peers.of_call(context))
+        )
         self._add_user_services(
             server,
             HintService(self._node, self._access, _peer_of_call),
@@ -221,7 +232,7 @@ class RpcServer:
                 self._node,
                 self._access,
                 _peer_of_call,
-                self._pace,
+                self.pace,
                 self._guests,
                 has_descriptor_socket=False,
             ),
@@ -231,12 +242,15 @@ class RpcServer:
             names += ADMIN_NAMES
         if endpoints.tcp_reflection:
             reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
-        credentials = None if endpoints.tls is None else Certificates(endpoints.tls).credentials
+        if endpoints.tls is not None:
+            self.certificates = Certificates(endpoints.tls)
         try:
-            if credentials is None:
+            if self.certificates is None:
                 self.tcp_port = server.add_insecure_port(endpoints.tcp_address)
             else:
-                self.tcp_port = server.add_secure_port(endpoints.tcp_address, credentials)
+                self.tcp_port = server.add_secure_port(
+                    endpoints.tcp_address, self.certificates.credentials
+                )
         except RuntimeError as error:
             raise OSError(
                 f"tcp_address: can't listen on {endpoints.tcp_address}: it is in use, or no "
@@ -256,6 +270,13 @@ class RpcServer:
                 "ticket was used before, is too old or never given out; fetch one for each session",
             )
         return peer or Peer("unix socket, a ticket of no use")
+
+    def _admin_of_ticket(self, context: Any) -> Peer:
+        """The peer of an admin call on a Unix socket, for the audit log: whoever may open the
+        socket is an admin, and a ticket says who that is."""
+        ticket = dict(context.invocation_metadata() or ()).get(TICKET_KEY, b"")
+        peer = self._tickets.redeem(ticket, time.monotonic()) if ticket else None
+        return peer or Peer("unix socket, no ticket")
 
     async def start(self) -> None:
         """Begins to serve; health says SERVING from here on."""
@@ -281,6 +302,7 @@ class RpcServer:
         """Stops taking calls, and ends those in flight after `grace_s`."""
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
         self._pressure.stop()
+        self.audit.close()
         for path in self._modes:
             path.unlink(missing_ok=True)
 

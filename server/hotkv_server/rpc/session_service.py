@@ -112,11 +112,19 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             engine_id, role, key_space, opening.client_name, representations,
             hears_evictions=not opening.without_eviction_notices,
         )  # fmt: skip
+        if tenant is not None:
+            session.peer, session.maps_arena = peer, False
+            try:
+                # Other settings may have come meanwhile; from here on they end the session.
+                tenant = self._access.admit(peer, key_space.tenant)
+            except HotKVError:
+                await self._node.sessions.close(session)
+                raise
         features = agreed_features(opening.features)
         session.knows_words = Feature.RESIDENCY in features
         session.knows_tiers = Feature.TIERS in features
         if tenant is not None:
-            session.maps_arena, session.maps_table = False, tenant.sees_table
+            session.maps_table = tenant.sees_table
             log.info(
                 "session admitted number=%d tenant=%r %s", session.record.number, tenant.name, peer
             )

@@ -1,4 +1,4 @@
-"""Throttles answers to malformed messages.
+"""Throttles answers to malformed messages, and lines of the log.
 
 A malformed message costs the event loop as much as a call, and its sender sends the next one as
 soon as it is answered. So a few are answered at once each second; all others wait their turn, in
@@ -15,13 +15,42 @@ MAX_WAIT_S = 1.0
 takes at a time."""
 
 
+class LineBound:
+    """Lets `lines_per_s` lines a second through, and counts the others."""
+
+    def __init__(self, lines_per_s: int) -> None:
+        self._lines_per_s = lines_per_s
+        self._second = self._lines = self._left_out = 0
+
+    def __repr__(self) -> str:
+        return f"LineBound({self._lines_per_s} a second, {self._left_out} left out)"
+
+    def take(self, now_s: float) -> bool:
+        """Whether a line may be written now."""
+        if int(now_s) != self._second:
+            self._second, self._lines = int(now_s), 0
+        self._lines += 1
+        may_go = self._lines <= self._lines_per_s
+        self._left_out += not may_go
+        return may_go
+
+    def take_left_out(self) -> int:
+        """How many lines were left out since the last call."""
+        left_out, self._left_out = self._left_out, 0
+        return left_out
+
+
 class Pace:
     """`per_s`: malformed messages and refused sessions that are answered a second. Event loop
     only."""
 
     def __init__(self, per_s: float) -> None:
-        self._interval_s = 1 / per_s
+        self.set_rate(per_s)
         self._due_s = 0.0
+
+    def set_rate(self, per_s: float) -> None:
+        """Answers so many a second from now on."""
+        self._interval_s = 1 / per_s
 
     def __repr__(self) -> str:
         return f"Pace({1 / self._interval_s:g} a second)"

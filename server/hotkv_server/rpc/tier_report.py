@@ -2,7 +2,7 @@
 
 from hotkv.v1 import admin_pb2
 from hotkv_server.runtime.node import Node
-from hotkv_server.runtime.tier_figures import TierState, states
+from hotkv_server.runtime.tier_figures import activity, states
 
 
 def with_activity(tiers: list[admin_pb2.Tier], node: Node) -> list[admin_pb2.Tier]:
@@ -14,28 +14,5 @@ def with_activity(tiers: list[admin_pb2.Tier], node: Node) -> list[admin_pb2.Tie
             tiers.append(tier)
         else:
             tier = by_name[state.name]
-        tier.activity.CopyFrom(_activity(state))
+        tier.activity.CopyFrom(admin_pb2.TierActivity(**activity(state)))
     return tiers
-
-
-def _activity(state: TierState) -> admin_pb2.TierActivity:
-    reads, moved = state.reads, state.moved
-    return admin_pb2.TierActivity(
-        is_shared=state.is_shared,
-        is_up=state.is_up,
-        problem=state.problem,
-        asked_block_count=reads.asked_blocks,
-        hit_block_count=reads.hit_blocks,
-        written_byte_count=moved.written_bytes,
-        read_byte_count=moved.read_bytes,
-        read_count=reads.num_reads,
-        read_p50_s=reads.quantile_s(0.5),
-        read_p99_s=reads.quantile_s(0.99),
-        read_bytes_per_s=reads.bytes_per_s(),
-        queued_byte_count=moved.queued_bytes,
-        waiting_block_count=state.waiting_blocks,
-        lost_block_count=state.lost_blocks,
-        failed_block_count=moved.failed_blocks,
-        budget_byte_count=state.budget_bytes,
-        budget_left_byte_count=state.left_bytes,
-    )

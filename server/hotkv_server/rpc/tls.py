@@ -63,13 +63,23 @@ class Certificates:
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self._lock = threading.Lock()
-        self._stamp = files.stamp()
+        self._stamp: Stamp = files.stamp()
         self._complaint = ""
         self.credentials = grpc.dynamic_ssl_server_credentials(
             files.read(),
             self._changed,  # type: ignore[arg-type]
             files.client_ca is not None,
         )
+
+    def fits(self, files: TlsFiles) -> bool:
+        """Whether these files can be followed: as the earlier ones, they ask clients for
+        certificates or do not."""
+        return (files.client_ca is None) == (self._files.client_ca is None)
+
+    def follow(self, files: TlsFiles) -> None:
+        """Serves these files, which fit and can be read, from the next handshake on."""
+        with self._lock:
+            self._files, self._stamp = files, ()
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
         """New credentials since the handshake before; None if there are none that can be used."""

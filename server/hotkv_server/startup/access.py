@@ -1,13 +1,18 @@
 """Builds the access-control objects (peers, tenants, endpoints, TLS files) from the settings."""
 
+import functools
+import os
 from collections.abc import Iterable
 
 from hotkv_server.core.values import TenantShare
 from hotkv_server.rpc.server import Endpoints
 from hotkv_server.rpc.tls import TlsFiles
 from hotkv_server.security.identity import AccessControl, Proofs, Tenant
+from hotkv_server.security.page_access import PageAccess, read_token
+from hotkv_server.security.path_checks import UnsafeError
 from hotkv_server.settings import Settings
-from hotkv_server.settings.security import SecuritySettings
+from hotkv_server.settings.security import SecuritySettings, TlsSettings
+from hotkv_server.startup import StartError
 
 
 def tenant_shares(security: SecuritySettings) -> dict[str, TenantShare]:
@@ -16,6 +21,11 @@ def tenant_shares(security: SecuritySettings) -> dict[str, TenantShare]:
         tenant.name: TenantShare(tenant.guaranteed_bytes, tenant.burst_bytes)
         for tenant in security.tenants
     }
+
+
+def linking_users(security: SecuritySettings) -> frozenset[int]:
+    """Users that may link though no tenant lists them."""
+    return frozenset({os.getuid(), 0, *security.allowed_uids})
 
 
 def proofs(
@@ -43,22 +53,38 @@ def make_access_control(security: SecuritySettings) -> AccessControl:
     )
 
 
+def make_page_access(settings: Settings, access: AccessControl) -> PageAccess:
+    """Decides who sees the status page. Raises StartError if its token can't be read."""
+    path = settings.http.token_file
+    read = None if path is None else functools.partial(read_token, path)
+    if read is not None:
+        try:
+            read()
+        except (OSError, ValueError, UnsafeError) as error:
+            raise StartError(f"http.token_file: {error}") from error
+    return PageAccess(read=read, control=access)
+
+
+def tls_files(tls: TlsSettings) -> TlsFiles | None:
+    """The files of TLS; None without."""
+    if tls.certificate is None or tls.key is None:
+        return None
+    return TlsFiles(tls.certificate, tls.key, tls.client_ca)
+
+
 def make_endpoints(settings: Settings) -> Endpoints:
     """The addresses, modes and files of gRPC's listeners."""
-    security, tls = settings.security, settings.security.tls
-    files = (
-        TlsFiles(tls.certificate, tls.key, tls.client_ca)
-        if tls.certificate is not None and tls.key is not None
-        else None
-    )
+    security = settings.security
     return Endpoints(
         settings.grpc_socket,
         int(security.socket_mode, 8),
         settings.admin_socket,
         int(security.admin_socket_mode, 8),
         settings.tcp_address,
-        files,
+        tls_files(security.tls),
         security.tcp_reflection,
         security.admin_on_tcp,
         security.malformed_per_s,
+        security.audit,
+        security.audit_file,
     )

@@ -6,7 +6,6 @@ setting to change.
 
 import contextlib
 import importlib
-import os
 import socket
 from dataclasses import dataclass
 from types import ModuleType
@@ -23,7 +22,12 @@ from hotkv_server.security.tickets import Tickets
 from hotkv_server.settings import Settings
 from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.startup import StartError
-from hotkv_server.startup.access import make_access_control, make_endpoints
+from hotkv_server.startup.access import (
+    linking_users,
+    make_access_control,
+    make_endpoints,
+    make_page_access,
+)
 
 if TYPE_CHECKING:
     from hotkv_server.events.publisher import ZmqPublisher
@@ -36,13 +40,14 @@ class Listeners:
     rpc: RpcServer
     descriptors: DescriptorServer
     http: HttpServer | None
+    access: AccessControl
 
     @staticmethod
     async def open(settings: Settings, node: Node) -> "Listeners":
         """Binds all of them and starts gRPC. Raises StartError."""
         access, tickets = make_access_control(settings.security), Tickets()
         endpoints = make_endpoints(settings)
-        uids = frozenset({os.getuid(), 0, *settings.security.allowed_uids})
+        uids = linking_users(settings.security)
         # A socket that was made has its path until somebody removes it.
         paths = (settings.grpc_socket, settings.admin_socket, settings.descriptor_socket)
         with contextlib.ExitStack() as undo:
@@ -77,13 +82,15 @@ class Listeners:
         except (OSError, RuntimeError, ValueError, UnsafeError) as error:
             raise StartError(f"can't listen: {error}") from error
         undo.callback(descriptors.close)
-        return Listeners(rpc, descriptors, _listen_http(settings, node))
+        return Listeners(rpc, descriptors, _listen_http(settings, node, access), access)
 
 
-def _listen_http(settings: Settings, node: Node) -> HttpServer | None:
+def _listen_http(settings: Settings, node: Node, access: AccessControl) -> HttpServer | None:
     http = settings.http
+    if http.port < 0:
+        return None
     try:
-        return HttpServer(http.host, http.port, node) if http.port >= 0 else None
+        return HttpServer(http.host, http.port, node, make_page_access(settings, access))
     except OSError as error:
         raise StartError(
             f"http.port: can't listen on {http.host}:{http.port} ({error.strerror}); choose "

@@ -9,6 +9,7 @@ import os
 import pwd
 import socket
 import ssl
+import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from hotkv_server.rpc.server import MAX_SOCKET_PATH_BYTES
 from hotkv_server.security.path_checks import UnsafeError
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
-from hotkv_server.startup.access import make_access_control, make_endpoints
+from hotkv_server.startup.access import make_access_control, make_endpoints, make_page_access
 from hotkv_server.startup.arena import placer
 from hotkv_server.startup.listeners import check_publisher
 from hotkv_server.startup.places import check_places, lock_runtime_dir
 from hotkv_server.startup.tiers import check_tiers
+from hotkv_server.startup.tracing import check_tracing
 
 
 def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
@@ -39,9 +41,12 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
         check_arena_room,
         check_nodes,
         check_access,
+        check_pages,
+        check_audit,
         check_devices,
         check_tiers,
         check_publisher,
+        check_tracing,
         *(() if is_running else (check_http, check_tcp)),
     ]
     problems = []
@@ -53,6 +58,18 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
             problems.append(str(error))
     if problems:
         _remove_empty(made)
+    return problems
+
+
+def check_settings(settings: Settings) -> list[str]:
+    """The checks of `check_start` that only read: names of sockets, access with the files of TLS,
+    and the audit file. They take milliseconds, and a server that runs passes them."""
+    problems = []
+    for check in (check_sockets, check_access, check_audit):
+        try:
+            check(settings)
+        except StartError as error:
+            problems.append(str(error))
     return problems
 
 
@@ -160,6 +177,34 @@ def check_access(settings: Settings) -> None:
             endpoints.tls.read()
         except (OSError, ssl.SSLError, ValueError, UnsafeError) as error:
             raise StartError(f"security.tls: {error}") from error
+
+
+def check_pages(settings: Settings) -> None:
+    """Raises StartError if the token of the status page can't be read."""
+    if settings.http.port >= 0:
+        make_page_access(settings, make_access_control(settings.security))
+
+
+def check_audit(settings: Settings) -> None:
+    """Raises StartError if the audit log can't be written."""
+    path = settings.security.audit_file
+    if path is None:
+        return
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        can_be = os.access(path.parent, os.W_OK | os.X_OK)
+    except OSError:
+        can_be = False
+    else:
+        # Its mode is set to 0600, which its owner may do.
+        is_own = os.geteuid() in (0, status.st_uid)
+        can_be = stat.S_ISREG(status.st_mode) and is_own and os.access(path, os.W_OK)
+    if not can_be:
+        raise StartError(
+            f"security.audit_file: {path} can't be written by this user; name a file in a "
+            "directory of its own, or leave it out for the server's log"
+        )
 
 
 def check_devices(settings: Settings) -> None:

@@ -1,0 +1,56 @@
+"""The server's log: lines of text or of JSON, each with the id of the call that it is about, if it
+is about one."""
+
+import contextvars
+import json
+import logging
+import sys
+import time
+
+TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s%(call)s"
+REQUEST_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
+"""The id of the call that this task serves; empty in others."""
+
+
+def set_up(level: str, form: str) -> None:
+    """Logs to standard error from now on. `form`: text or json."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_add_request_id)
+    handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(TEXT))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def set_level(level: str) -> None:
+    """Changes the lowest level that is logged."""
+    logging.getLogger().setLevel(level.upper())
+
+
+def _add_request_id(record: logging.LogRecord) -> bool:
+    request_id = REQUEST_ID.get()
+    record.request_id = request_id
+    record.call = f" request_id={request_id}" if request_id else ""
+    return True
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: `time` (RFC 3339, UTC), `level`, `logger`, `message`, and where there
+    is one `request_id` and `exception`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": utc(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id := getattr(record, "request_id", ""):
+            fields["request_id"] = request_id
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False)
+
+
+def utc(unix_s: float) -> str:
+    """2026-11-22T04:05:06.789Z."""
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(unix_s))
+    return f"{whole}.{int(unix_s % 1 * 1000):03d}Z"

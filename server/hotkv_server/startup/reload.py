@@ -1,0 +1,180 @@
+"""Reading the settings again while the server runs: at SIGHUP.
+
+Always true: settings that can't be used change nothing; what can't change without a restart is
+named in the log and stays as it was; a session that may no longer act for its tenant, or map what
+it maps, is ended. All is checked, without effects, before the first change.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hotkv.errors import HotKVError, Reason
+from hotkv_server import logs
+from hotkv_server.rpc.server import RpcServer
+from hotkv_server.runtime.node import Node
+from hotkv_server.security.identity import AccessControl
+from hotkv_server.security.path_checks import UnsafeError
+from hotkv_server.settings import Settings
+from hotkv_server.startup import StartError
+from hotkv_server.startup.access import (
+    linking_users,
+    make_access_control,
+    tenant_shares,
+    tls_files,
+)
+from hotkv_server.startup.listeners import Listeners
+from hotkv_server.startup.preflight import check_settings
+
+log = logging.getLogger(__name__)
+
+LIVE = (
+    "log_level",
+    "drain_timeout_s",
+    "security.tenants",
+    "security.admin_token_sha256",
+    "security.admin_certificate_names",
+    "security.allowed_uids",
+    "security.arena_writers",
+    "security.malformed_per_s",
+    "security.audit",
+    "security.tls.certificate",
+    "security.tls.key",
+    "security.tls.client_ca",
+    "tiers.disk.write_gb_per_day",
+)
+"""Settings that change without a restart."""
+EXPECTED = (ValueError, OSError, UnsafeError, StartError, HotKVError)
+"""What settings that can't be used raise; all else is a defect, and logged as one."""
+_ABSENT = object()
+
+
+class Reloader:
+    """See the module. `load` reads the settings anew, and raises ValueError if they are wrong."""
+
+    def __init__(
+        self, load: Callable[[], Settings], settings: Settings, node: Node, listeners: Listeners
+    ) -> None:
+        self._load = load
+        self._running = flat(settings)
+        self._node = node
+        self._listeners = listeners
+        self.drain_timeout_s = settings.drain_timeout_s
+        """How long a signal lets the server drain."""
+
+    def __repr__(self) -> str:
+        return f"Reloader({len(self._running)} settings)"
+
+    def __call__(self) -> bool:
+        """Reads the settings and takes up what has changed. Returns False, and has logged why, if
+        they can't be used. Never raises. On the event loop."""
+        try:
+            return self._reload()
+        except Exception as error:
+            if not isinstance(error, EXPECTED):
+                log.exception("reading the settings failed")
+            for line in (str(error) or type(error).__name__).splitlines():
+                log.error("settings not reloaded, the old ones stay: %s", line)
+            return False
+
+    def _reload(self) -> bool:
+        settings = self._load()
+        wanted, running = flat(settings), self._running
+        changed = differing(running, wanted)
+        live = [
+            name
+            for name in changed
+            if name in LIVE and name in wanted and self._can(name, settings)
+        ]
+        access = self._check(settings, live)
+        self._apply(settings, live, access)
+        running.update({name: wanted[name] for name in live})
+        waiting = [name for name in changed if name not in live]
+        log.info("settings reloaded changed=%s", ",".join(live) or "nothing")
+        if waiting:
+            log.warning("these settings need a restart: %s", ", ".join(waiting))
+        return True
+
+    def _can(self, name: str, settings: Settings) -> bool:
+        """Whether this setting of LIVE can change from the running value to the new one without a
+        restart: not the first tenant, the last one, nor TLS that comes, goes, or begins or ceases
+        to ask clients for certificates."""
+        if name == "security.tenants":
+            return bool(settings.security.tenants) == bool(self._running[name])
+        if name.startswith("security.tls."):
+            files, certificates = tls_files(settings.security.tls), self._rpc.certificates
+            return files is not None and certificates is not None and certificates.fits(files)
+        return name in self._running
+
+    def _check(self, settings: Settings, live: list[str]) -> AccessControl:
+        """Raises StartError or HotKVError for what the server would not start with, or can't take
+        up. Returns who has access from now on."""
+        if problems := check_settings(settings):
+            raise StartError("\n".join(problems))
+        if "security.tenants" in live:
+            self._node.core.space.tenants.check_shares(tenant_shares(settings.security))
+        return make_access_control(settings.security)
+
+    @property
+    def _rpc(self) -> RpcServer:
+        return self._listeners.rpc
+
+    def _apply(self, settings: Settings, live: list[str], new: AccessControl) -> None:
+        """Takes up what `_check` has let through; raises nothing."""
+        security, node = settings.security, self._node
+        logs.set_level(settings.log_level)
+        self.drain_timeout_s = settings.drain_timeout_s
+        if not node.core.draining:
+            node.drain_timeout_s = settings.drain_timeout_s
+        access = self._listeners.access
+        access.admins = new.admins
+        self._listeners.descriptors.allowed_uids = linking_users(security)
+        self._listeners.descriptors.arena_writers = frozenset(security.arena_writers)
+        self._rpc.pace.set_rate(security.malformed_per_s)
+        self._rpc.audit.covers = security.audit
+        files = tls_files(security.tls)
+        if any(name.startswith("security.tls.") for name in live):
+            assert files is not None and self._rpc.certificates is not None, "see _can"
+            self._rpc.certificates.follow(files)
+        if "security.tenants" in live:
+            access.tenants = new.tenants
+            node.removals.share_out(tenant_shares(security))
+            self._end_sessions()
+        if "tiers.disk.write_gb_per_day" in live and node.core.lower is not None:
+            node.core.lower.down.gate.set_budget(settings.tiers.write_bytes_per_day)
+
+    def _end_sessions(self) -> None:
+        """Ends sessions whose peers may no longer act for their tenants, or map the block table."""
+        for session in list(self._node.sessions):
+            if session.peer is None:
+                continue
+            try:
+                tenant = self._listeners.access.admit(session.peer, session.key_space.tenant)
+                if session.maps_table and tenant is not None and not tenant.sees_table:
+                    raise HotKVError(
+                        Reason.NOT_ALLOWED,
+                        "its tenant may no longer map the block table; open another session",
+                    )
+            except HotKVError as error:
+                log.warning("session ended by the new settings %s: %s", session.name, error.message)
+                session.end(error)
+
+
+def differing(running: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Names of settings that are not the same in both, or in one alone: those of a tier that comes
+    or goes."""
+    names = {**running, **wanted}
+    return [name for name in names if running.get(name, _ABSENT) != wanted.get(name, _ABSENT)]
+
+
+def flat(settings: Settings) -> dict[str, Any]:
+    """Settings by their names, as `security.tls.key`; a list is one value."""
+
+    def walk(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in values.items():
+            whole = f"{prefix}{name}"
+            found.update(walk(f"{whole}.", value) if isinstance(value, dict) else {whole: value})
+        return found
+
+    return walk("", settings.model_dump(by_alias=True))

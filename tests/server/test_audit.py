@@ -1,0 +1,156 @@
+"""The audit log: its file, calls that are not let in, and outcomes of calls that end oddly."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from hotkv.v1 import admin_pb2, admin_pb2_grpc, warm_pb2, warm_pb2_grpc
+from hotkv_server.rpc.audit import MAX_REFUSED_PER_S, AuditLog
+from hotkv_server.rpc.guests import Guests
+from hotkv_server.rpc.interceptor import EdgeInterceptor
+from hotkv_server.rpc.throttle import LineBound, Pace
+from hotkv_server.security.identity import Peer
+from hotkv_server.settings import Settings
+from hotkv_server.settings.security import SecuritySettings
+from hotkv_server.startup import StartError
+from hotkv_server.startup.preflight import check_audit
+
+EVICT = "/hotkv.v1.AdminService/Evict"
+REQUEST = admin_pb2.EvictRequest(all=True)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_file_that_can_not_be_opened_again_fails_no_call(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    folder = tmp_path / "audit"
+    folder.mkdir()
+    audit = AuditLog("all", folder / "audit.jsonl")
+    audit.note(EVICT, Peer("x"), REQUEST, "ok")
+    assert len(lines(folder / "audit.jsonl")) == 1
+    shutil.rmtree(folder)
+    for _ in range(3):
+        audit.note(EVICT, Peer("somebody"), REQUEST, "ok")
+    assert caplog.text.count("can't be written") == 1 and caplog.text.count("somebody") == 3
+    folder.mkdir()
+    audit.note(EVICT, Peer("again"), REQUEST, "ok")
+    audit.close()
+    assert [line["who"] for line in lines(folder / "audit.jsonl")] == ["again"]
+    assert (folder / "audit.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def test_calls_that_are_not_let_in_fill_no_disk(tmp_path: Path) -> None:
+    """What is left out is counted; calls that are let in are all written."""
+    audit = AuditLog("all", tmp_path / "audit.jsonl")
+    for _ in range(2000):
+        audit.note(EVICT, Peer("stranger"), None, "unauthenticated")
+    for _ in range(2 * MAX_REFUSED_PER_S):
+        audit.note(EVICT, Peer("admin"), REQUEST, "ok")
+    audit.close()
+    written = lines(tmp_path / "audit.jsonl")
+    strangers = sum(line.get("who") == "stranger" for line in written)
+    assert strangers < 1000
+    assert strangers + sum(line.get("left_out", 0) for line in written) == 2000
+    assert sum(line.get("who") == "admin" for line in written) == 2 * MAX_REFUSED_PER_S
+
+
+def test_lines_are_bounded_by_the_second() -> None:
+    bound = LineBound(2)
+    assert [bound.take(at_s) for at_s in (7.0, 7.1, 7.2, 7.9, 8.0)] == [True] * 2 + [False] * 2 + [
+        True
+    ]
+    assert (bound.take_left_out(), bound.take_left_out()) == (2, 0)
+
+
+def test_a_file_that_is_there_is_made_private(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    path.touch(0o644)
+    AuditLog("all", path).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_place_that_can_be_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    """A FIFO that nobody reads, a name that the kernel does not take, a directory."""
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", tmp_path / ("x" * 300), tmp_path, tmp_path / "none" / "file"):
+        with pytest.raises(StartError, match="audit_file"):
+            check_audit(Settings(security=SecuritySettings(audit_file=path)))
+        with pytest.raises(OSError):
+            AuditLog("all", path)
+
+
+class _Odd(admin_pb2_grpc.AdminServiceServicer):
+    """Calls that last, and calls that fail as none should."""
+
+    async def Evict(self, request: Any, context: Any) -> None:  # type: ignore[override]
+        await asyncio.Event().wait()
+
+    async def Drain(self, request: Any, context: Any) -> None:  # type: ignore[override]
+        raise KeyError("a defect")
+
+
+class _OddStream(warm_pb2_grpc.WarmStartServiceServicer):
+    """A stream that is refused after its first answer, and one that lasts."""
+
+    async def ExportBlocks(self, request: Any, context: Any) -> AsyncIterator[Any]:  # type: ignore[override]
+        yield warm_pb2.ExportBlocksResponse()
+        if request.key_space_id:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "gone")
+        await asyncio.Event().wait()
+
+
+def test_calls_that_end_oddly_are_written_with_how_they_ended(tmp_path: Path) -> None:
+    async def run() -> None:
+        node: Any = None
+        audit = AuditLog("all", tmp_path / "audit.jsonl")
+        edge = EdgeInterceptor(node, Pace(50), Guests(8), audit, lambda context: Peer("x"))
+        server = grpc.aio.server(interceptors=[edge])
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(_Odd(), server)
+        warm_pb2_grpc.add_WarmStartServiceServicer_to_server(_OddStream(), server)
+        server.add_insecure_port(f"unix:{tmp_path}/s.sock")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s.sock") as channel:
+            admin = admin_pb2_grpc.AdminServiceStub(channel)
+            warm = warm_pb2_grpc.WarmStartServiceStub(channel)
+            with pytest.raises(grpc.RpcError):
+                await admin.Drain(admin_pb2.DrainRequest())
+            with pytest.raises(grpc.RpcError):
+                await admin.Evict(REQUEST, timeout=0.2)
+            for number in (1, 0):
+                stream = warm.ExportBlocks(warm_pb2.ExportBlocksRequest(key_space_id=number))
+                await stream.read()
+                if number:
+                    with pytest.raises(grpc.RpcError):
+                        await stream.read()
+                else:
+                    stream.cancel()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(10):
+                    while len(lines(tmp_path / "audit.jsonl")) < 4:
+                        await asyncio.sleep(0.02)
+        await server.stop(0)
+        audit.close()
+
+    asyncio.run(run())
+    outcomes = {
+        (line["method"].rpartition("/")[2], line["outcome"])
+        for line in lines(tmp_path / "audit.jsonl")
+    }
+    assert outcomes == {
+        ("Drain", "unknown"),
+        ("Evict", "cancelled"),
+        ("ExportBlocks", "not_found"),
+        ("ExportBlocks", "cancelled"),
+    }

@@ -1,0 +1,522 @@
+"""SIGHUP on a real server: what changes at once, what needs a restart, what is refused; and the
+audit log and JSON lines of the same server."""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from demo.processes import Server, runtime_folder
+from hotkv.errors import HotKVError, Reason
+from hotkv.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+    sparse_pb2,
+    sparse_pb2_grpc,
+)
+from hotkv_client import Credentials, GroupHashes, LinkState, cli
+from hotkv_client.admin import AdminClient
+from hotkv_client.channels import admin_target
+from hotkv_client.testing import PagedEngine
+from hotkv_server.settings import Settings
+from hotkv_server.startup.reload import Reloader, differing
+from tests.server.certificates import Authority
+from tests.server.guarded import refused, store
+from tests.server.test_life import wait_until
+
+MINE = os.getuid()
+FIRST, SECOND = "the-first-token", "the-second-token"
+WITHOUT_ARENA_FLAG = """
+import sys
+at = sys.argv.index("--arena.bytes")
+del sys.argv[at : at + 2]
+from hotkv_server.cli import main
+sys.exit(main())
+"""
+"""Has the file say how large the arena is."""
+SLOW_TO_OPEN = """
+import asyncio, sys
+from hotkv_server.runtime.sessions import Sessions
+made = Sessions.__init__
+def slowed(self, *parts):
+    made(self, *parts)
+    save = self._save_state
+    async def slow():
+        print("a session is being opened", file=sys.stderr, flush=True)
+        await asyncio.sleep(3)
+        await save()
+    self._save_state = slow
+Sessions.__init__ = slowed
+from hotkv_server.cli import main
+sys.exit(main())
+"""
+BLOCK_BYTES = 2 * 4096
+"""Of a PagedEngine."""
+
+
+class Reloading:
+    """A server with a configuration file that tests change. Its log and its audit log are JSON."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / "hotkv.toml"
+        self.ca = Authority(folder, "clients")
+        self.ca.issue("server")
+        self.ca.issue("renewed")
+        self.security: dict[str, Any] = {
+            "admin_on_tcp": True,
+            "admin_token_sha256": [digest(FIRST)],
+            "audit_file": str(folder / "audit.jsonl"),
+            "tenants": [tenant("alpha"), tenant("beta")],
+            "tls": {"certificate": f"{folder}/server.pem", "key": f"{folder}/server.key"},
+        }
+        self.top: dict[str, Any] = {
+            "tcp_address": "localhost:0",
+            "log_format": "json",
+            "tiers": {"disk": {"path": f"{folder}/tier", "bytes": "32MiB", "write_gb_per_day": 1}},
+        }
+        self.write()
+        flags = ("--config", str(self.path), "--arena.slab-bytes", "64KiB")
+        self.server = Server(folder, "16MiB", *flags)
+
+    def write(self) -> None:
+        """The present settings as TOML."""
+        self.path.write_text("\n".join(toml({**self.top, "security": self.security})))
+
+    def logged(self, *words: str) -> int:
+        """How many lines of the log have all of these."""
+        lines = self.server.log.read_text().splitlines()
+        return sum(all(word in line for word in words) for line in lines)
+
+    def reload(self, *words: str) -> None:
+        """Writes the settings, has the server read them, and waits for such a line of its log."""
+        self.write()
+        before = self.logged(*words)
+        os.kill(self.server.pid, signal.SIGHUP)
+        wait_until(lambda: self.logged(*words) > before)
+
+    def audited(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "audit.jsonl").read_text().splitlines()]
+
+    @property
+    def tcp(self) -> str:
+        (ready,) = [
+            json.loads(line)["message"]
+            for line in self.server.log.read_text().splitlines()
+            if '"ready version' in line
+        ]
+        return f"localhost:{ready.split('tcp_port=')[1].split()[0]}"
+
+    def admin(self, token: str) -> AdminClient:
+        """Over TCP."""
+        (self.folder / token).write_text(token)
+        credentials = Credentials(str(self.ca.path), token_file=str(self.folder / token))
+        return AdminClient(self.tcp, 10, credentials)
+
+
+def digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def tenant(name: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "uids": [MINE], **more}
+
+
+def toml(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """Lines of TOML: plain values first, then tables."""
+    inner = {k: v for k, v in values.items() if isinstance(v, dict)}
+    listed = {k: v for k, v in values.items() if v and isinstance(v, list) and is_tables(v)}
+    for key, value in values.items():
+        if key not in inner and key not in listed:
+            yield f"{key} = {json.dumps(value)}"
+    for key, value in inner.items():
+        yield f"[{prefix}{key}]"
+        yield from toml(value, f"{prefix}{key}.")
+    for key, tables in listed.items():
+        for table in tables:
+            yield f"[[{prefix}{key}]]"
+            yield from toml(table)
+
+
+def is_tables(values: list[Any]) -> bool:
+    return isinstance(values[0], dict)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Reloading]:
+    with runtime_folder(128 << 20) as folder:
+        made = Reloading(folder)
+        with made.server:
+            made.server.wait_ready()
+            yield made
+
+
+def test_tenants_come_and_go_and_others_go_on(running: Reloading) -> None:
+    alpha, beta = (
+        PagedEngine(running.server.target, tenant=t).connect() for t in ("alpha", "beta")
+    )
+    running.security["tenants"] = [tenant("alpha"), tenant("gamma")]
+    running.reload("settings reloaded", "security.tenants")
+    wait_until(lambda: beta.session.state is not LinkState.CONNECTED)
+    assert running.logged("session ended by the new settings")
+    store(alpha)
+    gamma = PagedEngine(running.server.target, tenant="gamma").connect()
+    store(gamma)
+    for engine in (alpha, beta, gamma):
+        engine.close()
+
+
+def test_a_lowered_bound_evicts_what_is_beyond_it(running: Reloading) -> None:
+    running.security["tenants"] = [tenant("alpha"), tenant("delta")]
+    running.reload("settings reloaded")
+    with contextlib.closing(PagedEngine(running.server.target, tenant="delta")) as engine:
+        store(engine.connect(), 40)
+        with AdminClient(running.server.target) as admin:
+
+            def held() -> int:
+                spaces = [s for s in admin.key_spaces() if s["key_space"]["tenant"] == "delta"]
+                return sum(int(s["block_count"]) for s in spaces)
+
+            assert held() == 40
+            running.security["tenants"][1] = tenant("delta", burst_bytes=10 * BLOCK_BYTES)
+            running.reload("settings reloaded")
+            # Some may be on their way to the disk.
+            wait_until(lambda: held() == 10)
+
+
+def test_wrong_settings_change_nothing_and_are_named(running: Reloading) -> None:
+    before = running.path.read_text()
+    for text, said in (
+        ("log_level = 'loud'\n", "log_level"),
+        ("this is no TOML", "hotkv.toml"),
+        (before.replace("[security]", "[security]\nno_such_thing = 1"), "no_such_thing"),
+        (before.replace("renewed", "server").replace("server.key", "gone.key"), "gone.key"),
+    ):
+        running.path.write_text(text)
+        number = running.logged("not reloaded", said)
+        os.kill(running.server.pid, signal.SIGHUP)
+        wait_until(lambda: running.logged("not reloaded", said) > number)  # noqa: B023
+    running.write()
+    assert running.server.cli("ping").strip() == "serving"
+
+
+def test_what_needs_a_restart_is_named(running: Reloading) -> None:
+    running.top["policy"] = "lru"
+    running.reload("need a restart", "policy")
+    # It is named again, for it still waits.
+    running.reload("need a restart", "policy")
+    del running.top["policy"]
+    running.top["tiers"]["valkey"] = {"address": "localhost:1"}
+    running.reload("need a restart", "tiers.valkey")
+    del running.top["tiers"]["valkey"]
+    running.reload("settings reloaded", "nothing")
+
+
+def test_the_rest_is_taken_up_if_tenants_or_tls_need_a_restart(running: Reloading) -> None:
+    kept, running.security["tenants"] = running.security["tenants"], []
+    running.security["tcp_insecure"] = True
+    running.top["drain_timeout_s"] = 3
+    number = running.logged("settings reloaded", "changed=drain_timeout_s")
+    running.reload("need a restart", "security.tenants")
+    assert running.logged("settings reloaded", "changed=drain_timeout_s") == number + 1
+    nobody = PagedEngine(running.server.target, tenant="nobody")
+    with contextlib.closing(nobody), pytest.raises(TimeoutError):
+        nobody.connect(0.5)
+    running.security["tenants"] = kept
+    tls = running.security.pop("tls")
+    running.top["drain_timeout_s"] = 4
+    running.reload("need a restart", "security.tls.certificate", "security.tls.key")
+    assert running.logged("settings reloaded", "changed=drain_timeout_s") == number + 2
+    del running.security["tcp_insecure"], running.top["drain_timeout_s"]
+    running.security["tls"] = {**tls, "client_ca": str(running.ca.path)}
+    running.reload("need a restart", "security.tls.client_ca")
+    running.security["tls"] = tls
+    running.reload("settings reloaded", "nothing")
+
+
+def test_settings_of_a_tier_that_comes_or_goes_differ() -> None:
+    without, with_ = {"a": 1, "tier": None}, {"a": 1, "tier.address": "x"}
+    assert differing(without, with_) == differing(with_, without)[::-1] == ["tier", "tier.address"]
+    assert differing(with_, with_) == []
+
+
+def test_a_reload_that_fails_has_changed_nothing_and_systemd_is_told() -> None:
+    """Guarantees fit the arena of the new file, which needs a restart, and not the running one."""
+    with runtime_folder(64 << 20) as folder, notified(folder / "notify") as told:
+        config = folder / "hotkv.toml"
+
+        def write(arena: str, guarantee: str, timeout_s: int) -> None:
+            top = {"drain_timeout_s": timeout_s, "arena": {"bytes": arena}}
+            shared = {"tenants": [tenant("alpha", guaranteed_bytes=guarantee)]}
+            config.write_text("\n".join(toml({**top, "security": shared})))
+
+        write("16MiB", "1MiB", 1)
+        flags = ("--config", str(config), "--arena.slab-bytes", "64KiB")
+        command = (sys.executable, "-c", WITHOUT_ARENA_FLAG, "run")
+        with Server(folder, "", *flags, command=command) as server:
+            server.wait_ready()
+            write("64MiB", "32MiB", 2)
+            os.kill(server.pid, signal.SIGHUP)
+            wait_until(lambda: "not reloaded" in server.log.read_text())
+            assert "settings not reloaded, the old ones stay: INVALID_FIELD" in (
+                server.log.read_text()
+            )
+            wait_until(lambda: told()[-2:] == ["RELOADING=1", "READY=1"])
+            os.kill(server.pid, signal.SIGTERM)
+            wait_until(lambda: "draining timeout_s=1.0" in server.log.read_text())
+
+
+@contextlib.contextmanager
+def notified(path: Path) -> Iterator[Callable[[], list[str]]]:
+    """A service manager at NOTIFY_SOCKET; yields what gives the words on state so far."""
+    words: list[str] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear, pytest.MonkeyPatch.context() as m:
+        ear.bind(str(path))
+        ear.setblocking(False)
+        m.setenv("NOTIFY_SOCKET", str(path))
+
+        def told() -> list[str]:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    said = ear.recv(4096).decode().splitlines()
+                    words.extend(w for w in said if w in ("RELOADING=1", "READY=1"))
+            return words
+
+        yield told
+
+
+def test_a_defect_while_reloading_is_logged_and_raises_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken() -> Settings:
+        raise KeyError("a defect")
+
+    settings = Settings()
+    nothing: Any = None
+    assert not Reloader(broken, settings, nothing, nothing)()
+    assert "settings not reloaded, the old ones stay: 'a defect'" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+def test_a_tenant_that_may_no_longer_map_the_table_is_ended(running: Reloading) -> None:
+    running.security["tenants"] = [tenant("alpha", table="mapped"), tenant("beta")]
+    running.reload("settings reloaded")
+    alpha, beta = (
+        PagedEngine(running.server.target, tenant=t).connect() for t in ("alpha", "beta")
+    )
+    number = running.logged("session ended by the new settings")
+    running.security["tenants"] = [tenant("alpha"), tenant("beta")]
+    running.reload("settings reloaded", "security.tenants")
+    wait_until(lambda: alpha.session.state is not LinkState.CONNECTED)
+    assert running.logged("session ended by the new settings") == number + 1
+    store(beta)
+    alpha.close()
+    beta.close()
+
+
+def test_streams_have_request_ids(running: Reloading) -> None:
+    metadata = (("x-request-id", "stream-4711"),)
+    with grpc.insecure_channel(running.server.target) as channel:
+        opening = session_pb2.OpenSession(protocol_version=1, ticket=b"stale")
+        calls = (
+            session_pb2_grpc.SessionServiceStub(channel).Connect(
+                iter([session_pb2.ConnectRequest(open_session=opening)]), metadata=metadata
+            ),
+            sparse_pb2_grpc.SparseServiceStub(channel).SelectBlocks(
+                iter([sparse_pb2.SelectBlocksRequest(session_id="none")]), metadata=metadata
+            ),
+        )
+        for call in calls:
+            with contextlib.suppress(grpc.RpcError):
+                list(call)
+    assert running.logged("refused", "stream-4711", "UNAUTHENTICATED") == 1
+    assert running.logged("refused", "stream-4711", "UNKNOWN_SESSION") == 1
+
+
+def test_a_session_that_is_being_opened_ends_with_its_tenant() -> None:
+    """Writing its key space down takes long."""
+    with runtime_folder(64 << 20) as folder:
+        config = folder / "hotkv.toml"
+
+        def write(*names: str) -> None:
+            security = {"tenants": [tenant(name) for name in names]}
+            config.write_text("\n".join(toml({"security": security})))
+
+        write("alpha", "beta")
+        flags = ("--config", str(config), "--arena.slab-bytes", "64KiB")
+        command = (sys.executable, "-c", SLOW_TO_OPEN, "run")
+        with Server(folder, "16MiB", *flags, command=command) as server:
+            server.wait_ready()
+            beta = PagedEngine(server.target, tenant="beta")
+            beta.session.start()
+            wait_until(lambda: "is being opened" in server.log.read_text())
+            write("alpha")
+            os.kill(server.pid, signal.SIGHUP)
+            wait_until(lambda: "for which this peer may not act" in server.log.read_text())
+            assert not beta.session.wait_connected(0)
+            assert server.cli("sessions").count("beta") == 0
+            admitted = [line for line in server.log.read_text().splitlines() if "admitted" in line]
+            assert not any("'beta'" in line for line in admitted)
+            beta.close()
+
+
+def test_an_audit_file_that_could_not_be_opened_changes_nothing(running: Reloading) -> None:
+    kept = running.security["audit_file"]
+    running.security["audit_file"] = f"{running.folder}/none/audit.jsonl"
+    running.top["drain_timeout_s"] = 5
+    running.reload("not reloaded", "security.audit_file")
+    running.security["audit_file"] = kept
+    del running.top["drain_timeout_s"]
+    running.reload("settings reloaded", "nothing")
+
+
+def test_a_budget_and_the_log_level_change(running: Reloading) -> None:
+    def budget() -> int:
+        with AdminClient(running.server.target) as admin:
+            (disk,) = [t for t in admin.tiers() if t["name"] == "disk"]
+            return int(disk["activity"]["budget_byte_count"])
+
+    assert budget() == 1_000_000_000
+    running.top["tiers"]["disk"]["write_gb_per_day"] = 2
+    running.reload("settings reloaded", "tiers.disk.write_gb_per_day")
+    assert budget() == 2_000_000_000
+    running.top.update(log_level="warning", policy="lru")
+    number = running.logged("settings reloaded")
+    running.reload("need a restart", "policy")
+    assert running.logged("settings reloaded") == number, "below the level"
+    del running.top["log_level"], running.top["policy"]
+    running.reload("settings reloaded", "log_level")
+
+
+def test_a_signal_drains_as_long_as_the_new_settings_say() -> None:
+    """There is a lease that nobody ends."""
+    with runtime_folder(64 << 20) as folder:
+        config = folder / "hotkv.toml"
+        config.write_text("drain_timeout_s = 300\n")
+        flags = ("--config", str(config), "--arena.slab-bytes", "64KiB")
+        with Server(folder, "16MiB", *flags) as server:
+            server.wait_ready()
+            engine = PagedEngine(server.target).connect()
+            names = store(engine)
+            engine.session.acquire("lease", [GroupHashes(0, names)]).result(10)
+            config.write_text("drain_timeout_s = 0.1\n")
+            os.kill(server.pid, signal.SIGHUP)
+            wait_until(lambda: "changed=drain_timeout_s" in server.log.read_text())
+            os.kill(server.pid, signal.SIGTERM)
+            wait_until(lambda: "stopped" in server.log.read_text())
+            engine.close()
+
+
+def test_admins_tokens_and_certificates_are_replaced(running: Reloading) -> None:
+    with running.admin(FIRST) as admin:
+        assert admin.info()["pid"] == running.server.pid
+    running.security["admin_token_sha256"] = [digest(SECOND)]
+    running.security["tls"] = {
+        "certificate": f"{running.folder}/renewed.pem",
+        "key": f"{running.folder}/renewed.key",
+    }
+    running.reload("settings reloaded", "security.tls.key")
+    with running.admin(SECOND) as admin:
+        assert admin.info()["pid"] == running.server.pid
+    with running.admin(FIRST) as admin:
+        assert refused(admin.info)[0] is Reason.NOT_ALLOWED
+    assert running.logged("certificates reloaded", "renewed.pem")
+
+
+def test_calls_that_change_something_are_audited(running: Reloading) -> None:
+    target = running.server.target
+    running.security["audit"] = "changes"
+    running.reload("settings reloaded")
+    before = len(running.audited())
+    assert cli.main(["--target", target, "evict", "--all"]) == 0
+    assert cli.main(["--target", target, "status"]) == 0
+    (line,) = running.audited()[before:]
+    assert line["method"] == "hotkv.v1.AdminService/Evict" and line["outcome"] == "ok"
+    assert f"uid={MINE}" in line["who"] and f"pid={os.getpid()}" in line["who"]
+    assert line["arguments"] == {"all": True} and line["request_id"]
+    with running.admin("a-wrong-token") as admin, pytest.raises(HotKVError):
+        admin.drain()
+    # A refusal is sent before it is written down.
+    wait_until(lambda: len(running.audited()) == before + 2)
+    line = running.audited()[-1]
+    assert line["outcome"] == "permission_denied" and "with a token" in line["who"]
+    assert "a-wrong-token" not in json.dumps(line)
+    assert (running.folder / "audit.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def test_hashes_are_not_audited_and_a_call_keeps_its_id(running: Reloading) -> None:
+    PagedEngine(running.server.target, tenant="alpha").connect().close()
+    with grpc.insecure_channel(admin_target(running.server.target)) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        space = stub.ListKeySpaces(admin_pb2.ListKeySpacesRequest()).key_spaces[0].key_space_id
+        request = admin_pb2.EvictRequest(key_space_id=space, hashes=b"\xab" * 32)
+        stub.Evict(request, metadata=(("x-request-id", "ticket-4711"),))
+        stub.Evict(request, metadata=(("x-request-id", "no {such} id"),))
+    named, unnamed = running.audited()[-2:]
+    assert named["request_id"] == "ticket-4711" and "{" not in unnamed["request_id"]
+    assert named["arguments"]["hashes"] == "32 bytes" and "abab" not in json.dumps(named)
+    assert named["who"] == "unix socket, no ticket"
+
+
+def test_all_calls_or_none_are_audited_if_that_is_asked(running: Reloading) -> None:
+    target = running.server.target
+    running.security["audit"] = "all"
+    running.reload("settings reloaded", "security.audit")
+    before = len(running.audited())
+    running.server.cli("sessions")
+    assert [line["method"][-12:] for line in running.audited()[before:]] == ["ListSessions"]
+    running.security["audit"] = "off"
+    running.reload("settings reloaded", "security.audit")
+    before = len(running.audited())
+    assert cli.main(["--target", target, "evict", "--all"]) == 0
+    assert len(running.audited()) == before
+
+
+def test_an_audit_file_that_was_rotated_is_made_anew(running: Reloading) -> None:
+    running.security["audit"] = "changes"
+    running.reload("settings reloaded")
+    path = running.folder / "audit.jsonl"
+    path.rename(running.folder / "audit.jsonl.1")
+    assert cli.main(["--target", running.server.target, "evict", "--all"]) == 0
+    assert len(running.audited()) == 1
+
+
+def test_each_line_of_the_log_is_json(running: Reloading) -> None:
+    for line in running.server.log.read_text().splitlines():
+        fields = json.loads(line)
+        assert {"time", "level", "logger", "message"} <= fields.keys()
+        assert fields["time"].endswith("Z") and "\n" not in line
+
+
+def test_in_text_the_audit_is_a_line_of_the_log() -> None:
+    with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as server:
+        server.wait_ready()
+        server.cli("evict", "--all")
+        (line,) = [
+            line for line in server.log.read_text().splitlines() if "hotkv_server.audit" in line
+        ]
+        assert "AdminService/Evict all=True" in line and f"uid={MINE}" in line
+        assert "outcome=ok" in line and "request_id=" in line
+        # No settings file: a reload changes nothing, and does no harm.
+        os.kill(server.pid, signal.SIGHUP)
+        wait_until(lambda: "settings reloaded changed=nothing" in server.log.read_text())
+
+
+def test_an_audit_file_that_can_not_be_written_keeps_it_from_starting(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hotkv_server", "run", "--runtime-dir", str(tmp_path / "run")]
+    command += ["--arena.bytes", "16MiB", "--http.port", "-1", "--check"]
+    command += ["--security.audit-file", str(tmp_path / "none" / "audit.jsonl")]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 1 and "security.audit_file" in checked.stderr
