@@ -30,7 +30,7 @@ MIN_SCORE = 0.95
 
 CORE = (
     "tests/core/test_cache_cases.py tests/core/test_ids.py tests/core/test_unadmitted.py "
-    "tests/core/test_flush.py tests/core/test_inspect.py "
+    "tests/core/test_flush.py tests/core/test_inspect.py tests/core/test_ages.py "
     "tests/core/test_shares_of_books.py tests/core/test_pins.py tests/core/test_tenants.py "
     "tests/core/test_verifier.py "
     "tests/core/test_starvation.py tests/core/test_index.py tests/core/test_space.py "
@@ -119,6 +119,7 @@ TESTS: dict[str, str] = {
     ),
     "client/hotkv_client/savings_tables.py": "tests/server/test_ledger.py",
     "server/hotkv_server/core/bounds.py": "tests/core/test_bounds.py",
+    "server/hotkv_server/core/histogram.py": "tests/core/test_histogram.py",
     "server/hotkv_server/core/pins.py": (
         f"tests/core/test_pins.py tests/core/test_retention.py {CORE}"
     ),

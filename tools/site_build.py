@@ -1,0 +1,232 @@
+"""Builds the documentation's site: pages of docs/ and the files that they link to, as HTML with a
+search. A warning of Sphinx, such as a link or an anchor that leads nowhere, is an error.
+
+Always true: a page reads the same on the site as it does on GitHub. Its links to files outside
+docs/ lead to pages below `source/` that show these files. Two folders are made anew, and nothing
+else is written: one for the pages as Sphinx gets them, one for the site.
+"""
+
+import argparse
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = "docs"
+FRONT_PAGE = "docs/README.md"
+SOURCE = "source"
+"""Folder of the site for files outside docs/."""
+LINK = re.compile(r"\]\(([^)#\s]+)((?:#[\w-]+)?)\)")
+DIAGRAM = re.compile(r"^```mermaid\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+NAMED_PARAGRAPH = re.compile(r'^(.*)<a name="([\w-]+)"></a>', re.MULTILINE)
+LANGUAGES = {
+    ".toml": "toml",
+    ".py": "python",
+    ".proto": "protobuf",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+    ".json": "json",
+    ".conf": "ini",
+    ".service": "ini",
+}
+STYLE = """\
+.content img[src$=".svg"] { background: white; padding: 1rem; }
+.content table.docutils { font-size: 0.9em; }
+"""
+
+Draw = Callable[[str], str]
+"""SVG of a diagram in Mermaid's language."""
+
+
+class SiteError(Exception):
+    """The pages can't be put together; says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the table of contents. `pages`: files, with paths from the repository's root.
+    `titles`: of the pages that are listed under another title than their own."""
+
+    title: str
+    pages: tuple[str, ...]
+    titles: Mapping[str, str]
+
+
+def read_nav(root: Path) -> list[Section]:
+    """The table of contents. Raises SiteError if a page of docs/ is missing in it, is there twice,
+    or does not exist."""
+    content = tomllib.loads((root / DOCS / "nav.toml").read_text())
+    sections = []
+    for one in content["section"]:
+        pages = tuple(
+            page.removeprefix("/") if page.startswith("/") else posixpath.join(DOCS, page)
+            for page in one["pages"]
+        )
+        titles = one.get("titles", {})
+        shown = zip(pages, one["pages"], strict=True)
+        sections.append(
+            Section(
+                one["title"], pages, {path: titles[page] for path, page in shown if page in titles}
+            )
+        )
+    strays = {
+        page for one in content["section"] for page in set(one.get("titles", {})) - {*one["pages"]}
+    }
+    named = [page for section in sections for page in section.pages]
+    written = {path.relative_to(root).as_posix() for path in (root / DOCS).rglob("*.md")}
+    problems = [
+        *(f"{page} is missing" for page in sorted(written - {FRONT_PAGE} - set(named))),
+        *(f"{page} is there twice" for page in sorted(set(named)) if named.count(page) > 1),
+        *(f"{page} has a title, and is not in that section" for page in sorted(strays)),
+        *(f"{page} does not exist" for page in named if not (root / page).is_file()),
+    ]
+    if problems:
+        raise SiteError(f"{DOCS}/nav.toml: {'; '.join(problems)}")
+    return sections
+
+
+def page_of(path: str) -> str:
+    """The site's page, as Markdown, that shows a file of the repository."""
+    if path == FRONT_PAGE:
+        return "index.md"
+    if path.startswith(f"{DOCS}/"):
+        return path.removeprefix(f"{DOCS}/")
+    page = posixpath.join(SOURCE, path)
+    return page if page.endswith(".md") else f"{page}.md"
+
+
+def links(root: Path, path: str, text: str) -> Iterator[tuple[re.Match[str], str]]:
+    """Links of a page to files of the repository: the match, and the file's path."""
+    for match in LINK.finditer(text):
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1]))
+        if not target.startswith("../") and (root / target).is_file():
+            yield match, target
+
+
+def shown_files(root: Path, sections: list[Section]) -> list[str]:
+    """All files that have a page: those of docs/, of the table of contents, and those to which they
+    link."""
+    waiting = [FRONT_PAGE, *(page for section in sections for page in section.pages)]
+    found = set(waiting)
+    while waiting:
+        path = waiting.pop()
+        if path.endswith(".md"):
+            for _, target in links(root, path, (root / path).read_text()):
+                if target not in found:
+                    found.add(target)
+                    waiting.append(target)
+    return sorted(found)
+
+
+def with_links(root: Path, path: str, text: str) -> str:
+    """A page whose links lead to pages of the site."""
+    folder = posixpath.dirname(page_of(path)) or "."
+    parts, end = [], 0
+    for match, target in links(root, path, text):
+        link = posixpath.relpath(page_of(target), folder)
+        parts += [text[end : match.start()], f"]({link}{match[2]})"]
+        end = match.end()
+    return "".join([*parts, text[end:]])
+
+
+def with_diagrams(text: str, page: Path, draw: Draw) -> str:
+    """A page with pictures in place of its diagrams. Writes these beside it."""
+
+    def drawn(match: re.Match[str]) -> str:
+        name = f"{page.stem}_{text.count('```mermaid', 0, match.start())}.svg"
+        (page.parent / name).write_text(draw(match[1]))
+        return f"![Diagram]({name})"
+
+    return DIAGRAM.sub(drawn, text)
+
+
+def as_markdown(root: Path, path: str) -> str:
+    """A file of the repository as a page."""
+    text = (root / path).read_text()
+    if path.endswith(".md"):
+        return NAMED_PARAGRAPH.sub(r"(\2)=\n\1", with_links(root, path, text))
+    language = LANGUAGES.get(Path(path).suffix, "docker" if "Dockerfile" in path else "text")
+    front = "" if path.startswith(f"{DOCS}/") else "---\norphan: true\n---\n\n"
+    return f"{front}# {path}\n\n````{language}\n{text.rstrip()}\n````\n"
+
+
+def entry(section: Section, page: str) -> str:
+    """A page's line in the table of contents."""
+    title = section.titles.get(page)
+    return f"{title} <{page_of(page)}>" if title else page_of(page)
+
+
+def table_of_contents(sections: list[Section]) -> str:
+    """The table of contents for the front page, in Sphinx' words."""
+    return "\n".join(
+        f"\n```{{toctree}}\n:hidden:\n:caption: {section.title}\n\n"
+        + "\n".join(entry(section, page) for page in section.pages)
+        + "\n```"
+        for section in sections
+    )
+
+
+def stage(root: Path, folder: Path, draw: Draw) -> int:
+    """Writes the pages as Sphinx gets them; returns their number. Raises SiteError."""
+    sections = read_nav(root)
+    listed = {page for section in sections for page in section.pages}
+    shutil.rmtree(folder, ignore_errors=True)
+    files = shown_files(root, sections)
+    for path in files:
+        page = folder / page_of(path)
+        page.parent.mkdir(parents=True, exist_ok=True)
+        text = with_diagrams(as_markdown(root, path), page, draw)
+        if path == FRONT_PAGE:
+            text += table_of_contents(sections)
+        elif path not in listed and not text.startswith("---"):
+            text = f"---\norphan: true\n---\n\n{text}"
+        page.write_text(text)
+    (folder / "_static").mkdir()
+    (folder / "_static" / "site.css").write_text(STYLE)
+    shutil.copy(root / DOCS / "conf.py", folder)
+    return len(files)
+
+
+def draw(diagram: str) -> str:
+    """SVG of a diagram in Mermaid's language."""
+    # Only the environment of `make docs` has it.
+    import mermaidx
+
+    return str(mermaidx.render(diagram).svg())
+
+
+def build(folder: Path, site: Path) -> int:
+    """Runs Sphinx; returns its exit status."""
+    shutil.rmtree(site, ignore_errors=True)
+    doctrees = folder.with_name("doctrees")
+    shutil.rmtree(doctrees, ignore_errors=True)
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    folders = ["-d", str(doctrees), str(folder), str(site)]
+    return subprocess.run([*command, *folders], check=False).returncode
+
+
+def main() -> int:
+    """Builds the site; returns 1 if something is wrong with the pages."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument(
+        "--root", type=Path, default=ROOT, help="the repository (default: this one)"
+    )
+    root: Path = parser.parse_args().root
+    pages = root / "build" / "docs"
+    try:
+        stage(root, pages, draw)
+    except SiteError as error:
+        print(f"site: {error}", file=sys.stderr)
+        return 1
+    return build(pages, root / "site")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
