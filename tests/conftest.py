@@ -1,7 +1,8 @@
 """Hypothesis profiles, chosen by HYPOTHESIS_PROFILE, and the order of test files.
 
-`ci` repeats itself and is short, `quick` is shorter (`make test-fast`), `thorough` explores, `hunt`
-explores too and doesn't shrink what it finds.
+`daily` repeats itself and is short (`make test`), `quick` is shorter (`make test-fast`), `ci` has
+twice as many examples (`make test-long`), `thorough` explores, `hunt` explores too and doesn't
+shrink what it finds.
 """
 
 import os
@@ -20,12 +21,15 @@ _COMMON = {
 settings.register_profile(
     "ci", max_examples=60, stateful_step_count=40, derandomize=True, **_COMMON
 )
+settings.register_profile(
+    "daily", settings.get_profile("ci"), max_examples=30, stateful_step_count=30
+)
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=8)
 settings.register_profile("thorough", max_examples=400, stateful_step_count=80, **_COMMON)
 settings.register_profile(
     "hunt", settings.get_profile("thorough"), phases=[Phase.explicit, Phase.generate]
 )
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "daily"))
 
 # Workers of a run share the cores. More threads of torch would wait for each other in loops: a test
 # of two seconds took forty-five.
@@ -49,10 +53,26 @@ LONGEST = (
 """Files that take longest, in this order; below them those that have slow tests."""
 
 
+CHOSEN = "_hypothesis_internal_use_settings"
+"""Where hypothesis keeps the settings of a test."""
+
+
+def _has_examples(item: pytest.Function) -> bool:
+    """Whether hypothesis makes its examples, as many as the profile says."""
+    own = item.cls if item.name == "runTest" else getattr(item, "obj", None)
+    chosen = getattr(own, "settings" if item.name == "runTest" else CHOSEN, None)
+    return getattr(chosen, "max_examples", 0) == settings.default.max_examples
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first, then those that have slow tests, so that no worker of `make
-    test` is left alone with a long one at the end. One worker keeps the order that it was given:
-    who names files without xdist wants the quick ones to fail first (`tools/mutate.py`)."""
+    """Marks tests whose examples the profile counts. Puts the longest files first, then those that
+    have slow tests, so that no worker of `make test` is left alone with a long one at the end. One
+    worker keeps the order that it was given: who names files without xdist wants the quick ones to
+    fail first (`tools/mutate.py`)."""
+    for item in items:
+        if isinstance(item, pytest.Function) and _has_examples(item):
+            item.add_marker("examples")
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     slow = {item.path for item in items if item.get_closest_marker("slow")}

@@ -12,7 +12,7 @@ import hotkv_sparse
 from hotkv.counters import SPARSE_COUNTERS
 from hotkv.errors import HotKVError
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.sparse.figures import LATENCY_BOUNDS_S, Latency, LayerFigures, LayerGrowth
+from hotkv_server.sparse.figures import LayerFigures, LayerGrowth
 from hotkv_server.sparse.selection import (
     KeptHotSet,
     PackedCentre,
@@ -276,13 +276,3 @@ def test_figures_are_per_engine_and_totals_never_fall() -> None:
     figures.drop("a")
     assert [engine for engine, _ in figures.rows()] == ["b"]
     assert [(row.layer_index, row.values[-1]) for row in figures.totals()] == [(0, 4.0), (3, 11.0)]
-
-
-def test_latencies_fall_into_buckets() -> None:
-    latency = Latency()
-    for seconds in (*LATENCY_BOUNDS_S, 5.0, 0.0):
-        latency.add(seconds)
-    assert (
-        latency.counts == [2, *[1] * (len(LATENCY_BOUNDS_S) - 1), 1]
-        and latency.count == len(LATENCY_BOUNDS_S) + 2
-    )

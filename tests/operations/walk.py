@@ -1,0 +1,370 @@
+"""An operator's walk, as that person would go: from `pip install` in an empty environment to a
+server that is watched, asked, killed, drained and upgraded under traffic. `make walk`.
+
+The server and the command line are those of a wheel of this tree in an environment of its own; the
+traffic is vLLM with a real model, from the project's environment. Prints each step with what came
+of it; ends with status 1 at the first that does not hold. Debian's prometheus and chromium take
+part where they are installed (`make programs`), else their steps say that they were left out.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from demo import prompts
+from demo.processes import ROOT, Engine, EngineSettings, ends_cleanly, prepare_model, runtime_folder
+from tests.deploy.prometheus_process import RULES, Prometheus
+from tests.server.test_health import free_port
+
+ARENA_BYTES = 256 << 20
+PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 6, 300, 4
+WAIT_S = 90.0
+FOR = "for: "
+
+
+class WalkError(Exception):
+    """A step that does not hold."""
+
+
+def expect(holds: bool, what: str) -> None:
+    """Raises WalkError."""
+    if not holds:
+        raise WalkError(what)
+
+
+def wait(holds: Callable[[], bool], what: str, seconds: float = WAIT_S) -> None:
+    """Raises WalkError when the time is up."""
+    deadline_s = time.monotonic() + seconds
+    while not holds():
+        expect(time.monotonic() < deadline_s, f"not within {seconds:g} s: {what}")
+        time.sleep(0.2)
+
+
+def say(step: str, came: str) -> None:
+    print(f"walk: {step}: {came}", flush=True)
+
+
+class Installed:
+    """A wheel of this tree in an empty environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bin = folder / "environment" / "bin"
+        began_s = time.monotonic()
+        subprocess.run([sys.executable, "-m", "venv", self.bin.parent], check=True)
+        build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder / "wheel")]
+        subprocess.run([*build, str(ROOT)], check=True, capture_output=True)
+        (self.wheel,) = (folder / "wheel").glob("*.whl")
+        self.pip(f"{self.wheel}[server]")
+        say("install", f"pip install {self.wheel.name}[server], {time.monotonic() - began_s:.0f} s")
+
+    def pip(self, *arguments: str) -> None:
+        subprocess.run([self.bin / "pip", "install", "-qq", *arguments], check=True)
+
+    def hotkv(self, *arguments: str, status: int | None = 0) -> str:
+        """The output of the command. Raises WalkError for another exit status than `status`."""
+        done = subprocess.run(
+            [self.bin / "hotkv", *arguments], capture_output=True, text=True, timeout=180
+        )
+        expect(
+            status in (None, done.returncode),
+            f"hotkv {' '.join(arguments)} ended with {done.returncode}: {done.stderr}",
+        )
+        return done.stdout
+
+
+class Service:
+    """The server as a service manager runs it: started again when it has ended."""
+
+    def __init__(self, installed: Installed, folder: Path) -> None:
+        self.installed, self.folder, self.port = installed, folder, free_port()
+        self.target = f"unix:{folder}/run/grpc.sock"
+        (folder / "run").mkdir(mode=0o700)
+        self.config = folder / "hotkv.toml"
+        self.config.write_text(
+            f'runtime_dir = "{folder}/run"\n'
+            f'[arena]\nbytes = {ARENA_BYTES}\ndir = "{folder}/arena"\n'
+            f"[http]\nport = {self.port}\n"
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [self.installed.bin / "hotkv-server", "run", "--config", str(self.config)],
+                stdout=log,
+                stderr=log,
+            )
+        wait(lambda: self.asks("/readyz") == 200, "the server is ready")
+
+    def ended(self, seconds: float = WAIT_S) -> int:
+        """The exit status."""
+        assert self._process is not None
+        return self._process.wait(seconds)
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait(60)
+
+    def asks(self, path: str) -> int:
+        """The status of a request; 0 if nobody answers."""
+        url = f"http://127.0.0.1:{self.port}{path}"
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as reply:
+            return int(reply.status)
+        return 0
+
+    def get(self, path: str) -> bytes:
+        url = f"http://127.0.0.1:{self.port}{path}"
+        with urllib.request.urlopen(url, timeout=10) as reply:
+            body: bytes = reply.read()
+            return body
+
+    def hotkv(self, *arguments: str, status: int | None = 0) -> str:
+        return self.installed.hotkv("--target", self.target, *arguments, status=status)
+
+
+class Traffic:
+    """Requests of an engine, one after the other, until told to stop. Each prompt must be answered
+    with the tokens of its first answer."""
+
+    def __init__(self, engine: Engine, model: Path) -> None:
+        self._engine = engine
+        self.prompts = [prompts.token_ids(model, seed, PROMPT_TOKENS) for seed in range(PROMPTS)]
+        self._expected: dict[int, tuple[int, ...]] = {}
+        self.num_requests = self.num_hits = 0
+        self.failures: list[str] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        number = 0
+        while not self._over.is_set():
+            at = number % len(self.prompts)
+            number += 1
+            try:
+                # So that hotkv has to help.
+                self._engine.reset_prefix_cache()
+                answer = self._engine.generate(self.prompts[at], ANSWER_TOKENS)
+            except Exception as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+                return
+            self.num_requests += 1
+            self.num_hits += answer.hit_tokens > 0
+            if self._expected.setdefault(at, answer.token_ids) != answer.token_ids:
+                self.failures.append(f"prompt {at} was answered otherwise than before")
+
+    @contextlib.contextmanager
+    def flowing(self) -> Iterator[None]:
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            self._thread.join(60)
+
+    def goes_on(self, what: str) -> None:
+        """Waits until some more requests are through. Raises WalkError if one has failed."""
+        before = self.num_requests
+        wait(lambda: self.num_requests >= before + 3 or bool(self.failures), what)
+        expect(not self.failures, "; ".join(self.failures))
+
+    def hits_again(self, what: str) -> None:
+        before = self.num_hits
+        wait(lambda: self.num_hits > before or bool(self.failures), what)
+        expect(not self.failures, "; ".join(self.failures))
+
+
+def look(service: Service) -> None:
+    """What somebody looks at first."""
+    findings = json.loads(service.hotkv("doctor", "--json", status=None))
+    say("doctor", f"{len(findings)} findings")
+    top = service.hotkv("top", "--count", "1", "--interval", "0.5")
+    expect("host" in top and "tokens/s" in top, f"top shows no tier or engine: {top}")
+    say("top", top.splitlines()[1].strip())
+    savings = service.hotkv("savings")
+    expect("saved" in savings, savings)
+    say("savings", savings.splitlines()[1])
+    status = json.loads(service.get("/api/v1/status"))
+    page = service.get("/").decode()
+    expect("<title>" in page and len(page) <= 150_000, "the page is missing or too large")
+    say("page", f"{len(page) / 1000:.0f} KB; API with {', '.join(list(status)[:6])}, …")
+    browser = shutil.which("chromium")
+    if browser is None:
+        say("browser", "left out: no chromium here")
+        return
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000"]
+    url = f"http://127.0.0.1:{service.port}/"
+    shown = subprocess.run(
+        [browser, *flags, "--dump-dom", url], capture_output=True, text=True, timeout=120
+    ).stdout
+    expect("host" in shown, "the browser shows no tier")
+    say("browser", f"{len(shown) / 1000:.0f} KB of page with figures")
+
+
+def explain(service: Service, traffic: Traffic) -> None:
+    """Why a prompt misses: four kinds, beside one that hits."""
+
+    def verdicts(tokens: list[int]) -> set[str]:
+        spaces = json.loads(service.hotkv("explain", "--json", *map(str, tokens)))
+        return {block["verdict"] for space in spaces for block in space["blocks"]}
+
+    known, absent, gone, flushed, short = (
+        traffic.prompts[0],
+        list(range(1000, 1000 + PROMPT_TOKENS)),
+        traffic.prompts[1],
+        traffic.prompts[2],
+        traffic.prompts[3][:5],
+    )
+    wait(lambda: "ready" in verdicts(known), "a prompt is there")
+    found = {"there": verdicts(known), "never stored": verdicts(absent)}
+    expect(found["never stored"] == {"never stored"}, f"{found}")
+    spaces = json.loads(service.hotkv("explain", "--json", *map(str, gone)))
+    hashes = [block["block_hash"] for block in spaces[0]["blocks"] if block["verdict"] == "ready"]
+    number = str(spaces[0]["key_space_id"])
+    service.hotkv("evict", "--key-space", number, *hashes)
+    found["evicted"] = verdicts(gone)
+    expect("evicted" in found["evicted"], f"{found}")
+    service.hotkv("flush", "--key-space", number)
+    found["flushed"] = verdicts(flushed)
+    expect("ready" not in found["flushed"], f"{found}")
+    shown = service.hotkv("explain", *map(str, short))
+    expect("block" in shown, shown)
+    found["shorter than a block"] = verdicts(short)
+    say("explain", "; ".join(f"{kind}: {', '.join(sorted(v)) or '-'}" for kind, v in found.items()))
+
+
+@contextlib.contextmanager
+def watched(service: Service, folder: Path) -> Iterator[Prometheus | None]:
+    """A Prometheus with hotkv's rules, which wait for seconds instead of minutes."""
+    if shutil.which("prometheus") is None:
+        say("prometheus", "left out: no prometheus here")
+        yield None
+        return
+    rules = folder / "rules.yml"
+    lines = RULES.read_text().splitlines()
+    rules.write_text(
+        "\n".join(
+            f"{line.partition(FOR)[0]}{FOR}1s" if line.strip().startswith(FOR) else line
+            for line in lines
+        )
+    )
+    watching = Prometheus(folder, service.port, rules)
+    try:
+        wait(watching.is_ready, "Prometheus answers")
+        wait(lambda: watching.values('up{job="hotkv"}') == [1.0], "Prometheus sees the server")
+        say("prometheus", "scrapes the server, with hotkv's rules")
+        yield watching
+    finally:
+        watching.close()
+
+
+def alert(service: Service, traffic: Traffic, watching: Prometheus | None) -> None:
+    """A server that is killed fires an alert, which resolves when it is back."""
+
+    def firing() -> set[str]:
+        assert watching is not None
+        found = watching.ask("alerts")["alerts"]
+        return {a["labels"]["alertname"] for a in found if a["state"] == "firing"}
+
+    os.kill(service.pid, signal.SIGKILL)
+    service.ended()
+    if watching is not None:
+        wait(lambda: "HotKVDown" in firing(), "the alert fires")
+    traffic.goes_on("requests are answered while the server is dead")
+    service.start()
+    if watching is not None:
+        wait(lambda: "HotKVDown" not in firing(), "the alert resolves")
+    traffic.hits_again("requests hit again")
+    fired = "HotKVDown fired and resolved; " if watching is not None else ""
+    say("kill -9", f"{fired}engines went on, and hit again after the restart")
+
+
+def upgrade(service: Service, traffic: Traffic) -> None:
+    """Drain, install over the old version, start: nobody notices but the cache is kept."""
+    before = json.loads(service.hotkv("status", "--json"))
+    service.hotkv("drain")
+    expect(service.ended() == 0, "a drained server ends with status 0")
+    service.installed.pip("--force-reinstall", "--no-deps", str(service.installed.wheel))
+    traffic.goes_on("requests are answered while the server is upgraded")
+    service.start()
+    after = json.loads(service.hotkv("status", "--json"))
+    expect(after["epoch"] == before["epoch"], "the cache was lost")
+    traffic.hits_again("requests hit again")
+    blocks = sum(space["block_count"] for space in after["key_spaces"])
+    say("upgrade", f"drained, reinstalled, started; the cache is kept ({blocks} blocks)")
+
+
+def reload(service: Service) -> None:
+    """A setting that changes while it runs."""
+    service.config.write_text('log_level = "debug"\n' + service.config.read_text())
+    os.kill(service.pid, signal.SIGHUP)
+    log = service.folder / "log"
+    wait(lambda: "settings reloaded changed=log_level" in log.read_text(), "the settings are read")
+    say("reload", "log_level = debug without a restart")
+
+
+def walk(folder: Path, shared_memory: Path) -> None:
+    """All of it. Raises WalkError."""
+    installed = Installed(folder)
+    bench = json.loads(installed.hotkv("bench", "--seconds", "3", "--arena-mib", "256", "--json"))
+    load = next(row for row in bench["rows"] if row["what"] == "load")
+    say("bench", f"loads {load['value']:.1f} {load['unit']}; {load['means']}")
+    service = Service(installed, shared_memory)
+    model = prepare_model()
+    with contextlib.ExitStack() as stack:
+        stack.callback(service.stop)
+        service.start()
+        say("start", f"ready, {service.target}")
+        engine = stack.enter_context(
+            Engine("vllm", EngineSettings(str(model), service.target), folder)
+        )
+        engine.wait_ready()
+        traffic = Traffic(engine, model)
+        with traffic.flowing():
+            traffic.goes_on("requests are answered")
+            traffic.hits_again("requests hit")
+            look(service)
+            explain(service, traffic)
+            with watched(service, folder) as watching:
+                alert(service, traffic, watching)
+                upgrade(service, traffic)
+            reload(service)
+        expect(not traffic.failures, "; ".join(traffic.failures))
+        say("traffic", f"{traffic.num_requests} requests, {traffic.num_hits} hits, 0 failed")
+
+
+def main() -> int:
+    """Command line."""
+    with (
+        ends_cleanly(),
+        tempfile.TemporaryDirectory(prefix="hotkv-walk-") as folder,
+        runtime_folder(ARENA_BYTES + (1 << 29)) as shared_memory,
+    ):
+        try:
+            walk(Path(folder), shared_memory)
+        except (WalkError, subprocess.SubprocessError) as error:
+            print(f"walk: {error}", file=sys.stderr)
+            log = shared_memory / "log"
+            if log.exists():
+                print("\n".join(log.read_text().splitlines()[-15:]), file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
