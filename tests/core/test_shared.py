@@ -1,6 +1,7 @@
 """A tier that places by itself, in the core, beside one below: blocks are copied out and come in
 while all that `test_lower` does goes on, and the store forgets what it likes."""
 
+import contextlib
 from typing import Any
 
 import hypothesis.strategies as st
@@ -33,9 +34,21 @@ class SharedMachine(LowerMachine):
             self.core.copies.append(self._copies)
         return self._copies
 
-    @rule(num_bytes=st.integers(0, 1 << 16), lane=st.integers(0, OLD + MAX_TRIES))
-    def begin_out(self, num_bytes: int, lane: int) -> None:
-        for move in self.copies.begin(self.copies.take(num_bytes, lane), lane):
+    @precondition(lambda self: self.copies.num_waiting)
+    @rule(num_bytes=st.integers(0, 1 << 16), is_flushed=st.booleans(), data=st.data())
+    def begin_out(self, num_bytes: int, is_flushed: bool, data: st.DataObject) -> None:
+        """`is_flushed`: the first block's key space is being flushed; its blocks wait again."""
+        lanes = [lane for lane, waiting in enumerate(self.copies.lanes) if len(waiting)]
+        lane = data.draw(st.sampled_from(lanes))
+        taken = self.copies.take(num_bytes, lane)
+        key_spaces = self.core.space.index.key_spaces(taken).tolist()
+        flushed = key_spaces[0] if is_flushed and key_spaces else 0
+        held, before = np.array(key_spaces) == flushed, len(self.copies.lanes[lane])
+        with self.core.moves.stopped(flushed) if flushed else contextlib.nullcontext():
+            moves = self.copies.begin(taken, lane)
+        assert sum(map(len, moves)) == (~held).sum()
+        assert len(self.copies.lanes[lane]) == before + held.sum()
+        for move in moves:
             self.lanes[move.number] = lane
             offsets = self.core.space.index.offsets(move.entries).tolist()
             self.going.append((move, [self.slots[offset] for offset in offsets], offsets))

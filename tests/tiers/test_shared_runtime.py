@@ -13,6 +13,7 @@ import pytest
 
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.copies import STORED
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import CoreConfig, HashList
@@ -236,6 +237,26 @@ def test_a_flush_counts_though_the_store_is_away() -> None:
             assert not any(await a.leased(BLOCKS))
             await until(lambda: b.num_flushed_here == 1, "the flush was not heard of")
             assert not any(await b.leased(BLOCKS))
+
+    asyncio.run(run())
+
+
+def test_what_is_stored_while_a_flush_is_told_is_copied_after_it() -> None:
+    """Its epoch is not known yet as its copy begins."""
+
+    async def run() -> None:
+        async with nodes() as (a, b):
+            a.put(BLOCKS)
+            await a.until_copied(6)
+            a.tiers.begin_flush(1)
+            flush(a.core, 1)
+            a.put([20])
+            stored_here = a.shared.out._copies.lanes[STORED]
+            await until(lambda: not len(stored_here), "its copy does not begin")
+            await a.tiers.end_flush(a.fingerprint)
+            await a.until_copied(7)
+            assert a.shared.out.num_refused == 0
+            assert await b.leased([20]) == [True]
 
     asyncio.run(run())
 

@@ -64,11 +64,14 @@ class Copies:
         return taken[np.sort(np.unique(taken, return_index=True)[1])]
 
     def begin(self, entries: Entries, lane: int = STORED) -> list[Move]:
-        """Begins to copy ready blocks; a move for each key space whose blocks may move."""
+        """Begins to copy ready blocks; a move for each key space whose blocks may move. Those of
+        the others wait again."""
         moves, key_spaces = [], self._host.index.key_spaces(entries)
         for key_space_id in np.unique(key_spaces).tolist():
-            if self._moves.may_begin(key_space_id):
-                mine = entries[key_spaces == key_space_id]
+            mine = entries[key_spaces == key_space_id]
+            if not self._moves.may_begin(key_space_id):
+                self.lanes[lane].add(mine)
+            else:
                 self._host.index.pin(mine, 1)
                 number, none = self._moves.next_number(), np.empty(0, np.uint32)
                 moves.append(self._moves.add(number, key_space_id, False, mine, none))

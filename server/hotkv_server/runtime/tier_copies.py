@@ -165,28 +165,28 @@ class TierCopies:
         values."""
         num_bytes = int(self._core.space.index.slot_bytes(move.entries).sum())
         self._out_bytes += num_bytes
-        codes, has_failed = np.zeros(len(move), np.uint8), None
+        codes = np.zeros(len(move), np.uint8)
         try:
             if lane != STORED:
                 codes[:] = await self._probed(move)
             at = np.flatnonzero(codes == 0)
-            good = await agreeing(self._core, self._verifier, move.entries[at], tell)
+            at = at[await agreeing(self._core, self._verifier, move.entries[at], tell)]
             # Last: a flush may have begun meanwhile.
-            if await self._epochs.learn(move.key_space_id, time.monotonic() + LEARN_S):
-                at = at[good & ~move.is_void[at]]
-                if len(at):
-                    codes[at] = await self._written(move, at)
-                has_failed = codes == Write.FAILED
+            if not await self._epochs.learn(move.key_space_id, time.monotonic() + LEARN_S):
+                codes[at] = Write.FAILED
+            elif len(at := at[~move.is_void[at]]):
+                codes[at] = await self._written(move, at)
                 is_new = np.isin(codes[at], (Write.STORED, Write.PRESENT)) & ~move.is_void[at]
                 self.on_ready(move.entries[at[is_new]], Medium.REMOTE, self._name)
         finally:
             self._out_bytes -= num_bytes
+            has_failed = codes == Write.FAILED
             num_given_up = self._copies.end(move, has_failed)
-        if has_failed is not None and has_failed.any():
+        if has_failed.any():
             self._wait_with_old(AGAIN_S * 2 ** max(0, lane - OLD))
         is_there = np.isin(codes, (Write.STORED, Write.PRESENT))
         self.num_copied += int(is_there.sum())
-        num_again = 0 if has_failed is None else int(has_failed.sum()) - num_given_up
+        num_again = int(has_failed.sum()) - num_given_up
         self.num_refused += len(move) - int(is_there.sum()) - num_again
 
     async def _probed(self, move: Move) -> Codes:
