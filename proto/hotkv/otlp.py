@@ -103,7 +103,7 @@ class OtlpSink:
         return ReadableSpan(
             span.name,
             _context(span.context, is_remote=False),
-            None if span.parent is None else _context(span.parent, is_remote=True),
+            None if span.parent is None else _context(span.parent, is_remote=span.is_parent_remote),
             self._resource,
             span.attributes,
             kind=_KINDS[span.kind],
