@@ -15,6 +15,10 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTracePartialSuccess,
+    ExportTraceServiceResponse,
+)
 
 from demo.processes import Server, runtime_folder
 from hotkv import otlp
@@ -29,7 +33,7 @@ from hotkv_server.runtime.tracing import Tracing
 from hotkv_server.settings import Settings, load_settings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.preflight import check_start
-from hotkv_server.startup.tracing import check_tracing
+from hotkv_server.startup.tracing import check_tracing, open_tracing
 from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.server.support import hashes
 from tests.server.test_life import wait_until
@@ -274,6 +278,74 @@ def test_a_collector_that_is_away_costs_spans_and_two_lines(
         assert (made.num_failed, made.num_exported, len(one.spans)) == (6, 2, 2)
     said = [record.getMessage() for record in caplog.records if record.name == "tests.tracing"]
     assert len(said) == 2 and "takes no spans" in said[0] and "again" in said[1]
+    assert "code: 400" in said[0]
+    # The SDK's own lines, one or more a batch.
+    assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
+    logging.getLogger("opentelemetry.exporter").warning("somebody else's")
+    assert caplog.records[-1].getMessage() == "somebody else's"
+
+
+def refusing(num_spans: int) -> bytes:
+    refused = ExportTracePartialSuccess(rejected_spans=num_spans, error_message="too old")
+    return ExportTraceServiceResponse(partial_success=refused).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "headers", "exported", "said"),
+    [
+        (200, refusing(2), {"content-type": "application/x-protobuf"}, 1, "not all spans"),
+        (200, refusing(3), {"content-type": "application/x-protobuf"}, 0, "too old"),
+        (302, b"", {"location": "/login"}, 0, "302, a redirection"),
+        (301, b"", {"location": "/v1/traces/"}, 0, "301, a redirection"),
+        (413, b"", {}, 0, "code: 413"),
+        (429, b"", {"retry-after": "3600"}, 0, "Failed to export"),
+        (200, b"\xff\x00<html>", {"content-type": "application/x-protobuf"}, 3, ""),
+        (200, b"<html>", {"content-type": "text/html"}, 3, ""),
+        (200, b"", {}, 3, ""),
+    ],
+)
+def test_only_what_a_collector_has_taken_counts_as_exported(
+    sink: Callable[..., otlp.OtlpSink],
+    caplog: pytest.LogCaptureFixture,
+    status: int,
+    answer: bytes,
+    headers: dict[str, str],
+    exported: int,
+    said: str,
+) -> None:
+    with OtlpReceiver() as one:
+        one.status, one.answer, one.answer_headers = status, answer, headers
+        made = sink(one.url)
+        end_spans(SpanLog(made), 3)
+        made.flush()
+        assert (made.num_exported, made.num_failed) == (exported, 3 - exported)
+        assert len(one.paths) == 1
+    lines = [r.getMessage() for r in caplog.records if r.name == "tests.tracing"]
+    assert [said in line for line in lines] == ([True] if said else [])
+
+
+def test_an_exporter_ends_when_no_thread_can_be_made_any_more(
+    sink: Callable[..., otlp.OtlpSink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the end of an interpreter, from Python 3.12 on."""
+    with OtlpReceiver() as one:
+        made = sink(one.url)
+        end_spans(SpanLog(made), 1)
+
+        start = threading.Thread.start
+
+        def ended(thread: threading.Thread) -> None:
+            if threading.current_thread() is threading.main_thread():
+                raise RuntimeError("can't create new thread at interpreter shutdown")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", ended)
+        made.flush()
+        assert len(one.spans) == 1
+        end_spans(SpanLog(made), 1)
+        made.close()
+        monkeypatch.undo()
+        assert len(one.spans) == 2
 
 
 def test_a_slow_collector_fills_a_bounded_queue_and_nobody_waits(
@@ -448,12 +520,21 @@ def test_a_missing_package_is_said_before_the_start(monkeypatch: pytest.MonkeyPa
         check_tracing(settings_of("--tracing.endpoint", "http://127.0.0.1:1"))
 
 
+def test_a_missing_package_for_grpc_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    with pytest.raises(StartError, match="pip install opentelemetry-exporter-otlp-proto-grpc"):
+        open_tracing(settings_of("--tracing.endpoint", "env").tracing)
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (("--tracing.endpoint", "collector:4317"), "http:// or https://"),
         (("--tracing.endpoint", "http://far:1", "--tracing.headers-file", "/x"), "insecure"),
         (("--tracing.endpoint", "env", "--tracing.headers-file", "/x"), "OTLP_HEADERS"),
+        (("--tracing.endpoint", "https://me:secret@far"), "headers_file"),
         (("--tracing.sample-ratio", "2"), "less than or equal to 1"),
     ],
 )
@@ -501,3 +582,18 @@ def test_a_server_without_its_collector_serves_and_stops_at_once() -> None:
             one.engine.close()
             wait_until(lambda: counter(server.target, "trace_spans_failed_total") > 0)
         assert server.log.read_text().count("takes no spans") == 1
+
+
+def test_a_server_with_a_collector_that_hangs_ends() -> None:
+    with runtime_folder(64 << 20) as folder, socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        flags = ("--tracing.endpoint", endpoint, "--tracing.sample-ratio", "1")
+        server = Server(folder, "16MiB", *flags)
+        with server:
+            server.wait_ready()
+            one = Request(server.target)
+            one.store(hashes(2))
+            asking, _ = silent.accept()
+            one.engine.close()
+        asking.close()
+        assert "hotkv_server.daemon stopped" in server.log.read_text()

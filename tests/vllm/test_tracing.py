@@ -232,6 +232,9 @@ def test_wrong_settings_and_a_missing_package_say_what_to_do(
     for setting, value in (("tracing", "collector:4317"), ("tracing_sample_ratio", 2)):
         with pytest.raises(ConfigError, match=f"hotkv.{setting} = {value!r}: allowed"):
             ConnectorConfig.from_extra_config({f"hotkv.{setting}": value})
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_HEADERS") as refused:
+        ConnectorConfig.from_extra_config({"hotkv.tracing": "https://me:secret@far"})
+    assert "secret" not in str(refused.value)
     config = ConnectorConfig.from_extra_config({"hotkv.tracing": "http://127.0.0.1:1"})
     monkeypatch.setitem(sys.modules, "hotkv.otlp", None)
     with pytest.raises(ConfigError, match=r"pip install 'hotkv\[otel\]'"):
