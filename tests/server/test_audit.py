@@ -13,7 +13,8 @@ import grpc
 import pytest
 
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, warm_pb2, warm_pb2_grpc
-from hotkv_server.rpc.audit import MAX_REFUSED_PER_S, AuditLog
+from hotkv_server.rpc import audit as audit_module
+from hotkv_server.rpc.audit import MAX_REFUSED_PER_S, AuditLog, arguments
 from hotkv_server.rpc.guests import Guests
 from hotkv_server.rpc.interceptor import EdgeInterceptor
 from hotkv_server.rpc.throttle import LineBound, Pace
@@ -64,6 +65,33 @@ def test_calls_that_are_not_let_in_fill_no_disk(tmp_path: Path) -> None:
     assert strangers < 1000
     assert strangers + sum(line.get("left_out", 0) for line in written) == 2000
     assert sum(line.get("who") == "admin" for line in written) == 2 * MAX_REFUSED_PER_S
+
+
+def test_a_full_disk_keeps_no_server_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What could not be written is still to be written when the file is closed."""
+    monkeypatch.setattr(
+        audit_module, "_open_private", lambda path, flags: os.open("/dev/full", os.O_WRONLY)
+    )
+    path = tmp_path / "audit.jsonl"
+    audit = AuditLog("all", path)
+    for _ in range(3):
+        audit.note(EVICT, Peer("somebody"), REQUEST, "ok")
+    audit.close()
+    assert caplog.text.count("can't be written") == 1 and caplog.text.count("somebody") == 3
+
+
+def test_lines_of_the_log_are_there_whatever_its_level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("ERROR")
+    caplog.handler.setLevel(0)
+    AuditLog("all").note(EVICT, Peer("somebody"), REQUEST, "ok")
+    assert caplog.text.count("somebody") == 1
+
+
+def test_what_is_no_number_in_json_is_a_text() -> None:
+    found = arguments(admin_pb2.GetSavingsRequest(since_s=float("nan")))
+    json.dumps(found, allow_nan=False)
 
 
 def test_lines_are_bounded_by_the_second() -> None:

@@ -493,6 +493,20 @@ def test_an_audit_file_that_was_rotated_is_made_anew(running: Reloading) -> None
     assert len(running.audited()) == 1
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_odd_text_is_one_line_of_json_in_any_locale(encoding: str) -> None:
+    code = (
+        "import logging; from hotkv_server import logs; logs.set_up('info', 'json');"
+        "logging.info('caf\\xe9 \\U0001f600 \\u2028 \\x85 %s', 'a\\nb\\udc80')"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, check=True, timeout=60
+    )
+    (line,) = done.stderr.decode().splitlines()
+    assert json.loads(line)["message"] == "caf\xe9 \U0001f600 \u2028 \x85 a\nb\udc80"
+
+
 def test_each_line_of_the_log_is_json(running: Reloading) -> None:
     for line in running.server.log.read_text().splitlines():
         fields = json.loads(line)
