@@ -11,9 +11,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from demo.processes import Server, runtime_folder
@@ -30,6 +32,7 @@ from hotkv_client import Credentials, GroupHashes, LinkState, cli
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.testing import PagedEngine
+from hotkv_server.core.write_gate import DAY_S, SLOT_S, WriteGate
 from hotkv_server.settings import Settings
 from hotkv_server.startup.reload import Reloader, differing
 from tests.server.certificates import Authority
@@ -295,6 +298,44 @@ def notified(path: Path) -> Iterator[Callable[[], list[str]]]:
             return words
 
         yield told
+
+
+def test_what_the_write_gate_knows_outlives_a_reload(tmp_path: Path) -> None:
+    """Other settings leave it alone; another budget counts what was written."""
+    text = {"runtime_dir": str(tmp_path), "security": {"tenants": []}}
+    disk = {"path": str(tmp_path / "tier"), "bytes": "32MiB", "write_gb_per_day": 1}
+
+    def settings(**more: Any) -> Settings:
+        return Settings.model_validate({**text, "tiers": {"disk": {**disk, **more}}})
+
+    gate = WriteGate(settings().tiers.write_bytes_per_day, 100)
+    seen = np.arange(4, dtype=np.uint64) | np.uint64(7 << 33)
+    gate._remember(seen)
+    gate.add(600_000_000, 0.0)
+    wanted = [settings()]
+    lower = SimpleNamespace(down=SimpleNamespace(gate=gate))
+    node: Any = SimpleNamespace(core=SimpleNamespace(lower=lower, draining=False))
+    rpc = SimpleNamespace(
+        pace=SimpleNamespace(set_rate=lambda per_s: None), audit=SimpleNamespace(covers="")
+    )
+    listeners: Any = SimpleNamespace(
+        rpc=rpc, access=SimpleNamespace(), descriptors=SimpleNamespace()
+    )
+    reloader = Reloader(lambda: wanted[0], settings(), node, listeners)
+
+    wanted[0] = settings().model_copy(update={"drain_timeout_s": 7.0, "policy": "lru"})
+    assert reloader() and reloader() and reloader.drain_timeout_s == 7.0
+    assert gate._is_remembered(seen).all() and gate.left_bytes(1.0) == 400_000_000
+    wanted[0] = settings(write_gb_per_day=2)
+    assert reloader() and gate.left_bytes(1.0) == 1_400_000_000
+    wanted[0] = settings(write_gb_per_day=0.5)
+    assert reloader() and gate.left_bytes(1.0) == 0
+    assert gate.left_bytes(DAY_S + SLOT_S) == 500_000_000
+    # Settings that are refused change nothing of it.
+    gate._remember(seen)
+    wanted[0] = settings(write_gb_per_day=3).model_copy(update={"runtime_dir": Path("/proc/none")})
+    assert not reloader()
+    assert gate.budget_bytes == 500_000_000 and gate._is_remembered(seen).all()
 
 
 def test_a_defect_while_reloading_is_logged_and_raises_nothing(
