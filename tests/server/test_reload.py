@@ -302,7 +302,7 @@ def notified(path: Path) -> Iterator[Callable[[], list[str]]]:
 
 def test_what_the_write_gate_knows_outlives_a_reload(tmp_path: Path) -> None:
     """Other settings leave it alone; another budget counts what was written."""
-    text = {"runtime_dir": str(tmp_path), "security": {"tenants": []}}
+    text: dict[str, Any] = {"runtime_dir": str(tmp_path)}
     disk = {"path": str(tmp_path / "tier"), "bytes": "32MiB", "write_gb_per_day": 1}
 
     def settings(**more: Any) -> Settings:
@@ -333,7 +333,8 @@ def test_what_the_write_gate_knows_outlives_a_reload(tmp_path: Path) -> None:
     assert gate.left_bytes(DAY_S + SLOT_S) == 500_000_000
     # Settings that are refused change nothing of it.
     gate._remember(seen)
-    wanted[0] = settings(write_gb_per_day=3).model_copy(update={"runtime_dir": Path("/proc/none")})
+    text["security"] = {"audit_file": str(tmp_path / "none" / "audit.jsonl")}
+    wanted[0] = settings(write_gb_per_day=3)
     assert not reloader()
     assert gate.budget_bytes == 500_000_000 and gate._is_remembered(seen).all()
 
