@@ -65,6 +65,20 @@ Sessions.__init__ = slowed
 from hotkv_server.cli import main
 sys.exit(main())
 """
+CHANGED_AT_THE_START = """
+import os, pathlib, signal, sys
+from hotkv_server import daemon
+load_kernels = daemon.load_kernels
+def changed(settings):
+    path = pathlib.Path(sys.argv[sys.argv.index("--config") + 1])
+    path.write_text("drain_timeout_s = 7")
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGHUP)
+    load_kernels(settings)
+daemon.load_kernels = changed
+from hotkv_server.cli import main
+sys.exit(main())
+"""
 BLOCK_BYTES = 2 * 4096
 """Of a PagedEngine."""
 
@@ -337,6 +351,44 @@ def test_what_the_write_gate_knows_outlives_a_reload(tmp_path: Path) -> None:
     wanted[0] = settings(write_gb_per_day=3)
     assert not reloader()
     assert gate.budget_bytes == 500_000_000 and gate._is_remembered(seen).all()
+
+
+def test_what_is_asked_while_it_starts_is_done_when_it_has() -> None:
+    """The settings had been read by then; whoever changed them asks once."""
+    with runtime_folder(64 << 20) as folder:
+        config = folder / "hotkv.toml"
+        config.write_text("drain_timeout_s = 6")
+        command = (sys.executable, "-c", CHANGED_AT_THE_START, "run")
+        with Server(folder, "16MiB", "--config", str(config), command=command) as server:
+            server.wait_ready()
+            wait_until(lambda: "reloaded changed=drain_timeout_s" in server.log.read_text())
+            assert server.log.read_text().count("settings reloaded") == 1
+
+
+def test_reloads_one_after_the_other_and_while_it_drains_do_no_harm() -> None:
+    with runtime_folder(64 << 20) as folder:
+        config = folder / "hotkv.toml"
+        config.write_text("drain_timeout_s = 6")
+        with Server(folder, "16MiB", "--config", str(config)) as server:
+            server.wait_ready()
+            engine = PagedEngine(server.target).connect()
+            for _ in range(20):
+                os.kill(server.pid, signal.SIGHUP)
+            config.unlink()
+            os.kill(server.pid, signal.SIGHUP)
+            wait_until(lambda: "there is no file" in server.log.read_text())
+            held = engine.session
+            blocks = store(engine)
+            assert held.acquire("held", [GroupHashes(0, blocks)], 600).result(5).pinned[0].all()
+            os.kill(server.pid, signal.SIGTERM)
+            wait_until(lambda: "draining timeout_s=6.0" in server.log.read_text())
+            config.write_text("drain_timeout_s = 1")
+            os.kill(server.pid, signal.SIGHUP)
+            wait_until(lambda: "reloaded changed=drain_timeout_s" in server.log.read_text())
+            held.release("held")
+            engine.close()
+        text = server.log.read_text()
+        assert "hotkv_server.daemon stopped" in text and "Traceback" not in text
 
 
 def test_a_defect_while_reloading_is_logged_and_raises_nothing(
