@@ -1,5 +1,5 @@
-"""SIGHUP while the server starts, several times and while it drains; what of the write gate outlives
-a reload; odd text in JSON lines. `test_reload` has what a reload changes."""
+"""SIGHUP while the server starts, several times and while it drains; what of the write gate
+outlives a reload; odd text in JSON lines. `test_reload` has what a reload changes."""
 
 import json
 import os
