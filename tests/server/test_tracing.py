@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import numpy as np
@@ -28,6 +30,7 @@ from hotkv.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_client import BlockRun, GroupHashes, LoadRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_server.rpc import calls, traced_calls
 from hotkv_server.runtime import tracing
 from hotkv_server.runtime.tracing import Tracing
 from hotkv_server.settings import Settings, load_settings
@@ -279,7 +282,6 @@ def test_a_collector_that_is_away_costs_spans_and_two_lines(
     said = [record.getMessage() for record in caplog.records if record.name == "tests.tracing"]
     assert len(said) == 2 and "takes no spans" in said[0] and "again" in said[1]
     assert "code: 400" in said[0]
-    # The SDK's own lines, one or more a batch.
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
     logging.getLogger("opentelemetry.exporter").warning("somebody else's")
     assert caplog.records[-1].getMessage() == "somebody else's"
@@ -466,11 +468,16 @@ def test_blocks_of_traced_stores_are_remembered_within_a_bound(
     books = Tracing(SpanLog(ListSink()))
     words = np.random.default_rng(1).integers(0, 1 << 32, (12, 8), np.uint32)
     one, other = TraceContext(1, 1), TraceContext(2, 2)
-    books.stored(one, words[:6])
-    books.stored(other, words[6:12])
+    books.stored(one, [words[:6]])
+    books.stored(other, [words[6:12]])
     spans = books.begin_writes(words, "disk")
     found = {span.parent: span.attributes["hotkv.blocks"] for span in spans}
     assert found == {one: 2, other: 6}
+    # Of one store no more than so many, in however many runs they come.
+    monkeypatch.setattr(tracing, "MAX_BLOCKS_OF_STORE", 5)
+    books.stored(one, [words[:2], words[2:4], words[4:8], words[8:]])
+    assert [s.attributes["hotkv.blocks"] for s in books.begin_writes(words[:5], "disk")] == [5]
+    assert {s.parent for s in books.begin_writes(words[5:], "disk")} == {other}
     monkeypatch.setattr(time, "monotonic", lambda: 1e9)
     assert not books.begin_writes(words, "disk")
 
@@ -504,11 +511,6 @@ def test_without_the_setting_nothing_of_opentelemetry_is_imported(tmp_path: Path
 
 
 def test_without_the_setting_calls_are_those_of_the_module() -> None:
-    from types import SimpleNamespace
-    from typing import Any
-
-    from hotkv_server.rpc import calls, traced_calls
-
     node: Any = SimpleNamespace(tracing=None)
     assert traced_calls.calls_of(node) is calls
 
@@ -588,12 +590,11 @@ def test_a_server_with_a_collector_that_hangs_ends() -> None:
     with runtime_folder(64 << 20) as folder, socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         flags = ("--tracing.endpoint", endpoint, "--tracing.sample-ratio", "1")
-        server = Server(folder, "16MiB", *flags)
-        with server:
+        with Server(folder, "16MiB", *flags) as server:
             server.wait_ready()
             one = Request(server.target)
             one.store(hashes(2))
-            asking, _ = silent.accept()
+            silent.settimeout(20)
+            _asking = silent.accept()
             one.engine.close()
-        asking.close()
         assert "hotkv_server.daemon stopped" in server.log.read_text()
