@@ -490,7 +490,6 @@ def settings_of(*flags: str) -> Settings:
 
 
 def test_without_the_setting_nothing_of_opentelemetry_is_imported(tmp_path: Path) -> None:
-    """The whole start of a real server, the export and calls included."""
     code = (
         "import sys, threading, time, os, signal\n"
         "from hotkv_server.cli import main\n"
@@ -504,6 +503,7 @@ def test_without_the_setting_nothing_of_opentelemetry_is_imported(tmp_path: Path
         "main()\n"
     )
     flags = ["run", "--runtime-dir", str(tmp_path), "--arena.bytes", "16MiB", "--http.port", "-1"]
+    flags += ["--arena.keep", "false"]
     done = subprocess.run(
         [sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=60
     )
