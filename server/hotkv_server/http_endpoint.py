@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import ipaddress
+import logging
 import socket
 import threading
 import time
@@ -21,6 +22,8 @@ from hotkv_server.pages.replies import Reply, Request
 from hotkv_server.pages.routes import Routes
 from hotkv_server.runtime.node import Node
 from hotkv_server.security.page_access import PageAccess
+
+log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 2.0
 CONNECTION_S = 10.0
@@ -67,8 +70,9 @@ class _Connection(asyncio.Protocol):
         self._server.closed(self)
 
     @property
-    def has_asked(self) -> bool:
-        return self._answering is not None
+    def is_being_answered(self) -> bool:
+        """True from the request until all of its answer is handed to the transport."""
+        return self._answering is not None and not self._answering.done()
 
     def drop(self) -> None:
         """Ends the connection at once."""
@@ -95,10 +99,14 @@ class _Connection(asyncio.Protocol):
                 return
             answer = self._server.routes.answer(_request(request))
             self._send(await asyncio.wait_for(answer, ANSWER_TIMEOUT_S))
-        except Exception as error:  # noqa: BLE001 The edge of HTTP: a loop that does not answer is a failed probe.
-            self._send(
-                Reply.text(503, f"{type(error).__name__}: the event loop does not answer", {})
-            )
+        except asyncio.TimeoutError:
+            # A loop that does not answer is a failed probe.
+            self._send(Reply.text(503, "TimeoutError: the event loop does not answer", {}))
+        except Exception as error:
+            # The edge of HTTP.
+            log.exception("no answer to a request of HTTP")
+            text = f"{type(error).__name__}: a defect; the server's log says more"
+            self._send(Reply.text(500, text, {}))
 
     def _send(self, reply: Reply) -> None:
         assert self._transport is not None
@@ -160,10 +168,11 @@ class HttpServer:
 
     def opened(self, connection: _Connection) -> None:
         """Counts a new connection. If there are too many, drops the oldest that has not asked yet,
-        or else this one."""
+        or does not read its answer, or else this one."""
         self._connections[connection] = None
         if len(self._connections) > MAX_CONNECTIONS:
-            going = next((one for one in self._connections if not one.has_asked), connection)
+            idle = (one for one in self._connections if not one.is_being_answered)
+            going = next(idle, connection)
             # At once: many may come before `closed` is called for one.
             del self._connections[going]
             going.drop()

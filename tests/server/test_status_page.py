@@ -336,6 +336,25 @@ def test_however_many_ask_the_node_is_asked_once_at_a_time(
     node.memory.remove()
 
 
+def test_an_answer_that_can_not_be_made_is_told_to_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = make_node(tmp_path)
+    monkeypatch.setattr(routes, "read_status", lambda one, has_names: 1 / 0)
+
+    async def scenario() -> None:
+        http = HttpServer("127.0.0.1", 0, node)
+        loop = asyncio.get_running_loop()
+        answer = await loop.run_in_executor(None, get, http.port, "/api/v1/status")
+        assert answer.status == 500 and "log" in answer.text and "loop" not in answer.text
+        http.close()
+
+    asyncio.run(scenario())
+    (record,) = [one for one in caplog.records if one.name == "hotkv_server.http_endpoint"]
+    assert record.exc_info and record.exc_info[0] is ZeroDivisionError
+    node.memory.remove()
+
+
 # The page's file and headers
 
 
