@@ -315,7 +315,7 @@ SPEED = Row(
     "What limits it? Speed",
     (
         times("Loads", "From an engine's call to the end of the load.", "load_seconds"),
-        times("Stores", "From an engine's call to the end of the store.", "store_seconds"),
+        times("Stores", "From when a store has room to its end.", "store_seconds"),
         times("Leases", "Read leases, with what tiers take to bring blocks in.", "lease_seconds"),
         times(
             "Lookups by call",

@@ -56,6 +56,7 @@ class _Connection(asyncio.Protocol):
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_REQUEST_BYTES)
         self._transport: asyncio.Transport | None = None
         self._answering: asyncio.Task[None] | None = None
+        self._is_head = False
         self._deadline = asyncio.get_running_loop().call_later(CONNECTION_S, self.drop)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -90,12 +91,13 @@ class _Connection(asyncio.Protocol):
             self._send(Reply.text(error.error_status_hint, "that was no HTTP request"))
             return
         if isinstance(event, h11.Request):
+            self._is_head = event.method == b"HEAD"
             self._answering = asyncio.get_running_loop().create_task(self._answer(event))
 
     async def _answer(self, request: h11.Request) -> None:
         try:
-            if request.method != b"GET":
-                self._send(Reply.text(405, "try GET", {"Allow": "GET"}))
+            if request.method not in (b"GET", b"HEAD"):
+                self._send(Reply.text(405, "try GET", {"Allow": "GET, HEAD"}))
                 return
             answer = self._server.routes.answer(_request(request))
             self._send(await asyncio.wait_for(answer, ANSWER_TIMEOUT_S))
@@ -118,7 +120,7 @@ class _Connection(asyncio.Protocol):
         ]
         parts: list[h11.Event] = [
             h11.Response(status_code=reply.status, headers=headers),
-            h11.Data(data=reply.body),
+            *([] if self._is_head else [h11.Data(data=reply.body)]),
             h11.EndOfMessage(),
         ]
         with contextlib.suppress(h11.LocalProtocolError):

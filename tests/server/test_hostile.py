@@ -320,6 +320,8 @@ def test_http_connections_that_come_at_once_are_bounded_too() -> None:
         (b"GET /" + b"a" * 20_000, b"431"),
         (b"POST /metrics HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n", b"405"),
         (b"GET /nowhere HTTP/1.1\r\nHost: a\r\n\r\n", b"404"),
+        (b"HEAD /livez HTTP/1.1\r\nHost: a\r\n\r\n", b"200"),
+        (b"HEAD /nowhere HTTP/1.1\r\nHost: a\r\n\r\n", b"404"),
         (
             b"GET /livez?a=b HTTP/1.1\r\nHost: a\r\n\r\nGET /livez HTTP/1.1\r\nHost: a\r\n\r\n",
             b"200",
@@ -335,6 +337,7 @@ def test_http_answers_whatever_it_is_sent(server: Server, sent: bytes, status: b
             while part := one.recv(65536):
                 answer += part
     assert answer.startswith(b"HTTP/1.1 " + status) and answer.count(b"HTTP/1.1") == 1
+    assert answer.endswith(b"\r\n\r\n") == sent.startswith(b"HEAD"), "no body, or one"
 
 
 def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None:
