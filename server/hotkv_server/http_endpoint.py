@@ -128,6 +128,14 @@ class _Connection(asyncio.Protocol):
         self._transport.close()
 
 
+async def _give_up() -> None:
+    """Ends all other tasks of this loop: those that wait for the node."""
+    waiting = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
 class HttpServer:
     """See the module. Serves until it is closed. Raises OSError if it can't listen."""
 
@@ -157,6 +165,7 @@ class HttpServer:
         self._turn()
         self._loop.run_forever()
         server.close()
+        self._loop.run_until_complete(_give_up())
 
     def _end(self) -> None:
         for connection in list(self._connections):

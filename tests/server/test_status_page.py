@@ -3,10 +3,12 @@ odd requests. The page itself is in test_status_browser.py."""
 
 import asyncio
 import base64
+import gc
 import hashlib
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -352,6 +354,25 @@ def test_an_answer_that_can_not_be_made_is_told_to_the_log(
     asyncio.run(scenario())
     (record,) = [one for one in caplog.records if one.name == "hotkv_server.http_endpoint"]
     assert record.exc_info and record.exc_info[0] is ZeroDivisionError
+    node.memory.remove()
+
+
+def test_it_ends_quietly_while_requests_wait_for_the_node(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = make_node(tmp_path)
+
+    async def scenario() -> None:
+        http = HttpServer("127.0.0.1", 0, node)
+        # As the daemon does: on the node's loop, which answers nobody meanwhile.
+        with socket.create_connection(("127.0.0.1", http.port)) as one:
+            one.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            wait_until(lambda: bool(http.routes._shared))
+            http.close()
+
+    asyncio.run(scenario())
+    gc.collect()
+    assert not [one for one in caplog.records if one.name == "asyncio"]
     node.memory.remove()
 
 
