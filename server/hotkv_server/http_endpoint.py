@@ -146,7 +146,11 @@ class HttpServer:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS)
+        # `::` is every address, of IPv4 too.
+        both = address[0] == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server(
+            address[:2], family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=both
+        )
         self.port = int(listener.getsockname()[1])
         is_local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
         access = dataclasses.replace(access, is_local=is_local, own_name=host)

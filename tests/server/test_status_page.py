@@ -548,6 +548,9 @@ def test_admins_are_those_that_were_read_last(far: tuple[Server, Path]) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_without_a_token_nothing_is_shown_beyond_this_machine(tmp_path: Path, host: str) -> None:
+    """`::` is every address, of IPv4 too: probes come by either."""
+    if host == "::" and not socket.has_dualstack_ipv6():
+        pytest.skip("no such addresses here")
     node = make_node(tmp_path)
 
     async def scenario() -> None:
@@ -562,7 +565,5 @@ def test_without_a_token_nothing_is_shown_beyond_this_machine(tmp_path: Path, ho
 
     try:
         asyncio.run(scenario())
-    except OSError:
-        pytest.skip("no such addresses here")
     finally:
         node.memory.remove()
