@@ -7,6 +7,7 @@ HOTKV_SCREENSHOTS names a folder for screenshots; without it they go to pytest's
 import contextlib
 import hashlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -286,6 +287,28 @@ def test_all_can_be_done_by_keyboard(
         "['h1', 'header', 'main'].every(n => document.querySelectorAll(n).length === 1)"
     )
     assert not one.wrong
+
+
+def test_an_hour_that_only_has_the_failed_load_of_a_hit_shows_no_rate_below_zero(
+    server: Server, traffic: list[Traffic], visit: Callable[..., Watched]
+) -> None:
+    """The hit was an hour and a minute ago, and is taken back now."""
+    one = visit(server)
+    one.gather()
+
+    def alter(route: Any) -> None:
+        figures = route.fetch().json()
+        hour = figures["savings"]["hour"]
+        for usage in (hour["total"], *hour["rows"]):
+            usage["hits"] = {"host": -usage["prompt_token_count"]}
+        hour["total"]["device_hit_token_count"] = 0
+        route.fulfill(json=figures)
+
+    one.page.route("**/api/v1/status", alter)
+    one.until("document.getElementById('rate-hour').dataset.raw <= 0")
+    assert one.page.inner_text("#rate-hour") == "0.0 %"
+    figures = one.page.inner_text("#engines") + one.page.inner_text("#rate-hour-note")
+    assert not re.search(r"-\d", figures.replace("engine-a", "").replace("llama-8b", "")), figures
 
 
 def test_it_says_when_the_server_is_gone(visit: Callable[..., Watched], screenshots: Path) -> None:
