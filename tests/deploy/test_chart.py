@@ -321,6 +321,46 @@ def test_settings_of_all_kinds_come_through(tmp_path: Path) -> None:
     assert found.server["resources"] == {"limits": {"memory": "1Gi"}}
 
 
+def test_null_is_the_servers_default(tmp_path: Path) -> None:
+    """TOML has no null: the server would end with `Invalid value`."""
+    objects.of_chart()
+    settings = {"tiers": {"disk": {"write_gb_per_day": None}}, "http": {"token_file": None}}
+    values = tmp_path / "values.yaml"
+    values.write_text(json.dumps({"settings": settings}))
+    found = Objects.read(helm.render(chart.CHART, values))
+    assert "null" not in found.settings_file
+    read = loaded(found, tmp_path)
+    assert read.tiers.disk.write_gb_per_day is None and read.http.token_file is None
+
+
+def test_zero_is_no_default() -> None:
+    found = objects.of_chart(sets=("settings.http.port=0", "settings.drain_timeout_s=0"))
+    assert "Service" not in found.kinds and "ports" not in found.server
+    assert found.pod["terminationGracePeriodSeconds"] == STOP_S
+
+
+def test_names_that_look_like_numbers_are_names(tmp_path: Path) -> None:
+    objects.of_chart()
+    secret = {"secret": "1e3", "key": "0x1"}
+    named = {
+        "priorityClassName": "123",
+        "serviceAccount": {"name": "1e4", "create": True},
+        "gpu": {"enabled": True, "runtimeClassName": "12"},
+        "secrets": {"files": {"security.tls.key": secret}, "values": {"security.audit": secret}},
+    }
+    values = tmp_path / "values.yaml"
+    values.write_text(json.dumps(named))
+    found = Objects.read(helm.render(chart.CHART, values, release="2026"))
+    for item in found.all:
+        objects.validate(item, VERSIONS[-1])
+    assert found.pod["priorityClassName"] == "123" and found.pod["runtimeClassName"] == "12"
+    account = found.one("ServiceAccount")["metadata"]["name"]
+    assert found.pod["serviceAccountName"] == account == "1e4"
+    assert found.environment["HOTKV_SECURITY__AUDIT"] == {
+        "secretKeyRef": {"name": "1e3", "key": "0x1"}
+    }
+
+
 def test_with_gpus_it_is_the_manifest_with_its_patch() -> None:
     patch = objects.of_manifest("gpu.yaml").one("DaemonSet")
     patched = objects.merged(objects.of_chart().one("DaemonSet"), patch)
