@@ -13,6 +13,7 @@ import sys
 import termios
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,32 @@ def test_a_first_reading_and_one_of_another_process_have_no_rates(
         assert not figures.has_rates and figures.hit_ratio is None
         assert figures.stored_bytes_per_s == figures.prompt_tokens_per_s == 0
         assert figures.recent_hit_ratio is not None
+
+
+class Late:
+    """A server that takes so long to answer, by a clock of its own."""
+
+    def __init__(self, client: AdminClient, late_s: float) -> None:
+        self.client, self.late_s, self.now_s = client, late_s, 100.0
+
+    def info(self) -> dict[str, Any]:
+        self.now_s += self.late_s
+        return {**self.client.info(), "uptime_s": self.now_s}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+
+def test_a_late_answer_is_no_restart(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with AdminClient(server.target) as admin:
+        late: Any = Late(admin, 5.0)
+        clock = types.SimpleNamespace(monotonic=lambda: late.now_s)
+        monkeypatch.setattr("hotkv_client.top.readings.time", clock)
+        before = read(late)
+        late.late_s = 0.0
+        late.now_s += 2.0
+        figures = figures_of(before, read(late))
+    assert figures.has_rates
 
 
 def test_what_is_wrong_is_said(server: Server, engines: list[GroupsEngine]) -> None:
