@@ -155,6 +155,13 @@ def test_the_server_is_confined(rendered: Objects, name: str) -> None:
         assert volume.get("projected", {}).get("defaultMode", 0o440) == 0o440
 
 
+def test_it_may_place_memory_on_nodes_if_it_is_told_so() -> None:
+    found = objects.of_chart(sets=("capabilities={SYS_NICE}",))
+    capabilities = found.server["securityContext"]["capabilities"]
+    assert capabilities == {"drop": ["ALL"], "add": ["SYS_NICE"]}
+    objects.validate(found.one("DaemonSet"), VERSIONS[0])
+
+
 def test_a_pod_that_ends_has_time_to_drain(rendered: Objects, tmp_path: Path) -> None:
     settings = loaded(rendered, tmp_path)
     grace_s = rendered.pod["terminationGracePeriodSeconds"]
