@@ -169,6 +169,14 @@ def test_a_pod_that_ends_has_time_to_drain(rendered: Objects, tmp_path: Path) ->
 
 
 def test_a_pod_has_memory_for_arena_and_index(rendered: Objects, tmp_path: Path) -> None:
+    check_memory(rendered, tmp_path)
+
+
+def test_a_pod_has_memory_for_a_larger_index(tmp_path: Path) -> None:
+    check_memory(objects.of_chart(sets=("settings.arena.max_blocks=100000000",)), tmp_path)
+
+
+def check_memory(rendered: Objects, tmp_path: Path) -> None:
     settings = loaded(rendered, tmp_path)
     arena = settings.arena
     geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
