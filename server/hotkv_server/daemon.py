@@ -256,6 +256,7 @@ async def serve(
     started_s = time.monotonic()
     # Until there is something to reload: by itself it would end the process.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    process.hear_sigterm()
     process.prepare()
     log.info(
         "starting version=%s runtime_dir=%s arena_bytes=%d",
