@@ -2,7 +2,8 @@
 #   docker build -t hotkv .                               VARIANT=cuda12 or cuda13 adds CuPy, for nodes with GPUs
 #   install -d -o 10001 -g 10001 -m 0700 /dev/shm/hotkv   the arena: it outlives the container, so that the next one goes on with it
 #   install -d -o 10001 -g 10001 -m 0755 /run/hotkv       the sockets: what engines' containers mount, at the same path
-#   docker run --rm -v /dev/shm/hotkv:/dev/shm/hotkv -v /run/hotkv:/run/hotkv --ulimit memlock=-1 hotkv run --arena.bytes 8GiB
+#   docker run --rm -v /dev/shm/hotkv:/dev/shm/hotkv -v /run/hotkv:/run/hotkv --ulimit memlock=-1 --stop-timeout 50 hotkv run --arena.bytes 8GiB
+# A stop drains, for which Docker alone gives 10 s.
 # For engines on GPUs: --gpus all --pid=host --ipc=host besides, and --pid=host --ipc=host for engines' containers (docs/cuda.md).
 # Settings are flags, HOTKV_ variables, or a file that is mounted (run --config FILE).
 

@@ -29,8 +29,9 @@ HEAD = """\
 # It is the chart deploy/helm/hotkv with its default values, written by `python -m tools.chart`.
 #
 # To be changed here: the image; the size of the arena (arena.bytes in the ConfigMap, and the pod's
-# memory, at least 2 GiB larger); who may connect (security); which nodes (a nodeSelector). New
-# settings count from the next start of the pods: kubectl -n hotkv rollout restart daemonset/hotkv
+# memory: the arena, 1/128 of it, and 2 GiB); who may connect (security); which nodes (a
+# nodeSelector). New settings count from the next start of the pods:
+# kubectl -n hotkv rollout restart daemonset/hotkv
 #
 # The arena and the sockets are directories of the node, so both outlive the pod: the next pod on
 # the node goes on with the cache, and engines connect to it by themselves. vllm.yaml beside this

@@ -73,6 +73,11 @@ def times(title: str, text: str, name: str) -> Panel:
     return Panel(title, text, queries, "s")
 
 
+DOWN = (
+    f"0 * (up{ON} and on (instance, job) last_over_time({metric('build_info')}[$__range])) "
+    "unless on (instance, job) " + metric("ready")
+)
+"""0 for each server that has answered in the time shown and does not now."""
 NOT_DONE = (
     f"sum by (direction, outcome) ({rate('transfers_total', 'outcome!=' + json.dumps('done'))})"
 )
@@ -81,9 +86,9 @@ WORKING = Row(
     (
         stat(
             "Ready",
-            "Share of servers that take work. One that drains or has a problem does not; "
+            "Share of servers that take work. One that is down, drains or has a problem does not; "
             "`hotkv status` says why.",
-            f"avg({metric('ready')})",
+            f"avg({metric('ready')} or {DOWN})",
             "percentunit",
             steps=((None, RED), (1, GREEN)),
         ),
@@ -163,7 +168,7 @@ PAYS = Row(
             "Hit ratio",
             "Share of prompt tokens that engines did not compute: in their own device cache or "
             "loaded from here.",
-            f"{grown('reported_hit_tokens_total')} / {grown('reported_prompt_tokens_total')}",
+            f"{grown('reported_hit_tokens_total')} / ({grown('reported_prompt_tokens_total')} > 0)",
             "percentunit",
         ),
         stat(
@@ -310,7 +315,7 @@ SPEED = Row(
     "What limits it? Speed",
     (
         times("Loads", "From an engine's call to the end of the load.", "load_seconds"),
-        times("Stores", "From an engine's call to the end of the store.", "store_seconds"),
+        times("Stores", "From when a store has room to its end.", "store_seconds"),
         times("Leases", "Read leases, with what tiers take to bring blocks in.", "lease_seconds"),
         times(
             "Lookups by call",

@@ -42,6 +42,8 @@ from hotkv_client.types import Credentials
 
 Command = Callable[[AdminClient, argparse.Namespace], Any]
 LIVE = "live"
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
 MAX_TOKEN_ID = (1 << 31) - 1
 
 
@@ -330,9 +332,11 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status: 0, 1 if the server refused or is absent, 2 for bad
-    input. Whoever reads the output may stop early, as `head` does."""
+    input, 130 after Ctrl-C. Whoever reads the output may stop early, as `head` does."""
     try:
         return _main(arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except BrokenPipeError:
         # Python would write the rest at its end, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

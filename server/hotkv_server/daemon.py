@@ -258,6 +258,7 @@ async def serve(
     # once there is.
     asked_early = list[int]()
     signal.signal(signal.SIGHUP, lambda number, _: asked_early.append(number))
+    process.hear_sigterm()
     process.prepare()
     log.info(
         "starting version=%s runtime_dir=%s arena_bytes=%d",

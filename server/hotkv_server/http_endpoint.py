@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import ipaddress
+import logging
 import socket
 import threading
 import time
@@ -21,6 +22,8 @@ from hotkv_server.pages.replies import Reply, Request
 from hotkv_server.pages.routes import Routes
 from hotkv_server.runtime.node import Node
 from hotkv_server.security.page_access import PageAccess
+
+log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 2.0
 CONNECTION_S = 10.0
@@ -53,6 +56,7 @@ class _Connection(asyncio.Protocol):
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_REQUEST_BYTES)
         self._transport: asyncio.Transport | None = None
         self._answering: asyncio.Task[None] | None = None
+        self._is_head = False
         self._deadline = asyncio.get_running_loop().call_later(CONNECTION_S, self.drop)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -67,8 +71,9 @@ class _Connection(asyncio.Protocol):
         self._server.closed(self)
 
     @property
-    def has_asked(self) -> bool:
-        return self._answering is not None
+    def is_being_answered(self) -> bool:
+        """True from the request until all of its answer is handed to the transport."""
+        return self._answering is not None and not self._answering.done()
 
     def drop(self) -> None:
         """Ends the connection at once."""
@@ -86,19 +91,24 @@ class _Connection(asyncio.Protocol):
             self._send(Reply.text(error.error_status_hint, "that was no HTTP request"))
             return
         if isinstance(event, h11.Request):
+            self._is_head = event.method == b"HEAD"
             self._answering = asyncio.get_running_loop().create_task(self._answer(event))
 
     async def _answer(self, request: h11.Request) -> None:
         try:
-            if request.method != b"GET":
-                self._send(Reply.text(405, "try GET", {"Allow": "GET"}))
+            if request.method not in (b"GET", b"HEAD"):
+                self._send(Reply.text(405, "try GET", {"Allow": "GET, HEAD"}))
                 return
             answer = self._server.routes.answer(_request(request))
             self._send(await asyncio.wait_for(answer, ANSWER_TIMEOUT_S))
-        except Exception as error:  # noqa: BLE001 The edge of HTTP: a loop that does not answer is a failed probe.
-            self._send(
-                Reply.text(503, f"{type(error).__name__}: the event loop does not answer", {})
-            )
+        except asyncio.TimeoutError:
+            # A loop that does not answer is a failed probe.
+            self._send(Reply.text(503, "TimeoutError: the event loop does not answer", {}))
+        except Exception as error:
+            # The edge of HTTP.
+            log.exception("no answer to a request of HTTP")
+            text = f"{type(error).__name__}: a defect; the server's log says more"
+            self._send(Reply.text(500, text, {}))
 
     def _send(self, reply: Reply) -> None:
         assert self._transport is not None
@@ -110,12 +120,20 @@ class _Connection(asyncio.Protocol):
         ]
         parts: list[h11.Event] = [
             h11.Response(status_code=reply.status, headers=headers),
-            h11.Data(data=reply.body),
+            *([] if self._is_head else [h11.Data(data=reply.body)]),
             h11.EndOfMessage(),
         ]
         with contextlib.suppress(h11.LocalProtocolError):
             self._transport.write(b"".join(self._http.send(part) or b"" for part in parts))
         self._transport.close()
+
+
+async def _give_up() -> None:
+    """Ends all other tasks of this loop: those that wait for the node."""
+    waiting = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 class HttpServer:
@@ -128,7 +146,11 @@ class HttpServer:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS)
+        # `::` is every address, of IPv4 too.
+        both = address[0] == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server(
+            address[:2], family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=both
+        )
         self.port = int(listener.getsockname()[1])
         is_local = ipaddress.ip_address(listener.getsockname()[0]).is_loopback
         access = dataclasses.replace(access, is_local=is_local, own_name=host)
@@ -147,6 +169,7 @@ class HttpServer:
         self._turn()
         self._loop.run_forever()
         server.close()
+        self._loop.run_until_complete(_give_up())
 
     def _end(self) -> None:
         for connection in list(self._connections):
@@ -160,10 +183,11 @@ class HttpServer:
 
     def opened(self, connection: _Connection) -> None:
         """Counts a new connection. If there are too many, drops the oldest that has not asked yet,
-        or else this one."""
+        or does not read its answer, or else this one."""
         self._connections[connection] = None
         if len(self._connections) > MAX_CONNECTIONS:
-            going = next((one for one in self._connections if not one.has_asked), connection)
+            idle = (one for one in self._connections if not one.is_being_answered)
+            going = next(idle, connection)
             # At once: many may come before `closed` is called for one.
             del self._connections[going]
             going.drop()

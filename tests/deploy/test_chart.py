@@ -155,6 +155,13 @@ def test_the_server_is_confined(rendered: Objects, name: str) -> None:
         assert volume.get("projected", {}).get("defaultMode", 0o440) == 0o440
 
 
+def test_it_may_place_memory_on_nodes_if_it_is_told_so() -> None:
+    found = objects.of_chart(sets=("capabilities={SYS_NICE}",))
+    capabilities = found.server["securityContext"]["capabilities"]
+    assert capabilities == {"drop": ["ALL"], "add": ["SYS_NICE"]}
+    objects.validate(found.one("DaemonSet"), VERSIONS[0])
+
+
 def test_a_pod_that_ends_has_time_to_drain(rendered: Objects, tmp_path: Path) -> None:
     settings = loaded(rendered, tmp_path)
     grace_s = rendered.pod["terminationGracePeriodSeconds"]
@@ -162,6 +169,14 @@ def test_a_pod_that_ends_has_time_to_drain(rendered: Objects, tmp_path: Path) ->
 
 
 def test_a_pod_has_memory_for_arena_and_index(rendered: Objects, tmp_path: Path) -> None:
+    check_memory(rendered, tmp_path)
+
+
+def test_a_pod_has_memory_for_a_larger_index(tmp_path: Path) -> None:
+    check_memory(objects.of_chart(sets=("settings.arena.max_blocks=100000000",)), tmp_path)
+
+
+def check_memory(rendered: Objects, tmp_path: Path) -> None:
     settings = loaded(rendered, tmp_path)
     arena = settings.arena
     geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
@@ -319,6 +334,46 @@ def test_settings_of_all_kinds_come_through(tmp_path: Path) -> None:
     (tenant,) = read.security.tenants
     assert (tenant.name, tenant.uids, tenant.guaranteed_bytes) == ("one", [7], 4 << 20)
     assert found.server["resources"] == {"limits": {"memory": "1Gi"}}
+
+
+def test_null_is_the_servers_default(tmp_path: Path) -> None:
+    """TOML has no null: the server would end with `Invalid value`."""
+    objects.of_chart()
+    settings = {"tiers": {"disk": {"write_gb_per_day": None}}, "http": {"token_file": None}}
+    values = tmp_path / "values.yaml"
+    values.write_text(json.dumps({"settings": settings}))
+    found = Objects.read(helm.render(chart.CHART, values))
+    assert "null" not in found.settings_file
+    read = loaded(found, tmp_path)
+    assert read.tiers.disk.write_gb_per_day is None and read.http.token_file is None
+
+
+def test_zero_is_no_default() -> None:
+    found = objects.of_chart(sets=("settings.http.port=0", "settings.drain_timeout_s=0"))
+    assert "Service" not in found.kinds and "ports" not in found.server
+    assert found.pod["terminationGracePeriodSeconds"] == STOP_S
+
+
+def test_names_that_look_like_numbers_are_names(tmp_path: Path) -> None:
+    objects.of_chart()
+    secret = {"secret": "1e3", "key": "0x1"}
+    named = {
+        "priorityClassName": "123",
+        "serviceAccount": {"name": "1e4", "create": True},
+        "gpu": {"enabled": True, "runtimeClassName": "12"},
+        "secrets": {"files": {"security.tls.key": secret}, "values": {"security.audit": secret}},
+    }
+    values = tmp_path / "values.yaml"
+    values.write_text(json.dumps(named))
+    found = Objects.read(helm.render(chart.CHART, values, release="2026"))
+    for item in found.all:
+        objects.validate(item, VERSIONS[-1])
+    assert found.pod["priorityClassName"] == "123" and found.pod["runtimeClassName"] == "12"
+    account = found.one("ServiceAccount")["metadata"]["name"]
+    assert found.pod["serviceAccountName"] == account == "1e4"
+    assert found.environment["HOTKV_SECURITY__AUDIT"] == {
+        "secretKeyRef": {"name": "1e3", "key": "0x1"}
+    }
 
 
 def test_with_gpus_it_is_the_manifest_with_its_patch() -> None:

@@ -83,3 +83,13 @@ def test_images_are_built_from_files_that_are_sent(services: dict[str, Any]) -> 
     for _, text in (step for step in stage.steps if step[0] == "COPY"):
         for source in text.split()[:-1]:
             assert Path(ROOT / source).exists() and is_sent(source, ignored)
+
+
+def test_gpus_come_with_the_library_that_copies() -> None:
+    """Once a capability of the driver is named, Docker has those alone mounted; `compute` is
+    libcuda."""
+    found = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"]
+    for name in ("hotkv", "vllm"):
+        (device,) = found[name]["deploy"]["resources"]["reservations"]["devices"]
+        named = set(device["capabilities"])
+        assert "gpu" in named and (named == {"gpu"} or "compute" in named)

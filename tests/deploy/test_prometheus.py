@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,6 +200,45 @@ def test_a_healthy_server_is_shown_as_one(prometheus: Prometheus) -> None:
     assert ratio == pytest.approx(96 / (16 * CHAIN + 2 + 70), rel=0.1)
     firing = prometheus.ask("query", query='ALERTS{alertstate="firing"}')["result"]
     assert not firing
+
+
+def answer(expr: str, folder: Path, **values: str) -> str:
+    """What promtool says that an expression is after 10 minutes of these series, a node each:
+    labels and value of each sample."""
+    asked = {"expr": expr, "eval_time": "10m", "exp_samples": [{"labels": "none", "value": 0}]}
+    given = [{"series": series, "values": told} for series, told in values.items()]
+    tests = [{"interval": "1m", "input_series": given, "promql_expr_test": [asked]}]
+    path = folder / "asked.yml"
+    path.write_text(yaml.safe_dump({"tests": tests}))
+    command = [str(program("promtool")), "test", "rules", str(path)]
+    said = subprocess.run(command, capture_output=True, text=True)
+    (got,) = re.findall(r"got: *(.*)", said.stdout + said.stderr)
+    return str(got)
+
+
+def test_the_share_that_is_ready_counts_servers_that_are_down(tmp_path: Path) -> None:
+    (panel,) = [panel for panel in panels() if panel["title"] == "Ready"]
+    series = {
+        f'{name}{{instance="{node}", job="hotkv"}}': told
+        for node, is_up in (("a", True), ("b", False))
+        for name, told in (
+            ("up", "1x10" if is_up else "1x3 0x6"),
+            ("hotkv_build_info", "1x10" if is_up else "1x3 stale"),
+            ("hotkv_ready", "1x10" if is_up else "1x3 stale"),
+        )
+    }
+    series['up{instance="c", job="another"}'] = "0x10"
+    expr = panel["targets"][0]["expr"].replace("$instance", ".*").replace("$__range", "3h")
+    assert answer(expr, tmp_path, **series) == "{} 5E-01"
+
+
+def test_a_node_without_prompts_has_no_hit_ratio(tmp_path: Path) -> None:
+    """Grafana shows what is no number as NaN."""
+    for panel in panels():
+        if panel["type"] == "stat" and "/" in panel["targets"][0]["expr"]:
+            expr = panel["targets"][0]["expr"].replace("$instance", ".*").replace("$__range", "10m")
+            zeros = {f'{name}{{instance="a"}}': "0x10" for name in names_in(expr)}
+            assert answer(expr, tmp_path, **zeros) == "nil", panel["title"]
 
 
 def test_the_dashboard_has_its_variables_and_places_for_its_panels() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hotkv_server.daemon import BROKEN_STATUS, STOP_S
+from hotkv_server.memory import limits
 from hotkv_server.runtime.health import CHECK_S
 from hotkv_server.settings import load_settings
 
@@ -81,6 +82,13 @@ def test_nothing_takes_the_arena_or_the_sockets_away() -> None:
     assert "DynamicUser" not in unit, "it implies RemoveIPC"
     assert "PrivateUsers" not in unit, "user ids of engines would be lost"
     assert "MemoryDenyWriteExecute" not in unit, "kernels are compiled"
+
+
+def test_the_server_sees_how_much_memory_is_free() -> None:
+    """Without /proc/meminfo an arena that the machine can't hold is filled until the kernel
+    kills."""
+    assert limits.MEMINFO.is_relative_to("/proc")
+    assert service().get("ProcSubset", ["all"]) == ["all"]
 
 
 def test_times_fit_what_the_server_does() -> None:

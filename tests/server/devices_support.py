@@ -39,10 +39,6 @@ from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent
 from hotkv_server.testing.with_devices import FakeDevices
 from tests.daemons import ForkedChild
 
-# An engine lives on here while its server is started again, which forks: gRPC's own threads must
-# not come to life in the child.
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-
 NUM_BLOCKS = 24
 LAYERS = 3
 PAGE = 4096

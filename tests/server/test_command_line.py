@@ -2,9 +2,12 @@
 there."""
 
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import pytest
@@ -29,6 +32,24 @@ def test_a_reader_that_stops_early_sees_no_traceback(server: Server) -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 0
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
+    """While it waits for a server that takes the call and never answers."""
+    with socket.socket(socket.AF_UNIX) as hanging:
+        hanging.bind(str(tmp_path / "admin.sock"))
+        hanging.listen()
+        target = f"unix:{tmp_path}/grpc.sock"
+        command = [sys.executable, "-m", "hotkv_client.cli", "status", "--target", target]
+        with subprocess.Popen(
+            [*command, "--timeout-s", "300"], stderr=subprocess.PIPE, text=True, cwd=ROOT
+        ) as process:
+            asking, _ = hanging.accept()
+            with asking:
+                process.send_signal(signal.SIGINT)
+                assert process.stderr is not None
+                assert process.stderr.read() == ""
+    assert process.returncode == cli.INTERRUPTED
 
 
 def test_options_stand_before_or_after_the_command(

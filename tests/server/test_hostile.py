@@ -248,11 +248,36 @@ def test_idle_http_connections_cost_no_threads_and_keep_nobody_out(server: Serve
             one.close()
 
 
+def test_http_connections_that_read_no_answer_keep_nobody_out(server: Server) -> None:
+    port, held = http_port(server), list[socket.socket]()
+    with marked_engine(server.target) as session:
+        # Metrics of many layers are more than a connection's buffers hold.
+        session.report_sparse({}, {layer: {"selects": 1.0} for layer in range(128)})
+        session.ping(20)
+    try:
+        for _ in range(MAX_CONNECTIONS + 8):
+            one = socket.socket()
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 88)
+            one.connect(("127.0.0.1", port))
+            one.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n")
+            one.settimeout(20)
+            # The first bytes of its answer, or nothing: it had to go for a later one.
+            with contextlib.suppress(ConnectionResetError):
+                one.recv(1)
+            held.append(one)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/livez", timeout=20) as answer:
+            assert answer.status == 200
+    finally:
+        for one in held:
+            one.close()
+
+
 class Guest:
     """A connection, as far as the server's hall needs it."""
 
-    def __init__(self, *, has_asked: bool) -> None:
-        self.has_asked = has_asked
+    def __init__(self, *, is_being_answered: bool) -> None:
+        self.is_being_answered = is_being_answered
         self.num_drops = 0
 
     def drop(self) -> None:
@@ -264,8 +289,8 @@ def test_http_connections_that_come_at_once_are_bounded_too() -> None:
     http: Any = object.__new__(HttpServer)
     http._connections = {}
     asking, waiting = (
-        Guest(has_asked=True),
-        [Guest(has_asked=False) for _ in range(3 * MAX_CONNECTIONS)],
+        Guest(is_being_answered=True),
+        [Guest(is_being_answered=False) for _ in range(3 * MAX_CONNECTIONS)],
     )
     http.opened(asking)
     for one in waiting:
@@ -280,7 +305,7 @@ def test_http_connections_that_come_at_once_are_bounded_too() -> None:
     )
     for one in waiting:
         http.closed(one)
-    others = [Guest(has_asked=True) for _ in range(MAX_CONNECTIONS)]
+    others = [Guest(is_being_answered=True) for _ in range(MAX_CONNECTIONS)]
     for one in others:
         http.opened(one)
     assert [one.num_drops for one in others] == [0] * (MAX_CONNECTIONS - 1) + [1], (
@@ -295,6 +320,8 @@ def test_http_connections_that_come_at_once_are_bounded_too() -> None:
         (b"GET /" + b"a" * 20_000, b"431"),
         (b"POST /metrics HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n", b"405"),
         (b"GET /nowhere HTTP/1.1\r\nHost: a\r\n\r\n", b"404"),
+        (b"HEAD /livez HTTP/1.1\r\nHost: a\r\n\r\n", b"200"),
+        (b"HEAD /nowhere HTTP/1.1\r\nHost: a\r\n\r\n", b"404"),
         (
             b"GET /livez?a=b HTTP/1.1\r\nHost: a\r\n\r\nGET /livez HTTP/1.1\r\nHost: a\r\n\r\n",
             b"200",
@@ -310,6 +337,7 @@ def test_http_answers_whatever_it_is_sent(server: Server, sent: bytes, status: b
             while part := one.recv(65536):
                 answer += part
     assert answer.startswith(b"HTTP/1.1 " + status) and answer.count(b"HTTP/1.1") == 1
+    assert answer.endswith(b"\r\n\r\n") == sent.startswith(b"HEAD"), "no body, or one"
 
 
 def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None:

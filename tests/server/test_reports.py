@@ -144,6 +144,11 @@ def test_a_refused_report_is_in_the_servers_log_once(server: Server, engine: Mak
         ),
         ({"hit_token_count": 50}, {}, "must rise in this order"),
         ({"device_hit_token_count": -16}, {}, "must rise in this order"),
+        (
+            {"prompt_token_count": 1 << 40},
+            {},
+            "requests.prompt_token_count is 1099511627776; at most 4294967296",
+        ),
         ({"age_ms": -1}, {}, "requests.age_ms is -1"),
         ({"hashes": bytes(33)}, {}, "requests.hashes has 33 bytes"),
         ({}, {"priority": 9}, "requests.retention: retention.priority is 9; allowed are -8 to 8"),

@@ -3,6 +3,7 @@ as by a start; what fails leaves nothing behind."""
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -260,3 +261,22 @@ def test_help_lists_every_setting_with_its_default() -> None:
     part = shown.split("\n--arena.slab-bytes\n")[1].split("\n--")[0]
     assert "Default: 4MiB. Variable: HOTKV_ARENA__SLAB_BYTES" in part
     assert "factory" not in shown and "Undefined" not in shown
+
+
+def test_a_container_ends_at_sigterm_while_its_server_starts(folder: Path) -> None:
+    """As the first process, which by itself does not hear the signal."""
+    alone = ["unshare", "--pid", "--fork", "--kill-child"]
+    if os.geteuid() or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("namespaces of processes need root and unshare")
+    command = [sys.executable, "-m", "hotkv_server", "run", "--runtime-dir", str(folder / "run")]
+    command += ["--arena.dir", str(folder / "arena"), *ARENA]
+    with subprocess.Popen([*alone, *command], stderr=subprocess.PIPE, text=True) as outer:
+        assert outer.stderr is not None
+        try:
+            assert "starting version" in outer.stderr.readline()
+            (server,) = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
+            os.kill(int(server), signal.SIGTERM)
+            # 0 if it had become ready, and drained.
+            assert outer.wait(60) in (128 + signal.SIGTERM, 0)
+        finally:
+            outer.kill()

@@ -7,6 +7,7 @@ HOTKV_SCREENSHOTS names a folder for screenshots; without it they go to pytest's
 import contextlib
 import hashlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -288,6 +289,28 @@ def test_all_can_be_done_by_keyboard(
     assert not one.wrong
 
 
+def test_an_hour_that_only_has_the_failed_load_of_a_hit_shows_no_rate_below_zero(
+    server: Server, traffic: list[Traffic], visit: Callable[..., Watched]
+) -> None:
+    """The hit was an hour and a minute ago, and is taken back now."""
+    one = visit(server)
+    one.gather()
+
+    def alter(route: Any) -> None:
+        figures = route.fetch().json()
+        hour = figures["savings"]["hour"]
+        for usage in (hour["total"], *hour["rows"]):
+            usage["hits"] = {"host": -usage["prompt_token_count"]}
+        hour["total"]["device_hit_token_count"] = 0
+        route.fulfill(json=figures)
+
+    one.page.route("**/api/v1/status", alter)
+    one.until("document.getElementById('rate-hour').dataset.raw <= 0")
+    assert one.page.inner_text("#rate-hour") == "0.0 %"
+    figures = one.page.inner_text("#engines") + one.page.inner_text("#rate-hour-note")
+    assert not re.search(r"-\d", figures.replace("engine-a", "").replace("llama-8b", "")), figures
+
+
 def test_it_says_when_the_server_is_gone(visit: Callable[..., Watched], screenshots: Path) -> None:
     with runtime_folder(64 << 20) as folder:
         with Server(folder, "16MiB", *SLABS) as running:
@@ -345,3 +368,52 @@ def test_a_token_is_entered_once(
         page.reload()
         page.wait_for_selector("#ask", state="visible")
     assert all("401" in wrong for wrong in one.wrong), one.wrong
+
+
+def test_no_answer_closes_the_form_of_the_token(
+    visit: Callable[..., Watched], tmp_path: Path
+) -> None:
+    """Neither one that was under way when the form opened, nor a refresh that was due then."""
+    digest, config = hashlib.sha256(TOKEN.encode()).hexdigest(), tmp_path / "hotkv.toml"
+    config.write_text(
+        f'[security]\nadmin_token_sha256 = ["{digest}"]\n'
+        f'[[security.tenants]]\nname = "blue"\nuids = [{os.getuid()}]\n'
+    )
+    with (
+        runtime_folder(64 << 20) as folder,
+        Server(folder, "16MiB", "--config", str(config), *SLABS) as running,
+    ):
+        running.wait_ready()
+        one = visit(running)
+        page, held = one.page, list[Any]()
+        one.gather()
+        page.click("#pause")
+        page.clock.install()
+        # The answer comes when the form is open.
+        page.route("**/api/v1/status", lambda route: held.append(route), times=1)
+        page.click("#pause")
+        while not held:
+            page.wait_for_timeout(20)
+        page.click("#give")
+        page.keyboard.type(TOKEN[:8])
+        with page.expect_event("requestfinished"):
+            held.pop().continue_()
+        page.wait_for_timeout(50)
+        assert page.is_visible("#ask") and page.input_value("#token") == TOKEN[:8]
+        # It opens between two refreshes.
+        page.click("#back")
+        one.until("!document.getElementById('figures').hidden")
+        page.click("#give")
+        page.keyboard.type(TOKEN[:8])
+        page.on("request", lambda request: held.append(request))
+        page.clock.run_for(20_000)
+        page.wait_for_timeout(50)
+        assert not held and page.is_visible("#ask")
+        page.keyboard.type(TOKEN[8:])
+        page.keyboard.press("Enter")
+        one.until("document.getElementById('no-names').hidden")
+        assert page.is_hidden("#ask") and page.is_visible("#sessions")
+        page.clock.run_for(6_000)
+        one.until("document.getElementById('age').textContent !== ''")
+        assert len(held) >= 2, "it is asked again and again"
+    assert not one.wrong

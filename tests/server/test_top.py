@@ -1,6 +1,7 @@
 """`hotkv top` against a real server: its figures, its lines, its screen and keys."""
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -9,9 +10,12 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
+import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pyte
@@ -22,7 +26,7 @@ from demo.processes import Server, runtime_folder
 from hotkv_client import BlockRun, LoadEnd, RequestReport, cli
 from hotkv_client.admin import AdminClient
 from hotkv_client.top import keys, screen
-from hotkv_client.top.figures import figures_of
+from hotkv_client.top.figures import Figures, figures_of
 from hotkv_client.top.readings import Reading, read
 from tests.server.support import FULL, GroupsEngine, block_ids, hashes
 from tests.server.test_life import wait_until
@@ -104,6 +108,32 @@ def test_a_first_reading_and_one_of_another_process_have_no_rates(
         assert figures.recent_hit_ratio is not None
 
 
+class Late:
+    """A server that takes so long to answer, by a clock of its own."""
+
+    def __init__(self, client: AdminClient, late_s: float) -> None:
+        self.client, self.late_s, self.now_s = client, late_s, 100.0
+
+    def info(self) -> dict[str, Any]:
+        self.now_s += self.late_s
+        return {**self.client.info(), "uptime_s": self.now_s}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+
+def test_a_late_answer_is_no_restart(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    with AdminClient(server.target) as admin:
+        late: Any = Late(admin, 5.0)
+        clock = types.SimpleNamespace(monotonic=lambda: late.now_s)
+        monkeypatch.setattr("hotkv_client.top.readings.time", clock)
+        before = read(late)
+        late.late_s = 0.0
+        late.now_s += 2.0
+        figures = figures_of(before, read(late))
+    assert figures.has_rates
+
+
 def test_what_is_wrong_is_said(server: Server, engines: list[GroupsEngine]) -> None:
     before, after = readings(server, engines)
     counters = {
@@ -173,13 +203,13 @@ def test_without_a_server_it_says_so(capsys: pytest.CaptureFixture[str]) -> None
 class Terminal:
     """`hotkv top` on a terminal of its own."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, *flags: str) -> None:
         self.screen = pyte.Screen(WIDTH, HEIGHT)
         self._stream = pyte.ByteStream(self.screen)
         self.pid, self._fd = pty.fork()
         if not self.pid:
             os.environ.update(TERM="xterm-256color", COLUMNS=str(WIDTH), LINES=str(HEIGHT))
-            arguments = ["--target", server.target, "top", "--interval", "0.2"]
+            arguments = ["--target", server.target, "top", "--interval", "0.2", *flags]
             os.execv(sys.executable, [sys.executable, "-m", "hotkv_client.cli", *arguments])
 
     def press(self, sent: str) -> None:
@@ -193,6 +223,13 @@ class Terminal:
             except OSError:
                 break
         return text in "\n".join(self.screen.display)
+
+    def said_nothing_wrong(self) -> bool:
+        return "Traceback" not in "\n".join(self.screen.display)
+
+    def takes_keys(self) -> bool:
+        """Whether it has the keys as they come: nothing is echoed any more."""
+        return not termios.tcgetattr(self._fd)[3] & termios.ECHO
 
     def end(self) -> int:
         """Its exit status."""
@@ -243,20 +280,75 @@ def test_the_screen_goes_on_when_the_server_is_gone_and_comes_back(tmp_path: Any
             assert terminal.end() == 0
 
 
+def test_keys_work_while_the_server_hangs(tmp_path: Path) -> None:
+    """Whatever it waits for: its time-out is longer than the test waits."""
+    hanging = ("--timeout-s", "300")
+    with (
+        runtime_folder(64 << 20) as folder,
+        Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as own,
+    ):
+        own.wait_ready()
+        terminal = Terminal(own, *hanging)
+        wait_until(lambda: terminal.shows("by loaded"))
+        os.kill(own.pid, signal.SIGSTOP)
+        try:
+            for word in ("by stored", "by hits"):
+                terminal.press("s")
+                wait_until(functools.partial(terminal.shows, word))
+            terminal.press("q")
+            assert terminal.end() == 0 and terminal.said_nothing_wrong()
+            for key in ("q", "\x03"):
+                late = Terminal(own, *hanging)
+                wait_until(late.takes_keys)
+                late.press(key)
+                assert late.end() == 0 and late.said_nothing_wrong()
+        finally:
+            os.kill(own.pid, signal.SIGCONT)
+
+
+def screen_of(figures: Figures, view: screen.View, height: int) -> list[str]:
+    drawn = io.StringIO()
+    console = Console(file=drawn, width=WIDTH, height=height)
+    console.print(screen.draw(figures, view, console))
+    return drawn.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("selects_per_s", [0.0, 5.0])
+@pytest.mark.parametrize("height", [8, 24, 50])
+def test_every_engine_can_be_scrolled_to(
+    server: Server, engines: list[GroupsEngine], height: int, selects_per_s: float
+) -> None:
+    figures = figures_of(None, readings(server, engines)[1])
+    one = dataclasses.replace(figures.engines[0], selects_per_s=selects_per_s)
+    many = [dataclasses.replace(one, name=f"engine-{i:02d}") for i in range(60)]
+    figures = dataclasses.replace(figures, engines=many)
+    view = screen.View(2.0, sort="name")
+    for _ in range(2):
+        for at in range(60):
+            lines = screen_of(figures, view, height)
+            assert len([line for line in lines if f"engine-{at:02d} " in line]) == 1 + (
+                selects_per_s > 0
+            )
+            assert "q quit" in lines[-1] and " of 60" in lines[-1]
+            assert len(lines) <= max(height, 11 + 3 * (selects_per_s > 0))
+            view.press("down", many)
+        view.press("enter", many)
+        assert len(screen_of(figures, view, 24)) <= 24
+        view.chosen, view.inside = "", False
+
+
 def test_ctrl_c_ends_it_as_q_does(server: Server) -> None:
     terminal = Terminal(server)
     wait_until(lambda: terminal.shows("hotkv-server"))
     terminal.press("\x03")
-    assert terminal.end() == 0 and "Traceback" not in "\n".join(terminal.screen.display)
+    assert terminal.end() == 0 and terminal.said_nothing_wrong()
 
 
 def test_names_of_engines_are_no_markup(server: Server, engines: list[GroupsEngine]) -> None:
     figures = figures_of(None, readings(server, engines)[1])
     odd = dataclasses.replace(figures.engines[0], name="pod[/gpu]", model="[red]")
     view = screen.View(2.0, chosen=odd.name, inside=True, hit_ratios=[-2.0, None, 0.5, 7.0])
-    console = Console(file=io.StringIO(), width=WIDTH)
-    console.print(screen.draw(dataclasses.replace(figures, engines=[odd]), view))
-    shown = console.file.getvalue()
+    shown = "\n".join(screen_of(dataclasses.replace(figures, engines=[odd]), view, HEIGHT))
     assert "pod[/gpu]" in shown and "[red]" in shown
     for key in "+-" * 20:
         view.press(key, figures.engines)

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from hotkv.errors import HotKVError
 from hotkv_client.admin import AdminClient
@@ -14,6 +15,8 @@ from hotkv_client.top.figures import Figures, figures_of
 from hotkv_client.top.readings import Reading, read
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
+POLL_S = 0.05
+"""How soon an answer is looked for again while the server is asked."""
 
 
 def run(client: AdminClient, interval_s: float, count: int, *, as_json: bool) -> None:
@@ -62,36 +65,79 @@ def _figures(client: AdminClient, interval_s: float, count: int) -> Iterator[Fig
 
 def show_screen(client: AdminClient, interval_s: float) -> None:
     """Draws figures on the terminal until `q`. Raises HotKVError if the server does not answer at
-    the start."""
+    the start.
+
+    A thread asks the server, so that keys work while it is slow to answer.
+    """
     from rich.console import Console
 
     from hotkv_client.top import screen
 
-    terminal, view = sys.stdin.fileno(), screen.View(interval_s)
-    before: Reading | None = None
-    reading = read(client)
-    figures = figures_of(None, reading)
-    next_s = time.monotonic() + min(1.0, interval_s)
+    terminal, console, view = sys.stdin.fileno(), Console(), screen.View(interval_s)
     with (
         contextlib.suppress(KeyboardInterrupt),
         keys.raw(terminal),
-        screen.screen(Console()) as live,
+        _Asking(client) as asking,
+        contextlib.ExitStack() as shown,
     ):
+        while (reading := asking.answer()) is None:
+            if any(key in screen.QUIT for key in keys.pressed(terminal, POLL_S)):
+                return
+        figures = figures_of(None, reading)
+        live = shown.enter_context(screen.screen(console))
+        next_s = time.monotonic() + min(1.0, interval_s)
         while True:
-            live.update(screen.draw(figures, view), refresh=True)
-            for key in keys.pressed(terminal, next_s - time.monotonic()):
+            live.update(screen.draw(figures, view, console), refresh=True)
+            wait_s = POLL_S if asking.is_asking else next_s - time.monotonic()
+            for key in keys.pressed(terminal, wait_s):
                 if not view.press(key, figures.engines):
                     return
-            if time.monotonic() < next_s:
-                continue
-            next_s = time.monotonic() + view.interval_s
-            if view.paused:
-                continue
+            if not asking.is_asking:
+                if time.monotonic() < next_s:
+                    continue
+                next_s = time.monotonic() + view.interval_s
+                if view.paused:
+                    continue
+                asking.ask()
             try:
-                before, reading = reading, read(client)
+                after = asking.answer()
             except HotKVError as error:
                 view.problem = error.message
                 continue
+            if after is None:
+                continue
             view.problem = ""
-            figures = figures_of(before, reading)
+            figures, reading = figures_of(reading, after), after
             view.remember(figures)
+
+
+class _Asking:
+    """One reading at a time, by a thread. The first is asked for at once. A thread that still waits
+    at the end does so until the client's channel is closed."""
+
+    def __init__(self, client: AdminClient) -> None:
+        self._client = client
+        self._thread = ThreadPoolExecutor(1, "hotkv-top")
+        self._asked: Future[Reading] | None = None
+        self.ask()
+
+    def __enter__(self) -> "_Asking":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(wait=False)
+
+    @property
+    def is_asking(self) -> bool:
+        return self._asked is not None
+
+    def ask(self) -> None:
+        self._asked = self._thread.submit(read, self._client)
+
+    def answer(self) -> Reading | None:
+        """The reading that was asked for; None if it is not there yet. Raises HotKVError if there
+        will be none."""
+        if self._asked is None or not self._asked.done():
+            return None
+        asked, self._asked = self._asked, None
+        return asked.result()

@@ -13,8 +13,8 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Answers of one moment. `at_s`: monotonic time. `ledger` counts from the ledger's beginning,
-    `recent` the requests of the last RECENT_S seconds."""
+    """Answers of one moment. `at_s`: monotonic time, when `info` had come. `ledger` counts from the
+    ledger's beginning, `recent` the requests of the last RECENT_S seconds."""
 
     at_s: float
     info: Answer
@@ -27,9 +27,10 @@ class Reading:
 
 def read(client: AdminClient) -> Reading:
     """Asks the server. Raises HotKVError."""
+    info = client.info()
     return Reading(
         at_s=time.monotonic(),
-        info=client.info(),
+        info=info,
         tiers=client.tiers(),
         sessions=client.sessions(),
         layers=client.sparse_layers(),

@@ -1,6 +1,6 @@
 """`hotkv top` on a terminal, drawn by rich. Needs the extra `cli`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console, Group, RenderableType
@@ -16,6 +16,7 @@ from hotkv_client.top.figures import EngineRates, Figures
 BARS = " ▁▂▃▄▅▆▇█"
 MAX_HISTORY = 60
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
+QUIT = ("q", "ctrl-c")
 HELP = "q quit  s sort  ↑↓ choose  ⏎ one engine  esc all  p pause  +- interval"
 SORTS = {
     "loaded": lambda engine: -engine.loaded_bytes_per_s,
@@ -51,7 +52,7 @@ class View:
         """Does what a key asks for; False to quit."""
         names = [engine.name for engine in self.sorted(engines)]
         at = names.index(self.chosen) if self.chosen in names else 0
-        if key in ("q", "ctrl-c"):
+        if key in QUIT:
             return False
         if key == "s":
             words = list(SORTS)
@@ -78,8 +79,8 @@ def sparkline(ratios: Sequence[float | None]) -> str:
     )
 
 
-def draw(figures: Figures, view: View) -> RenderableType:
-    """The whole screen."""
+def draw(figures: Figures, view: View, console: Console) -> RenderableType:
+    """The whole screen: of many engines those round the chosen one, as many as fit."""
     engines = view.sorted(figures.engines)
     inside = next((e for e in engines if view.inside and e.name == view.chosen), None)
     lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in plain.head(figures)]
@@ -87,15 +88,20 @@ def draw(figures: Figures, view: View) -> RenderableType:
     if any(ratio is not None for ratio in view.hit_ratios):
         lines.append(Text("hits ").append(sparkline(view.hit_ratios), style="green"))
     warnings = [*([view.problem] if view.problem else []), *figures.warnings]
-    parts: list[RenderableType] = [
+    top = Group(
         Panel(Group(*lines), title="hotkv", border_style="red" if warnings else "green"),
         *(Text(f"! {warning}", style="bold red") for warning in warnings),
-        _table(plain.TIER_HEADERS, [plain.tier_row(tier) for tier in figures.tiers]),
-    ]
-    parts += [_one(inside)] if inside else _all(engines, view)
+        *([_table(plain.TIER_HEADERS, map(plain.tier_row, figures.tiers))] if not inside else []),
+    )
+    room = console.height - len(console.render_lines(top)) - 1
+    at = next((at for at, one in enumerate(engines) if one.name == view.chosen), 0)
+    shown = _window(engines, at, room)
+    parts = [_one(inside)] if inside else _all(engines[shown], at - shown.start)
     state = f"every {view.interval_s:g} s, by {view.sort}" + ("  PAUSED" if view.paused else "")
-    parts.append(Text(f"{state}   {HELP}", style="dim", no_wrap=True, overflow="ellipsis"))
-    return Group(*parts)
+    if not inside and shown.stop - shown.start < len(engines):
+        state += f"  engines {shown.start + 1} to {shown.stop} of {len(engines)}"
+    keys = Text(f"{state}   {HELP}", style="dim", no_wrap=True, overflow="ellipsis")
+    return Group(top, *parts, keys)
 
 
 def screen(console: Console) -> Live:
@@ -103,7 +109,7 @@ def screen(console: Console) -> Live:
     return Live(console=console, screen=True, auto_refresh=False)
 
 
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], chosen: int = -1) -> Table:
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], chosen: int = -1) -> Table:
     made = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for at, header in enumerate(headers):
         made.add_column(header, justify="left" if at < 2 else "right", no_wrap=True)
@@ -112,11 +118,24 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], chosen: int = 
     return made
 
 
-def _all(engines: Sequence[EngineRates], view: View) -> list[RenderableType]:
+def _window(engines: Sequence[EngineRates], chosen: int, room: int) -> slice:
+    """The engines that fit into so many lines, the chosen one among them."""
+    for count in range(min(len(engines), room), 1, -1):
+        start = max(0, min(chosen - count // 2, len(engines) - count))
+        if _height(engines[start : start + count]) <= room:
+            return slice(start, start + count)
+    return slice(chosen, min(chosen + 1, len(engines)))
+
+
+def _height(engines: Sequence[EngineRates]) -> int:
+    """Lines of `_all`: a blank one and headers, for engines that select once more."""
+    deciding = sum(1 for engine in engines if engine.selects_per_s)
+    return 2 + len(engines) + (2 + deciding if deciding else 0)
+
+
+def _all(engines: Sequence[EngineRates], chosen: int) -> list[RenderableType]:
     if not engines:
         return [Text("no engine is connected")]
-    names = [engine.name for engine in engines]
-    chosen = names.index(view.chosen) if view.chosen in names else 0
     rows = [plain.engine_row(engine) for engine in engines]
     parts: list[RenderableType] = [Text(), _table(plain.ENGINE_HEADERS, rows, chosen)]
     deciding = [plain.sparse_row(engine) for engine in engines if engine.selects_per_s]

@@ -9,7 +9,6 @@ says so: no piece is begun that would leave the machine or the control group les
 """
 
 import logging
-import mmap
 import os
 import struct
 import threading
@@ -225,9 +224,7 @@ class Filling:
         """Fills one piece. Blocks. Raises OSError if memory is short."""
         start = self._filled_bytes
         length, began_s = min(COLLAPSE_BYTES, self._arena.num_bytes - start), time.monotonic()
-        # Huge pages of hugetlbfs were set aside before, so they are not counted as available.
-        is_set_aside = os.fstatvfs(self._arena.fd).f_bsize > mmap.PAGESIZE
-        available_bytes = limits.NO_LIMIT if is_set_aside else limits.available_bytes()
+        available_bytes = limits.available_bytes()
         if available_bytes < length + RESERVE_BYTES:
             raise OSError(f"only {available_bytes >> 20} MiB of memory are free")
         self._bring_in_next(start, length)

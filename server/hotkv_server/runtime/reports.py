@@ -27,6 +27,9 @@ from hotkv_server.runtime.hints import HintDesk
 from hotkv_server.runtime.session import LiveSession
 from hotkv_server.runtime.slices import Breaks, slices
 
+MAX_PROMPT_TOKENS = 1 << 32
+"""Beyond any context. Sums over all reports stay numbers that 64 bits hold."""
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -66,6 +69,12 @@ class Report:
                 f"requests: device_hit_token_count {self.device_hit_tokens}, hit_token_count "
                 f"{self.hit_tokens} and "
                 f"prompt_token_count {self.prompt_tokens} must rise in this order, from 0",
+            )
+        if self.prompt_tokens > MAX_PROMPT_TOKENS:
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"requests.prompt_token_count is {self.prompt_tokens}; at most "
+                f"{MAX_PROMPT_TOKENS} are accepted",
             )
 
     def used_blocks(self, key_space: KeySpace) -> list[HashList]:

@@ -17,8 +17,8 @@ class ArenaSettings(BaseModel, extra="forbid"):
     dir: Path | None = Field(
         None,
         description=(
-            "Directory of the arena, on tmpfs or hugetlbfs. Default: a directory under /dev/shm "
-            "named after runtime_dir."
+            "Directory of the arena, on tmpfs. Default: a directory under /dev/shm named after "
+            "runtime_dir."
         ),
     )
     slab_bytes: Annotated[ByteSize, Field(ge=64 << 10)] = Field(

@@ -15,8 +15,8 @@
 {{- end -}}
 
 {{- define "hotkv.selector" -}}
-app.kubernetes.io/name: {{ include "hotkv.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "hotkv.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: server
 {{- end -}}
 
@@ -67,12 +67,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
-{{/* A table of TOML with those below it. Of a list: its dotted name, empty for the top; the table. */}}
+{{/* A table of TOML with those below it. Of a list: its dotted name, empty for the top; the table. TOML has no null: such a value is left
+out, so the server has its default. */}}
 {{- define "hotkv.toml.table" -}}
 {{- $name := first . -}}
 {{- $table := last . -}}
 {{- range $key, $value := $table -}}
-{{- if not (kindIs "map" $value) }}
+{{- if not (or (kindIs "map" $value) (kindIs "invalid" $value)) }}
 {{ $key }} = {{ include "hotkv.toml.value" $value }}
 {{- end -}}
 {{- end -}}
@@ -86,18 +87,18 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
-{{/* Ports that the settings open, as a list in JSON. */}}
+{{/* Ports that the settings open, as a list in JSON; one that the server chooses (0) is not known here. */}}
 {{- define "hotkv.ports" -}}
 {{- $settings := include "hotkv.settings" . | fromJson -}}
 {{- $ports := list -}}
 {{- $events := $settings.events | default dict -}}
 {{- $addresses := dict
-      "metrics" (printf ":%v" (int ((($settings.http | default dict).port) | default 9433)))
+      "metrics" (printf ":%v" (int (dig "http" "port" 9433 $settings)))
       "grpc" ($settings.tcp_address | default "")
       "events" (ternary $events.endpoint "" (contains "*" ($events.endpoint | default "")))
       "replay" (ternary $events.replay_endpoint "" (contains "*" ($events.replay_endpoint | default ""))) -}}
 {{- range $name := list "metrics" "grpc" "events" "replay" -}}
-{{- with regexFind ":[0-9]+$" (get $addresses $name | default "") | trimPrefix ":" -}}
+{{- with regexFind ":[1-9][0-9]*$" (get $addresses $name | default "") | trimPrefix ":" -}}
 {{- $ports = append $ports (dict "name" $name "port" (int .)) -}}
 {{- end -}}
 {{- end -}}
@@ -115,7 +116,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- div (add (mul $size (get $factors $unit)) 1023) 1024 -}}
 {{- end -}}
 
-{{/* Memory of the pod: the arena; for the index 1/128 of it and of the disk tier; 2 GiB. */}}
+{{/* Memory of the pod: the arena; for the index 1/128 of it, or 128 bytes for each of max_blocks if that is more, and 1/128 of the disk
+tier; 2 GiB. */}}
 {{- define "hotkv.memory" -}}
 {{- $settings := include "hotkv.settings" . | fromJson -}}
 {{- $arena := include "hotkv.mib" $settings.arena.bytes | int64 -}}
@@ -123,5 +125,6 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- if .Values.directories.disk -}}
 {{- $below = include "hotkv.mib" ((($settings.tiers | default dict).disk | default dict).bytes | default "100GiB") | int64 -}}
 {{- end -}}
-{{- printf "%dMi" (add $arena (div (add $arena $below) 128) 2048) -}}
+{{- $index := div (mul (dig "arena" "max_blocks" 0 $settings | int64) 128) 1048576 -}}
+{{- printf "%dMi" (add $arena (max $index (div $arena 128)) (div $below 128) 2048) -}}
 {{- end -}}
