@@ -503,10 +503,9 @@ def test_without_the_setting_nothing_of_opentelemetry_is_imported(tmp_path: Path
         "main()\n"
     )
     flags = ["run", "--runtime-dir", str(tmp_path), "--arena.bytes", "16MiB", "--http.port", "-1"]
-    flags += ["--arena.keep", "false"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=60
-    )
+    with runtime_folder(64 << 20) as folder:
+        command = [sys.executable, "-c", code, *flags, "--arena.dir", str(folder / "arena")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "found []" in done.stdout, done.stderr[-2000:]
 
 
