@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
+from urllib.parse import urlsplit
 
 from hotkv.errors import HotKVError
 from hotkv_client.types import Credentials
@@ -203,6 +204,11 @@ def _read_collector(key: str, value: Any) -> str:
     is_url = isinstance(value, str) and value.startswith(("http://", "https://"))
     if not is_url and value not in ("", "env"):
         raise ConfigError(f"{key} = {value!r}: allowed are http://…, https://…, env and empty")
+    if "@" in urlsplit(value).netloc:
+        raise ConfigError(
+            f"{key} has a user or a password, and logs name it: put them into the variable "
+            "OTEL_EXPORTER_OTLP_HEADERS"
+        )
     return str(value)
 
 

@@ -64,7 +64,8 @@ def parse_traceparent(text: str) -> TraceContext | None:
 @dataclass(slots=True)
 class Span:
     """A span from its begin to its end. Times are nanoseconds since 1970; `ended_ns` is 0 before
-    the end. `error`: the name of a reason; empty if it ended well."""
+    the end, and never before `began_ns` after it. `is_parent_remote`: the parent is another
+    process's. `error`: the name of a reason; empty if it ended well."""
 
     log: "SpanLog" = field(repr=False)
     name: str
@@ -75,6 +76,7 @@ class Span:
     attributes: dict[str, Value] = field(default_factory=dict)
     ended_ns: int = 0
     error: str = ""
+    is_parent_remote: bool = False
 
     @property
     def traceparent(self) -> str:
@@ -88,7 +90,8 @@ class Span:
     def end(self, error: str = "", ended_ns: int = 0) -> None:
         """Ends the span, now or at `ended_ns`. Only the first end counts."""
         if not self.ended_ns:
-            self.ended_ns, self.error = ended_ns or time.time_ns(), error
+            # The clock may have been set back meanwhile.
+            self.ended_ns, self.error = max(ended_ns or time.time_ns(), self.began_ns), error
             self.log.add(self)
 
 
@@ -139,7 +142,11 @@ class SpanLog:
         if traceparent:
             parent = parse_traceparent(traceparent)
             if parent is not None:
-                return self.child(name, parent, kind) if parent.is_sampled else None
+                if not parent.is_sampled:
+                    return None
+                span = self.child(name, parent, kind)
+                span.is_parent_remote = True
+                return span
             with self._lock:
                 self.num_malformed += 1
         if self._sample_ratio and _chance.random() < self._sample_ratio:
@@ -157,12 +164,13 @@ class SpanLog:
     def add(self, span: Span) -> None:
         """Takes a span that has ended."""
         with self._lock:
-            is_taken = self._is_in_time(span.ended_ns) and self.sink.emit(span)
+            is_taken = self._is_in_time() and self.sink.emit(span)
             self.num_recorded += is_taken
             self.num_dropped += not is_taken
 
-    def _is_in_time(self, now_ns: int) -> bool:
-        second = now_ns // 1_000_000_000
+    def _is_in_time(self) -> bool:
+        # Not by the spans' own times: those of a transfer's parts lie seconds apart.
+        second = int(time.monotonic())
         if second != self._second:
             self._second, self._num_in_second = second, 0
         self._num_in_second += 1

@@ -254,8 +254,10 @@ async def serve(
     ValueError if they are wrong.
     """
     started_s = time.monotonic()
-    # Until there is something to reload: by itself it would end the process.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # By itself it would end the process. What is asked before there is something to reload is done
+    # once there is.
+    asked_early = list[int]()
+    signal.signal(signal.SIGHUP, lambda number, _: asked_early.append(number))
     process.hear_sigterm()
     process.prepare()
     log.info(
@@ -293,6 +295,8 @@ async def serve(
     loop.add_signal_handler(signal.SIGHUP, reload, reloader)
     process.settle()
     say_ready(settings, opened, listeners, started_s)
+    if asked_early:
+        reload(reloader)
     opened.cuda.start()
     if settings.arena.prefault:
         opened.fill()

@@ -34,7 +34,8 @@ def _add_request_id(record: logging.LogRecord) -> bool:
 
 class JsonLines(logging.Formatter):
     """One JSON object a line: `time` (RFC 3339, UTC), `level`, `logger`, `message`, and where there
-    is one `request_id` and `exception`."""
+    is one `request_id` and `exception`. ASCII: no locale spoils it, and nothing in it
+    ends a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -47,7 +48,7 @@ class JsonLines(logging.Formatter):
             fields["request_id"] = request_id
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(fields, ensure_ascii=False)
+        return json.dumps(fields)
 
 
 def utc(unix_s: float) -> str:

@@ -5,15 +5,19 @@ import contextlib
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
+from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, warm_pb2, warm_pb2_grpc
-from hotkv_server.rpc.audit import MAX_REFUSED_PER_S, AuditLog
+from hotkv_server.rpc import audit as audit_module
+from hotkv_server.rpc.audit import MAX_REFUSED_PER_S, AuditLog, arguments
 from hotkv_server.rpc.guests import Guests
 from hotkv_server.rpc.interceptor import EdgeInterceptor
 from hotkv_server.rpc.throttle import LineBound, Pace
@@ -66,6 +70,33 @@ def test_calls_that_are_not_let_in_fill_no_disk(tmp_path: Path) -> None:
     assert sum(line.get("who") == "admin" for line in written) == 2 * MAX_REFUSED_PER_S
 
 
+def test_a_full_disk_keeps_no_server_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What could not be written is still to be written when the file is closed."""
+    monkeypatch.setattr(
+        audit_module, "_open_private", lambda path, flags: os.open("/dev/full", os.O_WRONLY)
+    )
+    path = tmp_path / "audit.jsonl"
+    audit = AuditLog("all", path)
+    for _ in range(3):
+        audit.note(EVICT, Peer("somebody"), REQUEST, "ok")
+    audit.close()
+    assert caplog.text.count("can't be written") == 1 and caplog.text.count("somebody") == 3
+
+
+def test_lines_of_the_log_are_there_whatever_its_level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("ERROR")
+    caplog.handler.setLevel(0)
+    AuditLog("all").note(EVICT, Peer("somebody"), REQUEST, "ok")
+    assert caplog.text.count("somebody") == 1
+
+
+def test_what_is_no_number_in_json_is_a_text() -> None:
+    found = arguments(admin_pb2.GetSavingsRequest(since_s=float("nan")))
+    json.dumps(found, allow_nan=False)
+
+
 def test_lines_are_bounded_by_the_second() -> None:
     bound = LineBound(2)
     assert [bound.take(at_s) for at_s in (7.0, 7.1, 7.2, 7.9, 8.0)] == [True] * 2 + [False] * 2 + [
@@ -109,6 +140,66 @@ class _OddStream(warm_pb2_grpc.WarmStartServiceServicer):
         if request.key_space_id:
             await context.abort(grpc.StatusCode.NOT_FOUND, "gone")
         await asyncio.Event().wait()
+
+
+class _Turns(Pace):
+    """Counts turns; none waits."""
+
+    def __init__(self) -> None:
+        super().__init__(50)
+        self.num_taken = 0
+
+    async def turn(self) -> None:
+        self.num_taken += 1
+
+
+class _Evicts(admin_pb2_grpc.AdminServiceServicer):
+    async def Evict(self, request: Any, context: Any) -> Any:  # type: ignore[override]
+        return admin_pb2.EvictResponse()
+
+
+def test_who_is_no_admin_waits_for_a_turn_before_the_refusal(tmp_path: Path) -> None:
+    """So that guesses of tokens are slow. Admins wait for none."""
+    are_admins = [False, False, True, False, True]
+    outcomes, turns = [], _Turns()
+
+    def guard(context: Any) -> None:
+        if not are_admins[len(outcomes)]:
+            raise HotKVError(Reason.NOT_ALLOWED, "no admin")
+
+    async def run() -> None:
+        node: Any = SimpleNamespace(refusals=Counter[Reason]())
+        audit = AuditLog("all", tmp_path / "audit.jsonl")
+        edge = EdgeInterceptor(node, turns, Guests(8), audit, lambda context: Peer("x"), guard)
+        server = grpc.aio.server(interceptors=[edge])
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(_Evicts(), server)
+        server.add_insecure_port(f"unix:{tmp_path}/s.sock")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s.sock") as channel:
+            for _ in are_admins:
+                try:
+                    await admin_pb2_grpc.AdminServiceStub(channel).Evict(REQUEST)
+                except grpc.RpcError as error:
+                    outcomes.append((error.code(), turns.num_taken))
+                else:
+                    outcomes.append((grpc.StatusCode.OK, turns.num_taken))
+        await server.stop(0)
+        audit.close()
+
+    asyncio.run(run())
+    refused, ok = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.OK
+    assert outcomes == [(refused, 1), (refused, 2), (ok, 2), (refused, 3), (ok, 3)]
+    written = [line["outcome"] for line in lines(tmp_path / "audit.jsonl")]
+    assert written == ["permission_denied" if code is refused else "ok" for code, _ in outcomes]
+
+
+def test_names_of_certificates_pass_for_nothing_else(tmp_path: Path) -> None:
+    """An authority may sign names of any kind."""
+    plain = Peer("peer=x", certificate_names=frozenset(("node-1.example.com", "a@b")))
+    assert str(plain) == "peer=x certificate=a@b,node-1.example.com"
+    for name in ("a with a token", "a,admin", "a\n2026-11-22 INFO hotkv_server.audit x", ""):
+        shown = str(Peer("peer=x", certificate_names=frozenset((name,))))
+        assert shown == f"peer=x certificate={name!r}" and "\n" not in shown
 
 
 def test_calls_that_end_oddly_are_written_with_how_they_ended(tmp_path: Path) -> None:

@@ -11,10 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTracePartialSuccess,
+    ExportTraceServiceResponse,
+)
 
 from demo.processes import Server, runtime_folder
 from hotkv import otlp
@@ -24,12 +30,13 @@ from hotkv.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_client import BlockRun, GroupHashes, LoadRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_server.rpc import calls, traced_calls
 from hotkv_server.runtime import tracing
 from hotkv_server.runtime.tracing import Tracing
 from hotkv_server.settings import Settings, load_settings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.preflight import check_start
-from hotkv_server.startup.tracing import check_tracing
+from hotkv_server.startup.tracing import check_tracing, open_tracing
 from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.server.support import hashes
 from tests.server.test_life import wait_until
@@ -274,6 +281,73 @@ def test_a_collector_that_is_away_costs_spans_and_two_lines(
         assert (made.num_failed, made.num_exported, len(one.spans)) == (6, 2, 2)
     said = [record.getMessage() for record in caplog.records if record.name == "tests.tracing"]
     assert len(said) == 2 and "takes no spans" in said[0] and "again" in said[1]
+    assert "code: 400" in said[0]
+    assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
+    logging.getLogger("opentelemetry.exporter").warning("somebody else's")
+    assert caplog.records[-1].getMessage() == "somebody else's"
+
+
+def refusing(num_spans: int) -> bytes:
+    refused = ExportTracePartialSuccess(rejected_spans=num_spans, error_message="too old")
+    return ExportTraceServiceResponse(partial_success=refused).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "headers", "exported", "said"),
+    [
+        (200, refusing(2), {"content-type": "application/x-protobuf"}, 1, "not all spans"),
+        (200, refusing(3), {"content-type": "application/x-protobuf"}, 0, "too old"),
+        (302, b"", {"location": "/login"}, 0, "302, a redirection"),
+        (301, b"", {"location": "/v1/traces/"}, 0, "301, a redirection"),
+        (413, b"", {}, 0, "code: 413"),
+        (429, b"", {"retry-after": "3600"}, 0, "Failed to export"),
+        (200, b"\xff\x00<html>", {"content-type": "application/x-protobuf"}, 3, ""),
+        (200, b"<html>", {"content-type": "text/html"}, 3, ""),
+        (200, b"", {}, 3, ""),
+    ],
+)
+def test_only_what_a_collector_has_taken_counts_as_exported(
+    sink: Callable[..., otlp.OtlpSink],
+    caplog: pytest.LogCaptureFixture,
+    status: int,
+    answer: bytes,
+    headers: dict[str, str],
+    exported: int,
+    said: str,
+) -> None:
+    with OtlpReceiver() as one:
+        one.status, one.answer, one.answer_headers = status, answer, headers
+        made = sink(one.url)
+        end_spans(SpanLog(made), 3)
+        made.flush()
+        assert (made.num_exported, made.num_failed) == (exported, 3 - exported)
+        assert len(one.paths) == 1
+    lines = [r.getMessage() for r in caplog.records if r.name == "tests.tracing"]
+    assert [said in line for line in lines] == ([True] if said else [])
+
+
+def test_an_exporter_ends_when_no_thread_can_be_made_any_more(
+    sink: Callable[..., otlp.OtlpSink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the end of an interpreter, from Python 3.12 on."""
+    with OtlpReceiver() as one:
+        made = sink(one.url)
+        end_spans(SpanLog(made), 1)
+
+        start = threading.Thread.start
+
+        def ended(thread: threading.Thread) -> None:
+            if threading.current_thread() is threading.main_thread():
+                raise RuntimeError("can't create new thread at interpreter shutdown")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", ended)
+        made.flush()
+        assert len(one.spans) == 1
+        end_spans(SpanLog(made), 1)
+        made.close()
+        monkeypatch.undo()
+        assert len(one.spans) == 2
 
 
 def test_a_slow_collector_fills_a_bounded_queue_and_nobody_waits(
@@ -394,11 +468,16 @@ def test_blocks_of_traced_stores_are_remembered_within_a_bound(
     books = Tracing(SpanLog(ListSink()))
     words = np.random.default_rng(1).integers(0, 1 << 32, (12, 8), np.uint32)
     one, other = TraceContext(1, 1), TraceContext(2, 2)
-    books.stored(one, words[:6])
-    books.stored(other, words[6:12])
+    books.stored(one, [words[:6]])
+    books.stored(other, [words[6:12]])
     spans = books.begin_writes(words, "disk")
     found = {span.parent: span.attributes["hotkv.blocks"] for span in spans}
     assert found == {one: 2, other: 6}
+    # Of one store no more than so many, in however many runs they come.
+    monkeypatch.setattr(tracing, "MAX_BLOCKS_OF_STORE", 5)
+    books.stored(one, [words[:2], words[2:4], words[4:8], words[8:]])
+    assert [s.attributes["hotkv.blocks"] for s in books.begin_writes(words[:5], "disk")] == [5]
+    assert {s.parent for s in books.begin_writes(words[5:], "disk")} == {other}
     monkeypatch.setattr(time, "monotonic", lambda: 1e9)
     assert not books.begin_writes(words, "disk")
 
@@ -411,7 +490,6 @@ def settings_of(*flags: str) -> Settings:
 
 
 def test_without_the_setting_nothing_of_opentelemetry_is_imported(tmp_path: Path) -> None:
-    """The whole start of a real server, the export and calls included."""
     code = (
         "import sys, threading, time, os, signal\n"
         "from hotkv_server.cli import main\n"
@@ -425,18 +503,13 @@ def test_without_the_setting_nothing_of_opentelemetry_is_imported(tmp_path: Path
         "main()\n"
     )
     flags = ["run", "--runtime-dir", str(tmp_path), "--arena.bytes", "16MiB", "--http.port", "-1"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=60
-    )
+    with runtime_folder(64 << 20) as folder:
+        command = [sys.executable, "-c", code, *flags, "--arena.dir", str(folder / "arena")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "found []" in done.stdout, done.stderr[-2000:]
 
 
 def test_without_the_setting_calls_are_those_of_the_module() -> None:
-    from types import SimpleNamespace
-    from typing import Any
-
-    from hotkv_server.rpc import calls, traced_calls
-
     node: Any = SimpleNamespace(tracing=None)
     assert traced_calls.calls_of(node) is calls
 
@@ -448,12 +521,21 @@ def test_a_missing_package_is_said_before_the_start(monkeypatch: pytest.MonkeyPa
         check_tracing(settings_of("--tracing.endpoint", "http://127.0.0.1:1"))
 
 
+def test_a_missing_package_for_grpc_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    with pytest.raises(StartError, match="pip install opentelemetry-exporter-otlp-proto-grpc"):
+        open_tracing(settings_of("--tracing.endpoint", "env").tracing)
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (("--tracing.endpoint", "collector:4317"), "http:// or https://"),
         (("--tracing.endpoint", "http://far:1", "--tracing.headers-file", "/x"), "insecure"),
         (("--tracing.endpoint", "env", "--tracing.headers-file", "/x"), "OTLP_HEADERS"),
+        (("--tracing.endpoint", "https://me:secret@far"), "headers_file"),
         (("--tracing.sample-ratio", "2"), "less than or equal to 1"),
     ],
 )
@@ -501,3 +583,17 @@ def test_a_server_without_its_collector_serves_and_stops_at_once() -> None:
             one.engine.close()
             wait_until(lambda: counter(server.target, "trace_spans_failed_total") > 0)
         assert server.log.read_text().count("takes no spans") == 1
+
+
+def test_a_server_with_a_collector_that_hangs_ends() -> None:
+    with runtime_folder(64 << 20) as folder, socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        flags = ("--tracing.endpoint", endpoint, "--tracing.sample-ratio", "1")
+        with Server(folder, "16MiB", *flags) as server:
+            server.wait_ready()
+            one = Request(server.target)
+            one.store(hashes(2))
+            silent.settimeout(20)
+            _asking = silent.accept()
+            one.engine.close()
+        assert "hotkv_server.daemon stopped" in server.log.read_text()

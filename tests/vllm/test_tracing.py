@@ -3,6 +3,7 @@ all lie in the trace of vLLM's own span. Off, nothing of it is there."""
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,32 @@ def test_a_load_that_fails_and_one_that_is_cancelled_say_so(
     assert flushed(other, collector)["hotkv.load"].error == "CANCELLED"
 
 
+@pytest.mark.parametrize("how", ["it breaks", "its end breaks", "hotkv is off", "other ranks"])
+def test_a_request_that_goes_on_without_hotkv_has_its_span(
+    engine: Any, server: Any, collector: OtlpReceiver, how: str
+) -> None:
+    """Else what lies below would have no parent."""
+    engine().generate("cold", PROMPT, 2)
+    one = engine(extra={"tracing": collector.url})
+    one.add("a", PROMPT, 4, trace_headers=HEADERS)
+    one.step()
+    side = one.connector._scheduler
+    assert side.requests.states["a"].trace is not None
+    if how == "it breaks":
+        side.requests.request_broke("a")
+    elif how == "its end breaks":
+        side.requests.end_broke("a")
+    elif how == "hotkv is off":
+        side.turn_off()
+    else:
+        (handshake,) = side.sharing._handshakes
+        side.connect([replace(handshake, host="another")])
+    one.run()
+    spans = flushed(one, collector)
+    assert root_of(spans).error == "LEFT"
+    assert not side.requests.states
+
+
 @pytest.mark.parametrize("headers", [None, {}, {"traceparent": PARENT.traceparent[:-1] + "0"}])
 def test_requests_that_nobody_traces_have_no_spans(
     engine: Any, server: Any, collector: OtlpReceiver, headers: Any
@@ -232,6 +259,9 @@ def test_wrong_settings_and_a_missing_package_say_what_to_do(
     for setting, value in (("tracing", "collector:4317"), ("tracing_sample_ratio", 2)):
         with pytest.raises(ConfigError, match=f"hotkv.{setting} = {value!r}: allowed"):
             ConnectorConfig.from_extra_config({f"hotkv.{setting}": value})
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_HEADERS") as refused:
+        ConnectorConfig.from_extra_config({"hotkv.tracing": "https://me:secret@far"})
+    assert "secret" not in str(refused.value)
     config = ConnectorConfig.from_extra_config({"hotkv.tracing": "http://127.0.0.1:1"})
     monkeypatch.setitem(sys.modules, "hotkv.otlp", None)
     with pytest.raises(ConfigError, match=r"pip install 'hotkv\[otel\]'"):

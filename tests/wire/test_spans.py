@@ -3,6 +3,7 @@
 import os
 import random
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -130,14 +131,37 @@ def test_a_fork_names_spans_differently() -> None:
     os.close(writer)
 
 
-def test_spans_beyond_the_rate_are_dropped_and_counted() -> None:
-    sink = ListSink()
+def test_spans_beyond_the_rate_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their own times: those of the parts of a transfer lie seconds apart."""
+    sink, now_s = ListSink(), [7.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     log = SpanLog(sink, max_spans_per_s=3)
     context = TraceContext(1, 2)
     for at in range(5):
-        log.child("a", context).end(ended_ns=10**9 + at)
-    log.child("a", context).end(ended_ns=2 * 10**9)
+        log.child("a", context, began_ns=1).end(ended_ns=10**9 * (1 + at % 2))
+    now_s[0] = 8.0
+    log.child("a", context).end()
     assert (len(sink.spans), log.num_recorded, log.num_dropped) == (4, 4, 2)
+
+
+def test_no_span_ends_before_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clocks are set back; viewers take what is negative for centuries."""
+    log = SpanLog(ListSink(), 1.0)
+    span = log.begin("a", "", Kind.SERVER)
+    assert span is not None
+    monkeypatch.setattr(time, "time_ns", lambda: span.began_ns - 10**9)
+    early = span.child("b", began_ns=span.began_ns)
+    early.end(ended_ns=span.began_ns - 1)
+    span.end()
+    assert span.ended_ns == early.ended_ns == span.began_ns
+
+
+def test_only_the_parent_that_a_caller_has_named_is_remote() -> None:
+    log = SpanLog(ListSink(), 1.0)
+    served, root = log.begin("a", GOOD, Kind.SERVER), log.begin("a", "", Kind.SERVER)
+    assert served is not None and root is not None
+    assert served.is_parent_remote
+    assert not root.is_parent_remote and not served.child("b").is_parent_remote
 
 
 def test_spans_that_a_full_queue_refuses_are_counted_from_any_thread() -> None:

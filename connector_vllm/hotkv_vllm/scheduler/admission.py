@@ -245,15 +245,16 @@ class Admission:
     # -------------------------------------------------------------------- fallbacks of broken hooks
 
     def request_broke(self, request_id: str) -> None:
-        """The request's hook broke: it goes on as one that hotkv does not know (where contexts live
-        in host memory it ends with an error), and what it held is given back."""
+        """The request's hook broke: hotkv forgets it, and gives back what it held."""
         if self._pool.spec is not None:
             self._pool.fail(request_id, "a hook of hotkv's broke")
         state, cache = self.states.pop(request_id, None), self._sharing.cache
-        if state is not None and state.hit.phase is Phase.LOADING:
-            self.loads.cancelled.append(request_id)
-        if state is not None and state.hit.lease_id and cache is not None:
-            cache.session.release(state.hit.lease_id)
+        if state is not None:
+            state.leave()
+            if state.hit.phase is Phase.LOADING:
+                self.loads.cancelled.append(request_id)
+            if state.hit.lease_id and cache is not None:
+                cache.session.release(state.hit.lease_id)
         self.written.ended(request_id)
         self._exactness.ended(request_id)
         self._adapters.ended(request_id)
@@ -266,8 +267,7 @@ class Admission:
             self._sharing.cache.finder.failed_loads.ended(request_id)
 
     def alloc_broke(self, request_id: str, num_external_tokens: int) -> None:
-        """It is not known which blocks have changed hands, nor whether a load was planned: there is
-        none, and no store is safe."""
+        """Blocks may have changed hands unseen: no store is safe, and no load is planned."""
         self.lost_track = True
         try:
             if num_external_tokens > 0:

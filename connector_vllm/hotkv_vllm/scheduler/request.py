@@ -149,6 +149,12 @@ class RequestState:
         """Notes what the request asks of the cache."""
         self.asked, self.retention = asked, asked.retention
 
+    def leave(self) -> None:
+        """The request goes on without hotkv: its trace ends."""
+        if self.trace is not None:
+            self.trace.left()
+            self.trace = None
+
     @property
     def is_loading(self) -> bool:
         """A load of the request was begun, and its end is not known yet."""

@@ -86,12 +86,19 @@ class HotKVScheduler:
         if self.sharing.replaces(handshakes):
             # Requests that are there already do without hotkv.
             self.requests.cancel_loads()
+            self._leave()
             self.requests.states.clear()
         self.sharing.connect(handshakes)
 
     def turn_off(self) -> None:
         """From now on this engine runs without hotkv."""
+        self._leave()
         self.sharing.turn_off()
+
+    def _leave(self) -> None:
+        """The requests that are there go on without hotkv."""
+        for state in self.requests.states.values():
+            state.leave()
 
     def bind_manager(self, manager: Any) -> None:
         """Takes vLLM's manager of blocks, and its pool."""

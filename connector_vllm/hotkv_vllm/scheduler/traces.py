@@ -91,6 +91,12 @@ class RequestTrace:
         }
         self._root.end()
 
+    def left(self) -> None:
+        """The request goes on without hotkv."""
+        if self._loading is not None:
+            self._loading.end("CANCELLED")
+        self._root.end("LEFT")
+
 
 @final
 class RequestTraces:

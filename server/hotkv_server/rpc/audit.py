@@ -7,6 +7,7 @@ caller on the admin socket is known by the ticket that it sends, over TCP by tok
 import json
 import logging
 import logging.handlers
+import math
 import os
 import stat
 import sys
@@ -21,6 +22,7 @@ from hotkv_server.rpc.throttle import LineBound
 from hotkv_server.security.identity import Peer
 
 log = logging.getLogger("hotkv_server.audit")
+log.setLevel(logging.INFO)  # Whatever the server's level is.
 
 CHANGING = frozenset(("Drain", "Evict", "FlushKeySpace", "PrefetchBlocks"))
 """Methods that change what the server holds, or whether it serves. All others read."""
@@ -49,7 +51,11 @@ class AuditLog:
         """Writes how many lines were left out last."""
         self._tell_left_out()
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:
+                # A disk that is full; what waited for it is in the log.
+                log.error("the audit file was not closed: %s", error)
 
     def wants(self, method: str) -> bool:
         """Whether calls of this method, as `/package.Service/Method`, are written down."""
@@ -132,6 +138,8 @@ def arguments(request: Any) -> dict[str, object]:
             found[field.name] = f"{len(value)} bytes"
         elif isinstance(value, str):
             found[field.name] = value[:MAX_TEXT]
+        elif isinstance(value, float) and not math.isfinite(value):
+            found[field.name] = str(value)
         elif isinstance(value, bool | int | float):
             found[field.name] = value
         else:

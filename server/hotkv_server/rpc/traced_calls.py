@@ -112,8 +112,8 @@ class TracedCalls:
             end = await calls.store(node, session, request)
         if node.tiers is not None:
             hash_bytes = session.key_space.hash_bytes
-            for run in convert.runs(request.runs, hash_bytes, session.group_index):
-                self._tracing.stored(span.context, run.hashes)
+            runs = convert.runs(request.runs, hash_bytes, session.group_index)
+            self._tracing.stored(span.context, (run.hashes for run in runs))
         end.add_done_callback(partial(_moved, span))
         return end
 

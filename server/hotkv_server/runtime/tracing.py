@@ -7,8 +7,8 @@ hashes, token ids or bytes. On the event loop only.
 
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 
 import numpy as np
@@ -17,8 +17,8 @@ from hotkv.errors import HotKVError
 from hotkv.spans import Kind, Span, SpanLog, TraceContext
 from hotkv.table import Words
 
-MAX_STORED_BLOCKS, MAX_BLOCKS_OF_RUN = 1 << 14, 1 << 12
-"""Blocks of traced stores whose way into tiers is traced, too: of all, and of one run."""
+MAX_STORED_BLOCKS, MAX_BLOCKS_OF_STORE = 1 << 14, 1 << 12
+"""Blocks of traced stores whose way into tiers is traced, too: of all, and of one store."""
 STORED_S = 60.0
 """How long after its store a block's way into a tier is traced."""
 MAX_WRITE_SPANS = 16
@@ -35,7 +35,8 @@ class Tracing:
     def __init__(self, spans: SpanLog) -> None:
         self.spans = spans
         # By name of a block: the store that brought it, and until when it is of interest.
-        self._stored: dict[int, tuple[TraceContext, float]] = {}
+        # Ordered: a dict takes ever longer to give up its first key.
+        self._stored: OrderedDict[int, tuple[TraceContext, float]] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"Tracing({self.spans!r}, {len(self._stored)} stored blocks)"
@@ -69,16 +70,21 @@ class Tracing:
 
     # Ways into tiers
 
-    def stored(self, context: TraceContext, hashes: Words) -> None:
-        """Remembers the blocks of a run that a traced store brings, by their hashes [n, words]."""
+    def stored(self, context: TraceContext, runs: Iterable[Words]) -> None:
+        """Remembers the first blocks that a traced store brings, by the hashes [n, words] of its
+        runs."""
         stored, value = self._stored, (context, time.monotonic() + STORED_S)
-        names = _names(hashes[:MAX_BLOCKS_OF_RUN])
-        for name in names:
-            # Behind the others, as it is the last to be of interest.
-            stored.pop(name, None)
-            stored[name] = value
+        room = MAX_BLOCKS_OF_STORE
+        for hashes in runs:
+            for name in _names(hashes[:room]):
+                stored[name] = value
+                # Behind the others, as it is the last to be of interest.
+                stored.move_to_end(name)
+            room -= len(hashes)
+            if room <= 0:
+                break
         while len(stored) > MAX_STORED_BLOCKS:
-            del stored[next(iter(stored))]
+            stored.popitem(last=False)
 
     def begin_writes(self, hashes: Words, tier: str) -> list[Span]:
         """Begins a span for each traced store that brought some of these blocks, which are about to

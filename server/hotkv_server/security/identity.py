@@ -7,10 +7,13 @@ there is such a tenant. The server keeps only the SHA-256 of secrets, and compar
 
 import hashlib
 import hmac
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hotkv.errors import HotKVError, Reason
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9@*/:._+-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +38,16 @@ class Peer:
 
     def __str__(self) -> str:
         names = (
-            f" certificate={','.join(sorted(self.certificate_names))}"
+            f" certificate={','.join(map(_shown, sorted(self.certificate_names)))}"
             if self.certificate_names
             else ""
         )
         return f"{self.where}{names}{' with a token' if self.token_digest else ''}"
+
+
+def _shown(name: str) -> str:
+    """A name that an authority has signed; in quotes if it could pass for something else."""
+    return name if _PLAIN_NAME.fullmatch(name) else repr(name)
 
 
 def digest_of(token: str) -> bytes:

@@ -67,6 +67,12 @@ class TracingSettings(BaseModel, extra="forbid"):
     @model_validator(mode="after")
     def _keeps_headers_secret(self) -> "TracingSettings":
         url = urlsplit(self.endpoint)
+        if url.username is not None:
+            # Not with the field, whose value would be shown.
+            raise ValueError(
+                "endpoint must have no user and password, since logs name it: put `authorization: "
+                "Basic …` into headers_file"
+            )
         is_open = url.scheme == "http" and url.hostname not in LOOPBACK
         if self.headers_file is not None and is_open and not self.insecure:
             raise ValueError(

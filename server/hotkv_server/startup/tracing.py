@@ -13,6 +13,9 @@ from hotkv_server.startup import StartError
 
 log = logging.getLogger("hotkv_server.tracing")
 
+GRPC_PACKAGE = "opentelemetry-exporter-otlp-proto-grpc"
+"""Needed if the environment names the protocol grpc; no extra has it."""
+
 
 def check_tracing(settings: Settings) -> None:
     """Raises StartError if traces are asked for and can't be exported from here."""
@@ -34,8 +37,6 @@ def open_tracing(settings: TracingSettings) -> Tracing | None:
         return None
     try:
         otlp = importlib.import_module("hotkv.otlp")
-        # Whether the collector is there is the sink's to say, once.
-        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         sink = otlp.open_sink(
             settings.endpoint,
             settings.service_name,
@@ -52,9 +53,11 @@ def open_tracing(settings: TracingSettings) -> Tracing | None:
 
 
 def _not_installed(error: ImportError) -> StartError:
+    missing = str(error.name or error)
+    package = GRPC_PACKAGE if ".grpc" in missing else "'hotkv[otel]'"
     return StartError(
-        f"tracing.endpoint is set, but {error.name or error} is not installed: pip install "
-        "'hotkv[otel]', or leave the setting out"
+        f"tracing.endpoint is set, but {missing} is not installed: pip install {package}, or leave "
+        "the setting out"
     )
 
 

@@ -17,6 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,15 @@ class ReceivedSpan:
 class OtlpReceiver:
     """See the module. Use in a `with` block. `status`: the HTTP status of answers; spans count only
     with 200. `delay_s`: before each answer. `headers`: of the last request, names in small
-    letters."""
+    letters. `answer`, `answer_headers`: what each answer has."""
 
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
         self.headers: dict[str, str] = {}
         self.paths: list[str] = []
         self.status, self.delay_s = 200, 0.0
+        self.answer = ExportTraceServiceResponse().SerializeToString()
+        self.answer_headers = {"content-type": "application/x-protobuf"}
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -59,12 +62,12 @@ class OtlpReceiver:
                 if self.headers.get("content-encoding") == "gzip":
                     body = gzip.decompress(body)
                 status = receiver._take(body)
-                answer = ExportTraceServiceResponse().SerializeToString()
                 self.send_response(status)
-                self.send_header("content-type", "application/x-protobuf")
-                self.send_header("content-length", str(len(answer)))
+                for name, value in receiver.answer_headers.items():
+                    self.send_header(name, value)
+                self.send_header("content-length", str(len(receiver.answer)))
                 self.end_headers()
-                self.wfile.write(answer)
+                self.wfile.write(receiver.answer)
 
             def log_message(self, *_: object) -> None:
                 """Says nothing."""
@@ -135,7 +138,7 @@ def _span(service: str, one: SpanMessage) -> ReceivedSpan:
         one.start_time_unix_nano,
         one.end_time_unix_nano,
         {item.key: _value(item.value) for item in one.attributes},
-        one.status.message,
+        one.status.message if one.status.code == Status.STATUS_CODE_ERROR else "",
     )
 
 
