@@ -256,6 +256,8 @@ def test_what_is_stored_while_a_flush_is_told_is_copied_after_it() -> None:
             await a.tiers.end_flush(a.fingerprint)
             await a.until_copied(7)
             assert a.shared.out.num_refused == 0
+            known = a.shared.epochs.get(1)
+            await until(lambda: b.shared.epochs.get(1) == known, "the flush is not heard of")
             assert await b.leased([20]) == [True]
 
     asyncio.run(run())
