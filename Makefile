@@ -58,7 +58,7 @@ image-test: $(STAMPS)/dev ## as root, some minutes: buildah builds the image, wh
 nspawn-test: $(STAMPS)/dev ## as root, some minutes: the systemd unit in a booted Debian; needs PROGRAMS="mmdebstrap systemd-container"
 	$(BIN)/python -m tests.deploy.nspawn
 
-compose-test: $(STAMPS)/dev ## as root, ten minutes: compose.yaml brought up with a real vLLM, killed, taken down; needs PROGRAMS="podman docker-compose iptables mmdebstrap" and 8 GB
+compose-test: $(STAMPS)/dev ## as root, ten minutes: compose.yaml brought up with a real vLLM, killed, taken down; needs PROGRAMS="podman docker-compose iptables mmdebstrap" and 9 GB
 	$(BIN)/python -m tests.deploy.compose
 
 torture: $(STAMPS)/dev ## an hour of kills and odd inputs: 1,000 kills under traffic, 20 with real vLLM, 1,000,000 fuzzed inputs

