@@ -22,10 +22,10 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 export HOTKV_VENV := $(abspath $(VENV))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup programs demo demo-sparse test test-long image-test nspawn-test torture mutate check docs fix proto bench dist clean
+.PHONY: help setup programs demo demo-sparse test test-long image-test nspawn-test compose-test torture mutate check docs fix proto bench dist clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMPS)/dev ## builds .venv with vLLM for CPU and hotkv in editable form
 
@@ -57,6 +57,9 @@ image-test: $(STAMPS)/dev ## as root, some minutes: buildah builds the image, wh
 
 nspawn-test: $(STAMPS)/dev ## as root, some minutes: the systemd unit in a booted Debian; needs PROGRAMS="mmdebstrap systemd-container"
 	$(BIN)/python -m tests.deploy.nspawn
+
+compose-test: $(STAMPS)/dev ## as root, ten minutes: compose.yaml brought up with a real vLLM, killed, taken down; needs PROGRAMS="podman docker-compose iptables mmdebstrap" and 9 GB
+	$(BIN)/python -m tests.deploy.compose
 
 torture: $(STAMPS)/dev ## an hour of kills and odd inputs: 1,000 kills under traffic, 20 with real vLLM, 1,000,000 fuzzed inputs
 	$(BIN)/python -m tests.robustness.campaign --kills 1000

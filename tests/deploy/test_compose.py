@@ -64,6 +64,16 @@ def test_the_cache_outlives_the_container(services: dict[str, Any], settings: Se
     assert vllm["group_add"] == [uid.partition(":")[2]]
 
 
+def test_engines_do_not_get_the_admin_socket(services: dict[str, Any], settings: Settings) -> None:
+    """They run as root in their container, whom no mode of a socket keeps out."""
+    mounted = [volume.split(":")[1] for volume in services["vllm"]["volumes"]]
+    assert not any(settings.admin_socket.is_relative_to(place) for place in mounted)
+    # Health check and `hotkv` in the container go there.
+    target = services["hotkv"]["environment"]["HOTKV_TARGET"]
+    assert target == f"unix:{settings.admin_socket}"
+    assert any(settings.admin_socket.is_relative_to(place) for place in services["hotkv"]["tmpfs"])
+
+
 def test_the_engine_finds_the_server(services: dict[str, Any], settings: Settings) -> None:
     command = services["vllm"]["command"]
     config = json.loads(command[command.index("--kv-transfer-config") + 1])

@@ -1,0 +1,464 @@
+"""Brings compose.yaml up for real, with a real vLLM: a long prompt, another engine that finds its
+KV in hotkv, a kill of the server, a stop.
+
+`python -m tests.deploy.compose [--folder DIR] [--keep]` has Docker's Compose build and run the
+unchanged compose.yaml against podman, in namespaces of its own (`podman.py`). No registry of images
+is asked: small Debians stand for `python:3.12-slim` and for vLLM's image, the latter with this
+environment's vLLM (`vllm_base.py`). An override file holds what this machine cannot do. Prints what
+is left out, and each step with its time. Needs root, `podman`, `docker-compose`, `mmdebstrap`,
+`iptables` and the package index: some minutes, and 9 GB in DIR, which are removed at the end unless
+`--keep` is given.
+"""
+
+import argparse
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from demo.processes import prepare_model
+from tests.deploy import debian, image, podman, vllm_base
+from tests.deploy.debian import Steps, program
+from tests.deploy.dockerfile import ROOT
+from tests.deploy.podman import Podman
+
+BASE, VLLM_BASE = image.BASE, "docker.io/library/vllm-stands-in:cpu"
+HOTKV, VLLM, DIRECTORIES = "hotkv_hotkv_1", "hotkv_vllm_1", "hotkv_directories_1"
+"""Containers, as Compose 1.29 names them."""
+MODEL, USER = "/smollm2", 10001
+ARENA = Path("/dev/shm/hotkv")
+LONG = " ".join(
+    f"Item {n} costs {n * 7 % 101} coins and weighs {n * 13 % 89} grams." for n in range(150)
+)
+UP_S, STEP_S = 300.0, 60.0
+SMALL = {
+    # No warm-up and no compiler, and a core for the engine where there are two: as in the demo.
+    "VLLM_CPU_CI_ENV": "1",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def override(model: Path) -> dict[str, Any]:
+    """What is changed of compose.yaml, and no more."""
+    limits = podman.hard_limits()
+    return {
+        "services": {
+            "directories": {"build": {"network": "host"}},
+            "hotkv": {"ulimits": limits},
+            "vllm": {
+                "build": {"network": "host"},
+                "environment": SMALL,
+                "volumes": [f"{model}:{MODEL}:ro"],
+            },
+        }
+    }
+
+
+def left_out() -> list[str]:
+    """What this run does not show of compose.yaml."""
+    found = list(podman.LEFT_OUT)
+    memlock = podman.hard_limits()["memlock"]
+    if memlock != resource.RLIM_INFINITY:
+        found.append(f"hotkv's ulimits.memlock: {memlock} bytes, this machine's most, not -1")
+    changed = " ".join(f"{name}={value}" for name, value in SMALL.items())
+    found.append(f"vLLM's image: a Debian with vllm-cpu, no triton; {changed}")
+    found.append("hotkv's base: Debian with its Python, not python:3.12-slim")
+    return found
+
+
+class Compose:
+    """docker-compose on compose.yaml and the override."""
+
+    def __init__(self, machine: Podman, folder: Path, model: Path) -> None:
+        self.podman = machine
+        added = folder / "run" / "override.json"
+        added.write_text(json.dumps(override(model)))
+        files = [f"--file={ROOT / 'compose.yaml'}", f"--file={added}"]
+        self._command = [program("docker-compose"), "--project-name=hotkv", *files]
+        self._command.append(f"--project-directory={ROOT}")
+        self._environment = {
+            **machine.environment,
+            "DOCKER_HOST": f"unix://{machine.socket}",
+            "MODEL": MODEL,
+            "HOTKV_ARENA": "512MiB",
+            "VLLM_BASE": VLLM_BASE,
+        }
+
+    def __call__(self, *arguments: str) -> str:
+        """Raises SystemExit with the containers' logs if it fails."""
+        done = subprocess.run(
+            [*self._command, *arguments], capture_output=True, text=True, env=self._environment
+        )
+        if done.returncode:
+            said = done.stdout[-3000:] + done.stderr[-3000:]
+            self.fail(f"compose {' '.join(arguments)}: status {done.returncode}\n{said}")
+        return done.stdout.strip()
+
+    def fail(self, what: str) -> None:
+        """Raises SystemExit."""
+        logs = []
+        for name in (HOTKV, VLLM):
+            done = subprocess.run(
+                [*self.podman.command, "logs", "--tail=40", name], capture_output=True, text=True
+            )
+            logs.append(f"--- {name}\n{done.stdout}{done.stderr}")
+        raise SystemExit("\n".join([what, *logs]))
+
+    def wait(self, what: str, limit_s: float, is_so: Callable[[], bool]) -> float:
+        """The seconds that it took. Raises SystemExit when the time is over."""
+        begun_s = time.monotonic()
+        while not is_so():
+            if time.monotonic() > begun_s + limit_s:
+                self.fail(f"waited in vain: {what}")
+            time.sleep(0.2)
+        return time.monotonic() - begun_s
+
+    def expect(self, holds: bool, what: str) -> None:
+        if not holds:
+            self.fail(what)
+
+    def state(self, container: str) -> dict[str, Any]:
+        return dict(self.podman.inspect(container)["State"])
+
+    def counters(self) -> dict[str, float]:
+        """hotkv's, by the command in its container."""
+        status = json.loads(self("exec", "-T", "hotkv", "hotkv", "status", "--json"))
+        return {name: float(value) for name, value in status["counters"].items()}
+
+    def is_healthy(self) -> bool:
+        """Whether a health check says so now, whatever the last one said."""
+        words = [*self.podman.command, "healthcheck", "run", HOTKV]
+        return subprocess.run(words, capture_output=True).returncode == 0
+
+
+def get(url: str, body: dict[str, object] | None = None) -> str:
+    """Raises OSError."""
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=STEP_S) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """vLLM's answer over HTTP."""
+
+    text: str
+    prompt_tokens: int
+    took_s: float
+
+
+def ask(prompt: str, max_tokens: int = 40) -> Answer:
+    """Raises OSError."""
+    begun_s = time.monotonic()
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    answer = json.loads(get("http://127.0.0.1:8000/v1/completions", body))
+    took_s = time.monotonic() - begun_s
+    return Answer(answer["choices"][0]["text"], answer["usage"]["prompt_tokens"], took_s)
+
+
+def metric(url: str, name: str) -> float:
+    """The sum of a metric's samples."""
+    lines = [line for line in get(url).splitlines() if line.startswith(name)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def vllm_answers() -> bool:
+    try:
+        get("http://127.0.0.1:8000/health")
+    except (OSError, urllib.error.URLError):
+        return False
+    return True
+
+
+def make_bases(machine: Podman, folder: Path, steps: Steps) -> None:
+    """The two images that no registry is asked for."""
+    root = folder / "root"
+    certificates = "ca-certificates.crt"
+
+    def debian_root(*more: str) -> None:
+        debian.make_root(root, (*image.PACKAGES, *more))
+        python = root / "usr/bin/python"
+        python.unlink(missing_ok=True)
+        python.symlink_to("python3")
+        # Builds ask the package index as this machine does.
+        trusted = (debian.CERTIFICATES / certificates).read_bytes()
+        (root / "etc/ssl/certs" / certificates).write_bytes(trusted)
+
+    with steps.step("a small Debian, in place of python:3.12-slim") as seen:
+        if not machine.has(BASE):
+            debian_root()
+            import_image(machine, BASE, lambda sink: vllm_base.pack(root, sink, {}))
+        seen.append(machine("image", "inspect", "--format={{.Size}}", BASE) + " bytes")
+    with steps.step("and one with vLLM, in place of vLLM's image") as seen:
+        if not machine.has(VLLM_BASE):
+            shutil.rmtree(root, ignore_errors=True)
+            debian_root("libnuma1")
+            vllm_base.make_environment(root, folder)
+            packages = vllm_base.closure()
+            changes = [f"--change=ENV {k}={v}" for k, v in vllm_base.ENVIRONMENT.items()]
+            import_image(
+                machine, VLLM_BASE, lambda sink: vllm_base.pack(root, sink, packages), *changes
+            )
+            seen.append(f"{len(packages)} packages")
+        seen.append(machine("image", "inspect", "--format={{.Size}}", VLLM_BASE) + " bytes")
+    shutil.rmtree(root, ignore_errors=True)
+
+
+def import_image(machine: Podman, name: str, write: Callable[[Any], None], *changes: str) -> None:
+    words = [*machine.command, "import", "--quiet", *changes, "-", name]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as importing:
+        assert importing.stdin is not None
+        with importing.stdin:
+            write(importing.stdin)
+    if importing.returncode:
+        raise SystemExit(f"podman import {name}: status {importing.returncode}")
+
+
+def owner(path: Path) -> str:
+    found = path.stat()
+    return f"{found.st_uid}:{found.st_gid} {found.st_mode & 0o7777:04o}"
+
+
+def check_files(compose: Compose) -> str:
+    """Owners and modes, as compose.yaml says. Raises SystemExit."""
+    volume = compose.podman("volume", "inspect", "--format={{.Mountpoint}}", "hotkv_sockets")
+    sockets = Path(volume)
+    found = {
+        "arena's directory": (owner(ARENA), f"{USER}:{USER} 0700"),
+        "arena": (owner(ARENA / "arena"), f"{USER}:{USER} 0600"),
+        "sockets' directory": (owner(sockets), f"{USER}:{USER} 0755"),
+        "grpc.sock": (owner(sockets / "grpc.sock"), f"{USER}:{USER} 0660"),
+    }
+    for name, (is_so, should_be) in found.items():
+        compose.expect(is_so == should_be, f"{name}: {is_so}, not {should_be}")
+    groups = compose("exec", "-T", "vllm", "id", "-G").split()
+    compose.expect(str(USER) in groups, f"vLLM's groups: {groups}")
+    reached = sorted(path.name for path in sockets.glob("*.sock"))
+    compose.expect("admin.sock" not in reached, f"vLLM's container has {reached}")
+    return ", ".join(f"{name} {is_so}" for name, (is_so, _) in found.items())
+
+
+def check_rights(compose: Compose) -> str:
+    """The server's user, capabilities and root file system. Raises SystemExit."""
+    pid = compose.state(HOTKV)["Pid"]
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    status = {
+        name: " ".join(value.split()) for name, _, value in (line.partition(":") for line in lines)
+    }
+    wanted = {
+        "Uid": " ".join([str(USER)] * 4),
+        "CapEff": "0" * 16,
+        "CapBnd": "0" * 16,
+        "NoNewPrivs": "1",
+    }
+    for name, value in wanted.items():
+        compose.expect(status[name] == value, f"the server's {name}: {status[name]}")
+    written = subprocess.run(
+        [*compose.podman.command, "exec", "--user=0", HOTKV, "touch", "/opt/x"], capture_output=True
+    )
+    compose.expect(b"Read-only" in written.stderr, "its root can be written")
+    filtered = f"seccomp mode {status['Seccomp']}"
+    return f"user {USER}, no capability, no new privileges, read-only root, {filtered}"
+
+
+def walk(compose: Compose, steps: Steps) -> None:
+    """Up, used, restarted, killed, down. Raises SystemExit."""
+    with steps.step("compose up: directories, then hotkv healthy, then vLLM") as seen:
+        with compose.podman.health_checks(HOTKV):
+            compose("up", "-d")
+        first = compose.state(DIRECTORIES)
+        compose.expect(first["ExitCode"] == 0, f"directories ended with {first['ExitCode']}")
+        times = [
+            first["FinishedAt"],
+            compose.state(HOTKV)["StartedAt"],
+            compose.state(VLLM)["StartedAt"],
+        ]
+        compose.expect(times == sorted(times), f"they started in another order: {times}")
+        seen.append(" < ".join(one[11:19] for one in times))
+        took_s = compose.wait("vLLM answers", UP_S, vllm_answers)
+        seen.append(f"vLLM answers {took_s:.0f} s after that")
+    with steps.step("owners, modes and rights of arena, sockets and server") as seen:
+        seen += [check_files(compose), check_rights(compose)]
+    with steps.step("a long prompt over 127.0.0.1:8000") as seen:
+        cold = ask(LONG)
+        compose.wait("its blocks are stored", STEP_S, lambda: is_stored(compose, cold))
+        stored = compose.counters()["stored_blocks_total"]
+        seen.append(f"{cold.prompt_tokens} tokens, {cold.took_s:.1f} s, {stored:.0f} blocks stored")
+    with steps.step("again, by vLLM's own cache") as seen:
+        # What is rounded depends on how much is computed at once, so this answer is the measure.
+        own = ask(LONG)
+        seen.append(f"{own.took_s:.1f} s: {own.text!r}, before: {cold.text!r}")
+    with steps.step("vLLM's container restarts; the prompt's blocks come from hotkv") as seen:
+        seen.append(again(compose, own))
+    with steps.step("kill -9 of the server: Compose's policy restarts it, vLLM goes on") as seen:
+        seen += kill(compose, stored)
+    with steps.step("another engine loads from the server that was restarted") as seen:
+        seen.append(again(compose, own))
+    with steps.step("compose down: both end by themselves") as seen:
+        seen.append(down(compose))
+    with steps.step("compose up again: a new container goes on with the arena") as seen:
+        with compose.podman.health_checks(HOTKV):
+            compose("up", "-d", "hotkv")
+            compose.wait("hotkv is healthy", STEP_S, compose.is_healthy)
+        restored = compose.counters()["restored_blocks_total"]
+        compose.expect(restored >= stored, f"{restored:.0f} blocks of {stored:.0f}")
+        seen.append(f"{restored:.0f} blocks restored")
+        compose("down", "--volumes")
+
+
+def is_stored(compose: Compose, answer: Answer) -> bool:
+    """Whether all whole blocks of the prompt are in hotkv."""
+    (info,) = (
+        line
+        for line in get("http://127.0.0.1:8000/metrics").splitlines()
+        if line.startswith("vllm:cache_config_info")
+    )
+    (size,) = re.findall(r'\bblock_size="(\d+)"', info)
+    counters = compose.counters()
+    has_all = counters["stored_blocks_total"] >= answer.prompt_tokens // int(size)
+    return has_all and not counters["transfers_in_flight"]
+
+
+def again(compose: Compose, before: Answer) -> str:
+    """A new engine answers the long prompt with the same text, from hotkv. Raises SystemExit."""
+    hits = "vllm:external_prefix_cache_hits_total"
+    before_blocks = metric("http://127.0.0.1:9433/metrics", "hotkv_loaded_blocks_total")
+    begun_s = time.monotonic()
+    compose("restart", "vllm")
+    stopped_s = time.monotonic() - begun_s
+    compose.wait("vLLM answers", UP_S, vllm_answers)
+    compose.expect(metric("http://127.0.0.1:8000/metrics", hits) == 0, "vLLM has hits already")
+    answer = ask(LONG)
+    compose.expect(answer.text == before.text, f"{answer} is not {before}")
+    loaded = metric("http://127.0.0.1:9433/metrics", "hotkv_loaded_blocks_total") - before_blocks
+    hit, tokens = metric("http://127.0.0.1:8000/metrics", hits), answer.prompt_tokens
+    compose.expect(loaded > 0 and hit > tokens * 0.9, f"{loaded:.0f} blocks, {hit:.0f} tokens hit")
+    came = f"{loaded:.0f} blocks loaded, {hit:.0f} of {tokens} tokens hit"
+    return f"restarted in {stopped_s:.1f} s; same text in {answer.took_s:.1f} s, {came}"
+
+
+def kill(compose: Compose, stored: float) -> list[str]:
+    """What came of it. Raises SystemExit."""
+    ended = threading.Event()
+    answered: list[str] = []
+
+    def go_on() -> None:
+        while not ended.is_set():
+            try:
+                answered.append(f"ok {ask(f'{len(answered)} and some more of it', 4).text}")
+            except (OSError, ValueError) as error:
+                answered.append(f"failed: {error}")
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        compose.wait("vLLM answers", STEP_S, lambda: bool(answered))
+        pid = compose.state(HOTKV)["Pid"]
+        os.kill(pid, signal.SIGKILL)
+        count = len(answered)
+
+        def is_back() -> bool:
+            state = compose.state(HOTKV)
+            return state["Running"] and state["Pid"] not in (0, pid) and compose.is_healthy()
+
+        took_s = compose.wait("the server is healthy again", STEP_S, is_back)
+        compose.wait("vLLM answers on", STEP_S, lambda: len(answered) > count + 1)
+    finally:
+        ended.set()
+        thread.join()
+    failed = [one for one in answered if one.startswith("failed")]
+    compose.expect(not failed, f"vLLM: {failed}")
+    compose.expect(compose.podman.inspect(HOTKV)["RestartCount"] == 1, "not by the policy")
+    restored = compose.counters()["restored_blocks_total"]
+    compose.expect(restored >= stored, f"{restored:.0f} blocks of {stored:.0f}")
+    return [
+        f"healthy after {took_s:.1f} s, {restored:.0f} blocks restored",
+        f"{len(answered)} requests answered, {len(answered) - count} of them after the kill",
+    ]
+
+
+def down(compose: Compose) -> str:
+    """The statuses. Raises SystemExit."""
+    waiting = {
+        name: subprocess.Popen(
+            [*compose.podman.command, "wait", name], stdout=subprocess.PIPE, text=True
+        )
+        for name in (HOTKV, VLLM)
+    }
+    begun_s = time.monotonic()
+    compose("down")
+    took_s = time.monotonic() - begun_s
+    statuses = {name: process.communicate()[0].strip() for name, process in waiting.items()}
+    compose.expect(set(statuses.values()) == {"0"}, f"statuses: {statuses}")
+    compose.expect((ARENA / "arena").exists(), "the arena is gone")
+    return f"{took_s:.1f} s, status 0 of both"
+
+
+def inside(folder: Path) -> None:
+    """The whole run, in its namespaces."""
+    machine, steps = Podman(folder), Steps()
+    machine.forget()
+    print("left out:", *(f"  {one}" for one in left_out()), sep="\n", flush=True)
+    with steps.step("SmolLM2"):
+        model = prepare_model()
+    make_bases(machine, folder, steps)
+    compose = Compose(machine, folder, model)
+    with machine.service(), steps.step("compose build: hotkv, and vLLM with the connector") as seen:
+        compose("build")
+        form = "{{.Repository}}:{{.Tag}} {{.Size}}"
+        seen += sorted(
+            line for line in machine("images", f"--format={form}").splitlines() if "hotkv" in line
+        )
+    # Builds ask the package index; from here on nothing leaves the machine.
+    podman.leave_network()
+    with machine.service():
+        try:
+            walk(compose, steps)
+        except OSError as error:
+            compose.fail(repr(error))
+    print("all of it works")
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description="Brings compose.yaml up.")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "hotkv-compose"
+    )
+    parser.add_argument("--keep", action="store_true", help="leave the images for the next run")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    folder = options.folder.resolve()
+    if os.environ.get(podman.INSIDE):
+        inside(folder)
+        return 0
+    for name in ("podman", "docker-compose", "mmdebstrap", "iptables"):
+        program(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        return podman.enter(folder, "tests.deploy.compose", sys.argv[1:])
+    finally:
+        if not options.keep:
+            shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

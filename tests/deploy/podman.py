@@ -1,0 +1,176 @@
+"""podman in namespaces of this run alone: nothing that it mounts, starts or routes outlives them.
+
+`enter` runs a module again as the first step of a new mount and process namespace with an empty
+/dev/shm; `leave_network` moves this process, and what it starts afterwards, to an empty network
+where every port is free. Needs root. Containers run without cgroups and without a limit above this
+machine's own, as not every machine grants these; `LEFT_OUT` says so.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.deploy.debian import program, run
+
+INSIDE = "HOTKV_COMPOSE_INSIDE"
+# The first process of a namespace inherits orphans, which a shell reaps. What podman notes outside
+# of its store, of what runs and of networks, must go with the processes: it is written to memory.
+ENTER = """
+mount -t tmpfs none /sys/fs/cgroup && mount -t cgroup2 none /sys/fs/cgroup || exit 1
+mount -t tmpfs -o mode=1777 none /dev/shm && mount -t tmpfs none "$1" || exit 1
+for place in /run /etc/containers /var/lib/containers; do
+  [ -d $place ] || continue
+  upper=$1/over$place/upper work=$1/over$place/work
+  mkdir -p "$upper" "$work"
+  mount -t overlay -o "lowerdir=$place,upperdir=$upper,workdir=$work" overlay $place || exit 1
+done
+shift
+"$@"
+exit $?
+"""
+CLONE_NEWNET = 0x40000000
+HEALTH_S = 10.0
+"""The interval of the image's HEALTHCHECK."""
+START_S = 30.0
+LEFT_OUT = (
+    "cgroups: none (crun --cgroup-manager=disabled)",
+    "health checks: asked by this test every 10 s, as podman leaves that to systemd's timers",
+)
+
+
+def enter(folder: Path, module: str, arguments: Sequence[str]) -> int:
+    """Runs the module inside; returns its status. All in there ends with it, or with this
+    process."""
+    place = folder / "run"
+    place.mkdir(exist_ok=True)
+    spaces = ("--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+    command = ["sh", "-c", ENTER, "sh", str(place), sys.executable, "-m", module, *arguments]
+    child = subprocess.Popen(
+        [program("unshare"), *spaces, *command], env={**os.environ, INSIDE: "1"}
+    )
+    try:
+        return child.wait()
+    finally:
+        child.kill()
+        child.wait()
+        place.rmdir()
+
+
+def leave_network() -> None:
+    """Gives this process an empty network. Raises OSError."""
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "unshare")
+    run(program("ip"), "link", "set", "lo", "up")
+
+
+def hard_limits() -> dict[str, int]:
+    """This machine's own limits, by Docker's names; -1 is none."""
+    numbers = {
+        "memlock": resource.RLIMIT_MEMLOCK,
+        "nofile": resource.RLIMIT_NOFILE,
+        "nproc": resource.RLIMIT_NPROC,
+    }
+    return {name: resource.getrlimit(number)[1] for name, number in numbers.items()}
+
+
+class Podman:
+    """podman with a store of its own. `environment` is what its processes need."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        state = folder / "run"
+        self.socket = state / "podman.sock"
+        runtime, settings = state / "crun", state / "containers.conf"
+        runtime.write_text(f'#!/bin/sh\nexec {program("crun")} --cgroup-manager=disabled "$@"\n')
+        runtime.chmod(0o755)
+        limits = [
+            f"{name}={most}:{most}" for name, most in hard_limits().items() if name != "memlock"
+        ]
+        settings.write_text(
+            f"""[containers]
+cgroups = "disabled"
+default_ulimits = {json.dumps(limits)}
+[network]
+network_backend = "netavark"
+network_config_dir = "{state}/networks"
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+image_copy_tmp_dir = "{folder}"
+env = ["DISABLE_HC_SYSTEMD=true", "TMPDIR={folder}"]
+[engine.runtimes]
+crun = ["{runtime}"]
+"""
+        )
+        self.environment = {**os.environ, "CONTAINERS_CONF": str(settings)}
+        # All that podman starts, such as conmon, has it from here.
+        os.environ["CONTAINERS_CONF"] = str(settings)
+        place = [f"--root={folder / 'store'}", f"--runroot={state / 'runroot'}"]
+        self.command = [program("podman"), *place, f"--tmpdir={state / 'libpod'}"]
+        self.command += ["--storage-driver=overlay"]
+
+    def __call__(self, *arguments: str | Path) -> str:
+        return run(*self.command, *arguments).strip()
+
+    def forget(self) -> None:
+        """Removes containers and volumes of an earlier run; images stay."""
+        self("rm", "--all", "--force", "--volumes")
+        self("volume", "rm", "--all", "--force")
+
+    def has(self, image: str) -> bool:
+        done = subprocess.run([*self.command, "image", "exists", image])
+        return done.returncode == 0
+
+    def inspect(self, container: str) -> dict[str, Any]:
+        """What podman knows of a container. Raises SystemExit if there is none."""
+        (found,) = json.loads(self("container", "inspect", container))
+        return dict(found)
+
+    @contextlib.contextmanager
+    def service(self) -> Iterator[None]:
+        """Serves Docker's API on `socket`, in this process' network."""
+        with (self._folder / "service.log").open("ab") as log:
+            served = subprocess.Popen(
+                [*self.command, "system", "service", "--time=0", f"unix://{self.socket}"],
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            deadline_s = time.monotonic() + START_S
+            while not self.socket.is_socket():
+                if served.poll() is not None or time.monotonic() > deadline_s:
+                    raise SystemExit(f"no podman: {(self._folder / 'service.log').read_text()}")
+                time.sleep(0.1)
+            yield
+        finally:
+            served.terminate()
+            served.wait()
+            self.socket.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def health_checks(self, container: str) -> Iterator[None]:
+        """Runs the container's health check at the image's interval, while there is one."""
+        ended = threading.Event()
+
+        def ask() -> None:
+            while not ended.wait(HEALTH_S):
+                subprocess.run(
+                    [*self.command, "healthcheck", "run", container], capture_output=True
+                )
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
