@@ -50,6 +50,13 @@ def usable(prompt: list[int]) -> int:
     return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
+def allowed_difference(cold: dict[str, Any], local: dict[str, Any]) -> float:
+    """How far an answer may be from the cold one, in float32: as vLLM's own prefix cache is, or by
+    the rounding of another batch, as loads end in other steps. Wrong KV is twenty times as far
+    (`test_models.py::test_wrong_kv_would_be_seen`)."""
+    return max(difference(cold, local), 1e-4)
+
+
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
     """Largest difference of a chosen token's log probability, up to where the texts part."""
     worst = 0.0
@@ -104,7 +111,7 @@ def test_parity_and_sharing_between_processes(
     assert (
         local["cached"] == expected and warm["cached"] == expected and other["cached"] == expected
     )
-    allowed = difference(cold, local)
+    allowed = allowed_difference(cold, local)
     assert difference(cold, warm) <= allowed and difference(cold, other) <= allowed
     assert warm["tokens"] == local["tokens"] and other["tokens"] == local["tokens"]
     # Blocks that filled while decoding were stored as well: one engine's answer is the other's
