@@ -51,9 +51,9 @@ def usable(prompt: list[int]) -> int:
 
 
 def allowed_difference(cold: dict[str, Any], local: dict[str, Any]) -> float:
-    """How far an answer may be from the cold one, in float32: as vLLM's own prefix cache is, or by
-    the rounding of another batch, as loads end in other steps. Wrong KV is twenty times as far
-    (`test_models.py::test_wrong_kv_would_be_seen`)."""
+    """The largest difference from the cold answer that right KV makes, in float32: that of vLLM's
+    own prefix cache, or the rounding of another batch, since loads end in other steps. Wrong KV
+    makes twenty times as much (`test_models.py::test_wrong_kv_would_be_seen`)."""
     return max(difference(cold, local), 1e-4)
 
 
