@@ -10,7 +10,7 @@ import pytest
 
 from tests.tiers.valkey_support import running
 from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
-from tests.vllm.test_end_to_end import allowed_difference, difference, prompts, settled, usable
+from tests.vllm.test_end_to_end import NOISE, RANDOM, difference, prompts, settled, usable
 from tests.vllm.tiny import write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -18,22 +18,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LENGTHS = (33, 100, 257, 641, 901)
 ALWAYS = {"load": "always"}
 """A model this small computes many prompts sooner than they can be read."""
-
-
-RANDOM: dict[str, Any] = {
-    "load_format": "random",
-    "connector": {"weights_identity": "random", **ALWAYS},
-}
-"""Weights so large that other keys and values give other tokens."""
-DEEP = RANDOM | {"hf_overrides": {"num_hidden_layers": 8}}
-"""The same of a model whose blocks are so large that compression wins something: 64 KiB."""
+MODEL: dict[str, Any] = RANDOM | {"connector": {"weights_identity": "random", **ALWAYS}}
+DEEP = MODEL | {"dtype": "bfloat16", "hf_overrides": {"num_hidden_layers": 8}}
+"""Its blocks are encoded: they are large, 64 KiB, and of bfloat16."""
 
 
 @pytest.mark.parametrize(
     "name, compress, model",
     [
-        pytest.param("llama", "off", RANDOM, marks=pytest.mark.long),
-        ("gemma3", "off", RANDOM),
+        pytest.param("llama", "off", MODEL, marks=pytest.mark.long),
+        ("gemma3", "off", MODEL),
         ("llama", "auto", DEEP),
     ],
 )
@@ -51,8 +45,15 @@ def test_tokens_are_the_same_from_the_disk(
     start: Callable[..., EngineProcess] = engines.start
     engine = start(write_model(tmp_path / "model", name), daemon.target, **model)
     batch = prompts(1, LENGTHS)
-    cold = engine.ask("generate", prompts=batch, max_tokens=20)
-    local = engine.ask("generate", prompts=batch, max_tokens=20)
+
+    def ask() -> dict[str, Any]:
+        if model["dtype"] == "bfloat16":
+            return engine.ask_each(batch, 20)
+        return engine.ask("generate", prompts=batch, max_tokens=20)
+
+    ask()
+    # vLLM's own hits are the measure: in bfloat16 a hit rounds otherwise than computing all.
+    local = ask()
     settled(engine)
     all_down(daemon)
     encoded = counter(daemon, "tier_encoded_blocks_total")
@@ -66,17 +67,16 @@ def test_tokens_are_the_same_from_the_disk(
         return engine.ask("reset")
 
     warm()
-    from_disk = engine.ask("generate", prompts=batch, max_tokens=20)
+    from_disk = ask()
     promoted = counter(daemon, "tier_promoted_blocks_total")
     warm()
     # Of each prompt the first part comes into host memory before the rest is asked for.
     engine.ask("generate", prompts=[one[: len(one) // 2 + 1] for one in batch], max_tokens=1)
     engine.ask("reset")
-    half = engine.ask("generate", prompts=batch, max_tokens=20)
-    allowed = allowed_difference(cold, local)
+    half = ask()
     for one in (from_disk, half):
         assert one["cached"] == [usable(prompt) for prompt in batch]
-        assert one["tokens"] == local["tokens"] and difference(cold, one) <= allowed
+        assert one["tokens"] == local["tokens"] and difference(local, one) < NOISE
     assert promoted > 0 and not counter(daemon, "tier_lost_blocks_total")
 
 
@@ -92,13 +92,13 @@ def test_tokens_are_the_same_from_another_node(
             one.flags += ["--tiers.lookup-wait-ms", "20000"]
             one.start()
         model = write_model(tmp_path / "model", name)
+        connector = MODEL["connector"] | {"lookup_timeout_s": 20.0}
         first, second = (
-            engines.start(model, one.target, connector={"lookup_timeout_s": 20.0, **ALWAYS})
+            engines.start(model, one.target, **MODEL | {"connector": connector})
             for one in (daemon, other)
         )
         batch = prompts(1, LENGTHS)
         cold = first.ask("generate", prompts=batch, max_tokens=20)
-        local = first.ask("generate", prompts=batch, max_tokens=20)
         settled(first)
         until_s = time.monotonic() + 30
         while counter(daemon, "shared_copied_blocks_total") < counter(
@@ -111,8 +111,7 @@ def test_tokens_are_the_same_from_another_node(
         second.ask("reset")
         warm = second.ask("generate", prompts=batch, max_tokens=20)
         assert warm["cached"] == [usable(prompt) for prompt in batch]
-        assert warm["tokens"] == local["tokens"]
-        assert difference(cold, warm) <= allowed_difference(cold, local)
+        assert warm["tokens"] == cold["tokens"] and difference(cold, warm) < NOISE
         assert counter(other, "shared_fetched_blocks_total") > 0
         assert not counter(other, "shared_corrupt_blocks_total")
 

@@ -217,7 +217,8 @@ def transfer_config(**extra: Any) -> dict[str, Any]:
 
 def engine_args(model: Path, *, blocks: int = 512, **more: Any) -> dict[str, Any]:
     """Arguments of `LLM` / `EngineArgs` for the tiny model."""
-    page_bytes = 2 * BLOCK_TOKENS * 2 * 32 * 2 * 2
+    value_bytes = 4 if more.get("dtype") == "float32" else 2
+    page_bytes = 2 * BLOCK_TOKENS * 2 * 32 * 2 * value_bytes
     return {
         "model": str(model),
         "load_format": "dummy",
