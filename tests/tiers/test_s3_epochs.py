@@ -11,6 +11,7 @@ pytest.importorskip("obstore", reason="obstore speaks S3")
 
 from hotkv_server.testing.fault_proxy import nothing
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content
+from hotkv_server.tiers.epoch_numbers import begun, may_be_raised
 from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Epochs, Read, Write
 from hotkv_server.tiers.remote.errors import UnusableError
 from hotkv_server.tiers.s3 import epochs as epoch_objects
@@ -77,9 +78,9 @@ def probe(tier: S3Tier, keys: list[bytes], epochs: Epochs) -> list[int]:
 
 
 def test_an_epoch_begins_once_and_rises(s3_server: Server, prefix: str, node_a: S3Tier) -> None:
-    before_us = time.time_ns() // 1000
+    before = begun(time.time_ns() // 1000)
     first = epoch(node_a)
-    assert before_us <= first <= time.time_ns() // 1000
+    assert before <= first <= begun(time.time_ns() // 1000) and not may_be_raised(first)
     with tier_over(s3_server, prefix) as (node_b, _):
         assert epoch(node_b) == epoch(node_a) == first
         assert flush(node_b) == first + 1 and flush(node_a) == first + 2
@@ -87,9 +88,9 @@ def test_an_epoch_begins_once_and_rises(s3_server: Server, prefix: str, node_a: 
 
 
 def test_a_flush_begins_an_epoch_where_none_is(node_a: S3Tier) -> None:
-    before_us = time.time_ns() // 1000
+    before = begun(time.time_ns() // 1000)
     raised = flush(node_a)
-    assert before_us <= raised and epoch(node_a) == raised
+    assert before < raised and epoch(node_a) == raised and may_be_raised(raised)
 
 
 def test_flushes_at_a_time_all_count(s3_server: Server, prefix: str, node_a: S3Tier) -> None:
@@ -305,15 +306,15 @@ class Objects:
 
 
 def test_a_flush_of_a_full_store_counts() -> None:
-    store = Objects()
-    assert epoch_objects.begin_epoch(store, NAME, 50, 0.0) == 50
-    assert epoch_objects.raise_epoch(store, NAME, 60, 0.0) == 51
+    store, first = Objects(), begun(5000)
+    assert epoch_objects.begin_epoch(store, NAME, 5000, 0.0) == first
+    assert epoch_objects.raise_epoch(store, NAME, 6000, 0.0) == first + 1
     store.is_full = True
-    assert epoch_objects.raise_epoch(store, NAME, 70, 0.0) == NO_EPOCH
+    assert epoch_objects.raise_epoch(store, NAME, 7000, 0.0) == NO_EPOCH
     assert epoch_objects.read_epoch(store, NAME, 0.0) == NO_EPOCH
-    assert epoch_objects.begin_epoch(store, NAME, 80, 0.0) == NO_EPOCH
+    assert epoch_objects.begin_epoch(store, NAME, 8000, 0.0) == NO_EPOCH
     store.is_full = False
-    assert epoch_objects.begin_epoch(store, NAME, 90, 0.0) == 90
+    assert epoch_objects.begin_epoch(store, NAME, 9000, 0.0) == begun(9000) > first + 1
 
 
 @pytest.mark.parametrize("condition", ["If-None-Match", "If-Match"])

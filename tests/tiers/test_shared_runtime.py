@@ -282,6 +282,34 @@ def test_a_flush_elsewhere_counts_while_the_store_waits_to_be_told_of_one_here()
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("is_flushed", [False, True])
+def test_a_flush_elsewhere_counts_where_the_store_was_never_reached(is_flushed: bool) -> None:
+    """What is stored here meanwhile is of before a flush, or it is not: if there was none, it stays
+    and is copied."""
+
+    async def run() -> None:
+        store = MemoryStore(places=False)
+        async with nodes(store=store) as (a, b):
+            a.tier.faults.problem = "gone"
+            a.put(BLOCKS)
+            b.put([20])
+            await b.until_copied(1)
+            if is_flushed:
+                await b.flush()
+            assert all(await a.leased(BLOCKS))
+            a.tier.faults.problem = ""
+            await until(lambda: a.shared.epochs.get(1), "the epoch is not learned")
+            assert a.num_flushed_here == is_flushed
+            assert await a.leased(BLOCKS) == [not is_flushed] * 6
+            if not is_flushed:
+                await a.until_copied(6)
+            a.put([30])
+            await a.until_copied(1 if is_flushed else 7)
+            assert await b.leased([*BLOCKS, 30]) == [not is_flushed] * 6 + [True]
+
+    asyncio.run(run())
+
+
 def test_a_store_that_lost_its_epochs_counts_as_flushed() -> None:
     async def run() -> None:
         store = MemoryStore(places=False)

@@ -17,6 +17,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.memory.epoch_notes import UNSURE, EpochNotes
 from hotkv_server.runtime.breaker import Breaker
 from hotkv_server.runtime.tier_tasks import TierTasks, elsewhere, future, on_loop
+from hotkv_server.tiers.epoch_numbers import may_be_raised
 from hotkv_server.tiers.protocol import NO_EPOCH, Epochs, SharedTier
 
 log = logging.getLogger(__name__)
@@ -116,8 +117,7 @@ class SharedEpochs:
 
     def prefix(self, key_space_id: int) -> bytes:
         """How keys of the key space's blocks begin."""
-        fingerprint = self.fingerprint(key_space_id).encode()
-        return b"hotkv/1/%s/%d" % (fingerprint, self.get(key_space_id))
+        return b"hotkv/1/%s/%d" % (self.fingerprint(key_space_id).encode(), self.get(key_space_id))
 
     def expected(self, key_space_id: int) -> Epochs:
         """What the store must still have when blocks have been read."""
@@ -239,7 +239,10 @@ class SharedEpochs:
         if fingerprint in self._flushing or not number or number in self._known:
             return None
         if fingerprint not in self._learning:
-            if before is not None and before != epoch:
+            # Another node may have flushed since blocks were stored here.
+            is_first = before is None and fingerprint not in self._unsure
+            is_late = is_first and may_be_raised(epoch) and self._core.catalog.has_blocks(number)
+            if is_late or before not in (None, epoch):
                 self._begin_following(number, epoch)
                 return None
             self._learning[fingerprint] = self._tasks.spawn(self._learn(fingerprint, epoch))

@@ -10,6 +10,7 @@ import numpy as np
 
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
+from hotkv_server.tiers.epoch_numbers import RAISES, begun
 from hotkv_server.tiers.protocol import (
     NO_EPOCH,
     NO_EPOCHS,
@@ -23,7 +24,7 @@ from hotkv_server.tiers.protocol import (
     Read,
 )
 
-_fresh = itertools.count(1000, 1000)
+_fresh = itertools.count(begun(1 << 51), RAISES)
 
 
 class SharedMemoryTier(MemoryTier):

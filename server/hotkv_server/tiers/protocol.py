@@ -191,8 +191,8 @@ class SharedTier(Tier, Protocol):
         """As `Tier.probe`. `epochs`: as in `Blocks`."""
 
     def epoch(self, fingerprint: str, deadline_s: float, on_done: OnEpoch) -> None:
-        """Asks for the epoch of a key space, which begins if there is none. NO_EPOCH if the store
-        has no room to begin one."""
+        """Asks for the epoch of a key space, which begins if there is none, with a number of
+        `epoch_numbers` or an odd one by chance. NO_EPOCH if the store has no room to begin one."""
 
     def raise_epoch(self, fingerprint: str, on_done: OnEpoch) -> None:
         """Ends the epoch of a key space, and gives the next one. NO_EPOCH if the store has no room

@@ -136,10 +136,11 @@ class Child:
 
     def _begun(self, name: str) -> int:
         """The epoch of a key space, which begins if there is none. It is a number by chance, so
-        none comes back; what is put under a key that is there changes nothing."""
+        none comes back, and an odd one, as nobody can tell whether a flush has begun it; what is
+        put under a key that is there changes nothing."""
         pinned = self._native.ReplicateConfig()
         pinned.with_hard_pin = True
-        _check(self._store.put(name, b"%d" % (1 + secrets.randbits(62)), pinned))
+        _check(self._store.put(name, b"%d" % (1 | secrets.randbits(62)), pinned))
         return self._number(name)
 
     def _epochs(self, asked: dict[str, Any]) -> dict[str, int]:

@@ -17,12 +17,14 @@ the epoch for itself; a call is refused whole if one of its parts saw another ep
 The proof needs one bucket: a replica in another region may give an old epoch. Whether the store
 honours the two conditions is tried when the tier connects for the first time.
 
-An epoch that is not there equals none: nothing passes. It begins at the clock's microseconds and
-not at 0, so a bucket that has lost it does not begin again with numbers that were used before.
+An epoch that is not there equals none: nothing passes. It begins at the clock's time and not at 0
+(`epoch_numbers`), so a bucket that has lost it does not begin again with numbers that were used
+before.
 """
 
 import re
 
+from hotkv_server.tiers.epoch_numbers import begun
 from hotkv_server.tiers.protocol import NO_EPOCH
 from hotkv_server.tiers.remote.errors import LostError, UnusableError
 from hotkv_server.tiers.s3.bucket import Bucket
@@ -54,8 +56,8 @@ def begin_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -
         if epoch != NO_EPOCH:
             return epoch
         try:
-            if bucket.put(epoch_path(fingerprint), b"%d" % now_us, until_s):
-                return now_us
+            if bucket.put(epoch_path(fingerprint), b"%d" % begun(now_us), until_s):
+                return begun(now_us)
         except FullError:
             return NO_EPOCH
     raise LostError("changes an epoch again and again")
@@ -69,8 +71,9 @@ def raise_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -
         try:
             if epoch == NO_EPOCH:
                 # What was there before is gone, and the next one must be another.
-                if bucket.put(epoch_path(fingerprint), b"%d" % now_us, until_s):
-                    return now_us
+                raised = begun(now_us) + 1
+                if bucket.put(epoch_path(fingerprint), b"%d" % raised, until_s):
+                    return raised
             elif bucket.put(epoch_path(fingerprint), b"%d" % (epoch + 1), until_s, version):
                 return epoch + 1
         except FullError:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from hotkv_server.security.path_checks import UnsafeError, check_private_key
 from hotkv_server.settings.valkey import ValkeySettings
+from hotkv_server.tiers import epoch_numbers
 from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Read, Seals, Write
 from hotkv_server.tiers.remote.errors import (
     LateError,
@@ -197,9 +198,9 @@ class ClusterClient:
         return list(replies or [])
 
     def _begin_epoch(self, fingerprint: str, until_s: float) -> list[object]:
-        batch, now_us = self._batch(), time.time_ns() // 1000
+        batch, begun = self._batch(), epoch_numbers.begun(time.time_ns() // 1000)
         is_new = self._glide.ConditionalChange.ONLY_IF_DOES_NOT_EXIST
-        batch.set(epochs.epoch_key(fingerprint), b"%d" % now_us, conditional_set=is_new)
+        batch.set(epochs.epoch_key(fingerprint), b"%d" % begun, conditional_set=is_new)
         return self._ask(batch, until_s)
 
     def _epochs(self, fingerprints: Sequence[str], until_s: float) -> list[int]:

@@ -19,11 +19,12 @@ is asked for when all blocks have come: the GET of the epoch is sent after each 
 executed, and the rest holds as above. A replica that takes over without the last INCR would bring
 an old epoch back.
 
-An epoch that is not there equals none: nothing passes. It begins at the clock's microseconds and
-not at 0, so a server that has lost it (restart, FLUSHALL, eviction under an allkeys policy) does
-not begin again with numbers that were used before.
+An epoch that is not there equals none: nothing passes. It begins at the clock's time and not at 0
+(`epoch_numbers`), so a server that has lost it (restart, FLUSHALL, eviction under an allkeys
+policy) does not begin again with numbers that were used before.
 """
 
+from hotkv_server.tiers import epoch_numbers
 from hotkv_server.tiers.protocol import NO_EPOCH
 from hotkv_server.tiers.remote.errors import LostError
 from hotkv_server.tiers.valkey.errors import unusable
@@ -42,7 +43,7 @@ def get(fingerprint: str) -> bytes:
 
 def begin(fingerprint: str, now_us: int) -> bytes:
     """The command that begins an epoch where none is. `now_us`: microseconds of the wall clock."""
-    return command(b"SET", epoch_key(fingerprint), b"%d" % now_us, b"NX")
+    return command(b"SET", epoch_key(fingerprint), b"%d" % epoch_numbers.begun(now_us), b"NX")
 
 
 def raise_(fingerprint: str) -> bytes:
