@@ -174,7 +174,9 @@ class LoadChoice:
         """Chooses anew, now that the length of the hit is known and its answers are there."""
         held_s = choice.budget_s if choice.verdict is Verdict.TRY else 0.0
         if self.costs.load_s(choice.num_tokens) <= choice.prefill_s + SLACK_S:
-            self._allowance_s += max(0.0, held_s - choice.ask_s)
+            if held_s:
+                self._stats.add("tried_requests")
+                self._allowance_s += max(0.0, held_s - choice.ask_s)
             choice.verdict = Verdict.TAKE
             choice.budget_s = max(choice.prefill_s, LEAST_BUDGET_S)
             return
