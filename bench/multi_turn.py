@@ -6,12 +6,13 @@ round them, so that a turn comes back when others have filled the device. `fits`
 everything. Variants take turns, each with conversations of its own round:
 
 - `none`: no cache at all. `vllm`: vLLM's own prefix cache. `offload`: vLLM's CPU offloading.
-- `hotkv`. `lmcache`: with `--lmcache PYTHON`, an interpreter that has vLLM and LMCache.
+- `hotkv`. `lmcache`: its server, in `large`, with `--lmcache PYTHON`, an interpreter that has vLLM
+  and LMCache 0.5.6 in an environment of its own.
 
 Prints a table; `--json` prints one JSON object last. By case and variant: `..._turns_per_s`
 (median of rounds), `..._ttft_p50_s`, `..._ttft_p90_s`, `..._hit_share` (of prompt tokens);
-`large_hotkv_over_vllm` and `fits_hotkv_over_vllm` (turns per second, median of the rounds' ratios);
-`left_out`: variants that do not run here, and why.
+`large_hotkv_over_vllm`, `large_hotkv_over_lmcache` and `fits_hotkv_over_vllm` (turns per second,
+median of the rounds' ratios); `left_out`: variants that do not run here, and why.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.load.conversations import Shape, as_json, conversations
+from bench.load.lmcache_server import LMCacheServer
 from bench.report import parser, percentile, print_report
 from demo.engine_process import kv_transfer_config
 from demo.processes import (
@@ -45,10 +47,9 @@ BLOCK_TOKENS = 32
 MAX_TOKENS = 4096
 CLIENTS = 2
 WARM_UP_TOKENS = 1500
-ARENA = "4GiB"
-ARENA_BYTES = 4 << 30
+ARENA_GIB = 4
+ARENA_BYTES = ARENA_GIB << 30
 CHAT_ENGINE = Path(__file__).parent / "load" / "chat_engine.py"
-LMCACHE_ENVIRONMENT = {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": "4"}
 
 
 class ChatEngine(Engine):
@@ -60,7 +61,6 @@ class ChatEngine(Engine):
         arguments: dict[str, Any],
         folder: Path,
         python: str,
-        environment: dict[str, str],
     ) -> None:
         self.name, self.vllm_version = name, ""
         settings = {
@@ -68,7 +68,6 @@ class ChatEngine(Engine):
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            **environment,
         }
         command = [python, str(CHAT_ENGINE), json.dumps(arguments)]
         self._child = Child(name, command, folder / f"{name}.log", settings, pipes=True)
@@ -83,23 +82,21 @@ class Case:
     device_tokens: int
     variants: tuple[str, ...]
 
-    def arguments(self, model: Path, variant: str, server: Server) -> dict[str, Any]:
+    def arguments(
+        self, model: Path, variant: str, server: Server, lmcache: LMCacheServer | None
+    ) -> dict[str, Any]:
         """Of `vllm.LLM`."""
         own: dict[str, dict[str, Any]] = {
             "none": {"enable_prefix_caching": False},
-            "offload": {"kv_offloading_size": ARENA_BYTES / (1 << 30)},
+            "offload": {"kv_offloading_size": float(ARENA_GIB)},
             "hotkv": {
                 "kv_transfer_config": kv_transfer_config(
                     {"target": server.target, "extra_config": {}}
                 )
             },
-            "lmcache": {
-                "kv_transfer_config": {
-                    "kv_connector": "LMCacheConnectorV1",
-                    "kv_role": "kv_both",
-                }
-            },
         }
+        if lmcache is not None:
+            own["lmcache"] = {"kv_transfer_config": lmcache.transfer_config()}
         return {
             "model": str(model),
             "max_model_len": MAX_TOKENS,
@@ -130,20 +127,25 @@ class Results:
 
 
 def measure(
-    case: Case, model: Path, server: Server, num_rounds: int, lmcache: str, left_out: dict[str, str]
+    case: Case, model: Path, server: Server, num_rounds: int, python: str, left_out: dict[str, str]
 ) -> dict[str, Results]:
-    """By variant. What does not start is added to `left_out`, with its reason."""
+    """By variant. What does not start is added to `left_out`, with its reason. `python`: has
+    LMCache; empty leaves that out."""
     with contextlib.ExitStack() as stack:
         below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
+        lmcache = stack.enter_context(LMCacheServer(python, below, ARENA_GIB)) if python else None
+        if lmcache is not None:
+            try:
+                lmcache.wait_ready()
+            except ChildError:
+                left_out["lmcache"], lmcache = first_error(lmcache.log), None
         begun, engines = {}, {}
         for variant in (*case.variants, *(["lmcache"] if lmcache else [])):
-            is_other = variant == "lmcache"
             engine = ChatEngine(
                 variant,
-                case.arguments(model, variant, server),
+                case.arguments(model, variant, server, lmcache),
                 below,
-                lmcache if is_other else sys.executable,
-                LMCACHE_ENVIRONMENT if is_other else {},
+                python if variant == "lmcache" else sys.executable,
             )
             begun[variant] = stack.enter_context(engine)
         for variant, engine in begun.items():
@@ -199,20 +201,21 @@ def main() -> int:
         with ends_cleanly(), contextlib.ExitStack() as stack:
             model = prepare_model()
             folder = stack.enter_context(runtime_folder(ARENA_BYTES + (1 << 28)))
-            server = stack.enter_context(Server(folder, ARENA))
+            server = stack.enter_context(Server(folder, f"{ARENA_GIB}GiB"))
             server.wait_ready()
             for case in cases:
                 if options.only not in (None, case.name):
                     continue
-                lmcache = options.lmcache if case.name == "large" else ""
-                found = measure(case, model, server, options.rounds, lmcache, figures["left_out"])
+                python = options.lmcache if case.name == "large" else ""
+                found = measure(case, model, server, options.rounds, python, figures["left_out"])
                 rows += [row(case.name, variant, one, figures) for variant, one in found.items()]
-                figures[f"{case.name}_hotkv_over_vllm"] = statistics.median(
-                    ours / theirs
-                    for ours, theirs in zip(
-                        found["hotkv"].turns_per_s, found["vllm"].turns_per_s, strict=True
+                for other in found.keys() & {"vllm", "lmcache"}:
+                    figures[f"{case.name}_hotkv_over_{other}"] = statistics.median(
+                        ours / theirs
+                        for ours, theirs in zip(
+                            found["hotkv"].turns_per_s, found[other].turns_per_s, strict=True
+                        )
                     )
-                )
     except ChildError as error:
         print(error, file=sys.stderr)
         return 1
