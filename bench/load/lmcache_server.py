@@ -12,8 +12,8 @@ from demo.processes import Child
 READY_S = 180.0
 """Importing it takes most of that on a slow machine."""
 HOST = "127.0.0.1"
-# Its command line is no module that `python -m` would find under the same name in each version.
 START = "import sys; from lmcache.cli.main import main; sys.exit(main())"
+"""What its command `lmcache` does, which need not lie beside the interpreter."""
 
 
 class LMCacheServer:
