@@ -495,6 +495,8 @@ def test_a_fault_elsewhere_still_ends_the_server() -> None:
                 server.wait_ready()
                 one = PagedEngine(server.target).connect()
                 if cause == "signal":
+                    # It must not meet a thread that takes the GIL: see `memory.sigbus`.
+                    time.sleep(1.0)
                     os.kill(server.pid, signal.SIGBUS)
                 else:
                     os.truncate(folder / "arena" / "arena", 0)

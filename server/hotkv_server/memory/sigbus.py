@@ -7,7 +7,8 @@ told, and the copy goes on over zeros that nobody will keep. A SIGBUS anywhere e
 as ever.
 
 The handler is Python. A thread that copies holds neither the GIL nor any lock at that moment, so it
-may wait for the GIL there.
+may wait for the GIL there. Known fault: a SIGBUS that somebody sends with kill(2) may meet a thread
+that is just taking the GIL, and then the server hangs until its watchdog ends it.
 """
 
 import ctypes
