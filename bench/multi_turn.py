@@ -6,13 +6,16 @@ round them, so that a turn comes back when others have filled the device. `fits`
 everything. Variants take turns, each with conversations of its own round:
 
 - `none`: no cache at all. `vllm`: vLLM's own prefix cache. `offload`: vLLM's CPU offloading.
+- `roomy`, in `large`: vLLM's own prefix cache on a device that holds everything. No cache beside
+  the device can do better.
 - `hotkv`. `lmcache`: its server, in `large`, with `--lmcache PYTHON`, an interpreter that has vLLM
   and LMCache 0.5.6 in an environment of its own.
 
 Prints a table; `--json` prints one JSON object last. By case and variant: `..._turns_per_s`
 (median of rounds), `..._ttft_p50_s`, `..._ttft_p90_s`, `..._hit_share` (of prompt tokens);
-`large_hotkv_over_vllm`, `large_hotkv_over_lmcache` and `fits_hotkv_over_vllm` (turns per second,
-median of the rounds' ratios); `left_out`: variants that do not run here, and why.
+`large_hotkv_over_vllm`, `large_roomy_over_vllm`, `large_hotkv_over_lmcache` and
+`fits_hotkv_over_vllm` (turns per second, median of the rounds' ratios); `left_out`: variants that
+do not run here, and why.
 """
 
 import contextlib
@@ -25,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.load.conversations import Shape, as_json, conversations
+from bench.load.conversations import UPSTREAM, Shape, as_json, conversations
 from bench.load.lmcache_server import LMCacheServer
 from bench.report import parser, percentile, print_report
 from demo.engine_process import kv_transfer_config
@@ -45,6 +48,7 @@ KV_TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
 """Of SmolLM2: keys and values of 30 layers with 3 heads of 64, in bfloat16."""
 BLOCK_TOKENS = 32
 MAX_TOKENS = 4096
+UPSTREAM_MAX_TOKENS, UPSTREAM_DEVICE_TOKENS = 6144, 7_000
 CLIENTS = 2
 WARM_UP_TOKENS = 1500
 ARENA_GIB = 4
@@ -75,12 +79,15 @@ class ChatEngine(Engine):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Conversations of `num_tokens`, on a device that holds `device_tokens`."""
+    """Conversations of `num_tokens`, each of `max_tokens` at most, on a device that holds
+    `device_tokens`."""
 
     name: str
     num_tokens: int
     device_tokens: int
     variants: tuple[str, ...]
+    shape: Shape
+    max_tokens: int
 
     def arguments(
         self, model: Path, variant: str, server: Server, lmcache: LMCacheServer | None
@@ -97,14 +104,15 @@ class Case:
         }
         if lmcache is not None:
             own["lmcache"] = {"kv_transfer_config": lmcache.transfer_config()}
+        device_tokens = 2 * self.num_tokens if variant == "roomy" else self.device_tokens
         return {
             "model": str(model),
-            "max_model_len": MAX_TOKENS,
+            "max_model_len": self.max_tokens,
             "enforce_eager": True,
             "disable_log_stats": False,
             "seed": 0,
             "block_size": BLOCK_TOKENS,
-            "kv_cache_memory_bytes": (self.device_tokens + BLOCK_TOKENS) * KV_TOKEN_BYTES,
+            "kv_cache_memory_bytes": (device_tokens + BLOCK_TOKENS) * KV_TOKEN_BYTES,
             **own.get(variant, {}),
         }
 
@@ -160,11 +168,11 @@ def measure(
             engines[variant] = engine
         found = {variant: Results() for variant in engines}
         for engine in engines.values():
-            hold(engine, f"{case.name} warm-up", WARM_UP_TOKENS)
+            hold(engine, case, "warm-up", WARM_UP_TOKENS)
         for number in range(num_rounds):
             order = list(engines)[:: -1 if number % 2 else 1]
             for variant in order:
-                reply = hold(engines[variant], f"{case.name} {number}", case.num_tokens)
+                reply = hold(engines[variant], case, str(number), case.num_tokens)
                 found[variant].add(reply)
         return found
 
@@ -175,10 +183,10 @@ def first_error(log: Path) -> str:
     return found[0] if found else "it ended"
 
 
-def hold(engine: Engine, name: str, num_tokens: int) -> dict[str, Any]:
+def hold(engine: Engine, case: Case, name: str, num_tokens: int) -> dict[str, Any]:
     """One round. The same name has the same conversations; another has none of them, since one
     server has all that were held."""
-    some = conversations(name, num_tokens, Shape())
+    some = conversations(f"{case.name} {name}", num_tokens, case.shape)
     return engine.ask({"conversations": as_json(some), "clients": CLIENTS})
 
 
@@ -186,14 +194,19 @@ def main() -> int:
     """Command line."""
     flags = parser("Conversations of several turns, with each cache that there is.")
     flags.add_argument("--rounds", type=int, default=3)
-    flags.add_argument("--device-tokens", type=int, default=5_000, help="that the device holds")
+    flags.add_argument("--device-tokens", type=int, help="that the device holds")
+    flags.add_argument("--upstream", action="store_true", help="the shape of vLLM's own generator")
     flags.add_argument("--only", choices=("large", "fits"), help="one case")
     flags.add_argument("--lmcache", default="", metavar="PYTHON", help="that has LMCache and vLLM")
     options = flags.parse_args()
-    device = options.device_tokens
+    shape, max_tokens, device = Shape(), MAX_TOKENS, 5_000
+    if options.upstream:
+        shape, max_tokens, device = UPSTREAM, UPSTREAM_MAX_TOKENS, UPSTREAM_DEVICE_TOKENS
+    device = options.device_tokens or device
+    large = ("none", "vllm", "offload", "hotkv", "roomy")
     cases = [
-        Case("large", LARGER * device, device, ("none", "vllm", "offload", "hotkv")),
-        Case("fits", device, 2 * device, ("vllm", "hotkv")),
+        Case("large", LARGER * device, device, large, shape, max_tokens),
+        Case("fits", device, 2 * device, ("vllm", "hotkv"), shape, max_tokens),
     ]
     figures: dict[str, Any] = {"left_out": {}}
     rows = []
@@ -209,13 +222,9 @@ def main() -> int:
                 python = options.lmcache if case.name == "large" else ""
                 found = measure(case, model, server, options.rounds, python, figures["left_out"])
                 rows += [row(case.name, variant, one, figures) for variant, one in found.items()]
-                for other in found.keys() & {"vllm", "lmcache"}:
-                    figures[f"{case.name}_hotkv_over_{other}"] = statistics.median(
-                        ours / theirs
-                        for ours, theirs in zip(
-                            found["hotkv"].turns_per_s, found[other].turns_per_s, strict=True
-                        )
-                    )
+                for one, other in (("hotkv", "vllm"), ("roomy", "vllm"), ("hotkv", "lmcache")):
+                    if one in found and other in found:
+                        figures[f"{case.name}_{one}_over_{other}"] = ratio(found[one], found[other])
     except ChildError as error:
         print(error, file=sys.stderr)
         return 1
@@ -223,11 +232,21 @@ def main() -> int:
         if name in figures:
             missed = "missed" if figures[name] < limit else ""
             rows.append((name, f"{figures[name]:.3f}", f"at least {limit:g}", "", missed))
+    if "large_roomy_over_vllm" in figures:
+        rows.append(
+            ("large_roomy_over_vllm", f"{figures['large_roomy_over_vllm']:.3f}", "the most", "", "")
+        )
     headers = ("", "turns/s", "first token p50 s", "p90 s", "hit")
     print_report(headers, rows, figures, as_json=options.json)
     for variant, why in figures["left_out"].items():
         print(f"{variant} does not run here: {why}", file=sys.stderr)
     return 0
+
+
+def ratio(one: Results, other: Results) -> float:
+    """How many times as many turns a second, as the median of rounds."""
+    rounds = zip(one.turns_per_s, other.turns_per_s, strict=True)
+    return statistics.median(ours / theirs for ours, theirs in rounds)
 
 
 def row(case: str, variant: str, one: Results, figures: dict[str, Any]) -> tuple[str, ...]:

@@ -32,7 +32,8 @@ class Conversation:
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Bounds of evenly distributed numbers, both included; `prefix_tokens` are the median and the
-    largest of a lognormal. `words`: the ids that tokens have."""
+    largest of a lognormal. `words`: the ids that tokens have. By default answers are short, so that
+    they take little of a turn."""
 
     num_turns: tuple[int, int] = (3, 5)
     common_tokens: int = 64
@@ -40,6 +41,17 @@ class Shape:
     turn_tokens: tuple[int, int] = (120, 240)
     answer_tokens: tuple[int, int] = (12, 24)
     words: tuple[int, int] = (20, 49000)
+
+
+UPSTREAM = Shape(
+    num_turns=(6, 9),
+    common_tokens=500,
+    prefix_tokens=(850, 2400),
+    turn_tokens=(120, 160),
+    answer_tokens=(80, 120),
+)
+"""That of `generate_multi_turn.json`, but for prefixes of more than 2,400 tokens, which don't fit
+into 6,144 tokens with what follows them."""
 
 
 def conversations(seed: int | str, num_tokens: int, shape: Shape) -> list[Conversation]:
