@@ -102,7 +102,7 @@ def test_bytes_are_lost_again_and_again(start: Start, daemon: Daemon, is_async: 
     batch = prompts(14, 1700, 1503)
     expected = dense.ask("generate", prompts=batch, max_tokens=50)
     one.ask("rewrite_always")
-    one.ask("lose", steps=[8, 9, 40, 12, 1, 1])
+    one.ask("lose", steps=[8, 9, 24, 12, 1, 1])
     found = one.ask("generate", prompts=batch, max_tokens=50)
     assert found["tokens"] == expected["tokens"] and difference(found, expected) < 1e-4
     counted = totals(one)
