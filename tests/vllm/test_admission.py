@@ -270,7 +270,7 @@ class WithAdapter:
         (Standing.WAIT, False, NO_HIT),
         (Standing.NOT_YET, True, NO_HIT),
         (Standing.NEVER, True, NO_HIT),
-        (Standing.KNOWN, True, ASK_AGAIN),
+        (Standing.KNOWN, True, (4 * TOKENS, True)),
     ],
 )
 def test_a_request_of_an_adapter_reads_once_its_bytes_are_known(

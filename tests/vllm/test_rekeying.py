@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from hotkv_vllm.compat import checks, model_weights
 from hotkv_vllm.rekeying import ASK_AGAIN_S, RankWeights, Rekeying
 from tests.vllm.harness import prompt
+from tests.vllm.parts import TOKENS, Parts, request
 from tests.vllm.specs import full_model, hybrid_model
 
 ORIGINAL = "files:abc"
@@ -376,3 +377,15 @@ def test_what_vllm_still_has_of_old_weights_is_not_stored_under_the_new_ones(upd
     ):
         assert other.generate(name, tokens, 2)[1] == 0
     assert other.generate("e", [*OTHER, 5], 2)[1] == 32
+
+
+def test_a_load_of_other_weights_that_was_made_to_fail_counts_no_more() -> None:
+    parts = Parts()
+    parts.put("a", range(4))
+    state = parts.state(request("a", 5 * TOKENS))
+    assert parts.hit(state) == 4 * TOKENS
+    assert parts.load(state, 4 * TOKENS, [[1, 2, 3, 4]])
+    parts.finder.end_load(state, True)
+    parts.finder.forget(state, failed_too=True)
+    parts.finder.hidden.clear_all()
+    assert parts.hit(state) == 4 * TOKENS

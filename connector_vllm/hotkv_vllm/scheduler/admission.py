@@ -2,7 +2,8 @@
 
 What is always true: each request that hotkv knows has one state; what is taken for it (a lease, a
 load) is given back when it ends, however it ends; and each block that vLLM gives a request is in
-`written` before any worker gets the step. Scheduler thread only; never blocks.
+`written` before any worker gets the step. Scheduler thread only; blocks for the moment that
+`patience` allows, no longer.
 """
 
 import time

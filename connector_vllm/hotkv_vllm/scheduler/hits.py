@@ -1,4 +1,5 @@
-"""How one request comes to its hit: hint, lease, grant. Scheduler thread only; never blocks.
+"""How one request comes to its hit: hint, lease, grant. Scheduler thread only; waits for answers no
+longer than `Patience` does.
 
     IDLE -> ASKED (lookup call, only if no block table is mapped) -> LEASING -> GRANTED -> LOADING
     -> IDLE
@@ -25,6 +26,7 @@ from hotkv_vllm.scheduler.failed_loads import FailedLoads
 from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.hidden_keys import HiddenKeys
 from hotkv_vllm.scheduler.leased_blocks import load_runs, pinned_masks, stored_blocks
+from hotkv_vllm.scheduler.patience import Patience
 from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
 from hotkv_vllm.scheduler.request import Masks, Phase, RequestState
 from hotkv_vllm.scheduler.table_probe import TableProbe
@@ -64,8 +66,7 @@ class HitFinder:
         self._left_out = left_out
         self.groups = groups
         self.representations = representations or RepresentationPlanner(len(groups.specs))
-        self.hidden = HiddenKeys()
-        self.failed_loads = FailedLoads()
+        self.hidden, self.failed_loads, self.patience = HiddenKeys(), FailedLoads(), Patience()
         self._session = session
         self._table = TableProbe(session, groups, self.hidden)
         self._config, self._stats, self._prefix = config, stats, id_prefix
@@ -82,15 +83,24 @@ class HitFinder:
             return
         self.hidden.set_epoch(self._session.epoch)
         state.hit.hint = self._table.ready(state.request, 0)
-        if state.hit.hint is not None and not self._may_lie_below(state, state.hit.hint, 0):
+        if state.hit.hint is not None and not self._table.may_lie_below(
+            state.request, state.hit.hint, 0
+        ):
             state.hit.hint_until_s = now_s + HINT_MEMORY_S
         elif self._session.connected:
             self._ask(state, now_s)
 
     def match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
         """Answers vLLM, whose own hit is `computed_tokens` long."""
+        answer = self._match(state, computed_tokens, now_s)
+        while answer == ASK_AGAIN and state.hit.answer and self.patience.awaits(state.hit.answer):
+            answer = self._match(state, computed_tokens, now_s)
+        return answer
+
+    def _match(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
+        """The same without waiting."""
         hit = state.hit
-        num_failed = max(hit.failed_loads, hit.unproved_loads)
+        num_failed = hit.failed_loads + hit.unproved_loads
         if not self._session.connected or num_failed > self._config.max_load_retries:
             self.give_back(state)
             return NO_HIT
@@ -112,7 +122,7 @@ class HitFinder:
         is_good = now_s < hit.hint_until_s and not computed_tokens
         masks = hit.hint if is_good else self._table.ready(state.request, computed_tokens)
         hit.hint = None
-        if masks is None or self._may_lie_below(state, masks, computed_tokens):
+        if masks is None or self._table.may_lie_below(state.request, masks, computed_tokens):
             return self._ask(state, now_s)
         return self._take_lease(state, masks, computed_tokens, now_s)
 
@@ -170,8 +180,9 @@ class HitFinder:
                 hashes = self.groups.hashes(state.request, index)
                 self.hidden.hide(index, hashes[blocks.start : blocks.stop])
         else:
-            hit.unproved_loads = 0
             stored = stored_blocks(self.groups, hit)
+        # Last: a failure that could not be counted leaves the load as one whose end is not known.
+        hit.unproved_loads = 0
         self.give_back(state)
         return stored
 
@@ -202,11 +213,6 @@ class HitFinder:
             state.hit.failed_loads = 0
         if state.hit.phase is not Phase.LOADING:
             self.give_back(state)
-
-    def _may_lie_below(self, state: RequestState, masks: Masks, computed_tokens: int) -> bool:
-        """Whether a hit may be longer than the table says, because the server has tiers."""
-        limit = state.request.num_tokens - 1
-        return self._session.has_tiers and not self.groups.is_whole(masks, computed_tokens, limit)
 
     def _ask(self, state: RequestState, now_s: float) -> Answer:
         """Sends a lookup: there is no table to probe, or it has not all."""

@@ -38,8 +38,8 @@ class HitState:
     `answer`: of the call that the phase waits for, until `deadline_s`. `computed_tokens`: local hit
     for which the lease was taken. `leased`: leased blocks per group, but for `left_out` of the
     first; `represented`: by group, of which of them the representation is leased too.
-    `unproved_loads`: loads begun and not known to have ended well. `asked`: what this hit has asked
-    of the server. `miss`: why there is no longer hit, as last asked.
+    `unproved_loads`: loads begun whose end is not known. `asked`: what this hit has asked of the
+    server. `miss`: why there is no longer hit, as last asked.
     """
 
     phase: Phase = Phase.IDLE

@@ -97,6 +97,7 @@ class StepPlanner:
         sharing.links.check(sharing.is_connected, now_s)
         cache.reports.send(now_s)
         cache.reset.step(now_s)
+        cache.finder.patience.begin_step()
         cache.finder.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
 
     def _adopt(self, cache: Assembly, identity: str) -> None:

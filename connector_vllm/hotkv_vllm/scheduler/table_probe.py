@@ -50,6 +50,11 @@ class TableProbe:
                     break
         return tuple(masks)
 
+    def may_lie_below(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
+        """Whether a hit may be longer than the table says, because the server has tiers."""
+        limit = request.num_tokens - 1
+        return self._session.has_tiers and not self._groups.is_whole(masks, computed_tokens, limit)
+
     def _prefix(self, index: int, hashes: Sequence[bytes], first: int) -> BoolMask | None:
         """Leading blocks that are ready, by a few probes. Blocks before `first` are the engine's
         own."""
