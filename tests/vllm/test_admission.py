@@ -16,10 +16,9 @@ from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.scheduler import admission
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.assembly import Assembly, Engine
-from hotkv_vllm.scheduler.hits import ASK_AGAIN, NO_HIT
 from hotkv_vllm.scheduler.joining import Joining
 from hotkv_vllm.scheduler.reports import UseReports
-from hotkv_vllm.scheduler.request import Phase
+from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Phase
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.sharing import LINKS_PATIENCE_S, Sharing
 from hotkv_vllm.sparse import rows

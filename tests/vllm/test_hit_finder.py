@@ -10,15 +10,13 @@ import pytest
 from hotkv_client.types import LeaseGrant
 from hotkv_vllm.scheduler.failed_loads import PATIENCE_S
 from hotkv_vllm.scheduler.hits import (
-    ASK_AGAIN,
     HINT_MEMORY_S,
     LEASE_SHARE_BEFORE_LOAD,
     MISS_MEMORY_S,
     NEVER_AGAIN,
-    NO_HIT,
     pinned_masks,
 )
-from hotkv_vllm.scheduler.request import HitState, Phase
+from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, HitState, Phase
 from tests.vllm.parts import FULL, STATES, TOKENS, WINDOW, Parts, request
 
 LONG = 4 * TOKENS + 5

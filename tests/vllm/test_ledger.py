@@ -8,11 +8,10 @@ import pytest
 
 from hotkv.misses import Miss
 from hotkv_client.types import RequestReport
-from hotkv_vllm.scheduler.hits import ASK_AGAIN, NO_HIT
 from hotkv_vllm.scheduler.load_choice import LoadChoice
 from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.reports import UseReports
-from hotkv_vllm.scheduler.request import HitChoice, Verdict
+from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, HitChoice, Verdict
 from hotkv_vllm.stats import HotKVStats
 from tests.vllm.harness import prompt
 from tests.vllm.parts import TOKENS, Parts, request

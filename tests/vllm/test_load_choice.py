@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_vllm.scheduler.hits import ASK_AGAIN, NO_HIT
 from hotkv_vllm.scheduler.load_choice import COSTED, TRIED_SHARE, LoadChoice
 from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
-from hotkv_vllm.scheduler.request import RequestState, StoreState, Verdict
+from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, RequestState, StoreState, Verdict
 from hotkv_vllm.stats import HotKVStats
 
 TOKENS_PER_S = 1000.0

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hotkv_vllm.scheduler.hits import ASK_AGAIN
+from hotkv_vllm.scheduler.request import ASK_AGAIN
 from tests.vllm.parts import TOKENS, Parts, request
 from tests.vllm.test_admission import desk
 from tests.vllm.test_hit_finder import LONG, granted

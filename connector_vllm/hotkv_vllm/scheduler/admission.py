@@ -15,11 +15,10 @@ from hotkv_vllm.compat import NULL_BLOCK, kv_groups, sparse_layers
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.scheduler.assembly import Assembly, Engine
 from hotkv_vllm.scheduler.hints import HintReader
-from hotkv_vllm.scheduler.hits import ASK_AGAIN, NO_HIT, Answer
 from hotkv_vllm.scheduler.load_choice import LoadChoice
 from hotkv_vllm.scheduler.load_orders import LoadOrders
 from hotkv_vllm.scheduler.other_loads import OtherLoads
-from hotkv_vllm.scheduler.request import Phase, RequestState
+from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Answer, Phase, RequestState
 from hotkv_vllm.scheduler.sharing import Sharing
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
 from hotkv_vllm.sparse.rows import RowNames, announce

@@ -28,7 +28,7 @@ from hotkv_vllm.scheduler.hidden_keys import HiddenKeys
 from hotkv_vllm.scheduler.leased_blocks import load_runs, pinned_masks, stored_blocks
 from hotkv_vllm.scheduler.patience import Patience
 from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
-from hotkv_vllm.scheduler.request import Masks, Phase, RequestState
+from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Answer, Masks, Phase, RequestState
 from hotkv_vllm.scheduler.table_probe import TableProbe
 from hotkv_vllm.stats import HotKVStats
 
@@ -40,13 +40,6 @@ LEASE_SHARE_BEFORE_LOAD = 0.5
 """A grant older than this share of its lifetime is not begun any more."""
 NEVER_AGAIN = 1 << 30
 """Failed loads of a request that is offered nothing more."""
-
-Answer = tuple[int | None, bool]
-"""What vLLM is told: how many tokens beyond its own hit can be loaded, and whether it has to wait
-for the load."""
-NO_HIT: Answer = (0, False)
-ASK_AGAIN: Answer = (None, False)
-"""Not known yet: the request waits."""
 
 
 class HitFinder:
@@ -82,10 +75,8 @@ class HitFinder:
         if not self._session.connected:
             return
         self.hidden.set_epoch(self._session.epoch)
-        state.hit.hint = self._table.ready(state.request, 0)
-        if state.hit.hint is not None and not self._table.may_lie_below(
-            state.request, state.hit.hint, 0
-        ):
+        hint = state.hit.hint = self._table.ready(state.request, 0)
+        if hint is not None and not self._table.may_lie_below(state.request, hint, 0):
             state.hit.hint_until_s = now_s + HINT_MEMORY_S
         elif self._session.connected:
             self._ask(state, now_s)

@@ -18,9 +18,9 @@ import numpy as np
 
 from hotkv.costs import fitted
 from hotkv.misses import Miss
-from hotkv_vllm.scheduler.hits import NO_HIT, Answer, HitFinder
+from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
-from hotkv_vllm.scheduler.request import HitChoice, RequestState, Verdict
+from hotkv_vllm.scheduler.request import NO_HIT, Answer, HitChoice, RequestState, Verdict
 from hotkv_vllm.stats import HotKVStats
 
 COSTED = 16

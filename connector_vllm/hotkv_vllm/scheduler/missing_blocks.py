@@ -5,7 +5,7 @@ What is always true: only blocks that a hit can use are stored (`storable`), onl
 whose representation is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -25,6 +25,10 @@ ends the sooner its blocks are found."""
 Handoff = tuple[int, int, int]
 """A state at a block boundary that vLLM names itself (Mamba "align" mode): vLLM's group, block,
 boundary in tokens."""
+Tables = Callable[[str], "tuple[list[int], ...] | None"]
+"""A request's block ids per vLLM group, as they are in this step."""
+Handoffs = Mapping[str, Sequence[Handoff]]
+"""By request: states that vLLM names itself."""
 
 
 class MissingBlocks:

@@ -19,6 +19,12 @@ from hotkv_vllm.scheduler.traces import RequestTrace
 
 Masks = tuple[BoolMask, ...]
 """By group: which blocks are ready."""
+Answer = tuple[int | None, bool]
+"""What vLLM is told: how many tokens beyond its own hit can be loaded, and whether it has to wait
+for the load."""
+NO_HIT: Answer = (0, False)
+ASK_AGAIN: Answer = (None, False)
+"""Not known yet: the request waits."""
 
 
 class Phase(enum.Enum):

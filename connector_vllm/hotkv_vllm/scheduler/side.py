@@ -2,9 +2,8 @@
 
 Holds together what lasts as long as the engine: `sharing` (whether there is a cache, and of which
 key space), `requests` (what each request has), `steps` (what the workers are to do) and `residents`
-(requests that outgrow the device). Runs in the scheduler's thread and never blocks after the start,
-but for a reset, and for the moment that `patience` allows. Without a cache every hook returns after
-one test.
+(requests that outgrow the device). In the scheduler's thread; after the start nothing blocks but a
+reset, and a hit as long as `patience` lasts. Without a cache every hook returns after one test.
 """
 
 import time

@@ -22,7 +22,7 @@ from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
 from hotkv_vllm.scheduler.exactness import EVERYTHING, Exactness
 from hotkv_vllm.scheduler.fence import Fence
 from hotkv_vllm.scheduler.hits import HitFinder
-from hotkv_vllm.scheduler.missing_blocks import Handoff, MissingBlocks, portions
+from hotkv_vllm.scheduler.missing_blocks import Handoffs, MissingBlocks, Tables, portions
 from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.scheduler.residencies import Residencies
 from hotkv_vllm.scheduler.store_results import settle
@@ -31,10 +31,6 @@ from hotkv_vllm.scheduler.tails import Tails
 from hotkv_vllm.scheduler.traces import RequestTrace
 from hotkv_vllm.stats import HotKVStats
 
-Tables = Callable[[str], "tuple[list[int], ...] | None"]
-"""A request's block ids per vLLM group, as they are in this step."""
-Handoffs = Mapping[str, Sequence[Handoff]]
-"""By request: states that vLLM names itself."""
 Whose = tuple[Retention, str, RequestTrace | None]
 """What blocks of one store share: retention, the resident request (or none), the traced one."""
 
