@@ -13,7 +13,7 @@ from hotkv_server.tiers.s3.lister import LISTS_AT_ONCE, Lister
 from hotkv_server.tiers.s3.packs import Space, list_bytes, new_name, packed, path_of
 
 SPACE = Space("0a/7")
-WAIT_S = 20.0
+WAIT_S = 60.0
 FREE = 1000
 
 
