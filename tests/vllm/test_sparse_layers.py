@@ -85,11 +85,11 @@ def test_speculation_and_keys_of_8_bits_are_refused() -> None:
 def test_what_vllm_lets_nobody_reuse_is_not_kept_for_sparse_decode() -> None:
     config = engine()
     config.is_mm_encoder_only = True
-    for residency in ("off", "host"):
+    for sparse in (SparseConfig(), SparseConfig(residency="host", sparse_topk=64, dense_layers=())):
         assert (
             "hotkv.sparse: vLLM itself forbids prefix caching: this engine runs the multi-modal "
             "encoder only; or leave out hotkv.sparse"
-        ) in refused(config, SparseConfig(residency=residency))
+        ) in refused(config, sparse)
 
 
 def test_another_device_is_refused() -> None:
