@@ -79,9 +79,9 @@ FORBIDS = [
     (
         "vllm/config/vllm.py",
         "        self.try_verify_and_update_config()\n",
-        "        if self.is_quantum:\n            self.cache_config.enable_prefix_caching = False\n",
+        "        if self.is_new:\n            self.cache_config.enable_prefix_caching = False\n",
         "VllmConfig.__post_init__: self.cache_config.enable_prefix_caching = False "
-        "if self.is_quantum: no answer",
+        "if self.is_new: no answer",
     ),
     (
         "vllm/model_executor/layers/attention/attention.py",
@@ -213,7 +213,7 @@ def test_sources_are_fetched_once_and_kept(
         assert (found.name, found.paths()) == ("vLLM 0.33.1", ["vllm/kept.py"])
         assert (found.read("vllm/kept.py"), found.read("vllm/no.py")) == ("x = 1\n", None)
     assert index.asked == 3
-    with pytest.raises(Unreachable, match="has no sources of vLLM 0.34"):
+    with pytest.raises(Unreachable, match=r"has no sources of vLLM 0\.34"):
         release((0, 34), tmp_path)
     index.is_there = False
     assert release((0, 33), tmp_path).read("vllm/kept.py") == "x = 1\n"
