@@ -198,10 +198,9 @@ def _found(
         scope, conditions = (*scope, node.name), ()
     if isinstance(node, ast.If):
         test = ast.unparse(node.test)
-        for child in node.body:
-            yield from _found(child, scope, (*conditions, test))
-        for child in node.orelse:
-            yield from _found(child, scope, (*conditions, f"not ({test})"))
+        for branch, condition in ((node.body, test), (node.orelse, f"not ({test})")):
+            for line in branch:
+                yield from _found(line, scope, (*conditions, condition))
         return
     for child in ast.iter_child_nodes(node):
         yield from _found(child, scope, conditions)

@@ -75,7 +75,9 @@ class Starter:
         self.folder, self._daemon = folder, daemon
         self._engines = Engines(folder)
 
-    def __call__(self, model: Path, **settings: Any) -> EngineProcess:
+    def __call__(
+        self, model: Path, *, sparse: dict[str, Any] | None = None, **settings: Any
+    ) -> EngineProcess:
         settings = {
             "load_format": "random",
             "dtype": "float32",
@@ -84,6 +86,7 @@ class Starter:
         } | settings
         settings |= {"skip_tokenizer_init": not (model / "tokenizer.json").exists()}
         connector = {"weights_identity": str(model), "flush_timeout_s": 5.0, "startup_wait_s": 20.0}
+        connector |= {} if sparse is None else {"sparse": sparse}
         return self._engines.start(
             model, self._daemon.target, connector=connector, driver="feature_driver.py", **settings
         )

@@ -213,7 +213,7 @@ def test_an_engine_that_runs_an_encoder_only() -> None:
 def test_batch_invariance(
     monkeypatch: pytest.MonkeyPatch, backend: str, is_invariant: bool
 ) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(is_invariant)))
+    monkeypatch.setattr(reuse, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=is_invariant))
     why = reuse.why_forbidden(*engine(backend=backend))
     is_forbidden = is_invariant and backend in ("FLASHINFER", "TRITON_MLA")
     assert why == (f"{FORBIDDEN}batch invariance with {backend}" if is_forbidden else "")
@@ -245,6 +245,12 @@ def start(shared_daemon: Daemon, tmp_path: Path) -> Iterator[Starter]:
     starter.stop()
 
 
+def write_prefix_lm(folder: Path) -> Path:
+    config = write_model(folder) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | PREFIX_LM))
+    return folder
+
+
 def answers_the_same_beside_a_known_prefix(engine: EngineProcess) -> bool:
     """Whether two prompts are answered as alone after others began as they do."""
     for seed in (51, 61):
@@ -264,12 +270,21 @@ def test_a_prefix_lm_answers_the_same_whatever_others_have_asked(
     start: Starter, tmp_path: Path
 ) -> None:
     """Its prompt's KV depends on all of the prompt, so no prefix of it can be shared."""
-    model = write_model(tmp_path / "model")
-    config = json.loads((model / "config.json").read_text()) | PREFIX_LM
-    (model / "config.json").write_text(json.dumps(config))
-    engine = start(model)
+    engine = start(write_prefix_lm(tmp_path / "model"))
     assert answers_the_same_beside_a_known_prefix(engine)
     assert f"hotkv is off: {FORBIDDEN}" in engine.log()
+
+
+def test_sparse_decode_over_a_prefix_lm_is_refused_at_the_start(
+    start: Starter, tmp_path: Path
+) -> None:
+    engine = start(write_prefix_lm(tmp_path / "model"), sparse={"sparse_topk": 256})
+    with pytest.raises(AssertionError, match="the engine ended"):
+        engine.ready()
+    assert (
+        f"hotkv.sparse: {FORBIDDEN}the model has non-causal attention layers; or leave out"
+        in engine.log()
+    )
 
 
 @pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="with AMX vLLM allows it")
