@@ -60,13 +60,18 @@ class AdapterReport:
     changed: frozenset[int] = frozenset()
 
     def join(self, other: "AdapterReport") -> "AdapterReport":
-        """Returns the union of two ranks' reports."""
-        numbers = self.answers.keys() | other.answers.keys()
-        answers = {
-            number: {**self.answers.get(number, {}), **other.answers.get(number, {})}
-            for number in numbers
-        }
+        """Returns the union of two ranks' reports; of two answers of one rank the worse."""
+        answers = {number: dict(said) for number, said in self.answers.items()}
+        for number, said in other.answers.items():
+            known = answers.setdefault(number, {})
+            for rank, identity in said.items():
+                known[rank] = max(known.get(rank, identity), identity, key=_badness)
         return AdapterReport(answers, self.changed | other.changed)
+
+
+def _badness(identity: str) -> tuple[bool, bool, str]:
+    """Orders a rank's answers: UNKNOWN is the worst, then LATER."""
+    return identity == UNKNOWN, identity == LATER, identity
 
 
 class Standing(enum.Enum):

@@ -3,6 +3,7 @@ ours has. It sees and sends packed messages only."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
+from typing import Any
 
 import grpc
 
@@ -14,7 +15,7 @@ class OddServer:
     def __init__(self, target: str, answers: Callable[[bytes], Iterable[bytes]]) -> None:
         self._answers = answers
         self._server = grpc.server(futures.ThreadPoolExecutor(8))
-        connect = grpc.stream_stream_rpc_method_handler(self._connect)
+        connect: Any = grpc.stream_stream_rpc_method_handler(self._connect)
         handler = grpc.method_handlers_generic_handler(
             "hotkv.v1.SessionService", {"Connect": connect}
         )
