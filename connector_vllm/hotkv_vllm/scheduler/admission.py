@@ -34,7 +34,7 @@ class Admission:
         self.edge, self._sharing = edge, sharing
         self._stats, self._adapters = engine.stats, engine.adapters
         self._exactness, self._pool, self._traces = engine.exactness, engine.pool, engine.traces
-        self._hints, self._counts_media = HintReader(engine.stats), engine.counts_media
+        self._hints = HintReader(engine.stats)
         self._may_load, self._may_store = transfer.is_kv_consumer, transfer.is_kv_producer
         self.states: dict[str, RequestState] = {}
         self.loads = LoadOrders(vllm_config.parallel_config.world_size)
@@ -70,7 +70,7 @@ class Admission:
         if self._sharing.joining is not None:
             self._sharing.joining.arrived(request)
         cache = self._sharing.cache
-        if cache is None or (self._counts_media and request.mm_features):
+        if cache is None:
             return
         now_s = time.monotonic()
         state = RequestState(request, cache.planner.new_state(), arrived_s=now_s)
@@ -96,7 +96,14 @@ class Admission:
             memory.arrived(request)
 
     def _may_read(self, request: Any) -> bool:
-        return self._may_load and self._sharing.may_offer and not request.skip_reading_prefix_cache
+        sharing = self._sharing
+        return (
+            self._may_load
+            and sharing.may_offer
+            and not request.skip_reading_prefix_cache
+            and sharing.cache is not None
+            and sharing.cache.finder.groups.may_share(request)
+        )
 
     def match(self, request: Any, num_computed_tokens: int) -> Answer:
         """Answers vLLM, whose own hit is `num_computed_tokens` long."""

@@ -114,6 +114,7 @@ def _over(
         kv_groups.hit_alignment_tokens(engine.kv_cache_config, cache_groups),
         kv_groups.draft_groups(engine.vllm_config, cache_groups),
         engine.adapters,
+        engine.counts_media,
     )
     representations = RepresentationPlanner(len(space.groups), agreement.kinds)
     finder = HitFinder(
