@@ -80,6 +80,7 @@ class Desk:
             DevicePool(vllm_config, kv),
         )
         self.adapters = engine.adapters
+        self.parts.finder.failed_loads = engine.failed_loads
         self.sharing = Sharing(engine)
         session, planner = self.parts.session, self.parts.planner
         self.cache = Assembly(
@@ -580,3 +581,26 @@ def test_a_broken_allocation_loads_nothing_and_nothing_is_safe(desk: Any, extern
     one.desk.alloc_broke("a", external)
     assert one.desk.lost_track and not one.desk.others.may_store("a")
     assert one.desk.loads.abandoned == (["a"] if external else [])
+
+
+@pytest.mark.parametrize("why", ["hook broke", "no cache", "no state"])
+def test_a_failed_load_is_forgotten_with_its_request_whatever_hotkv_knows_of_it(
+    desk: Any, why: str
+) -> None:
+    """It would make all others give their hits up for ever."""
+    one = desk()
+    asks = request("a", LONG)
+    one.arrive(asks)
+    one.desk.failed_loads.add("a")
+    match why:
+        case "hook broke":
+            one.desk.request_broke("a")
+        case "no cache":
+            one.sharing.cache = None
+        case "no state":
+            one.desk.states.clear()
+    # vLLM keeps its blocks reserved, and it stands in others' way, until it has moved once.
+    assert one.desk.match(asks, 0) == ASK_AGAIN and "a" in one.desk.failed_loads
+    assert one.desk.match(asks, 0) == NO_HIT
+    one.desk.finished(asks, [[1]])
+    assert one.desk.failed_loads.is_empty

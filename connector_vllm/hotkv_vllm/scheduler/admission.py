@@ -40,6 +40,7 @@ class Admission:
         self.loads = LoadOrders(vllm_config.parallel_config.world_size)
         self.written = WrittenBlocks(kv_groups.group_block_tokens(vllm_config, kv_cache_config))
         self.others, self.lost_track = OtherLoads(), False
+        self.failed_loads = engine.failed_loads
         self.choice = LoadChoice(engine.learnt_prefill, engine.stats)
         self.rows: RowNames | None = None
         if engine.config.sparse is not None:
@@ -111,6 +112,9 @@ class Admission:
         now_s = time.monotonic()
         if self._sharing.joining is not None and self._sharing.joining.asks_again(now_s):
             return ASK_AGAIN
+        # Whatever became of sharing, and of what hotkv knew of the request.
+        if self.failed_loads.steps_aside(request.request_id):
+            return ASK_AGAIN
         state, cache = self.states.get(request.request_id), self._sharing.cache
         if not self._has_room(request, now_s):
             return ASK_AGAIN
@@ -126,8 +130,6 @@ class Admission:
             return ASK_AGAIN
         if not self._may_read(state.request):
             return NO_HIT
-        if cache.finder.failed_loads.steps_aside(state.request.request_id):
-            return ASK_AGAIN
         if state.request.lora_request is not None:
             standing = self._adapters.standing(state.request, now_s)
             if standing is not Standing.KNOWN:
@@ -205,6 +207,7 @@ class Admission:
         try:
             self._finish(request, block_ids, all_is_there)
         finally:
+            self.failed_loads.ended(request.request_id)
             self._exactness.ended(request.request_id)
             self._adapters.ended(request.request_id)
 
@@ -221,11 +224,10 @@ class Admission:
         # put off; until it has ended the blocks hold nothing to store.
         is_computed = (
             state.hit.phase not in (Phase.LOADING, Phase.GRANTED)
-            and request.request_id not in finder.failed_loads
+            and request.request_id not in self.failed_loads
             and all_is_there
         )
         finder.give_back(state)
-        finder.failed_loads.ended(request.request_id)
         cache.reports.ended(state)
         del self.states[request.request_id]
         if (
@@ -270,8 +272,7 @@ class Admission:
         """The same for the hook of a request's end: nobody waits for it, or because of it."""
         self.request_broke(request_id)
         self.others.ended(request_id)
-        if self._sharing.cache is not None:
-            self._sharing.cache.finder.failed_loads.ended(request_id)
+        self.failed_loads.ended(request_id)
 
     def alloc_broke(self, request_id: str, num_external_tokens: int) -> None:
         """Blocks may have changed hands unseen: no store is safe, and no load is planned."""
