@@ -6,7 +6,7 @@ if the scheduler asks for it. All are small picklable values: hashes and ids, ne
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -232,8 +232,10 @@ def _slower(one: float, other: float) -> float:
 
 
 def _worse_answer(one: WeightsReport, other: WeightsReport) -> WeightsReport:
-    """Of two reports of one rank: a notice before an answer, other weights before the original."""
-    return min(one, other, key=lambda said: (said.question, said.is_original, said.digest))
+    """Of two reports of one rank: a notice before an answer, other weights before the original, and
+    that they were written before that they were not."""
+    worse = min(one, other, key=lambda said: (said.question, said.is_original, said.digest))
+    return replace(worse, was_written=one.was_written or other.was_written)
 
 
 JOINS: dict[str, Join] = {
