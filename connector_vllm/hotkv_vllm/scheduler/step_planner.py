@@ -20,7 +20,7 @@ from hotkv_vllm.sparse.rows import SparseRows, sparse_requests
 
 
 class StepPlanner:
-    """See the module."""
+    """See the module. `manager`: vLLM's manager of blocks, once it is known."""
 
     def __init__(
         self, engine: Engine, sharing: Sharing, requests: Admission, edge: HookEdge
@@ -36,6 +36,7 @@ class StepPlanner:
         self.prefill = engine.prefill
         self._sharing = sharing
         self._requests = requests
+        self.manager: Any = None
 
     def __repr__(self) -> str:
         return f"StepPlanner({self._engine_id})"
@@ -43,6 +44,7 @@ class StepPlanner:
     def plan(self, scheduler_output: Any) -> HotKVMetadata:
         """This step's work for the workers, with the rows that decode sparsely, and where the
         blocks are that are not on the device."""
+        scheduler_output = steps.read_in_place(scheduler_output, self.manager)
         rows = self._requests.rows
         named = rows.of_step(scheduler_output) if rows is not None else None
         meta = self._plan(scheduler_output)
