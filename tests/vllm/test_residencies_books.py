@@ -499,3 +499,16 @@ def test_an_answer_about_other_blocks_than_were_asked_for_keeps_none(length: int
     for _ in range(3):
         books.step("a")
     assert books.books.kept_tokens("a") == 2 * TOKENS
+
+
+def test_what_is_not_kept_when_the_device_is_distrusted_is_nobody_elses() -> None:
+    """Names that were given and not yet kept may stand for KV of other weights."""
+    books = Books()
+    state = books.run()
+    books.keep(state, 3)
+    given = list(books.books.names(state, 6))
+    books.parts.exactness.distrust_all()
+    books.books.distrust()
+    names = books.books.names(state, 6)
+    assert list(names[:3]) == given[:3] and not set(names[3:]) & set(given)
+    assert state.store.stored_blocks[0] == 3 and not books.pool.losing

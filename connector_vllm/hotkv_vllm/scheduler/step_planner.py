@@ -106,9 +106,10 @@ class StepPlanner:
     def _adopt(self, cache: Assembly, identity: str) -> None:
         """The ranks have said which weights they have. Nothing that is known of others holds, nor
         what was computed while they may have been others."""
-        if self._sharing.is_other(identity) or self._sharing.weights.were_written:
+        is_other = self._sharing.is_other(identity)
+        if is_other or self._sharing.weights.were_written:
             self._exactness.distrust_all()
-            if cache.residencies is not None:
+            if cache.residencies is not None and not is_other:
                 cache.residencies.distrust()
             for state in self._requests.states.values():
                 # Loads of the old weights' KV were made to fail.
