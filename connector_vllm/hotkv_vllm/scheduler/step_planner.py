@@ -54,7 +54,12 @@ class StepPlanner:
         cache = self._sharing.cache
         if rows is not None and cache is not None and cache.residencies is not None:
             meta.resident = cache.residencies.step(scheduler_output, rows, time.monotonic())
-        self._take(meta)
+        # Last, what is said once and must reach the workers: if anything above breaks, `plan_broke`
+        # finds it all.
+        requests = self._requests
+        meta.adapters = self._adapters.take_work(time.monotonic())
+        meta.loads, meta.cancel_loads, meta.abandoned_loads = requests.loads.take()
+        requests.lost_track = False
         return meta
 
     def _plan(self, scheduler_output: Any) -> HotKVMetadata:
@@ -154,15 +159,6 @@ class StepPlanner:
         if self._config.sparse is not None:
             meta.allocated_blocks = tuple(written)
         return meta
-
-    def _take(self, meta: HotKVMetadata) -> None:
-        """Adds what is said once, and must reach the workers: work about adapters, loads, cancels,
-        loads that are no more. Last in a plan: if anything before it breaks, `plan_broke` finds all
-        of this."""
-        requests = self._requests
-        meta.adapters = self._adapters.take_work(time.monotonic())
-        meta.loads, meta.cancel_loads, meta.abandoned_loads = requests.loads.take()
-        requests.lost_track = False
 
     @hook(nothing, is_part=True)
     def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
