@@ -1,7 +1,6 @@
 """A CUDA engine's steps on the CPU: vLLM's real builder and attention class over hotkv's, the
 kernels of `hotkv_sparse.cuda` as `tests.device.cuda_on_cpu` runs them, and a FlashAttention that is
-a loop. Which rows attend sparsely is decided as the connector's scheduler side does it, which counts
-exact tokens beside that.
+a loop. The connector's own parts decide which rows attend sparsely, and count exact tokens.
 
 The model is arithmetic: keys, values and queries are random, so what a row must attend to is known.
 A page that was given back is NaN until somebody writes it.
@@ -102,8 +101,8 @@ def exact(
 
 @dataclass(eq=False)
 class Request:
-    """`kv` [layers, 2, tokens, H, D]: the truth. `slots`: of its blocks in the arena. `approximate`:
-    the first token whose attention left out anything, or read a token that did."""
+    """`kv` [layers, 2, tokens, H, D]: the truth. `slots`: of its blocks in the arena.
+    `approximate`: the first token whose attention left out anything."""
 
     name: str
     kv: np.ndarray
@@ -303,7 +302,7 @@ class Engine:
             self.after(one)
 
     def decide(self, rows: list[tuple[Request, int]]) -> SparseRows:
-        """The scheduler's part of a step: which rows attend sparsely, and what is not exact then."""
+        """The scheduler's part of a step: which rows attend sparsely, and what is exact then."""
         is_here = {one.name: self.is_here(one) for one, _ in rows}
         tables = {
             one.name: ([p if is_here[one.name](i) else 0 for i, p in enumerate(one.table)],)

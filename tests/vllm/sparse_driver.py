@@ -4,14 +4,14 @@
 `rewrite_always`: rows are rewritten also where nothing is left out. `break_after` (calls): the
 selection raises from then on. `pool`: built blocks of each layer, and how many of them hold another
 representation than their page gives. `come_alone`: blocks are loaded without representations from
-then on. `in_flight`: stores that were begun and not reported. `lose` (steps): bytes in
-host memory are lost after these numbers of steps. `pace` (seconds): how long a step takes at
-least, from then on. `compare_rows`: from then on, compares which requests attention takes as sparse
-with those that the scheduler counts as inexact; `rows`: how many were so, in how many steps, and the
-steps in which they differed. `called` (modules, prompts, max_tokens): names of the functions of these
-modules that the requests call, and how many steps they take. `break_once` (name, after_steps,
-prompts, max_tokens, salt): the same requests; one of these functions raises at its first call after
-so many steps. Of several connectors in one engine, the first is meant.
+then on. `in_flight`: stores that were begun and not reported. `lose` (steps): bytes in host memory
+are lost after these numbers of steps. `pace` (seconds): how long a step takes at least, from then
+on. `compare_rows`: from then on, compares which requests attention takes as sparse with those that
+the scheduler counts as inexact; `rows`: how many were so, in how many steps, and the steps in which
+they differed. `called` (modules, prompts, max_tokens): names of the functions of these modules that
+the requests call, and how many steps they take. `break_once` (name, after_steps, prompts,
+max_tokens, salt): the same requests; one of these functions raises at its first call after so many
+steps. Of several connectors in one engine, the first is meant.
 """
 
 import contextlib

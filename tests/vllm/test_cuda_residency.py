@@ -134,8 +134,8 @@ def test_a_prefix_hit_is_scored_by_keys_of_the_arena(
 def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int, replays_decode: bool
 ) -> None:
-    """Prompts of one token, and in chunks of one; hits with a rest of one; requests that begin anew;
-    all of that beside requests that decode. `Engine.step` compares."""
+    """Prompts of one token, and in chunks of one; hits with a rest of one; requests that begin
+    anew; all of that beside requests that decode. `Engine.step` compares."""
     dice = random.Random(seed)
     engine = Engine(
         monkeypatch,

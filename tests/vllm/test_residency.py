@@ -138,7 +138,7 @@ def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     one.ask("compare_rows")
     batch = prompts(4, 1025, 1, 897, 600)
     one.ask("generate", prompts=batch, max_tokens=40)
-    one.ask("generate", prompts=[batch[0][:1024] + [9], batch[3]], max_tokens=40)
+    one.ask("generate", prompts=[[*batch[0][:1024], 9], batch[3]], max_tokens=40)
     found = one.ask("rows")
     assert found["wrong"] == [] and found["rows"] > 150
     print(found, one.ask("sparse"), one.ask("stats")["totals"])

@@ -8,8 +8,9 @@ launches or that a CUDA graph replays.
 **Nothing of this has run on a GPU.** What is always true: in a step that a graph replays, no Python
 is needed; the rows that the scheduler has named (`rows`) attend sparsely, all others to the whole
 context, put together layer by layer in a staging area if blocks of it are in host memory (a graph
-can't do that, so the scheduler names such rows where steps may be replayed); bytes that came out of the arena count only if the server still pinned them after the step's last
-kernel (`take_lost`, which waits for the device). One thread.
+can't do that, so the scheduler names such rows where steps may be replayed); bytes that came out of
+the arena count only if the server still pinned them after the step's last kernel (`take_lost`,
+which waits for the device). One thread.
 """
 
 from collections import Counter

@@ -1,9 +1,9 @@
 """Decides, for every layer of a step, what each row of the batch attends to.
 
 What is always true: only rows that the scheduler has named (`rows`) may be sparse; all others keep
-their block table and length. A row that is sparse keeps the order of its blocks and ends with its last one, so that its length says how many
-tokens of that one count. Where hot set and context are the same, the row is left alone: a budget
-that covers the context is exact.
+their block table and length. A row that is sparse keeps the order of its blocks and ends with its
+last one, so that its length says how many tokens of that one count. Where hot set and context are
+the same, the row is left alone: a budget that covers the context is exact.
 
 Dense are: rows the scheduler has not named, layers that were not attached, layers whose
 representations are not calibrated yet, layers that keep failing.
