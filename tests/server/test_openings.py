@@ -28,6 +28,7 @@ from tests.core.support import hash_of, words_of
 
 SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
 KIND = Representation(0, "rot2u", 1, (100,))
+CONFIG = CoreConfig(1 << 20, 1 << 16, 64)
 
 
 class Disk:
@@ -54,7 +55,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 @contextlib.contextmanager
-def node_in(folder: Path, config: CoreConfig = CoreConfig(1 << 20, 1 << 16, 64)) -> Iterator[Node]:
+def node_in(folder: Path, config: CoreConfig = CONFIG) -> Iterator[Node]:
     memory = NodeMemory.open(folder, 1 << 20, 1 << 16, 64, 1, prefault=False)
     yield Node(CacheCore(config, memory.table, LRU(64)), memory, None)  # type: ignore[arg-type]
     memory.remove()
