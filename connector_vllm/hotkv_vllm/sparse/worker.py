@@ -237,14 +237,16 @@ class SparseWorker:
         """Forgets what the step has overwritten, and finds the rows that matter."""
         block_tokens, plan = layer.shape.block_tokens, Plan(key, batch)
         self._forget_written(layer, batch)
-        num_queries = np.diff(batch.starts)
-        for row in np.flatnonzero((batch.seq_lens > 0) & (num_queries > 0)).tolist():
-            context_tokens = int(batch.seq_lens[row])
-            blocks = batch.tables[row, : -(-context_tokens // block_tokens)]
+        num_queries, lengths = np.diff(batch.starts), batch.seq_lens
+        last = np.maximum(lengths - 1, 0) // block_tokens
+        written = batch.tables[np.arange(len(lengths)), last]
+        is_named = np.isin(written, list(self._request_of))
+        # Representations of a long context are built before any of its rows is named.
+        matters = is_named | (lengths >= self._config.min_context_tokens)
+        for row in np.flatnonzero(matters & (lengths > 0) & (num_queries > 0)).tolist():
+            context_tokens = int(lengths[row])
+            blocks = batch.tables[row, : -(-context_tokens // block_tokens)].copy()
             request_id = self._named(int(blocks[-1]), int(num_queries[row]))
-            if request_id is None and context_tokens < self._config.min_context_tokens:
-                continue
-            blocks = blocks.copy()
             plan.complete.append(blocks[: context_tokens // block_tokens])
             if request_id is not None:
                 context = Context(self._config, context_tokens, block_tokens)
