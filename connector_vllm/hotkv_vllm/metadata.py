@@ -72,7 +72,8 @@ class HotKVMetadata(KVConnectorMetadata):
     asks_links: each rank reports whether it has a session.
     lost_track: it is not known which blocks this step gives away; workers take back all stores and
         forget all representations.
-    sparse_rows: None without sparse decode.
+    sparse_rows: the rows that attend sparsely, all others attend to everything; None without sparse
+        decode.
     allocated_blocks: blocks that are about to be filled.
     remembered: hot sets that requests start from.
     hot_sets_of: ended requests whose hot sets the workers report.

@@ -16,7 +16,7 @@ from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.assembly import Assembly, Engine
 from hotkv_vllm.scheduler.prefill_speed import LEAST_STEP_TOKENS
 from hotkv_vllm.scheduler.sharing import Sharing
-from hotkv_vllm.sparse.rows import SparseRows, sparse_requests
+from hotkv_vllm.sparse.rows import SparseRows, sparse_rows
 
 
 class StepPlanner:
@@ -42,7 +42,7 @@ class StepPlanner:
         return f"StepPlanner({self._engine_id})"
 
     def plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """This step's work for the workers, with the rows that decode sparsely, and where the
+        """This step's work for the workers, with the rows that attend sparsely, and where the
         blocks are that are not on the device."""
         scheduler_output = steps.read_in_place(scheduler_output, self.manager)
         rows = self._requests.rows
@@ -73,10 +73,11 @@ class StepPlanner:
         residencies = None if self._sharing.cache is None else self._sharing.cache.residencies
         if residencies is not None:
             written.add(residencies.rows.fresh_hot_blocks(scheduler_output.num_scheduled_tokens))
-        sparse = sparse_requests(self._engine_id, scheduler_output)
+        sparse = sparse_rows(self._engine_id, scheduler_output)
         self._exactness.is_watching |= sparse is not None
         if self._exactness.is_watching:
-            self._exactness.step(scheduler_output, written.of_step(), sparse or ())
+            named = () if sparse is None else sparse.request_ids
+            self._exactness.step(scheduler_output, written.of_step(), named)
         stores: tuple[StoreJob, ...] = ()
         flush: tuple[int, ...] = ()
         wants_handshake = self._sharing.cache is None and self._sharing.joining is not None
