@@ -125,6 +125,8 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "tier_queued_bytes": "Bytes that the tier has been asked to read or write and has not yet.",
         "tier_waiting_blocks": "Blocks in host memory that wait to be written to the tier. If it "
         "stays high, the tier is slower than the engines store.",
+        "tier_unsaved_blocks": "Blocks in the tier that a kill now would lose: their records are "
+        "not written yet. If it stays high, the tier's disk hangs or is full.",
         "shared_copied_blocks_total": "Blocks that shared tiers have, written by this node or "
         "there already.",
         "shared_refused_blocks_total": "Blocks that shared tiers did not take: full, away, no "

@@ -48,7 +48,6 @@ from hotkv_server.rpc.guests import Guests
 from hotkv_server.rpc.health import HealthService
 from hotkv_server.rpc.hint_service import HintService
 from hotkv_server.rpc.interceptor import EdgeInterceptor, Guard
-from hotkv_server.rpc.pressure import Pressure, heap_reader
 from hotkv_server.rpc.session_service import SessionService
 from hotkv_server.rpc.sparse_service import MAX_SELECT_STREAMS, SparseService
 from hotkv_server.rpc.throttle import Pace
@@ -65,6 +64,7 @@ MAX_READ_BYTES = 256 << 10
 """Read at a time. Below malloc's threshold for large blocks, so that `Pressure` sees them."""
 MAX_CONNECTIONS = MAX_SESSIONS + 512
 MAX_GUESTS = 256
+GUESTS_TURN_S = 0.1
 MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_TRANSFERS + MAX_GUESTS + 4096
 """Calls at a time on one listener; the next one gets RESOURCE_EXHAUSTED. Each kind of call that may
 last has a bound of its own that no client uses up for others, so there is always room for calls
@@ -150,7 +150,7 @@ class RpcServer:
         self._endpoints = endpoints
         self._health = HealthService()
         self._guests = Guests(MAX_GUESTS)
-        self._pressure = Pressure(node, self._guests, heap_reader())
+        self._ending: asyncio.Task[None] | None = None
         self.pace = Pace(endpoints.malformed_per_s)
         self.audit = AuditLog(endpoints.audit, endpoints.audit_file)
         self.certificates: Certificates | None = None
@@ -284,8 +284,12 @@ class RpcServer:
             await server.start()
         for path, mode in self._modes.items():
             os.chmod(path, mode)
-        self._pressure.start()
+        self._ending = asyncio.create_task(self._end_late())
         self.set_health(is_ready=True, is_alive=True)
+
+    async def _end_late(self) -> None:
+        async for _ in self._node.health.turns("the end of guests", GUESTS_TURN_S):
+            self._guests.end_late(time.monotonic())
 
     def set_health(self, *, is_ready: bool, is_alive: bool) -> None:
         """Sets what health answers: `is_ready` for the server and for each service, `is_alive`
@@ -301,7 +305,8 @@ class RpcServer:
     async def stop(self, grace_s: float) -> None:
         """Stops taking calls, and ends those in flight after `grace_s`."""
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
-        self._pressure.stop()
+        if self._ending is not None:
+            self._ending.cancel()
         self.audit.close()
         for path in self._modes:
             path.unlink(missing_ok=True)

@@ -200,7 +200,7 @@ class SharedEpochs:
         await self._settle(fingerprint, epoch)
 
     async def _poll(self) -> None:
-        async for _ in self._tasks.turns(POLL_S):
+        async for _ in self._tasks.turns(f"the epochs of {self._name}", POLL_S):
             self._forget_gone()
             for key_space_id in self._used() if self._breaker.lets_pass else ():
                 if key_space_id not in self._core.key_spaces:

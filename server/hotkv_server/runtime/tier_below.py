@@ -15,9 +15,11 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.moves import Move
 from hotkv_server.core.values import BoolMask, Entries, HashList, Int64s
 from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.memory.lower import LowerMemory
 from hotkv_server.runtime.breaker import Breaker
 from hotkv_server.runtime.events import DISK_TIER
 from hotkv_server.runtime.moved_events import OnReady, nobody
+from hotkv_server.runtime.persistence import state_of
 from hotkv_server.runtime.slices import slices
 from hotkv_server.runtime.tier_reads import TierReads
 from hotkv_server.runtime.tier_tasks import TierTasks, agreeing, blocks_of, future, on_loop
@@ -32,20 +34,30 @@ MAX_DOWN_BYTES = 64 << 20
 
 class TierBelow:
     """See the module. `core.lower` says what lies below; `tier` has its bytes. `moving_bytes`: most
-    that may be on their way down."""
+    that may be on their way down. `memory`: whose records are written down; None for a tier that
+    ends with the process."""
 
-    def __init__(self, core: CacheCore, tier: Tier, verifier: Verifier, moving_bytes: int) -> None:
+    def __init__(
+        self,
+        core: CacheCore,
+        tier: Tier,
+        verifier: Verifier,
+        moving_bytes: int,
+        memory: LowerMemory | None = None,
+    ) -> None:
         assert core.lower is not None, "a tier without places"
+        self.memory = memory
         self.lower = core.lower
         self.tier = tier
         self.name = DISK_TIER
-        self.breaker = Breaker(tier)
+        self.breaker = Breaker(tier, *([] if memory is None else [memory.stalled_s]))
         self.reads = TierReads()
         self.tracing: Tracing | None = None
         self._core = core
         self._verifier = verifier
         self._most_bytes = min(MAX_DOWN_BYTES, moving_bytes)
         self._down_bytes = 0
+        self._asked_revision = -1
         self._on_ready: OnReady = nobody
 
     def __repr__(self) -> str:
@@ -60,13 +72,25 @@ class TierBelow:
 
     async def _move_down(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
         down = self.lower.down
-        async for _ in tasks.turns(PAUSE_S):
-            if not len(down.waiting) or not self.breaker.take_turn():
+        async for _ in tasks.turns(f"the moves to {self.name}", PAUSE_S):
+            is_known = self._keep_key_spaces()
+            if not len(down.waiting) or not is_known or not self.breaker.take_turn():
                 continue
             entries = down.take(self._most_bytes - self._down_bytes, time.monotonic())
             moves = await self._begin(entries, tell) if len(entries) else []
             for move in moves:
                 tasks.spawn(self._write(move, tell))
+
+    def _keep_key_spaces(self) -> bool:
+        """Has key spaces that are new written down; returns whether all are. Without that the next
+        server could not tell whose a block is, so none goes down before."""
+        memory, revision = self.memory, self._core.catalog.revision
+        if memory is None:
+            return True
+        if self._asked_revision != revision:
+            memory.keep(revision, state_of(self._core, memory.slab_bytes))
+            self._asked_revision = revision
+        return memory.kept_revision == revision
 
     async def _begin(
         self, entries: Entries, tell: Callable[[], None], *, is_plain: bool = False
@@ -102,6 +126,8 @@ class TierBelow:
         going = move.places[is_stored & ~move.is_void]
         is_unfit = (codes == Write.UNFIT) & good
         again = self.lower.down.end(move, is_stored, seals, time.monotonic(), is_unfit)
+        if self.memory is not None:
+            self.memory.changed(going)
         self._on_ready(going, Medium.DISK, DISK_TIER)
         tell()
         moves = await self._begin(again, tell, is_plain=True) if len(again) else []

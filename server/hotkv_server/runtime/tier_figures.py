@@ -103,7 +103,7 @@ def _below(one: TierBelow) -> TierState:
         one.reads,
         one.tier.figures(),
         not one.breaker.is_open,
-        one.tier.problem(),
+        one.breaker.problem,
         one.lower.counters.lost,
         len(one.lower.down.waiting),
         budget_bytes,
@@ -121,7 +121,7 @@ def _shared(one: TierShared) -> TierState:
         one.reads,
         figures,
         not one.breaker.is_open,
-        one.tier.problem(),
+        one.breaker.problem,
         figures.corrupt_blocks,
         one.out.num_waiting,
     )
@@ -179,12 +179,14 @@ def gauges(tiers: Tiers | None) -> dict[str, float]:
     below = tiers.below if tiers is not None else None
     shared = tiers.shared if tiers is not None else ()
     space = None if below is None else below.lower.space
+    memory = None if below is None else below.memory
     budget_bytes, left_bytes = budget(below)
     return {
         "tier_used_bytes": float(space.used_bytes() if space else 0),
         "tier_capacity_bytes": float(space.pool.capacity_bytes if space else 0),
         "tier_queued_bytes": float(below.tier.figures().queued_bytes if below else 0),
         "tier_waiting_blocks": float(len(below.lower.down.waiting) if below else 0),
+        "tier_unsaved_blocks": float(memory.num_changed - memory.num_saved if memory else 0),
         "tier_budget_bytes": float(budget_bytes),
         "tier_budget_left_bytes": float(left_bytes),
         "tier_up": float(below is not None and not below.breaker.is_open),

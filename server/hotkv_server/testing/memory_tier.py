@@ -159,6 +159,10 @@ class MemoryTier:
         begun_s = self._begun_s
         return max(0.0, now_s - begun_s) if begun_s else 0.0
 
+    def is_alive(self) -> bool:
+        """See `Tier`."""
+        return self._is_closed or self._thread is None or self._thread.is_alive()
+
     def figures(self) -> TierFigures:
         """See `Tier`."""
         with self._changed:

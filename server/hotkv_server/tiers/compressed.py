@@ -166,6 +166,11 @@ class CompressedTier:
         """See `Tier`."""
         return self._inner.stalled_s(now_s)
 
+    def is_alive(self) -> bool:
+        """See `Tier`."""
+        mine = self._queue.is_closed or all(thread.is_alive() for thread in self._threads)
+        return mine and self._inner.is_alive()
+
     def figures(self) -> TierFigures:
         """See `Tier`."""
         with self._lock:

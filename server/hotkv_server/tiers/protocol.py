@@ -166,6 +166,9 @@ class Tier(Protocol):
     def stalled_s(self, now_s: float) -> float:
         """How long the call that is under way has waited for the store; 0 if none is."""
 
+    def is_alive(self) -> bool:
+        """Whether all its threads are, until it is closed."""
+
     def figures(self) -> TierFigures:
         """Sums since the start."""
 

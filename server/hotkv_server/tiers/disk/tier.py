@@ -141,6 +141,10 @@ class DiskTier:
         """See `Tier`: of the thread that has been on its piece for longest."""
         return max(0.0, now_s - min(filter(None, self._begun_s), default=now_s))
 
+    def is_alive(self) -> bool:
+        """See `Tier`."""
+        return self._closing.is_set() or all(thread.is_alive() for thread in self._threads)
+
     def figures(self) -> TierFigures:
         """See `Tier`."""
         with self._lock:

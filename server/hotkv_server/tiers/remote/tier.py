@@ -174,6 +174,10 @@ class RemoteTier:
         """See `Tier`."""
         return self._workers.stalled_s(now_s)
 
+    def is_alive(self) -> bool:
+        """See `Tier`."""
+        return self._workers.is_alive()
+
     def figures(self) -> TierFigures:
         """See `Tier`."""
         with self._lock:

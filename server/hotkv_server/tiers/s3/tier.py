@@ -53,6 +53,10 @@ class S3Tier(RemoteTier):
             facts, arena, workers, cut_reads=cut_reads, cut_writes=cut_writes, on_epoch=on_epoch
         )
 
+    def is_alive(self) -> bool:
+        """See `Tier`."""
+        return super().is_alive() and self._shared.is_alive()
+
     def close(self) -> None:
         """See `Tier`. Waits for what is under way, at most as long as the settings let it take."""
         self._shared.lister.stop()
