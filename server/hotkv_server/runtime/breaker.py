@@ -42,14 +42,19 @@ class Breaker:
         return f"a call has hung for {stalled_s:.0f} s" if stalled_s > MAX_STALL_S else ""
 
     @property
+    def hangs(self) -> bool:
+        """Whether a call has been under way for too long."""
+        return self._stalled_s() > MAX_STALL_S
+
+    @property
     def is_open(self) -> bool:
         """Whether the tier is known to be broken, or hangs."""
-        return bool(self._hangs() or self._tier.problem())
+        return bool(self.hangs or self._tier.problem())
 
     @property
     def lets_pass(self) -> bool:
         """Whether a call may be made: the tier is well, or a trial is due."""
-        if self._hangs():
+        if self.hangs:
             return False
         return not self._tier.problem() or time.monotonic() >= self._next_try_s
 
@@ -79,6 +84,3 @@ class Breaker:
         now_s = time.monotonic()
         others = [stalled_s(now_s) for stalled_s in self._stalls]
         return max(self._tier.stalled_s(now_s), *others, 0.0)
-
-    def _hangs(self) -> bool:
-        return self._stalled_s() > MAX_STALL_S

@@ -129,6 +129,10 @@ class Tiers:
         async for _ in self._tasks.turns("the look at tiers", SAY_S):
             for source in self._sources:
                 source.breaker.say()
+            for coming in self._coming.values():
+                if coming.source.breaker.hangs and len(coming.move.entries):
+                    self._core.arrivals.forsake(coming.move)
+                    self._tell()
 
     def trace(self, tracing: Tracing) -> None:
         """From now on reads and writes that belong to traced calls have spans."""
