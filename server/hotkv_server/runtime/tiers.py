@@ -84,6 +84,8 @@ class Tiers:
     ) -> None:
         self.below = below
         self.shared = tuple(shared)
+        for one in self.shared:
+            one.below = None if below is None else below.breaker
         self._sources: list[Source] = [] if below is None else [below]
         self._sources.extend(shared)
         self._core = core
