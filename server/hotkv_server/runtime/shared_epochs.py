@@ -101,6 +101,7 @@ class SharedEpochs:
             )
             self._flushing[fingerprint] += 1
             tasks.spawn(self._raise(fingerprint, is_late=True))
+        tasks.health.watch("the threads of epochs", self._clerk.is_alive)
         tasks.spawn(self._poll())
 
     def get(self, key_space_id: int) -> int:

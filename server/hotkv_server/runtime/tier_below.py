@@ -66,6 +66,9 @@ class TierBelow:
     def start(self, tasks: TierTasks, tell: Callable[[], None], on_ready: OnReady = nobody) -> None:
         """Starts moving blocks down. `tell` is called when blocks may have been removed."""
         self._on_ready = on_ready
+        if self.memory is not None:
+            name = f"the thread that writes the records of {self.name}"
+            tasks.health.watch(name, self.memory.is_alive)
         tasks.spawn(self._move_down(tasks, tell))
 
     # Down
