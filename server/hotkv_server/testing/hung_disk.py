@@ -3,8 +3,8 @@
 
 While a file `SIGNS/CALL` exists, each such call on a file below FOLDER hangs, whatever thread makes
 it; a file `SIGNS/CALL.met` says that one has. CALLS has their names. All else is the real server.
-So that a hang shows within seconds, the timer writes notes every second, and Health calls a part
-stuck after STALLED_S.
+So that a hang shows within seconds, the timer writes notes every second, Health calls a part stuck
+after STALLED_S, and a stop waits CLOSE_WAIT_S for the disk.
 """
 
 import builtins
@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_server import cli
+from hotkv_server.memory import lower
 from hotkv_server.runtime import health, node, persistence
 from hotkv_server.tiers.disk.block_io import FileIO
+from hotkv_server.tiers.disk.tier import DiskTier
 
 LOOK_S = 0.05
-STALLED_S = 2.0
+STALLED_S, CLOSE_WAIT_S = 1.5, 1.0
 CALLS = {
     "open": ("open",),
     "pread": ("pread", "preadv", "read"),
@@ -94,6 +96,9 @@ def _hang_blocks(call: str, method: str, hang: Callable[[str, Any], None]) -> No
 def main() -> int:
     """Runs such a server. Returns the exit status."""
     persistence.USE_PARTS = 5
+    lower.CLOSE_WAIT_S = CLOSE_WAIT_S
+    assert DiskTier.__init__.__kwdefaults__ is not None
+    DiskTier.__init__.__kwdefaults__["close_wait_s"] = CLOSE_WAIT_S
     node.STALLED_TIMER_S = health.STALLED_S = STALLED_S
     make_hang(Path(sys.argv[1]), Path(sys.argv[2]))
     return cli.main(sys.argv[3:])
