@@ -1,5 +1,6 @@
 """A store that is slow costs its own blocks only: a bucket at 1 MB/s, a Valkey that answers one
-byte a second. The server lives, engines keep leases and hit in host memory, and the disk goes on."""
+byte a second. The server lives, engines keep leases and hit in host memory, and the disk goes
+on."""
 
 import contextlib
 from collections.abc import Iterator

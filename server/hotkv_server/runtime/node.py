@@ -178,17 +178,6 @@ class Node:
         """True if sessions must not learn of each other across tenants."""
         return bool(self.core.config.tenants)
 
-    def books_bytes(self) -> int:
-        """About how much memory besides the arena is kept for clients, as far as it is counted."""
-        queued = self.events.publisher.queued_bytes if self.events.publisher is not None else 0
-        return (
-            self.core.client_memory.total
-            + self.core.catalog.weight_bytes
-            + self.sparse.remembered.num_bytes
-            + self.hints.book.session_bytes()
-            + queued
-        )
-
     # Room for stores
 
     async def make_room(

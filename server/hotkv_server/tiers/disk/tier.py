@@ -31,6 +31,7 @@ from hotkv_server.tiers.protocol import (
     Read,
     TierFacts,
     TierFigures,
+    TierMemory,
     Write,
 )
 
@@ -144,6 +145,10 @@ class DiskTier:
     def is_alive(self) -> bool:
         """See `Tier`."""
         return self._closing.is_set() or all(thread.is_alive() for thread in self._threads)
+
+    def memory(self) -> TierMemory:
+        """See `Tier`: the staging memory."""
+        return TierMemory(self._staged.held_bytes, self._staged.num_bytes)
 
     def figures(self) -> TierFigures:
         """See `Tier`."""

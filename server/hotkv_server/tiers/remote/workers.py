@@ -67,6 +67,11 @@ class Workers:
         """How long the slowest thread has waited for the server; 0 if none does."""
         return max(0.0, now_s - min(filter(None, self._begun_s), default=now_s))
 
+    @property
+    def num_connections(self) -> int:
+        """Most connections at a time."""
+        return self._limits.connections
+
     def is_alive(self) -> bool:
         """Whether all threads are, until `close`."""
         return self._queue.is_closed or all(thread.is_alive() for thread in self._threads)
