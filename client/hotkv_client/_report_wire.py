@@ -62,5 +62,5 @@ def report_requests(
     yield Request(report_use=first)
     for part in split_messages(messages, session_pb2.RequestReport.ByteSize):
         yield Request(report_use=session_pb2.ReportUse(requests=part))
-    for part in split_messages(over, hints_pb2.EndedRequest.ByteSize):
-        yield Request(report_use=session_pb2.ReportUse(ended=part))
+    for ended_part in split_messages(over, hints_pb2.EndedRequest.ByteSize):
+        yield Request(report_use=session_pb2.ReportUse(ended=ended_part))

@@ -244,7 +244,7 @@ class LowerMemory:
 
         for at in parts:
             part = self._bytes[at * PART_BYTES : (at + 1) * PART_BYTES]
-            if xxhash.xxh3_64_intdigest(part) == sums[at]:
+            if xxhash.xxh3_64_intdigest(part.data) == sums[at]:
                 continue
             content = part.tobytes()
             written = os.pwrite(fd, content, at * PART_BYTES)
@@ -294,7 +294,7 @@ def _left(folder: Path, num_bytes: int) -> tuple[BlockTable | None, ServerState 
 def _read(fd: int) -> NDArray[np.uint8]:
     """A file's content; zeros in the place of what was cut off meanwhile."""
     content = _memory(max(1, os.fstat(fd).st_size))
-    view, at = memoryview(content), 0
+    view, at = content.data, 0
     while at < len(view) and (count := os.preadv(fd, [view[at : at + READ_BYTES]], at)):
         at += count
     return content

@@ -207,7 +207,7 @@ class Tiers:
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Brings in what lies in tiers of these lists, as far as there is room, and waits for it
         until then."""
-        await self._begin_up(key_space_id, groups)
+        await self._begin_up(key_space_id, groups, tries=False)
         await self._look(key_space_id, groups, until_s)
         while not self._tasks.is_closing:
             has_room = self._up_bytes < self._most_bytes
@@ -239,7 +239,7 @@ class Tiers:
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
             # What is known does not wait for a tier that is slow to say what it has.
-            await self._begin_up(key_space_id, groups)
+            await self._begin_up(key_space_id, groups, tries=False)
             await self._look(key_space_id, groups, until_s)
             await self._begin_up(key_space_id, groups)
             for one in self._under_way(key_space_id, groups):
@@ -272,9 +272,14 @@ class Tiers:
         coming = [self._coming[n] for n in self._core.arrivals.numbers(key_space_id, groups)]
         return [one for one in coming if one.source.breaker.lets_pass]
 
-    async def _begin_up(self, key_space_id: int, groups: list[HashList]) -> None:
-        """Begins to read what lies in tiers of these lists, as far as there is room."""
+    async def _begin_up(
+        self, key_space_id: int, groups: list[HashList], *, tries: bool = True
+    ) -> None:
+        """Begins to read what lies in tiers of these lists, as far as there is room. `tries`: also
+        of a tier that is broken, if a trial is due."""
         for source in self._sources:
+            if not tries and source.breaker.is_open:
+                continue
             if self._tasks.is_closing or self._core.draining:
                 return
             runs = [

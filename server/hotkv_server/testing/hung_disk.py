@@ -77,7 +77,7 @@ def make_hang(folder: Path, signs: Path) -> None:
     for call, names in CALLS.items():
         for name in names:
             setattr(os, name, hanging(call, getattr(os, name)))
-    io.open = builtins.open = hanging("open", builtins.open)  # type: ignore[assignment]
+    io.open = builtins.open = hanging("open", builtins.open)
     for call, method in (("pread", "read_many"), ("pwrite", "write_many")):
         _hang_blocks(call, method, hang)
 

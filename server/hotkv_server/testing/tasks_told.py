@@ -52,7 +52,7 @@ def tell_at_signal(file: Path) -> None:
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, tell)
 
-    daemon.watch_all = watch
+    daemon.watch_all = watch  # type: ignore[assignment]
 
 
 def main() -> int:
