@@ -8,6 +8,7 @@ the fence, fails only when the server can no longer touch the engine's memory.
 """
 
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any
 
 from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.layout import FENCE_HANDLE
+from hotkv.limits import MAX_MESSAGE_BYTES
 from hotkv.order import OrderKind
 from hotkv.table import BlockTable
 from hotkv_client import _answers, _wire, channels
@@ -31,7 +33,11 @@ from hotkv_client.types import (
     TransferStatus,
 )
 
+log = logging.getLogger(__name__)
+
 MAX_PENDING = 1 << 16
+REQUEST_ID_BYTES = 16
+"""More than the number of a request takes."""
 DEVICE_GRACE_S = 1.0
 """How long a device may go on with what a dead server had given it. The kernel closes a dead
 process's sockets and devices in no promised order; a server gives a device a few pieces at a time
@@ -140,6 +146,8 @@ class Connection:
     ) -> HotKVError | None:
         """Sends a request; its answer resolves `pending`. Returns why it was not sent, and then
         nothing has changed."""
+        if (too_large := _too_large(request)) is not None:
+            return too_large
         with self._lock:
             if self._has_ended:
                 return SessionLostError("the link to the server broke")
@@ -160,6 +168,14 @@ class Connection:
             self._pending[request.request_id] = pending
             self.outbox.put(request)
             return None
+
+    def send_only(self, request: _wire.Request) -> None:
+        """Sends a request that has no answer; one that is too large is dropped, with a line in the
+        log."""
+        if (too_large := _too_large(request)) is not None:
+            log.warning("not sent: %s", too_large.message)
+        else:
+            self.outbox.put(request)
 
     def serve(self, on_notice: Callable[[_answers.Response], None]) -> None:
         """Resolves calls as answers come, until the server ends the stream. Raises
@@ -266,6 +282,18 @@ class Connection:
     def _give_back(self, fence_index: int) -> None:
         if self._fence is not None:
             self._fence.give_back(fence_index)
+
+
+def _too_large(request: _wire.Request) -> HotKVError | None:
+    """Why a request can't be sent, which would end the whole stream; None if it can."""
+    num_bytes = request.ByteSize() + REQUEST_ID_BYTES
+    if num_bytes <= MAX_MESSAGE_BYTES:
+        return None
+    return HotKVError(
+        Reason.TOO_LARGE,
+        f"{request.WhichOneof('body')} has {num_bytes} bytes; a message has at most "
+        f"{MAX_MESSAGE_BYTES}: ask for fewer blocks in a call",
+    )
 
 
 def _await_devices() -> None:

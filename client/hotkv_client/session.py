@@ -282,4 +282,4 @@ class Session(Calls):
     def _send_only(self, request: _wire.Request) -> None:
         connection = self._connection
         if connection is not None and self.state in (LinkState.CONNECTED, LinkState.DRAINING):
-            connection.outbox.put(request)
+            connection.send_only(request)

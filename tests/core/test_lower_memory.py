@@ -28,7 +28,7 @@ def opened(
 def left(folder: Path, slab_bytes: int) -> None:
     """What a server leaves that had slabs of this size."""
     with opened(folder, 64 * MIB, slab_bytes) as made:
-        made.adopt(ServerState(made.slab_bytes))
+        made.start(1, ServerState(made.slab_bytes))
 
 
 def test_slabs_stay_as_large_as_they_were(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_slabs_stay_as_large_as_they_were(tmp_path: Path) -> None:
     with opened(tmp_path, 70 * MIB, 16 * MIB) as made:
         assert made.old is not None and not made.why_empty
         assert (made.slab_bytes, made.num_bytes) == (4 * MIB, 68 * MIB)
-        made.adopt(ServerState(made.slab_bytes))
+        made.start(1, ServerState(made.slab_bytes))
     with opened(tmp_path, 70 * MIB, 16 * MIB, reset=True) as made:
         assert made.old is None and not made.why_empty
         assert (made.slab_bytes, made.num_bytes) == (16 * MIB, 64 * MIB)

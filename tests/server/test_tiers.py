@@ -41,8 +41,8 @@ class Tiered(Place):
         return self.engine
 
     def fill(self, blocks: list[bytes], content: np.ndarray | None = None) -> np.ndarray:
-        """Stores blocks, with random bytes if none are given, and waits until the disk has them;
-        returns the bytes [layer, block, byte]."""
+        """Stores blocks, with random bytes if none are given, and waits until the disk has them and
+        their records; returns the bytes [layer, block, byte]."""
         engine, count = self.engine, len(blocks)
         assert engine is not None and count <= NUM_BLOCKS
         if content is None:
@@ -52,6 +52,7 @@ class Tiered(Place):
         before = self.counter("tier_demoted_blocks_total")
         assert store(engine, blocks) == {BlockResult.STORED}
         wait_until(lambda: self.counter("tier_demoted_blocks_total") == before + count)
+        wait_until(lambda: not self.counter("tier_unsaved_blocks"))
         return content
 
     def loads(self, blocks: list[bytes], content: np.ndarray) -> bool:

@@ -13,6 +13,7 @@ from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.copies import MAX_TRIES
 from hotkv_server.memory.epoch_notes import EpochNotes
 from hotkv_server.runtime import tier_copies
+from hotkv_server.runtime.health import Health
 from hotkv_server.testing.memory_tier import MemoryStore
 from tests.core.support import evict, words_of
 from tests.tiers import test_shared_runtime
@@ -25,7 +26,7 @@ def run_node(node: SharedNode, script: Callable[[SharedNode], Awaitable[None]]) 
     """Runs the script while the node moves blocks."""
 
     async def run() -> None:
-        node.tiers.start(node.core.take_effects, node.flushed_here)
+        node.tiers.start(Health(), node.core.take_effects, node.flushed_here)
         try:
             await script(node)
         finally:
@@ -150,7 +151,7 @@ def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(tmp_path:
         # The store had two of them, which were neither compared nor written.
         assert node.tier.figures().written_blocks == 4
         assert node.core.space.index.unverified.sum() == 2
-        other.tiers.start(other.core.take_effects, other.flushed_here)
+        other.tiers.start(Health(), other.core.take_effects, other.flushed_here)
         assert all(await other.leased(BLOCKS))
         await other.tiers.close()
 

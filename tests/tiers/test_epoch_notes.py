@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hotkv_server.memory import epoch_notes
 from hotkv_server.memory.epoch_notes import EPOCHS_FILE, UNSURE, EpochNotes
 from hotkv_server.runtime import shared_epochs
+from hotkv_server.runtime.health import Health
 from hotkv_server.testing.memory_tier import MemoryStore
 from tests.tiers import test_shared_runtime
 from tests.tiers.test_shared_runtime import BLOCKS, SharedNode, until
@@ -29,7 +30,7 @@ async def server(store: MemoryStore, folder: Path, *, is_first: bool) -> AsyncIt
     """A server on this folder that ends as if it were killed: what it has not noted is lost."""
     notes = EpochNotes([folder])
     one = SharedNode(store, 10.0, notes, None if is_first else BLOCKS)
-    one.tiers.start(one.core.take_effects, one.flushed_here)
+    one.tiers.start(Health(), one.core.take_effects, one.flushed_here)
     try:
         yield one
     finally:
@@ -70,7 +71,7 @@ def test_a_server_waits_with_a_key_space_until_the_store_was_told(tmp_path: Path
         notes.save()
         node = SharedNode(store, 0.1, EpochNotes([tmp_path]), [])
         node.tier.faults.problem = "away"
-        node.tiers.start(node.core.take_effects, node.flushed_here)
+        node.tiers.start(Health(), node.core.take_effects, node.flushed_here)
         assert not any(await node.looked_up(BLOCKS))
         assert not node.shared.epochs.get(1)
         node.tier.faults.problem = ""
@@ -131,7 +132,7 @@ async def held(store: MemoryStore, folder: Path) -> AsyncIterator[tuple[SharedNo
     """A server whose notes hang."""
     notes = HeldNotes(folder)
     one = SharedNode(store, 0.2, notes)
-    one.tiers.start(one.core.take_effects, one.flushed_here)
+    one.tiers.start(Health(), one.core.take_effects, one.flushed_here)
     try:
         yield one, notes
     finally:

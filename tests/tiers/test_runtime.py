@@ -19,6 +19,7 @@ from hotkv_server.core.values import CoreConfig, HashList
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime import breaker, slices, tier_lookups
+from hotkv_server.runtime.health import Health
 from hotkv_server.runtime.tier_below import TierBelow
 from hotkv_server.runtime.tier_reads import TRIED_S
 from hotkv_server.runtime.tiers import Tiers, moving_bytes
@@ -114,7 +115,7 @@ class Setup:
 @contextlib.asynccontextmanager
 async def made(lookup_wait_s: float = 10.0) -> AsyncIterator[Setup]:
     one = Setup(lookup_wait_s)
-    one.tiers.start(one.tell, one.flushed)
+    one.tiers.start(Health(), one.tell, one.flushed)
     try:
         yield one
     finally:

@@ -21,6 +21,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.epoch_notes import EpochNotes
 from hotkv_server.runtime import breaker, shared_epochs, tier_copies, tier_shared
+from hotkv_server.runtime.health import Health
 from hotkv_server.runtime.shared_epochs import EpochRelay
 from hotkv_server.runtime.tier_below import TierBelow
 from hotkv_server.runtime.tier_shared import TierShared
@@ -153,7 +154,7 @@ async def nodes(
     store = store or MemoryStore(places=False)
     made = [SharedNode(store, lookup_wait_s) for _ in range(count)]
     for one in made:
-        one.tiers.start(one.core.take_effects, one.flushed_here)
+        one.tiers.start(Health(), one.core.take_effects, one.flushed_here)
     try:
         yield made
     finally:

@@ -142,8 +142,8 @@ class BlockIndex:
         return [np.ascontiguousarray(rows[part_of == part]) for part in range(part_of.max() + 1)]
 
     def detach(self, entries: Entries) -> None:
-        """Takes ready entries out of the table; their numbers and slots stay taken until
-        `remove_detached`."""
+        """Takes ready or reserved entries out of the table; their numbers and slots stay taken
+        until `remove_detached`."""
         self._unlink(entries, self.mixed(entries), table.STATE_DETACHED)
         self.table.records[entries, table.W_REPRESENTATION] = 0
 

@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from hotkv_server.core.cache import CacheCore
+from hotkv_server.memory.clerk import Clerk
 from hotkv_server.memory.epoch_notes import UNSURE, EpochNotes
 from hotkv_server.runtime.breaker import Breaker
-from hotkv_server.runtime.tier_tasks import TierTasks, elsewhere, future, on_loop
+from hotkv_server.runtime.tier_tasks import TierTasks, future, on_loop
 from hotkv_server.tiers.epoch_numbers import may_be_raised
 from hotkv_server.tiers.protocol import NO_EPOCH, Epochs, SharedTier
 
@@ -62,6 +63,7 @@ class SharedEpochs:
         self._breaker = breaker
         self._relay = relay
         self._notes = notes
+        self._clerk = Clerk(f"epochs-{self._name}")
         self._known: dict[int, int] = {}
         # Flushes of each key space that have begun and not ended, here and in the store, and the
         # epoch that the last one to end has met. By fingerprint: numbers change.
@@ -99,6 +101,7 @@ class SharedEpochs:
             )
             self._flushing[fingerprint] += 1
             tasks.spawn(self._raise(fingerprint, is_late=True))
+        tasks.health.watch("the threads of epochs", self._clerk.is_alive)
         tasks.spawn(self._poll())
 
     def get(self, key_space_id: int) -> int:
@@ -175,10 +178,10 @@ class SharedEpochs:
         await self._save("a flush is forgotten if the server ends before a store has answered")
 
     async def _save(self, else_what: str) -> None:
-        # One at a time: each that hangs has a thread that others need.
+        # One at a time: all but the first of those that wait find nothing to save.
         async with self._saving:
             try:
-                await elsewhere(self._notes.save)
+                await asyncio.wrap_future(self._clerk.do(self._notes.save))
             except OSError as error:
                 log.error("epochs not written down, so %s: %s", else_what, error)
 
@@ -200,7 +203,7 @@ class SharedEpochs:
         await self._settle(fingerprint, epoch)
 
     async def _poll(self) -> None:
-        async for _ in self._tasks.turns(POLL_S):
+        async for _ in self._tasks.turns(f"the epochs of {self._name}", POLL_S):
             self._forget_gone()
             for key_space_id in self._used() if self._breaker.lets_pass else ():
                 if key_space_id not in self._core.key_spaces:

@@ -51,7 +51,8 @@ FOUND_S = 10.0
 
 class TierShared:
     """See the module. `relay`: what the tier was given as `on_epoch`. `moving_bytes`: most that may
-    be on their way there. `notes`: None to begin without any, and to leave none."""
+    be on their way there. `notes`: None to begin without any, and to leave none.
+    `below`: of the tier below, if there is one."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class TierShared:
         self.reads = TierReads()
         self.name = tier.facts().name
         self.num_fetched = 0
+        self.below: Breaker | None = None
         self.epochs = SharedEpochs(core, tier, self.breaker, relay, notes or EpochNotes())
         self.out = TierCopies(core, tier, self.breaker, self.epochs, verifier, moving_bytes)
         self._core = core
@@ -157,9 +159,11 @@ class TierShared:
         return int((codes == Read.CORRUPT).sum())
 
     def _absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Positions of blocks that neither host memory nor the tier below has."""
+        """Positions of blocks that neither host memory nor the tier below has, or host memory
+        alone while that tier is passed by."""
         absent = self._core.arrivals.absent(key_space_id, groups)
-        if (lower := self._core.lower) is None:
+        lower = self._core.lower
+        if lower is None or (self.below is not None and not self.below.lets_pass):
             return absent
         return [
             at[lower.up.find(key_space_id, one, at) == 0] if len(at) else at

@@ -121,6 +121,10 @@ class Lister:
                 if one != space:
                     del self._folders[one]
 
+    def is_alive(self) -> bool:
+        """Whether the thread is, until `stop`."""
+        return self._is_closed or self._thread.is_alive()
+
     def stop(self) -> None:
         """Ends waiting, and looks after the one that is under way."""
         with self._changed:
