@@ -9,7 +9,7 @@ the event loop only; tiers answer on threads of their own.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hotkv_server.core import incremental
@@ -18,6 +18,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.moves import Move
 from hotkv_server.core.values import BoolMask, HashList, Run
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.runtime.epochs import Epochs, Flush
 from hotkv_server.runtime.moved_events import OnReady, nobody
 from hotkv_server.runtime.session import LiveSession
 from hotkv_server.runtime.slices import slices
@@ -58,17 +59,19 @@ class Held:
 
 
 class Tiers:
-    """All tiers besides host memory, in the order in which they are asked: `below`, then
-    `shared`."""
+    """All tiers besides host memory, in the order in which they are asked: `below`, then `shared`.
+    `epochs`: of flushes here and in `shared`."""
 
     def __init__(
         self,
         core: CacheCore,
         arena: Region,
         lookup_wait_s: float,
+        epochs: Epochs,
         below: TierBelow | None = None,
         shared: Sequence[TierShared] = (),
     ) -> None:
+        self.epochs = epochs
         self.below = below
         self.shared = tuple(shared)
         self._sources: list[Source] = [] if below is None else [below]
@@ -82,7 +85,7 @@ class Tiers:
         self._most_bytes = moving_bytes(core)
         self._tasks = TierTasks()
         self.lookups = TierLookups(
-            core, self._sources, self.shared, self._waiting, self._tasks, lookup_wait_s
+            core, self._sources, self.shared, epochs, self._waiting, self._tasks, lookup_wait_s
         )
         self._tell: Callable[[], None] = lambda: None
         self._on_ready: OnReady = nobody
@@ -94,18 +97,19 @@ class Tiers:
     def start(
         self,
         tell: Callable[[], None],
-        flush: Callable[[int], Awaitable[int]],
+        flush: Flush,
         on_ready: OnReady = nobody,
     ) -> None:
         """Starts moving blocks. `tell` is called when blocks may have been evicted or condemned,
         `on_ready` when some have come to a tier or up from one; `flush` flushes a key space in this
         node alone."""
         self._tell, self._on_ready = tell, on_ready
+        self.epochs.start(self._tasks, flush)
         if self.below is not None:
             self.below.start(self._tasks, tell, on_ready)
         for one in self.shared:
             one.out.on_ready = on_ready
-            one.start(self._tasks, tell, flush)
+            one.start(self._tasks, tell)
 
     def trace(self, tracing: Tracing) -> None:
         """From now on reads and writes that belong to traced calls have spans."""
@@ -125,16 +129,6 @@ class Tiers:
     def names(self) -> list[str]:
         """The tiers by their numbers in `Space.origins`, the first of which is 1."""
         return [one.name for one in self._sources]
-
-    def begin_flush(self, key_space_id: int) -> None:
-        """A key space is about to be flushed here: nothing of it is read or written in shared tiers
-        until `end_flush`."""
-        for one in self.shared:
-            one.epochs.begin_flush(key_space_id)
-
-    async def end_flush(self, fingerprint: str) -> None:
-        """Nothing of it is left here: now it is flushed on all nodes that share a tier."""
-        await asyncio.gather(*(one.epochs.end_flush(fingerprint) for one in self.shared))
 
     def fetch_ahead(
         self,

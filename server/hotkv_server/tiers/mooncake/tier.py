@@ -17,7 +17,7 @@ import numpy as np
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.mooncake import MooncakeSettings
 from hotkv_server.tiers.mooncake.words import Line, quoted
-from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Medium, Seals, TierFacts
+from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Medium, Seals, Shown, TierFacts
 from hotkv_server.tiers.remote.calls import PART_BYTES
 from hotkv_server.tiers.remote.errors import LateError, LostError, UnusableError
 from hotkv_server.tiers.remote.tier import RemoteTier
@@ -103,13 +103,16 @@ class MooncakeClient:
         """See `Client`."""
         self._ask({"do": "forget", "names": [*map(quoted, keys)]}, until_s)
 
-    def epoch(self, fingerprint: str, until_s: float) -> int:
+    def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
         """See `Client`."""
-        return int(self._ask({"do": "epoch", "fingerprint": fingerprint}, until_s)["epoch"])
+        return Shown(
+            self._ask({"do": "epochs", "fingerprints": [*fingerprints]}, until_s)["epochs"]
+        )
 
-    def raise_epoch(self, fingerprint: str, until_s: float) -> int:
+    def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
         """See `Client`."""
-        return int(self._ask({"do": "raise", "fingerprint": fingerprint}, until_s)["epoch"])
+        asked = {"do": "raise", "fingerprint": fingerprint, "floor": floor}
+        return int(self._ask(asked, until_s)["epoch"])
 
     def close(self) -> None:
         """See `Client`. Kills the child, and waits until it is gone."""
