@@ -61,8 +61,9 @@ nspawn-test: $(STAMPS)/dev ## as root, some minutes: the systemd unit in a boote
 compose-test: $(STAMPS)/dev ## as root, ten minutes: compose.yaml brought up with a real vLLM, killed, taken down; needs PROGRAMS="podman docker-compose iptables mmdebstrap" and 9 GB
 	$(BIN)/python -m tests.deploy.compose
 
-torture: $(STAMPS)/dev ## an hour of kills and odd inputs: 1,000 kills under traffic, 20 with real vLLM, 1,000,000 fuzzed inputs
+torture: $(STAMPS)/dev ## an hour of kills and odd inputs: 1,000 kills under traffic, 20 with real vLLM, 500 flushes, 1,000,000 fuzzed inputs
 	$(BIN)/python -m tests.robustness.campaign --kills 1000
+	$(BIN)/python -m tests.robustness.flushes --flushes 500
 	$(BIN)/python -m tests.robustness.engines --kills 20
 	$(BIN)/python -m tests.robustness.fuzz --inputs 1000000
 

@@ -18,6 +18,7 @@ from hotkv_client import unanswered
 from hotkv_client.types import (
     BoolMask,
     Evicted,
+    Flushed,
     GroupHashes,
     LayerHotSet,
     LeaseGrant,
@@ -132,7 +133,7 @@ def result(response: Response, call: str, lease_id: str = "") -> Any:
             is_said = len(rows) == len(found)
             return ResidentBlocks(found, rows if is_said else np.full(len(found), -1, np.int64))
         case "flushed":
-            return response.flushed.block_count
+            return Flushed(response.flushed.block_count, response.flushed.pending_tiers)
         case "memory_registered":
             taken = response.memory_registered
             return OrderKind(taken.order or OrderKind.HOST), taken.message

@@ -22,6 +22,7 @@ from hotkv_client.types import (
     BlockRun,
     BoolMask,
     EndedRequest,
+    Flushed,
     GroupHashes,
     Int32s,
     LayerHotSet,
@@ -217,12 +218,13 @@ class Calls(ABC):
         False if there was no such sequence."""
         return self._call(lambda: _sparse_wire.delete_sequence(sequence_id, hot_sets))
 
-    def flush(self) -> "Future[int]":
+    def flush(self) -> "Future[Flushed]":
         """Forgets every block of this session's key space, whoever stored it; gives how many were
         ready.
 
-        Once resolved, no lookup finds a block from before, and what was being stored is refused as
-        ABORTED.
+        Once resolved, no lease has a block from before, and what was being stored is refused as
+        ABORTED; nor has one on another node, unless tiers are pending. If nodes share a tier, that
+        takes a second and a half.
         """
         return self._call(_wire.flush)
 

@@ -202,7 +202,13 @@ def show_fetched(answer: dict[str, Any]) -> str:
 
 
 def show_flush(answer: dict[str, Any]) -> str:
-    return f"flushed {answer['flushed_block_count']} blocks"
+    flushed = f"flushed {answer['flushed_block_count']} blocks"
+    if not (pending := answer.get("pending_tiers")):
+        return flushed
+    return (
+        f"{flushed}, but blocks of before may still be found in: {', '.join(pending)}\n"
+        "They do not answer, and are told as soon as they do. Flush again then to be sure."
+    )
 
 
 def event_line(item: dict[str, Any]) -> str:

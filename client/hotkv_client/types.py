@@ -1,7 +1,7 @@
 """Values that go in and out of the client: frozen, without protobuf."""
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -140,6 +140,26 @@ class LoadEnd:
     report_id: int
     wait_s: float
     failed: bool = False
+
+
+class Flushed(int):
+    """How many blocks a flush has forgotten.
+
+    `pending_tiers`: tiers that the flush is not in yet, because they do not answer; they are told
+    as soon as they do. Until then other nodes may load blocks of before from there (`disk`: this
+    node, after a power loss).
+    """
+
+    pending_tiers: tuple[str, ...]
+
+    def __new__(cls, num_blocks: int, pending_tiers: Iterable[str] = ()) -> "Flushed":
+        """A number of blocks."""
+        flushed = super().__new__(cls, num_blocks)
+        flushed.pending_tiers = tuple(pending_tiers)
+        return flushed
+
+    def __repr__(self) -> str:
+        return f"Flushed({int(self)}, pending_tiers={self.pending_tiers})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from hotkv_client.types import (
     BlockRun,
     EndedRequest,
     EngineMemory,
+    Flushed,
     GroupHashes,
     Int32s,
     LayerHotSet,
@@ -124,7 +125,7 @@ class CacheSession(Protocol):
     def delete_sequence(
         self, sequence_id: str, hot_sets: Sequence[LayerHotSet] = ()
     ) -> "Future[bool]": ...
-    def flush(self) -> "Future[int]": ...
+    def flush(self) -> "Future[Flushed]": ...
     def close(self) -> None: ...
 
 

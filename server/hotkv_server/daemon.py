@@ -21,7 +21,6 @@ from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.start import CudaError, CudaPart, look_in_background, open_part
 from hotkv_server.memory.arena import ARENA_FILE, NodeMemory
-from hotkv_server.memory.epoch_notes import EpochNotes
 from hotkv_server.memory.limits import allocated_bytes
 from hotkv_server.rpc.server import RpcServer
 from hotkv_server.runtime.health import keep_checking
@@ -36,7 +35,7 @@ from hotkv_server.startup.places import lock_runtime_dir
 from hotkv_server.startup.preflight import check_start
 from hotkv_server.startup.progress import KERNELS, Progress
 from hotkv_server.startup.reload import Reloader
-from hotkv_server.startup.tiers import LowerPart, make_tiers, open_lower, open_notes
+from hotkv_server.startup.tiers import LowerPart, make_tiers, open_lower
 from hotkv_server.startup.tracing import open_tracing
 
 if TYPE_CHECKING:
@@ -64,7 +63,6 @@ class Opened:
     cuda: CudaPart
     publisher: "ZmqPublisher | None"
     lower: LowerPart | None
-    notes: EpochNotes
     is_new: bool = True
     """Nothing came back from an earlier server."""
 
@@ -94,8 +92,7 @@ class Opened:
             if (tracing := open_tracing(settings.tracing)) is not None:
                 undo.callback(tracing.close)
             core, verifier = open_cache(settings, memory, lower)
-            notes = open_notes(memory, lower)
-            tiers = make_tiers(settings, core, verifier, memory, lower, notes)
+            tiers = make_tiers(settings, core, verifier, memory, lower)
             undo.pop_all()
         names = tiers.names if tiers is not None else ()
         ledger = LiveLedger(core, settings.arena_dir, names, settings.policy)
@@ -110,7 +107,7 @@ class Opened:
             ledger,
             tracing,
         )
-        return Opened(node, memory, cuda, publisher, lower, notes, is_new)
+        return Opened(node, memory, cuda, publisher, lower, is_new)
 
     def fill(self) -> None:
         """Prefaults the rest of table and arena, in the background."""
@@ -149,8 +146,8 @@ class Opened:
                 log.error("the arena's directory hangs: times of last use are not saved")
             self.memory.release()
         else:
-            if self.lower is None:
-                self.notes.discard()
+            if self.lower is None and self.node.tiers is not None:
+                self.node.tiers.epochs.discard()
             self.memory.remove()
 
 

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.runtime.epochs import EpochRelay
 from hotkv_server.runtime.events import DISK_TIER
-from hotkv_server.runtime.shared_epochs import EpochRelay
 from hotkv_server.settings import Settings, load_settings, print_error
 from hotkv_server.settings.tiers import DiskSettings
 from hotkv_server.startup import StartError
@@ -152,9 +152,10 @@ def check_shared(tier: SharedTier, arena: Region) -> Checked:
     fingerprint = secrets.token_hex(32)
     try:
         until_s = time.monotonic() + ANSWER_S
-        (epoch,) = _answer(tier, partial(tier.epoch, fingerprint, until_s))
-        if epoch is None:
+        (shown,) = _answer(tier, partial(tier.epochs, [fingerprint], until_s))
+        if shown is None or fingerprint not in shown.epochs:
             raise StartError(tier.problem() or "does not say which epoch a key space has")
+        epoch = shown.epochs[fingerprint]
         if epoch == NO_EPOCH:
             raise StartError("is full: it has no room for the epoch of a key space")
         prefix = b"hotkv/1/%s/%d" % (fingerprint.encode(), epoch)

@@ -1,13 +1,17 @@
 """After a flush through a real server nobody finds older blocks, by table or by call."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from demo.processes import Server
+from hotkv.table import SLOT_ALIGN
 from hotkv_client import (
     BlockResult,
     BlockRun,
@@ -18,7 +22,13 @@ from hotkv_client import (
     TransferStatus,
 )
 from hotkv_client.admin import AdminClient
+from hotkv_client.tables import show_flush
 from hotkv_client.testing import PagedEngine
+from hotkv_server.core.cache import CacheCore
+from hotkv_server.core.policies import POLICIES
+from hotkv_server.core.values import CoreConfig, Run
+from hotkv_server.runtime.node import Node
+from tests.core.support import flush, make_key_space, make_table, words_of
 from tests.server.support import block_ids, hashes
 
 Make = Callable[..., PagedEngine]
@@ -152,7 +162,8 @@ def test_the_command_line_flushes(server: Server, engine: Make) -> None:
             k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == "flush-cli"
         )
     assert json.loads(server.cli("flush", "--key-space", str(number), "--json")) == {
-        "flushed_block_count": 2
+        "flushed_block_count": 2,
+        "pending_tiers": [],
     }
     assert ready(one, blocks) == 0
     # The leased one keeps its slot, and says so, until the lease ends.
@@ -163,3 +174,43 @@ def test_the_command_line_flushes(server: Server, engine: Make) -> None:
     assert server.counter("flushed_blocks_total") >= 2
     with pytest.raises(Exception, match="key_space_id 4000 is unknown"):
         server.cli("flush", "--key-space", "4000")
+
+
+def test_a_caller_that_leaves_changes_nothing() -> None:
+    """The flush is the node's own: it ends, whoever waits for it."""
+
+    async def run() -> None:
+        core = CacheCore(
+            CoreConfig(64 * SLOT_ALIGN, SLOT_ALIGN, 200), make_table(200), POLICIES["lru"](200)
+        )
+        session = core.open_session("e", "worker", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN), 0.0)
+        core.begin_store(session.number, "s", "s", [Run(0, words_of(range(40)))], 0, 0.0, 0.0)
+        core.end_store(session.number, "s", True, 0.0)
+        going, ended = asyncio.Event(), []
+
+        async def slowly(key_space_id: int) -> int:
+            going.set()
+            await asyncio.sleep(0)
+            flush(core, key_space_id)
+            ended.append(key_space_id)
+            return 40
+
+        node: Any = SimpleNamespace(
+            core=core, tiers=None, removals=SimpleNamespace(flush=slowly), _flushes=set()
+        )
+        caller = asyncio.create_task(Node.flush(node, 1))
+        await going.wait()
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        await asyncio.gather(*node._flushes)
+        assert ended == [1] and not core.space.used_bytes()
+
+    asyncio.run(run())
+
+
+def test_the_command_line_says_which_tiers_are_pending() -> None:
+    answer = {"flushed_block_count": 2, "pending_tiers": []}
+    assert show_flush(answer) == "flushed 2 blocks"
+    shown = show_flush({**answer, "pending_tiers": ["valkey", "disk"]})
+    assert "valkey, disk" in shown and "told as soon as they do" in shown

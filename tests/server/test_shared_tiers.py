@@ -155,7 +155,8 @@ def test_what_one_node_stores_another_loads(
     for path in (b.folder / "arena").iterdir():
         path.unlink()
     b.start_sharing(*flags)
-    assert b.loads(chain, content)
+    # A store that is slow to answer is a miss.
+    wait_until(lambda: b.loads(chain, content), 20)
     assert not b.counter("shared_corrupt_blocks_total")
 
 
@@ -394,3 +395,16 @@ def test_what_a_restart_brings_back_reaches_the_store(
     assert a.counter("shared_written_bytes_total") == CHAIN // 2 * LAYERS * PAGE_BYTES
     assert sorted(valkey.client.keys("*/0/*")) == blocks
     assert b.loads(chain, content)
+
+
+def test_a_flush_says_which_stores_it_could_not_tell(
+    nodes: tuple[SharingNode, SharingNode], tmp_path: Path
+) -> None:
+    with running(tmp_path / "kept", appendonly="yes", appendfsync="always") as valkey:
+        a = nodes[0].start_sharing(*flags_of(valkey))
+        assert a.engine is not None and a.server is not None
+        a.fill(hashes(CHAIN))
+        assert not a.engine.session.flush().result(60).pending_tiers
+        with valkey.killed():
+            assert a.engine.session.flush().result(60).pending_tiers == ("valkey",)
+            assert "valkey" in a.server.cli("flush", "--key-space", "1")

@@ -183,16 +183,17 @@ def check_values() -> None:
         bench.fill([5], [0])
         assert bench.write([5], [0]).tolist() == [Write.STORED]
         tier: Any = one.tier
-        epoch = asked(tier.epoch, "f", time.monotonic() + WAIT_S)
-        assert epoch > 0 and asked(tier.epoch, "f", time.monotonic() + WAIT_S) == epoch
+        shown = asked(tier.epochs, ["f"], time.monotonic() + WAIT_S)
+        epoch = shown.epochs["f"]
+        assert epoch > 0 and asked(tier.epochs, ["f"], time.monotonic() + WAIT_S) == shown
         blocks = bench.blocks([5], [9])
         named = Blocks(blocks.keys, blocks.slots, blocks.num_bytes, epochs={"f": epoch})
         until_s = time.monotonic() + WAIT_S
         assert asked(tier.read, named, until_s).tolist() == [Read.FOUND]
-        raised = asked(tier.raise_epoch, "f")
-        assert raised > 0 and raised != epoch
+        raised = asked(tier.raise_epoch, "f", epoch + (1 << 40))
+        assert raised > epoch + (1 << 40)
         assert asked(tier.read, named, until_s).tolist() == [Read.ABSENT]
-        assert asked(tier.epoch, "f", until_s) == raised
+        assert asked(tier.epochs, ["f"], until_s).epochs == {"f": raised}
 
 
 def check_full() -> None:

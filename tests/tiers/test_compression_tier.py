@@ -20,7 +20,7 @@ from hotkv_server.tiers.compressed import CompressedTier
 from hotkv_server.tiers.compression import pieces
 from hotkv_server.tiers.compression.form import room_bytes
 from hotkv_server.tiers.compression.stager import encoded_key
-from hotkv_server.tiers.protocol import Blocks, Codes, Read, Write
+from hotkv_server.tiers.protocol import Blocks, Codes, Read, Shown, Write
 from hotkv_server.tiers.seals import seal
 from tests.tiers.support import quickest_s
 from tests.tiers.test_compression import functions, keys_and_values
@@ -467,11 +467,11 @@ def test_epochs_that_are_not_answered_fail_the_read() -> None:
 
 def test_epochs_and_depths_reach_the_tier_below() -> None:
     class Noting(EpochTier):
-        def epoch(self, fingerprint: str, deadline_s: float, on_done: Any) -> None:
-            on_done(self.now[fingerprint])
+        def epochs(self, fingerprints: list[str], deadline_s: float, on_done: Any) -> None:
+            on_done(Shown({name: self.now[name] for name in fingerprints}))
 
-        def raise_epoch(self, fingerprint: str, on_done: Any) -> None:
-            self.now[fingerprint] += 1
+        def raise_epoch(self, fingerprint: str, floor: int, on_done: Any) -> None:
+            self.now[fingerprint] = floor + 1
             on_done(self.now[fingerprint])
 
         def write(self, blocks: Blocks, on_done: Any) -> None:
@@ -479,10 +479,10 @@ def test_epochs_and_depths_reach_the_tier_below() -> None:
             super().write(blocks, on_done)
 
     with over(lambda at: Noting(at, MemoryStore(False))) as made:
-        answers: list[int] = []
-        made.tier.raise_epoch("f", answers.append)
-        made.tier.epoch("f", time.monotonic() + 1, answers.append)
-        assert answers == [8, 8]
+        answers: list[Any] = []
+        made.tier.raise_epoch("f", 7, answers.append)
+        made.tier.epochs(["f"], time.monotonic() + 1, answers.append)
+        assert answers == [8, Shown({"f": 8})]
         blocks = made.bench.blocks([1, 2], [1, 2])
         depths, epochs = np.array([5, 6], np.int64), {"f": 8}
         call(made.tier.write, Blocks(blocks.keys, blocks.slots, blocks.num_bytes, depths=depths,
@@ -497,14 +497,14 @@ def test_a_flush_counts_over_valkey(tmp_path: Path) -> None:
         settings = support.ValkeySettings(address=f"unix:{server.path}")
         with over(lambda at: support.ValkeyTier(at, settings), staging_slots=2) as made:
             epochs: list[Any] = []
-            made.tier.epoch("f", time.monotonic() + 20, epochs.append)
+            made.tier.epochs(["f"], time.monotonic() + 20, epochs.append)
             wait_until(lambda: epochs)
             made.bench.fill(range(4), range(4))
             assert (made.bench.write(range(4), range(4)) == Write.STORED).all()
             blocks = made.bench.blocks(range(4), range(10, 14))
-            blocks = Blocks(blocks.keys, blocks.slots, blocks.num_bytes, epochs={"f": epochs[0]})
+            blocks = Blocks(blocks.keys, blocks.slots, blocks.num_bytes, epochs=epochs[0].epochs)
             assert read(made.tier, blocks).tolist() == [Read.FOUND] * 4
-            made.tier.raise_epoch("f", epochs.append)
+            made.tier.raise_epoch("f", 0, epochs.append)
             wait_until(lambda: len(epochs) == 2)
             assert read(made.tier, blocks).tolist() == [Read.ABSENT] * 4
 

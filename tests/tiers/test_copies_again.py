@@ -11,9 +11,7 @@ import pytest
 
 from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.copies import MAX_TRIES
-from hotkv_server.memory.epoch_notes import EpochNotes
 from hotkv_server.runtime import tier_copies
-from hotkv_server.runtime.health import Health
 from hotkv_server.testing.memory_tier import MemoryStore
 from tests.core.support import evict, words_of
 from tests.tiers import test_shared_runtime
@@ -26,7 +24,7 @@ def run_node(node: SharedNode, script: Callable[[SharedNode], Awaitable[None]]) 
     """Runs the script while the node moves blocks."""
 
     async def run() -> None:
-        node.tiers.start(Health(), node.core.take_effects, node.flushed_here)
+        await node.start()
         try:
             await script(node)
         finally:
@@ -44,7 +42,7 @@ def earlier(store: MemoryStore, folder: Path, numbers: list[int]) -> None:
         node.put(numbers)
         await node.until_copied(len(numbers))
 
-    run_node(SharedNode(store, 10.0, EpochNotes([folder])), script)
+    run_node(SharedNode(store, 10.0, folder), script)
 
 
 def test_what_fails_is_tried_again_until_it_is_there() -> None:
@@ -151,17 +149,17 @@ def test_what_a_restart_brings_back_is_offered_once_the_epoch_is_known(tmp_path:
         # The store had two of them, which were neither compared nor written.
         assert node.tier.figures().written_blocks == 4
         assert node.core.space.index.unverified.sum() == 2
-        other.tiers.start(Health(), other.core.take_effects, other.flushed_here)
+        await other.start()
         assert all(await other.leased(BLOCKS))
         await other.tiers.close()
 
-    run_node(SharedNode(store, 10.0, EpochNotes([tmp_path]), BLOCKS), script)
+    run_node(SharedNode(store, 10.0, tmp_path, BLOCKS), script)
 
 
 def test_what_came_back_damaged_is_not_offered(tmp_path: Path) -> None:
     store = MemoryStore(places=False)
     earlier(store, tmp_path, [99])
-    node = SharedNode(store, 10.0, EpochNotes([tmp_path]), BLOCKS)
+    node = SharedNode(store, 10.0, tmp_path, BLOCKS)
     words = node.core.space.index.find(1, 0, words_of([2]))
     node.memory[int(node.core.space.index.offsets(words)[0]) + 7] ^= 1
 
@@ -184,23 +182,14 @@ def test_what_may_be_of_before_a_flush_is_not_offered(tmp_path: Path, is_noted: 
     before = dict(store.content)
 
     async def script(node: SharedNode) -> None:
-        await until(lambda: node.shared.epochs.get(1), "no epoch")
+        await until(node.epoch, "no epoch")
         await asyncio.sleep(0.3)
-        assert store.content == before and node.num_flushed_here == is_noted
+        assert store.content == before and node.num_flushed_here == 1
         # What is stored anew is.
         node.put([30])
         await node.until_copied(1)
 
-    run_node(SharedNode(store, 10.0, EpochNotes([tmp_path]), BLOCKS), script)
-    # It stays so after another restart.
-    written = dict(store.content)
-
-    async def again(node: SharedNode) -> None:
-        await until(lambda: node.shared.epochs.get(1), "no epoch")
-        await asyncio.sleep(0.3)
-        assert is_noted or store.content == written
-
-    run_node(SharedNode(store, 10.0, EpochNotes([tmp_path]), BLOCKS), again)
+    run_node(SharedNode(store, 10.0, tmp_path, BLOCKS), script)
 
 
 def test_what_comes_from_the_disk_is_offered() -> None:
@@ -230,7 +219,7 @@ def test_a_restart_does_not_flood_the_store(
     monkeypatch.setattr(tier_copies, "OLD_BYTES_PER_S", 5 * SLOT_ALIGN)
     store = MemoryStore(places=False)
     earlier(store, tmp_path, [99])
-    node = SharedNode(store, 10.0, EpochNotes([tmp_path]), BLOCKS)
+    node = SharedNode(store, 10.0, tmp_path, BLOCKS)
     node.tier._facts = replace(node.tier.facts(), batch_bytes=SLOT_ALIGN)
     node.shared.out._most_bytes = SLOT_ALIGN
 

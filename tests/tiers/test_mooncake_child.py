@@ -135,13 +135,13 @@ def test_a_get_that_fails_is_no_damage(made: Made) -> None:
 @pytest.mark.parametrize("do, codes", [
     ("probe", {"exist": [[1, RPC_FAIL, 1]]}), ("write", {"exist": [[0, RPC_FAIL, 1]]}),
     ("write", {"put": [0, RPC_FAIL, 0]}), ("read", {"get": [SIZE + 24, RPC_FAIL, ABSENT_CODE]}),
-    ("read", {"get": [OTHER] * 3, "size": RPC_FAIL}), ("epoch", {"put_one": RPC_FAIL}),
+    ("read", {"get": [OTHER] * 3, "size": RPC_FAIL}), ("epochs", {"put_one": RPC_FAIL}),
     ("raise", {"remove_one": RPC_FAIL}), ("raise", {"remove_one": OTHER}),
 ])  # fmt: skip
 def test_a_lost_master_answers_nothing(made: Made, do: str, codes: dict[str, Any]) -> None:
     made.store.codes |= codes
     with pytest.raises(MasterLostError):
-        made.ask(do, fingerprint="f")
+        made.ask(do, fingerprint="f", fingerprints=["f"], floor=0)
 
 
 def test_memory_that_is_refused_ends_the_child() -> None:
@@ -163,15 +163,16 @@ def test_slots_outside_the_arena_are_refused(made: Made, do: str, slot: int, siz
 
 
 def test_epochs_are_read_behind_the_blocks(made: Made) -> None:
-    epoch = made.ask("epoch", fingerprint="f")["epoch"]
-    assert epoch > 0 and made.ask("epoch", fingerprint="f")["epoch"] == epoch
+    begun = made.ask("epochs", fingerprints=["f"])["epochs"]
+    epoch = begun["f"]
+    assert epoch > 0 and made.ask("epochs", fingerprints=["f"])["epochs"] == begun
     for do, first in (("read", "get"), ("probe", "exist")):
         made.store.said.clear()
         assert made.ask(do, 4, epochs=("f", "g"))["epochs"] == {"f": epoch, "g": NO_EPOCH}
         assert made.store.said == [first, "epoch", "epoch"]
-    raised = made.ask("raise", fingerprint="f")["epoch"]
-    assert raised not in (epoch, NO_EPOCH)
-    assert made.ask("raise", fingerprint="g")["epoch"] > 0
+    raised = made.ask("raise", fingerprint="f", floor=epoch + (1 << 40))["epoch"]
+    assert raised > epoch + (1 << 40)
+    assert made.ask("raise", fingerprint="g", floor=0)["epoch"] > 0
     made.store.values["hotkv/1/f/epoch"] = b"x"
     assert made.ask("read", 4, epochs=("f",))["epochs"] == {"f": NO_EPOCH}
     made.store.codes["size"] = RPC_FAIL

@@ -19,6 +19,7 @@ from hotkv_server.core.values import CoreConfig, HashList
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime import breaker, slices, tier_lookups
+from hotkv_server.runtime.epochs import Epochs
 from hotkv_server.runtime.health import Health
 from hotkv_server.runtime.tier_below import TierBelow
 from hotkv_server.runtime.tier_reads import TRIED_S
@@ -49,8 +50,9 @@ class Setup:
         self.store = MemoryStore(places=True)
         self.tier = MemoryTier(arena, self.store)
         self.verifier = Verifier(self.core, arena)
-        below = TierBelow(self.core, self.tier, self.verifier, moving_bytes(self.core))
-        self.tiers = Tiers(self.core, arena, lookup_wait_s, below)
+        epochs = Epochs(self.core)
+        below = TierBelow(self.core, self.tier, self.verifier, epochs, moving_bytes(self.core))
+        self.tiers = Tiers(self.core, arena, lookup_wait_s, epochs, below)
         key_space = make_key_space("m", SLOT_ALIGN, SLOT_ALIGN)
         self.number = self.core.open_session("e", "worker", key_space, 0.0).number
         self.session: Any = SimpleNamespace(record=self.core.sessions.record(self.number))

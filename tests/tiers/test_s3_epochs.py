@@ -11,9 +11,9 @@ pytest.importorskip("obstore", reason="obstore speaks S3")
 
 from hotkv_server.testing.fault_proxy import nothing
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content
-from hotkv_server.tiers.epoch_numbers import begun, may_be_raised
-from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Epochs, Read, Write
-from hotkv_server.tiers.remote.errors import UnusableError
+from hotkv_server.tiers.epoch_numbers import begun
+from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Epochs, Read, Shown, Write
+from hotkv_server.tiers.remote.errors import LostError, UnusableError
 from hotkv_server.tiers.s3 import epochs as epoch_objects
 from hotkv_server.tiers.s3.bucket import Bucket
 from hotkv_server.tiers.s3.errors import FullError
@@ -45,11 +45,17 @@ def node_a(s3_server: Server, prefix: str) -> Iterator[S3Tier]:
 
 
 def epoch(tier: S3Tier) -> int | None:
-    return answer(lambda on_done: tier.epoch(NAME, time.monotonic() + 9, on_done))
+    def call(on_done: Callable[[int | None], None]) -> None:
+        def done(shown: Shown | None) -> None:
+            on_done(None if shown is None else shown.epochs.get(NAME))
+
+        tier.epochs([NAME], time.monotonic() + 9, done)
+
+    return answer(call)
 
 
 def flush(tier: S3Tier) -> int | None:
-    return answer(lambda on_done: tier.raise_epoch(NAME, on_done))
+    return answer(lambda on_done: tier.raise_epoch(NAME, 0, on_done))
 
 
 def keys_of(at: int, count: int) -> list[bytes]:
@@ -80,17 +86,18 @@ def probe(tier: S3Tier, keys: list[bytes], epochs: Epochs) -> list[int]:
 def test_an_epoch_begins_once_and_rises(s3_server: Server, prefix: str, node_a: S3Tier) -> None:
     before = begun(time.time_ns() // 1000)
     first = epoch(node_a)
-    assert before <= first <= begun(time.time_ns() // 1000) and not may_be_raised(first)
+    assert before <= first <= begun(time.time_ns() // 1000)
     with tier_over(s3_server, prefix) as (node_b, _):
         assert epoch(node_b) == epoch(node_a) == first
-        assert flush(node_b) == first + 1 and flush(node_a) == first + 2
-        assert epoch(node_b) == first + 2
+        second, third = flush(node_b), flush(node_a)
+        assert second and third and first < second < third
+        assert epoch(node_b) == third
 
 
 def test_a_flush_begins_an_epoch_where_none_is(node_a: S3Tier) -> None:
     before = begun(time.time_ns() // 1000)
     raised = flush(node_a)
-    assert before < raised and epoch(node_a) == raised and may_be_raised(raised)
+    assert before < raised and epoch(node_a) == raised
 
 
 def test_flushes_at_a_time_all_count(s3_server: Server, prefix: str, node_a: S3Tier) -> None:
@@ -98,20 +105,20 @@ def test_flushes_at_a_time_all_count(s3_server: Server, prefix: str, node_a: S3T
     with tier_over(s3_server, prefix) as (node_b, _):
         raised: list[int | None] = []
         for tier in [node_a, node_b] * 4:
-            tier.raise_epoch(NAME, raised.append)
+            tier.raise_epoch(NAME, 0, raised.append)
         wait_for(lambda: len(raised) == 8, "a flush did not end")
         # Each made an epoch of its own, so none takes another's for its own.
-        assert sorted(raised) == [*range(first + 1, first + 9)]
-        assert epoch(node_a) == epoch(node_b) == first + 8
+        assert len({first, *raised}) == 9
+        assert epoch(node_a) == epoch(node_b) == max(raised)
 
 
 def test_epochs_that_begin_at_a_time_are_one(s3_server: Server, prefix: str) -> None:
     with tier_over(s3_server, prefix) as (node_a, _), tier_over(s3_server, prefix) as (node_b, _):
-        begun: list[int | None] = []
+        begun: list[Shown | None] = []
         for tier in [node_a, node_b] * 3:
-            tier.epoch(NAME, time.monotonic() + 20, begun.append)
+            tier.epochs([NAME], time.monotonic() + 20, begun.append)
         wait_for(lambda: len(begun) == 6, "a call did not end")
-        assert len(set(begun)) == 1 and begun[0]
+        assert len({one.epochs[NAME] for one in begun}) == 1 and begun[0].epochs[NAME]
 
 
 @pytest.mark.parametrize("ask", [read, probe])
@@ -199,12 +206,12 @@ def test_a_flush_that_is_late_does_nothing(s3_server: Server, prefix: str, node_
             assert epoch(node_b) == first
             proxy.on_command = gate
             raised: list[int | None] = []
-            node_b.raise_epoch(NAME, raised.append)
+            node_b.raise_epoch(NAME, 0, raised.append)
             assert gate.is_held.wait(20)
-            assert flush(node_a) == first + 1 and flush(node_a) == first + 2
+            flushed = [flush(node_a), flush(node_a)]
             gate.opened.set()
             wait_for(lambda: raised, "the flush did not end")
-            assert raised == [first + 3] and epoch(node_a) == first + 3
+            assert raised[0] > max(first, *flushed) and epoch(node_a) == raised[0]
 
 
 def test_epochs_of_other_key_spaces_do_not_count(
@@ -214,7 +221,7 @@ def test_epochs_of_other_key_spaces_do_not_count(
     keys = keys_of(now, 2)
     with bench_over(s3_server, prefix) as bench:
         write(bench, keys)
-        assert answer(lambda on_done: node_a.raise_epoch("other", on_done))
+        assert answer(lambda on_done: node_a.raise_epoch("other", 0, on_done))
         assert read(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 2
         assert read(bench.tier, keys, {NAME: now, "other": now}) == [Read.ABSENT] * 2
 
@@ -308,13 +315,18 @@ class Objects:
 def test_a_flush_of_a_full_store_counts() -> None:
     store, first = Objects(), begun(5000)
     assert epoch_objects.begin_epoch(store, NAME, 5000, 0.0) == first
-    assert epoch_objects.raise_epoch(store, NAME, 6000, 0.0) == first + 1
+    assert epoch_objects.raise_epoch(store, NAME, 0, 6000, 0.0) == begun(6000) > first
+    assert epoch_objects.raise_epoch(store, NAME, 0, 6000, 0.0) == begun(6000) + 1
+    known = begun(6500)
+    assert epoch_objects.raise_epoch(store, NAME, known, 6400, 0.0) == known + 1
     store.is_full = True
-    assert epoch_objects.raise_epoch(store, NAME, 7000, 0.0) == NO_EPOCH
+    assert epoch_objects.raise_epoch(store, NAME, 0, 7000, 0.0) == NO_EPOCH
+    with pytest.raises(LostError, match="full"):
+        epoch_objects.raise_epoch(store, NAME, 0, 7000, 0.0)
     assert epoch_objects.read_epoch(store, NAME, 0.0) == NO_EPOCH
     assert epoch_objects.begin_epoch(store, NAME, 8000, 0.0) == NO_EPOCH
     store.is_full = False
-    assert epoch_objects.begin_epoch(store, NAME, 9000, 0.0) == begun(9000) > first + 1
+    assert epoch_objects.begin_epoch(store, NAME, 9000, 0.0) == begun(9000) > known + 1
 
 
 @pytest.mark.parametrize("condition", ["If-None-Match", "If-Match"])
@@ -345,7 +357,7 @@ def test_a_real_bucket_honours_the_conditions(
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "ä", "x" * 65])
 def test_a_fingerprint_that_is_no_name_has_no_epoch(node_a: S3Tier, name: str) -> None:
-    assert answer(lambda done: node_a.raise_epoch(name, done)) is None
+    assert answer(lambda done: node_a.raise_epoch(name, 0, done)) is None
     assert epoch(node_a)
 
 

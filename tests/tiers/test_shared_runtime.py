@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,17 +13,17 @@ import numpy as np
 import pytest
 
 from hotkv.table import SLOT_ALIGN
+from hotkv_server.core import epoch_book
 from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.copies import STORED
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import CoreConfig, HashList
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
-from hotkv_server.memory.epoch_notes import EpochNotes
-from hotkv_server.runtime import breaker, shared_epochs, tier_copies, tier_shared
+from hotkv_server.memory.epoch_notes import EpochNotes, NotesFolder
+from hotkv_server.runtime import breaker, tier_copies, tier_shared
+from hotkv_server.runtime.epochs import EpochRelay, Epochs
 from hotkv_server.runtime.health import Health
-from hotkv_server.runtime.shared_epochs import EpochRelay
 from hotkv_server.runtime.tier_below import TierBelow
 from hotkv_server.runtime.tier_shared import TierShared
 from hotkv_server.runtime.tiers import Tiers, moving_bytes
@@ -44,12 +45,12 @@ class SharedNode:
         self,
         store: MemoryStore,
         lookup_wait_s: float,
-        notes: EpochNotes | None = None,
+        folder: Path | None = None,
         left: list[int] | None = None,
         disk: MemoryStore | None = None,
     ) -> None:
-        """`left`: the blocks of an earlier server, None if there was none. `disk`: of a tier
-        below."""
+        """`folder`: where notes outlive the node. `left`: the blocks of an earlier server, None if
+        there was none. `disk`: of a tier below."""
         config = CoreConfig(ARENA_BYTES, SLAB, 200, check_stride=1)
         places = Space(make_table(200), 256 * SLOT_ALIGN, SLAB, LRU(200)) if disk else None
         self.core = CacheCore(config, make_table(200), LRU(200), below=places)
@@ -65,11 +66,13 @@ class SharedNode:
             index.unverified[index.ready_blocks()] = True
         verifier = Verifier(self.core, arena)
         most_bytes = moving_bytes(self.core)
+        folders = [] if folder is None else [NotesFolder(folder, left is not None)]
+        self.epochs = epochs = Epochs(self.core, [(self.tier, relay)], EpochNotes(folders))
         below = None
         if disk is not None:
-            below = TierBelow(self.core, MemoryTier(arena, disk), verifier, most_bytes)
-        self.shared = TierShared(self.core, self.tier, verifier, relay, most_bytes, notes)
-        self.tiers = Tiers(self.core, arena, lookup_wait_s, below, [self.shared])
+            below = TierBelow(self.core, MemoryTier(arena, disk), verifier, epochs, most_bytes)
+        self.shared = TierShared(self.core, self.tier, verifier, epochs, most_bytes)
+        self.tiers = Tiers(self.core, arena, lookup_wait_s, epochs, below, [self.shared])
         if left is None:
             self._open()
 
@@ -86,11 +89,18 @@ class SharedNode:
         flush(self.core, key_space_id)
         return 0
 
-    async def flush(self) -> None:
-        """As an engine asks for it."""
-        self.tiers.begin_flush(1)
-        flush(self.core, 1)
-        await self.tiers.end_flush(self.fingerprint)
+    async def start(self) -> None:
+        """Begins to move blocks; a session is opened."""
+        self.tiers.start(Health(), self.core.take_effects, self.flushed_here)
+        await self.epochs.meet(1)
+
+    async def flush(self) -> tuple[str, ...]:
+        """As an engine asks for it; the tiers that are pending."""
+        return (await self.epochs.flush(1)).pending
+
+    def epoch(self) -> int:
+        """That under which blocks lie in the store, 0 for none."""
+        return self.epochs.get("shared", 1)
 
     def put(self, numbers: list[int]) -> None:
         """Stores blocks, each with bytes of its own."""
@@ -116,8 +126,10 @@ class SharedNode:
         lists = [HashList(0, words_of(numbers))]
         name = f"lease {self.num_calls}"
         held = None
-        if self.tiers.has_some(self.session, lists):
+        if self.tiers.has_some(self.session, lists) or not self.epochs.may_serve(1):
             held = await self.tiers.bring_up(self.session, lists)
+            if not await self.epochs.wait_to_serve(1):
+                lists = [HashList(0, words_of([1000 + number for number in numbers]))]
         grant = self.core.acquire(self.number, name, lists, 10.0, time.monotonic())
         if held is not None:
             self.tiers.let_go(held)
@@ -143,8 +155,9 @@ async def until(holds: Any, why: str) -> None:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_copies, "LINGER_S", 0.05)
     monkeypatch.setattr(tier_copies, "AGAIN_S", 0.05)
-    for name in ("POLL_S", "RETRY_S", "FLUSH_WAIT_S"):
-        monkeypatch.setattr(shared_epochs, name, 0.05)
+    monkeypatch.setattr(epoch_book, "CONFIRMED_S", 0.4)
+    for name in ("ASK_EVERY_S", "RETRY_S"):
+        monkeypatch.setattr(epoch_book, name, 0.05)
 
 
 @contextlib.asynccontextmanager
@@ -154,7 +167,7 @@ async def nodes(
     store = store or MemoryStore(places=False)
     made = [SharedNode(store, lookup_wait_s) for _ in range(count)]
     for one in made:
-        one.tiers.start(Health(), one.core.take_effects, one.flushed_here)
+        await one.start()
     try:
         yield made
     finally:
@@ -203,12 +216,10 @@ def test_after_a_flush_nobody_finds_what_was_there() -> None:
             await a.flush()
             # What it has not read yet, at once; what it has in host memory, soon.
             assert not any(await b.leased(BLOCKS[3:]))
-            await until(lambda: b.num_flushed_here == 1, "the flush was not heard of")
             assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
-            assert a.num_flushed_here == 0
+            assert a.num_flushed_here == b.num_flushed_here == 1
             a.put(BLOCKS)
             await a.until_copied(12)
-            await until(lambda: b.shared.epochs.get(1), "the new epoch is not known")
             assert all(await b.leased(BLOCKS))
             assert b.num_flushed_here == 1
 
@@ -225,7 +236,7 @@ def test_a_flush_counts_though_the_store_is_away() -> None:
             assert await b.looked_up(BLOCKS[:1]) == [True]
             a.tier.faults.problem = "gone"
             began_s = time.monotonic()
-            await a.flush()
+            assert await a.flush() == ("shared",)
             assert time.monotonic() - began_s < 5.0
             assert not any(await a.looked_up(BLOCKS))
             # Blocks that are stored now must not come under the old epoch.
@@ -234,32 +245,10 @@ def test_a_flush_counts_though_the_store_is_away() -> None:
             assert not any(b"/0/" in key and key.endswith(words_of([20])[0].tobytes())
                            for key in a.tier._store.content if isinstance(key, bytes))  # fmt: skip
             a.tier.faults.problem = ""
-            await until(lambda: a.shared.epochs.get(1), "the flush was forgotten")
+            await until(a.epoch, "the flush was forgotten")
             assert not any(await a.leased(BLOCKS))
-            await until(lambda: b.num_flushed_here == 1, "the flush was not heard of")
+            await until(lambda: b.epoch() == a.epoch(), "the flush was not heard of")
             assert not any(await b.leased(BLOCKS))
-
-    asyncio.run(run())
-
-
-def test_what_is_stored_while_a_flush_is_told_is_copied_after_it() -> None:
-    """Its epoch is not known yet as its copy begins."""
-
-    async def run() -> None:
-        async with nodes() as (a, b):
-            a.put(BLOCKS)
-            await a.until_copied(6)
-            a.tiers.begin_flush(1)
-            flush(a.core, 1)
-            a.put([20])
-            stored_here = a.shared.out._copies.lanes[STORED]
-            await until(lambda: not len(stored_here), "its copy does not begin")
-            await a.tiers.end_flush(a.fingerprint)
-            await a.until_copied(7)
-            assert a.shared.out.num_refused == 0
-            known = a.shared.epochs.get(1)
-            await until(lambda: b.shared.epochs.get(1) == known, "the flush is not heard of")
-            assert await b.leased([20]) == [True]
 
     asyncio.run(run())
 
@@ -273,40 +262,176 @@ def test_a_flush_elsewhere_counts_while_the_store_waits_to_be_told_of_one_here()
             a.tier.faults.problem = "gone"
             await a.flush()
             a.put([20, 21])
-            await b.flush()
-            a.put([22])
+            assert not await b.flush()
+            # Host memory of a node that is cut off serves what it has.
+            assert all(await a.leased([20, 21]))
             a.tier.faults.problem = ""
-            await until(lambda: a.shared.epochs.get(1), "the flush was forgotten")
-            assert a.num_flushed_here == 1
+            await until(a.epoch, "the flush was forgotten")
+            assert a.num_flushed_here == 2
             assert not any(await a.leased([20, 21]))
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("is_flushed", [False, True])
-def test_a_flush_elsewhere_counts_where_the_store_was_never_reached(is_flushed: bool) -> None:
-    """What is stored here meanwhile is of before a flush, or it is not: if there was none, it stays
-    and is copied."""
+def test_what_was_stored_before_the_store_was_ever_reached_is_not_vouched_for(
+    is_flushed: bool,
+) -> None:
+    """It may be of before a flush: nobody can tell, as the store may have lost its epochs since."""
+
+    async def run() -> None:
+        made = [SharedNode(MemoryStore(places=False), 10.0)]
+        made.append(SharedNode(made[0].tier._store, 10.0))
+        a, b = made
+        a.tier.faults.problem = "gone"
+        for one in made:
+            await one.start()
+        a.put(BLOCKS)
+        b.put([20])
+        await b.until_copied(1)
+        if is_flushed:
+            await b.flush()
+        assert all(await a.leased(BLOCKS))
+        a.tier.faults.problem = ""
+        await until(a.epoch, "the epoch is not learned")
+        assert not any(await a.leased(BLOCKS))
+        a.put([30])
+        await a.until_copied(1)
+        assert await b.leased([*BLOCKS, 30]) == [False] * 6 + [True]
+        for one in made:
+            await one.tiers.close()
+
+    asyncio.run(run())
+
+
+def test_an_epoch_that_falls_is_raised_above_all_that_were_known() -> None:
+    """A store that comes back from an old copy of its data shows the epoch and the blocks of then.
+    Both nodes have known a later one."""
 
     async def run() -> None:
         store = MemoryStore(places=False)
         async with nodes(store=store) as (a, b):
-            a.tier.faults.problem = "gone"
             a.put(BLOCKS)
-            b.put([20])
-            await b.until_copied(1)
-            if is_flushed:
-                await b.flush()
-            assert all(await a.leased(BLOCKS))
+            await a.until_copied(6)
+            assert all(await b.leased(BLOCKS))
+            content, epochs = dict(store.content), dict(store.epochs)
+            assert not await a.flush()
+            await until(lambda: b.epoch() not in (0, *epochs.values()), "b has not followed")
+            (known,) = store.epochs.values()
+            store.content.update(content)
+            store.epochs.update(epochs)
+            for _ in range(20):
+                assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
+                await asyncio.sleep(0.02)
+            await until(lambda: a.epoch() == b.epoch() != 0, "the nodes don't agree")
+            assert a.epoch() > known
+            a.put(BLOCKS)
+            await a.until_copied(12)
+            assert all(await b.leased(BLOCKS))
+
+    asyncio.run(run())
+
+
+def test_a_store_that_has_just_started_from_an_old_copy_is_not_trusted() -> None:
+    """A newcomer knows of no later epoch. It waits until those who do have raised it."""
+
+    async def run() -> None:
+        store = MemoryStore(places=False)
+        async with nodes(1, store=store) as (a,):
+            a.put(BLOCKS)
+            await a.until_copied(6)
+            content, epochs = dict(store.content), dict(store.epochs)
+            assert not await a.flush()
+            a.tier.faults.problem = "gone"
+            store.content.update(content)
+            store.epochs.update(epochs)
+            store.restored_below = max(epochs.values()) + 1
+            b = SharedNode(store, 10.0)
+            await b.start()
+            assert not any(await b.leased(BLOCKS))
             a.tier.faults.problem = ""
-            await until(lambda: a.shared.epochs.get(1), "the epoch is not learned")
-            assert a.num_flushed_here == is_flushed
-            assert await a.leased(BLOCKS) == [not is_flushed] * 6
-            if not is_flushed:
-                await a.until_copied(6)
-            a.put([30])
-            await a.until_copied(1 if is_flushed else 7)
-            assert await b.leased([*BLOCKS, 30]) == [not is_flushed] * 6 + [True]
+            await until(a.epoch, "a does not raise the epoch")
+            await until(lambda: b.epoch() == a.epoch(), "b does not follow")
+            assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
+            await b.tiers.close()
+
+    asyncio.run(run())
+
+
+def test_a_caller_that_leaves_changes_nothing() -> None:
+    async def run() -> None:
+        async with nodes() as (a, b):
+            a.put(BLOCKS)
+            await a.until_copied(6)
+            assert all(await b.leased(BLOCKS))
+            caller = asyncio.create_task(a.flush())
+            await asyncio.sleep(0)
+            caller.cancel()
+            assert not await a.flush()
+            assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
+
+    asyncio.run(run())
+
+
+def test_flushes_while_the_store_is_away_are_told_at_once() -> None:
+    """However many there were: one raise, and no task for each."""
+
+    async def run() -> None:
+        async with nodes(1) as (a,):
+            a.tier.faults.problem = "gone"
+            await asyncio.gather(*(a.flush() for _ in range(200)))
+            assert len(a.tiers._tasks._tasks) < 20
+            raises, raise_epoch = [], a.tier.raise_epoch
+
+            def counted(*arguments: Any) -> None:
+                raises.append(arguments)
+                raise_epoch(*arguments)
+
+            a.tier.raise_epoch = counted  # type: ignore[method-assign]
+            a.tier.faults.problem = ""
+            await until(a.epoch, "the flushes were forgotten")
+            assert len(raises) == 1
+
+    asyncio.run(run())
+
+
+def test_a_hit_of_a_key_space_that_was_not_in_use_is_confirmed_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(epoch_book, "USED_S", 0.1)
+
+    async def run() -> None:
+        async with nodes() as (a, b):
+            a.put(BLOCKS)
+            await a.until_copied(6)
+            assert all(await b.leased(BLOCKS))
+            await until(lambda: not b.epochs.book._active, "it stays in use")
+            assert not await a.flush()
+            assert b.num_flushed_here == 0, "nobody has asked"
+            assert not any(await b.leased(BLOCKS))
+            assert b.num_flushed_here == 1
+
+    asyncio.run(run())
+
+
+def test_the_disk_serves_only_what_the_store_has_confirmed() -> None:
+    async def run() -> None:
+        node = SharedNode(MemoryStore(places=False), 10.0, disk=MemoryStore(places=True))
+        await node.start()
+        node.put(BLOCKS)
+        assert node.tiers.below is not None
+        counters = node.tiers.below.lower.counters
+        await until(lambda: counters.demoted == 6, "blocks are not moved down")
+        await node.until_copied(6)
+        evict(node.core, 1, 0, words_of(BLOCKS[:3]))
+        node.tier._store.content.clear()
+        node.tier.faults.problem = "gone"
+        await until(lambda: not node.epochs.are_all_confirmed(1), "it stays confirmed")
+        assert await node.leased(BLOCKS) == [False] * 3 + [True] * 3
+        node.tier.faults.problem = ""
+        await until(lambda: node.epochs.are_all_confirmed(1), "it is not asked")
+        assert all(await node.leased(BLOCKS))
+        await node.tiers.close()
 
     asyncio.run(run())
 
@@ -435,11 +560,6 @@ def test_many_nodes_and_flushes_never_serve_what_was_flushed() -> None:
         async with nodes(3, store=store) as made:
             put_since: set[int] = set()
 
-            def knows(node: SharedNode) -> bool:
-                """Whether it has the epoch that the store has."""
-                (epoch,) = store.epochs.values()
-                return node.shared.epochs.get(1) == epoch
-
             for _ in range(120):
                 one, numbers = made[dice.integers(3)], dice.integers(0, 12, 3).tolist()
                 numbers = list(dict.fromkeys(numbers))
@@ -454,8 +574,7 @@ def test_many_nodes_and_flushes_never_serve_what_was_flushed() -> None:
                 elif what < 0.95:
                     evict(one.core, 1, 0, words_of(numbers))
                 else:
-                    await one.flush()
-                    await until(lambda: all(map(knows, made)), "the flush was not heard of")
+                    assert not await one.flush()
                     put_since.clear()
                 await asyncio.sleep(0.005)
 
@@ -484,7 +603,7 @@ def test_what_was_found_long_ago_is_asked_for_again(monkeypatch: pytest.MonkeyPa
             a.put(BLOCKS)
             await a.until_copied(6)
             for _ in range(3):
-                await until(lambda: b.shared.epochs.get(1), "no epoch")
+                await until(b.epoch, "no epoch")
                 assert await b.looked_up(BLOCKS) == [True] * 6
                 await asyncio.sleep(0.2)
             assert await b.looked_up(BLOCKS) == [True] * 6
@@ -508,11 +627,11 @@ def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
         async with nodes() as (a, b):
             a.put(BLOCKS)
             await until(lambda: len(a.core.moves) == 1, "nothing is copied")
-            a.tiers.begin_flush(1)
+            flushing = asyncio.create_task(a.flush())
+            await until(lambda: a.num_flushed_here, "it is not flushed")
             compared.set()
             await until(lambda: not len(a.core.moves), "the copy did not end")
-            flush(a.core, 1)
-            await a.tiers.end_flush(a.fingerprint)
+            assert not await flushing
             assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
 
     asyncio.run(run())

@@ -25,7 +25,7 @@ pytest.importorskip("glide_sync", reason="glide speaks to clusters")
 from hotkv_server.tiers.valkey.cluster_client import ClusterClient
 
 PASSWORD = "correct-horse-battery"
-RIGHTS = "~hotkv/1/* +get +set +exists +unlink +incr +hello +client|setname +cluster|slots +ping"
+RIGHTS = "~hotkv/1/* +get +set +exists +unlink +incrby +hello +client|setname +cluster|slots +ping"
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_a_flush_counts_whoever_has_the_epoch(
         write(node_a, keys, {NAME: now})
         assert read(node_b.tier, keys, {NAME: now}) == [Read.FOUND] * 12  # type: ignore[arg-type]
         raised = flush(node_a.tier)  # type: ignore[arg-type]
-        assert raised == now + 1
+        assert raised and raised > now
         assert read(node_b.tier, keys, {NAME: now}) == [Read.ABSENT] * 12  # type: ignore[arg-type]
         # Also one that is answered after the blocks have come.
         keys = keys_of(raised, 12)
@@ -131,12 +131,10 @@ def test_a_flush_counts_whoever_has_the_epoch(
 
 def test_no_epoch_begins_at_one(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the key is gone when a flush raises it: such an epoch would come again."""
-    with over(cluster) as bench:
-        with monkeypatch.context() as patched:
-            patched.setattr(ClusterClient, "_begin_epoch", lambda *arguments: [None])
-            assert flush(bench.tier) == NO_EPOCH  # type: ignore[arg-type]
-        begun = epoch(bench.tier)  # type: ignore[arg-type]
-        assert begun and begun > 1 << 48
+    with over(cluster) as bench, monkeypatch.context() as patched:
+        patched.setattr(ClusterClient, "_begin_epochs", lambda *arguments: [None])
+        raised = flush(bench.tier)  # type: ignore[arg-type]
+        assert raised and raised > 1 << 48
 
 
 def test_a_full_cluster_says_so_and_a_flush_counts(cluster: Cluster) -> None:

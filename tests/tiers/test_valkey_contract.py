@@ -13,7 +13,8 @@ from tests.server.certificates import Authority
 from tests.tiers.valkey_support import Server, bench_over, rig_maker, running, wait_for
 
 PASSWORD = "correct-horse-battery"
-ACL = f"kv on >{PASSWORD} ~hotkv/1/* +get +set +exists +unlink +incr +select +hello +client|setname"
+RIGHTS = "+get +set +exists +unlink +incrby +select +info +hello +client|setname"
+ACL = f"kv on >{PASSWORD} ~hotkv/1/* {RIGHTS}"
 
 
 @pytest.fixture

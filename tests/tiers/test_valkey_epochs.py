@@ -11,11 +11,18 @@ import pytest
 
 from hotkv_server.testing.fault_proxy import Dam, FaultProxy, cut_after, nothing
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content
-from hotkv_server.tiers.epoch_numbers import begun, may_be_raised
-from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Epochs, Read, Write
+from hotkv_server.tiers.epoch_numbers import begun
+from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Epochs, Read, Shown, Write
 from hotkv_server.tiers.remote.calls import PART_KEYS
-from hotkv_server.tiers.valkey.epochs import epoch_key, get
-from hotkv_server.tiers.valkey.resp import command
+from hotkv_server.tiers.valkey.epochs import (
+    GRACE_S,
+    YOUNG_S,
+    StoreClock,
+    epoch_key,
+    get,
+    now_us,
+)
+from hotkv_server.tiers.valkey.resp import ErrorReply, command
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 from tests.tiers.valkey_support import Server, bench_over, running, tier_over, wait_for
 
@@ -52,11 +59,17 @@ def answer(call: Callable[[Callable[[T], None]], None]) -> T:
 
 
 def epoch(tier: ValkeyTier) -> int | None:
-    return answer(lambda on_done: tier.epoch(NAME, time.monotonic() + 9, on_done))
+    def call(on_done: Callable[[int | None], None]) -> None:
+        def done(shown: Shown | None) -> None:
+            on_done(None if shown is None else shown.epochs.get(NAME))
+
+        tier.epochs([NAME], time.monotonic() + 9, done)
+
+    return answer(call)
 
 
 def flush(tier: ValkeyTier) -> int | None:
-    return answer(lambda on_done: tier.raise_epoch(NAME, on_done))
+    return answer(lambda on_done: tier.raise_epoch(NAME, 0, on_done))
 
 
 def keys_of(at: int, count: int) -> list[bytes]:
@@ -90,18 +103,19 @@ def read(tier: ValkeyTier, keys: list[bytes], epochs: Epochs) -> list[int]:
 def test_an_epoch_begins_once_and_rises(server: Server, node_a: ValkeyTier) -> None:
     before = begun(time.time_ns() // 1000)
     first = epoch(node_a)
-    assert before <= first <= begun(time.time_ns() // 1000) and not may_be_raised(first)
+    assert before <= first <= begun(time.time_ns() // 1000)
     with tier_over(f"127.0.0.1:{server.port}") as (node_b, _):
         assert epoch(node_b) == epoch(node_a) == first
-        assert flush(node_b) == first + 1 and flush(node_a) == first + 2
-        assert epoch(node_b) == first + 2
+        second, third = flush(node_b), flush(node_a)
+        assert second and third and first < second < third
+        assert epoch(node_b) == third
     assert server.client.ttl(epoch_key(NAME)) == -1
 
 
 def test_a_flush_begins_an_epoch_where_none_is(node_a: ValkeyTier) -> None:
     before = begun(time.time_ns() // 1000)
     raised = flush(node_a)
-    assert before < raised and epoch(node_a) == raised and may_be_raised(raised)
+    assert before < raised and epoch(node_a) == raised
 
 
 def test_a_read_of_the_right_epoch_finds_its_blocks(server: Server, node_a: ValkeyTier) -> None:
@@ -184,7 +198,7 @@ def test_epochs_of_other_key_spaces_do_not_count(server: Server, node_a: ValkeyT
     keys = keys_of(now, 2)
     with bench_over(f"unix:{server.path}") as bench:
         write(bench, keys, {NAME: now})
-        answer(lambda on_done: node_a.raise_epoch("other", on_done))
+        answer(lambda on_done: node_a.raise_epoch("other", 0, on_done))
         assert read(bench.tier, keys, {NAME: now}) == [Read.FOUND] * 2
         assert read(bench.tier, keys, {NAME: now, "other": now}) == [Read.ABSENT] * 2
 
@@ -288,3 +302,73 @@ def test_a_probe_that_loses_its_epoch_finds_nothing(server: Server, node_a: Valk
         proxy.on_reply = cut_after(2 * len(b":1\r\n"))
         assert probe(bench.tier, keys, {NAME: now}) == [Read.FAILED] * 2
     proxy.close()
+
+
+def test_control_calls_overtake_reads(server: Server, node_a: ValkeyTier) -> None:
+    """A read that takes long must not keep other nodes from hearing of a flush."""
+    proxy = FaultProxy(server.path)
+    now = epoch(node_a)
+    keys = keys_of(now, 4)
+    with bench_over(f"127.0.0.1:{proxy.port}", connections=1) as bench:
+        write(bench, keys, {NAME: now})
+        dam = Dam(0)
+        proxy.on_command = dam
+        done: list[list[int]] = []
+        reading = threading.Thread(
+            target=lambda: done.append(read(bench.tier, keys, {NAME: now})), daemon=True
+        )
+        reading.start()
+        assert dam.is_full.wait(60)
+        proxy.on_command = nothing
+        assert epoch(bench.tier) == now
+        raised = flush(bench.tier)
+        assert raised and raised > now and not done
+        dam.opened.set()
+        reading.join(60)
+        assert done == [[Read.ABSENT] * 4]
+    proxy.close()
+
+
+def test_a_raise_is_above_what_the_caller_knows(server: Server, node_a: ValkeyTier) -> None:
+    now = epoch(node_a)
+    known = now + (1 << 40)
+    raised = answer(lambda on_done: node_a.raise_epoch(NAME, known, on_done))
+    assert raised == known + 1 and epoch(node_a) == raised
+
+
+def info(run_id: bytes, now_s: float, up_s: int) -> bytes:
+    """What a server says of itself."""
+    lines = (b"run_id:%b", b"server_time_usec:%d", b"uptime_in_seconds:%d")
+    return b"\r\n".join((b"# Server", *lines)) % (run_id, int(now_s * 1e6), up_s)
+
+
+def test_a_server_that_has_just_started_is_not_trusted_with_older_epochs() -> None:
+    clock, start_s = StoreClock(), 1_790_000_000.0
+    below = clock.restored_below(info(b"one", start_s + 2.9, 2), 100.0)
+    assert begun(int(start_s * 1e6)) <= below <= begun(int((start_s + 1) * 1e6))
+    # The start is known better with each answer.
+    assert clock.restored_below(info(b"one", start_s + 3.0, 3), 100.1) == begun(int(start_s * 1e6))
+    assert not clock.restored_below(info(b"one", start_s + 9.0, 9), 100.0 + GRACE_S)
+    # Another start, seen later than it was: those who know more have lost it as well.
+    assert clock.restored_below(info(b"two", start_s + 100.0, 40), 300.0)
+    assert not clock.restored_below(info(b"two", start_s + 100.0, 40), 300.0 + GRACE_S)
+    assert not StoreClock().restored_below(info(b"one", start_s + YOUNG_S, int(YOUNG_S)), 0.0)
+    for said in (None, b"", b"# Server\r\nuptime_in_seconds:x", ErrorReply(b"NOPERM no")):
+        assert not clock.restored_below(said, 1.0)
+        assert abs(now_us(said) - time.time_ns() // 1000) < 60_000_000
+
+
+def test_what_a_server_brings_back_is_not_trusted_at_once(tmp_path: Path) -> None:
+    with (
+        running(tmp_path / "kept", appendonly="yes", appendfsync="always") as server,
+        tier_over(f"unix:{server.path}") as (tier, _),
+    ):
+        now = epoch(tier)
+        server.kill()
+        server.start()
+        wait_for(lambda: not tier.problem() and epoch(tier), "the server is not reached")
+        shown = answer(lambda done: tier.epochs([NAME], time.monotonic() + 9, done))
+        assert shown.epochs == {NAME: now} and shown.restored_below > now
+        raised = flush(tier)
+        shown = answer(lambda done: tier.epochs([NAME], time.monotonic() + 9, done))
+        assert shown.epochs == {NAME: raised} and raised >= shown.restored_below

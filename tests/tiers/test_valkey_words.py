@@ -251,7 +251,7 @@ def test_an_address_that_no_system_call_takes() -> None:
 def test_state_on_sight(server: Server) -> None:
     with bench_over(f"unix:{server.path}") as bench:
         wait_for(lambda: "'well', 0 failures" in repr(bench.tier), repr(bench.tier))
-        assert "4 threads, PartQueue(0 of reads, 0 of writes)" in repr(bench.tier)
+        assert "5 threads, PartQueue(0 of reads, 0 of writes)" in repr(bench.tier)
 
 
 @pytest.mark.parametrize(

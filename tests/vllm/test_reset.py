@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from hotkv_vllm.scheduler import reset
 from tests.vllm.harness import prompt
 from tests.vllm.specs import full_model, hybrid_model
 
@@ -207,3 +208,15 @@ def test_a_reset_that_breaks_is_not_a_success(engine: Any, monkeypatch: pytest.M
     one = engine()
     monkeypatch.setattr(one.connector._scheduler, "reset_cache", lambda: 1 // 0)
     assert not one.scheduler.reset_prefix_cache(**RESET)
+
+
+def test_tiers_that_a_flush_is_not_in_yet_are_named(
+    engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(reset.logger, "warning", lambda text, *words: said.append(text % words))
+    one = engine(specs=full_model())
+    server.pending_tiers = ("valkey",)
+    assert one.scheduler.reset_prefix_cache(**RESET)
+    (pending,) = [text for text in said if "emptied" in text]
+    assert "not yet in the tiers valkey" in pending

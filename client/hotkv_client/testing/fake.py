@@ -3,16 +3,17 @@ copies bytes, through the layout.
 
 Knobs of `FakeServer`: `up`; `table` (False: no probe); `hold` (kinds of calls whose answer waits
 for `settle`); `late` (kinds of calls that reach the server at `settle`, and not before);
-`fail_loads`, `fail_stores`, `fail_flushes`; `spoil_loads` (a load that has begun has written
-rubbish to every other of its blocks, and puts it right only if it ends well); `grant_limit` (blocks
-a lease pins at most); `ack_cancels` (False: a cancel changes nothing until `settle`);
-`wants_token_ids`; `order_kind`, `has_passed` (whether a transfer's mark has passed; those whose
-mark has not are held). `settle()` answers what is held and lies behind no mark that has not passed;
-an answer held when the server dies becomes SessionLostError. Ranks join a write lease as they do
-with the real server (`fake_writes`): a block is ready when every shard is written. A cancelled
-store over a shared fence ends at once for the session, while the server goes on with it and finds
-it revoked. `refuse_workers`: why sessions with memory are refused. A store whose session is closed,
-or has revoked its stores, commits nothing. `residencies`: see `fake_residencies`.
+`fail_loads`, `fail_stores`, `fail_flushes`; `pending_tiers` (of flushes); `spoil_loads` (a load
+that has begun has written rubbish to every other of its blocks, and puts it right only if it ends
+well); `grant_limit` (blocks a lease pins at most); `ack_cancels` (False: a cancel changes nothing
+until `settle`); `wants_token_ids`; `order_kind`, `has_passed` (whether a transfer's mark has
+passed; those whose mark has not are held). `settle()` answers what is held and lies behind no mark
+that has not passed; an answer held when the server dies becomes SessionLostError. Ranks join a
+write lease as they do with the real server (`fake_writes`): a block is ready when every shard is
+written. A cancelled store over a shared fence ends at once for the session, while the server goes
+on with it and finds it revoked. `refuse_workers`: why sessions with memory are refused. A store
+whose session is closed, or has revoked its stores, commits nothing. `residencies`: see
+`fake_residencies`.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,6 +57,7 @@ class FakeServer:
         self.spoil_loads = False
         self.fail_stores = False
         self.fail_flushes = False
+        self.pending_tiers: tuple[str, ...] = ()
         self.flushes = 0
         self.grant_limit = 1 << 30
         self.blocks: dict[Key, Shards] = {}

@@ -19,6 +19,7 @@ from hotkv_client.testing.fake_residencies import FakeArena
 from hotkv_client.types import (
     After,
     EndedRequest,
+    Flushed,
     GroupHashes,
     Int32s,
     LayerHotSet,
@@ -223,7 +224,7 @@ class FakeCalls:
         return self._call("delete_sequence", sequence_id, list(hot_sets), act)
 
     def flush(self) -> Future[Any]:
-        def act() -> int:
+        def act() -> Flushed:
             if self.server.fail_flushes:
                 raise HotKVError(Reason.INTERNAL, "told to fail")
             self.server.flushes += 1
@@ -231,7 +232,8 @@ class FakeCalls:
             mine = [key for key in self.server.blocks if key[0] == self.space]
             for key in mine:
                 del self.server.blocks[key]
-            return sum(key[1] < len(self.config.key_space.groups) for key in mine)
+            count = sum(key[1] < len(self.config.key_space.groups) for key in mine)
+            return Flushed(count, self.server.pending_tiers)
 
         return self._call("flush", "", None, act)
 

@@ -10,6 +10,7 @@ of one engine is no such reset (`checks.is_pausing`).
 import time
 from concurrent.futures import Future, wait
 
+from hotkv_client import Flushed
 from hotkv_vllm.link import CacheSession, logger
 from hotkv_vllm.scheduler.stores import StorePlanner
 
@@ -22,7 +23,7 @@ class CacheReset:
     def __init__(self, session: CacheSession, planner: StorePlanner) -> None:
         self._session = session
         self._planner = planner
-        self._answer: Future[int] | None = None
+        self._answer: Future[Flushed] | None = None
         self._retry_at_s = 0.0
         self.under_way = False
 
@@ -55,6 +56,7 @@ class CacheReset:
         # Stores of old blocks that the server hears of after this flush would bring them back:
         # those need another one.
         if accepted and not self._planner.in_flight:
+            _warn_of_pending(answer)
             self._done()
         else:
             self._answer, self._retry_at_s = None, 0.0 if accepted else time.monotonic() + RETRY_S
@@ -74,6 +76,7 @@ class CacheReset:
                 self._answer = self._session.flush()
         elif self._answer.done():
             if _is_good(self._answer):
+                _warn_of_pending(self._answer)
                 self._done()
             else:
                 self._answer, self._retry_at_s = None, now_s + RETRY_S
@@ -83,11 +86,21 @@ class CacheReset:
         self._answer = None
 
 
-def _is_good(answer: "Future[int]") -> bool:
+def _is_good(answer: "Future[Flushed]") -> bool:
     return answer.done() and not answer.cancelled() and answer.exception() is None
 
 
-def _why(answer: "Future[int]") -> str:
+def _warn_of_pending(answer: "Future[Flushed]") -> None:
+    """Says which tiers the flush is not in yet."""
+    if pending := answer.result().pending_tiers:
+        logger.warning(
+            "hotkv: the shared cache was emptied, but not yet in the tiers %s, which do not "
+            "answer: until they do, other nodes may load blocks of before",
+            ", ".join(pending),
+        )
+
+
+def _why(answer: "Future[Flushed]") -> str:
     return (
         str(answer.exception()) if answer.done() and not answer.cancelled() else "no answer in time"
     )

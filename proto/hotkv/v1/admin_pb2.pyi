@@ -1033,14 +1033,20 @@ class FlushKeySpaceResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FLUSHED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    PENDING_TIERS_FIELD_NUMBER: builtins.int
     flushed_block_count: builtins.int
     """Blocks that were ready."""
+    @property
+    def pending_tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """As of Flushed in session.proto."""
+
     def __init__(
         self,
         *,
         flushed_block_count: builtins.int = ...,
+        pending_tiers: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["flushed_block_count", b"flushed_block_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["flushed_block_count", b"flushed_block_count", "pending_tiers", b"pending_tiers"]) -> None: ...
 
 Global___FlushKeySpaceResponse: typing_extensions.TypeAlias = FlushKeySpaceResponse
 

@@ -492,14 +492,23 @@ class Flushed(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BLOCK_COUNT_FIELD_NUMBER: builtins.int
+    PENDING_TIERS_FIELD_NUMBER: builtins.int
     block_count: builtins.int
     """Blocks that were ready."""
+    @property
+    def pending_tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Tiers that the flush is not in yet, because they do not answer; they are told as soon as they
+        do. Until then other nodes may find blocks of before there (`disk`: this node, after a power
+        loss). Empty: no node that reaches the shared tiers loads a block of before.
+        """
+
     def __init__(
         self,
         *,
         block_count: builtins.int = ...,
+        pending_tiers: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_count", b"block_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_count", b"block_count", "pending_tiers", b"pending_tiers"]) -> None: ...
 
 Global___Flushed: typing_extensions.TypeAlias = Flushed
 

@@ -1,162 +1,140 @@
-"""What a server knows of key spaces' epochs in shared tiers, in a small file that outlives it.
+"""The book of epochs in a small file that outlives the server.
 
-Always true: the file is replaced as a whole; `save` returns only when all that was noted before is
-in it. It lies wherever blocks lie that outlive the server, and removing those does not remove it.
+Always true: the file is replaced as a whole, and is on its disk when `write` returns. It lies
+wherever blocks lie that outlive the server, and removing those does not remove it. What files
+disagree on is not vouched for: then the blocks are flushed as soon as a store is reached.
 """
 
 import json
 import logging
-import threading
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from hotkv_server.core.epoch_book import EpochBook, Record, Standing
 from hotkv_server.memory.state import replace_file
 
 log = logging.getLogger(__name__)
 
 EPOCHS_FILE = "epochs.json"
-FORMAT_VERSION = 1
-UNSURE = 0
-"""Noted for a key space whose epoch the files do not agree on: no store has it."""
-MAX_UNTOLD = 1 << 14
-"""Flushes of one tier that are kept; those that have waited longest are forgotten beyond that."""
+FORMAT_VERSION = 2
 
 
-@dataclass(slots=True)
-class TierNotes:
-    """Of one tier, by fingerprint. `epochs`: under which blocks lie here. `mixed`: key spaces of
-    which blocks lie here, too, that are older than what is known of epochs. `untold`: key spaces
-    that were flushed here without the tier's knowledge, in order."""
+@dataclass(frozen=True, slots=True)
+class NotesFolder:
+    """Where a file is. `has_blocks`: of an earlier server."""
 
-    epochs: dict[str, int] = field(default_factory=dict)
-    mixed: set[str] = field(default_factory=set)
-    untold: dict[str, None] = field(default_factory=dict)
+    path: Path
+    has_blocks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a file says."""
+
+    base: int
+    last: int
+    records: Mapping[str, Record]
 
 
 class EpochNotes:
-    """See the module. `folders`: where the file is; none for notes that end with the process. All
-    methods but `save` belong to one thread."""
+    """See the module. Without folders, the book ends with the process."""
 
-    def __init__(self, folders: Sequence[Path] = ()) -> None:
-        self._paths = [folder / EPOCHS_FILE for folder in folders]
-        self._tiers: dict[str, TierNotes] = {}
-        self._writing = threading.Lock()
-        self._revision = self._saved = 0
-        for path in self._paths:
-            self._take_in(path)
+    def __init__(self, folders: Sequence[NotesFolder] = ()) -> None:
+        self._folders = tuple(folders)
 
     def __repr__(self) -> str:
-        counts = (f"{name}: {len(one.untold)} untold" for name, one in self._tiers.items())
-        return f"EpochNotes({', '.join(counts)})"
+        return f"EpochNotes({[str(one.path) for one in self._folders]})"
 
-    def epochs(self, tier: str) -> dict[str, int]:
-        """The epochs that were noted, by fingerprint."""
-        return dict(self._of(tier).epochs)
+    def read(self, stores: Sequence[str]) -> EpochBook:
+        """The book of an earlier server, for stores of these names. Blocks."""
+        read = [(one, _read(one.path / EPOCHS_FILE)) for one in self._folders]
+        contents = [content for _, content in read if content is not None]
+        # Blocks without a file are those of a server that wrote none.
+        is_complete = all(content is not None or not one.has_blocks for one, content in read)
+        names = {name for content in contents for name in content.records}
+        records = {name: _merged(name, contents, is_complete=is_complete) for name in names}
+        base = max((content.base for content in contents), default=0)
+        last = max((content.last for content in contents), default=0)
+        return EpochBook(stores, records, base, last)
 
-    def mixed(self, tier: str) -> set[str]:
-        """Key spaces of which older blocks lie here than those that the epoch is noted for."""
-        return set(self._of(tier).mixed)
+    def write(self, text: str) -> None:
+        """Replaces the files. From any thread, one at a time; blocks. Raises OSError, after it has
+        tried all folders."""
+        failed: OSError | None = None
+        for one in self._folders:
+            try:
+                replace_file(one.path / EPOCHS_FILE, [text], sync=True)
+            except OSError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
-    def untold(self, tier: str) -> list[str]:
-        """Fingerprints of key spaces that were flushed without the tier's knowledge."""
-        return list(self._of(tier).untold)
-
-    def add_untold(self, tier: str, fingerprint: str) -> None:
-        """The tier does not know yet of a flush."""
-        untold = self._of(tier).untold
-        if fingerprint in untold:
-            return
-        untold[fingerprint] = None
-        if len(untold) > MAX_UNTOLD:
-            log.error("tier=%s is told of %d flushes at most, one is forgotten", tier, MAX_UNTOLD)
-            del untold[next(iter(untold))]
-        self._revision += 1
-
-    def settle(self, tier: str, fingerprint: str, epoch: int, *, is_mixed: bool = False) -> None:
-        """The tier knows of all flushes. `epoch`: that of the key space now, 0 for none.
-        `is_mixed`: older blocks lie here, too."""
-        notes = self._of(tier)
-        was = (fingerprint in notes.untold, fingerprint in notes.mixed)
-        if was == (False, is_mixed) and notes.epochs.get(fingerprint, 0) == epoch:
-            return
-        notes.untold.pop(fingerprint, None)
-        notes.mixed.discard(fingerprint)
-        notes.epochs.pop(fingerprint, None)
-        if epoch:
-            notes.epochs[fingerprint] = epoch
-        if is_mixed:
-            notes.mixed.add(fingerprint)
-        self._revision += 1
-
-    def keep(self, tier: str, fingerprints: Collection[str]) -> None:
-        """Forgets the epochs of other key spaces: this server has no block of them. Takes effect
-        with the next `save`."""
-        notes = self._of(tier)
-        notes.epochs = {name: at for name, at in notes.epochs.items() if name in fingerprints}
-        notes.mixed = notes.mixed.intersection(fingerprints)
-
-    def save(self) -> None:
-        """Writes down what is noted, if it is not there yet. From any thread; blocks. Raises
-        OSError, after it has tried all folders."""
-        with self._writing:
-            revision = self._revision
-            if revision == self._saved:
-                return
-            text = self._text()
-            failed: OSError | None = None
-            for path in self._paths:
-                try:
-                    replace_file(path, [text], sync=True)
-                except OSError as error:
-                    failed = failed or error
-            if failed is not None:
-                raise failed
-            self._saved = revision
-
-    def discard(self) -> None:
+    def discard(self, book: EpochBook) -> None:
         """Removes the file of a server that leaves no blocks, unless a flush is untold. Blocks."""
-        if not any(one.untold for one in self._tiers.values()):
-            for path in self._paths:
-                path.unlink(missing_ok=True)
+        if not any(s.is_untold for one in book.records.values() for s in one.stores.values()):
+            for one in self._folders:
+                (one.path / EPOCHS_FILE).unlink(missing_ok=True)
 
-    def _of(self, tier: str) -> TierNotes:
-        return self._tiers.setdefault(tier, TierNotes())
 
-    def _text(self) -> str:
-        tiers = {
-            name: {
-                "epochs": one.epochs.copy(),
-                "mixed": sorted(one.mixed.copy()),
-                "untold": list(one.untold),
-            }
-            for name, one in self._tiers.copy().items()
+def text_of(book: EpochBook) -> str:
+    """What is written down of a book."""
+    key_spaces = {
+        name: {
+            "local": record.local,
+            "stores": {
+                store: [standing.epoch, standing.is_vouched, standing.is_untold]
+                for store, standing in record.stores.items()
+            },
         }
-        return json.dumps({"format": FORMAT_VERSION, "tiers": tiers})
+        for name, record in book.records.items()
+    }
+    content = {"base": book.base, "last": book.last, "key_spaces": key_spaces}
+    return json.dumps({"format": FORMAT_VERSION, **content})
 
-    def _take_in(self, path: Path) -> None:
-        """Adds what a file says. One that can't be read says nothing."""
-        try:
-            content = json.loads(path.read_bytes())
-            if content["format"] != FORMAT_VERSION:
-                raise ValueError(f"format {content['format']!r}")
-            for name, said in content["tiers"].items():
-                notes = self._of(name)
-                notes.untold.update(dict.fromkeys(map(_fingerprint, said["untold"])))
-                notes.mixed.update(map(_fingerprint, said["mixed"]))
-                for fingerprint, epoch in said["epochs"].items():
-                    known = notes.epochs.setdefault(_fingerprint(fingerprint), int(epoch))
-                    if known != int(epoch):
-                        notes.epochs[fingerprint] = UNSURE
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            log.error(
-                "%s can't be used, so flushes that stores were not told of are forgotten: %s %s",
-                path,
-                type(error).__name__,
-                error,
-            )
+
+def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Record:
+    """What all files together say of a key space."""
+    found = [content.records.get(name) or Record(content.base) for content in contents]
+    record = Record(max(one.local for one in found))
+    for store in {store for one in found for store in one.stores}:
+        standings = [one.stores.get(store, Standing()) for one in found]
+        epochs = {one.epoch for one in standings}
+        is_agreed = len(epochs) == 1 and all(one.is_vouched for one in standings)
+        record.stores[store] = Standing(
+            max(epochs), is_complete and is_agreed, any(one.is_untold for one in standings)
+        )
+    return record
+
+
+def _read(path: Path) -> _Content | None:
+    """What a file says; None if there is none that can be used."""
+    try:
+        content = json.loads(path.read_bytes())
+        if content["format"] != FORMAT_VERSION:
+            raise ValueError(f"format {content['format']!r}")
+        records = {_fingerprint(name): _record(one) for name, one in content["key_spaces"].items()}
+        return _Content(int(content["base"]), int(content["last"]), records)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.error(
+            "%s can't be used: flushes that stores were not told of are forgotten, and blocks that "
+            "are here are flushed when a store that nodes share is reached: %s %s",
+            path,
+            type(error).__name__,
+            error,
+        )
+        return None
+
+
+def _record(said: Mapping[str, Any]) -> Record:
+    stores = {
+        str(store): Standing(int(epoch), bool(is_vouched), bool(is_untold))
+        for store, (epoch, is_vouched, is_untold) in said["stores"].items()
+    }
+    return Record(int(said["local"]), stores)
 
 
 def _fingerprint(text: str) -> str:

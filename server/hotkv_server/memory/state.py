@@ -66,6 +66,13 @@ def replace_file(path: Path, pieces: Iterable[str], *, sync: bool = False) -> No
             file.flush()
             os.fsync(file.fileno())
     scratch.replace(path)
+    if sync:
+        # The new name, too: else the old file may come back after a power loss.
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _entry(known: KnownKeySpace) -> str:

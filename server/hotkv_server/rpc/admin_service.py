@@ -212,8 +212,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.FlushKeySpaceRequest, context: Any
     ) -> admin_pb2.FlushKeySpaceResponse:
         async def call() -> admin_pb2.FlushKeySpaceResponse:
+            flushed = await self._node.flush(request.key_space_id)
             return admin_pb2.FlushKeySpaceResponse(
-                flushed_block_count=await self._node.flush(request.key_space_id)
+                flushed_block_count=flushed.num_blocks, pending_tiers=flushed.pending
             )
 
         return await answer(self._node, context, call)

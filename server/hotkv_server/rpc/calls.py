@@ -1,7 +1,10 @@
 """Calls that the session stream and CacheService share: message in, message out, on a session."""
 
 import asyncio
+import os
 import time
+
+import numpy as np
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.groups import PREFIX_CLOSED
@@ -122,7 +125,10 @@ def acquire(
     groups = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
     lease_id = _lease_id(request.lease_id)
     answer: cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]
-    if node.tiers is not None and node.tiers.has_some(session, groups):
+    if node.tiers is not None and (
+        node.tiers.has_some(session, groups)
+        or not node.tiers.epochs.may_serve(session.record.key_space_id)
+    ):
         answer = asyncio.create_task(_acquire_later(node, session, request, lease_id, groups))
     else:
         answer = _acquire(node, session, request, lease_id, groups)
@@ -136,14 +142,33 @@ async def _acquire_later(
     lease_id: str,
     groups: list[HashList],
 ) -> cache_pb2.AcquireLeaseResponse:
-    """The same when what lies below has come up, or nobody waits for it any more."""
+    """The same when what lies below has come up, or nobody waits for it any more. Nothing is pinned
+    that may be of before a flush on another node."""
     assert node.tiers is not None
     held = await node.tiers.bring_up(session, groups)
     try:
+        groups = await unless_flushed(node, session, groups)
         acquired = _acquire(node, session, request, lease_id, groups)
     finally:
         node.tiers.let_go(held)
     return await acquired if isinstance(acquired, asyncio.Task) else acquired
+
+
+async def unless_flushed(
+    node: Node, session: LiveSession, groups: list[HashList]
+) -> list[HashList]:
+    """The lists, if blocks in host memory may be granted now; else lists of as many hashes of no
+    block."""
+    key_space_id = session.record.key_space_id
+    if node.tiers is None or await node.tiers.epochs.wait_to_serve(key_space_id):
+        return groups
+    return [
+        HashList(
+            one.group_index,
+            np.frombuffer(os.urandom(one.hashes.nbytes), np.uint32).reshape(one.hashes.shape),
+        )
+        for one in groups
+    ]
 
 
 def _acquire(
@@ -382,7 +407,8 @@ def report_sparse(node: Node, session: LiveSession, request: sparse_pb2.ReportSp
 
 async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
     """Flushes the session's key space."""
-    return session_pb2.Flushed(block_count=await node.flush(session.record.key_space_id))
+    flushed = await node.flush(session.record.key_space_id)
+    return session_pb2.Flushed(block_count=flushed.num_blocks, pending_tiers=flushed.pending)
 
 
 def cancel(

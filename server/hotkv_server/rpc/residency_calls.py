@@ -3,8 +3,11 @@
 import asyncio
 
 from hotkv.errors import HotKVError, Reason
+from hotkv.table import Words
 from hotkv.v1 import residency_pb2
+from hotkv_server.core.values import HashList
 from hotkv_server.rpc import convert
+from hotkv_server.rpc.calls import unless_flushed
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.residencies import Extended
 from hotkv_server.runtime.session import LiveSession
@@ -46,15 +49,31 @@ async def open_residency(
 def extend_residency(
     node: Node, session: LiveSession, request: residency_pb2.ExtendResidencyRequest
 ) -> "residency_pb2.ExtendResidencyResponse | asyncio.Task[residency_pb2.ExtendResidencyResponse]":
-    """Pins blocks; answered later if they must be compared first."""
+    """Pins blocks; answered later if they must be compared first, or a tier that nodes share must
+    confirm that they are of after all flushes."""
     _check_reads(session)
-    extended = node.residencies.extend(
-        session,
-        residency_id(request.residency_id),
-        session.group_index(request.group_index),
-        request.first_position,
-        convert.hashes("hashes", request.hashes, session.key_space.hash_bytes),
+    group_index = session.group_index(request.group_index)
+    named = HashList(
+        group_index, convert.hashes("hashes", request.hashes, session.key_space.hash_bytes)
     )
+
+    def extend(hashes: Words) -> "Extended | asyncio.Task[Extended]":
+        return node.residencies.extend(
+            session,
+            residency_id(request.residency_id),
+            group_index,
+            request.first_position,
+            hashes,
+        )
+
+    async def later() -> residency_pb2.ExtendResidencyResponse:
+        (may_be,) = await unless_flushed(node, session, [named])
+        extended = extend(may_be.hashes)
+        return _answer(await extended if isinstance(extended, asyncio.Task) else extended)
+
+    if node.tiers is not None and not node.tiers.epochs.may_serve(session.record.key_space_id):
+        return asyncio.create_task(later())
+    extended = extend(named.hashes)
     if isinstance(extended, asyncio.Task):
         return asyncio.create_task(_later(extended))
     return _answer(extended)

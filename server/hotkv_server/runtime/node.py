@@ -26,6 +26,7 @@ from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.clerk import Clerk
 from hotkv_server.runtime.effects import Effects
+from hotkv_server.runtime.epochs import Flushed
 from hotkv_server.runtime.events import EventHub, EventPublisher
 from hotkv_server.runtime.health import Health
 from hotkv_server.runtime.hints import HintDesk
@@ -90,6 +91,7 @@ class Node:
         self.drain_timeout_s = DEFAULT_DRAIN_S
         self._drain_timer: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._flushes: set[asyncio.Task[int]] = set()
         arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
         self.verifier = verifier or Verifier(core, arena)
         self.events = EventHub(publisher)
@@ -123,6 +125,7 @@ class Node:
             self.sparse,
             self.removals,
             self._persistence.save_state,
+            self._meet,
             self._effects.run,
         )
 
@@ -221,18 +224,20 @@ class Node:
         self._effects.run()
         return list(reservation.results), reservation.ttl_s
 
-    async def flush(self, key_space_id: int) -> int:
-        """As `Removals.flush`, also in tiers that other nodes share: none finds a block of it there
-        afterwards."""
-        if self.tiers is None:
-            return await self.removals.flush(key_space_id)
-        # It may be forgotten as soon as nothing of it is left.
-        fingerprint = self.core.key_space(key_space_id).fingerprint.hex()
-        self.tiers.begin_flush(key_space_id)
-        try:
-            return await self.removals.flush(key_space_id)
-        finally:
-            await self.tiers.end_flush(fingerprint)
+    async def _meet(self, key_space_id: int) -> None:
+        if self.tiers is not None:
+            await self.tiers.epochs.meet(key_space_id)
+
+    async def flush(self, key_space_id: int) -> Flushed:
+        """As `Removals.flush`, also in tiers: no node finds a block of it afterwards. A caller that
+        is cancelled changes nothing."""
+        self.core.key_space(key_space_id)
+        if self.tiers is not None:
+            return await self.tiers.epochs.flush(key_space_id)
+        flushing = asyncio.create_task(self.removals.flush(key_space_id))
+        self._flushes.add(flushing)
+        flushing.add_done_callback(self._flushes.discard)
+        return Flushed(await asyncio.shield(flushing))
 
     # Draining and time
 

@@ -32,7 +32,8 @@ MAX_SESSIONS = 256
 
 class Sessions:
     """See the module. Iterates over the open sessions. `save_state` writes new key spaces down;
-    `run_effects` carries out what the core's decisions call for."""
+    `meet` lets tiers that nodes share say what they know of one; `run_effects` carries out what the
+    core's decisions call for."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class Sessions:
         sparse: SparseDecode,
         removals: Removals,
         save_state: Callable[[], Awaitable[None]],
+        meet: Callable[[int], Awaitable[None]],
         run_effects: Callable[[], None],
     ) -> None:
         self._core = core
@@ -50,6 +52,7 @@ class Sessions:
         self._sparse = sparse
         self._removals = removals
         self._save_state = save_state
+        self._meet = meet
         self._run_effects = run_effects
         self._open: dict[str, LiveSession] = {}
 
@@ -102,6 +105,7 @@ class Sessions:
         self._open[session.secret_id] = session
         try:
             await self._save_state()
+            await self._meet(record.key_space_id)
         except BaseException:
             await self.close(session)
             raise
@@ -124,6 +128,7 @@ class Sessions:
         if is_new:
             self._events.add_key_space(number, key_space)
         await self._save_state()
+        await self._meet(number)
         return number
 
     async def close(self, session: LiveSession) -> None:

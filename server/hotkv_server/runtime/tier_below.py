@@ -17,6 +17,7 @@ from hotkv_server.core.values import BoolMask, Entries, HashList, Int64s
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.lower import LowerMemory
 from hotkv_server.runtime.breaker import Breaker
+from hotkv_server.runtime.epochs import Epochs
 from hotkv_server.runtime.events import DISK_TIER
 from hotkv_server.runtime.moved_events import OnReady, nobody
 from hotkv_server.runtime.persistence import state_of
@@ -35,15 +36,16 @@ MAX_DOWN_BYTES = 64 << 20
 
 
 class TierBelow:
-    """See the module. `core.lower` says what lies below; `tier` has its bytes. `moving_bytes`: most
-    that may be on their way down. `memory`: whose records are written down; None for a tier that
-    ends with the process."""
+    """See the module. `core.lower` says what lies below; `tier` has its bytes. `epochs`: of flushes
+    here and of tiers that nodes share. `moving_bytes`: most that may be on their way down.
+    `memory`: whose records are written down; None for a tier that ends with the process."""
 
     def __init__(
         self,
         core: CacheCore,
         tier: Tier,
         verifier: Verifier,
+        epochs: Epochs,
         moving_bytes: int,
         memory: LowerMemory | None = None,
     ) -> None:
@@ -57,6 +59,7 @@ class TierBelow:
         self.tracing: Tracing | None = None
         self._core = core
         self._verifier = verifier
+        self._epochs = epochs
         self._most_bytes = min(MAX_DOWN_BYTES, moving_bytes)
         self._down_bytes = 0
         self._asked_revision = -1
@@ -80,7 +83,7 @@ class TierBelow:
     async def _move_down(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
         down = self.lower.down
         async for _ in tasks.turns(f"the moves to {self.name}", PAUSE_S):
-            is_known = self._keep_key_spaces()
+            is_known = self._keep_key_spaces() and self._epochs.are_seals_saved
             if time.monotonic() >= self._note_at_s:
                 self.note_written()
             if not len(down.waiting) or not is_known or not self.breaker.take_turn():
@@ -156,19 +159,24 @@ class TierBelow:
     # Up
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """What lies here is known."""
+        """What lies here is known; tiers that nodes share confirm that it may be loaded."""
+        if self.has_some(key_space_id, groups):
+            await self._epochs.confirm_all(key_space_id, until_s)
 
     def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
         """Whether a block of these lists lies here and not in host memory."""
-        return any(map(len, self.wanted(key_space_id, groups)))
+        return any(map(len, self.lower.up.wanted(key_space_id, groups)))
 
     def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Positions of those blocks, one array a list."""
+        """Positions of those blocks, one array a list; none unless they may be loaded."""
+        if not self._epochs.are_all_confirmed(key_space_id):
+            return [np.empty(0, np.int64) for _ in groups]
         return self.lower.up.wanted(key_space_id, groups)
 
     def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """Which blocks are ready below, one mask a list."""
-        return [self.lower.up.find(key_space_id, one) != 0 for one in groups]
+        """Which blocks are ready below and may be loaded, one mask a list."""
+        may = self._epochs.are_all_confirmed(key_space_id)
+        return [(self.lower.up.find(key_space_id, one) != 0) & may for one in groups]
 
     def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
         """Reserves slots for what lies here, as far as there is room."""
@@ -177,8 +185,8 @@ class TierBelow:
     def blocks(self, move: Move) -> Blocks:
         """The rows of a move as the tier takes them."""
         below = self.lower.space.index
-        fingerprint = self._core.key_space(move.key_space_id).fingerprint
-        blocks = blocks_of(self._core, move.entries, b"hotkv/1/" + fingerprint.hex().encode())
+        prefix = self._epochs.disk_prefix(move.key_space_id)
+        blocks = blocks_of(self._core, move.entries, prefix)
         return replace(
             blocks,
             places=below.offsets(move.places),

@@ -1,9 +1,9 @@
 """Copies blocks of host memory to a tier that other nodes share: what is stored here soon, and,
 slowly, what came from elsewhere or could not be copied.
 
-Always true: a block is written only while the epoch of its key space is known, and only under that;
-what is written agrees with its check value. What the tier may have already is asked for first, so
-it costs no bytes. While something is known against the tier nothing is copied. On the event loop
+Always true: a block is written only under the epoch that the store has confirmed lately; what is
+written agrees with its check value. What the tier may have already is asked for first, so it costs
+no bytes. While something is known against the tier nothing is copied. On the event loop
 only; the tier answers on threads.
 """
 
@@ -21,8 +21,8 @@ from hotkv_server.core.moves import Move
 from hotkv_server.core.values import Entries, Int64s
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime.breaker import Breaker
+from hotkv_server.runtime.epochs import Epochs
 from hotkv_server.runtime.moved_events import OnReady, nobody
-from hotkv_server.runtime.shared_epochs import SharedEpochs
 from hotkv_server.runtime.tier_tasks import (
     TierTasks,
     agreeing,
@@ -64,7 +64,7 @@ class TierCopies:
         core: CacheCore,
         tier: SharedTier,
         breaker: Breaker,
-        epochs: SharedEpochs,
+        epochs: Epochs,
         verifier: Verifier,
         moving_bytes: int,
     ) -> None:
@@ -104,7 +104,7 @@ class TierCopies:
     def offer_old(self, key_space_id: int, entries: Entries) -> None:
         """Blocks came into host memory from elsewhere than the tier. They are copied if they are of
         the epoch that is known."""
-        if self._epochs.covers_old(key_space_id):
+        if self._epochs.get(self._name, key_space_id):
             self._copies.add_old(entries)
 
     async def _copy_stored(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
@@ -152,10 +152,10 @@ class TierCopies:
             if not self._left:
                 return
             key_space_id = self._left[0]
-            if key_space_id not in self._core.key_spaces or self._epochs.is_unsure(key_space_id):
+            if key_space_id not in self._core.key_spaces:
                 self._left.popleft()
                 first = 0
-            elif not self._epochs.get(key_space_id):
+            elif not self._epochs.get(self._name, key_space_id):
                 self._left.rotate()
                 first = 0
             elif not len(self._copies.lanes[OLD]):
@@ -180,7 +180,8 @@ class TierCopies:
             at = np.flatnonzero(codes == 0)
             at = at[await agreeing(self._core, self._verifier, move.entries[at], tell)]
             # Last: a flush may have begun meanwhile.
-            if not await self._epochs.learn(move.key_space_id, time.monotonic() + LEARN_S):
+            until_s = time.monotonic() + LEARN_S
+            if not await self._epochs.confirm(self._name, move.key_space_id, until_s):
                 codes[at] = Write.FAILED
             elif len(at := at[~move.is_void[at]]):
                 codes[at] = await self._written(move, at)
@@ -201,11 +202,12 @@ class TierCopies:
         """PRESENT for those that the tier has, 0 for those that it lacks, else FAILED."""
         codes = np.full(len(move), Write.FAILED, np.uint8)
         until_s = time.monotonic() + PROBE_S
-        if await self._epochs.learn(move.key_space_id, until_s):
+        if await self._epochs.confirm(self._name, move.key_space_id, until_s):
             ended: asyncio.Future[tuple[Codes]] = future()
             _, groups, hashes = self._core.space.index.keys(move.entries)
-            keys = tier_keys(self._epochs.prefix(move.key_space_id), groups.tolist(), hashes)
-            expected = self._epochs.expected(move.key_space_id)
+            prefix = self._epochs.prefix(self._name, move.key_space_id)
+            keys = tier_keys(prefix, groups.tolist(), hashes)
+            expected = self._epochs.expected(self._name, move.key_space_id)
             self._tier.probe(keys, until_s, on_loop(ended), expected)
             (found,) = await ended
             codes[found == Read.FOUND] = Write.PRESENT
@@ -215,7 +217,8 @@ class TierCopies:
     async def _written(self, move: Move, at: Int64s) -> Codes:
         """Writes the rows `at` of a move."""
         number, ended = move.key_space_id, future()
-        prefix, expected = self._epochs.prefix(number), self._epochs.expected(number)
+        prefix = self._epochs.prefix(self._name, number)
+        expected = self._epochs.expected(self._name, number)
         blocks = blocks_of(self._core, move.entries[at], prefix, expected)
         spans: list[Span] = []
         if self.tracing is not None:

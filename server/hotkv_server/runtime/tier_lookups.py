@@ -14,6 +14,7 @@ import numpy as np
 from hotkv_server.core.arrays import rows
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.values import BoolMask, HashList
+from hotkv_server.runtime.epochs import Epochs
 from hotkv_server.runtime.session import LiveSession
 from hotkv_server.runtime.tier_choice import Listed, both, count, either, needed, worth
 from hotkv_server.runtime.tier_shared import TierShared
@@ -76,6 +77,7 @@ class TierLookups:
         core: CacheCore,
         sources: Sequence[Source],
         shared: Sequence[TierShared],
+        epochs: Epochs,
         waiting: WaitingCalls,
         tasks: TierTasks,
         lookup_wait_s: float,
@@ -83,6 +85,7 @@ class TierLookups:
         self._core = core
         self._sources = sources
         self._shared = shared
+        self._epochs = epochs
         self._waiting = waiting
         self._tasks = tasks
         self._lookup_wait_s = lookup_wait_s
@@ -156,13 +159,19 @@ class TierLookups:
         return worth(lists, offers, tokens_per_s)
 
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
-        """Whether only a shared tier knows if a block of these lists is there. False for a session
-        of which many calls wait already, or that does not know tiers, and without one."""
+        """Whether only a shared tier knows if a block of these lists is there, or may be loaded
+        from the disk. False for a session of which many calls wait already, or that does not know
+        tiers, and without one."""
         if self._tasks.is_closing or session is None or not session.knows_tiers:
             return False
         if self._waiting.has_many(session):
             return False
         key_space_id = session.record.key_space_id
+        if self._epochs.must_ask(key_space_id):
+            return any(
+                one.breaker.lets_pass and one.has_some(key_space_id, groups)
+                for one in self._sources
+            )
         return any(
             one.breaker.lets_pass and one.has_some(key_space_id, groups) for one in self._shared
         )
@@ -171,12 +180,15 @@ class TierLookups:
         """Waits until shared tiers have said what they have, or the time is up."""
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
-            await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self._shared))
+            await self._look(key_space_id, groups, until_s)
+
+    async def _look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
+        await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self._sources))
 
     async def find(self, key_space_id: int, groups: list[HashList]) -> list[Lying]:
         """For operators: what lies in each tier. Asks shared tiers for what host memory lacks."""
         until_s = time.monotonic() + EXPLAIN_WAIT_S
-        await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self._shared))
+        await self._look(key_space_id, groups, until_s)
         return [
             Lying(
                 one.name,

@@ -1,8 +1,8 @@
 """A tier that other nodes share and that places blocks by itself: what is stored here is copied
 there, and a lookup asks it for what host memory lacks.
 
-Always true: no block is read or written while the epoch of its key space is not known, see
-`shared_epochs`; what is written agrees with its check value. On the event loop only; the tier
+Always true: no block is read or written unless the store has confirmed the epoch of its key space
+lately, see `epochs`; what is written agrees with its check value. On the event loop only; the tier
 answers on threads.
 """
 
@@ -19,9 +19,8 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.moves import Move
 from hotkv_server.core.values import BoolMask, HashList, Int64s
 from hotkv_server.integrity.verifier import Verifier
-from hotkv_server.memory.epoch_notes import EpochNotes
 from hotkv_server.runtime.breaker import Breaker
-from hotkv_server.runtime.shared_epochs import EpochRelay, Flush, SharedEpochs
+from hotkv_server.runtime.epochs import Epochs
 from hotkv_server.runtime.tier_copies import TierCopies
 from hotkv_server.runtime.tier_reads import TierReads
 from hotkv_server.runtime.tier_tasks import (
@@ -32,7 +31,6 @@ from hotkv_server.runtime.tier_tasks import (
     tier_keys,
 )
 from hotkv_server.tiers.protocol import (
-    NO_EPOCH,
     Blocks,
     Codes,
     Read,
@@ -50,18 +48,16 @@ FOUND_S = 10.0
 
 
 class TierShared:
-    """See the module. `relay`: what the tier was given as `on_epoch`. `moving_bytes`: most that may
-    be on their way there. `notes`: None to begin without any, and to leave none.
-    `below`: of the tier below, if there is one."""
+    """See the module. `epochs`: of all tiers that nodes share. `moving_bytes`: most that may be on
+    their way there. `below`: of the tier below, if there is one."""
 
     def __init__(
         self,
         core: CacheCore,
         tier: SharedTier,
         verifier: Verifier,
-        relay: EpochRelay,
+        epochs: Epochs,
         moving_bytes: int,
-        notes: EpochNotes | None = None,
     ) -> None:
         self.tier = tier
         self.breaker = Breaker(tier)
@@ -69,29 +65,25 @@ class TierShared:
         self.name = tier.facts().name
         self.num_fetched = 0
         self.below: Breaker | None = None
-        self.epochs = SharedEpochs(core, tier, self.breaker, relay, notes or EpochNotes())
-        self.out = TierCopies(core, tier, self.breaker, self.epochs, verifier, moving_bytes)
+        self.out = TierCopies(core, tier, self.breaker, epochs, verifier, moving_bytes)
+        self._epochs = epochs
         self._core = core
         self._found: dict[bytes, float] = {}
 
     def __repr__(self) -> str:
-        return f"TierShared({self.tier!r}, {self.epochs!r})"
+        return f"TierShared({self.tier!r})"
 
-    def start(
-        self,
-        tasks: TierTasks,
-        tell: Callable[[], None],
-        flush: Flush,
-    ) -> None:
-        """Starts copying. `flush`: of a key space in this node alone."""
+    def start(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
+        """Starts copying."""
         self.out.start(tasks, tell)
-        self.epochs.start(tasks, flush)
 
     # In
 
     async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Asks which of the blocks that host memory lacks are there, as far as nobody knows."""
-        if not self.breaker.lets_pass or not await self.epochs.learn(key_space_id, until_s):
+        if not self.breaker.lets_pass:
+            return
+        if not await self._epochs.confirm(self.name, key_space_id, until_s):
             return
         keys = [
             key
@@ -102,7 +94,8 @@ class TierShared:
         if not keys or not self.breaker.take_turn():
             return
         ended: asyncio.Future[tuple[Codes]] = future()
-        self.tier.probe(keys, until_s, on_loop(ended), self.epochs.expected(key_space_id))
+        expected = self._epochs.expected(self.name, key_space_id)
+        self.tier.probe(keys, until_s, on_loop(ended), expected)
         await asyncio.wait([ended], timeout=max(0.0, until_s - time.monotonic()))
         if ended.done():
             self._remember(
@@ -121,7 +114,7 @@ class TierShared:
         """Positions of the blocks, one array a list, that were found there, and are not in host
         memory."""
         absent, now_s = self._absent(key_space_id, groups), time.monotonic()
-        if self.epochs.get(key_space_id) == NO_EPOCH:
+        if not self._epochs.is_confirmed(self.name, key_space_id):
             return [at[:0] for at in absent]
         return [
             at[[self._found.get(key, 0.0) > now_s for key in keys]] if keys else at[:0]
@@ -148,7 +141,8 @@ class TierShared:
     def blocks(self, move: Move) -> Blocks:
         """The rows of a move as the tier takes them."""
         number = move.key_space_id
-        prefix, expected = self.epochs.prefix(number), self.epochs.expected(number)
+        prefix = self._epochs.prefix(self.name, number)
+        expected = self._epochs.expected(self.name, number)
         return blocks_of(self._core, move.entries, prefix, expected)
 
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
@@ -173,7 +167,7 @@ class TierShared:
     def _keys(
         self, key_space_id: int, groups: list[HashList], positions: list[Int64s]
     ) -> list[list[bytes]]:
-        prefix = self.epochs.prefix(key_space_id)
+        prefix = self._epochs.prefix(self.name, key_space_id)
         return [
             tier_keys(prefix, [one.group_index] * len(at), rows(one.hashes, at))
             if one.group_index < MAX_GROUPS

@@ -9,7 +9,7 @@ the event loop only; tiers answer on threads of their own.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hotkv_server.core import incremental
@@ -18,6 +18,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.moves import Move
 from hotkv_server.core.values import BoolMask, HashList, Run
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.runtime.epochs import Epochs, Flush
 from hotkv_server.runtime.health import Health
 from hotkv_server.runtime.moved_events import OnReady, nobody
 from hotkv_server.runtime.session import LiveSession
@@ -45,7 +46,6 @@ PREFETCH_PAUSE_S = 0.05
 """Between two looks of a prefetch at whether there is room for it."""
 CLOSE_TIERS_S = 10.0
 """Longest wait for tiers to close: some wait for a call that is under way."""
-RECORDS_WAIT_S = 1.0
 SAY_S = 0.2
 """Between two looks at which tiers are passed by."""
 UP_TIMEOUT_S = 30.0
@@ -71,17 +71,19 @@ class Held:
 
 
 class Tiers:
-    """All tiers besides host memory, in the order in which they are asked: `below`, then
-    `shared`."""
+    """All tiers besides host memory, in the order in which they are asked: `below`, then `shared`.
+    `epochs`: of flushes here and in `shared`."""
 
     def __init__(
         self,
         core: CacheCore,
         arena: Region,
         lookup_wait_s: float,
+        epochs: Epochs,
         below: TierBelow | None = None,
         shared: Sequence[TierShared] = (),
     ) -> None:
+        self.epochs = epochs
         self.below = below
         self.shared = tuple(shared)
         for one in self.shared:
@@ -97,7 +99,7 @@ class Tiers:
         self._most_bytes = moving_bytes(core)
         self._tasks = TierTasks()
         self.lookups = TierLookups(
-            core, self._sources, self.shared, self._waiting, self._tasks, lookup_wait_s
+            core, self._sources, self.shared, epochs, self._waiting, self._tasks, lookup_wait_s
         )
         self._tell: Callable[[], None] = lambda: None
         self._on_ready: OnReady = nobody
@@ -110,7 +112,7 @@ class Tiers:
         self,
         health: Health,
         tell: Callable[[], None],
-        flush: Callable[[int], Awaitable[int]],
+        flush: Flush,
         on_ready: OnReady = nobody,
     ) -> None:
         """Starts moving blocks; `health` watches the tiers' loops and threads. `tell` is called
@@ -118,11 +120,12 @@ class Tiers:
         up from one; `flush` flushes a key space in this node alone."""
         self._tell, self._on_ready = tell, on_ready
         self._tasks.health = health
+        self.epochs.start(self._tasks, flush)
         if self.below is not None:
             self.below.start(self._tasks, tell, on_ready)
         for one in self.shared:
             one.out.on_ready = on_ready
-            one.start(self._tasks, tell, flush)
+            one.start(self._tasks, tell)
         for source in self._sources:
             health.watch(f"the threads of the tier {source.name}", source.tier.is_alive)
         self._tasks.spawn(self._say())
@@ -160,27 +163,6 @@ class Tiers:
     def names(self) -> list[str]:
         """The tiers by their numbers in `Space.origins`, the first of which is 1."""
         return [one.name for one in self._sources]
-
-    def begin_flush(self, key_space_id: int) -> None:
-        """A key space is about to be flushed here: nothing of it is read or written in shared tiers
-        until `end_flush`."""
-        for one in self.shared:
-            one.epochs.begin_flush(key_space_id)
-
-    async def end_flush(self, fingerprint: str) -> None:
-        """Nothing of it is left here: now it is flushed on all nodes that share a tier, and in the
-        records of the tier below, for which a flush waits RECORDS_WAIT_S at most."""
-        if self.below is not None and self.below.memory is not None:
-            written = asyncio.wrap_future(self.below.memory.written())
-            await asyncio.wait([written], timeout=RECORDS_WAIT_S)
-            if not written.done():
-                log.error(
-                    "tier=%s hangs: what was flushed of fingerprint=%s comes back if the server "
-                    "is killed before it answers",
-                    self.below.name,
-                    fingerprint,
-                )
-        await asyncio.gather(*(one.epochs.end_flush(fingerprint) for one in self.shared))
 
     def fetch_ahead(
         self,

@@ -19,11 +19,11 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.clerk import Clerk
-from hotkv_server.memory.epoch_notes import EpochNotes
+from hotkv_server.memory.epoch_notes import EpochNotes, NotesFolder
 from hotkv_server.memory.lower import LowerMemory
 from hotkv_server.memory.state import StateError
+from hotkv_server.runtime.epochs import EpochRelay, Epochs
 from hotkv_server.runtime.persistence import state_of
-from hotkv_server.runtime.shared_epochs import EpochRelay
 from hotkv_server.runtime.tier_below import TierBelow
 from hotkv_server.runtime.tier_shared import TierShared
 from hotkv_server.runtime.tiers import Tiers, moving_bytes
@@ -181,9 +181,12 @@ def take_over_lower(core: CacheCore, part: LowerPart) -> None:
     memory.start(core.catalog.revision, state_of(core, memory.slab_bytes))
 
 
-def open_notes(memory: NodeMemory, lower: LowerPart | None) -> EpochNotes:
-    """What an earlier server has noted of epochs, beside its blocks."""
-    folders = [memory.directory] if lower is None else [memory.directory, lower.memory.folder]
+def open_notes(core: CacheCore, memory: NodeMemory, lower: LowerPart | None) -> EpochNotes:
+    """Where an earlier server has noted what it knew of flushes, beside its blocks, which the core
+    has already."""
+    folders = [NotesFolder(memory.directory, bool(core.space.used_bytes()))]
+    if lower is not None:
+        folders.append(NotesFolder(lower.memory.folder, bool(lower.space.used_bytes())))
     return EpochNotes(folders)
 
 
@@ -193,26 +196,28 @@ def make_tiers(
     verifier: Verifier,
     memory: NodeMemory,
     lower: LowerPart | None,
-    notes: EpochNotes,
 ) -> Tiers | None:
     """All tiers of the settings as the runtime drives them, over a core that has what an earlier
     server has left; None if there are none. Connects to nothing yet: a store that is away comes
     back by itself. Raises StartError."""
     arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
-    shared, most_bytes = [], moving_bytes(core)
+    opened_tiers: list[tuple[SharedTier, EpochRelay]] = []
     for name, compress, make in shared_tiers(settings):
         relay = EpochRelay()
         try:
             tier = opened(make, compress, arena, memory.arena.fd, relay)
         except (OSError, MissingError) as error:
             raise StartError(f"tiers.{name}: {error}") from error
-        shared.append(TierShared(core, tier, verifier, relay, most_bytes, notes))
-    if lower is None and not shared:
+        opened_tiers.append((tier, relay))
+    if lower is None and not opened_tiers:
         return None
-    below = (
-        None if lower is None else TierBelow(core, lower.tier, verifier, most_bytes, lower.memory)
-    )
-    return Tiers(core, arena, settings.tiers.lookup_wait_ms / 1000, below, shared)
+    epochs = Epochs(core, opened_tiers, open_notes(core, memory, lower))
+    most_bytes = moving_bytes(core)
+    shared = [TierShared(core, tier, verifier, epochs, most_bytes) for tier, _ in opened_tiers]
+    below = None
+    if lower is not None:
+        below = TierBelow(core, lower.tier, verifier, epochs, most_bytes, lower.memory)
+    return Tiers(core, arena, settings.tiers.lookup_wait_ms / 1000, epochs, below, shared)
 
 
 MakeShared: TypeAlias = Callable[[Region, int, EpochRelay], SharedTier]

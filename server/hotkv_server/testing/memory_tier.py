@@ -46,12 +46,13 @@ class Faults:
 @dataclass
 class MemoryStore:
     """What tiers over it have stored: (bytes, seal) by key, or by place where `places`; and epochs
-    by fingerprint."""
+    by fingerprint. `restored_below`: as of `Shown`."""
 
     places: bool
     capacity_bytes: int = 1 << 40
     content: dict[bytes | int, tuple[bytes, int]] = field(default_factory=dict)
     epochs: dict[str, int] = field(default_factory=dict)
+    restored_below: int = 0
 
     @property
     def used_bytes(self) -> int:

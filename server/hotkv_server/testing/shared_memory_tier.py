@@ -19,9 +19,11 @@ from hotkv_server.tiers.protocol import (
     Epochs,
     Medium,
     OnEpoch,
+    OnEpochs,
     OnProbe,
     OnRead,
     Read,
+    Shown,
 )
 
 _fresh = itertools.count(begun(1 << 51), RAISES)
@@ -56,25 +58,29 @@ class SharedMemoryTier(MemoryTier):
         """See `Tier`."""
         super().read(blocks, deadline_s, self._checked(blocks.epochs, on_done))
 
-    def epoch(self, fingerprint: str, deadline_s: float, on_done: OnEpoch) -> None:
-        """See `SharedTier`."""
-
-        def do() -> None:
-            if self.faults.problem:
-                on_done(None)
-            else:
-                on_done(self._store.epochs.setdefault(fingerprint, next(_fresh)))
-
-        self._add(do, lambda: on_done(None), 0)
-
-    def raise_epoch(self, fingerprint: str, on_done: OnEpoch) -> None:
+    def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
         """See `SharedTier`."""
 
         def do() -> None:
             if self.faults.problem:
                 on_done(None)
                 return
-            epoch = self._store.epochs.get(fingerprint, next(_fresh)) + 1
+            epochs = self._store.epochs
+            for name in fingerprints:
+                epochs.setdefault(name, next(_fresh))
+            shown = {name: epochs[name] for name in fingerprints}
+            on_done(Shown(shown, self._store.restored_below))
+
+        self._add(do, lambda: on_done(None), 0)
+
+    def raise_epoch(self, fingerprint: str, floor: int, on_done: OnEpoch) -> None:
+        """See `SharedTier`."""
+
+        def do() -> None:
+            if self.faults.problem:
+                on_done(None)
+                return
+            epoch = max(self._store.epochs.get(fingerprint, 0) + 1, floor + 1, next(_fresh))
             self._store.epochs[fingerprint] = epoch
             on_done(epoch)
 

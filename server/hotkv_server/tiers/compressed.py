@@ -31,6 +31,7 @@ from hotkv_server.tiers.protocol import (
     Codes,
     Epochs,
     OnEpoch,
+    OnEpochs,
     OnProbe,
     OnRead,
     OnWrite,
@@ -151,13 +152,13 @@ class CompressedTier:
         """See `Tier`."""
         self._inner.forget([*map(encoded_key, keys), *keys])
 
-    def epoch(self, fingerprint: str, deadline_s: float, on_done: OnEpoch) -> None:
+    def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
         """See `SharedTier`."""
-        self._inner.epoch(fingerprint, deadline_s, on_done)
+        self._inner.epochs(fingerprints, deadline_s, on_done)
 
-    def raise_epoch(self, fingerprint: str, on_done: OnEpoch) -> None:
+    def raise_epoch(self, fingerprint: str, floor: int, on_done: OnEpoch) -> None:
         """See `SharedTier`."""
-        self._inner.raise_epoch(fingerprint, on_done)
+        self._inner.raise_epoch(fingerprint, floor, on_done)
 
     def problem(self) -> str:
         """See `Tier`."""

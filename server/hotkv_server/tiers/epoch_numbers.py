@@ -1,14 +1,13 @@
-"""Epochs of key spaces as numbers: when they began and how often flushes have raised them since.
+"""Epochs of key spaces as numbers: each says when it began or was raised.
 
-An epoch begins at the wall clock's time, so one that was lost does not begin again with a number
-that was used before. Its lowest 16 bits are 0 then, and a flush adds one.
+Always true: of two epochs of a key space in one store, the later one is greater. An epoch has the
+wall clock's time, but is above all that are known to whoever makes it. So an epoch that a store has
+lost does not come again, neither after a restart nor from an old copy of its data.
 """
 
 RAISES = 1 << 16
 """One epoch and the next one that may begin lie so far apart, unless they begin within TICK_US."""
 TICK_US = 64
-_EARLIEST = 1_700_000_000_000_000 // TICK_US * RAISES
-"""An epoch that is less has begun otherwise: older servers began with the microseconds."""
 
 
 def begun(now_us: int) -> int:
@@ -17,7 +16,6 @@ def begun(now_us: int) -> int:
     return now_us // TICK_US * RAISES
 
 
-def may_be_raised(epoch: int) -> bool:
-    """Whether a flush may have raised this epoch since it began: False says that none has, short of
-    65,536 of them."""
-    return epoch < _EARLIEST or bool(epoch % RAISES)
+def raised(now_us: int, *known: int) -> int:
+    """The epoch that follows all that are known, at a time in microseconds of the wall clock."""
+    return max([begun(now_us), *(epoch + 1 for epoch in known)])

@@ -15,14 +15,14 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv_server.core.epoch_book import NO_EPOCH as NO_EPOCH
+
 Int64s = NDArray[np.int64]
 Seals = NDArray[np.uint64]
 Codes = NDArray[np.uint8]
 Epochs: TypeAlias = Mapping[str, int]
 """Epochs by the fingerprint of their key space."""
 NO_EPOCHS: Epochs = MappingProxyType({})
-NO_EPOCH = 0
-"""The epoch of a key space that has none at present. No block passes with it."""
 
 
 class Medium(enum.Enum):
@@ -103,6 +103,22 @@ OnWrite = Callable[[Codes, Seals], None]
 """Given `Write` values uint8 [n], and seals uint64 [n] of those that are STORED."""
 OnProbe = Callable[[Codes], None]
 """Given `Read` values uint8 [n]: FOUND, ABSENT or FAILED. A hint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """Epochs as a store has them; NO_EPOCH where it has none and no room to begin one.
+
+    `restored_below`: an epoch less than this may be one of before a flush, because the store has
+    just started from a copy of its data. 0: none, or the store can't tell.
+    """
+
+    epochs: Epochs
+    restored_below: int = 0
+
+
+OnEpochs = Callable[[Shown | None], None]
+"""Given None if the store has not answered."""
 OnEpoch = Callable[[int | None], None]
 """Given an epoch, NO_EPOCH, or None if the store has not answered."""
 
@@ -193,7 +209,8 @@ class SharedTier(Tier, Protocol):
     """A tier that also keeps the epochs of key spaces, so that a flush counts on all nodes.
 
     After `raise_epoch` has been answered, no node's read that begins later finds a block of an
-    earlier epoch, if the read names the epochs of its keys.
+    earlier epoch, if the read names the epochs of its keys. Calls of `epochs` and `raise_epoch` are
+    executed, and answered, in the order in which they were made.
     """
 
     def probe(
@@ -205,11 +222,11 @@ class SharedTier(Tier, Protocol):
     ) -> None:
         """As `Tier.probe`. `epochs`: as in `Blocks`."""
 
-    def epoch(self, fingerprint: str, deadline_s: float, on_done: OnEpoch) -> None:
-        """Asks for the epoch of a key space, which begins if there is none, with a number of
-        `epoch_numbers` or an odd one by chance. NO_EPOCH if the store has no room to begin one."""
+    def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
+        """Asks for the epochs of key spaces. Those that are not there begin. Overtakes reads and
+        writes."""
 
-    def raise_epoch(self, fingerprint: str, on_done: OnEpoch) -> None:
-        """Ends the epoch of a key space, and gives the next one. NO_EPOCH if the store has no room
-        for it: then too, nothing of the old epoch passes. None: it may have happened or not; ask
-        again."""
+    def raise_epoch(self, fingerprint: str, floor: int, on_done: OnEpoch) -> None:
+        """Ends the epoch of a key space, and gives the next one, which is above `floor`, too.
+        NO_EPOCH if the store has no room for it: then too, nothing of the old epoch passes. None:
+        it may have happened or not; ask again. Overtakes reads and writes."""

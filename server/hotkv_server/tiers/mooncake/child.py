@@ -14,9 +14,11 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
+from hotkv_server.tiers.epoch_numbers import RAISES, raised
 from hotkv_server.tiers.mooncake.words import Line, epoch_key
 from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
 from hotkv_server.tiers.remote.calls import PART_BLOCKS
@@ -58,7 +60,7 @@ class Child:
             "read": self._read,
             "write": self._write,
             "forget": self._forget,
-            "epoch": self._epoch,
+            "epochs": self._begun_epochs,
             "raise": self._raise,
         }
 
@@ -124,23 +126,30 @@ class Child:
         self._store.batch_remove(asked["names"], True)
         return {}
 
-    def _epoch(self, asked: dict[str, Any]) -> dict[str, Any]:
-        return {"epoch": self._begun(epoch_key(asked["fingerprint"]))}
+    def _begun_epochs(self, asked: dict[str, Any]) -> dict[str, Any]:
+        names = asked["fingerprints"]
+        return {"epochs": {name: self._begun(epoch_key(name)) for name in names}}
 
     def _raise(self, asked: dict[str, Any]) -> dict[str, Any]:
         name = epoch_key(asked["fingerprint"])
+        known = (asked["floor"], self._number(name))
         code = _check(self._store.remove(name, True))
         if code not in (0, ABSENT_CODE):
             raise MasterLostError(f"keeps an old epoch: {code}")
-        return {"epoch": self._begun(name)}
+        epoch = self._begun(name, *known)
+        if NO_EPOCH < epoch <= max(known):
+            # Somebody who knows less was faster.
+            raise MasterLostError("was given an old epoch meanwhile")
+        return {"epoch": epoch}
 
-    def _begun(self, name: str) -> int:
-        """The epoch of a key space, which begins if there is none. It is a number by chance, so
-        none comes back, and an odd one, as nobody can tell whether a flush has begun it; what is
-        put under a key that is there changes nothing."""
+    def _begun(self, name: str, *known: int) -> int:
+        """The epoch of a key space; one above all that are `known` begins if there is none. What is
+        put under a key that is there changes nothing. Two that begin at once are told apart by
+        chance."""
+        epoch = raised(time.time_ns() // 1000, 0, *known) + secrets.randbelow(RAISES // 2)
         pinned = self._native.ReplicateConfig()
         pinned.with_hard_pin = True
-        _check(self._store.put(name, b"%d" % (1 | secrets.randbits(62)), pinned))
+        _check(self._store.put(name, b"%d" % epoch, pinned))
         return self._number(name)
 
     def _epochs(self, asked: dict[str, Any]) -> dict[str, int]:

@@ -25,6 +25,7 @@ from hotkv_server.tiers.protocol import (
     Epochs,
     Medium,
     Seals,
+    Shown,
     TierFacts,
     TierMemory,
 )
@@ -116,13 +117,16 @@ class MooncakeClient:
         """See `Client`."""
         self._ask({"do": "forget", "names": [*map(quoted, keys)]}, until_s)
 
-    def epoch(self, fingerprint: str, until_s: float) -> int:
+    def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
         """See `Client`."""
-        return int(self._ask({"do": "epoch", "fingerprint": fingerprint}, until_s)["epoch"])
+        return Shown(
+            self._ask({"do": "epochs", "fingerprints": [*fingerprints]}, until_s)["epochs"]
+        )
 
-    def raise_epoch(self, fingerprint: str, until_s: float) -> int:
+    def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
         """See `Client`."""
-        return int(self._ask({"do": "raise", "fingerprint": fingerprint}, until_s)["epoch"])
+        asked = {"do": "raise", "fingerprint": fingerprint, "floor": floor}
+        return int(self._ask(asked, until_s)["epoch"])
 
     def close(self) -> None:
         """See `Client`. Kills the child, and waits until it is gone."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotkv_server.tiers.protocol import Codes, Epochs, Int64s, Read, Seals
+from hotkv_server.tiers.protocol import Codes, Epochs, Int64s, Read, Seals, Shown
 from hotkv_server.tiers.remote.client import Client
 
 PART_BYTES = 2 << 20
@@ -34,6 +34,7 @@ class Call:
         self.codes: Codes = np.full(num_blocks, Read.FAILED, np.uint8)
         self.seals: Seals = np.zeros(num_blocks, np.uint64)
         self.epoch: int | None = None
+        self.shown: Shown | None = None
         self._changed: dict[str, int] = {}
         self._on_end = on_end
         self._lock = threading.Lock()

@@ -9,7 +9,7 @@ kind of server.
 from collections.abc import Sequence
 from typing import Protocol
 
-from hotkv_server.tiers.protocol import Codes, Epochs, Seals
+from hotkv_server.tiers.protocol import Codes, Epochs, Seals, Shown
 
 
 class Client(Protocol):
@@ -49,12 +49,13 @@ class Client(Protocol):
     def forget(self, keys: Sequence[bytes], until_s: float) -> None:
         """Deletes values."""
 
-    def epoch(self, fingerprint: str, until_s: float) -> int:
-        """The epoch of a key space, which begins if there is none."""
+    def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
+        """The epochs of key spaces. Those that are not there begin."""
 
-    def raise_epoch(self, fingerprint: str, until_s: float) -> int:
-        """Ends the epoch of a key space. Returns the new one, or NO_EPOCH if a full server has no
-        room for one: then nothing passes until `epoch` begins one."""
+    def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
+        """Ends the epoch of a key space. Returns the next one, which is above `floor`, or NO_EPOCH
+        if a full server has no room for one: then nothing passes until `epochs` begins one. Raises
+        LostError if there was none and there is no room: nobody could tell that from before."""
 
     def close(self) -> None:
         """Gives the connection back."""

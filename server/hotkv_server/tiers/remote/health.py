@@ -12,7 +12,7 @@ import time
 
 log = logging.getLogger(__name__)
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 5.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
 
 
 class Health:

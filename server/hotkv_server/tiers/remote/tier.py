@@ -19,6 +19,7 @@ from hotkv_server.tiers.protocol import (
     Epochs,
     Int64s,
     OnEpoch,
+    OnEpochs,
     OnProbe,
     OnRead,
     OnWrite,
@@ -153,23 +154,23 @@ class RemoteTier:
         parts = [part(rows) for rows in cut_keys(len(keys))]
         self._workers.submit(call, parts, is_read=False)
 
-    def epoch(self, fingerprint: str, deadline_s: float, on_done: OnEpoch) -> None:
+    def epochs(self, fingerprints: Sequence[str], deadline_s: float, on_done: OnEpochs) -> None:
+        """See `SharedTier`."""
+        call = self._call(0, 0, lambda call: on_done(call.shown))
+
+        def do(client: Client, until_s: float) -> None:
+            call.shown = client.epochs(fingerprints, until_s)
+
+        self._workers.submit_control(call, Part(call, do, deadline_s))
+
+    def raise_epoch(self, fingerprint: str, floor: int, on_done: OnEpoch) -> None:
         """See `SharedTier`."""
         call = self._call(0, 0, lambda call: on_done(call.epoch))
 
         def do(client: Client, until_s: float) -> None:
-            call.epoch = client.epoch(fingerprint, until_s)
+            call.epoch = client.raise_epoch(fingerprint, floor, until_s)
 
-        self._workers.submit(call, [Part(call, do, deadline_s)], is_read=True)
-
-    def raise_epoch(self, fingerprint: str, on_done: OnEpoch) -> None:
-        """See `SharedTier`."""
-        call = self._call(0, 0, lambda call: on_done(call.epoch))
-
-        def do(client: Client, until_s: float) -> None:
-            call.epoch = client.raise_epoch(fingerprint, until_s)
-
-        self._workers.submit(call, [Part(call, do)], is_read=True)
+        self._workers.submit_control(call, Part(call, do))
 
     def problem(self) -> str:
         """See `Tier`."""

@@ -2,6 +2,8 @@
 
 Always true: a connection whose call has failed is closed before the part ends. While something is
 known against the server, parts end at once without it, and one thread at a time tries to connect.
+Control calls have a thread and a connection of their own, so they wait for no block, and end in
+their order.
 """
 
 import logging
@@ -23,8 +25,9 @@ Connect = Callable[[float], Client]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`connections`: with a thread each. `connect_timeout_s`: longest wait for a connection that
-    can be used. `timeout_s`: longest time for a part."""
+    """`connections`: with a thread each, besides the one for control calls.
+    `connect_timeout_s`: longest wait for a connection that can be used. `timeout_s`: longest time
+    for a part."""
 
     connections: int
     connect_timeout_s: float
@@ -43,13 +46,16 @@ class Workers:
         self._limits = limits
         self._connect_to = connect
         self._health = Health(name)
-        self._queue = PartQueue()
+        self._queue, self._control = PartQueue(), PartQueue()
+        queues = [self._queue] * limits.connections + [self._control]
         # When each thread began to wait for the server; 0 while it does not.
-        self._begun_s = [0.0] * limits.connections
+        self._begun_s = [0.0] * len(queues)
         kind = name.partition(" ")[0]
         self._threads = [
-            threading.Thread(target=self._work, args=(i,), name=f"hotkv-{kind}-{i}", daemon=True)
-            for i in range(limits.connections)
+            threading.Thread(
+                target=self._work, args=(i, queue), name=f"hotkv-{kind}-{i}", daemon=True
+            )
+            for i, queue in enumerate(queues)
         ]
         for thread in self._threads:
             thread.start()
@@ -86,21 +92,28 @@ class Workers:
             for part in parts:
                 part.call.part_ended()
 
+    def submit_control(self, call: Call, part: Part) -> None:
+        """Queues a call of one part that overtakes all others. Ends it at once if the queue is
+        full, or after `close`."""
+        call.expect(1)
+        if not self._control.put([part], is_read=True):
+            part.call.part_ended()
+
     def close(self) -> None:
         """Ends all calls, and waits for parts under way."""
-        for part in self._queue.close():
+        for part in (*self._control.close(), *self._queue.close()):
             part.call.part_ended()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
 
-    def _work(self, number: int) -> None:
+    def _work(self, number: int, queue: PartQueue) -> None:
         client: Client | None = None
-        while not self._queue.is_closed:
+        while not queue.is_closed:
             if self._health.claim():
                 client = self._retry(client)
                 continue
-            part = self._queue.get(self._health.retry_at_s, takes_writes=number < self._num_writers)
+            part = queue.get(self._health.retry_at_s, takes_writes=number < self._num_writers)
             if part is None:
                 continue
             self._begun_s[number] = time.monotonic()

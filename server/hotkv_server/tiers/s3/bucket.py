@@ -138,6 +138,23 @@ class Bucket:
         except FileNotFoundError:
             return None
 
+    def objects(self, paths: Sequence[str], until_s: float) -> list[tuple[bytes, str] | None]:
+        """As `get` of each of them, REQUESTS_AT_ONCE at a time."""
+        limit = asyncio.Semaphore(REQUESTS_AT_ONCE)
+
+        async def one(path: str) -> tuple[bytes, str] | None:
+            async with limit:
+                try:
+                    answer = await self._obstore.get_async(self._store, path)
+                    return bytes(await answer.bytes_async()), answer.meta["e_tag"] or ""
+                except FileNotFoundError:
+                    return None
+
+        async def all_of_them() -> list[tuple[bytes, str] | None]:
+            return list(await asyncio.gather(*map(one, paths)))
+
+        return self._ask(all_of_them(), until_s)
+
     def put(self, path: str, body: "bytes | bytearray", until_s: float, version: str = "") -> bool:
         """Makes an object that is not there yet; or replaces it if it still has this version.
         Returns whether it has."""

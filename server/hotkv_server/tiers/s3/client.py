@@ -10,7 +10,16 @@ import time
 from collections.abc import Sequence
 
 from hotkv_server.settings.s3 import S3Settings
-from hotkv_server.tiers.protocol import NO_EPOCH, NO_EPOCHS, Codes, Epochs, Read, Seals, Write
+from hotkv_server.tiers.protocol import (
+    NO_EPOCH,
+    NO_EPOCHS,
+    Codes,
+    Epochs,
+    Read,
+    Seals,
+    Shown,
+    Write,
+)
 from hotkv_server.tiers.remote.errors import StoreError, UnusableError
 from hotkv_server.tiers.s3 import epochs
 from hotkv_server.tiers.s3.bucket import Bucket, Loop
@@ -164,13 +173,13 @@ class S3Client:
         them."""
         self._index.forget(keys)
 
-    def epoch(self, fingerprint: str, until_s: float) -> int:
-        """See `Client`."""
-        return epochs.begin_epoch(self._bucket, fingerprint, _now_us(), until_s)
+    def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
+        """See `Client`. A bucket does not start, so it can't say what came back."""
+        return Shown(epochs.begin_epochs(self._bucket, fingerprints, _now_us(), until_s))
 
-    def raise_epoch(self, fingerprint: str, until_s: float) -> int:
+    def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
         """See `Client`."""
-        raised = epochs.raise_epoch(self._bucket, fingerprint, _now_us(), until_s)
+        raised = epochs.raise_epoch(self._bucket, fingerprint, floor, _now_us(), until_s)
         self._forget_others(fingerprint, raised)
         return raised
 

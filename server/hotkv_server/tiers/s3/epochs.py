@@ -1,6 +1,7 @@
 """Epochs in a bucket: a number in the object `epochs/1/{fingerprint}`, which a flush raises.
 
-Always true: the epoch of a key space never returns to a value that it has had. It begins by a write
+Always true: the epoch of a key space never returns to a value that it has had, as far as anybody
+knows of it who raises it. It begins by a write
 that fails if the object is there (If-None-Match), and rises by one that fails if the object has
 changed since it was read (If-Match): so of all writes that read the same epoch one succeeds, and
 one that is late does nothing. Keys of blocks have the epoch in them, so blocks of an old epoch are
@@ -23,8 +24,9 @@ before.
 """
 
 import re
+from collections.abc import Sequence
 
-from hotkv_server.tiers.epoch_numbers import begun
+from hotkv_server.tiers.epoch_numbers import begun, raised
 from hotkv_server.tiers.protocol import NO_EPOCH
 from hotkv_server.tiers.remote.errors import LostError, UnusableError
 from hotkv_server.tiers.s3.bucket import Bucket
@@ -63,20 +65,35 @@ def begin_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -
     raise LostError("changes an epoch again and again")
 
 
-def raise_epoch(bucket: Bucket, fingerprint: str, now_us: int, until_s: float) -> int:
-    """Ends the epoch, and returns the next one; NO_EPOCH if the store has no room for it: then
-    nothing passes until one begins. Raises StoreError."""
+def begin_epochs(
+    bucket: Bucket, fingerprints: Sequence[str], now_us: int, until_s: float
+) -> dict[str, int]:
+    """As `begin_epoch` of several key spaces, which are asked for at once. Those whose epoch is no
+    number are left out. Raises StoreError."""
+    objects = bucket.objects([epoch_path(name) for name in fingerprints], until_s)
+    epochs: dict[str, int] = {}
+    for name, found in zip(fingerprints, objects, strict=True):
+        try:
+            epoch, _ = _parsed(found)
+        except LostError:
+            continue
+        epochs[name] = epoch or begin_epoch(bucket, name, now_us, until_s)
+    return epochs
+
+
+def raise_epoch(bucket: Bucket, fingerprint: str, floor: int, now_us: int, until_s: float) -> int:
+    """Ends the epoch, and returns the next one, above `floor`; NO_EPOCH if the store has no room
+    for it: then nothing passes until one begins. Raises StoreError."""
     for _ in range(TRIES):
         epoch, version = _read(bucket, fingerprint, until_s)
+        # Without a version what was there is gone, and the next one must not be one that begins.
+        wanted = raised(now_us, epoch, floor) if version else raised(now_us, begun(now_us), floor)
         try:
-            if epoch == NO_EPOCH:
-                # What was there before is gone, and the next one must be another.
-                raised = begun(now_us) + 1
-                if bucket.put(epoch_path(fingerprint), b"%d" % raised, until_s):
-                    return raised
-            elif bucket.put(epoch_path(fingerprint), b"%d" % (epoch + 1), until_s, version):
-                return epoch + 1
+            if bucket.put(epoch_path(fingerprint), b"%d" % wanted, until_s, version):
+                return wanted
         except FullError:
+            if not version:
+                raise LostError("is full: it has no room for the epoch of a key space") from None
             bucket.delete(epoch_path(fingerprint), until_s)
             return NO_EPOCH
     raise LostError("changes an epoch again and again")
@@ -95,7 +112,11 @@ def check_conditions(bucket: Bucket, until_s: float) -> None:
 
 
 def _read(bucket: Bucket, fingerprint: str, until_s: float) -> tuple[int, str]:
-    found = bucket.get(epoch_path(fingerprint), until_s)
+    return _parsed(bucket.get(epoch_path(fingerprint), until_s))
+
+
+def _parsed(found: tuple[bytes, str] | None) -> tuple[int, str]:
+    """Epoch and version of an object. Raises LostError."""
     if found is None:
         return NO_EPOCH, ""
     text, version = found

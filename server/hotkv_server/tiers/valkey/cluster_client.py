@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hotkv_server.security.path_checks import UnsafeError, check_private_key
 from hotkv_server.settings.valkey import ValkeySettings
 from hotkv_server.tiers import epoch_numbers
-from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Read, Seals, Write
+from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Read, Seals, Shown, Write
 from hotkv_server.tiers.remote.errors import (
     LateError,
     LostError,
@@ -150,28 +150,39 @@ class ClusterClient:
                 batch.unlink([key])
             self._ask(batch, until_s)
 
-    def epoch(self, fingerprint: str, until_s: float) -> int:
-        """See `Client`."""
-        (begun,) = self._begin_epoch(fingerprint, until_s)
-        (epoch,) = self._epochs([fingerprint], until_s)
-        code = _code(begun)
-        if epoch == NO_EPOCH and code and code not in FULL_CODES:
-            raise unusable(code, in_cluster=True) or LostError(f"begins no epoch: {code}")
-        return epoch
+    def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
+        """See `Client`. Nobody says when a server of the cluster has started."""
+        found = dict(zip(fingerprints, self._epochs(fingerprints, until_s), strict=True))
+        if missing := [name for name, epoch in found.items() if epoch == NO_EPOCH]:
+            begun = self._begin_epochs(missing, until_s)
+            again = self._epochs(missing, until_s)
+            for name, epoch, reply in zip(missing, again, begun, strict=True):
+                code, found[name] = _code(reply), epoch
+                if epoch == NO_EPOCH and code and code not in FULL_CODES:
+                    raise unusable(code, in_cluster=True) or LostError(f"begins no epoch: {code}")
+        return Shown(found)
 
-    def raise_epoch(self, fingerprint: str, until_s: float) -> int:
+    def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
         """See `Client`."""
-        self._begin_epoch(fingerprint, until_s)
-        batch = self._batch()
-        batch.incr(epochs.epoch_key(fingerprint))
-        (reply,) = self._ask(batch, until_s)
-        # 1: it was lost before it was raised. An epoch that begins there may come again.
-        if _code(reply) in FULL_CODES or reply == 1:
+        for _ in range(epochs.RAISE_TRIES):
+            self._begin_epochs([fingerprint], until_s)
+            (before,) = self._epochs([fingerprint], until_s)
+            wanted = epoch_numbers.raised(time.time_ns() // 1000, before, floor)
             batch = self._batch()
-            batch.unlink([epochs.epoch_key(fingerprint)])
-            _checked(self._ask(batch, until_s))
-            return NO_EPOCH
-        return _epoch(reply)
+            batch.incrby(epochs.epoch_key(fingerprint), wanted - before)
+            (reply,) = self._ask(batch, until_s)
+            if _code(reply) in FULL_CODES:
+                batch = self._batch()
+                batch.unlink([epochs.epoch_key(fingerprint)])
+                (removed,) = replies = self._ask(batch, until_s)
+                _checked(replies)
+                if not removed:
+                    raise LostError("is full: it has no room for the epoch of a key space")
+                return NO_EPOCH
+            # Less: it was lost after it was read, and began again at 0.
+            if (epoch := _epoch(reply)) >= wanted:
+                return epoch
+        raise LostError("loses an epoch again and again")
 
     def close(self) -> None:
         """See `Client`."""
@@ -197,10 +208,11 @@ class ClusterClient:
             raise unusable(code, in_cluster=True) or LostError("does not answer") from None
         return list(replies or [])
 
-    def _begin_epoch(self, fingerprint: str, until_s: float) -> list[object]:
+    def _begin_epochs(self, fingerprints: Sequence[str], until_s: float) -> list[object]:
         batch, begun = self._batch(), epoch_numbers.begun(time.time_ns() // 1000)
         is_new = self._glide.ConditionalChange.ONLY_IF_DOES_NOT_EXIST
-        batch.set(epochs.epoch_key(fingerprint), b"%d" % begun, conditional_set=is_new)
+        for fingerprint in fingerprints:
+            batch.set(epochs.epoch_key(fingerprint), b"%d" % begun, conditional_set=is_new)
         return self._ask(batch, until_s)
 
     def _epochs(self, fingerprints: Sequence[str], until_s: float) -> list[int]:

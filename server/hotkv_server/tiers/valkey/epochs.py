@@ -1,6 +1,7 @@
 """Epochs in Valkey: an integer under `hotkv/1/{fingerprint}/epoch`, which a flush raises.
 
-Always true: the epoch of a key space never returns to a value that it has had. Keys of blocks have
+Always true: the epoch of a key space never returns to a value that it has had, as far as anybody
+knows of it who raises it. Keys of blocks have
 the epoch in them, so blocks of an old epoch are only found by a node that has not heard of the
 flush. Such a node is stopped by the order in a read's pipeline: **the epoch is read after the
 blocks**.
@@ -16,19 +17,88 @@ saw another epoch.
 
 The proof needs one server. In a cluster blocks and epoch lie on different ones, so there the epoch
 is asked for when all blocks have come: the GET of the epoch is sent after each GET of a block was
-executed, and the rest holds as above. A replica that takes over without the last INCR would bring
-an old epoch back.
+executed, and the rest holds as above.
 
-An epoch that is not there equals none: nothing passes. It begins at the clock's time and not at 0
+A server that comes back with an old copy of its data (a snapshot, a replica without the last
+commands) shows an epoch of before. Nodes that have known a later one raise it above that. Others
+can't tell it, so an epoch older than the server is not trusted until the server has been seen for
+GRACE_S (`StoreClock`), in which those who know more come back.
+
+An epoch that is not there equals none: nothing passes. It begins at the server's time and not at 0
 (`epoch_numbers`), so a server that has lost it (restart, FLUSHALL, eviction under an allkeys
 policy) does not begin again with numbers that were used before.
 """
+
+import threading
+import time
 
 from hotkv_server.tiers import epoch_numbers
 from hotkv_server.tiers.protocol import NO_EPOCH
 from hotkv_server.tiers.remote.errors import LostError
 from hotkv_server.tiers.valkey.errors import unusable
 from hotkv_server.tiers.valkey.resp import ErrorReply, Reply, command
+
+GRACE_S = 5.0
+"""How long a server that has just started is not trusted with epochs older than it. Nodes that have
+lost it try to connect every 2.5 s at least (`remote.health`)."""
+YOUNG_S = 600.0
+"""A server that is up for longer has not just started, whoever sees it for the first time."""
+RAISE_TRIES = 8
+"""How often an epoch may be lost between two commands that raise it."""
+
+
+class StoreClock:
+    """What a server says of its time and its start, for all connections to it. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._run_id = b""
+        self._seen_s = 0.0
+        self._started_us = 0
+
+    def __repr__(self) -> str:
+        return f"StoreClock(run_id={self._run_id!r}, started_us={self._started_us})"
+
+    def restored_below(self, reply: Reply, now_s: float) -> int:
+        """As of `Shown`, given the reply to INFO_SERVER and a time of time.monotonic. 0 for a reply
+        that does not say it."""
+        run_id, now_us, up_s = _said(reply)
+        if not run_id or not now_us:
+            return 0
+        # Its start is known to a second, which the next reply may narrow.
+        started_us = now_us - up_s * 1_000_000
+        with self._lock:
+            if run_id != self._run_id:
+                self._run_id, self._seen_s, self._started_us = run_id, now_s, started_us
+            self._started_us = min(self._started_us, started_us)
+            is_young = up_s < YOUNG_S and now_s < self._seen_s + GRACE_S
+            return epoch_numbers.begun(self._started_us) if is_young else 0
+
+
+INFO_SERVER = command(b"INFO", b"server")
+
+
+def now_us(reply: Reply) -> int:
+    """The server's wall clock in microseconds, from the reply to INFO_SERVER; ours if it does not
+    say it."""
+    return _said(reply)[1] or time.time_ns() // 1000
+
+
+def _said(reply: Reply) -> tuple[bytes, int, int]:
+    """Run id, microseconds of the wall clock, seconds since the start; empty and 0 if unsaid."""
+    if not isinstance(reply, bytes):
+        return b"", 0, 0
+    said = dict(line.partition(b":")[::2] for line in reply.splitlines())
+
+    def number(name: bytes) -> int:
+        text = said.get(name, b"").strip()
+        return int(text) if text.isdigit() and len(text) < 20 else 0
+
+    return (
+        said.get(b"run_id", b"").strip(),
+        number(b"server_time_usec"),
+        number(b"uptime_in_seconds"),
+    )
 
 
 def epoch_key(fingerprint: str) -> bytes:
@@ -46,15 +116,23 @@ def begin(fingerprint: str, now_us: int) -> bytes:
     return command(b"SET", epoch_key(fingerprint), b"%d" % epoch_numbers.begun(now_us), b"NX")
 
 
-def raise_(fingerprint: str) -> bytes:
+def raise_(fingerprint: str, by: int) -> bytes:
     """The command that raises an epoch."""
-    return command(b"INCR", epoch_key(fingerprint))
+    return command(b"INCRBY", epoch_key(fingerprint), b"%d" % by)
 
 
 def remove(fingerprint: str) -> bytes:
     """The command that takes an epoch away. A server that is full refuses INCR but not this, and a
     flush must count there too."""
     return command(b"UNLINK", epoch_key(fingerprint))
+
+
+def parsed_or_none(reply: Reply) -> int | None:
+    """As `parsed`; None for what is no epoch."""
+    try:
+        return parsed(reply)
+    except LostError:
+        return None
 
 
 def parsed(reply: Reply) -> int:

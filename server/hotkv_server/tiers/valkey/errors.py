@@ -12,7 +12,7 @@ _CLUSTER = "is a cluster: set cluster = true, which needs the extra hotkv[cluste
 _INCOMPLETE = "is a cluster of which a server is away, and no replica has taken its place yet"
 _FORBIDDEN = "forbids this user what hotkv needs: allow it ~hotkv/1/* {} +hello +client|setname"
 _OF_CLUSTERS = dict.fromkeys(("MOVED", "ASK", "CLUSTERDOWN", "CROSSSLOT", "TRYAGAIN"), _INCOMPLETE)
-_OF_CLUSTERS["NOPERM"] = _FORBIDDEN.format("+get +set +exists +unlink +incr +ping +cluster|slots")
+_OF_CLUSTERS["NOPERM"] = _FORBIDDEN.format("+get +set +exists +unlink +incrby +ping +cluster|slots")
 _UNUSABLE = {
     "LOADING": "still loads its data",
     "BUSY": "runs a script and answers nothing else",
@@ -21,7 +21,7 @@ _UNUSABLE = {
     "SENTINEL": "is a sentinel: give the address of a server",
     "NOAUTH": "asks for a password: set password_file, and user if it is not the default user",
     "WRONGPASS": "rejects user and password: check user and password_file",
-    "NOPERM": _FORBIDDEN.format("+get +set +exists +unlink +incr +select"),
+    "NOPERM": _FORBIDDEN.format("+get +set +exists +unlink +incrby +select +info"),
     "DENIED": "is in protected mode, so only clients of its own machine may speak to it",
     "MOVED": _CLUSTER,
     "ASK": _CLUSTER,

@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterable, Sequence
 
 from hotkv_server.settings.valkey import ValkeySettings
-from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Read, Seals, Write
+from hotkv_server.tiers.epoch_numbers import raised
+from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Read, Seals, Shown, Write
 from hotkv_server.tiers.remote.errors import LostError, quoted
 from hotkv_server.tiers.valkey import epochs, values
 from hotkv_server.tiers.valkey.errors import FULL_CODES, Errors, unusable
@@ -21,8 +22,13 @@ from hotkv_server.tiers.valkey.ttl import ttl_ms
 class RespClient:
     """See the module and `Client`. Connects when it is made."""
 
-    def __init__(self, settings: ValkeySettings, until_s: float) -> None:
+    def __init__(
+        self, settings: ValkeySettings, until_s: float, clock: epochs.StoreClock | None = None
+    ) -> None:
+        """`clock`: what all connections to the server know of its start."""
         login = read_login(settings)
+        self._clock = clock or epochs.StoreClock()
+        self._says_info = True
         self._ttl_s = settings.ttl_s
         self._stream: Stream = connect(settings, until_s)
         self._replies = Replies(self._stream)
@@ -131,29 +137,60 @@ class RespClient:
             if not isinstance(reply, int | ErrorReply):
                 raise LostError(f"answers UNLINK with {_shown(reply)}")
 
-    def epoch(self, fingerprint: str, until_s: float) -> int:
+    def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
         """See `Client`."""
-        begin = epochs.begin(fingerprint, time.time_ns() // 1000)
-        begun, reply = self._ask([begin, epochs.get(fingerprint)], until_s)
-        epoch = epochs.parsed(reply)
-        if epoch == NO_EPOCH and isinstance(begun, ErrorReply) and begun.code not in FULL_CODES:
-            raise unusable(begun.code) or LostError(f"begins no epoch: {begun.code}")
-        return epoch
+        info = self._info(until_s)
+        replies = self._ask([epochs.get(name) for name in fingerprints], until_s)
+        # One that is no number is left out: other key spaces go on.
+        found = dict(zip(fingerprints, map(epochs.parsed_or_none, replies), strict=True))
+        missing = [name for name, epoch in found.items() if epoch == NO_EPOCH]
+        begins = [epochs.begin(name, epochs.now_us(info)) for name in missing]
+        gets = [epochs.get(name) for name in missing]
+        replies = self._ask(begins + gets, until_s) if missing else []
+        for name, begun, reply in zip(
+            missing, replies[: len(missing)], replies[len(missing) :], strict=True
+        ):
+            found[name] = epochs.parsed(reply)
+            is_refused = isinstance(begun, ErrorReply) and begun.code not in FULL_CODES
+            if is_refused and found[name] == NO_EPOCH:
+                assert isinstance(begun, ErrorReply)
+                raise unusable(begun.code) or LostError(f"begins no epoch: {begun.code}")
+        shown = {name: epoch for name, epoch in found.items() if epoch is not None}
+        return Shown(shown, self._clock.restored_below(info, time.monotonic()))
 
-    def raise_epoch(self, fingerprint: str, until_s: float) -> int:
+    def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
         """See `Client`."""
-        begin = epochs.begin(fingerprint, time.time_ns() // 1000)
-        _, reply = self._ask([begin, epochs.raise_(fingerprint)], until_s)
-        if isinstance(reply, ErrorReply) and reply.code in FULL_CODES:
-            (removed,) = self._ask([epochs.remove(fingerprint)], until_s)
-            if isinstance(removed, ErrorReply):
-                raise unusable(removed.code) or LostError(f"keeps an old epoch: {removed.code}")
-            return NO_EPOCH
-        return epochs.parsed(reply)
+        for _ in range(epochs.RAISE_TRIES):
+            now_us = epochs.now_us(self._info(until_s))
+            _, reply = self._ask(
+                [epochs.begin(fingerprint, now_us), epochs.get(fingerprint)], until_s
+            )
+            before = epochs.parsed(reply)
+            wanted = raised(now_us, before, floor)
+            (reply,) = self._ask([epochs.raise_(fingerprint, wanted - before)], until_s)
+            if isinstance(reply, ErrorReply) and reply.code in FULL_CODES:
+                (removed,) = self._ask([epochs.remove(fingerprint)], until_s)
+                if isinstance(removed, ErrorReply):
+                    raise unusable(removed.code) or LostError(f"keeps an old epoch: {removed.code}")
+                if not removed:
+                    raise LostError("is full: it has no room for the epoch of a key space")
+                return NO_EPOCH
+            # Less: it was lost after it was read, and began again at 0.
+            if (epoch := epochs.parsed(reply)) >= wanted:
+                return epoch
+        raise LostError("loses an epoch again and again")
 
     def close(self) -> None:
         """See `Client`."""
         self._stream.close()
+
+    def _info(self, until_s: float) -> Reply:
+        """What the server says of itself; nothing if this user may not ask."""
+        if not self._says_info:
+            return None
+        (reply,) = self._ask([epochs.INFO_SERVER], until_s)
+        self._says_info = not isinstance(reply, ErrorReply)
+        return reply
 
     def _send(self, commands: Iterable[bytes], until_s: float) -> None:
         self._stream.send([b"".join(commands)], until_s)

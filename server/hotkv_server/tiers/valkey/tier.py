@@ -9,6 +9,7 @@ from hotkv_server.tiers.remote.calls import PART_BYTES
 from hotkv_server.tiers.remote.client import Client
 from hotkv_server.tiers.remote.tier import RemoteTier
 from hotkv_server.tiers.remote.workers import Limits, Workers
+from hotkv_server.tiers.valkey.epochs import StoreClock
 from hotkv_server.tiers.valkey.resp_client import RespClient
 
 Connect = Callable[[ValkeySettings, float], Client]
@@ -27,7 +28,8 @@ class ValkeyTier(RemoteTier):
         on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
         name: str = "valkey",
     ) -> None:
-        connect: Connect = RespClient
+        clock = StoreClock()
+        connect: Connect = lambda settings, until_s: RespClient(settings, until_s, clock)  # noqa: E731
         if settings.cluster:
             # Its library brings a runtime of its own: only who has a cluster loads it.
             from hotkv_server.tiers.valkey import cluster_client

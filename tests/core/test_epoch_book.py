@@ -1,0 +1,477 @@
+"""The book of flushes: nothing of before a flush that was answered is ever served by a node that
+reaches the store, whatever nodes and stores do meanwhile.
+
+The machine drives books of three nodes over one naive store, whose operations take time: questions
+and raises are executed some turns after they were sent, and answered later. Nodes are stopped,
+cut off and killed, and keep their notes; the store goes away, loses its epochs, or comes back from
+an old copy, which a node that knows more reaches before it is trusted.
+"""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from hotkv_server.core import epoch_book
+from hotkv_server.core.epoch_book import (
+    ASK_EVERY_S,
+    CONFIRMED_S,
+    IDLE_EVERY_S,
+    MAX_RECORDS,
+    NO_EPOCH,
+    RETRY_S,
+    SPARE_S,
+    TELL_S,
+    USED_S,
+    EpochBook,
+    Record,
+    Standing,
+    Ticket,
+)
+
+FP = "aa"
+GRACE_S = 5.0
+TURN_S = 0.1
+NUM_NODES = 3
+
+
+@dataclass
+class Store:
+    """An epoch, and blocks by the epoch under which they were written and the moment at which they
+    were stored. `copies`: of both."""
+
+    epoch: int = 0
+    clock: int = 0
+    blocks: set[tuple[int, int]] = field(default_factory=set)
+    copies: list[tuple[int, frozenset[tuple[int, int]]]] = field(default_factory=list)
+    is_up: bool = True
+    trusted_at_s: float = 0.0
+    restored_below: int = 0
+
+    def shown(self, now_s: float) -> tuple[int, int]:
+        self.epoch = self.epoch or self.tick()
+        return self.epoch, self.restored_below if now_s < self.trusted_at_s else 0
+
+    def raised(self, floor: int) -> int:
+        self.epoch = max(self.epoch + 1, floor + 1, self.tick())
+        return self.epoch
+
+    def tick(self) -> int:
+        """The time, of which numbers are made."""
+        self.clock += 10
+        return self.clock
+
+
+@dataclass
+class Node:
+    """A book, and blocks by the moment at which each was stored. `calls`: what was sent to the
+    store, in order, each with its answer once it was executed."""
+
+    book: EpochBook
+    blocks: set[int] = field(default_factory=set)
+    flushing: set[int] | None = None
+    calls: list[list[object]] = field(default_factory=list)
+    is_asking: bool = False
+    tickets: list[tuple[Ticket, int]] = field(default_factory=list)
+    saved: EpochBook | None = None
+    is_stopped: bool = False
+    is_cut: bool = False
+
+
+def kept(book: EpochBook) -> EpochBook:
+    """The book of the next server, from what is written down."""
+    records = {
+        name: Record(
+            one.local,
+            {s: Standing(t.epoch, t.is_vouched, t.is_untold) for s, t in one.stores.items()},
+        )
+        for name, one in book.records.items()
+    }
+    return EpochBook(("store",), records, book.base, book.last)
+
+
+class Flushes(RuleBasedStateMachine):
+    """See the module. `flushed`: blocks up to this moment are of before a flush that was answered,
+    with nothing pending."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 1000.0
+        self.moment = self.flushed = self.num_answered = self.num_served = 0
+        self.store = Store()
+        self.nodes = [Node(EpochBook(("store",))) for _ in range(NUM_NODES)]
+        self.knower: Node | None = None
+
+    numbers = st.integers(0, NUM_NODES - 1)
+
+    @rule(seed=st.integers(0, 1 << 30), turns=st.integers(1, 30), haste=st.floats(0.3, 1.0))
+    def run(self, seed: int, turns: int, haste: float) -> None:
+        """Time passes. What can go on does so in this turn with a chance of `haste`, and what is
+        broken is mended with one of .03."""
+        dice = random.Random(seed)
+        for _ in range(turns):
+            self.now_s += TURN_S
+            self.store.is_up = self.store.is_up or dice.random() < 0.03
+            for node in self.nodes:
+                node.is_cut = node.is_cut and dice.random() > 0.03
+                node.is_stopped = node.is_stopped and dice.random() > 0.03
+            for node in dice.sample(self.nodes, NUM_NODES):
+                self.store_works(node, dice, haste)
+                if not node.is_stopped:
+                    self.node_works(node, dice, haste)
+
+    def store_works(self, node: Node, dice: random.Random, haste: float) -> None:
+        """Executes what a node has sent, in its order."""
+        for call in node.calls:
+            if call[-1] is None and self.store.is_up and not node.is_cut:
+                if dice.random() > haste:
+                    return
+                what, argument, _ = call
+                if what == "ask":
+                    call[-1] = self.store.shown(self.now_s)
+                else:
+                    assert isinstance(argument, int)
+                    call[-1] = self.store.raised(argument)
+
+    def node_works(self, node: Node, dice: random.Random, haste: float) -> None:
+        book, is_away = node.book, node.is_cut or not self.store.is_up
+        while node.calls and (node.calls[0][-1] is not None or is_away):
+            if dice.random() > haste:
+                break
+            what, argument, answer = node.calls.pop(0)
+            # An answer that is under way may be lost with the connection.
+            answer = None if is_away and dice.random() < 0.5 else answer
+            if what == "raise":
+                book.raised("store", FP, answer, self.now_s)  # type: ignore[arg-type]
+                continue
+            node.is_asking = False
+            if answer is not None:
+                epoch, below = answer  # type: ignore[misc]
+                has_blocks = {FP} if node.blocks else ()
+                book.shown("store", {FP: epoch}, below, argument, has_blocks)  # type: ignore[arg-type]
+        if dice.random() < 0.7:
+            book.use(FP, self.now_s)
+        if not node.is_asking and book.due("store", [FP], self.now_s):
+            node.is_asking = True
+            node.calls.append(["ask", self.now_s, None])
+        if wanted := book.begin_raise("store", self.now_s):
+            node.calls.append(["raise", wanted.floor, None])
+        if node.flushing is not None and dice.random() < haste:
+            node.blocks -= node.flushing
+            node.flushing = None
+            book.flushed(FP, self.now_s)
+        elif node.flushing is None and book.begin_flush(self.now_s):
+            node.flushing = set(node.blocks)
+        if dice.random() < haste:
+            book.saved = book.revision
+            node.saved = kept(book)
+        self.answer(node)
+        if dice.random() < 0.3:
+            self.moment += 1
+            node.blocks.add(self.moment)
+        epoch = book.epoch(FP, "store")
+        if epoch and not is_away and dice.random() < 0.5:
+            self.store.blocks |= {(epoch, block) for block in node.blocks}
+        self.load(node)
+
+    def load(self, node: Node) -> None:
+        """An engine asks for all: from host memory, and from the store under the epoch known."""
+        if not node.book.is_fresh(FP, "store", self.now_s) or node.book.is_outdated(FP):
+            return
+        served = set(node.blocks)
+        epoch = node.book.epoch(FP, "store")
+        if not node.is_cut and self.store.is_up and epoch and epoch == self.store.epoch:
+            found = {block for at, block in self.store.blocks if at == epoch}
+            served |= found
+            node.blocks |= found
+        assert not served or min(served) > self.flushed, "a block of before a flush is served"
+        self.num_served += len(served)
+
+    def answer(self, node: Node) -> None:
+        for ticket, moment in list(node.tickets):
+            pending = node.book.pending(ticket, self.now_s)
+            if pending is None or not node.book.is_saved(ticket):
+                continue
+            node.tickets.remove((ticket, moment))
+            assert not node.blocks or min(node.blocks) > moment, "a flush here has left blocks"
+            if not pending:
+                self.flushed = max(self.flushed, moment)
+                self.num_answered += 1
+
+    @rule(
+        number=numbers,
+        waits=st.booleans(),
+        seed=st.integers(0, 1 << 30),
+        turns=st.integers(0, 40),
+        haste=st.floats(0.3, 1.0),
+    )
+    def flush(self, number: int, waits: bool, seed: int, turns: int, haste: float) -> None:
+        """`waits`: else the caller leaves."""
+        node = self.nodes[number]
+        if not node.is_stopped:
+            self.moment += 1
+            ticket = node.book.flush(FP, self.now_s)
+            node.tickets += [(ticket, self.moment)] * waits
+            self.run(seed, turns, haste)
+
+    @rule(number=numbers)
+    def stop_or_go_on(self, number: int) -> None:
+        node = self.nodes[number]
+        node.is_stopped = not node.is_stopped and node is not self.knower
+
+    @rule(number=numbers)
+    def cut_or_heal(self, number: int) -> None:
+        node = self.nodes[number]
+        node.is_cut = not node.is_cut and node is not self.knower
+
+    @rule(number=numbers)
+    def kill(self, number: int) -> None:
+        """The next server has its blocks and notes."""
+        old = self.nodes[number]
+        book = kept(old.saved) if old.saved else EpochBook(("store",))
+        new = self.nodes[number] = Node(book, old.blocks, saved=old.saved)
+        if old is self.knower:
+            self.knower = new
+
+    @rule()
+    def store_goes_or_comes(self) -> None:
+        self.store.is_up = not self.store.is_up or self.knower is not None
+
+    @rule()
+    def copy_is_made(self) -> None:
+        self.store.copies.append((self.store.epoch, frozenset(self.store.blocks)))
+
+    @precondition(lambda self: self.store.copies)
+    @rule(data=st.data(), seed=st.integers(0, 1 << 30))
+    def store_comes_back_old(self, data: st.DataObject, seed: int) -> None:
+        """Somebody who has known the latest epoch reaches it, and goes on."""
+        store = self.store
+        epoch, blocks = data.draw(st.sampled_from(store.copies))
+        store.epoch, store.blocks = epoch, set(blocks)
+        store.is_up, store.restored_below = True, store.tick()
+        store.trusted_at_s = self.now_s + GRACE_S
+        for node in self.nodes:
+            # Connections are lost.
+            for call in node.calls:
+                call[-1] = call[-1] if call[-1] is not None else ("lost",)
+            node.calls = [call for call in node.calls if call[-1] != ("lost",)]
+            node.is_asking = any(call[0] == "ask" for call in node.calls)
+            for standing in [node.book.standing(FP, "store")]:
+                is_sent = any(call[0] == "raise" for call in node.calls)
+                if standing.is_raising and not is_sent:
+                    node.book.raised("store", FP, None, self.now_s)
+        self.knower = max(self.nodes, key=lambda one: one.book.standing(FP, "store").epoch)
+        self.knower.is_stopped = self.knower.is_cut = False
+        self.run(seed, int(GRACE_S / TURN_S) + 1, 0.9)
+        self.knower = None
+
+    @rule()
+    def store_loses_all(self) -> None:
+        self.store.epoch = 0
+        self.store.blocks.clear()
+
+    @invariant()
+    def books_hold(self) -> None:
+        for node in self.nodes:
+            node.book.check_invariants()
+
+
+TestFlushes = Flushes.TestCase
+TestFlushes.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def settled(book: EpochBook, epoch: int, now_s: float = 0.0) -> None:
+    """The store has shown an epoch, and nothing is here."""
+    book.use(FP, now_s)
+    assert book.due("store", (), now_s) == [FP]
+    book.shown("store", {FP: epoch}, 0, now_s, ())
+
+
+def test_a_flush_is_answered_when_others_have_asked_since() -> None:
+    book = EpochBook(("store",))
+    settled(book, 7)
+    ticket = book.flush(FP, 10.0)
+    assert book.begin_flush(10.0) == "", "the store may still be told first"
+    wanted = book.begin_raise("store", 10.0)
+    assert wanted is not None and wanted.floor == 7
+    assert book.begin_raise("store", 10.0) is None, "one raise at a time"
+    book.raised("store", FP, 9, 10.1)
+    assert book.begin_flush(10.1) == FP and book.epoch(FP, "store") == NO_EPOCH
+    book.flushed(FP, 10.2)
+    assert book.epoch(FP, "store") == 9
+    assert book.pending(ticket, 10.1 + CONFIRMED_S - 0.01) is None
+    assert book.due("store", (), 11.0) == [FP]
+    book.shown("store", {FP: 9}, 0, 11.0, ())
+    assert book.pending(ticket, 10.1 + CONFIRMED_S) == []
+    assert not book.is_saved(ticket)
+    book.saved = book.revision
+    assert book.is_saved(ticket) and book.are_seals_saved
+
+
+def test_a_flush_that_the_store_has_lost_again_is_pending() -> None:
+    book = EpochBook(("store",))
+    settled(book, 7)
+    ticket = book.flush(FP, 10.0)
+    assert book.begin_raise("store", 10.0)
+    book.raised("store", FP, 9, 10.1)
+    assert book.begin_flush(10.1) == FP
+    book.flushed(FP, 10.2)
+    # It shows the epoch of before: it was restored.
+    assert book.due("store", (), 11.0) == [FP]
+    book.shown("store", {FP: 7}, 0, 11.0, (FP,))
+    assert book.pending(ticket, 10.1 + CONFIRMED_S) is None
+    assert book.pending(ticket, 10.1 + CONFIRMED_S + SPARE_S) == ["store"]
+    wanted = book.begin_raise("store", 11.1)
+    assert wanted is not None and wanted.floor == 9
+
+
+def test_a_store_that_does_not_answer_is_pending_and_told_once() -> None:
+    book = EpochBook(("store",))
+    settled(book, 7)
+    tickets = [book.flush(FP, 10.0) for _ in range(5)]
+    assert book.begin_raise("store", 10.0)
+    assert book.begin_flush(10.0 + TELL_S) == FP
+    assert book.pending(tickets[0], 10.0 + TELL_S) is None, "old blocks are still here"
+    book.flushed(FP, 10.0 + TELL_S)
+    assert {tuple(book.pending(one, 10.0 + TELL_S) or ()) for one in tickets} == {("store",)}
+    book.raised("store", FP, None, 12.0)
+    assert book.begin_raise("store", 12.0 + RETRY_S / 2) is None
+    # The next server knows that it must be told.
+    after = kept(book)
+    assert after.begin_raise("store", 0.0) is not None
+    assert book.begin_raise("store", 12.0 + RETRY_S) is not None
+    book.raised("store", FP, 9, 13.0)
+    assert book.begin_raise("store", 99.0) is None
+    # What was stored since may be of before a flush on another node.
+    assert book.begin_flush(13.0) == FP
+
+
+def test_only_key_spaces_in_use_are_asked_for_often() -> None:
+    book = EpochBook(("store",))
+    idle = [f"{number:04x}" for number in range(200)]
+    book.use(FP, 100.0)
+    first = book.due("store", idle, 100.0)
+    assert first[0] == FP and len(first) == 1 + epoch_book.MAX_IDLE
+    assert book.due("store", (), 100.0 + ASK_EVERY_S / 2) == []
+    assert book.due("store", (), 100.0 + ASK_EVERY_S) == [FP]
+    asked = set(first)
+    for turn in range(4):
+        asked |= set(book.due("store", idle, 101.0 + turn))
+    assert asked == {FP, *idle}, "some are never asked for"
+    assert not set(book.due("store", idle, 106.0)) & set(idle)
+    assert set(book.due("store", idle, 101.0 + IDLE_EVERY_S)) & set(idle)
+    book.rest(set(idle), 101.0 + USED_S + IDLE_EVERY_S)
+    assert book.due("store", (), 200.0) == []
+
+
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_seals_change_whenever_an_epoch_is_settled_on(has_blocks: bool) -> None:
+    """Else blocks of before would be readable if the power fails before their records are gone."""
+    book = EpochBook(("store",))
+    settled(book, 7)
+    before = book.local(FP)
+    book.saved = book.revision
+    assert book.due("store", (), 5.0) == [FP]
+    book.shown("store", {FP: 9}, 0, 5.0, {FP} if has_blocks else ())
+    if has_blocks:
+        assert book.is_outdated(FP) and book.begin_flush(5.0) == FP
+        book.flushed(FP, 5.1)
+    assert book.local(FP) > before and not book.are_seals_saved
+
+
+def test_records_are_bounded_and_their_seals_do_not_come_back() -> None:
+    book = EpochBook(())
+    names = [f"{number:06x}" for number in range(MAX_RECORDS + 10)]
+    for name in names:
+        book.flush(name, 0.0)
+        assert book.begin_flush(TELL_S) == name
+        book.flushed(name, TELL_S)
+    highest = book.local(names[-1])
+    book.rest(set(names[:5]), 1000.0)
+    book.rest(set(names[:5]), 1000.0)
+    assert set(book.records) == set(names[:5])
+    assert book.local(names[-1]) >= highest and book.local(names[0]) == 1
+    assert book.local("new") >= highest
+
+
+def test_a_store_that_is_full_confirms_that_it_has_no_epoch() -> None:
+    book = EpochBook(("store",))
+    settled(book, 7)
+    assert book.due("store", (), 5.0) == [FP]
+    book.shown("store", {FP: NO_EPOCH}, 0, 5.0, (FP,))
+    assert book.begin_flush(5.0) == FP
+    book.flushed(FP, 5.0)
+    assert book.due("store", (), 6.0) == [FP]
+    book.shown("store", {FP: NO_EPOCH}, 0, 6.0, (FP,))
+    assert book.is_fresh(FP, "store", 6.0) and book.epoch(FP, "store") == NO_EPOCH
+    # What is stored meanwhile is not vouched for under the next one.
+    assert book.due("store", (), 7.0) == [FP]
+    book.shown("store", {FP: 9}, 0, 7.0, (FP,))
+    assert book.is_outdated(FP)
+
+
+def test_an_answer_of_before_a_raise_does_not_count() -> None:
+    book = EpochBook(("store",))
+    settled(book, 7)
+    assert book.due("store", (), 9.9) == [FP]
+    book.flush(FP, 10.0)
+    assert book.begin_raise("store", 10.0)
+    book.raised("store", FP, 9, 10.1)
+    assert book.begin_flush(10.1) == FP
+    book.flushed(FP, 10.2)
+    book.shown("store", {FP: 7}, 0, 9.9, (FP,))
+    assert book.begin_raise("store", 10.3) is None and book.epoch(FP, "store") == 9
+
+
+def test_a_flush_that_is_asked_for_during_a_raise_is_told_by_another_one() -> None:
+    book = EpochBook(("store",))
+    settled(book, 7)
+    book.flush(FP, 10.0)
+    assert book.begin_raise("store", 10.0)
+    later = book.flush(FP, 10.05)
+    book.raised("store", FP, 9, 10.1)
+    assert book.begin_flush(10.1) == "", "the store may still be told of the later one"
+    wanted = book.begin_raise("store", 10.1)
+    assert wanted is not None and wanted.floor == 9
+    assert book.begin_flush(10.05 + TELL_S) == FP
+    book.flushed(FP, 11.1)
+    assert book.pending(later, 11.1) == ["store"]
+
+
+def test_an_epoch_that_is_shown_during_a_flush_needs_another_one() -> None:
+    book = EpochBook(("store",))
+    settled(book, 7)
+    assert book.due("store", (), 5.0) == [FP]
+    book.shown("store", {FP: 8}, 0, 5.0, (FP,))
+    assert book.begin_flush(5.0) == FP
+    assert book.due("store", (), 6.0) == [FP]
+    book.shown("store", {FP: 9}, 0, 6.0, (FP,))
+    book.flushed(FP, 6.1)
+    assert book.epoch(FP, "store") == NO_EPOCH and book.is_outdated(FP)
+    assert book.begin_flush(6.1) == FP
+    book.flushed(FP, 6.2)
+    assert book.epoch(FP, "store") == 9
+
+
+def test_what_came_back_with_an_old_copy_confirms_nothing() -> None:
+    book = EpochBook(("store",))
+    settled(book, 7)
+    assert book.is_fresh(FP, "store", 0.1)
+    assert book.due("store", (), 5.0) == [FP]
+    book.shown("store", {FP: 7}, 8, 5.0, (FP,))
+    assert not book.is_fresh(FP, "store", 5.0) and book.epoch(FP, "store") == 7
+    other = EpochBook(("store",))
+    other.use(FP, 5.0)
+    assert other.due("store", (), 5.0) == [FP]
+    other.shown("store", {FP: 7}, 8, 5.0, ())
+    assert not other.is_fresh(FP, "store", 5.0)
+
+
+def test_a_read_that_met_another_epoch_makes_the_store_be_asked_at_once() -> None:
+    book = EpochBook(("store",))
+    settled(book, 7)
+    book.doubt(FP, 0.05)
+    assert not book.is_fresh(FP, "store", 0.05) and book.due("store", (), 0.05) == [FP]

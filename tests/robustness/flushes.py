@@ -1,0 +1,534 @@
+"""The flush campaign: nodes that share a store flush at random moments while everything around them
+breaks; no block of before a flush that was answered is ever loaded.
+
+Real daemons with a disk each share a Valkey or a bucket, each over a link of its own. Nodes are
+killed, stopped, cut off and lose the power with all pages that were not synced; callers of flushes
+leave; the store is killed, emptied, and put back from an older copy. A block's bytes say how many
+flushes had begun when it was stored. A load is stale if it began after the answer, with nothing
+pending, of a flush that began after its bytes were stored. Host memory of a node that can't reach
+the store may give such a block (docs/tiers.md): these are counted apart, and count as stale if any
+block has come up from a tier meanwhile.
+
+`python -m tests.robustness.flushes --flushes 500 --seed 7 --nodes 3 --store valkey` prints counts.
+An old copy is put back only when all nodes run and reach the store, as the promise asks that a node
+which knows of the last flush does.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hotkv.errors import HotKVError
+from hotkv_client import BlockRun, Flushed, GroupHashes, LoadRun, TransferStatus
+from hotkv_client.admin import AdminClient
+from hotkv_client.testing import PagedEngine
+from hotkv_server.testing.fault_proxy import FaultProxy, nothing
+from tests.server.support import block_ids
+from tests.server.test_restart import Place
+
+LAYERS, PAGE_BYTES, CHAIN, NUM_CHAINS = 2, 4096, 8, 4
+ARENA, DISK = "16MiB", "64MiB"
+CALL_S = 30.0
+HEAL_S = 8.0
+"""A node that was cut off has found the store again after this long, and one that has started from
+an old copy is trusted."""
+CHAINS = [
+    [b"%032d" % (chain * CHAIN + block) for block in range(CHAIN)] for chain in range(NUM_CHAINS)
+]
+
+
+@dataclass(slots=True)
+class Findings:
+    """Counts of a campaign. `stale` must stay empty; `cut_off_loads`: of blocks of before a flush
+    from the host memory of nodes that could not reach the store; `done`: events by kind."""
+
+    seed: int = 0
+    flushes: int = 0
+    answered: int = 0
+    pending: int = 0
+    left: int = 0
+    loads: int = 0
+    loaded_blocks: int = 0
+    from_tiers_blocks: int = 0
+    cut_off_loads: int = 0
+    longest_flush_s: float = 0.0
+    done: dict[str, int] = field(default_factory=dict)
+    stale: list[str] = field(default_factory=list)
+
+
+class Link:
+    """What a node reaches the store by."""
+
+    def __init__(self, target: tuple[str, int] | str) -> None:
+        self.proxy = FaultProxy(target)
+        self.is_cut = False
+
+    def cut(self, *, hangs: bool) -> None:
+        """Nothing passes: bytes vanish, or connections end."""
+
+        def hole(piece: bytes) -> Iterator[bytes]:
+            if not hangs:
+                raise ConnectionAbortedError
+            return iter(())
+
+        self.is_cut = True
+        self.proxy.on_command = self.proxy.on_reply = hole
+        if not hangs:
+            self.proxy.drop()
+
+    def heal(self) -> None:
+        """All passes, on new connections."""
+        self.is_cut = False
+        self.proxy.on_command = self.proxy.on_reply = nothing
+        self.proxy.drop()
+
+
+class Node(Place):
+    """A daemon with a disk, and an engine."""
+
+    def __init__(self, folder: Path, link: Link, flags: list[str]) -> None:
+        folder.mkdir()
+        super().__init__(folder)
+        self.link = link
+        self.is_stopped = False
+        self.unreached_until_s = 0.0
+        self.synced: bytes | None = None
+        self.disk = folder / "disk"
+        self.disk.mkdir(mode=0o700)
+        self.flags = ["--tiers.disk.path", str(self.disk), "--tiers.disk.bytes", DISK, *flags]
+
+    def begin(self) -> None:
+        """The next server starts."""
+        self.start(*self.flags, arena=ARENA)
+        if self.engine is None:
+            assert self.server is not None
+            self.engine = PagedEngine(
+                self.server.target,
+                layers=LAYERS,
+                num_blocks=2 * CHAIN * NUM_CHAINS,
+                page_bytes=PAGE_BYTES,
+            ).connect()
+
+    def pause(self) -> None:
+        assert self.server is not None
+        os.kill(self.server.pid, signal.SIGSTOP)
+        self.is_stopped = True
+
+    def resume(self) -> None:
+        assert self.server is not None and self.engine is not None
+        os.kill(self.server.pid, signal.SIGCONT)
+        self.is_stopped = False
+        assert self.engine.session.wait_connected(CALL_S)
+
+    def sync(self) -> None:
+        """The records of the disk are on the platter now."""
+        self.synced = (self.disk / "records").read_bytes()
+
+    def lose_power(self) -> None:
+        """All that was not synced is lost: memory, and pages of the records."""
+        self.stop(signal.SIGKILL)
+        shutil.rmtree(self.folder / "arena")
+        if self.synced is not None:
+            (self.disk / "records").write_bytes(self.synced)
+        self.begin()
+
+    def num_from_tiers(self) -> float:
+        """Blocks that have come up from tiers since the server started."""
+        names = ("shared_fetched_blocks_total", "tier_promoted_blocks_total")
+        return sum(map(self.counter, names))
+
+    @property
+    def reaches(self) -> bool:
+        """Whether it can reach the store, as far as the campaign's links say."""
+        return not self.link.is_cut and time.monotonic() >= self.unreached_until_s
+
+
+class Campaign:
+    """See the module. Starts the nodes when it is entered."""
+
+    def __init__(self, seed: int, store: "ValkeyStore | BucketStore", folder: Path, num_nodes: int):
+        self.dice = random.Random(seed)
+        self.findings = Findings(seed)
+        self.store = store
+        self.nodes: list[Node] = []
+        self.generation = self.flushed = 0
+        self.under_way: list[tuple[int, float, Node, Future[Flushed]]] = []
+        for number in range(num_nodes):
+            link = Link(store.target)
+            self.nodes.append(Node(folder / f"node{number}", link, store.flags(link.proxy.port)))
+        self.steady_until_s = 0.0
+
+    def __enter__(self) -> "Campaign":
+        for node in self.nodes:
+            node.begin()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for node in self.nodes:
+            if node.is_stopped:
+                node.resume()
+            if node.engine is not None:
+                node.engine.close()
+            if node.server is not None:
+                node.server.__exit__()
+            node.link.proxy.close()
+
+    def run(self, num_flushes: int, seconds: float = float("inf")) -> Findings:
+        """Goes on until so many flushes have begun, or the time is up."""
+        ends_s = time.monotonic() + seconds
+        kinds: dict[Callable[[Node], None], int] = {
+            self.put: 24,
+            self.load: 40,
+            self.flush: 8,
+            self.flush_and_leave: 1,
+            self.evict: 3,
+            self.sync: 2,
+            self.stop_or_go_on: 2,
+            self.cut_or_heal: 2,
+            self.kill: 1,
+            self.lose_power: 1,
+            self.break_store: 1,
+        }
+        while self.findings.flushes < num_flushes and time.monotonic() < ends_s:
+            for one in self.nodes:
+                if one.link.is_cut and self.dice.random() < 0.05:
+                    self.cut_or_heal(one)
+                if one.is_stopped and self.dice.random() < 0.05:
+                    self.stop_or_go_on(one)
+            (what,) = self.dice.choices([*kinds], [*kinds.values()])
+            node = self.dice.choice(self.nodes)
+            if node.is_stopped and what not in (self.stop_or_go_on, self.break_store):
+                continue
+            what(node)
+            self.count(what.__name__)
+            self.collect()
+        self.all_well()
+        until_s = time.monotonic() + CALL_S
+        while self.under_way and time.monotonic() < until_s:
+            self.collect()
+            time.sleep(0.05)
+        for node in self.nodes * 3:
+            self.load(node)
+        return self.findings
+
+    # What nodes do
+
+    def put(self, node: Node) -> None:
+        """Stores a chain; its bytes say of when it is."""
+        engine, chain = self.engine(node), self.dice.randrange(NUM_CHAINS)
+        engine.kv[:, chain * CHAIN : (chain + 1) * CHAIN].view(np.int64)[:] = self.generation
+        name = os.urandom(8).hex()
+        runs = [BlockRun(0, CHAINS[chain], block_ids(CHAIN, chain * CHAIN))]
+        with contextlib.suppress(HotKVError):
+            engine.session.store(name, name, runs, CALL_S).result(CALL_S)
+
+    def load(self, node: Node) -> None:
+        engine, chain = self.engine(node), self.dice.randrange(NUM_CHAINS)
+        name, first = os.urandom(8).hex(), CHAIN * NUM_CHAINS
+        flushed, reaches, up_before = self.flushed, self.reaches(node), node.num_from_tiers()
+        groups = [GroupHashes(0, CHAINS[chain])]
+        with contextlib.suppress(HotKVError):
+            engine.session.lookup(groups).result(CALL_S)
+            at = np.flatnonzero(engine.session.acquire(name, groups, 20).result(CALL_S).pinned[0])
+            if not len(at):
+                return
+            positions = at.astype(np.int32)
+            runs = [LoadRun(0, positions, positions + np.int32(first))]
+            result = engine.session.load(name, name, runs, CALL_S).result(CALL_S)
+            engine.session.release(name)
+            if result.status is not TransferStatus.DONE:
+                return
+            oldest = int(engine.kv[:, first + at].view(np.int64).min())
+            self.judge(node, len(at), oldest, flushed, reaches, up_before)
+
+    def judge(
+        self, node: Node, count: int, oldest: int, flushed: int, reaches: bool, up_before: float
+    ) -> None:
+        findings, num_up = self.findings, node.num_from_tiers() - up_before
+        findings.loads += 1
+        findings.loaded_blocks += count
+        findings.from_tiers_blocks += int(num_up)
+        if oldest >= flushed:
+            return
+        if not reaches and not num_up:
+            findings.cut_off_loads += 1
+            return
+        findings.stale.append(
+            f"node={self.nodes.index(node)} loaded of={oldest} flushed={flushed} reaches={reaches} "
+            f"from_tiers={num_up} after={dict(findings.done)}"
+        )
+
+    def reaches(self, node: Node) -> bool:
+        return node.reaches and self.store.is_up
+
+    def flush(self, node: Node) -> None:
+        """Nothing stored so far may be loaded once it is answered."""
+        self.generation += 1
+        self.findings.flushes += 1
+        answer = self.engine(node).session.flush()
+        self.under_way.append((self.generation, time.monotonic(), node, answer))
+        if self.dice.random() < 0.7:
+            with contextlib.suppress(Exception):
+                answer.result(CALL_S)
+
+    def flush_and_leave(self, node: Node) -> None:
+        """A caller that does not wait for the answer."""
+        assert node.server is not None
+        self.generation += 1
+        self.findings.flushes += 1
+        self.findings.left += 1
+        caller = PagedEngine(
+            node.server.target,
+            engine_id="leaves",
+            layers=LAYERS,
+            num_blocks=CHAIN,
+            page_bytes=PAGE_BYTES,
+        )
+        with contextlib.suppress(Exception):
+            caller.connect()
+            caller.session.flush()
+        caller.close()
+
+    def collect(self) -> None:
+        """Takes in what flushes have been answered."""
+        for one in list(self.under_way):
+            generation, began_s, _, answer = one
+            if not answer.done():
+                continue
+            self.under_way.remove(one)
+            if answer.exception() is not None:
+                continue
+            if answer.result().pending_tiers:
+                self.findings.pending += 1
+                continue
+            self.findings.answered += 1
+            took_s = time.monotonic() - began_s
+            self.findings.longest_flush_s = max(self.findings.longest_flush_s, took_s)
+            self.flushed = max(self.flushed, generation)
+
+    def evict(self, node: Node) -> None:
+        """What is loaded next comes from tiers."""
+        assert node.server is not None
+        with AdminClient(node.server.target) as admin:
+            admin.evict(everything=True)
+
+    # What befalls them
+
+    def sync(self, node: Node) -> None:
+        node.sync()
+
+    def stop_or_go_on(self, node: Node) -> None:
+        if node.is_stopped:
+            node.resume()
+        elif time.monotonic() >= self.steady_until_s:
+            node.pause()
+
+    def cut_or_heal(self, node: Node) -> None:
+        if node.link.is_cut:
+            node.link.heal()
+            node.unreached_until_s = time.monotonic() + HEAL_S
+        elif time.monotonic() >= self.steady_until_s:
+            node.link.cut(hangs=self.dice.random() < 0.5)
+
+    def kill(self, node: Node) -> None:
+        if time.monotonic() >= self.steady_until_s:
+            node.stop(signal.SIGKILL)
+            node.begin()
+
+    def lose_power(self, node: Node) -> None:
+        if time.monotonic() >= self.steady_until_s:
+            node.lose_power()
+
+    def break_store(self, node: Node) -> None:
+        """Kills the store, or has it come back older or empty."""
+        if time.monotonic() < self.steady_until_s:
+            return
+        what = self.dice.choice(["copy", "copy", "kill", "older", "older", "empty"])
+        if what == "copy":
+            self.store.copy()
+        elif what == "older":
+            self.all_well()
+            self.store.put_back(self.dice)
+            self.steady_until_s = time.monotonic() + HEAL_S
+        elif what == "empty":
+            self.store.empty()
+        else:
+            self.store.kill()
+            time.sleep(self.dice.random())
+            self.store.come_back()
+        if what in ("older", "kill"):
+            for one in self.nodes:
+                one.unreached_until_s = time.monotonic() + HEAL_S
+        self.count(f"store_{what}")
+
+    def count(self, what: str) -> None:
+        """Something has been done."""
+        self.findings.done[what] = self.findings.done.get(what, 0) + 1
+
+    def all_well(self) -> None:
+        """All nodes run and reach the store, and know what it shows."""
+        for node in self.nodes:
+            if node.is_stopped:
+                node.resume()
+            if node.link.is_cut:
+                node.link.heal()
+                node.unreached_until_s = time.monotonic() + HEAL_S
+        time.sleep(max(0.0, max(one.unreached_until_s for one in self.nodes) - time.monotonic()))
+        for node in self.nodes:
+            self.load(node)
+
+    def engine(self, node: Node) -> PagedEngine:
+        assert node.engine is not None and node.engine.session.wait_connected(CALL_S)
+        return node.engine
+
+
+class ValkeyStore:
+    """A Valkey that keeps snapshots; what it has after the last one is lost when it is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        from tests.tiers.valkey_support import Server
+
+        folder.mkdir()
+        self._folder = folder
+        self._server = Server(folder)
+        self.target = self._server.path
+        self._copies: list[bytes] = []
+        self.is_up = True
+
+    def flags(self, port: int) -> list[str]:
+        address = f"127.0.0.1:{port}"
+        return ["--tiers.valkey.address", address, "--tiers.valkey.timeout-s", "1"]
+
+    def _file(self) -> Path:
+        config = self._server.client.config_get("*")
+        return Path(config["dir"]) / config["dbfilename"]
+
+    def copy(self) -> None:
+        """A snapshot is made now."""
+        self._server.client.save()
+        self._copies.append(self._file().read_bytes())
+
+    def put_back(self, dice: random.Random) -> None:
+        """It comes back as an earlier snapshot has it."""
+        if not self._copies:
+            self.copy()
+        path = self._file()
+        self._server.kill()
+        path.write_bytes(dice.choice(self._copies))
+        self._server.start()
+
+    def empty(self) -> None:
+        self._server.client.flushall()
+
+    def kill(self) -> None:
+        """What it had is on its disk."""
+        self._server.client.save()
+        self._server.kill()
+        self.is_up = False
+
+    def come_back(self) -> None:
+        self._server.start()
+        self.is_up = True
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class BucketStore:
+    """A bucket in SeaweedFS. Packs are never deleted, so an old copy is an old epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        from tests.tiers.s3_support import Server
+
+        folder.mkdir()
+        self._server = Server(folder)
+        self._server.wait()
+        self.target = ("127.0.0.1", self._server.port)
+        self._copies: list[dict[str, bytes]] = []
+        self.is_up = True
+
+    def flags(self, port: int) -> list[str]:
+        from tests.tiers.s3_support import BUCKET
+
+        settings = {
+            "bucket": BUCKET,
+            "endpoint": f"http://127.0.0.1:{port}",
+            "credentials-file": str(self._server.keys["hotkv"]),
+            "refresh-s": "0.2",
+            "timeout-s": "2",
+        }
+        return [word for key, value in settings.items() for word in (f"--tiers.s3.{key}", value)]
+
+    def _epochs(self) -> dict[str, bytes]:
+        paths = self._server.paths("hotkv/epochs")
+        return {path: self._server.bytes_of(path) for path in paths}
+
+    def copy(self) -> None:
+        self._copies.append(self._epochs())
+
+    def put_back(self, dice: random.Random) -> None:
+        for path, value in dice.choice(self._copies).items() if self._copies else ():
+            self._server.store.put(path, value)
+
+    def empty(self) -> None:
+        for path in self._epochs():
+            self._server.store.delete(path)
+
+    def kill(self) -> None:
+        self._server._process.send_signal(signal.SIGSTOP)
+        self.is_up = False
+
+    def come_back(self) -> None:
+        self._server._process.send_signal(signal.SIGCONT)
+        self.is_up = True
+
+    def close(self) -> None:
+        self._server.close()
+
+
+STORES: dict[str, Any] = {"valkey": ValkeyStore, "s3": BucketStore}
+
+
+def campaign(
+    seed: int, store: str, num_nodes: int, num_flushes: int, seconds: float = float("inf")
+) -> Findings:
+    """Runs a campaign, and returns what it has found."""
+    with tempfile.TemporaryDirectory(prefix="hotkv-flushes-") as name:
+        folder = Path(name)
+        made = STORES[store](folder / "store")
+        try:
+            with Campaign(seed, made, folder, num_nodes) as running:
+                return running.run(num_flushes, seconds)
+        finally:
+            made.close()
+
+
+def main() -> int:
+    """Prints counts; 1 if a load was stale."""
+    parser = argparse.ArgumentParser(description="The flush campaign.")
+    parser.add_argument("--flushes", type=int, default=500)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3), "big"))
+    parser.add_argument("--nodes", type=int, default=3)
+    parser.add_argument("--store", choices=STORES, default="valkey")
+    options = parser.parse_args()
+    found = campaign(options.seed, options.store, options.nodes, options.flushes, options.seconds)
+    print(json.dumps(asdict(found), indent=2))
+    return bool(found.stale)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
