@@ -84,7 +84,8 @@ def test_what_has_changed_is_in_the_file_once_it_is_written(tmp_path: Path) -> N
             if told:
                 made.changed(np.array([entry], np.uint32))
             made.keep(entry, ServerState(made.slab_bytes))
-            until(lambda: made.kept_revision == entry and made.num_changed == made.num_saved)
+            until(lambda entry=entry: made.kept_revision == entry)  # type: ignore[misc]
+            until(lambda: made.num_changed == made.num_saved)
         assert not made.problem and made.is_alive()
     with opened(tmp_path, 64 * MIB, 4 * MIB) as again:
         assert again.old is not None

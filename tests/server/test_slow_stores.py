@@ -1,6 +1,7 @@
 """A store that is slow costs its own blocks only: a bucket at 1 MB/s, a Valkey that answers one
-byte a second. The server lives, engines keep leases and hit in host memory, and the disk goes
-on."""
+byte a second. The server lives, engines keep leases and hit in host memory, and other tiers go on:
+the disk beside a bucket that answers at last which epoch it has; a bucket beside a Valkey that
+can't, without whose word the disk's blocks may be of before a flush elsewhere."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,31 +22,21 @@ from tests.tiers.valkey_support import running
 
 
 @contextlib.contextmanager
-def slow_valkey(folder: Path) -> Iterator[tuple[str, ...]]:
-    """Flags of a Valkey that answers one byte a second."""
-    with running(folder / "valkey") as valkey:
-        proxy = FaultProxy(valkey.path)
-        proxy.on_reply = throttled(1)
-        try:
-            yield ("--tiers.valkey.address", f"127.0.0.1:{proxy.port}")
-        finally:
-            proxy.close()
-
-
-@contextlib.contextmanager
-def slow_bucket(folder: Path) -> Iterator[tuple[str, ...]]:
-    """Flags of a bucket that takes and gives 1 MB/s."""
+def bucket(folder: Path, bytes_per_s: float = 0.0) -> Iterator[tuple[str, ...]]:
+    """Flags of a bucket, which takes and gives so much; 0: as fast as it can."""
     (folder / "s3").mkdir()
     weed = s3_support.Server(folder / "s3")
     try:
         weed.wait()
         proxy = FaultProxy(("127.0.0.1", weed.port))
-        proxy.on_command = proxy.on_reply = throttled(1e6)
+        if bytes_per_s:
+            proxy.on_command = proxy.on_reply = throttled(bytes_per_s)
         try:
             yield (
                 *("--tiers.s3.bucket", s3_support.BUCKET),
                 *("--tiers.s3.endpoint", f"http://127.0.0.1:{proxy.port}"),
                 *("--tiers.s3.credentials-file", str(weed.keys["hotkv"])),
+                *("--tiers.s3.refresh-s", "0.1"),
             )
         finally:
             proxy.close()
@@ -53,11 +44,31 @@ def slow_bucket(folder: Path) -> Iterator[tuple[str, ...]]:
         weed.close()
 
 
+@contextlib.contextmanager
+def slow_valkey(folder: Path) -> Iterator[tuple[str, ...]]:
+    """Flags of a Valkey that answers one byte a second, and of a bucket."""
+    with running(folder / "valkey") as valkey, bucket(folder) as flags:
+        proxy = FaultProxy(valkey.path)
+        proxy.on_reply = throttled(1)
+        try:
+            yield ("--tiers.valkey.address", f"127.0.0.1:{proxy.port}", *flags)
+        finally:
+            proxy.close()
+
+
+@contextlib.contextmanager
+def slow_bucket(folder: Path) -> Iterator[tuple[str, ...]]:
+    """Flags of a bucket that takes and gives 1 MB/s, and of a disk."""
+    with bucket(folder, 1e6) as flags:
+        disk = folder / "disk"
+        yield (*flags, "--tiers.disk.path", str(disk), "--tiers.disk.bytes", "64MiB")
+
+
 @pytest.mark.parametrize("slow", [slow_valkey, slow_bucket], ids=lambda slow: slow.__name__)
 def test_a_store_that_is_slow_costs_its_own_blocks_only(tmp_path: Path, slow: object) -> None:
     with slow(tmp_path) as flags, node() as one:  # type: ignore[operator]
-        disk = ("--tiers.disk.path", str(one.folder / "disk"), "--tiers.disk.bytes", "64MiB")
-        one.start_sharing(*flags, *disk, "--tiers.lookup-wait-ms", "500")
+        one.start_sharing(*flags, "--tiers.lookup-wait-ms", "500")
+        has_disk = "--tiers.disk.path" in flags
         engine, server = one.engine, one.server
         assert engine is not None and server is not None
         leased = hashes(4)
@@ -70,12 +81,14 @@ def test_a_store_that_is_slow_costs_its_own_blocks_only(tmp_path: Path, slow: ob
                 assert store(engine, chain) == {BlockResult.STORED}
                 assert one.finds(chain), "host memory has it"
             count = 4 + CHAIN * len(chains)
-            wait_until(lambda: one.counter("tier_demoted_blocks_total") >= count, 60)
+            moved = "tier_demoted_blocks_total" if has_disk else "shared_copied_blocks_total"
+            wait_until(lambda: one.counter(moved) >= count, 60)
             with AdminClient(server.target) as admin:
                 admin.evict(everything=True)
-            # The disk has them all, whatever the store is asked for meanwhile.
+            # The other tier has them all, whatever the slow one is asked for meanwhile.
             wait_until(lambda: all(one.leases_some(chain) for chain in chains), 60)
-            assert one.counter("tier_promoted_blocks_total")
+            came = "tier_promoted_blocks_total" if has_disk else "shared_fetched_blocks_total"
+            assert one.counter(came)
         again = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(20)
         assert again.pinned[0].all(), "the lease is lost"
         assert engine.session.connected

@@ -79,6 +79,7 @@ def numbers_of(words: Any) -> list[int]:
 async def heard(one: Any) -> AsyncIterator[Heard]:
     ear = Heard(one)
     one.tiers.start(Health(), ear.effects.run, one_flush(one), ear.moved.publish)
+    await one.tiers.epochs.meet(1)
     try:
         yield ear
     finally:
