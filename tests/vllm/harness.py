@@ -13,7 +13,7 @@ import functools
 import pickle
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,6 +162,7 @@ class Engine:
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, tuple[list[int], ...]] = {}
         self.outputs: dict[str, list[int]] = {}
+        self.pooled: dict[str, list[float]] = {}
         self.external: dict[str, int] = {}
         self.local: dict[str, int] = {}
         self.finished: dict[str, str] = {}
@@ -190,6 +191,10 @@ class Engine:
         them."""
         handshake = self.worker.get_handshake_metadata()
         return {} if handshake is None else {(0, 0): handshake}
+
+    def each_worker(self) -> Iterator[Any]:
+        """The worker connector of each rank, in whose process the caller's loop then is."""
+        yield self.worker
 
     @property
     def memories(self) -> list[tuple[dict[str, torch.Tensor], int]]:
@@ -269,6 +274,8 @@ class Engine:
                 self.counters[counter] = self.counters.get(counter, 0) + growth
             for one in outputs.outputs:
                 self.outputs[one.request_id] += one.new_token_ids
+                if one.pooling_output is not None:
+                    self.pooled[one.request_id] = one.pooling_output.tolist()
                 if one.prefill_stats is not None:
                     self.external[one.request_id] = one.prefill_stats.num_external_cached_tokens
                     self.local[one.request_id] = one.prefill_stats.num_local_cached_tokens

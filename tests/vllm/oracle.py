@@ -119,9 +119,7 @@ def _expected(named: Mapping[bytes, Named], block_hash: bytes, block_tokens: int
     return np.array(what.values()[first:], np.int16)
 
 
-def _compare(
-    rows: Any, expected: Any, layer: str, what: str, tints: Sequence[int] = (0,)
-) -> None:
+def _compare(rows: Any, expected: Any, layer: str, what: str, tints: Sequence[int] = (0,)) -> None:
     """`rows`: int16 [heads, tokens, cell] of one layer. `tints`: by what they may differ."""
     differ = rows ^ (expected ^ _layer(layer))[None, :, None]
     wrong = np.flatnonzero(~np.isin(differ, tints).all(axis=(0, 2)))

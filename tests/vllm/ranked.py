@@ -8,6 +8,7 @@ come to terms is the matter of `test_ranks`.
 
 import copy
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,9 @@ from hotkv_client.testing import FakeServer
 from hotkv_vllm.worker import ranks
 from hotkv_vllm.worker.ranks import RankNote
 from tests.vllm.harness import Engine
+
+_PROCESS = [0]
+"""The rank in whose process the code runs, as vLLM has one process for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +57,17 @@ class RankedEngine(Engine):
             num_ranks, num_stages = 1, num_ranks
         self.num_ranks, self.num_in_stage = num_ranks * num_stages, num_ranks
         self.ranks = list[Rank]()
+        _PROCESS[0] = 0
         monkeypatch = arguments[1]
         monkeypatch.setattr(
             vllm.distributed,
             "get_tensor_model_parallel_rank",
-            lambda: len(self.ranks) % self.num_in_stage,
+            lambda: _PROCESS[0] % self.num_in_stage,
         )
         monkeypatch.setattr(
             vllm.distributed,
             "get_pp_group",
-            lambda: SimpleNamespace(rank_in_group=len(self.ranks) // self.num_in_stage),
+            lambda: SimpleNamespace(rank_in_group=_PROCESS[0] // self.num_in_stage),
         )
         monkeypatch.setattr(ranks, "agree", self._agree)
         sizes = {"tensor_parallel_size": num_ranks, "pipeline_parallel_size": num_stages}
@@ -78,8 +83,9 @@ class RankedEngine(Engine):
 
     def handshakes(self) -> dict[tuple[int, int], Any]:
         return {
-            divmod(number, self.num_in_stage): rank.worker.get_handshake_metadata()
-            for number, rank in enumerate(self.ranks)
+            divmod(number, self.num_in_stage): handshake
+            for number, worker in enumerate(self.each_worker())
+            if (handshake := worker.get_handshake_metadata()) is not None
         }
 
     def _start_ranks(self) -> None:
@@ -87,13 +93,18 @@ class RankedEngine(Engine):
         while len(self.ranks) < self.num_ranks:
             config = copy.copy(self.vllm_config)
             config.parallel_config = copy.copy(config.parallel_config)
-            config.parallel_config.rank = len(self.ranks)
+            config.parallel_config.rank = _PROCESS[0] = len(self.ranks)
             worker = KVConnectorFactory.create_connector(
                 config, KVConnectorRole.WORKER, self.kv_config
             )
             tensors = allocate_kv_cache(self.kv_config, torch.device("cpu"), self.layout)
             worker.register_kv_caches(tensors)
             self.ranks.append(Rank(worker, tensors, len(self.ranks) << 10))
+
+    def each_worker(self) -> Iterator[Any]:
+        for number, rank in enumerate(self.ranks):
+            _PROCESS[0] = number
+            yield rank.worker
 
     @property
     def memories(self) -> list[tuple[dict[str, torch.Tensor], int]]:
