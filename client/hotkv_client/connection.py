@@ -1,9 +1,10 @@
 """One life of a session's stream: from the opening to the end of the last transfer.
 
 A connection owns the channel, the link, the mapped block table, and every call that waits for its
-answer. Always true: each call is resolved once. If the stream breaks, a call that touches no memory
-fails at once, and so does a store that can be revoked; a load, or a store without a word of the
-fence, fails only when the server can no longer touch the engine's memory.
+answer. Always true: each call is resolved once. The answer that bears a call's number ends it; one
+that can't be read fails that call, and no other. If the stream breaks, a call that touches no
+memory fails at once, and so does a store that can be revoked; a load, or a store without a word of
+the fence, fails only when the server can no longer touch the engine's memory.
 """
 
 import itertools
@@ -41,13 +42,14 @@ process's sockets and devices in no promised order; a server gives a device a fe
 @dataclass(slots=True)
 class Pending:
     """A call that waits for its answer. `transfer_id`: set for transfers. `fence_index`: set for
-    stores that can be revoked."""
+    stores that can be revoked. `call`: its name, set when it is sent."""
 
     future: "Future[Any]"
     lease_id: str = ""
     transfer_id: str = ""
     fence_index: int = 0
     is_load: bool = False
+    call: str = ""
 
 
 class Connection:
@@ -130,7 +132,7 @@ class Connection:
         self.outbox.put(request)
         for response in self.call:
             if response.request_id == request.request_id:
-                self.order_kind, self.order_message = _answers.result(response)
+                self.order_kind, self.order_message = _answers.result(response, "register_memory")
                 break
 
     def submit(
@@ -152,6 +154,9 @@ class Connection:
                     Reason.OVERLOADED, f"{MAX_PENDING} calls are unanswered; wait for some"
                 )
             request.request_id = next(self._request_ids)
+            pending.call = request.WhichOneof("body") or ""
+            # From here on `Future.cancel` does nothing: a cancelled future could not be resolved.
+            pending.future.set_running_or_notify_cancel()
             self._pending[request.request_id] = pending
             self.outbox.put(request)
             return None
@@ -172,24 +177,28 @@ class Connection:
             return
         self._give_back(waiting.fence_index)
         try:
-            value = _answers.result(response, waiting.lease_id)
+            value = _answers.result(response, waiting.call, waiting.lease_id)
         except HotKVError as error:
             waiting.future.set_exception(error)
+        except Exception as error:  # noqa: BLE001 The edge of the client's stream: every answer ends its call.
+            why = f"the answer to {waiting.call} can't be read: {type(error).__name__}: {error}"
+            waiting.future.set_exception(HotKVError(Reason.INTERNAL, why))
         else:
             waiting.future.set_result(value)
 
     def cancel(self, transfer_id: str) -> None:
         """Asks for a transfer's end. A store that has a word of the fence is revoked, and resolved
         at once."""
-        revoked: Future[TransferResult] | None = None
+        revoked: list[Future[TransferResult]] = []
         with self._lock:
             for item in self._pending.values():
                 if item.transfer_id == transfer_id and item.fence_index and self._fence is not None:
                     self._fence.revoke(item.fence_index)
-                    revoked, item.future = item.future, Future()
+                    revoked.append(item.future)
+                    item.future = Future()
         self.outbox.put(_wire.cancel(transfer_id))
-        if revoked is not None:
-            revoked.set_result(
+        for future in revoked:
+            future.set_result(
                 TransferResult(
                     transfer_id, TransferStatus.CANCELLED, message="revoked by the engine"
                 )
@@ -225,12 +234,15 @@ class Connection:
         if self.link is None:
             self._fail(transfers, lost)
         elif transfers:
-            threading.Thread(
-                target=self._settle,
-                args=(self.link, transfers, lost),
-                name="hotkv-settle",
-                daemon=True,
-            ).start()
+            arguments = (self.link, transfers, lost)
+            thread = threading.Thread(
+                target=self._settle, args=arguments, name="hotkv-settle", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:
+                # The system has no thread left. The next connection waits until this is settled.
+                self._settle(*arguments)
         else:
             self.link.close()
 

@@ -52,11 +52,13 @@ class StepPlanner:
         cache = self._sharing.cache
         if rows is not None and cache is not None and cache.residencies is not None:
             meta.resident = cache.residencies.step(scheduler_output, rows, time.monotonic())
+        self._take(meta)
         return meta
 
     def _plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """The same without rows."""
+        """The same without rows, and without what is said once."""
         written = self._requests.written
+        self._requests.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
         settles_step = self._requests.others.step(
             scheduler_output.num_scheduled_tokens, scheduler_output.has_sync_kv_loads
         )
@@ -77,7 +79,7 @@ class StepPlanner:
             self._before_stores(self._sharing.cache, scheduler_output)
         if self._sharing.cache is not None:
             stores, flush = self._plan_stores(self._sharing.cache, scheduler_output)
-        meta = self._pending()
+        meta = self._state()
         meta.stores, meta.flush_stores, meta.settles_step = stores, flush, settles_step
         meta.wants_handshake = wants_handshake
         # Decode steps don't pay for a call that would tell them so.
@@ -98,7 +100,6 @@ class StepPlanner:
         cache.reports.send(now_s)
         cache.reset.step(now_s)
         cache.finder.patience.begin_step()
-        cache.finder.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
 
     def _adopt(self, cache: Assembly, identity: str) -> None:
         """The ranks have said which weights they have. Nothing that is known of others holds."""
@@ -133,9 +134,9 @@ class StepPlanner:
             self._stats.add("flushes", len(flush))
         return stores, flush
 
-    def _pending(self) -> HotKVMetadata:
-        """What must reach the workers in any case: loads, cancels, loads that are no more, and for
-        sparse decode blocks that are about to be written."""
+    def _state(self) -> HotKVMetadata:
+        """What each step says anew, as it is now; for sparse decode the blocks that are about to be
+        written."""
         requests = self._requests
         written = requests.written.take()
         meta = HotKVMetadata(
@@ -143,14 +144,19 @@ class StepPlanner:
             asks_links=not self._sharing.links.are_complete and self._sharing.is_connected,
             lost_track=requests.lost_track,
             weights=self._sharing.weights.order(),
-            adapters=self._adapters.take_work(),
         )
         if self._config.sparse is not None:
             meta.allocated_blocks = tuple(written)
-        requests.lost_track = False
-        # Last: if anything above breaks, `plan_broke` finds the loads and has them fail.
-        meta.loads, meta.cancel_loads, meta.abandoned_loads = requests.loads.take()
         return meta
+
+    def _take(self, meta: HotKVMetadata) -> None:
+        """Adds what is said once, and must reach the workers: work about adapters, loads, cancels,
+        loads that are no more. Last in a plan: if anything before it breaks, `plan_broke` finds all
+        of this."""
+        requests = self._requests
+        meta.adapters = self._adapters.take_work(time.monotonic())
+        meta.loads, meta.cancel_loads, meta.abandoned_loads = requests.loads.take()
+        requests.lost_track = False
 
     @hook(nothing, is_part=True)
     def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
@@ -168,6 +174,7 @@ class StepPlanner:
         """
         self._exactness.step_was_lost()
         self._requests.others.lost()
+        self._adapters.give_back()
         self._requests.lost_track = False
         if self._sharing.cache is not None:
             self._sharing.cache.planner.plan_broke()
