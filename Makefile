@@ -76,6 +76,7 @@ check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contrac
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_vllm_imports.py
 	$(BIN)/python tools/check_vllm_api.py
+	$(BIN)/python tools/check_vllm_reuse.py
 	$(BIN)/buf lint
 	$(PROTO_VENV)/bin/python tools/protos.py --check
 	$(BIN)/python tools/check_kernels.py

@@ -14,7 +14,7 @@ from hotkv.errors import HotKVError
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import format_named
-from hotkv_vllm.compat import residency
+from hotkv_vllm.compat import residency, reuse
 from hotkv_vllm.config import ALLOW_CUDA, CENTRE, SPARSE, ConfigError
 
 
@@ -54,6 +54,9 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
         )
     elif parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         why = "it does not work with pipeline or context parallelism"
+    else:
+        # Its blocks are named, stored and pinned as those of a shared prefix.
+        why = reuse.why_forbidden(vllm_config, kv_cache_config)
     if why:
         raise ConfigError(f"{SPARSE}: {why}; or leave out {SPARSE}")
     if config.residency == "host":
