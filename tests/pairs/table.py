@@ -107,6 +107,11 @@ REFUSED_ELSEWHERE = {
 APART: dict[tuple[str, str], str] = {
     ("sparse", "pooling"): "decode steps alone attend sparsely, and a pooling request ends with "
     "its prompt: vLLM schedules no decode step for it",
+    (
+        "speculation",
+        "pooling",
+    ): "drafts are of tokens that are to be sampled, and a pooling request "
+    "samples none: it ends with its prompt",
 }
 """Pairs that cannot meet, with the reason."""
 

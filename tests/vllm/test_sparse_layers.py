@@ -85,7 +85,10 @@ def test_speculation_and_keys_of_8_bits_are_refused() -> None:
 def test_what_vllm_lets_nobody_reuse_is_not_kept_for_sparse_decode() -> None:
     config = engine()
     config.is_mm_encoder_only = True
-    for sparse in (SparseConfig(), SparseConfig(residency="host", sparse_topk=256, dense_layers=())):
+    for sparse in (
+        SparseConfig(),
+        SparseConfig(residency="host", sparse_topk=256, dense_layers=()),
+    ):
         assert (
             "hotkv.sparse: vLLM itself forbids prefix caching: this engine runs the multi-modal "
             "encoder only; or leave out hotkv.sparse"
