@@ -41,8 +41,8 @@ def matrix() -> Iterator[str]:
     """A row for each feature, with a letter for each feature before it."""
     yield "```"
     width = max(len(name) for name in FEATURES)
-    for digit in (lambda number: number // 10 or " ", lambda number: number % 10):
-        yield f"{'':{width + 4}}{' '.join(str(digit(number)) for number in NUMBERS.values())}"
+    for digits in ([n // 10 or " " for n in NUMBERS.values()], [n % 10 for n in NUMBERS.values()]):
+        yield f"{'':{width + 4}}{' '.join(map(str, digits))}"
     names = list(FEATURES)
     for name, number in NUMBERS.items():
         letters = [answer(frozenset((name, other))).kind.value for other in names[: number - 1]]

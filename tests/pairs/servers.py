@@ -156,10 +156,6 @@ class Nodes:
             if one["fingerprint"] == space.hex()
         )
 
-    def counter(self, name: str) -> float:
-        """A counter of all daemons."""
-        return sum(float(daemon.admin("info")["counters"][name]) for daemon in self.daemons)
-
     def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None:
         """At rest: no session leases or transfers anything. What lies there is compared by the
         engines that load it."""

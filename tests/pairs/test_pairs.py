@@ -11,14 +11,14 @@ import pytest
 from tests.pairs.features import PLAYS
 from tests.pairs.servers import Double
 from tests.pairs.table import FEATURES, TIERS, Kind, meets, names_of, of_kind
-from tests.pairs.world import World
+from tests.pairs.world import TURNS, World
 from tests.vllm.harness import prompt
 
 WALK_S = 240.0
 """How long triples are walked."""
 
 
-def run(names: list[str], seed: int, folder: Path, turns: int = 10) -> World:
+def run(names: list[str], seed: int, folder: Path, turns: int = TURNS) -> World:
     """A world of these features, from its start to its end."""
     with pytest.MonkeyPatch.context() as patch:
         plays = {name: PLAYS[name]() for name in names}

@@ -316,7 +316,8 @@ def images(stage: Stage) -> None:
     (text,) = prompts(45, LENGTH)
     model = write_vision_model(stage.folder / "vision")
     asked = [{"tokens": [*text[:40], IMAGE_TOKEN, *text[40:]], "images": [1]}]
-    settings = {"model": model, "load_format": "random"}
+    identity = {"weights_identity": "vision"}
+    settings = {"model": model, "load_format": "random", "connector": identity}
     plain = stage.start(resident=False, **settings)
     engine = stage.start(**settings)
     expected = plain.ask("sample", requests=asked)

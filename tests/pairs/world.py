@@ -19,7 +19,7 @@ from tests.vllm.oracle import check_cached
 from tests.vllm.other_connectors import our_connector
 from tests.vllm.ranked import RankedEngine
 
-TURNS = 10
+TURNS = 6
 FAMILIES = 3
 """Prompts of one family are prefixes of each other."""
 WAIT_S = 60.0
@@ -69,7 +69,9 @@ class Play:
 
     def happens(self, world: "World") -> bool:
         """Whether it is to happen now: now and then, and once in the middle for certain."""
-        is_now = world.dice.random() < 0.4 or (world.turn == TURNS // 2 and not self.count)
+        is_now = world.dice.random() < 0.4 or (
+            world.turn == world.num_turns // 2 and not self.count
+        )
         self.count += is_now
         return is_now
 
@@ -102,7 +104,7 @@ class World:
         self.aborted: set[str] = set()
         self.asked: list[tuple[Engine, str]] = []
         self.arguments: dict[str, dict[str, Any]] = {}
-        self.turn = 0
+        self.turn = self.num_turns = 0
         self.engines: list[Engine] = []
         self.weights = {0}
         """By what the weights that engines have had change values."""
@@ -201,9 +203,10 @@ class World:
         self.run(one)
         assert one.scheduler.reset_prefix_cache()
 
-    def play(self, turns: int = TURNS) -> None:
+    def play(self, num_turns: int = TURNS) -> None:
         """Traffic, and what the features do in it."""
-        for self.turn in range(turns):
+        self.num_turns = num_turns
+        for self.turn in range(num_turns):
             one = self.dice.choice(self.engines)
             for _ in range(self.dice.randrange(1, 4)):
                 self.ask(one)
