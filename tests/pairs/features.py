@@ -75,9 +75,10 @@ class Sparse(Play):
     def settings(self, world: World, number: int) -> dict[str, Any]:
         return {"extra": SPARSE} if number == 0 else {}
 
-    def begin(self, world: World, one: Engine, number: int) -> None:
-        if number == 0:
-            world.ask(one, max_tokens=130)
+    def after(self, world: World) -> None:
+        one = world.engines[0]
+        world.ask(one, prompt(0, 150), max_tokens=60)
+        world.run(one)
 
     def met(self, world: World) -> bool:
         return world.engines[0].num_sparse_rows > 0
@@ -192,6 +193,11 @@ class Speculation(Play):
         }
         return {"speculative_config": drafter, "pipelined": True}
 
+    def after(self, world: World) -> None:
+        for one in world.engines:
+            world.ask(one, max_tokens=60)
+            world.run(one)
+
     def met(self, world: World) -> bool:
         return all(one.drafts > one.rejected > 0 for one in world.engines)
 
@@ -220,6 +226,13 @@ class OtherFirst(Play):
         length = len(asked["prompt"]) // BLOCK_TOKENS * BLOCK_TOKENS
         if length > BLOCK_TOKENS and world.dice.random() < 0.6:
             PLAN.tokens[name] = length - BLOCK_TOKENS
+
+    def after(self, world: World) -> None:
+        """What hotkv has not: nobody has asked for it before."""
+        for seed in range(50, 70):
+            for one in () if self.met(world) else world.engines:
+                world.ask(one, prompt(seed, 200))
+                world.run(one)
 
     def fill(self, world: World) -> Any:
         """Loads into the engine whose request it is."""
@@ -287,13 +300,22 @@ class Preemption(Play):
         return {"blocks": 44 if "hybrid" in world else 18} | chunks
 
     def between(self, world: World) -> None:
-        one = world.dice.choice(world.engines)
         if world.turn % 3 == 0:
-            for seed in range(3):
-                fresh = prompt(100 + 3 * world.turn + seed, world.dice.randrange(180, 300))
-                world.ask(one, fresh, max_tokens=60)
-            for _ in range(world.dice.randrange(20, 70)):
-                world.step(one)
+            self.crowd(world, world.turn)
+
+    def after(self, world: World) -> None:
+        for number in range(100, 110):
+            if not self.met(world):
+                self.crowd(world, number)
+
+    def crowd(self, world: World, number: int) -> None:
+        """More than the device holds, of what was never asked for before."""
+        one = world.dice.choice(world.engines)
+        for seed in range(3):
+            fresh = prompt(100 + 3 * number + seed, world.dice.randrange(180, 300))
+            world.ask(one, fresh, max_tokens=60)
+        for _ in range(world.dice.randrange(20, 70)):
+            world.step(one)
 
     def met(self, world: World) -> bool:
         return any(one.preemptions for one in world.engines)

@@ -225,6 +225,8 @@ class World:
             self.run(one)
         for play in self.plays.values():
             play.after(self)
+        for one in self.engines:
+            self.run(one)
         # Whatever was stored serves everybody, and what each engine stores it finds again; the
         # harness looks at each value.
         for one in self.engines:
