@@ -6,7 +6,7 @@ if the scheduler asks for it. All are small picklable values: hashes and ids, ne
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -72,7 +72,8 @@ class HotKVMetadata(KVConnectorMetadata):
     asks_links: each rank reports whether it has a session.
     lost_track: it is not known which blocks this step gives away; workers take back all stores and
         forget all representations.
-    sparse_rows: None without sparse decode.
+    sparse_rows: the rows that attend sparsely, all others attend to everything; None without sparse
+        decode.
     allocated_blocks: blocks that are about to be filled.
     remembered: hot sets that requests start from.
     hot_sets_of: ended requests whose hot sets the workers report.
@@ -232,8 +233,10 @@ def _slower(one: float, other: float) -> float:
 
 
 def _worse_answer(one: WeightsReport, other: WeightsReport) -> WeightsReport:
-    """Of two reports of one rank: a notice before an answer, other weights before the original."""
-    return min(one, other, key=lambda said: (said.question, said.is_original, said.digest))
+    """Of two reports of one rank: a notice before an answer, other weights before the original, and
+    that they were written before that they were not."""
+    worse = min(one, other, key=lambda said: (said.question, said.is_original, said.digest))
+    return replace(worse, was_written=one.was_written or other.was_written)
 
 
 JOINS: dict[str, Join] = {

@@ -22,6 +22,7 @@ from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Phase
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.sharing import LINKS_PATIENCE_S, Sharing
 from hotkv_vllm.sparse import rows
+from hotkv_vllm.sparse.rows import SparseRows
 from tests.vllm.parts import TOKENS, Clock, Parts, request
 from tests.vllm.specs import full_spec
 
@@ -501,10 +502,11 @@ def test_an_engine_that_decodes_sparsely_tells_its_other_connectors(desk: Any) -
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
         num_scheduled_tokens={},
+        kv_connector_block_state=None,
     )
-    assert rows.sparse_requests("engine", step) is None
+    assert rows.sparse_rows("engine", step) is None
     one = desk(sparse=SparseConfig())
-    assert one.desk.rows is not None and rows.sparse_requests("engine", step) == []
+    assert one.desk.rows is not None and rows.sparse_rows("engine", step) == SparseRows()
 
 
 class Rows(Memory):

@@ -150,7 +150,7 @@ SAID: dict[str, st.SearchStrategy[Any]] = {
         st.frozensets(st.integers(1, 2)),
     ),
     "weights": st.dictionaries(
-        RANKS, st.builds(WeightsReport, st.integers(0, 2), NAMES, st.booleans())
+        RANKS, st.builds(WeightsReport, st.integers(0, 2), NAMES, st.booleans(), st.booleans())
     ),
 }
 """What a rank may say, by field of its report."""

@@ -2,14 +2,16 @@
 begin, what workers hear, and how a request that can't go on ends. No engine; time is what the test
 says."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.groups import GroupKind
-from hotkv_client.types import BlockResult, ResidencyOpened
+from hotkv_client.types import BlockResult, ResidencyOpened, ResidentBlocks
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.scheduler.reservations import ASK_AGAIN_S, TURN_S, Reservations
@@ -479,3 +481,34 @@ def test_a_preempted_request_without_shared_names_starts_over_under_other_names(
     books.pool.running.add("a")
     assert books.books.kept_tokens("a") == 0
     assert not set(stored_names(books, state, 4)) & set(before)
+
+
+@pytest.mark.parametrize("length", [2, 7])
+def test_an_answer_about_other_blocks_than_were_asked_for_keeps_none(length: int) -> None:
+    """A block that counts as kept leaves the device."""
+    books = Books()
+    state = books.run()
+    books.keep(state, 2)
+    answer: Future[ResidentBlocks] = Future()
+    places = np.arange(length, dtype=np.int64)
+    answer.set_result(ResidentBlocks(places, places))
+    books.parts.session.extend_residency = lambda *_: answer  # type: ignore[method-assign]
+    state.request.num_computed_tokens = 5 * TOKENS
+    books.books.names(state, 5)
+    state.store.stored_blocks[0] = 5
+    for _ in range(3):
+        books.step("a")
+    assert books.books.kept_tokens("a") == 2 * TOKENS
+
+
+def test_what_is_not_kept_when_the_device_is_distrusted_is_nobody_elses() -> None:
+    """Names that were given and not yet kept may stand for KV of other weights."""
+    books = Books()
+    state = books.run()
+    books.keep(state, 3)
+    given = list(books.books.names(state, 6))
+    books.parts.exactness.distrust_all()
+    books.books.distrust()
+    names = books.books.names(state, 6)
+    assert list(names[:3]) == given[:3] and not set(names[3:]) & set(given)
+    assert state.store.stored_blocks[0] == 3 and not books.pool.losing

@@ -91,6 +91,13 @@ def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
     return ""
 
 
+def replays_decode(vllm_config: Any) -> bool:
+    """Whether steps of one token a row may be replayed from full CUDA graphs."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    # vLLM may lower the mode in its workers; it never raises it.
+    return mode is None or bool(mode.has_full_cudagraphs())
+
+
 def _is_cuda_scorer(name: str) -> bool:
     form = format_named(name)
     return bool(form.bits) and not form.by_axes

@@ -21,11 +21,11 @@ from hotkv_vllm.scheduler.other_loads import OtherLoads
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Answer, Phase, RequestState
 from hotkv_vllm.scheduler.sharing import Sharing
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
-from hotkv_vllm.sparse.rows import RowNames, announce
+from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
 
 
 class Admission:
-    """See the module. `rows`: names of rows that decode sparsely; None without sparse decode.
+    """See the module. `rows`: decides which rows attend sparsely; None without sparse decode.
     `lost_track`: it is not known which blocks the next step gives away."""
 
     def __init__(self, engine: Engine, sharing: Sharing, edge: HookEdge) -> None:
@@ -45,7 +45,7 @@ class Admission:
         self.rows: RowNames | None = None
         if engine.config.sparse is not None:
             groups = sparse_layers.sparse_groups(kv_cache_config)
-            self.rows = RowNames(engine.config.sparse, groups)
+            self.rows = RowNames(engine.config.sparse, groups, self._limits(vllm_config))
             announce(str(transfer.engine_id), self.rows)
 
     def __repr__(self) -> str:
@@ -159,6 +159,17 @@ class Admission:
             self._pool.fail(request.request_id, "it outgrows the device, and hotkv is off")
             return False
         return cache.residencies.is_admitted(state, now_s)
+
+    def _limits(self, vllm_config: Any) -> ResidentOnly | None:
+        if self._pool.spec is None or vllm_config.device_config.device_type != "cuda":
+            return None
+        replays = sparse_layers.replays_decode(vllm_config)
+        return ResidentOnly(self._is_resident, self._pool.has_away, replays)
+
+    def _is_resident(self, request_id: str) -> bool:
+        """Whether the server keeps the request's old blocks."""
+        residencies = None if self._sharing.cache is None else self._sharing.cache.residencies
+        return residencies is not None and residencies.is_resident(request_id)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks were allocated: begins the load, or gives back what was taken for it."""

@@ -158,6 +158,11 @@ class Residencies:
         one.private_from = min(one.private_from, one.kept)
         one.store_from(one.kept)
 
+    def distrust(self) -> None:
+        """No KV on the device is exact any more: what is not kept yet is nobody else's."""
+        for request_id in self._residents:
+            self.reset(request_id)
+
     # --------------------------------------------------------------------------------------- stores
 
     def stores(self, request_id: str, job: StoreJob) -> None:

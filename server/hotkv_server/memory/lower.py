@@ -1,11 +1,13 @@
-"""The records of a tier whose places the core chooses: a block table in a file, and what its key
-spaces are.
+"""The records of a tier whose places the core chooses: a block table in a file, what its key spaces
+are, and how much was written to it.
 
 Always true: the file of the key spaces is written before the first block of a new one; a start that
 is killed has changed nothing, because the new table is another file until `adopt`. No record is
 trusted beyond its shape: a block is the one that its seal says.
 """
 
+import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +15,18 @@ from pathlib import Path
 from hotkv.table import SLOT_ALIGN, BlockTable, TableGeometry
 from hotkv_server.memory.arena import lock_file
 from hotkv_server.memory.mapping import FileMapping
-from hotkv_server.memory.state import ServerState, StateError, read_state, write_state
+from hotkv_server.memory.state import (
+    ServerState,
+    StateError,
+    read_state,
+    replace_file,
+    write_state,
+)
 
 LOCK_FILE, STATE_FILE, TABLE_FILE, NEW_TABLE_FILE = "lock", "state.json", "records", "records.new"
+WRITTEN_FILE = "written.json"
+Written = list[tuple[float, int]]
+"""Bytes that were written, each with when they were: seconds since 1970."""
 MODE = 0o600
 
 
@@ -82,6 +93,25 @@ class LowerMemory:
     def save_state(self, state: ServerState) -> None:
         """Writes down what the records mean. Raises OSError."""
         write_state(self.folder / STATE_FILE, state)
+
+    def save_written(self, written: Written) -> None:
+        """Writes down how much was written and when. It stays if the tier is made anew: what was
+        written has worn the disk. Raises OSError. Blocks."""
+        replace_file(self.folder / WRITTEN_FILE, [json.dumps(written)])
+
+    def read_written(self) -> Written:
+        """What an earlier server has written; nothing if it has noted nothing. Raises StateError if
+        its note can't be used, or OSError."""
+        path = self.folder / WRITTEN_FILE
+        try:
+            found = [(float(at_s), int(size)) for at_s, size in json.loads(path.read_bytes())]
+        except FileNotFoundError:
+            return []
+        except (ValueError, TypeError, OverflowError) as error:
+            raise StateError(f"{path.name} is damaged: {error}") from error
+        if not all(math.isfinite(at_s) and size >= 0 for at_s, size in found):
+            raise StateError(f"{path.name} is damaged: a time or a size that can't be")
+        return found
 
     def close(self) -> None:
         """Lets another server have the folder. The table must not be used any more."""

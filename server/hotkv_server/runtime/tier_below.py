@@ -3,6 +3,7 @@ up when a lease asks for them. On the event loop only; the tier answers on threa
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,10 +21,23 @@ from hotkv_server.runtime.events import DISK_TIER
 from hotkv_server.runtime.moved_events import OnReady, nobody
 from hotkv_server.runtime.slices import slices
 from hotkv_server.runtime.tier_reads import TierReads
-from hotkv_server.runtime.tier_tasks import TierTasks, agreeing, blocks_of, future, on_loop
+from hotkv_server.runtime.tier_tasks import (
+    TierTasks,
+    agreeing,
+    blocks_of,
+    elsewhere,
+    future,
+    on_loop,
+)
 from hotkv_server.runtime.tracing import Tracing
 from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Read, Seals, Tier, Write
 
+log = logging.getLogger(__name__)
+
+SaveWritten = Callable[[list[tuple[float, int]]], None]
+NOTE_S = 10.0
+"""How often it is noted what was written: a server that is killed forgets at most so much."""
+NOTE_PAUSE_S = 0.2
 PAUSE_S = 0.05
 """Between two looks for blocks to move down."""
 MAX_DOWN_BYTES = 64 << 20
@@ -32,9 +46,17 @@ MAX_DOWN_BYTES = 64 << 20
 
 class TierBelow:
     """See the module. `core.lower` says what lies below; `tier` has its bytes. `moving_bytes`: most
-    that may be on their way down."""
+    that may be on their way down. `save_written` writes down what the gate has admitted, with the
+    seconds since 1970; it may block and raise OSError."""
 
-    def __init__(self, core: CacheCore, tier: Tier, verifier: Verifier, moving_bytes: int) -> None:
+    def __init__(
+        self,
+        core: CacheCore,
+        tier: Tier,
+        verifier: Verifier,
+        moving_bytes: int,
+        save_written: SaveWritten = lambda written: None,
+    ) -> None:
         assert core.lower is not None, "a tier without places"
         self.lower = core.lower
         self.tier = tier
@@ -46,6 +68,8 @@ class TierBelow:
         self._verifier = verifier
         self._most_bytes = min(MAX_DOWN_BYTES, moving_bytes)
         self._down_bytes = 0
+        self._save_written = save_written
+        self._saved: list[int] = []
         self._on_ready: OnReady = nobody
 
     def __repr__(self) -> str:
@@ -55,6 +79,28 @@ class TierBelow:
         """Starts moving blocks down. `tell` is called when blocks may have been removed."""
         self._on_ready = on_ready
         tasks.spawn(self._move_down(tasks, tell))
+        tasks.spawn(self._note_written(tasks))
+
+    async def _note_written(self, tasks: TierTasks) -> None:
+        """Notes for the next server what was written, every NOTE_S and at the end. A disk that
+        hangs holds up this task alone."""
+        next_s = time.monotonic() + NOTE_S
+        async for _ in tasks.turns(NOTE_PAUSE_S):
+            if time.monotonic() >= next_s:
+                await self._note()
+                next_s = time.monotonic() + NOTE_S
+        await self._note()
+
+    async def _note(self) -> None:
+        found, wall_s = self.lower.down.gate.written(time.monotonic()), time.time()
+        sizes = [size for _, size in found]
+        if sizes == self._saved:
+            return
+        try:
+            await elsewhere(self._save_written, [(wall_s - age_s, size) for age_s, size in found])
+            self._saved = sizes
+        except OSError as error:
+            log.warning("what was written to the disk is not noted: %s", error)
 
     # Down
 

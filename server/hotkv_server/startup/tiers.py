@@ -20,6 +20,7 @@ from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.epoch_notes import EpochNotes
 from hotkv_server.memory.lower import LowerMemory
+from hotkv_server.memory.state import StateError
 from hotkv_server.runtime.persistence import state_of
 from hotkv_server.runtime.shared_epochs import EpochRelay
 from hotkv_server.runtime.tier_below import TierBelow
@@ -123,6 +124,12 @@ def take_over_lower(core: CacheCore, part: LowerPart) -> None:
     Blocks. Raises StartError."""
     memory, began_s = part.memory, time.monotonic()
     num_encoded = 0
+    assert core.lower is not None, "a tier without places"
+    try:
+        wall_s, written = time.time(), memory.read_written()
+        core.lower.down.gate.recall([(wall_s - at_s, size) for at_s, size in written], began_s)
+    except (StateError, OSError) as error:
+        log.warning("the disk's write budget begins anew reason=%r", str(error))
     if memory.why_empty:
         log.warning("disk tier starts empty reason=%r", memory.why_empty)
     if memory.old is not None and memory.state is not None:
@@ -181,7 +188,9 @@ def make_tiers(
         shared.append(TierShared(core, tier, verifier, relay, most_bytes, notes))
     if lower is None and not shared:
         return None
-    below = None if lower is None else TierBelow(core, lower.tier, verifier, most_bytes)
+    below = None
+    if lower is not None:
+        below = TierBelow(core, lower.tier, verifier, most_bytes, lower.memory.save_written)
     return Tiers(core, arena, settings.tiers.lookup_wait_ms / 1000, below, shared)
 
 
