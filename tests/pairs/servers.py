@@ -39,7 +39,7 @@ class Server(Protocol):
     def die(self, *, empty: bool = True) -> None: ...
     def come_back(self) -> None: ...
     def until_connected(self, one: Engine) -> None: ...
-    def num_blocks(self, space: bytes) -> int: ...
+    def num_blocks(self, space: bytes, number: int) -> int: ...
     def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None: ...
 
 
@@ -67,8 +67,8 @@ class Double(FakeServer):
         """Settings of the connector of an engine."""
         return {"startup_wait_s": 0.0}
 
-    def num_blocks(self, space: bytes) -> int:
-        """Blocks of a key space that can be found."""
+    def num_blocks(self, space: bytes, number: int) -> int:
+        """Blocks of a key space that an engine of this number can find."""
         return sum(key[0] == space for key in self.blocks)
 
     def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None:
@@ -148,11 +148,10 @@ class Nodes:
         for session in sessions:
             assert session.wait_connected(WAIT_S), "the engine does not come back to its server"
 
-    def num_blocks(self, space: bytes) -> int:
+    def num_blocks(self, space: bytes, number: int) -> int:
         return sum(
             one["block_count"]
-            for daemon in self.daemons
-            for one in daemon.admin("key_spaces")
+            for one in self.of(number).admin("key_spaces")
             if one["fingerprint"] == space.hex()
         )
 
