@@ -19,7 +19,7 @@ from tests.vllm.oracle import check_cached
 from tests.vllm.other_connectors import our_connector
 from tests.vllm.ranked import RankedEngine
 
-TURNS = 6
+TURNS = 4
 FAMILIES = 3
 """Prompts of one family are prefixes of each other."""
 WAIT_S = 60.0
