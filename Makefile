@@ -84,17 +84,19 @@ check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contrac
 	$(BIN)/python tools/long_modules.py
 	$(BIN)/python -m tools.metrics_reference --check
 	$(BIN)/python -m tools.dashboard --check
+	$(BIN)/python -m tools.pairs_table --check
 	$(BIN)/python -m tools.mutate --check
 
 docs: $(DOCS_VENV)/.stamp ## builds docs/ into site/, searchable; a link or an anchor that leads nowhere is an error
 	$(DOCS_VENV)/bin/python tools/site_build.py
 	$(DOCS_VENV)/bin/python tools/site_check.py site
 
-fix: $(STAMPS)/dev ## formats, mends what ruff can mend, and makes pages of metrics anew
+fix: $(STAMPS)/dev ## formats, mends what ruff can mend, and makes pages of metrics and pairs anew
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/python -m tools.metrics_reference
 	$(BIN)/python -m tools.dashboard
+	$(BIN)/python -m tools.pairs_table
 
 proto: $(PROTO_VENV)/.stamp ## generates the wire's code anew
 	$(PROTO_VENV)/bin/python tools/protos.py

@@ -41,6 +41,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 LONGEST = (
     "deploy/test_image.py",
+    "pairs/test_nodes.py",
+    "pairs/test_pairs.py",
     "vllm/test_residency_faults.py",
     "vllm/test_models.py",
     "vllm/test_http.py",

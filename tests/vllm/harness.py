@@ -11,8 +11,10 @@ queue, at the latest until the step's output is looked at.
 
 import functools
 import pickle
+import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -150,15 +152,17 @@ class Engine:
         )
         self.connector: Any = self.scheduler.connector
         self.salt = 0
-        self.connector.set_xfer_handshake_metadata_pp_aware(self._handshakes(monkeypatch))
+        self._start_ranks()
+        self.connector.set_xfer_handshake_metadata_pp_aware(self.handshakes())
         hash_function = get_hash_fn_by_name(self.vllm_config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_function)
         self.hash_block_tokens = hash_block_size
-        self.named: dict[bytes, tuple[Request, int]] = {}
+        self.named: dict[bytes, Named] = {}
         self.hasher = self._naming(get_request_block_hasher(hash_block_size, hash_function))
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, tuple[list[int], ...]] = {}
         self.outputs: dict[str, list[int]] = {}
+        self.pooled: dict[str, list[float]] = {}
         self.external: dict[str, int] = {}
         self.local: dict[str, int] = {}
         self.finished: dict[str, str] = {}
@@ -173,16 +177,24 @@ class Engine:
         # of its first step.
         self.content_of: Callable[[Any], int] = lambda lora: int(lora.lora_int_id)
         self.contents: dict[str, int] = {}
+        self.shown: dict[str, dict[int, int]] = {}
 
     def get_model(self) -> torch.nn.Module:
         """As a model runner; its weights are in no KV value."""
         return self.model
 
-    def _handshakes(self, monkeypatch: Any) -> dict[tuple[int, int], Any]:
+    def _start_ranks(self) -> None:
+        """Starts the ranks beside the first; here there are none."""
+
+    def handshakes(self) -> dict[tuple[int, int], Any]:
         """Of all ranks, by pipeline stage and tensor-parallel rank, as vLLM's `EngineCore` collects
         them."""
         handshake = self.worker.get_handshake_metadata()
         return {} if handshake is None else {(0, 0): handshake}
+
+    def each_worker(self) -> Iterator[Any]:
+        """The worker connector of each rank, in whose process the caller's loop then is."""
+        yield self.worker
 
     @property
     def memories(self) -> list[tuple[dict[str, torch.Tensor], int]]:
@@ -196,7 +208,7 @@ class Engine:
         def hashes_of(request: Request) -> list[Any]:
             known, new = len(request.block_hashes), hasher(request)
             for place, block_hash in enumerate(new, known + 1):
-                self.named[block_hash] = request, place * self.hash_block_tokens
+                self.named[block_hash] = Named(self, request, place * self.hash_block_tokens)
             return new
 
         return hashes_of
@@ -222,15 +234,20 @@ class Engine:
     ) -> Request:
         """`transfer`: the request's `kv_transfer_params`."""
         extra = None if transfer is None else {"kv_transfer_params": transfer}
-        parameters = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra
-        )
-        request = Request(name, list(prompt), parameters, None, block_hasher=self.hasher, **more)
+        parameters = self._parameters(max_tokens, extra)
+        request = Request(name, list(prompt) or None, *parameters, block_hasher=self.hasher, **more)
         self.requests[name], self.outputs[name] = request, []
+        self.shown[name] = media_of(request)
         self.tokens.pop(name, None)
         self.contents.pop(name, None)
         self.scheduler.add_request(request)
         return request
+
+    def _parameters(self, max_tokens: int, extra: dict[str, Any] | None) -> tuple[Any, Any]:
+        """What a request asks for: the parameters of sampling, and those of pooling."""
+        return SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra
+        ), None
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
@@ -257,6 +274,8 @@ class Engine:
                 self.counters[counter] = self.counters.get(counter, 0) + growth
             for one in outputs.outputs:
                 self.outputs[one.request_id] += one.new_token_ids
+                if one.pooling_output is not None:
+                    self.pooled[one.request_id] = one.pooling_output.tolist()
                 if one.prefill_stats is not None:
                     self.external[one.request_id] = one.prefill_stats.num_external_cached_tokens
                     self.local[one.request_id] = one.prefill_stats.num_local_cached_tokens
@@ -302,9 +321,12 @@ class Engine:
         )
         names = list(scheduled.num_scheduled_tokens)
         index = {name: i for i, name in enumerate(names)}
-        return ModelRunnerOutput(
-            names, index, [sampled[n] for n in names], kv_connector_output=output
-        ), point
+        return self._output(names, index, sampled, output), point
+
+    def _output(
+        self, names: list[str], index: dict[str, int], sampled: dict[str, list[int]], kv: Any
+    ) -> ModelRunnerOutput:
+        return ModelRunnerOutput(names, index, [sampled[n] for n in names], kv_connector_output=kv)
 
     def _computed(self, scheduled: Any) -> tuple[dict[str, list[int]], int]:
         """The step's samples, and where it ends in the device's queue."""
@@ -371,7 +393,9 @@ class Engine:
         for name in scheduled.finished_req_ids:
             self.tables.pop(name, None)
         for new in scheduled.scheduled_new_reqs:
-            self.tokens[new.req_id] = list(new.prefill_token_ids or new.prompt_token_ids)
+            self.tokens[new.req_id] = list(
+                new.prefill_token_ids or new.prompt_token_ids or [0] * new.prompt_len
+            )
             self.tables[new.req_id] = tuple(list(ids) for ids in new.block_ids)
         computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
         cached = scheduled.scheduled_cached_reqs
@@ -396,12 +420,14 @@ class Engine:
             self._write(name, computed[name], count)
         for name, count in scheduled.num_scheduled_tokens.items():
             self._check(name, computed[name])
-            tokens = self.tokens[name]
-            sampled[name] = []
-            if computed[name] + count >= len(tokens):
-                tokens.append(3 + self._values(name)[-1] % 1000)
-                sampled[name] = [tokens[-1]]
+            is_due = computed[name] + count >= len(self.tokens[name])
+            sampled[name] = self._sample(name) if is_due else []
         return sampled
+
+    def _sample(self, name: str) -> list[int]:
+        """The request's next token, which its tokens have from now on."""
+        self.tokens[name].append(next_token(self._values(name)))
+        return self.tokens[name][-1:]
 
     def _zero_blocks(self, scheduled: Any) -> None:
         ids = np.array(scheduled.new_block_ids_to_zero or (), np.int64)
@@ -490,12 +516,55 @@ class Engine:
 
     def _values(self, name: str) -> list[int]:
         """What belongs to each of a request's tokens."""
+        return self.values_of(name, self.tokens[name])
+
+    def values_of(self, name: str, tokens: Sequence[int]) -> list[int]:
+        """What belongs to each of these tokens of a request: a value that depends on all that the
+        model sees before and with it, which is the adapter too, and images and embeddings in the
+        place of tokens."""
+        shown = self.shown.get(name)
+        if shown:
+            tokens = [shown.get(place, token) for place, token in enumerate(tokens)]
         content = self.contents.get(name)
-        return (
-            _value(self.tokens[name])
-            if content is None
-            else _value([content, *self.tokens[name]])[1:]
+        return _value(tokens) if content is None else _value([content, *tokens])[1:]
+
+    @property
+    def tints(self) -> tuple[int, ...]:
+        """By what values may differ from exact ones in the engine's own cache, 0 among them."""
+        return (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What a block hash stands for: the first tokens of an engine's request."""
+
+    engine: "Engine"
+    request: Request
+    num_tokens: int
+
+    def values(self) -> list[int]:
+        """What the model computes for them."""
+        tokens = self.request.all_token_ids[: self.num_tokens]
+        return self.engine.values_of(self.request.request_id, tokens)
+
+
+def media_of(request: Request) -> dict[int, int]:
+    """What the model sees in the place of a request's tokens, by position."""
+    if request.prompt_embeds is not None:
+        rows = request.prompt_embeds.to(torch.float32).contiguous().numpy()
+        return {place: zlib.crc32(row.tobytes()) for place, row in enumerate(rows)}
+    return {
+        place: zlib.crc32(f"{feature.identifier}/{place - feature.mm_position.offset}".encode())
+        for feature in request.mm_features
+        for place in range(
+            feature.mm_position.offset, feature.mm_position.offset + feature.mm_position.length
         )
+    }
+
+
+def next_token(values: Sequence[int]) -> int:
+    """What the model answers to tokens of these values."""
+    return 3 + values[-1] % 1000
 
 
 def _layer(name: str) -> int:

@@ -3,12 +3,12 @@ model computes for the tokens of its hash.
 
 It looks at all blocks of the `FakeServer`, and at all blocks that vLLM's own prefix cache offers in
 each engine. It knows tokens by hash from the engines' hashers, so it needs no books of what was
-stored, loaded, aborted or evicted. Not for engines with LoRA, whose values depend on more than
-tokens.
+stored, loaded, aborted or evicted. Who runs requests with LoRA adds their names to `Engine.named`,
+as the server's blocks of them have names of hotkv's.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_
 
 from hotkv.keys import KeySpace
 from hotkv_client.testing import FakeServer
-from tests.vllm.harness import Engine, _layer, _value
+from tests.vllm.harness import Engine, Named, _layer, _value, next_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,16 @@ class Audit:
 def audit(server: FakeServer, engines: Sequence[Engine]) -> Audit:
     """Compares all of them; AssertionError names the first wrong one. Nothing may be left to
     run."""
-    named = {block_hash: place for one in engines for block_hash, place in one.named.items()}
-    return Audit(
-        check_stored(server, engines, named), sum(check_cached(one, named) for one in engines)
-    )
+    return Audit(check_stored(server, engines), sum(check_cached(one) for one in engines))
 
 
-def check_stored(server: FakeServer, engines: Sequence[Engine], named: dict[bytes, Any]) -> int:
-    """The server's blocks; representations are not looked at."""
+def check_stored(
+    server: FakeServer, engines: Sequence[Engine], weights: Sequence[int] = (0,)
+) -> int:
+    """The server's blocks; representations are not looked at. `weights`: by what those that the
+    engines have had change values; a key space has blocks of one of them."""
+    named = {block_hash: what for one in engines for block_hash, what in one.named.items()}
+    weights_of: dict[bytes, int] = {}
     spaces = {
         session.config.key_space.fingerprint: session.config.key_space
         for session in server.sessions
@@ -64,6 +66,11 @@ def check_stored(server: FakeServer, engines: Sequence[Engine], named: dict[byte
         assert sorted(shards) == list(range(len(salts))), (
             f"shards {sorted(shards)} are no whole block"
         )
+        if fingerprint not in weights_of:
+            first = np.frombuffer(shards[0], np.int16)[0] ^ _layer(group.layer_names[0]) ^ salts[0]
+            weights_of[fingerprint] = int(first ^ expected[0])
+            assert weights_of[fingerprint] in weights, "a key space has blocks of no weights"
+        expected = expected ^ np.int16(weights_of[fingerprint])
         for shard, salt in enumerate(salts):
             pages = np.split(np.frombuffer(shards[shard], np.int16), len(group.layer_names))
             for layer, page in zip(group.layer_names, pages, strict=True):
@@ -78,7 +85,7 @@ def check_stored(server: FakeServer, engines: Sequence[Engine], named: dict[byte
     return num_compared
 
 
-def check_cached(one: Engine, named: dict[bytes, Any]) -> int:
+def check_cached(one: Engine, weights: int = 0) -> int:
     """The blocks that vLLM's own prefix cache of an engine offers."""
     assert not one.queue and not one.scheduler.requests, "the oracle compares what is at rest"
     num_compared = 0
@@ -87,33 +94,35 @@ def check_cached(one: Engine, named: dict[bytes, Any]) -> int:
         found,
     ) in one.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache.items():
         group = one.kv_config.kv_cache_groups[get_group_id(key)]
-        expected = _expected(named, get_block_hash(key), group.kv_cache_spec.block_size)
+        expected = _expected(one.named, get_block_hash(key), group.kv_cache_spec.block_size)
         for block in [found] if isinstance(found, KVCacheBlock) else found.values():
             for layer, (tensors, salt) in itertools.product(group.layer_names, one.memories):
                 rows = tensors[layer].view(torch.int16).numpy()[block.block_id][:, : len(expected)]
                 _compare(
                     rows,
-                    expected ^ salt,
+                    expected ^ salt ^ weights,
                     layer,
                     f"vLLM's block {block.block_id} of group {get_group_id(key)}",
+                    one.tints,
                 )
             num_compared += 1
     return num_compared
 
 
-def _expected(named: dict[bytes, Any], block_hash: bytes, block_tokens: int) -> Any:
+def _expected(named: Mapping[bytes, Named], block_hash: bytes, block_tokens: int) -> Any:
     """Values int16 [tokens] that belong under a hash, before each layer changes them: a block's, or
     of its first tokens, as vLLM offers blocks in part where its hashes are over fewer tokens.
     """
     assert block_hash in named, "a block can be found under a hash that no request has"
-    request, num_tokens = named[block_hash]
-    first = (num_tokens - 1) // block_tokens * block_tokens
-    return np.array(_value(request.all_token_ids[:num_tokens])[first:], np.int16)
+    what = named[block_hash]
+    first = (what.num_tokens - 1) // block_tokens * block_tokens
+    return np.array(what.values()[first:], np.int16)
 
 
-def _compare(rows: Any, expected: Any, layer: str, what: str) -> None:
-    """`rows`: int16 [heads, tokens, cell] of one layer."""
-    wrong = np.flatnonzero((rows != (expected ^ _layer(layer))[None, :, None]).any(axis=(0, 2)))
+def _compare(rows: Any, expected: Any, layer: str, what: str, tints: Sequence[int] = (0,)) -> None:
+    """`rows`: int16 [heads, tokens, cell] of one layer. `tints`: by what they may differ."""
+    differ = rows ^ (expected ^ _layer(layer))[None, :, None]
+    wrong = np.flatnonzero(~np.isin(differ, tints).all(axis=(0, 2)))
     assert not len(wrong), f"{what}: token {wrong[0]} of {layer} is not what its hash says"
 
 
@@ -121,5 +130,5 @@ def answer_of(prompt: Sequence[int], count: int) -> list[int]:
     """The tokens that the model answers to a prompt."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(3 + _value(tokens)[-1] % 1000)
+        tokens.append(next_token(_value(tokens)))
     return tokens[len(prompt) :]

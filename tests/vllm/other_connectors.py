@@ -1,11 +1,11 @@
-"""Connectors that tests put beside hotkv in vLLM's MultiConnector.
+"""Connectors that tests put beside hotkv in vLLM's MultiConnector, and what puts them there.
 
 `CheckingConnector` has a handshake of its own and refuses all others, as NIXL's does, and asks for
 NIXL's layout. `LoadingConnector` offers what `PLAN` says, within the process of the harness, and
 writes what `PLAN.fill` writes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,50 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from hotkv_vllm.connector import HotKVConnector
+from hotkv_vllm.metadata import HotKVMetadata
+
+Within = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def beside(name: str, *, ours_first: bool) -> Within:
+    """A MultiConnector of hotkv and one of `other_connectors`."""
+    other = {
+        "kv_connector": name,
+        "kv_connector_module_path": "tests.vllm.other_connectors",
+        "kv_role": "kv_both",
+    }
+
+    def within(ours: dict[str, Any]) -> dict[str, Any]:
+        children = [ours, other] if ours_first else [other, ours]
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": children},
+        }
+
+    return within
+
+
+def children(connector: MultiConnector) -> tuple[HotKVConnector, Any]:
+    """hotkv's, and the other."""
+    ours, other = sorted(
+        connector.sub_connectors, key=lambda one: not isinstance(one, HotKVConnector)
+    )
+    return ours, other
+
+
+def our_connector(connector: Any) -> HotKVConnector:
+    """hotkv's own, alone or in a MultiConnector."""
+    return children(connector)[0] if isinstance(connector, MultiConnector) else connector
+
+
+def ours(metadata: Any) -> HotKVMetadata:
+    """hotkv's part of what a step's workers are told."""
+    parts = getattr(metadata, "metadata", (metadata,))
+    return next(part for part in parts if isinstance(part, HotKVMetadata))
 
 
 @dataclass
@@ -82,15 +126,16 @@ class CheckingConnector(_Connector):
 @dataclass
 class Plan:
     """What `LoadingConnector` offers each request, and how its loads end. `fill`: (request id,
-    block ids, tokens), the load itself."""
+    block ids by group, tokens), the load itself."""
 
     tokens: dict[str, int] = field(default_factory=dict)
     is_async: bool = False
     holds: bool = False
     fails: bool = False
-    fill: Callable[[str, list[int], int], None] = lambda *_: None
-    loading: dict[str, tuple[list[int], int]] = field(default_factory=dict)
+    fill: Callable[[str, Sequence[list[int]], int], None] = lambda *_: None
+    loading: dict[str, tuple[Sequence[list[int]], int]] = field(default_factory=dict)
     invalid: set[int] = field(default_factory=set)
+    num_loads: int = 0
 
 
 PLAN = Plan()
@@ -108,7 +153,7 @@ class LoadingConnector(_Connector):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens > 0:
             PLAN.loading[request.request_id] = (
-                blocks.get_block_ids()[0],
+                blocks.get_block_ids(),
                 PLAN.tokens.pop(request.request_id),
             )
 
@@ -117,7 +162,7 @@ class LoadingConnector(_Connector):
             return
         for request_id, (ids, tokens) in PLAN.loading.items():
             if PLAN.fails:
-                PLAN.invalid.update(ids[: tokens // self._vllm_config.cache_config.block_size])
+                PLAN.invalid.update(ids[0][: tokens // self._vllm_config.cache_config.block_size])
             else:
                 PLAN.fill(request_id, ids, tokens)
         PLAN.loading.clear()
@@ -137,3 +182,21 @@ class LoadingConnector(_Connector):
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, PLAN.invalid = PLAN.invalid, set()
         return invalid
+
+
+def loads_into(one: Any) -> Callable[[str, Sequence[list[int]], int], None]:
+    """A load of an engine of the harness, which writes what the model would have written."""
+
+    def fill(name: str, tables: Sequence[list[int]], tokens: int) -> None:
+        request = one.requests[name]
+        if request.lora_request is not None:
+            one.contents.setdefault(name, one.content_of(request.lora_request))
+        one.tables[name] = tuple(list(ids) for ids in tables)
+        one.tokens[name] = list(request.all_token_ids)
+        before = one.tensors, one.salt
+        for memory in one.memories:
+            one.tensors, one.salt = memory
+            one._write(name, 0, tokens)
+        one.tensors, one.salt = before
+
+    return fill

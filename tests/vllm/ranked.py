@@ -8,6 +8,7 @@ come to terms is the matter of `test_ranks`.
 
 import copy
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,9 @@ from hotkv_vllm.worker import ranks
 from hotkv_vllm.worker.ranks import RankNote
 from tests.vllm.harness import Engine
 
+_PROCESS = [0]
+"""The rank in whose process the code runs, as vLLM has one process for each."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rank:
@@ -36,8 +40,9 @@ class Rank:
 
 
 class RankedEngine(Engine):
-    """Of `num_ranks`, in tensor parallel or, with `stages`, a pipeline. `worker` and `tensors` are
-    those of the first between steps."""
+    """Of `num_ranks` in tensor parallel or, with `stages`, in a pipeline; of `num_stages` such
+    engines one after the other, if that is more than one. `worker` and `tensors` are those of the
+    first between steps."""
 
     def __init__(
         self,
@@ -45,49 +50,61 @@ class RankedEngine(Engine):
         *arguments: Any,
         num_ranks: int = 2,
         stages: bool = False,
+        num_stages: int = 1,
         **settings: Any,
     ) -> None:
-        self.num_ranks, self.stages, self.ranks = num_ranks, stages, list[Rank]()
+        if stages:
+            num_ranks, num_stages = 1, num_ranks
+        self.num_ranks, self.num_in_stage = num_ranks * num_stages, num_ranks
+        self.ranks = list[Rank]()
+        _PROCESS[0] = 0
         monkeypatch = arguments[1]
         monkeypatch.setattr(
             vllm.distributed,
             "get_tensor_model_parallel_rank",
-            lambda: 0 if stages else len(self.ranks),
+            lambda: _PROCESS[0] % self.num_in_stage,
         )
         monkeypatch.setattr(
             vllm.distributed,
             "get_pp_group",
-            lambda: SimpleNamespace(rank_in_group=len(self.ranks) if stages else 0),
+            lambda: SimpleNamespace(rank_in_group=_PROCESS[0] // self.num_in_stage),
         )
         monkeypatch.setattr(ranks, "agree", self._agree)
-        name = "pipeline_parallel_size" if stages else "tensor_parallel_size"
-        super().__init__(server, *arguments, **settings, **{name: num_ranks})
-        self.aggregator = KVOutputAggregator.from_connector(self.connector, num_ranks)
+        sizes = {"tensor_parallel_size": num_ranks, "pipeline_parallel_size": num_stages}
+        super().__init__(server, *arguments, **settings, **sizes)
+        self.aggregator = KVOutputAggregator.from_connector(self.connector, self.num_ranks)
 
     def _agree(self, note: RankNote, num_ranks: int, engine_id: str) -> Any:
         places = [
-            replace(note.place, rank=rank, stage=rank if self.stages else 0)
+            replace(note.place, rank=rank, stage=rank // self.num_in_stage)
             for rank in range(num_ranks)
         ]
         return ranks.decide([replace(note, place=place) for place in places], note.place.rank)
 
-    def _handshakes(self, monkeypatch: Any) -> dict[tuple[int, int], Any]:
+    def handshakes(self) -> dict[tuple[int, int], Any]:
+        return {
+            divmod(number, self.num_in_stage): handshake
+            for number, worker in enumerate(self.each_worker())
+            if (handshake := worker.get_handshake_metadata()) is not None
+        }
+
+    def _start_ranks(self) -> None:
         self.ranks.append(Rank(self.worker, self.tensors, 0))
         while len(self.ranks) < self.num_ranks:
             config = copy.copy(self.vllm_config)
             config.parallel_config = copy.copy(config.parallel_config)
-            config.parallel_config.rank = len(self.ranks)
+            config.parallel_config.rank = _PROCESS[0] = len(self.ranks)
             worker = KVConnectorFactory.create_connector(
                 config, KVConnectorRole.WORKER, self.kv_config
             )
             tensors = allocate_kv_cache(self.kv_config, torch.device("cpu"), self.layout)
             worker.register_kv_caches(tensors)
             self.ranks.append(Rank(worker, tensors, len(self.ranks) << 10))
-        places = [(rank, 0) if self.stages else (0, rank) for rank in range(self.num_ranks)]
-        return {
-            place: rank.worker.get_handshake_metadata()
-            for place, rank in zip(places, self.ranks, strict=True)
-        }
+
+    def each_worker(self) -> Iterator[Any]:
+        for number, rank in enumerate(self.ranks):
+            _PROCESS[0] = number
+            yield rank.worker
 
     @property
     def memories(self) -> list[tuple[dict[str, torch.Tensor], int]]:

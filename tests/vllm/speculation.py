@@ -10,14 +10,9 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tests.vllm.harness import Engine, _value
+from tests.vllm.harness import Engine, next_token
 
 WRONG_TOKEN = 2
-
-
-def next_token(tokens: Sequence[int]) -> int:
-    """What the harness' model answers."""
-    return 3 + _value(tokens)[-1] % 1000
 
 
 class SpeculatingEngine(Engine):
@@ -35,27 +30,30 @@ class SpeculatingEngine(Engine):
             if cached.num_computed_tokens[index] >= len(tokens) - 1:
                 cached.num_computed_tokens[index] = len(tokens) - 1
                 known[name] = list(tokens)
-                tokens += self._drafts(tokens, scheduled.num_scheduled_tokens[name] - 1)
+                tokens += self._drafts(name, tokens, scheduled.num_scheduled_tokens[name] - 1)
         sampled = super()._forward(scheduled)
         for name, tokens in known.items():
             drafts = self.tokens[name][
                 len(tokens) : len(tokens) + scheduled.num_scheduled_tokens[name] - 1
             ]
-            sampled[name] = [next_token(tokens)]
+            sampled[name] = [self._next(name, tokens)]
             for draft in drafts:
                 if draft != sampled[name][-1]:
                     break
-                sampled[name].append(next_token(tokens + sampled[name]))
+                sampled[name].append(self._next(name, tokens + sampled[name]))
             self.drafts += len(drafts)
             self.rejected += len(drafts) + 1 - len(sampled[name])
             self.tokens[name] = tokens + sampled[name]
         return sampled
 
-    def _drafts(self, tokens: Sequence[int], count: int) -> list[int]:
+    def _next(self, name: str, tokens: Sequence[int]) -> int:
+        return next_token(self.values_of(name, tokens))
+
+    def _drafts(self, name: str, tokens: Sequence[int], count: int) -> list[int]:
         """Right ones up to a random place, then wrong ones."""
         dice = random.Random(len(tokens))
         drafts: list[int] = []
         for _ in range(count):
             is_right = WRONG_TOKEN not in drafts and dice.random() < 0.7
-            drafts.append(next_token([*tokens, *drafts]) if is_right else WRONG_TOKEN)
+            drafts.append(self._next(name, [*tokens, *drafts]) if is_right else WRONG_TOKEN)
         return drafts

@@ -4,7 +4,6 @@ plans that rest on other bytes."""
 import functools
 import itertools
 import logging
-from collections import OrderedDict
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -27,46 +26,11 @@ from hotkv_vllm.adapters import (
 from hotkv_vllm.metadata import HotKVWorkerMetadata
 from hotkv_vllm.worker.adapter_watch import AdapterWatch, watch_adapters
 from tests.vllm.harness import prompt
+from tests.vllm.lora_manager import Manager, lora, with_adapters
 from tests.vllm.tiny import BLOCK_TOKENS
 
 PROMPT = prompt(1, 200)
 HIT = 192
-
-
-def lora(number: int = 1, name: str = "a", path: str = "/a", **more: Any) -> LoRARequest:
-    return LoRARequest(name, number, path, **more)
-
-
-class Manager:
-    """As vLLM's LoRA manager of a worker: reads "files" when an adapter is needed, and keeps
-    `capacity` of them."""
-
-    def __init__(self, files: dict[str, int], capacity: int = 2) -> None:
-        self.files = files
-        self.capacity = capacity
-        self.loaded: OrderedDict[int, Any] = OrderedDict()
-        self.num_reads = 0
-
-    def _load_adapter(self, request: LoRARequest) -> Any:
-        self.num_reads += 1
-        weights = {
-            "q": SimpleNamespace(
-                lora_a=torch.full((2, 2), float(self.files[request.lora_path])), scaling=2.0
-            )
-        }
-        return SimpleNamespace(id=request.lora_int_id, rank=8, loras=weights)
-
-    def list_adapters(self) -> set[int]:
-        return set(self.loaded)
-
-    def add_adapter(self, request: LoRARequest) -> int:
-        """The content that is used for the adapter."""
-        if request.lora_int_id not in self.loaded or request.load_inplace:
-            self.loaded[request.lora_int_id] = self._load_adapter(request)
-        self.loaded.move_to_end(request.lora_int_id)
-        while len(self.loaded) > self.capacity:
-            self.loaded.popitem(last=False)
-        return int(self.loaded[request.lora_int_id].loras["q"].lora_a[0, 0])
 
 
 # --------------------------------------------------------------------------------------- the worker
@@ -224,14 +188,6 @@ def test_the_manager_of_the_worker_that_registers_its_caches_is_found() -> None:
 
 
 # ------------------------------------------------------------------------------ in vLLM's scheduler
-
-
-def with_adapters(one: Any, files: dict[str, int], capacity: int = 2) -> Manager:
-    """Gives an engine of the harness adapters whose contents show in its KV."""
-    manager = Manager(files, capacity)
-    one.worker._worker.transfers.adapters = AdapterWatch(manager)
-    one.content_of = manager.add_adapter
-    return manager
 
 
 def generate(

@@ -22,7 +22,7 @@ from hotkv_vllm.adapters import (
 )
 from hotkv_vllm.metadata import HotKVWorkerMetadata
 from hotkv_vllm.worker.adapter_watch import AdapterWatch
-from tests.vllm.test_adapters import Manager, lora
+from tests.vllm.lora_manager import Manager, lora
 
 # ------------------------------------------------------------------------------------ the scheduler
 

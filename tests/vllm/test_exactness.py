@@ -1,87 +1,29 @@
 """KV that is not what its key promises never leaves the engine: sparse decode's, and what is
 computed from it.
 
-`Approximate` is the harness's engine with a model that knows what it does: a row that decodes
-sparsely, and whatever reads inexact KV, writes other values than the exact ones. Every other engine
-fails at the first of them that it reads.
+The engines that decode sparsely are `approximate.Approximate`; every other engine fails at the
+first of their approximate values that it reads.
 """
 
 import functools
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hotkv_sparse import SparseConfig
-from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.scheduler.exactness import EVERYTHING, Exactness
-from hotkv_vllm.sparse import rank
 from hotkv_vllm.sparse.rows import RowNames, announce
-from tests.vllm.harness import Engine, prompt
+from tests.vllm.approximate import SPARSE, Approximate, without_layers
+from tests.vllm.harness import prompt
 from tests.vllm.specs import HYBRIDS, full_model, hybrid_model
 from tests.vllm.tiny import BLOCK_TOKENS
-
-SPARSE = {"sparse": {"sparse_topk": 96, "min_context_tokens": 96}}
-INEXACT = 0x2A5A
-
-
-class Approximate(Engine):
-    """Writes `INEXACT` values where its metadata says that a row is sparse, and behind such
-    tokens."""
-
-    def _forward(self, scheduled: Any) -> dict[str, list[int]]:
-        rows = scheduled.kv_connector_metadata.sparse_rows
-        self.sparse_rows = frozenset(rows.request_ids if rows is not None else ())
-        return super()._forward(scheduled)
-
-    def _write(self, name: str, computed: int, count: int) -> None:
-        flip = INEXACT if name in self.sparse_rows or self._reads_inexact(name, computed) else 0
-        for group_id, group in enumerate(self.kv_config.kv_cache_groups):
-            blocks, offsets, values = self._places(name, group_id, computed, computed + count)
-            for layer in group.layer_names:
-                self._write_layer(
-                    layer, blocks[: len(values)], offsets[: len(values)], values ^ flip
-                )
-
-    def _reads_inexact(self, name: str, computed: int) -> bool:
-        found = False
-        for group_id, group in enumerate(self.kv_config.kv_cache_groups):
-            window = getattr(group.kv_cache_spec, "sliding_window", None)
-            blocks, offsets, values = self._places(
-                name, group_id, max(0, computed - (window - 1)) if window else 0, computed
-            )
-            kept = blocks != 0
-            for layer in group.layer_names:
-                rows = (
-                    self._cells(layer)[blocks[kept], :, offsets[kept], :]
-                    ^ (values[kept] ^ _layer_of(layer))[:, None, None]
-                )
-                assert np.isin(rows, (0, INEXACT)).all(), (
-                    f"{name}: neither exact nor our own approximation"
-                )
-                found |= bool(rows.any())
-        return found
-
-    def _check(self, name: str, computed: int) -> None:
-        """Done when writing."""
-
-
-def _layer_of(name: str) -> int:
-    return 1 + int(name.rpartition(".")[2])
 
 
 @pytest.fixture
 def approximate(server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = []
-
-    def install(*_: Any) -> Any:
-        raise Unsupported(
-            "the harness has no layers that could decode sparsely; its engines only say that "
-            "they do"
-        )
-
-    monkeypatch.setattr(rank, "install", install)
+    without_layers(monkeypatch)
 
     def make(**settings: Any) -> Approximate:
         made.append(Approximate(server, tmp_path / "model", monkeypatch, extra=SPARSE, **settings))

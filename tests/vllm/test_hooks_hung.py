@@ -19,11 +19,11 @@ from hotkv_vllm.scheduler.quarantine import Quarantine
 from hotkv_vllm.worker import loads
 from hotkv_vllm.worker.device_order import Mark
 from hotkv_vllm.worker.loads import Loads, never_begun
+from tests.vllm.engine_core import Core
 from tests.vllm.harness import prompt
 from tests.vllm.processes import Daemon, Engines
 from tests.vllm.specs import full_model, hybrid_model
 from tests.vllm.test_end_to_end import _state, prompts, settled
-from tests.vllm.test_sleep import Core
 from tests.vllm.tiny import BLOCK_TOKENS, write_model
 
 PROMPT = prompt(1, 200)

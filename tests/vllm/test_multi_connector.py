@@ -4,7 +4,6 @@ MultiConnector round the model of the harness."""
 import copy
 import importlib.util
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
@@ -24,59 +23,28 @@ from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
 from hotkv_vllm.scheduler import joining
 from hotkv_vllm.scheduler.other_loads import OtherLoads
 from tests.vllm.harness import Engine, prompt
-from tests.vllm.other_connectors import PLAN, CheckedHandshake, Plan
+from tests.vllm.other_connectors import (
+    PLAN,
+    CheckedHandshake,
+    Plan,
+    beside,
+    children,
+    loads_into,
+)
 from tests.vllm.specs import mixed_model
 from tests.vllm.tiny import BLOCK_TOKENS, transfer_config
 
 PROMPT = prompt(1, 200)
 USABLE = 192
-Within = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-def beside(name: str, *, ours_first: bool) -> Within:
-    """A MultiConnector of hotkv and one of `other_connectors`."""
-    other = {
-        "kv_connector": name,
-        "kv_connector_module_path": "tests.vllm.other_connectors",
-        "kv_role": "kv_both",
-    }
-
-    def within(ours: dict[str, Any]) -> dict[str, Any]:
-        children = [ours, other] if ours_first else [other, ours]
-        return {
-            "kv_connector": "MultiConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"connectors": children},
-        }
-
-    return within
 
 
 BOTH_ORDERS = pytest.mark.parametrize("ours_first", [True, False], ids=["first", "second"])
-
-
-def children(connector: MultiConnector) -> tuple[HotKVConnector, Any]:
-    """hotkv's, and the other."""
-    ours, other = sorted(
-        connector.sub_connectors, key=lambda one: not isinstance(one, HotKVConnector)
-    )
-    return ours, other
 
 
 @pytest.fixture(autouse=True)
 def plan() -> Iterator[Plan]:
     yield PLAN
     PLAN.__init__()  # type: ignore[misc]
-
-
-def loads_into(one: Engine) -> Callable[[str, list[int], int], None]:
-    """A load that writes what the model would have written."""
-
-    def fill(name: str, ids: list[int], tokens: int) -> None:
-        one.tables[name], one.tokens[name] = (ids,), list(one.requests[name].prompt_token_ids)
-        one._write(name, 0, tokens)
-
-    return fill
 
 
 # ---------------------------------------------------------------------------- handshakes and policy

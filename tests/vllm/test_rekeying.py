@@ -5,7 +5,6 @@ import contextlib
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -14,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hotkv_vllm.compat import checks, model_weights
 from hotkv_vllm.rekeying import ASK_AGAIN_S, RankWeights, Rekeying
+from tests.vllm.changing_weights import load, may_load, show_weights
 from tests.vllm.harness import prompt
 from tests.vllm.parts import TOKENS, Parts, request
 from tests.vllm.specs import full_model, hybrid_model
@@ -217,35 +217,15 @@ def test_requests_wait_once_however_often_the_ranks_are_asked() -> None:
 # --------------------------------------------------------------------------------- in the connector
 
 
-def load(engine: Any, seed: int) -> None:
-    """Other weights, through the model as trainers do."""
-    torch.manual_seed(seed)
-    engine.model.load_weights(
-        {name: torch.randn_like(value) for name, value in engine.model.state_dict().items()}
-    )
-
-
 @pytest.fixture
 def updated(engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Engines whose model has `load_weights`; what it writes is in every KV value."""
-    monkeypatch.setattr(
-        torch.nn.Linear, "load_weights", torch.nn.Module.load_state_dict, raising=False
-    )
+    may_load(monkeypatch)
 
     def make(**settings: Any) -> Any:
         torch.manual_seed(0)
         one = engine(**settings)
-        values = one._places
-
-        def of_weights(*arguments: Any) -> Any:
-            blocks, offsets, found = values(*arguments)
-            return (
-                blocks,
-                offsets,
-                found ^ np.int16(int(one.model.weight.abs().sum() * 1000) & 0x7FF),
-            )
-
-        one._places = of_weights
+        show_weights(one)
         return one
 
     return make

@@ -1,0 +1,10 @@
+"""Fixtures for tests of pairs; the folder is skipped where vLLM is not installed."""
+
+import importlib.util
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    from tests.vllm.conftest import _models_are_inspected_here, engines
+
+    __all__ = ["_models_are_inspected_here", "engines"]

@@ -1,0 +1,642 @@
+"""The features that meet in a world of the harness, each as what it changes there
+(`world.Play`)."""
+
+import itertools
+import time
+from typing import Any
+
+import torch
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+from hotkv_client import warm_start
+from hotkv_client.admin import AdminClient
+from hotkv_server.testing.otlp_receiver import OtlpReceiver
+from hotkv_vllm.compat import fingerprint, model_weights
+from hotkv_vllm.scheduler import hits
+from tests.pairs.servers import lose_disk
+from tests.pairs.world import WAIT_S, Play, World, ours
+from tests.vllm.approximate import SPARSE, Approximate, without_layers
+from tests.vllm.changing_weights import load, may_load, show_weights, weights_of
+from tests.vllm.engine_core import Core
+from tests.vllm.harness import Engine, Named, prompt
+from tests.vllm.lora_manager import lora, with_adapters
+from tests.vllm.other_connectors import PLAN, beside, loads_into
+from tests.vllm.ranked import RankedEngine
+from tests.vllm.specs import hybrid_model
+from tests.vllm.speculation import SpeculatingEngine
+from tests.vllm.tiny import BLOCK_TOKENS, write_model
+from tests.vllm.whole_prompts import Pooling
+
+ALL_CALLS = ["store", "load", "acquire", "lookup"]
+
+
+# ------------------------------------------------------------------------------ models and requests
+
+
+class Lora(Play):
+    """Requests of two adapters; the engines have one of them with other bytes."""
+
+    adapters = (None, lora(1, "a", "/a"), lora(2, "b", "/b"))
+
+    def begin(self, world: World, one: Engine, number: int) -> None:
+        with_adapters(one, {"/a": 1, "/b": 2 + number})
+        adapters = ours(one)._scheduler._adapters
+        keys_of = adapters.keys
+
+        def named(request: Any) -> Any:
+            """hotkv's names of a request's blocks, which the oracle is told."""
+            keys = keys_of(request)
+            if request.lora_request is not None:
+                for place, key in enumerate(keys, 1):
+                    one.named[key] = Named(one, request, place * one.hash_block_tokens)
+            return keys
+
+        adapters.keys = named
+
+    def request(self, world: World, one: Engine, name: str, asked: dict[str, Any]) -> None:
+        asked["lora_request"] = world.dice.choice(self.adapters)
+
+    def met(self, world: World) -> bool:
+        return any(one.contents for one in world.engines)
+
+
+class Sparse(Play):
+    """The first engine decodes sparsely; the others attend to everything, and read what it
+    stored."""
+
+    def start(self, world: World) -> None:
+        without_layers(world.monkeypatch)
+
+    def models_of(self, number: int) -> tuple[type[Engine], ...]:
+        return (Approximate,) if number == 0 else ()
+
+    def settings(self, world: World, number: int) -> dict[str, Any]:
+        return {"extra": SPARSE} if number == 0 else {}
+
+    def after(self, world: World) -> None:
+        one = world.engines[0]
+        world.ask(one, prompt(0, 150), max_tokens=60)
+        world.run(one)
+
+    def met(self, world: World) -> bool:
+        return world.engines[0].num_sparse_rows > 0
+
+
+class Ranks(Play):
+    """Two ranks in tensor parallel."""
+
+    models = (RankedEngine,)
+
+    def settings(self, world: World, number: int) -> dict[str, Any]:
+        return {"num_ranks": 2}
+
+    def met(self, world: World) -> bool:
+        return all(len(one.ranks) > 1 for one in world.engines)
+
+
+class Pipeline(Play):
+    """Two pipeline stages."""
+
+    models = (RankedEngine,)
+
+    def settings(self, world: World, number: int) -> dict[str, Any]:
+        return {"num_stages": 2} | ({} if "ranks" in world else {"num_ranks": 1})
+
+    def met(self, world: World) -> bool:
+        return all(len(one.ranks) > 1 for one in world.engines)
+
+
+class Hybrid(Play):
+    """Full attention beside sliding windows."""
+
+    def settings(self, world: World, number: int) -> dict[str, Any]:
+        return {"specs": hybrid_model()} | ({} if "preemption" in world else {"blocks": 128})
+
+    def met(self, world: World) -> bool:
+        return all(len(one.kv_config.kv_cache_groups) > 1 for one in world.engines)
+
+
+class Pools(Play):
+    """Engines answer with vectors."""
+
+    models = (Pooling,)
+
+    def met(self, world: World) -> bool:
+        return all(one.pooled for one in world.engines)
+
+
+class Embeds(Play):
+    """Half of the prompts are embeddings."""
+
+    seen = 0
+
+    def settings(self, world: World, number: int) -> dict[str, Any]:
+        return {"enable_prompt_embeds": True}
+
+    def request(self, world: World, one: Engine, name: str, asked: dict[str, Any]) -> None:
+        if world.dice.random() < 0.5:
+            tokens = torch.tensor(asked["prompt"], dtype=torch.float32)
+            asked["prompt_embeds"] = tokens[:, None].repeat(1, 4).to(torch.bfloat16)
+            asked["prompt"] = []
+            self.seen += 1
+
+    def met(self, world: World) -> bool:
+        return self.seen > 0
+
+
+class Images(Play):
+    """Half of the prompts of tokens have one of two images, 20 tokens of text before it."""
+
+    seen = 0
+    place = PlaceholderRange(offset=20, length=40)
+
+    def begin(self, world: World, one: Engine, number: int) -> None:
+        one.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=1000)
+        one.scheduler.max_num_encoder_input_tokens = 1000
+
+    def request(self, world: World, one: Engine, name: str, asked: dict[str, Any]) -> None:
+        if len(asked["prompt"]) < 80 or world.dice.random() < 0.5:
+            return
+        self.seen += 1
+        image = MultiModalFeatureSpec(
+            data=None,
+            modality="image",
+            identifier=world.dice.choice(["picture", "drawing"]),
+            mm_position=self.place,
+        )
+        first, end = self.place.offset, self.place.offset + self.place.length
+        asked["prompt"][first:end] = [2] * self.place.length
+        asked["mm_features"] = [image]
+
+    def met(self, world: World) -> bool:
+        return self.seen > 0
+
+
+class Speculation(Play):
+    """A drafter, some of whose drafts are rejected. vLLM's own scheduler plans ahead, as it does
+    asynchronously."""
+
+    models = (SpeculatingEngine,)
+
+    def start(self, world: World) -> None:
+        # This drafter keeps no KV.
+        for module in (model_weights, fingerprint):
+            world.monkeypatch.setattr(module, "draft_model", lambda _: None)
+
+    def settings(self, world: World, number: int) -> dict[str, Any]:
+        drafter = {
+            "method": "eagle",
+            "model": str(write_model(world.folder / "drafter", "eagle")),
+            "num_speculative_tokens": 3,
+        }
+        return {"speculative_config": drafter, "pipelined": True}
+
+    def after(self, world: World) -> None:
+        for one in world.engines:
+            world.ask(one, max_tokens=60)
+            world.run(one)
+
+    def met(self, world: World) -> bool:
+        return all(one.drafts > one.rejected > 0 for one in world.engines)
+
+
+# ------------------------------------------------------------------------------- ways of the engine
+
+
+class OtherFirst(Play):
+    """A connector before hotkv in a MultiConnector, which offers a load of its own now and then.
+    With `OtherLast` the engines differ in it."""
+
+    ours_first = False
+    number_of_both = 0
+
+    def beside(self, world: World, number: int, ours: dict[str, Any]) -> dict[str, Any]:
+        if {"multi_first", "multi_second"} <= world.plays.keys() and number != self.number_of_both:
+            return ours
+        return beside("LoadingConnector", ours_first=self.ours_first)(ours)
+
+    def start(self, world: World) -> None:
+        PLAN.__init__()  # type: ignore[misc]
+        PLAN.fill = self.fill(world)
+
+    def request(self, world: World, one: Engine, name: str, asked: dict[str, Any]) -> None:
+        # What the other one gives for a prompt that is not tokens is its own matter.
+        length = len(asked["prompt"]) // BLOCK_TOKENS * BLOCK_TOKENS
+        if length > BLOCK_TOKENS and world.dice.random() < 0.6:
+            PLAN.tokens[name] = length - BLOCK_TOKENS
+
+    def after(self, world: World) -> None:
+        """What hotkv has not: nobody has asked for it before."""
+        for seed in range(50, 70):
+            for one in () if self.met(world) else world.engines:
+                world.ask(one, prompt(seed, 200))
+                world.run(one)
+
+    def fill(self, world: World) -> Any:
+        """Loads into the engine whose request it is."""
+
+        def load_into(name: str, tables: Any, tokens: int) -> None:
+            PLAN.num_loads += 1
+            (one,) = [one for one, other in world.asked if other == name]
+            loads_into(one)(name, tables, tokens)
+
+        return load_into
+
+    def met(self, world: World) -> bool:
+        return PLAN.num_loads > 0
+
+
+class OtherLast(OtherFirst):
+    """The same behind hotkv."""
+
+    ours_first = True
+    number_of_both = 1
+
+
+class Producer(Play):
+    """The first engine stores and loads nothing."""
+
+    def role(self, number: int) -> str:
+        return "kv_producer" if number == 0 else ""
+
+    def met(self, world: World) -> bool:
+        produced = world.engines[0].counters
+        return "loads" not in produced and "stores" in produced
+
+
+class Consumer(Play):
+    """The second engine loads and stores nothing."""
+
+    def role(self, number: int) -> str:
+        return "kv_consumer" if number == 1 else ""
+
+    def met(self, world: World) -> bool:
+        return "stores" not in world.engines[1].counters
+
+
+class Asynchronous(Play):
+    """A step is planned before the one before it has run."""
+
+    def settings(self, world: World, number: int) -> dict[str, Any]:
+        return {"pipelined": True}
+
+    def met(self, world: World) -> bool:
+        return all(one.pipelined for one in world.engines)
+
+
+class Preemption(Play):
+    """Too few blocks for the requests that run."""
+
+    def start(self, world: World) -> None:
+        # A quick machine would resume a preempted request while its miss is still remembered.
+        world.monkeypatch.setattr(hits, "MISS_MEMORY_S", 0.0)
+
+    def settings(self, world: World, number: int) -> dict[str, Any]:
+        # A pooling engine preempts only in the middle of a prompt, of which vLLM else asks that all
+        # of it fits before it begins.
+        chunks = {"scheduler_reserve_full_isl": False, "long_prefill_token_threshold": 32}
+        return {"blocks": 44 if "hybrid" in world else 18} | chunks
+
+    def between(self, world: World) -> None:
+        if world.turn % 3 == 0:
+            self.crowd(world, world.turn)
+
+    def after(self, world: World) -> None:
+        for number in range(100, 110):
+            if not self.met(world):
+                self.crowd(world, number)
+
+    def crowd(self, world: World, number: int) -> None:
+        """More than the device holds, of what was never asked for before."""
+        one = world.dice.choice(world.engines)
+        for seed in range(3):
+            fresh = prompt(100 + 3 * number + seed, world.dice.randrange(180, 300))
+            world.ask(one, fresh, max_tokens=60)
+        for _ in range(world.dice.randrange(20, 70)):
+            world.step(one)
+
+    def met(self, world: World) -> bool:
+        return any(one.preemptions for one in world.engines)
+
+
+class LoadChoice(Play):
+    """A hit is taken if loading it is sooner than computing it, as far as the engine knows."""
+
+    may_not_hit = True
+
+    def settings(self, world: World, number: int) -> dict[str, Any]:
+        return {"extra": {"load": "auto"}}
+
+    def met(self, world: World) -> bool:
+        return bool(world.count("loads") or world.count("left_requests"))
+
+
+class Tracing(Play):
+    """Every request has spans."""
+
+    def start(self, world: World) -> None:
+        self.collector = OtlpReceiver()
+        self.collector.__enter__()
+
+    def settings(self, world: World, number: int) -> dict[str, Any]:
+        return {"extra": {"tracing": self.collector.url, "tracing_sample_ratio": 1.0}}
+
+    def met(self, world: World) -> bool:
+        for one in world.engines:
+            ours(one)._scheduler.requests._traces.flush()
+        self.collector.__exit__(None, None, None)
+        return bool(self.collector.spans)
+
+
+# --------------------------------------------------------------------------- what clients ask for
+
+
+class Hints(Play):
+    """Requests ask for their blocks to be kept, pinned, demoted and released, as a client does
+    (`kv_transfer_params`) or as a router does (`kv_hints`; the only way for a pooling request)."""
+
+    wishes = (
+        {"hotkv.priority": 3},
+        {"hotkv.ttl_s": 9, "hotkv.pin": True},
+        {"hotkv.demote": True},
+        {"hotkv.release": True},
+    )
+    actions = (("pin", {"ttl_s": 60}), ("demote", {}), ("kv.release", {}))
+
+    def request(self, world: World, one: Engine, name: str, asked: dict[str, Any]) -> None:
+        if world.dice.random() < 0.5:
+            asked["transfer"] = dict(world.dice.choice(self.wishes))
+        else:
+            kind, payload = world.dice.choice(self.actions)
+            action = KvHintAction("a", kind, "1.0", payload)
+            asked["kv_hints"] = KvHintsEnvelope("0.1", name, [action])
+
+    def met(self, world: World) -> bool:
+        return any(report.hints for report in world.server.told)
+
+
+class Sessions(Play):
+    """Requests belong to the sessions of two chats."""
+
+    def request(self, world: World, one: Engine, name: str, asked: dict[str, Any]) -> None:
+        asked["session_id"] = world.dice.choice(["chat", "agent"])
+
+    def met(self, world: World) -> bool:
+        return any(report.session_id for report in world.server.told)
+
+
+class Reset(Play):
+    """Engines empty the shared cache too, and others flush it."""
+
+    def between(self, world: World) -> None:
+        if not self.happens(world):
+            return
+        one = world.dice.choice(world.engines)
+        world.run(one)
+        if world.dice.random() < 0.5:
+            is_empty = one.scheduler.reset_prefix_cache(reset_connector=True)
+            assert is_empty or not world.server.is_well
+        else:
+            ours(one)._scheduler.cache.session.flush()
+
+    def after(self, world: World) -> None:
+        """Once a reset has answered, nobody finds a block of before."""
+        one = world.engines[0]
+        assert one.scheduler.reset_prefix_cache(reset_connector=True)
+        world.end(one)
+        space = ours(one)._scheduler.cache.session.config.key_space
+        assert not world.server.num_blocks(space.fingerprint, 0)
+
+    def met(self, world: World) -> bool:
+        return self.count > 0
+
+
+class Weights(Play):
+    """The weights of one engine change, and change back."""
+
+    def start(self, world: World) -> None:
+        may_load(world.monkeypatch)
+        self.seeds = itertools.cycle((7, 0, 8))
+
+    def begin(self, world: World, one: Engine, number: int) -> None:
+        world.weights_of = weights_of
+        with torch.no_grad():
+            for value in one.model.parameters():
+                value.zero_()
+        show_weights(one)
+        world.weights.add(weights_of(one))
+
+    def between(self, world: World) -> None:
+        if not self.happens(world):
+            return
+        one = world.dice.choice(world.engines)
+        # The harness's own check knows one set of weights at a time.
+        world.abort_all(one)
+        one.scheduler.reset_prefix_cache()
+        load(one, next(self.seeds))
+        world.weights.add(weights_of(one))
+
+    def met(self, world: World) -> bool:
+        return len(world.weights) > 1
+
+
+class Sleep(Play):
+    """An engine pauses or sleeps, and goes on."""
+
+    def between(self, world: World) -> None:
+        if not self.happens(world):
+            return
+        one = world.dice.choice(world.engines)
+        # As the engine's process does: it steps until nothing is left before it resets.
+        world.abort_all(one)
+        core = Core(one)
+        if world.dice.random() < 0.5:
+            core.sleep()
+            core.wake_up()
+        else:
+            core.pause()
+            core.core.resume_scheduler()
+
+    def met(self, world: World) -> bool:
+        return self.count > 0
+
+
+class Tenants(Play):
+    """The second engine is of another tenant: it finds nothing of the first one's."""
+
+    def settings(self, world: World, number: int) -> dict[str, Any]:
+        return {"extra": {"tenant": "ab"[number % 2]}}
+
+    def met(self, world: World) -> bool:
+        sessions = [ours(one)._scheduler.cache.session for one in world.engines]
+        spaces = {session.config.key_space.fingerprint for session in sessions}
+        assert len(spaces) == len(world.engines), "two tenants have one key space"
+        numbers = range(len(world.engines))
+        num_stored = sum(
+            any(world.server.num_blocks(space, number) for number in numbers) for space in spaces
+        )
+        return num_stored >= (1 if "consumer" in world else 2)
+
+
+# ------------------------------------------------------------------------------------- the server
+
+
+class Restart(Play):
+    """The server is killed and started again, with its blocks or without."""
+
+    def between(self, world: World) -> None:
+        if not self.happens(world):
+            return
+        world.server.die(empty=world.dice.random() < 0.5)
+        if world.dice.random() < 0.5:
+            world.step(world.dice.choice(world.engines))
+        world.server.come_back()
+
+    def met(self, world: World) -> bool:
+        return self.count > 0
+
+
+class Away(Play):
+    """There is no server for turns on end."""
+
+    def between(self, world: World) -> None:
+        if world.server.up and self.happens(world):
+            world.server.die(empty=False)
+        elif not world.server.up and world.dice.random() < 0.4:
+            world.server.come_back()
+
+    def met(self, world: World) -> bool:
+        return self.count > 0
+
+
+class Slow(Play):
+    """Answers come late, some too late; calls arrive late."""
+
+    def settings(self, world: World, number: int) -> dict[str, Any]:
+        waits = {"lookup_timeout_s": 0.01, "load_timeout_s": 0.02, "store_timeout_s": 0.05}
+        return {"extra": {name: world.server.pace * wait_s for name, wait_s in waits.items()}}
+
+    def between(self, world: World) -> None:
+        server, dice = world.server, world.dice
+        self.count += bool(server.hold or server.late)
+        server.settle(dice.choice(["", *ALL_CALLS]))
+        server.hold = set(dice.sample(ALL_CALLS, dice.randrange(4)))
+        server.late = set(dice.sample(ALL_CALLS, dice.randrange(2)))
+        server.ack_cancels = dice.random() < 0.5
+
+    def met(self, world: World) -> bool:
+        return self.count > 0
+
+
+# ------------------------------------------------------------------------- tiers of real daemons
+
+
+class Tier(Play):
+    """Blocks come from a tier, once the host memory that they were in is lost."""
+
+    came = went = ""
+    """The server's counters of blocks that came from it, and that went there."""
+    has_come = False
+
+    def after(self, world: World) -> None:
+        # One that stores and loads, if there are others.
+        number = 1 if "producer" in world else 0
+        one = world.engines[number]
+        names = [world.ask(one, prompt(family, 280), max_tokens=2) for family in range(3)]
+        world.end(one)
+        until_s = time.monotonic() + 2 * WAIT_S
+        while not self.has_come:
+            assert time.monotonic() < until_s, f"nothing comes by {type(self).__name__}"
+            self.lose(world, one, number)
+            daemon = world.server.of(number)
+            world.drop_local(one)
+            for name in names:
+                world.repeat(one, world.arguments[name])
+            world.end(one)
+            # Counted since the server began anew. If nothing came the engine has stored anew, and
+            # what a kill finds on its way to the tier never gets there.
+            counters = daemon.admin("info")["counters"]
+            may_leave = "load_choice" in world and world.count("left_requests") > 0
+            self.has_come = may_leave or counters[self.came] > 0
+            going_s = time.monotonic() + WAIT_S / 12
+            while not self.has_come and time.monotonic() < going_s:
+                if daemon.admin("info")["counters"][self.went]:
+                    break
+                time.sleep(0.02)
+
+    def lose(self, world: World, one: Engine, number: int) -> None:
+        """The node's memory is lost, and tiers above this one; its server begins anew."""
+        daemon = world.server.of(number)
+        daemon.lose_arena()
+        if not isinstance(self, Disk):
+            lose_disk(daemon)
+        daemon.start()
+        world.server.until_connected(one)
+
+    def met(self, world: World) -> bool:
+        return self.has_come
+
+
+class Disk(Tier):
+    """A disk below host memory."""
+
+    came, went = "tier_promoted_blocks_total", "tier_demoted_blocks_total"
+
+
+class Shared(Tier):
+    """Two nodes, an engine on each, and a Valkey that both share."""
+
+    came, went = "shared_fetched_blocks_total", "shared_copied_blocks_total"
+
+
+class Warm(Tier):
+    """A node fetches what it used, by a file of block names, before its engine asks."""
+
+    came, went = "shared_fetched_blocks_total", "shared_copied_blocks_total"
+
+    def lose(self, world: World, one: Engine, number: int) -> None:
+        daemon, file = world.server.of(number), world.folder / "blocks"
+        space = ours(one)._scheduler.cache.session.config.key_space.fingerprint.hex()
+        with AdminClient(daemon.target, WAIT_S) as client:
+            known = {one["fingerprint"]: one["key_space_id"] for one in client.key_spaces()}
+            if space in known:
+                warm_start.export(client, file, known[space], 0)
+        super().lose(world, one, number)
+        with AdminClient(daemon.target, WAIT_S) as client:
+            warm_start.fetch(client, file, 5.0)
+
+
+PLAYS: dict[str, type[Play]] = {
+    "lora": Lora,
+    "sparse": Sparse,
+    "ranks": Ranks,
+    "pipeline": Pipeline,
+    "hybrid": Hybrid,
+    "pooling": Pools,
+    "embeds": Embeds,
+    "images": Images,
+    "multi_first": OtherLast,
+    "multi_second": OtherFirst,
+    "producer": Producer,
+    "consumer": Consumer,
+    "speculation": Speculation,
+    "asynchronous": Asynchronous,
+    "preemption": Preemption,
+    "hints": Hints,
+    "sessions": Sessions,
+    "load_choice": LoadChoice,
+    "reset": Reset,
+    "weights": Weights,
+    "sleep": Sleep,
+    "tenants": Tenants,
+    "tracing": Tracing,
+    "restart": Restart,
+    "away": Away,
+    "slow": Slow,
+    "disk": Disk,
+    "shared": Shared,
+    "warm": Warm,
+}
+"""By the name of the feature."""

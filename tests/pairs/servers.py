@@ -1,0 +1,189 @@
+"""The server of a world, and what the world asks of it: the double with its faults, or real daemons
+with a disk and a Valkey that they share."""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from hotkv_client.testing import FakeServer
+from hotkv_client.types import RequestReport, SessionConfig
+from hotkv_vllm import link
+from tests.vllm.harness import Engine
+from tests.vllm.oracle import check_stored
+from tests.vllm.other_connectors import our_connector
+from tests.vllm.processes import Daemon
+
+WAIT_S = 60.0
+"""The longest wait for something of a real server; machines are slow and shared."""
+
+
+class Server(Protocol):
+    """What a world asks of its server. `pace`: how much longer than the double it takes. `told`:
+    the reports of requests."""
+
+    told: list[RequestReport]
+    up: bool
+    hold: set[str]
+    late: set[str]
+    ack_cancels: bool
+    pace: float
+
+    def open(self, config: SessionConfig, *memory: Any, **more: Any) -> Any: ...
+    @property
+    def is_well(self) -> bool: ...
+    def settings(self, number: int) -> dict[str, Any]: ...
+    def settle(self, kind: str = "") -> int: ...
+    def die(self, *, empty: bool = True) -> None: ...
+    def come_back(self) -> None: ...
+    def until_connected(self, one: Engine) -> None: ...
+    def num_blocks(self, space: bytes, number: int) -> int: ...
+    def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None: ...
+
+
+class Double(FakeServer):
+    """The double. Answers that it holds are given by `settle`."""
+
+    pace = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[RequestReport] = []
+
+    def open(self, *arguments: Any, **named: Any) -> Any:
+        return noting(super().open(*arguments, **named), self.told)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it answers a flush."""
+        return self.up
+
+    def until_connected(self, one: Engine) -> None:
+        """Sessions of the double are there when it is."""
+
+    def settings(self, number: int) -> dict[str, Any]:
+        """Settings of the connector of an engine."""
+        return {"startup_wait_s": 0.0}
+
+    def num_blocks(self, space: bytes, number: int) -> int:
+        """Blocks of a key space that an engine of this number can find."""
+        return sum(key[0] == space for key in self.blocks)
+
+    def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None:
+        """At rest: nothing is leased or reserved, and blocks are what the model computes."""
+        assert not self.leases, f"leases: {self.leases}"
+        assert not self.writes.leases and not self.writes._owners
+        check_stored(self, engines, weights)
+
+
+class Nodes:
+    """Real daemons; an engine is on the one of its number. They hold nothing by kind: while the
+    world has anything held they are stopped, as SIGSTOP does."""
+
+    pace = 50.0
+    ack_cancels = True
+
+    def __init__(self, daemons: Sequence[Daemon], identity: str) -> None:
+        """`identity`: of the weights, so that each world has key spaces of its own."""
+        self.daemons, self._identity = daemons, identity
+        self.told: list[RequestReport] = []
+        self._open = link.open_session
+        self.up, self._stopped = True, False
+        self._held: dict[str, set[str]] = {}
+
+    def settings(self, number: int) -> dict[str, Any]:
+        # Machines are slow and shared; how long things may take is not what is tested.
+        waits = ("lookup_timeout_s", "load_timeout_s", "store_timeout_s", "reset_timeout_s")
+        return {
+            "target": self.of(number).target,
+            "weights_identity": self._identity,
+            "startup_wait_s": WAIT_S,
+            **dict.fromkeys(waits, WAIT_S / 2),
+        }
+
+    def open(self, *arguments: Any, **named: Any) -> Any:
+        return noting(self._open(*arguments, **named), self.told)
+
+    def of(self, number: int) -> Daemon:
+        """The daemon of an engine."""
+        return self.daemons[number % len(self.daemons)]
+
+    @property
+    def is_well(self) -> bool:
+        return self.up and not self._stopped
+
+    hold = property(lambda self: self._holds("hold"), lambda self, kinds: self._stop("hold", kinds))
+    late = property(lambda self: self._holds("late"), lambda self, kinds: self._stop("late", kinds))
+
+    def _holds(self, name: str) -> set[str]:
+        return self._held.get(name, set())
+
+    def _stop(self, name: str, kinds: set[str]) -> None:
+        self._held[name] = kinds
+        self._stopped = any(self._held.values())
+        for daemon in self.daemons if self.up else ():
+            os.kill(daemon.pid, signal.SIGSTOP if self._stopped else signal.SIGCONT)
+
+    def settle(self, kind: str = "") -> int:
+        """Real answers come by themselves."""
+        time.sleep(1e-3)
+        return 0
+
+    def die(self, *, empty: bool = True) -> None:
+        self.up = False
+        for daemon in self.daemons:
+            daemon.lose_arena() if empty else daemon.kill()
+
+    def come_back(self) -> None:
+        self.up, self._held = True, {}
+        for daemon in self.daemons:
+            daemon.start()
+
+    def until_connected(self, one: Engine) -> None:
+        """Every session of the engine is there."""
+        sessions = [our_connector(one.connector)._scheduler.cache.session]
+        sessions += [our_connector(worker)._worker.rank.session for worker in one.each_worker()]
+        for session in sessions:
+            assert session.wait_connected(WAIT_S), "the engine does not come back to its server"
+
+    def num_blocks(self, space: bytes, number: int) -> int:
+        return sum(
+            one["block_count"]
+            for one in self.of(number).admin("key_spaces")
+            if one["fingerprint"] == space.hex()
+        )
+
+    def check(self, engines: Sequence[Engine], weights: Sequence[int]) -> None:
+        """At rest: no session leases or transfers anything. What lies there is compared by the
+        engines that load it."""
+
+        def busy() -> list[Any]:
+            sessions = [one for daemon in self.daemons for one in daemon.admin("sessions")]
+            return [one for one in sessions if one["lease_count"] or one["transfer_count"]]
+
+        until_s = time.monotonic() + WAIT_S
+        while left := busy():
+            assert time.monotonic() < until_s, f"leases or transfers are left: {left}"
+            time.sleep(0.02)
+
+
+def noting(session: Any, told: list[RequestReport]) -> Any:
+    """The session, whose reports of requests are noted."""
+    report = session.report_requests
+
+    def noted(reports: Sequence[RequestReport], *arguments: Any, **named: Any) -> None:
+        told.extend(reports)
+        report(reports, *arguments, **named)
+
+    session.report_requests = noted
+    return session
+
+
+def lose_disk(daemon: Daemon) -> None:
+    """What the disk of a stopped daemon has is lost with it, if it has one."""
+    flag = "--tiers.disk.path"
+    if flag in daemon.flags:
+        for file in Path(daemon.flags[daemon.flags.index(flag) + 1]).iterdir():
+            file.unlink()

@@ -1,0 +1,207 @@
+"""Every pair of features, and how it is answered: the table behind the section of
+docs/deployments.md that `tools/pairs_table.py` makes.
+
+A pair has exactly one answer. It runs in a world of the harness (`features.PLAYS`), over the
+server's double or, where a tier takes part, over real daemons; or a test of its own shows it with
+real parts; or it is refused, in words that a test shows; or the two cannot meet, for a reason that
+a reader can check. A new feature needs a play, or an answer here to each of its pairs.
+"""
+
+import itertools
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+FEATURES = {
+    "lora": "LoRA adapters",
+    "residency": "residency: contexts in host memory",
+    "sparse": "sparse decode",
+    "ranks": "tensor parallel ranks",
+    "pipeline": "pipeline stages",
+    "hybrid": "hybrid models: several KV cache groups",
+    "pooling": "pooling: engines that answer with vectors",
+    "embeds": "prompts of embeddings",
+    "images": "prompts with images",
+    "multi_first": "MultiConnector, hotkv first",
+    "multi_second": "MultiConnector, hotkv second",
+    "producer": "kv_producer",
+    "consumer": "kv_consumer",
+    "speculation": "speculative decoding",
+    "asynchronous": "asynchronous scheduling",
+    "preemption": "preemption",
+    "hints": "hints and pins",
+    "sessions": "sessions of chats",
+    "load_choice": "the choice to load or to compute",
+    "reset": "reset and flush",
+    "weights": "weights that change in place",
+    "sleep": "pause and sleep",
+    "tenants": "tenants",
+    "tracing": "tracing",
+    "restart": "a server that starts anew",
+    "away": "no server",
+    "slow": "a slow server",
+    "disk": "a disk",
+    "shared": "a tier that nodes share",
+    "warm": "warm start",
+}
+"""By the name of the feature, in the order of the page."""
+TIERS = ("disk", "shared", "warm")
+"""Features of the daemon below host memory; the server's double has none of them."""
+
+
+class Kind(Enum):
+    """How a pair is answered; the letter stands in the page's table."""
+
+    HARNESS = "h"
+    DAEMON = "d"
+    REAL = "r"
+    REFUSED = "x"
+    APART = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`test`: where it is shown, as pytest names it; none for a pair that cannot meet. `words`: the
+    refusal, the reason, or what the test shows."""
+
+    kind: Kind
+    test: str = ""
+    words: str = ""
+
+
+Pair = frozenset[str]
+_PAIRS = "tests/pairs/test_pairs.py::"
+_NODES = "tests/pairs/test_nodes.py::"
+_REFUSED = "tests/pairs/test_refused.py::test_a_pair_that_is_refused"
+_BESIDE = f"{_REFUSED}_beside_another_connector"
+_RESIDENCY = "tests/vllm/test_residency.py::"
+_FAULTS = "tests/vllm/test_residency_faults.py::"
+
+REFUSALS: dict[tuple[str, str], str] = {
+    ("sparse", "pipeline"): "hotkv.sparse: it does not work with pipeline or context parallelism",
+    ("sparse", "speculation"): "hotkv.sparse: it does not work with speculative decoding; leave "
+    "out speculative_config",
+    ("residency", "pipeline"): "hotkv.sparse: it does not work with pipeline or context "
+    "parallelism",
+    ("residency", "speculation"): "hotkv.sparse: it does not work with speculative decoding; leave "
+    "out speculative_config",
+    ("residency", "hybrid"): "hotkv.sparse.residency = 'host': it needs a model all of whose "
+    "layers are of plain full attention",
+    ("residency", "consumer"): "hotkv.sparse.residency = 'host': with kv_role 'kv_consumer' this "
+    "engine stores nothing, and what is not stored can't leave the device; set kv_role to "
+    "'kv_both'",
+    ("residency", "multi_first"): "hotkv.sparse.residency = 'host': it needs a model all of whose "
+    "layers are of plain full attention, and hotkv's attention in vLLM",
+    ("residency", "multi_second"): "hotkv.sparse.residency = 'host': it needs a model all of whose "
+    "layers are of plain full attention, and hotkv's attention in vLLM",
+}
+"""Pairs whose engine does not start, with the words that its user reads."""
+REFUSED_ELSEWHERE = {
+    ("residency", "consumer"): "tests/vllm/test_resident_manager.py::"
+    "test_an_engine_that_stores_nothing_can_not_have_residency",
+}
+"""Of these, pairs whose words another folder's test shows."""
+
+APART: dict[tuple[str, str], str] = {
+    ("sparse", "pooling"): "decode steps alone attend sparsely, and a pooling request ends with "
+    "its prompt: vLLM schedules no decode step for it",
+    (
+        "speculation",
+        "pooling",
+    ): "drafts are of tokens that are to be sampled, and a pooling request "
+    "samples none: it ends with its prompt",
+}
+"""Pairs that cannot meet, with the reason."""
+
+REAL: dict[tuple[str, str], Answer] = {
+    ("residency", other): Answer(Kind.REAL, test)
+    for other, test in {
+        "lora": "tests/vllm/test_residency_lora.py::"
+        "test_a_context_of_an_adapter_lives_in_host_memory_and_is_hit",
+        "sparse": f"{_RESIDENCY}test_tokens_are_those_of_a_device_that_holds_everything",
+        "asynchronous": f"{_FAULTS}test_bytes_are_lost_again_and_again",
+        "preemption": f"{_FAULTS}test_requests_are_preempted_and_resume",
+        "restart": f"{_FAULTS}test_a_server_is_killed_and_comes_back",
+        "away": f"{_FAULTS}test_a_server_is_gone_for_good",
+        **{
+            name: f"tests/pairs/test_residency.py::test_a_pair[{name}]"
+            for name in (
+                "ranks",
+                "pooling",
+                "embeds",
+                "images",
+                "producer",
+                "hints",
+                "sessions",
+                "load_choice",
+                "reset",
+                "weights",
+                "sleep",
+                "tenants",
+                "tracing",
+                "slow",
+                "disk",
+                "shared",
+                "warm",
+            )
+        },
+    }.items()
+}
+"""Pairs that a test of its own shows with real parts."""
+
+
+def pairs() -> list[Pair]:
+    """All pairs, in the order of the page."""
+    return [frozenset(pair) for pair in itertools.combinations(FEATURES, 2)]
+
+
+def names_of(pair: Pair) -> str:
+    """A pair as tests are named by it: its features in the order of the page."""
+    return "+".join(name for name in FEATURES if name in pair)
+
+
+def answer(pair: Pair) -> Answer:
+    """The pair's answer. Raises KeyError if it has none, and ValueError if it has several."""
+    name = f"[{names_of(pair)}]"
+    second = names_of(pair).rpartition("+")[2]
+    found = []
+    if words := _entry(REFUSALS, pair):
+        ours = f"{_BESIDE if second.startswith('multi') else _REFUSED}{name}"
+        found.append(Answer(Kind.REFUSED, _entry(REFUSED_ELSEWHERE, pair) or ours, words))
+    if words := _entry(APART, pair):
+        found.append(Answer(Kind.APART, "", words))
+    if real := _entry(REAL, pair):
+        found.append(real)
+    if not found and "residency" not in pair:
+        tiers = pair.intersection(TIERS)
+        others = names_of(pair - tiers) or "tiers"
+        found.append(
+            Answer(Kind.DAEMON, f"{_NODES}test_a_feature_beside_every_tier[{others}]")
+            if tiers
+            else Answer(Kind.HARNESS, f"{_PAIRS}test_a_pair{name}")
+        )
+    if not found:
+        raise KeyError(f"the pair {names_of(pair)} has no answer")
+    if len(found) > 1:
+        raise ValueError(f"the pair {names_of(pair)} has several answers")
+    return found[0]
+
+
+def of_kind(kind: Kind) -> list[Pair]:
+    """The pairs that are answered so."""
+    return [pair for pair in pairs() if answer(pair).kind is kind]
+
+
+def meets(names: frozenset[str]) -> bool:
+    """Whether features may be together: no two of them are refused or cannot meet."""
+    apart = (REFUSALS, APART)
+    return not any(
+        _entry(some, frozenset(two)) for some in apart for two in itertools.combinations(names, 2)
+    )
+
+
+def _entry(entries: dict[tuple[str, str], _T], pair: Pair) -> _T | None:
+    first, second = pair
+    return entries.get((first, second)) or entries.get((second, first))

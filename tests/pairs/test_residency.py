@@ -1,0 +1,355 @@
+"""Contexts in host memory beside other features, in a real engine over real daemons: tokens are
+those of an engine that attends to everything."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotkv_client import warm_start
+from hotkv_client.admin import AdminClient
+from hotkv_server.testing.otlp_receiver import OtlpReceiver
+from tests.pairs.servers import lose_disk
+from tests.tiers.valkey_support import running
+from tests.vllm.checkpoint import write_weights
+from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
+from tests.vllm.test_end_to_end import difference, settled
+from tests.vllm.test_residency import CHUNK, CONTEXT, prompts
+from tests.vllm.test_residency_faults import EXACT, EXACT_POOL
+from tests.vllm.tiny import transfer_config, write_model
+from tests.vllm.tokenizer import write_tokenizer
+from tests.vllm.vision import IMAGE_TOKEN, write_vision_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+WAIT_S = 60.0
+LENGTH = 1700
+"""Tokens of a prompt: more than half of what the device holds."""
+TOKENS = 12
+
+
+class Stage:
+    """A node with a disk and a Valkey, an engine that attends to everything and resident ones. They
+    start when they are first asked for."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self.folder, self._stack = folder, stack
+        self.collector = stack.enter_context(OtlpReceiver())
+        valkey = stack.enter_context(running(folder / "valkey"))
+        self.daemon = stack.enter_context(own_daemon())
+        self.daemon.flags = ["--tiers.disk.path", str(folder / "disk")]
+        self.daemon.flags += ["--tiers.disk.bytes", "256MiB"]
+        self.daemon.flags += ["--tiers.valkey.address", f"unix:{valkey.path}"]
+        self.daemon.flags += ["--tiers.lookup-wait-ms", "20000"]
+        self.daemon.start()
+        self._engines = Engines(folder)
+        stack.callback(self._engines.stop)
+        self.model = write_weights(write_tokenizer(write_model(folder / "model")), seed=1)
+        self.other = write_weights(write_model(folder / "other"), seed=2)
+        self._made: dict[str, EngineProcess] = {}
+
+    def engine(self, name: str, **settings: Any) -> EngineProcess:
+        """An engine with this name; the settings are those of its start."""
+        if name not in self._made:
+            self._made[name] = self.start(**settings)
+        return self._made[name]
+
+    def start(
+        self,
+        *,
+        resident: bool = True,
+        model: Path | None = None,
+        connector: dict[str, Any] | None = None,
+        role: str = "kv_both",
+        **more: Any,
+    ) -> EngineProcess:
+        settings: dict[str, Any] = {
+            "load_format": "auto",
+            "dtype": "float32",
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_model_len": CONTEXT // 2,
+            "max_num_batched_tokens": CHUNK,
+            "max_num_seqs": 4,
+            "driver": "every_driver.py",
+        }
+        ours: dict[str, Any] = {"sparse_recall_steps": 0, "startup_wait_s": 20.0}
+        if resident:
+            settings["num_gpu_blocks_override"] = 2 * EXACT_POOL
+            ours |= {"sparse": EXACT}
+        else:
+            ours |= {"startup_wait_s": 0.0}
+        target = self.daemon.target if resident else f"unix:{self.folder}/none.sock"
+        model = model or self.model
+        settings["skip_tokenizer_init"] = not (model / "tokenizer.json").exists()
+        transfer = transfer_config(
+            target=target, **{"lookup_timeout_s": 3.0, **ours, **(connector or {})}
+        )
+        made = self._engines.start(
+            model,
+            None,
+            kv_transfer_config=transfer | {"kv_role": role},
+            **settings | more,
+        )
+        if resident and "tensor_parallel_size" not in more:
+            # Of one process; ranks stay with dense attention where it is as good.
+            made.ask("rewrite_always")
+        return made
+
+    @property
+    def dense(self) -> EngineProcess:
+        return self.engine("dense", resident=False)
+
+    @property
+    def one(self) -> EngineProcess:
+        """A resident engine of a tenant, which is traced, and chooses whether to load."""
+        traced = {"tracing": self.collector.url, "tracing_sample_ratio": 1.0}
+        return self.engine("one", connector={"tenant": "t", "load": "auto", **traced})
+
+    def check(self, engine: EngineProcess, seed: int, length: int = LENGTH) -> dict[str, Any]:
+        """The engine answers as the dense one does; what it answered."""
+        batch = prompts(seed, length)
+        found: dict[str, Any] = engine.ask("generate", prompts=batch, max_tokens=TOKENS)
+        same(found, self.dense.ask("generate", prompts=batch, max_tokens=TOKENS))
+        return found
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Chunks of a prompt may begin elsewhere, so sums are rounded in another order."""
+    assert found["tokens"] == expected["tokens"] and difference(found, expected) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with contextlib.ExitStack() as stack:
+        yield Stage(tmp_path_factory.mktemp("resident"), stack)
+
+
+# ------------------------------------------------------------------------------------- one engine
+
+
+def hints_and_sessions(stage: Stage) -> None:
+    """A pin for a request of a chat, and its release."""
+    (text,) = prompts(31, LENGTH)
+    expected = stage.dense.ask("generate", prompts=[text], max_tokens=TOKENS)
+    for kind, payload in (("pin", {"ttl_s": 600}), ("release", {})):
+        action = {"action_id": "a", "action_type": kind, "action_version": "1.0"}
+        asked = {
+            "protocol_version": "0.1",
+            "message_id": kind,
+            "actions": [{**action, "payload": payload}],
+        }
+        found = stage.one.ask("hinted", prompt=text, max_tokens=TOKENS, hints=asked, session="chat")
+        assert found["tokens"] == expected["tokens"][0]
+    settled(stage.one)
+    chat = stage.daemon.admin("hints")
+    assert chat, chat
+
+
+def load_choice(stage: Stage) -> None:
+    """A second request of the prompt is loaded, or computed if that is sooner."""
+    stage.check(stage.one, 32)
+    stage.one.ask("reset")
+    stage.check(stage.one, 32)
+    counted = settled(stage.one)
+    assert counted.get("loads", 0) + counted.get("left_requests", 0) > 0
+
+
+def reset(stage: Stage) -> None:
+    """Nothing of before is hit."""
+    stage.check(stage.one, 33)
+    assert stage.one.ask("reset", connector=True)["done"]
+    assert stage.check(stage.one, 33)["cached"] == [0]
+
+
+def weights(stage: Stage) -> None:
+    """Reloaded in place, and back."""
+    batch = prompts(34, LENGTH)
+    other = stage.engine("other dense", resident=False, model=stage.other)
+    expected = other.ask("generate", prompts=batch, max_tokens=TOKENS)
+    engine = stage.engine("weights")
+    first = stage.check(engine, 34)["tokens"]
+    engine.ask("reload", path=str(stage.other))
+    engine.ask("reset")
+    found = engine.ask("generate", prompts=batch, max_tokens=TOKENS)
+    same(found, expected)
+    assert found["cached"] == [0] and found["tokens"] != first
+    engine.ask("reload", path=str(stage.model))
+    engine.ask("reset")
+    stage.check(engine, 34)
+
+
+def sleep(stage: Stage) -> None:
+    """The engine pauses between two requests."""
+    stage.check(stage.one, 35)
+    stage.one.ask("pause")
+    stage.check(stage.one, 35)
+
+
+def tenants(stage: Stage) -> None:
+    """The context lies in the tenant's key space, where another tenant finds none of it."""
+    stage.check(stage.one, 36)
+    settled(stage.one)
+    spaces = stage.daemon.admin("key_spaces")
+    assert any(one["key_space"]["tenant"] == "t" and one["block_count"] for one in spaces)
+    other = stage.engine("other tenant", connector={"tenant": "u"})
+    assert stage.check(other, 36)["cached"] == [0]
+
+
+def tracing(stage: Stage) -> None:
+    stage.check(stage.one, 37)
+    until_s = time.monotonic() + WAIT_S
+    while not any(span.name == "hotkv.request" for span in stage.collector.spans):
+        assert time.monotonic() < until_s, "no span of a request came"
+        settled(stage.one)
+
+
+def slow(stage: Stage) -> None:
+    """The server stops for a while in the middle."""
+    batch = prompts(38, LENGTH)
+    expected = stage.dense.ask("generate", prompts=batch, max_tokens=TOKENS)
+    pid = stage.daemon.pid
+    stage.one.begin("generate", prompts=batch, max_tokens=TOKENS)
+    time.sleep(0.1)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.5)
+    os.kill(pid, signal.SIGCONT)
+    same(stage.one.answer(), expected)
+
+
+def disk(stage: Stage) -> None:
+    from_a_tier(stage, "tier_promoted_blocks_total", lambda daemon: None)
+
+
+def shared(stage: Stage) -> None:
+    """The node's disk is lost too."""
+    from_a_tier(stage, "shared_fetched_blocks_total", lose_disk)
+
+
+def warm(stage: Stage) -> None:
+    """A node that begins anew is given the names of what the engine used."""
+    engine = stage.engine("tiers")
+    stage.check(engine, 39)
+    daemon, file = stage.daemon, stage.folder / "blocks"
+    until_s, fetched = time.monotonic() + WAIT_S, 0
+    while not fetched:
+        assert time.monotonic() < until_s, "nothing was fetched"
+        with AdminClient(daemon.target, WAIT_S) as client:
+            named = [
+                warm_start.export(client, file, one["key_space_id"], 0)
+                for one in client.key_spaces()
+                if one["block_count"] and not one["key_space"].get("tenant")
+            ]
+        assert named
+        daemon.lose_arena()
+        lose_disk(daemon)
+        daemon.start()
+        with AdminClient(daemon.target, WAIT_S) as client:
+            fetched = warm_start.fetch(client, file, 5.0)["fetched_block_count"]
+        engine.ask("wait", connected=True, timeout_s=WAIT_S)
+        engine.ask("reset")
+        stage.check(engine, 39)
+
+
+def from_a_tier(stage: Stage, counter: str, lose: Callable[[Daemon], None]) -> None:
+    """What host memory has lost comes back from a tier."""
+    engine, daemon = stage.engine("tiers"), stage.daemon
+    stage.check(engine, 40)
+    until_s = time.monotonic() + WAIT_S
+    while True:
+        daemon.lose_arena()
+        lose(daemon)
+        daemon.start()
+        engine.ask("wait", connected=True, timeout_s=WAIT_S)
+        engine.ask("reset")
+        stage.check(engine, 40)
+        if daemon.admin("info")["counters"][counter]:
+            return
+        assert time.monotonic() < until_s, f"{counter} did not grow"
+
+
+# ---------------------------------------------------------------------------- engines of their own
+
+
+def ranks(stage: Stage) -> None:
+    engine = stage.start(tensor_parallel_size=2)
+    stage.check(engine, 41)
+    engine.ask("reset")
+    assert stage.check(engine, 41)["cached"][0] > LENGTH // 2
+
+
+def producer(stage: Stage) -> None:
+    """It stores, and loads no hit."""
+    engine = stage.start(role="kv_producer")
+    stage.check(engine, 42)
+    engine.ask("reset")
+    assert stage.check(engine, 42)["cached"] == [0]
+
+
+def pooling(stage: Stage) -> None:
+    asked = [{"tokens": tokens} for tokens in prompts(43, LENGTH)]
+    kind = {"runner": "pooling", "convert": "embed"}
+    plain = stage.start(resident=False, **kind)
+    engine = stage.start(**kind)
+    expected = plain.ask("embed", requests=asked)
+    for _ in range(2):
+        found = engine.ask("embed", requests=asked)
+        assert found["vectors"][0] == pytest.approx(expected["vectors"][0], abs=1e-4)
+
+
+def embeds(stage: Stage) -> None:
+    asked = [{"embeds": [44, LENGTH]}]
+    with_embeds = {"enable_prompt_embeds": True}
+    plain = stage.start(resident=False, **with_embeds)
+    engine = stage.start(**with_embeds)
+    expected = plain.ask("sample", requests=asked)
+    for _ in range(2):
+        same(engine.ask("sample", requests=asked), expected)
+        engine.ask("reset")
+
+
+def images(stage: Stage) -> None:
+    (text,) = prompts(45, LENGTH)
+    model = write_vision_model(stage.folder / "vision")
+    asked = [{"tokens": [*text[:40], IMAGE_TOKEN, *text[40:]], "images": [1]}]
+    identity = {"weights_identity": "vision"}
+    settings = {"model": model, "load_format": "random", "connector": identity}
+    plain = stage.start(resident=False, **settings)
+    engine = stage.start(**settings)
+    expected = plain.ask("sample", requests=asked)
+    for _ in range(2):
+        same(engine.ask("sample", requests=asked), expected)
+        engine.ask("reset")
+
+
+SHOWN: dict[str, Callable[[Stage], None]] = {
+    "ranks": ranks,
+    "pooling": pooling,
+    "embeds": embeds,
+    "images": images,
+    "producer": producer,
+    "hints": hints_and_sessions,
+    "sessions": hints_and_sessions,
+    "load_choice": load_choice,
+    "reset": reset,
+    "weights": weights,
+    "sleep": sleep,
+    "tenants": tenants,
+    "tracing": tracing,
+    "slow": slow,
+    "disk": disk,
+    "shared": shared,
+    "warm": warm,
+}
+"""By the feature that residency meets."""
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_pair(stage: Stage, name: str) -> None:
+    SHOWN[name](stage)
+    for engine in stage._made.values():
+        assert "hook_errors" not in engine.ask("stats")["totals"]

@@ -1,0 +1,313 @@
+"""A world in which features of hotkv and of vLLM meet: a few engines of the harness over one
+server, random traffic, and what each feature adds to both.
+
+The harness checks every KV value that attention reads. At the end all requests that nobody aborted
+are answered, and right; no lease, reservation, quarantine or block of a device is left; each block
+of the server, and of vLLM's own caches, is what the model computes; and each feature has had its
+turn (`Play.met`). A world's name is its features and its seed; the same name is the same world.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hotkv_vllm.connector import HotKVConnector
+from tests.vllm.harness import Engine, next_token, prompt
+from tests.vllm.oracle import check_cached
+from tests.vllm.other_connectors import our_connector
+from tests.vllm.ranked import RankedEngine
+
+TURNS = 4
+FAMILIES = 3
+"""Prompts of one family are prefixes of each other."""
+WAIT_S = 60.0
+"""The longest wait for an engine to have nothing left; machines are slow and shared."""
+
+
+class Play:
+    """What a feature does to a world. Each method does nothing unless the feature has a use for it;
+    an object belongs to one world."""
+
+    models: tuple[type[Engine], ...] = ()
+    """Mixed into the class of every engine."""
+    may_not_hit = False
+    """Whether it may keep every hit from being taken."""
+    count = 0
+    """How often it has happened, if it is something that happens between turns."""
+
+    def settings(self, world: "World", number: int) -> dict[str, Any]:
+        """Settings of an engine; `extra` are the connector's."""
+        return {}
+
+    def role(self, number: int) -> str:
+        """The engine's `kv_role`, if it is not both."""
+        return ""
+
+    def beside(self, world: "World", number: int, ours: dict[str, Any]) -> dict[str, Any]:
+        """The engine's `kv_transfer_config`, made of hotkv's."""
+        return ours
+
+    def models_of(self, number: int) -> tuple[type[Engine], ...]:
+        return self.models
+
+    def start(self, world: "World") -> None:
+        """Before there are engines."""
+
+    def begin(self, world: "World", one: Engine, number: int) -> None:
+        """An engine was made."""
+
+    def request(self, world: "World", one: Engine, name: str, asked: dict[str, Any]) -> None:
+        """Changes a request (arguments of `Engine.add`) before it is made."""
+
+    def stepped(self, world: "World", one: Engine) -> None:
+        """An engine has run a step."""
+
+    def between(self, world: "World") -> None:
+        """Between two turns of the traffic."""
+
+    def happens(self, world: "World") -> bool:
+        """Whether it is to happen now: now and then, and once in the middle for certain."""
+        is_now = world.dice.random() < 0.4 or (
+            world.turn == world.num_turns // 2 and not self.count
+        )
+        self.count += is_now
+        return is_now
+
+    def after(self, world: "World") -> None:
+        """The traffic has ended, and the server is well."""
+
+    def met(self, world: "World") -> bool:
+        """Whether it has shown itself in this world."""
+        raise NotImplementedError
+
+
+class World:
+    """See the module. `plays`: objects of its own, by the features' names. `server`: as
+    `servers.Server`."""
+
+    def __init__(
+        self,
+        plays: dict[str, Play],
+        server: Any,
+        seed: int,
+        folder: Path,
+        monkeypatch: Any,
+        num_engines: int = 2,
+    ) -> None:
+        self.name = f"{'+'.join(sorted(plays))} {seed}"
+        self.dice = random.Random(self.name)
+        self.folder, self.monkeypatch = folder, monkeypatch
+        self.plays = plays
+        self.server = server
+        self.aborted: set[str] = set()
+        self.asked: list[tuple[Engine, str]] = []
+        self.arguments: dict[str, dict[str, Any]] = {}
+        self.turn = self.num_turns = 0
+        self.engines: list[Engine] = []
+        self.weights = {0}
+        """By what the weights that engines have had change values."""
+        self.weights_of: Callable[[Engine], int] = lambda one: 0
+        for play in plays.values():
+            play.start(self)
+        for number in range(num_engines):
+            self.make(number)
+
+    def __contains__(self, feature: str) -> bool:
+        return feature in self.plays
+
+    def make(self, number: int) -> Engine:
+        """One more engine, as all features want it."""
+        kinds = dict.fromkeys(
+            kind for play in self.plays.values() for kind in play.models_of(number)
+        )
+        order = sorted(kinds, key=lambda kind: kind is RankedEngine)
+        settings: dict[str, Any] = {"blocks": 64, "max_tokens_per_step": 128}
+        extra: dict[str, Any] = self.server.settings(number)
+        for play in self.plays.values():
+            more = play.settings(self, number)
+            extra |= more.pop("extra", {})
+            settings |= more
+
+        def within(ours: dict[str, Any]) -> dict[str, Any]:
+            roles = [role for play in self.plays.values() if (role := play.role(number))]
+            ours = ours | {"kv_role": roles[0] if roles else "kv_both"}
+            for play in self.plays.values():
+                ours = play.beside(self, number, ours)
+            return ours
+
+        one: Engine = type("Paired", (*order, Engine), {})(
+            self.server,
+            self.folder / "model",
+            self.monkeypatch,
+            within=within,
+            extra=extra,
+            **settings,
+        )
+        self.engines.append(one)
+        for play in self.plays.values():
+            play.begin(self, one, number)
+        return one
+
+    # ------------------------------------------------------------------------------------- traffic
+
+    def ask(self, one: Engine, prompt_tokens: Sequence[int] | None = None, **more: Any) -> str:
+        """A request of an engine, as all features want it; its name."""
+        name = f"r{len(self.asked)}"
+        if prompt_tokens is None:
+            # Most build on what was asked before, some on nothing.
+            family, length = self.dice.randrange(FAMILIES), self.dice.randrange(20, 300)
+            prompt_tokens = prompt(family, length)
+        asked: dict[str, Any] = {
+            "prompt": list(prompt_tokens),
+            "max_tokens": self.dice.randrange(1, 40),
+        } | more
+        for play in self.plays.values():
+            play.request(self, one, name, asked)
+        return self.repeat(one, asked)
+
+    def repeat(self, one: Engine, asked: dict[str, Any]) -> str:
+        """A request of an engine with these arguments; its name."""
+        name = f"r{len(self.asked)}"
+        one.add(name, **asked)
+        self.asked.append((one, name))
+        self.arguments[name] = asked
+        return name
+
+    def step(self, one: Engine) -> None:
+        one.step()
+        for play in self.plays.values():
+            play.stepped(self, one)
+
+    def run(self, one: Engine) -> None:
+        """Steps until the engine has nothing left; the server's answers come in between."""
+        until_s = time.monotonic() + WAIT_S
+        while one.scheduler.has_requests() or one.queue:
+            assert time.monotonic() < until_s, f"not finished: {one.scheduler.requests}"
+            self.step(one)
+            self.server.settle()
+
+    def abort(self, one: Engine, name: str) -> None:
+        one.abort(name)
+        self.aborted.add(name)
+
+    def abort_all(self, one: Engine) -> None:
+        """What an engine runs has ended."""
+        for name in list(one.scheduler.requests):
+            self.abort(one, name)
+        self.run(one)
+
+    def drop_local(self, one: Engine) -> None:
+        """The engine goes on without what its device has."""
+        self.run(one)
+        assert one.scheduler.reset_prefix_cache()
+
+    def play(self, num_turns: int = TURNS) -> None:
+        """Traffic, and what the features do in it."""
+        self.num_turns = num_turns
+        for self.turn in range(num_turns):
+            one = self.dice.choice(self.engines)
+            for _ in range(self.dice.randrange(1, 4)):
+                self.ask(one)
+            for _ in range(self.dice.randrange(12)):
+                self.step(self.dice.choice(self.engines))
+            for play in self.plays.values():
+                play.between(self)
+            if self.dice.random() < 0.15:
+                self.abort(*self.dice.choice(self.asked))
+            if self.dice.random() < 0.2:
+                self.drop_local(self.dice.choice(self.engines))
+        if not self.server.up:
+            self.server.come_back()
+        self.server.hold, self.server.late = set(), set()
+        for one in self.engines:
+            self.run(one)
+        for play in self.plays.values():
+            play.after(self)
+        for one in self.engines:
+            self.run(one)
+        # Whatever was stored serves everybody, and what each engine stores it finds again; the
+        # harness looks at each value.
+        for one in self.engines:
+            self.server.until_connected(one)
+            self.drop_local(one)
+            names = [self.ask(one, prompt(family, 280), max_tokens=2) for family in range(FAMILIES)]
+            self.end(one)
+            self.drop_local(one)
+            for name in names:
+                self.repeat(one, self.arguments[name])
+            self.end(one)
+
+    def end(self, one: Engine) -> None:
+        """The engine has nothing left, and learns how its last stores have ended."""
+        self.run(one)
+        for seed in (90, 91):
+            one.add(f"end {seed}", prompt(seed, 3), max_tokens=2)
+            self.run(one)
+
+    # --------------------------------------------------------------------------------------- checks
+
+    def check(self) -> None:
+        """What the module says of the end."""
+        for one, name in self.asked:
+            if name not in self.aborted:
+                check_answer(one, name)
+        for one in self.engines:
+            check_nothing_left(one)
+        self.server.check(self.engines, sorted(self.weights))
+        for one in self.engines:
+            check_cached(one, self.weights_of(one))
+        for feature, play in self.plays.items():
+            assert play.met(self), f"{feature} has not shown itself"
+        # The first engine only stores and the second only loads, in key spaces of their own.
+        strangers = {"producer", "consumer"} <= self.plays.keys() and (
+            {"tenants", "weights"} & self.plays.keys()
+        )
+        if not strangers and not any(play.may_not_hit for play in self.plays.values()):
+            assert self.count("loads"), "nothing was ever loaded"
+
+    def count(self, counter: str) -> float:
+        """A counter of all engines."""
+        return sum(one.counters.get(counter, 0) for one in self.engines)
+
+    def close(self) -> None:
+        for one in self.engines:
+            for worker in one.each_worker():
+                worker.shutdown()
+            one.connector.shutdown()
+
+
+def ours(one: Engine) -> HotKVConnector:
+    """hotkv's connector on an engine's scheduler side."""
+    return our_connector(one.connector)
+
+
+def check_answer(one: Engine, name: str) -> None:
+    """A request has ended well, with what the model answers."""
+    assert one.finished.get(name) in ("length", "stop"), f"{name}: {one.finished.get(name)}"
+    request = one.requests[name]
+    if request.pooling_params is not None:
+        vector = one.values_of(name, request.all_token_ids)[-1]
+        assert one.pooled[name] == [float(vector)], f"{name}: {one.pooled[name]}"
+        return
+    tokens = list(request.all_token_ids)
+    assert len(tokens) == request.num_prompt_tokens + request.max_tokens, name
+    assert one.outputs[name] == tokens[request.num_prompt_tokens :], name
+    values = one.values_of(name, tokens)
+    for place in range(request.num_prompt_tokens, len(tokens)):
+        assert tokens[place] == next_token(values[:place]), f"{name}: token {place}"
+
+
+def check_nothing_left(one: Engine) -> None:
+    """An idle engine holds nothing of the server's or of its device's."""
+    assert "hook_errors" not in one.counters, one.counters
+    side = ours(one)._scheduler
+    if side.sharing.cache is not None:
+        requests = side.requests
+        assert not requests.states and not requests.loads.awaited, requests.states
+        assert not requests.loads.quarantine.held, "blocks stay in quarantine"
+        assert not side.cache.planner.in_flight.stores, side.cache.planner.in_flight.stores
+        assert side.cache.finder.failed_loads.is_empty
+    pool = one.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks of the device are lost"

@@ -1,0 +1,83 @@
+"""The harness with a model that attends sparsely, and knows what it does: a row that decodes
+sparsely, and whatever reads inexact KV, writes other values than the exact ones.
+
+Layers that could decode sparsely are not there; the engine only says that it does (`SPARSE`,
+`without_layers`). A value that is neither exact nor of that approximation fails at once.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.sparse import rank
+from tests.vllm.harness import Engine, _layer
+from tests.vllm.other_connectors import ours
+
+SPARSE = {"sparse": {"sparse_topk": 96, "min_context_tokens": 96}}
+INEXACT = 0x2A5A
+
+
+def without_layers(monkeypatch: Any) -> None:
+    """Has engines that ask for sparse decode start, though they have no layers for it."""
+
+    def install(*_: Any) -> Any:
+        raise Unsupported(
+            "the harness has no layers that could decode sparsely; its engines only say that "
+            "they do"
+        )
+
+    monkeypatch.setattr(rank, "install", install)
+
+
+class Approximate(Engine):
+    """Writes `INEXACT` values where its metadata says that a row is sparse, and behind such
+    tokens. `num_sparse_rows`: how many rows were sparse so far."""
+
+    sparse_rows: frozenset[str] = frozenset()
+    num_sparse_rows = 0
+
+    @property
+    def tints(self) -> tuple[int, ...]:
+        return 0, INEXACT
+
+    def _forward(self, scheduled: Any) -> dict[str, list[int]]:
+        rows = ours(scheduled.kv_connector_metadata).sparse_rows
+        self.sparse_rows = frozenset(rows.request_ids if rows is not None else ())
+        self.num_sparse_rows += len(self.sparse_rows)
+        return super()._forward(scheduled)
+
+    def _write(self, name: str, computed: int, count: int) -> None:
+        flip = INEXACT if name in self.sparse_rows or self._reads_inexact(name, computed) else 0
+        for group_id, group in enumerate(self.kv_config.kv_cache_groups):
+            blocks, offsets, values = self._places(name, group_id, computed, computed + count)
+            for layer in group.layer_names:
+                self._write_layer(
+                    layer, blocks[: len(values)], offsets[: len(values)], values ^ flip
+                )
+
+    def _reads_inexact(self, name: str, computed: int) -> bool:
+        found = False
+        for group_id, group in enumerate(self.kv_config.kv_cache_groups):
+            window = getattr(group.kv_cache_spec, "sliding_window", None)
+            blocks, offsets, values = self._places(
+                name, group_id, max(0, computed - (window - 1)) if window else 0, computed
+            )
+            kept = blocks != 0
+            for layer in group.layer_names:
+                rows = (
+                    self._cells(layer)[blocks[kept], :, offsets[kept], :]
+                    ^ (values[kept] ^ _layer(layer) ^ self.salt)[:, None, None]
+                )
+                assert np.isin(rows, (0, INEXACT)).all(), (
+                    f"{name}: neither exact nor our own approximation"
+                )
+                found |= bool(rows.any())
+        return found
+
+    def _check(self, name: str, computed: int) -> None:
+        """Done when writing."""
+
+
+def _layer_of(name: str) -> int:
+    return 1 + int(name.rpartition(".")[2])

@@ -1,0 +1,38 @@
+"""Engines of the harness whose weights change while they run; each KV value shows of which weights
+it is."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def may_load(monkeypatch: Any) -> None:
+    """Gives the harness's models `load_weights`, which hotkv watches."""
+    monkeypatch.setattr(
+        torch.nn.Linear, "load_weights", torch.nn.Module.load_state_dict, raising=False
+    )
+
+
+def load(engine: Any, seed: int) -> None:
+    """Other weights, through the model as trainers do."""
+    torch.manual_seed(seed)
+    engine.model.load_weights(
+        {name: torch.randn_like(value) for name, value in engine.model.state_dict().items()}
+    )
+
+
+def weights_of(engine: Any) -> int:
+    """By what the engine's weights change each value."""
+    return int(engine.model.weight.abs().sum() * 1000) & 0x7FF
+
+
+def show_weights(engine: Any) -> None:
+    """From now on values are of the engine's weights."""
+    places = engine._places
+
+    def of_weights(*arguments: Any) -> Any:
+        blocks, offsets, found = places(*arguments)
+        return blocks, offsets, found ^ np.int16(weights_of(engine))
+
+    engine._places = of_weights

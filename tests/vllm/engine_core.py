@@ -1,0 +1,86 @@
+"""vLLM's own `EngineCore`, as far as it pauses, sleeps and resets, round an engine of the harness.
+
+`Executor` does to the connector what the workers of vLLM 0.33 do (source: `Worker.sleep`, `wake_up`
+and `discard` in `v1/worker/gpu_worker.py`, `EngineCore.wake_up` in `v1/engine/core.py`); 0.32 and
+CPU workers call no hook.
+"""
+
+from typing import Any
+
+import torch
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
+
+from tests.vllm.other_connectors import our_connector
+
+
+class Executor:
+    """The workers of one engine. Asleep, its KV memory holds garbage, as unmapped memory does when
+    it is mapped again."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.is_sleeping = False
+
+    def collective_rpc(self, method: str) -> None:
+        assert method == "synchronize_device"
+        if self._engine.device is not None:
+            self._engine.device.run_to(self._engine.device.given)
+
+    def reset_mm_cache(self) -> None: ...
+
+    def reset_encoder_cache(self) -> None: ...
+
+    def sleep(self, level: int) -> None:
+        for worker in self._engine.each_worker():
+            our_connector(worker).unregister_kv_caches()
+        self._garble()
+        self.is_sleeping = True
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self.sleep(1)
+
+    def wake_up(self, tags: list[str] | None) -> None:
+        self._garble()
+        if tags is None or "kv_cache" in tags:
+            for worker in self._engine.each_worker():
+                our_connector(worker).restore_kv_caches()
+        self.is_sleeping = False
+
+    def _garble(self) -> None:
+        for tensors, _ in self._engine.memories:
+            for memory in tensors.values():
+                memory.view(torch.int16).numpy()[:] = 0x5A5A
+
+
+class Core:
+    """vLLM's `EngineCore`, its methods, round an engine of the harness."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.core = EngineCore.__new__(EngineCore)
+        self.core.scheduler = engine.scheduler
+        self.core.model_executor = Executor(engine)
+        self.core.mm_receiver_cache = None
+        self.core.batch_queue = None
+
+    def pause(self, mode: str = "abort") -> None:
+        self._drained(mode)
+        self.core.pause_scheduler(mode=mode)
+
+    def sleep(self, mode: str = "abort") -> None:
+        self._drained(mode)
+        self.core.sleep(1, mode=mode)
+
+    def wake_up(self) -> None:
+        self.core.wake_up()
+        # Of 0.33: ranks tell anew what they have.
+        self.engine.connector.set_xfer_handshake_metadata_pp_aware(self.engine.handshakes())
+
+    def _drained(self, mode: str) -> None:
+        """The engine's process steps until nothing is left before it resets; `LLM` in one process
+        does not."""
+        if mode == "abort":
+            self.engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        while self.engine.queue:
+            self.engine._collect()

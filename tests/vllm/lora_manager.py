@@ -1,0 +1,64 @@
+"""A worker's LoRA adapters, as vLLM's manager has them, for tests that have no models to adapt."""
+
+from collections import OrderedDict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.lora.request import LoRARequest
+
+from hotkv_vllm.worker.adapter_watch import AdapterWatch
+from tests.vllm.other_connectors import our_connector
+
+
+def lora(number: int = 1, name: str = "a", path: str = "/a", **more: Any) -> LoRARequest:
+    return LoRARequest(name, number, path, **more)
+
+
+class Manager:
+    """As vLLM's LoRA manager of a worker: reads "files" when an adapter is needed, and keeps
+    `capacity` of them."""
+
+    def __init__(self, files: dict[str, int], capacity: int = 2) -> None:
+        self.files = files
+        self.capacity = capacity
+        self.loaded: OrderedDict[int, Any] = OrderedDict()
+        self.num_reads = 0
+
+    def _load_adapter(self, request: LoRARequest) -> Any:
+        self.num_reads += 1
+        weights = {
+            "q": SimpleNamespace(
+                lora_a=torch.full((2, 2), float(self.files[request.lora_path])), scaling=2.0
+            )
+        }
+        return SimpleNamespace(id=request.lora_int_id, rank=8, loras=weights)
+
+    def list_adapters(self) -> set[int]:
+        return set(self.loaded)
+
+    def add_adapter(self, request: LoRARequest) -> int:
+        """The content that is used for the adapter."""
+        if request.lora_int_id not in self.loaded or request.load_inplace:
+            self.loaded[request.lora_int_id] = self._load_adapter(request)
+        self.loaded.move_to_end(request.lora_int_id)
+        while len(self.loaded) > self.capacity:
+            self.loaded.popitem(last=False)
+        return int(self.loaded[request.lora_int_id].loras["q"].lora_a[0, 0])
+
+
+def with_adapters(one: Any, files: dict[str, int], capacity: int = 2) -> Manager:
+    """Gives each rank of an engine of the harness adapters, whose contents show in its KV. Returns
+    the first rank's manager."""
+    managers = []
+    for rank, worker in enumerate(one.each_worker()):
+        managers.append(Manager(files, capacity))
+        our_connector(worker)._worker.transfers.adapters = AdapterWatch(managers[-1], rank)
+
+    def content_of(request: LoRARequest) -> int:
+        """All ranks load it."""
+        contents = [manager.add_adapter(request) for manager in managers]
+        return contents[0]
+
+    one.content_of = content_of
+    return managers[0]
