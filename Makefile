@@ -70,17 +70,18 @@ torture: $(STAMPS)/dev ## an hour of kills and odd inputs: 1,000 kills under tra
 mutate: $(STAMPS)/dev ## half an hour of small faults in core, dataplane, client and connector: what the tests see; MUTATE="--only proto/hotkv/order.py"
 	$(BIN)/python -m tools.mutate --jobs $(JOBS) $(MUTATE)
 
-check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contract, vLLM's API in all supported versions, wire, generated code and pages, CUDA kernels, module size
+check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contract, vLLM's API in all supported versions, wire, generated code and pages, CUDA kernels; names long modules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_vllm_imports.py
 	$(BIN)/python tools/check_vllm_api.py
+	$(BIN)/python tools/check_vllm_reuse.py
 	$(BIN)/buf lint
 	$(PROTO_VENV)/bin/python tools/protos.py --check
 	$(BIN)/python tools/check_kernels.py
-	$(BIN)/python tools/check_module_size.py
+	$(BIN)/python tools/long_modules.py
 	$(BIN)/python -m tools.metrics_reference --check
 	$(BIN)/python -m tools.dashboard --check
 	$(BIN)/python -m tools.mutate --check

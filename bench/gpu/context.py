@@ -20,7 +20,7 @@ from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.cuda.device import Array, Device, address_of
 from hotkv_sparse.cuda.hotsets import CudaHotSets, Fragment
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages, upload
-from hotkv_sparse.cuda.residents import EngineBatch, PagePlaces, Residents
+from hotkv_sparse.cuda.residents import EngineBatch, NamedRow, PagePlaces, Residents
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
 
@@ -170,7 +170,10 @@ class Context:
         """The block that the coming step writes names its row."""
         blocks = (self._lengths - 1) // BLOCK_TOKENS
         self.residents.name_rows(
-            {int(self._table[row, block]): row for row, block in enumerate(blocks)}
+            {
+                int(self._table[row, block]): NamedRow(row, is_sparse=True)
+                for row, block in enumerate(blocks)
+            }
         )
 
     def places(self, layer: int) -> PagePlaces:

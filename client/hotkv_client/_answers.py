@@ -1,11 +1,13 @@
 """Answers to sessions: messages in, typed values out; a refusal becomes a HotKVError."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.keys import unsigned_salt
@@ -31,6 +33,9 @@ from hotkv_client.types import (
 STATUS_KEY, DETAIL_KEY = "grpc-status-details-bin", "hotkv-error-bin"
 """Trailers of a failed call: a google.rpc.Status, and what servers of version 1 send instead."""
 ERROR_INFO_URL = "type.googleapis.com/google.rpc.ErrorInfo"
+
+ANSWERED_AS = {"register_memory": "memory_registered", "ping": "pong", "flush": "flushed"}
+"""The answer's name, for calls whose answer has another one."""
 
 Response = session_pb2.ConnectResponse
 
@@ -94,11 +99,15 @@ def opened(response: Response | None) -> Opened:
     )
 
 
-def result(response: Response, lease_id: str = "") -> Any:
-    """The typed value of an answer. Raises HotKVError for a refusal."""
-    match response.WhichOneof("body"):
-        case "error":
-            raise refusal(response.error)
+def result(response: Response, call: str, lease_id: str = "") -> Any:
+    """The typed value of the answer to a call, which is named as in `ConnectRequest.body`. Raises
+    HotKVError for a refusal, and whatever reading a malformed answer raises."""
+    body = response.WhichOneof("body")
+    if body == "error":
+        raise refusal(response.error)
+    if body != ANSWERED_AS.get(call, call):
+        raise HotKVError(Reason.INTERNAL, f"the server answered {call} by {body or 'nothing'}")
+    match body:
         case "lookup":
             return _masks(response.lookup.groups)
         case "acquire_lease":
@@ -132,7 +141,7 @@ def result(response: Response, lease_id: str = "") -> Any:
             load_end = response.load
             return TransferResult(
                 load_end.transfer_id,
-                TransferStatus(load_end.status),
+                _status(load_end.status),
                 load_end.byte_count,
                 message=load_end.message,
             )
@@ -141,7 +150,7 @@ def result(response: Response, lease_id: str = "") -> Any:
             runs = tuple(np.frombuffer(run.results, np.uint8) for run in store_end.runs)
             return TransferResult(
                 store_end.transfer_id,
-                TransferStatus(store_end.status),
+                _status(store_end.status),
                 store_end.byte_count,
                 runs,
                 store_end.message,
@@ -155,6 +164,11 @@ def result(response: Response, lease_id: str = "") -> Any:
             return response.delete_sequence.deleted
         case _:
             return None
+
+
+def _status(number: int) -> TransferStatus:
+    """A status that only newer servers know becomes FAILED: the transfer has ended in any case."""
+    return TransferStatus(number) if number in set(TransferStatus) else TransferStatus.FAILED
 
 
 def _sequence_created(message: sparse_pb2.CreateSequenceResponse) -> SequenceCreated:
@@ -210,8 +224,19 @@ def ticket(packet: bytes) -> bytes:
 
 
 def as_error(error: grpc.RpcError) -> HotKVError:
-    """A failed call as a refusal, with the server's reason if it sent one."""
+    """A failed call as a refusal, with the server's reason if it sent one that can be read."""
     trailers = dict(getattr(error, "trailing_metadata", lambda: ())() or ())
+    with contextlib.suppress(DecodeError):
+        if (said := _said_in(trailers)) is not None:
+            return said
+    code = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
+    details = getattr(error, "details", lambda: str(error))()
+    reason = Reason.OVERLOADED if code == grpc.StatusCode.RESOURCE_EXHAUSTED else Reason.INTERNAL
+    return HotKVError(reason, unanswered.sentence(code, str(details)))
+
+
+def _said_in(trailers: Mapping[str, Any]) -> HotKVError | None:
+    """The refusal that trailers carry. Raises DecodeError."""
     if STATUS_KEY in trailers:
         status = errors_pb2.Status.FromString(trailers[STATUS_KEY])
         for packed in status.details:
@@ -222,7 +247,4 @@ def as_error(error: grpc.RpcError) -> HotKVError:
                     return _refusal(Reason.__members__.get(info.reason), status.message, retryable)
     if DETAIL_KEY in trailers:
         return refusal(errors_pb2.ErrorDetail.FromString(trailers[DETAIL_KEY]))
-    code = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
-    details = getattr(error, "details", lambda: str(error))()
-    reason = Reason.OVERLOADED if code == grpc.StatusCode.RESOURCE_EXHAUSTED else Reason.INTERNAL
-    return HotKVError(reason, unanswered.sentence(code, str(details)))
+    return None

@@ -1,10 +1,11 @@
 """Reports of sessions: typed values in, messages out."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from hotkv.v1 import hints_pb2, session_pb2
 from hotkv_client._hint_wire import request_hints
 from hotkv_client._wire import Request, pack, packed_groups, retention_message
+from hotkv_client.parts import PART_BYTES, split_messages
 from hotkv_client.types import EndedRequest, GroupHashes, LoadEnd, RequestReport
 
 
@@ -19,8 +20,9 @@ def report_requests(
     prefill_tokens_per_s: float = 0.0,
     ended: Iterable[EndedRequest] = (),
     loads: Iterable[LoadEnd] = (),
-) -> Request:
-    """Reports scheduled requests, those that have ended, and loads that have ended."""
+) -> Iterator[Request]:
+    """Reports scheduled requests, those that have ended, and loads that have ended: a message, or
+    several if it would be too large."""
     messages = [
         session_pb2.RequestReport(
             hashes=pack(report.hashes, hash_bytes),
@@ -50,11 +52,15 @@ def report_requests(
         session_pb2.LoadEnd(report_id=end.report_id, wait_s=end.wait_s, failed=end.failed)
         for end in loads
     ]
-    return Request(
-        report_use=session_pb2.ReportUse(
-            requests=messages,
-            prefill_tokens_per_s=prefill_tokens_per_s,
-            ended=over,
-            loads=ends,
-        )
+    whole = session_pb2.ReportUse(
+        requests=messages, prefill_tokens_per_s=prefill_tokens_per_s, ended=over, loads=ends
     )
+    if whole.ByteSize() <= PART_BYTES:
+        yield Request(report_use=whole)
+        return
+    first = session_pb2.ReportUse(prefill_tokens_per_s=prefill_tokens_per_s, loads=ends)
+    yield Request(report_use=first)
+    for part in split_messages(messages, session_pb2.RequestReport.ByteSize):
+        yield Request(report_use=session_pb2.ReportUse(requests=part))
+    for ended_part in split_messages(over, hints_pb2.EndedRequest.ByteSize):
+        yield Request(report_use=session_pb2.ReportUse(ended=ended_part))

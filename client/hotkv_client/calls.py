@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client import _report_wire, _sparse_wire, _wire
+from hotkv_client.parts import join_masks, joined, split_groups
 from hotkv_client.types import (
     BlockRun,
     BoolMask,
@@ -57,9 +59,16 @@ class Calls(ABC):
     def lookup(
         self, groups: Sequence[GroupHashes], traceparent: str | None = None
     ) -> "Future[tuple[BoolMask, ...]]":
-        """Asks the server which blocks are ready. `traceparent`: names the caller's span as W3C
+        """Asks the server which blocks are ready, in several messages if they are too many for one.
+        `traceparent`: names the caller's span as W3C
         Trace Context does, to a server that records traces; None for none."""
-        return self._call(lambda: _wire.lookup(groups, self._hash_bytes, traceparent))
+        parts = split_groups(groups, self._hash_bytes)
+        if len(parts) == 1:
+            return self._call(lambda: _wire.lookup(groups, self._hash_bytes, traceparent))
+        asked = [
+            self._call(partial(_wire.lookup, part, self._hash_bytes, traceparent)) for part in parts
+        ]
+        return joined(asked, lambda answers: join_masks(groups, answers))
 
     def acquire(
         self,
@@ -137,7 +146,8 @@ class Calls(ABC):
 
     def report_use(self, groups: Sequence[GroupHashes]) -> None:
         """Tells the server which blocks the engine used from its own device cache."""
-        self._send_only(_report_wire.report_use(groups, self._hash_bytes))
+        for part in split_groups(groups, self._hash_bytes):
+            self._send_only(_report_wire.report_use(part, self._hash_bytes))
 
     def report_requests(
         self,
@@ -154,11 +164,10 @@ class Calls(ABC):
         a slow tier what the engine computes sooner. `ended`: requests that have ended, of those
         that have a session or hints. `loads`: those that have ended since.
         """
-        self._send_only(
-            _report_wire.report_requests(
-                reports, self._hash_bytes, prefill_tokens_per_s, ended, loads
-            )
-        )
+        for request in _report_wire.report_requests(
+            reports, self._hash_bytes, prefill_tokens_per_s, ended, loads
+        ):
+            self._send_only(request)
 
     def create_sequence(
         self,

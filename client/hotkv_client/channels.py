@@ -10,11 +10,12 @@ from pathlib import Path
 import grpc
 
 from hotkv.errors import HotKVError, Reason
+from hotkv.limits import MAX_MESSAGE_BYTES
 from hotkv_client.types import Credentials
 
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_ANSWER_BYTES = 64 << 20
 OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),

@@ -1,12 +1,14 @@
 """One life of a session's stream: from the opening to the end of the last transfer.
 
 A connection owns the channel, the link, the mapped block table, and every call that waits for its
-answer. Always true: each call is resolved once. If the stream breaks, a call that touches no memory
-fails at once, and so does a store that can be revoked; a load, or a store without a word of the
-fence, fails only when the server can no longer touch the engine's memory.
+answer. Always true: each call is resolved once. The answer that bears a call's number ends it; one
+that can't be read fails that call, and no other. If the stream breaks, a call that touches no
+memory fails at once, and so does a store that can be revoked; a load, or a store without a word of
+the fence, fails only when the server can no longer touch the engine's memory.
 """
 
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -17,6 +19,7 @@ from typing import Any
 
 from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.layout import FENCE_HANDLE
+from hotkv.limits import MAX_MESSAGE_BYTES
 from hotkv.order import OrderKind
 from hotkv.table import BlockTable
 from hotkv_client import _answers, _wire, channels
@@ -30,7 +33,11 @@ from hotkv_client.types import (
     TransferStatus,
 )
 
+log = logging.getLogger(__name__)
+
 MAX_PENDING = 1 << 16
+REQUEST_ID_BYTES = 16
+"""More than the number of a request takes."""
 DEVICE_GRACE_S = 1.0
 """How long a device may go on with what a dead server had given it. The kernel closes a dead
 process's sockets and devices in no promised order; a server gives a device a few pieces at a time
@@ -41,13 +48,14 @@ process's sockets and devices in no promised order; a server gives a device a fe
 @dataclass(slots=True)
 class Pending:
     """A call that waits for its answer. `transfer_id`: set for transfers. `fence_index`: set for
-    stores that can be revoked."""
+    stores that can be revoked. `call`: its name, set when it is sent."""
 
     future: "Future[Any]"
     lease_id: str = ""
     transfer_id: str = ""
     fence_index: int = 0
     is_load: bool = False
+    call: str = ""
 
 
 class Connection:
@@ -130,7 +138,7 @@ class Connection:
         self.outbox.put(request)
         for response in self.call:
             if response.request_id == request.request_id:
-                self.order_kind, self.order_message = _answers.result(response)
+                self.order_kind, self.order_message = _answers.result(response, "register_memory")
                 break
 
     def submit(
@@ -138,6 +146,8 @@ class Connection:
     ) -> HotKVError | None:
         """Sends a request; its answer resolves `pending`. Returns why it was not sent, and then
         nothing has changed."""
+        if (too_large := _too_large(request)) is not None:
+            return too_large
         with self._lock:
             if self._has_ended:
                 return SessionLostError("the link to the server broke")
@@ -152,9 +162,20 @@ class Connection:
                     Reason.OVERLOADED, f"{MAX_PENDING} calls are unanswered; wait for some"
                 )
             request.request_id = next(self._request_ids)
+            pending.call = request.WhichOneof("body") or ""
+            # From here on `Future.cancel` does nothing: a cancelled future could not be resolved.
+            pending.future.set_running_or_notify_cancel()
             self._pending[request.request_id] = pending
             self.outbox.put(request)
             return None
+
+    def send_only(self, request: _wire.Request) -> None:
+        """Sends a request that has no answer; one that is too large is dropped, with a line in the
+        log."""
+        if (too_large := _too_large(request)) is not None:
+            log.warning("not sent: %s", too_large.message)
+        else:
+            self.outbox.put(request)
 
     def serve(self, on_notice: Callable[[_answers.Response], None]) -> None:
         """Resolves calls as answers come, until the server ends the stream. Raises
@@ -172,24 +193,28 @@ class Connection:
             return
         self._give_back(waiting.fence_index)
         try:
-            value = _answers.result(response, waiting.lease_id)
+            value = _answers.result(response, waiting.call, waiting.lease_id)
         except HotKVError as error:
             waiting.future.set_exception(error)
+        except Exception as error:  # noqa: BLE001 The edge of the client's stream: every answer ends its call.
+            why = f"the answer to {waiting.call} can't be read: {type(error).__name__}: {error}"
+            waiting.future.set_exception(HotKVError(Reason.INTERNAL, why))
         else:
             waiting.future.set_result(value)
 
     def cancel(self, transfer_id: str) -> None:
         """Asks for a transfer's end. A store that has a word of the fence is revoked, and resolved
         at once."""
-        revoked: Future[TransferResult] | None = None
+        revoked: list[Future[TransferResult]] = []
         with self._lock:
             for item in self._pending.values():
                 if item.transfer_id == transfer_id and item.fence_index and self._fence is not None:
                     self._fence.revoke(item.fence_index)
-                    revoked, item.future = item.future, Future()
+                    revoked.append(item.future)
+                    item.future = Future()
         self.outbox.put(_wire.cancel(transfer_id))
-        if revoked is not None:
-            revoked.set_result(
+        for future in revoked:
+            future.set_result(
                 TransferResult(
                     transfer_id, TransferStatus.CANCELLED, message="revoked by the engine"
                 )
@@ -225,12 +250,15 @@ class Connection:
         if self.link is None:
             self._fail(transfers, lost)
         elif transfers:
-            threading.Thread(
-                target=self._settle,
-                args=(self.link, transfers, lost),
-                name="hotkv-settle",
-                daemon=True,
-            ).start()
+            arguments = (self.link, transfers, lost)
+            thread = threading.Thread(
+                target=self._settle, args=arguments, name="hotkv-settle", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:
+                # The system has no thread left. The next connection waits until this is settled.
+                self._settle(*arguments)
         else:
             self.link.close()
 
@@ -254,6 +282,18 @@ class Connection:
     def _give_back(self, fence_index: int) -> None:
         if self._fence is not None:
             self._fence.give_back(fence_index)
+
+
+def _too_large(request: _wire.Request) -> HotKVError | None:
+    """Why a request can't be sent, which would end the whole stream; None if it can."""
+    num_bytes = request.ByteSize() + REQUEST_ID_BYTES
+    if num_bytes <= MAX_MESSAGE_BYTES:
+        return None
+    return HotKVError(
+        Reason.TOO_LARGE,
+        f"{request.WhichOneof('body')} has {num_bytes} bytes; a message has at most "
+        f"{MAX_MESSAGE_BYTES}: ask for fewer blocks in a call",
+    )
 
 
 def _await_devices() -> None:

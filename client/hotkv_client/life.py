@@ -1,13 +1,16 @@
 """The life of a session: connections that follow each other, with back-off between them.
 
 Owns the session's thread, its state and the engine's memory and fence. Always true: there is at
-most one open connection, and the state is CONNECTED only while there is one; `close` ends the
-thread, whatever it waits for.
+most one open connection, and the state is CONNECTED only while there is one; `close` alone ends the
+thread, whatever it waits for and whatever a server sends; a connection that fails is followed by
+another.
 """
 
+import logging
 import random
 import threading
 import time
+from collections.abc import Callable
 
 import grpc
 
@@ -19,6 +22,7 @@ from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.types import EngineMemory, LinkState, SessionConfig
 
 CLOSE_WAIT_S = 5.0
+logger = logging.getLogger(__name__)
 
 
 class SessionLife:
@@ -74,6 +78,9 @@ class SessionLife:
                 reason = self._connect_and_serve()
             except (HotKVError, OSError, ValueError) as error:
                 reason = str(error)
+            except Exception as error:
+                logger.exception("a session with the server broke; another one is opened")
+                reason = f"{type(error).__name__}: {error}"
             if self._closed.is_set():
                 return
             self._set_state(LinkState.ABSENT, reason)
@@ -143,9 +150,8 @@ class SessionLife:
         match response.WhichOneof("body"):
             case "eviction_notice":
                 if self._config.on_evicted is not None:
-                    self._config.on_evicted(
-                        _answers.evicted(response, self._config.key_space.hash_bytes)
-                    )
+                    hash_bytes = self._config.key_space.hash_bytes
+                    _tell(self._config.on_evicted, _answers.evicted(response, hash_bytes))
             case "drain_notice":
                 self._set_state(LinkState.DRAINING, "the server is draining")
 
@@ -167,4 +173,12 @@ class SessionLife:
             self.state = state
             self._changed.notify_all()
         if self._config.on_state is not None:
-            self._config.on_state(state, reason)
+            _tell(self._config.on_state, state, reason)
+
+
+def _tell(listener: Callable[..., None], *news: object) -> None:
+    """Calls a listener of the session's owner. Its faults are logged, and stay its own."""
+    try:
+        listener(*news)
+    except Exception:
+        logger.exception("a listener of the session raised")

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from hotkv.errors import SessionLostError
+from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv_client import _answers, _sparse_wire
 from hotkv_client.types import Float32s, SelectedBlocks
 
@@ -72,9 +72,14 @@ class Selects:
             raise _answers.as_error(error) from error
         if response is None:
             raise SessionLostError("the server ended the stream of selections")
-        return _sparse_wire.selected(response)
+        try:
+            return _sparse_wire.selected(response)
+        except ValueError as error:
+            why = f"the answer to a selection can't be read: {error}"
+            raise HotKVError(Reason.INTERNAL, why) from error
 
     def close(self) -> None:
         """Ends the stream."""
         self._outbox.put(None)
-        self._call.cancel()
+        if self._call is not None:
+            self._call.cancel()

@@ -255,6 +255,8 @@ class Session(Calls):
             )
         except HotKVError as error:
             why_not = error
+        except Exception as error:  # noqa: BLE001 The edge of calls: arguments that make no message.
+            why_not = HotKVError(Reason.INVALID_FIELD, f"{type(error).__name__}: {error}")
         if why_not is not None:
             if self._life.fence is not None:
                 self._life.fence.give_back(fence_index)
@@ -280,4 +282,4 @@ class Session(Calls):
     def _send_only(self, request: _wire.Request) -> None:
         connection = self._connection
         if connection is not None and self.state in (LinkState.CONNECTED, LinkState.DRAINING):
-            connection.outbox.put(request)
+            connection.send_only(request)

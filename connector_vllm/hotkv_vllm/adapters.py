@@ -8,7 +8,8 @@ What is always true: a request of an adapter has no keys (so neither hits nor st
 ranks have named the bytes that they hold for each id of that adapter, and the names were the same
 each time. If an adapter was seen with two identities, its requests have no keys for the rest of the
 engine's life: vLLM's own cache names both alike and mixes their KV. While requests of an adapter
-live, workers keep the bytes that they have named.
+live, workers keep the bytes that they have named, and a question about it is asked until all ranks
+have answered, whatever steps or reports are lost.
 """
 
 import enum
@@ -21,6 +22,9 @@ from weakref import WeakKeyDictionary
 WAIT_S = 2.0
 """How long a request waits for the workers' answer. After that it is computed without the shared
 cache."""
+ASK_AGAIN_S = 5.0
+"""A question that ranks have not answered is asked again after this time: it was lost on the
+way."""
 MAX_ADAPTERS = 4096
 """Most adapters that are remembered. Requests of further adapters have no keys."""
 UNKNOWN = ""
@@ -60,13 +64,18 @@ class AdapterReport:
     changed: frozenset[int] = frozenset()
 
     def join(self, other: "AdapterReport") -> "AdapterReport":
-        """Returns the union of two ranks' reports."""
-        numbers = self.answers.keys() | other.answers.keys()
-        answers = {
-            number: {**self.answers.get(number, {}), **other.answers.get(number, {})}
-            for number in numbers
-        }
+        """Returns the union of two ranks' reports; of two answers of one rank the worse."""
+        answers = {number: dict(said) for number, said in self.answers.items()}
+        for number, said in other.answers.items():
+            known = answers.setdefault(number, {})
+            for rank, identity in said.items():
+                known[rank] = max(known.get(rank, identity), identity, key=_badness)
         return AdapterReport(answers, self.changed | other.changed)
+
+
+def _badness(identity: str) -> tuple[bool, bool, str]:
+    """Orders a rank's answers: UNKNOWN is the worst, then LATER."""
+    return identity == UNKNOWN, identity == LATER, identity
 
 
 class Standing(enum.Enum):
@@ -97,6 +106,15 @@ class _Id:
 
 
 @dataclass(slots=True)
+class _Question:
+    """What an id's bytes are. `asked_s`: when a step last took it to the workers; None before."""
+
+    adapter_id: int
+    lora: Any
+    asked_s: float | None = None
+
+
+@dataclass(slots=True)
 class _Adapter:
     ids: set[int] = field(default_factory=set)
     identity: str = ""
@@ -122,13 +140,13 @@ class Adapters:
         self._ids: dict[int, _Id] = {}
         self._adapters: dict[AdapterName, _Adapter] = {}
         self._live: dict[str, tuple[int, AdapterName, float]] = {}
-        self._questions: dict[int, int] = {}
+        self._questions: dict[int, _Question] = {}
         self._last_number = 0
         self._logged_many = False
         self._keys: WeakKeyDictionary[Any, _Keys] = WeakKeyDictionary()
-        self._to_ask: dict[int, Any] = {}
         self._to_release: set[int] = set()
         self._to_acknowledge: frozenset[int] = frozenset()
+        self._taken = NO_WORK
 
     def __repr__(self) -> str:
         refused = sum(adapter.is_refused for adapter in self._adapters.values())
@@ -216,15 +234,43 @@ class Adapters:
 
     # ---------------------------------------------------------------------------------------- steps
 
-    def take_work(self) -> AdapterWork:
+    def take_work(self, now_s: float) -> AdapterWork:
         """Takes the work that the next step's metadata carries."""
-        if not self._to_ask and not self._to_release and not self._to_acknowledge:
+        self._taken = NO_WORK
+        if not self._questions and not self._to_release and not self._to_acknowledge:
             return NO_WORK
-        work = AdapterWork(
-            tuple(self._to_ask.items()), tuple(sorted(self._to_release)), self._to_acknowledge
+        asked = [
+            (number, one) for number, one in self._questions.items() if self._is_due(one, now_s)
+        ]
+        if not asked and not self._to_release and not self._to_acknowledge:
+            return NO_WORK
+        if any(one.asked_s is not None for _, one in asked):
+            # What was released with the lost step was lost, too.
+            self._to_release |= {number for number, one in self._ids.items() if not one.num_live}
+        for _, one in asked:
+            one.asked_s = now_s
+        self._taken = AdapterWork(
+            tuple((number, one.lora) for number, one in asked),
+            tuple(sorted(self._to_release)),
+            self._to_acknowledge,
         )
-        self._to_ask, self._to_release, self._to_acknowledge = {}, set(), frozenset()
-        return work
+        self._to_release, self._to_acknowledge = set(), frozenset()
+        return self._taken
+
+    def give_back(self) -> None:
+        """The step that was to carry the work is lost: the next one carries it."""
+        for number, _ in self._taken.asked:
+            if number in self._questions:
+                self._questions[number].asked_s = None
+        self._to_release |= {one for one in self._taken.released if not self._ids[one].num_live}
+        self._to_acknowledge |= self._taken.acknowledged
+        self._taken = NO_WORK
+
+    def _is_due(self, question: _Question, now_s: float) -> bool:
+        if question.asked_s is None:
+            return True
+        is_late = now_s >= question.asked_s + ASK_AGAIN_S
+        return is_late and self._ids[question.adapter_id].num_live > 0
 
     def reported(self, report: AdapterReport) -> None:
         """Takes in what the workers reported with a step."""
@@ -235,8 +281,9 @@ class Adapters:
             for name in one.names:
                 self._refuse(name, "its files were changed while the engine ran")
         for number, answers in report.answers.items():
-            known = self._ids.get(self._questions.get(number, 0))
-            if known is not None:
+            question = self._questions.get(number)
+            if question is not None:
+                known = self._ids[question.adapter_id]
                 known.answers.update(answers)
                 known.is_put_off = LATER in known.answers.values()
                 if len(known.answers) >= self._num_ranks and not known.is_put_off:
@@ -246,12 +293,10 @@ class Adapters:
         self._forget_question(one)
         self._last_number += 1
         one.asked, one.answers = self._last_number, {}
-        self._questions[one.asked] = lora.lora_int_id
-        self._to_ask[one.asked] = lora
+        self._questions[one.asked] = _Question(lora.lora_int_id, lora)
 
     def _forget_question(self, one: _Id) -> None:
         self._questions.pop(one.asked, None)
-        self._to_ask.pop(one.asked, None)
         one.asked, one.is_put_off = 0, False
 
     def _settle(self, one: _Id) -> None:

@@ -5,8 +5,9 @@ ranks, and once at the start `HotKVHandshake`. vLLM forwards the handshake, or a
 if the scheduler asks for it. All are small picklable values: hashes and ids, never KV bytes.
 """
 
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -71,7 +72,8 @@ class HotKVMetadata(KVConnectorMetadata):
     asks_links: each rank reports whether it has a session.
     lost_track: it is not known which blocks this step gives away; workers take back all stores and
         forget all representations.
-    sparse_rows: None without sparse decode.
+    sparse_rows: the rows that attend sparsely, all others attend to everything; None without sparse
+        decode.
     allocated_blocks: blocks that are about to be filled.
     remembered: hot sets that requests start from.
     hot_sets_of: ended requests whose hot sets the workers report.
@@ -103,11 +105,16 @@ class HotKVMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class StoreReport:
-    """How one store ended: `BlockResult` bytes of its blocks, per rank.
+    """How one store ended: `BlockResult` bytes of its blocks, one entry for each rank, in no order
+    that means anything.
 
     The bytes of a rank are empty if its transfer failed as a whole."""
 
     results: list[bytes]
+
+    def join(self, other: "StoreReport") -> "StoreReport":
+        """Returns the entries of both."""
+        return StoreReport(sorted(self.results + other.results))
 
 
 @dataclass(slots=True)
@@ -136,13 +143,16 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
 class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
     """What the workers report with a step: transfers that ended since the last one, and more.
 
+    What is always true: the reports of several ranks join to the same, in whatever order and
+    grouping vLLM joins them, and each field keeps the worst that a rank said (`JOINS`).
+
     `counters`: summed over ranks. `sparse`, `adapters`: None if there is nothing to report.
     `handshakes`: one of each rank, if the scheduler asked for them. `settled_step`, `timed_step`:
     the step's numbers, if it has any. `overdue_loads`: transfers that the server was asked to end
     and has not ended. `settled_loads`: by transfer that is held back, the number of ranks in which
-    it can't write any more. `load_seconds`: by request, what the server took for its load in one of
-    the ranks; below 0 if its time was up. `links`: by rank, why it has no session; empty if it has
-    one. `weights`: reports by rank.
+    it can't write any more. `load_seconds`: by request, the longest that the server took for its
+    load in any rank; below 0 if its time was up in one. `links`: by rank, why it has no session;
+    empty if it has one. `weights`: reports by rank.
     """
 
     stores: dict[int, StoreReport] = field(default_factory=dict)
@@ -166,24 +176,11 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
         """Returns the reports of two ranks joined; both stay as they are."""
         if not isinstance(other, HotKVWorkerMetadata):
             return self
-        stores = {store_id: StoreReport(list(one.results)) for store_id, one in self.stores.items()}
-        for store_id, report in other.stores.items():
-            stores.setdefault(store_id, StoreReport([])).results.extend(report.results)
-        sparse = [one.sparse for one in (self, other) if one.sparse is not None]
-        named = [one.adapters for one in (self, other) if one.adapters is not None]
         return HotKVWorkerMetadata(
-            stores,
-            _summed(self.counters, other.counters),
-            sparse[0].join(sparse[1]) if len(sparse) == 2 else next(iter(sparse), None),
-            self.handshakes + other.handshakes,
-            max(self.settled_step, other.settled_step),
-            max(self.timed_step, other.timed_step),
-            tuple(dict.fromkeys(self.overdue_loads + other.overdue_loads)),
-            _summed(self.settled_loads, other.settled_loads),
-            self.load_seconds | other.load_seconds,
-            self.links | other.links,
-            named[0].join(named[1]) if len(named) == 2 else next(iter(named), None),
-            self.weights | other.weights,
+            **{
+                name: join(getattr(self, name), getattr(other, name))
+                for name, join in JOINS.items()
+            }
         )
 
     def is_empty(self) -> bool:
@@ -191,8 +188,69 @@ class HotKVWorkerMetadata(KVConnectorWorkerMetadata):
         return self == HotKVWorkerMetadata()
 
 
+Value = TypeVar("Value")
 Number = TypeVar("Number", int, float)
+Join = Callable[[Any, Any], Any]
 
 
-def _summed(one: dict[str, Number], other: dict[str, Number]) -> dict[str, Number]:
-    return {name: one.get(name, 0) + other.get(name, 0) for name in one | other}
+def _each(join: Join) -> Join:
+    """Joins mappings: what both have by `join`, the rest as it is."""
+
+    def joined(one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
+        shared = {key: join(one[key], other[key]) for key in one.keys() & other.keys()}
+        return one | other | shared
+
+    return joined
+
+
+def _if_any(one: Value | None, other: Value | None) -> Value | None:
+    """Joins what ranks may leave out, by its own `join`."""
+    if one is None or other is None:
+        return other if one is None else one
+    joined: Value = one.join(other)  # type: ignore[attr-defined]
+    return joined
+
+
+def _sum(one: Number, other: Number) -> Number:
+    return one + other
+
+
+def _ordered(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+    """Each name once, in order."""
+    return tuple(sorted({*one, *other}))
+
+
+def _by_rank(
+    one: tuple[HotKVHandshake, ...], other: tuple[HotKVHandshake, ...]
+) -> tuple[HotKVHandshake, ...]:
+    return tuple(sorted(one + other, key=lambda said: (said.rank, repr(said))))
+
+
+def _slower(one: float, other: float) -> float:
+    """The longer of two times of a load. Below 0, as one whose time was up is, if either is."""
+    longest = max(abs(one), abs(other))
+    return -longest if min(one, other) < 0 else longest
+
+
+def _worse_answer(one: WeightsReport, other: WeightsReport) -> WeightsReport:
+    """Of two reports of one rank: a notice before an answer, other weights before the original, and
+    that they were written before that they were not."""
+    worse = min(one, other, key=lambda said: (said.question, said.is_original, said.digest))
+    return replace(worse, was_written=one.was_written or other.was_written)
+
+
+JOINS: dict[str, Join] = {
+    "stores": _each(StoreReport.join),
+    "counters": _each(_sum),
+    "sparse": _if_any,
+    "handshakes": _by_rank,
+    "settled_step": max,
+    "timed_step": max,
+    "overdue_loads": _ordered,
+    "settled_loads": _each(_sum),
+    "load_seconds": _each(_slower),
+    "links": _each(max),
+    "adapters": _if_any,
+    "weights": _each(_worse_answer),
+}
+"""By field of `HotKVWorkerMetadata`: how those of two ranks make one."""

@@ -5,7 +5,9 @@ The scheduler and all ranks agree on it.
 What is always true: from the moment the weights may have changed, nothing is stored and nothing is
 loaded until every rank has reported its weights and the sessions are those of the new key space. If
 the weights are those that the engine started with, the key space stays, so a reset by itself costs
-no sharing. Both sides here only decide: they have no sessions, no models, no clock.
+no sharing. If any rank says that weights were written (`were_written`), what the device has is not
+trusted, whatever the weights are by now: they may have been others for a step. Both sides here only
+decide: they have no sessions, no models, no clock.
 """
 
 import hashlib
@@ -45,11 +47,13 @@ class WeightsReport:
     """What a rank tells the scheduler.
 
     `question`: number of the check that it answers; 0 if the rank has noticed a change unasked and
-    has no digest yet. `is_original`: the rank has the weights that it started with."""
+    has no digest yet. `is_original`: the rank has the weights that it started with. `was_written`:
+    they were written, by whatever, since the last check that was settled."""
 
     question: int
     digest: str = ""
     is_original: bool = False
+    was_written: bool = False
 
 
 class Watch(Protocol):
@@ -78,6 +82,8 @@ class Rekeying:
         self._is_asking = False
         self.identity = original
         """Identity of the weights that the present key space stands for."""
+        self.were_written = False
+        """True if a rank has said so since the last check that was settled."""
 
     def __repr__(self) -> str:
         return (
@@ -118,6 +124,7 @@ class Rekeying:
         if noticed:
             self.ask(now_s)
         for rank, report in reports.items():
+            self.were_written |= report.was_written
             if self._is_asking and report.question == self._question:
                 self._answers[rank] = report
         return noticed
@@ -151,7 +158,7 @@ class Rekeying:
 
     def adopt(self, identity: str) -> None:
         """Ends the check: the sessions are those of this identity from now on."""
-        self.identity, self._is_asking = identity, False
+        self.identity, self._is_asking, self.were_written = identity, False, False
 
     def order(self) -> WeightsOrder | None:
         """Returns the order for the ranks in this step; None until the first check.
@@ -170,6 +177,7 @@ class RankWeights:
         self._watch = watch
         self._answered = 0
         self._waits = False
+        self._was_written = False
         self._report: WeightsReport | None = None
         self.identity = original
 
@@ -186,7 +194,8 @@ class RankWeights:
         if order is not None and not order.identity and order.question != self._answered:
             self._answer(order.question)
         elif order is not None and order.identity and order.question == self._answered:
-            self._waits = False
+            # Every rank's answer has been heard.
+            self._waits = self._was_written = False
             changed, self.identity = order.identity != self.identity, order.identity
             return changed
         return False
@@ -196,12 +205,14 @@ class RankWeights:
         if self._watch is None:
             self._report = WeightsReport(question, f"unseen:{uuid.uuid4().hex}")
             return
+        self._was_written |= self._watch.touched
         digest = self._watch.digest()
-        self._report = WeightsReport(question, digest, digest == self._watch.original)
+        is_original = digest == self._watch.original
+        self._report = WeightsReport(question, digest, is_original, self._was_written)
 
     def take_report(self) -> WeightsReport | None:
         """Returns the report that goes to the scheduler with this step; None if there is none."""
         if self._report is None and self._watch is not None and self._watch.touched:
-            return WeightsReport(0)
+            return WeightsReport(0, was_written=True)
         report, self._report = self._report, None
         return report

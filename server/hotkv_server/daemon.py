@@ -49,6 +49,7 @@ LAST_WORDS_S = 0.5
 """How long a server whose invariant broke stays up, to tell health checks and systemd."""
 STOP_S = 40.0
 """Longest time that a stop takes beside draining: transfers in flight, sessions, files."""
+SAVE_WAIT_S = 5.0
 STOP_CALLS_S = 0.5
 """Longest wait for calls that are still being answered when the server has drained."""
 
@@ -106,8 +107,6 @@ class Opened:
             ledger,
             tracing,
         )
-        if lower is not None:
-            node.add_state(lower.memory.save_state, lower.memory.slab_bytes)
         return Opened(node, memory, cuda, publisher, lower, is_new)
 
     def fill(self) -> None:
@@ -141,7 +140,10 @@ class Opened:
             log.error("a move from a tier has not ended: the arena stays locked until it has")
             return
         if keep:
-            self.node.save_use()
+            try:
+                self.node.clerk.do(self.node.save_use).result(SAVE_WAIT_S)
+            except TimeoutError:
+                log.error("the arena's directory hangs: times of last use are not saved")
             self.memory.release()
         else:
             if self.lower is None and self.node.tiers is not None:
@@ -301,8 +303,7 @@ async def serve(
         listeners.http.routes.prepare()
     watch_all(opened, settings, listeners)
     herald = Herald(node, listeners.rpc, opened.cuda)
-    checking = asyncio.create_task(keep_checking(node.health, herald.tell), name="health")
-    node.health.watch_task(checking)
+    checking = node.health.run("health", keep_checking(node.health, herald.tell))
     await wait_for_end(node)
     if node.health.breach:
         await end_broken(node, herald)

@@ -125,6 +125,14 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "tier_queued_bytes": "Bytes that the tier has been asked to read or write and has not yet.",
         "tier_waiting_blocks": "Blocks in host memory that wait to be written to the tier. If it "
         "stays high, the tier is slower than the engines store.",
+        "tier_unsaved_blocks": "Blocks in the tier that a kill now would lose: their records are "
+        "not written yet. If it stays high, the tier's disk hangs or is full.",
+        "tier_memory_bytes": "Memory that the tier takes besides the arena: its records, and "
+        "staging memory if it encodes.",
+        "tier_memory_limit_bytes": "The most of it.",
+        "shared_memory_bytes": "Memory that shared tiers take besides the arena: buffers, staging "
+        "memory, indexes, child processes.",
+        "shared_memory_limit_bytes": "The most of it; 0 if a tier has no bound.",
         "shared_copied_blocks_total": "Blocks that shared tiers have, written by this node or "
         "there already.",
         "shared_refused_blocks_total": "Blocks that shared tiers did not take: full, away, no "

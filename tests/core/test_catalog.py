@@ -1,8 +1,11 @@
 """Key spaces come and go: what is known, what is forgotten first, and that none in use ever is."""
 
+import ctypes
+import mmap
 from dataclasses import replace
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -185,6 +188,29 @@ def test_heavy_key_spaces_count_by_their_weight() -> None:
     core.open_session("engine", "tool", named("1xx"), 9.0)
     assert make_room(core, named("1xx"), KINDS) == [3]
     core.close_session(session.number, 10.0)
+    core.check_invariants()
+
+
+def resident_bytes(array: np.ndarray) -> int:
+    """How much of an array has memory, by the page."""
+    page = mmap.PAGESIZE
+    begin = array.ctypes.data // page * page
+    length = array.ctypes.data + array.nbytes - begin
+    found = (ctypes.c_ubyte * -(-length // page))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert not libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(length), found)
+    return sum(one & 1 for one in found) * page
+
+
+def test_key_spaces_that_come_and_go_leave_no_memory_behind() -> None:
+    """Twice as many as there are rows. What there is of salts belongs to groups, not to key spaces;
+    with huge pages, two of them."""
+    core = make_core()
+    core.catalog.max_of_tenant = MAX_KEY_SPACES
+    for number in range(2 * KEY_SPACE_ROWS):
+        found, _ = core.catalog.register(named(str(number)), KINDS[:1], 0.0)
+        assert core.catalog.forget(found)
+    assert resident_bytes(core.space.index._salts) <= 4 << 20
     core.check_invariants()
 
 

@@ -209,6 +209,12 @@ class LowerMachine(RuleBasedStateMachine):
             for plain in self.lower.down.begin(again, is_plain=True):
                 self.goes_down(plain, is_plain=True)
             return
+        if len(move.forsaken):
+            none = np.zeros(len(offsets), np.bool_)
+            self.lower.up.end(move, works.astype(np.bool_), none, None, self.now_s)
+            assert not len(move.kept), "a block that nobody waited for became ready"
+            self.waiting.append(move)
+            return
         entries = self.core.space.index.keys(move.entries)
         keys = [
             (int(space), int(group), words.tobytes())
@@ -227,6 +233,19 @@ class LowerMachine(RuleBasedStateMachine):
             assert is_void or not self.lower.up.find(space, HashList(group, hashes))[0], (
                 "a lost block is there"
             )
+
+    @precondition(lambda self: any(move.is_up for move, _, _ in self.moves))
+    @rule(data=st.data())
+    def hang(self, data: st.DataObject) -> None:
+        """The tier may write the slots whenever it likes; the blocks are absent."""
+        up = [move for move, _, _ in self.moves if move.is_up and len(move.entries)]
+        if up:
+            move = data.draw(st.sampled_from(range(len(up))).map(up.__getitem__))
+            spaces, groups, words = self.core.space.index.keys(move.entries)
+            self.core.arrivals.forsake(move)
+            for space, group, one in zip(spaces, groups, words, strict=True):
+                found = self.core.space.index.find(int(space), int(group), one.reshape(1, 8))
+                assert not found[0], "a block that a hung tier was to bring in is still reserved"
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hotkv_server.memory.lower import LowerMemory
@@ -28,7 +29,7 @@ def opened(
 def left(folder: Path, slab_bytes: int) -> None:
     """What a server leaves that had slabs of this size."""
     with opened(folder, 64 * MIB, slab_bytes) as made:
-        made.adopt(ServerState(made.slab_bytes))
+        made.start(1, ServerState(made.slab_bytes))
 
 
 def test_slabs_stay_as_large_as_they_were(tmp_path: Path) -> None:
@@ -36,7 +37,7 @@ def test_slabs_stay_as_large_as_they_were(tmp_path: Path) -> None:
     with opened(tmp_path, 70 * MIB, 16 * MIB) as made:
         assert made.old is not None and not made.why_empty
         assert (made.slab_bytes, made.num_bytes) == (4 * MIB, 68 * MIB)
-        made.adopt(ServerState(made.slab_bytes))
+        made.start(1, ServerState(made.slab_bytes))
     with opened(tmp_path, 70 * MIB, 16 * MIB, reset=True) as made:
         assert made.old is None and not made.why_empty
         assert (made.slab_bytes, made.num_bytes) == (16 * MIB, 64 * MIB)
@@ -64,3 +65,22 @@ def test_slabs_that_cannot_be_are_not_taken_over(tmp_path: Path, slab_bytes: int
 def test_slabs_of_a_new_disk_are_large_and_many(disk_bytes: int, slab_bytes: int) -> None:
     settings = TierSettings(disk=DiskSettings(bytes=disk_bytes))  # type: ignore[call-arg, arg-type]
     assert settings.slab_bytes == slab_bytes
+
+
+def test_what_has_changed_is_in_the_file_once_it_is_written(tmp_path: Path) -> None:
+    with opened(tmp_path, 64 * MIB, 4 * MIB) as made:
+        made.start(1, ServerState(made.slab_bytes))
+        made.written().result(60)
+        assert made.kept_revision == 1
+        for entry, told in ((3, True), (7, False)):
+            made.table.records[entry, :] = entry
+            if told:
+                made.changed(np.array([entry], np.uint32))
+            made.keep(entry, ServerState(made.slab_bytes))
+            made.written().result(60)
+            assert made.kept_revision == entry and made.num_changed == made.num_saved
+        assert not made.problem and made.is_alive()
+    with opened(tmp_path, 64 * MIB, 4 * MIB) as again:
+        assert again.old is not None
+        records = again.old.records
+        assert (records[3] == 3).all() and (records[7] == 7).all() and not records[5].any()

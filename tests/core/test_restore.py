@@ -3,6 +3,7 @@ make one check value.
 """
 
 import dataclasses
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -107,6 +108,51 @@ def test_what_tenants_hold_is_counted_after_a_start() -> None:
     used = [int(again.space.tenants.used[again.space.tenants.number(number)]) for number in (1, 2)]
     assert used == [3 * 3 * SLOT_ALIGN, 5 * 3 * SLOT_ALIGN]
     again.check_invariants()
+
+
+class Counted(np.ndarray):
+    """Records, and what is computed from them, that count the elements that numpy's functions go
+    through."""
+
+    num_elements = 0
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **more: Any) -> Any:
+        Counted.num_elements += max(np.size(one) for one in inputs)
+        plain = [one.view(np.ndarray) if isinstance(one, Counted) else one for one in inputs]
+        if "out" in more:
+            more["out"] = tuple(
+                one.view(np.ndarray) if isinstance(one, Counted) else one for one in more["out"]
+            )
+        found = getattr(ufunc, method)(*plain, **more)
+        return found.view(Counted) if isinstance(found, np.ndarray) else found
+
+
+def test_a_restart_costs_as_much_in_many_key_spaces_as_in_one() -> None:
+    """Elements looked at, since time says little on a busy machine; each block is found under its
+    own key space."""
+    num_blocks, found = 4000, {}
+    config = CoreConfig(num_blocks * SLOT_ALIGN, SLAB, num_blocks + 8, check_stride=64)
+    for num_spaces in (1, 500):
+        core = CacheCore(config, make_table(num_blocks + 8), POLICIES["lru"](num_blocks + 8))
+        for number in range(num_spaces):
+            core.catalog.register(make_key_space(f"m{number}", SLOT_ALIGN, SLOT_ALIGN), (), 0.0)
+        old = np.zeros((num_blocks + 1, table.RECORD_WORDS), np.uint32)
+        places = np.arange(num_blocks)
+        old[1:, :8] = words_of(range(num_blocks))
+        # Numbers of an earlier server, most of them in between.
+        old[1:, table.W_KEY_SPACE] = 7 + places % num_spaces
+        old[1:, table.W_GROUP_STATE] = table.STATE_READY << 16
+        old[1:, table.W_SIZE], old[1:, table.W_OFFSET] = 1, places
+        Counted.num_elements = 0
+        numbers = {7 + number: 1 + number for number in range(num_spaces)}
+        assert restore(core, old.view(Counted), numbers, None, 5.0).blocks == num_blocks
+        found[num_spaces] = Counted.num_elements
+        core.check_invariants()
+        for number in range(num_spaces):
+            own = words_of(range(number, num_blocks, num_spaces))
+            assert core.space.index.find(1 + number, 0, own).all()
+    print(found)
+    assert found[500] < 4 * found[1]
 
 
 @settings(max_examples=300, deadline=None)

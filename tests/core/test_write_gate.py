@@ -70,20 +70,25 @@ def test_with_none_left_nothing_is() -> None:
     st.lists(
         st.tuples(
             st.floats(0, 40_000), st.integers(0, 60), st.integers(1, 12), st.integers(0, 40),
-            st.booleans(), st.booleans(),
+            st.booleans(), st.booleans(), st.booleans(),
         ),
         max_size=60,
     ),
 )  # fmt: skip
 def test_a_day_has_no_more_than_the_budget_and_one_chain(
-    budget: int, offers: list[tuple[float, int, int, int, bool, bool]]
+    budget: int, offers: list[tuple[float, int, int, int, bool, bool, bool]]
 ) -> None:
-    gate, now_s = WriteGate(budget * BLOCK_BYTES, 16), 0.0
+    """However often the server starts anew, with a clock of its own."""
+    gate, now_s, began_s = WriteGate(budget * BLOCK_BYTES, 16), 0.0, 0.0
     written: deque[tuple[float, int]] = deque()
-    for passed_s, number, count, depth, follows, has_gap in offers:
+    for passed_s, number, count, depth, follows, has_gap, starts_anew in offers:
+        if starts_anew:
+            noted, began_s = gate.written(now_s - began_s), now_s
+            gate = WriteGate(budget * BLOCK_BYTES, 16)
+            gate.recall(noted, 0.0)
         now_s += passed_s
         part = offered(list(range(number, number + count)), depth, follows=follows, has_gap=has_gap)
-        admitted: BoolMask = gate.admit(part, now_s)
+        admitted: BoolMask = gate.admit(part, now_s - began_s)
         count = int(admitted.sum())
         assert admitted[:count].all(), "what was written has a gap"
         written.append((now_s, count))
@@ -91,7 +96,15 @@ def test_a_day_has_no_more_than_the_budget_and_one_chain(
             written.popleft()
         last = max((count for _, count in written), default=0)
         assert sum(count for _, count in written) <= budget + last
-        assert 0 <= gate.left_bytes(now_s) <= budget * BLOCK_BYTES
+        assert 0 <= gate.left_bytes(now_s - began_s) <= budget * BLOCK_BYTES
+
+
+def test_what_seems_to_be_written_later_counts_from_now_on() -> None:
+    """A clock that was set back, and one that was set forward by more than a day."""
+    gate = WriteGate(10 * BLOCK_BYTES, 16)
+    gate.recall([(2 * DAY_S, BLOCK_BYTES), (-7 * DAY_S, 4 * BLOCK_BYTES)], 50.0)
+    assert gate.left_bytes(50.0 + DAY_S) == 6 * BLOCK_BYTES
+    assert gate.left_bytes(50.0 + DAY_S + SLOT_S) == 10 * BLOCK_BYTES
 
 
 def test_what_is_left_comes_back_after_a_day() -> None:

@@ -30,6 +30,12 @@ class HalfSender:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
+    @property
+    def num_left(self) -> int:
+        """Bytes that the server has not taken yet."""
+        with self._lock:
+            return sum(len(head) + count for head, count in self._left.values())
+
     def call(self, path: str, message_bytes: int, before: bytes = b"") -> None:
         """A call whose first message may be whole (`before`); the next one has `message_bytes`, of
         which the last is never sent."""

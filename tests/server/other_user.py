@@ -20,7 +20,7 @@ from hotkv_client import BlockRun, LinkState
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def main() -> None:

@@ -122,6 +122,33 @@ def test_a_place_that_can_be_no_file_is_refused_at_once(tmp_path: Path) -> None:
             AuditLog("all", path)
 
 
+def test_a_link_is_not_followed_and_refused_in_words(tmp_path: Path) -> None:
+    """Wherever it leads: the mode of that file would be changed, and lines written into it."""
+    other, link, nowhere = tmp_path / "other", tmp_path / "link", tmp_path / "nowhere"
+    other.touch(0o644)
+    link.symlink_to(other)
+    nowhere.symlink_to(tmp_path / "none")
+    for path in (link, nowhere):
+        with pytest.raises(StartError, match=r"audit_file: .* symbolic link, .* name the file"):
+            check_audit(Settings(security=SecuritySettings(audit_file=path)))
+        with pytest.raises(OSError, match="is a symbolic link"):
+            AuditLog("all", path)
+    assert other.stat().st_mode & 0o777 == 0o644 and not (tmp_path / "none").exists()
+
+
+def test_a_link_that_takes_the_place_of_the_file_gets_no_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, other = tmp_path / "audit.jsonl", tmp_path / "other"
+    other.touch(0o644)
+    audit = AuditLog("all", path)
+    path.rename(tmp_path / "audit.jsonl.1")
+    path.symlink_to(other)
+    audit.note("/hotkv.v1.AdminService/Evict", Peer("test"), None, "ok")
+    audit.close()
+    assert not other.read_text() and "is a symbolic link" in caplog.text
+
+
 class _Odd(admin_pb2_grpc.AdminServiceServicer):
     """Calls that last, and calls that fail as none should."""
 

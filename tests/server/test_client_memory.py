@@ -18,6 +18,7 @@ from demo.processes import Server
 from hotkv.errors import SessionLostError
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
+from hotkv.limits import MAX_MESSAGE_BYTES
 from hotkv.order import DeviceMark, OrderKind
 from hotkv.v1 import session_pb2_grpc
 from hotkv_client import (
@@ -25,6 +26,8 @@ from hotkv_client import (
     BlockRun,
     GroupHashes,
     HotKVError,
+    LinkState,
+    RequestReport,
     Role,
     Session,
     SessionConfig,
@@ -38,8 +41,12 @@ from tests.server.test_hostile import marked_engine, unary_stream_of
 from tests.server.test_life import wait_until
 from tests.server.test_service import http_port
 
-MOST_BYTES = 300 << 20
-LARGE_BYTES = 31 << 20
+NUM_HALVES = 12
+LARGE_BYTES = MAX_MESSAGE_BYTES - 1024
+HALVES_BYTES = 2 * NUM_HALVES * MAX_MESSAGE_BYTES
+"""Of the messages that attacks leave a byte short."""
+MOST_BYTES = (300 << 20) + HALVES_BYTES
+SLACK_BYTES = 48 << 20
 CONNECT, LOOKUP = "/hotkv.v1.SessionService/Connect", "/hotkv.v1.CacheService/Lookup"
 KEY_SPACE = KeySpace("m", "m", "bfloat16", (FULL,), 16)
 
@@ -109,20 +116,20 @@ def halves_of_calls(server: Server, held: contextlib.ExitStack) -> None:
     for path in (LOOKUP, CONNECT):
         sender = HalfSender(server.runtime_folder / "grpc.sock")
         held.callback(sender.close)
-        for _ in range(12):
+        for _ in range(NUM_HALVES // 2):
             sender.call(path, LARGE_BYTES)
-        wait_until(lambda sender=sender: sender.num_ended >= 6, 60)
+        wait_until(lambda sender=sender: not sender.num_left, 60)
 
 
 def halves_of_sessions(server: Server, held: contextlib.ExitStack) -> None:
     sender = HalfSender(server.runtime_folder / "grpc.sock")
     held.callback(sender.close)
-    for number in range(12):
+    for number in range(NUM_HALVES):
         opening = _wire.open_session(
             SessionConfig(server.target, f"half {number}", Role.SCHEDULER, KEY_SPACE)
         )
         sender.call(CONNECT, LARGE_BYTES, opening.SerializeToString())
-    wait_until(lambda: sender.num_ended >= 6, 60)
+    wait_until(lambda: not sender.num_left, 60)
 
 
 def stores_behind_a_mark(server: Server, held: contextlib.ExitStack) -> None:
@@ -131,7 +138,7 @@ def stores_behind_a_mark(server: Server, held: contextlib.ExitStack) -> None:
             held.enter_context(marked_engine(server.target)),
             After(OrderKind.FLAGS, DeviceMark(0, 5)),
         )
-        text = [(("x" * (12 << 20)),)]
+        text = [(("x" * (3 << 20)),)]
         stores = [
             session.store(
                 f"t{n}",
@@ -140,14 +147,14 @@ def stores_behind_a_mark(server: Server, held: contextlib.ExitStack) -> None:
                 60,
                 after=never,
             )
-            for n in range(8)
+            for n in range(32)
         ]
         wait_until(lambda stores=stores: sum(store.done() for store in stores) >= 3, 60)
 
 
 def lists_of_leases(server: Server, held: contextlib.ExitStack) -> None:
     """Blocks that nobody has, and lists of one."""
-    absent, lists = GroupHashes(0, hashes(1 << 17)), []
+    absent, lists = GroupHashes(0, hashes((1 << 17) - 1024)), []
     for _ in range(2):
         session = held.enter_context(session_of(server))
         lists.append(until_refused(lambda n, s=session: s.acquire(f"l{n}", [absent], 600), 400))
@@ -219,7 +226,7 @@ def idle_calls(server: Server, held: contextlib.ExitStack) -> None:
 
 
 def deaf_readers(server: Server, held: contextlib.ExitStack) -> None:
-    asked = hashes(1 << 17)
+    asked = hashes((1 << 17) - 1024)
     for number in range(3):
         channel = held.enter_context(
             grpc.insecure_channel(server.target, [*channels.OPTIONS, ("grpc.http2.bdp_probe", 0)])
@@ -288,23 +295,69 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
 
 
 @pytest.mark.parametrize("attack", ATTACKS[:2], ids=lambda attack: attack.__name__)
-def test_messages_that_never_come_whole_end(own_server: Server, attack: Attack) -> None:
-    """However many there are; who keeps silent longest without anything here goes first, and
-    engines that speak stay."""
-    bystander = GroupsEngine(own_server.target, (FULL,), "bystander")
-    stop = threading.Event()
-
-    def speak() -> None:
-        while not stop.wait(0.1):
-            bystander.session.lookup([GroupHashes(0, hashes(4))]).result(20)
-
-    speaker = threading.Thread(target=speak)
-    speaker.start()
-    with contextlib.ExitStack() as held, watched(own_server):
+def test_messages_that_never_come_whole_cost_their_own_bytes(
+    own_server: Server, attack: Attack
+) -> None:
+    """No more than their number times the largest message; and no session ends for it, silent ones
+    neither."""
+    states: list[LinkState] = []
+    config = SessionConfig(
+        own_server.target,
+        "silent",
+        Role.SCHEDULER,
+        KEY_SPACE,
+        on_state=lambda at, _: states.append(at),
+    )
+    with contextlib.ExitStack() as held:
+        silent = Session(config)
+        silent.start()
+        held.callback(silent.close)
+        assert silent.wait_connected(20)
+        states.clear()
+        speaker = held.enter_context(session_of(own_server))
+        watch = Watched(own_server.pid)
         attack(own_server, held)
-        stop.set()
-        speaker.join()
-        assert (
-            bystander.session.connected and "messages are not whole" in own_server.log.read_text()
-        )
-    bystander.close()
+        for _ in range(20):
+            speaker.lookup([GroupHashes(0, hashes(4))]).result(30)
+            time.sleep(0.05)
+        assert watch.close() < NUM_HALVES * MAX_MESSAGE_BYTES + SLACK_BYTES
+        assert not states and silent.connected and speaker.connected
+
+
+def test_a_message_that_declares_too_much_is_refused_before_it_comes(own_server: Server) -> None:
+    watch = Watched(own_server.pid)
+    sender = HalfSender(own_server.runtime_folder / "grpc.sock")
+    for path in (LOOKUP, CONNECT):
+        for _ in range(NUM_HALVES):
+            sender.call(path, 1 << 30)
+    wait_until(lambda: sender.num_ended == 2 * NUM_HALVES, 60)
+    sender.close()
+    assert watch.close() < SLACK_BYTES
+
+
+def test_a_foreign_client_is_told_the_limit(own_server: Server) -> None:
+    with grpc.insecure_channel(own_server.target) as channel:
+        call = channel.unary_unary(LOOKUP)
+        with pytest.raises(grpc.RpcError) as refused:
+            call(bytes(MAX_MESSAGE_BYTES + 1), timeout=60)
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert str(MAX_MESSAGE_BYTES) in refused.value.details()
+
+
+def test_the_client_splits_what_is_too_large_and_keeps_its_session(own_server: Server) -> None:
+    engine = GroupsEngine(own_server.target, (FULL, FULL), "splits")
+    stored = hashes(8)
+    engine.store(BlockRun(0, stored, block_ids(8)))
+    session = engine.session
+    absent = hashes(MAX_MESSAGE_BYTES // 32)
+    first, second = session.lookup(
+        [GroupHashes(0, [*absent, *stored]), GroupHashes(1, [*stored, *absent])]
+    ).result(60)
+    assert len(first) == len(second) == len(absent) + 8
+    assert first[-8:].all() and not first[:-8].any() and not second.any()
+    session.report_requests([RequestReport(absent[: 1 << 16], 1 << 20, 0, 0, 0.0)] * 3)
+    with pytest.raises(HotKVError, match=f"has at most {MAX_MESSAGE_BYTES}"):
+        session.acquire("all", [GroupHashes(0, absent)]).result(60)
+    assert session.lookup([GroupHashes(0, stored)]).result(60)[0].all()
+    assert session.connected
+    engine.close()

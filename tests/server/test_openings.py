@@ -17,7 +17,7 @@ from hotkv.v1 import cache_pb2, warm_pb2
 from hotkv_server.core import catalog
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
-from hotkv_server.core.values import CoreConfig, Run
+from hotkv_server.core.values import CoreConfig, Run, TenantShare
 from hotkv_server.memory import arena
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.state import ServerState, read_state, write_state
@@ -28,6 +28,7 @@ from tests.core.support import hash_of, words_of
 
 SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
 KIND = Representation(0, "rot2u", 1, (100,))
+CONFIG = CoreConfig(1 << 20, 1 << 16, 64)
 
 
 class Disk:
@@ -54,9 +55,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 @contextlib.contextmanager
-def node_in(folder: Path) -> Iterator[Node]:
+def node_in(folder: Path, config: CoreConfig = CONFIG) -> Iterator[Node]:
     memory = NodeMemory.open(folder, 1 << 20, 1 << 16, 64, 1, prefault=False)
-    yield Node(CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, LRU(64)), memory, None)  # type: ignore[arg-type]
+    yield Node(CacheCore(config, memory.table, LRU(64)), memory, None)  # type: ignore[arg-type]
     memory.remove()
 
 
@@ -135,6 +136,35 @@ def test_a_write_that_fails_is_tried_again_with_the_next_session(
         await node.close()
 
     with node_in(tmp_path) as node:
+        asyncio.run(scenario(node))
+
+
+def test_tenants_that_come_with_a_reload_have_their_share_of_the_catalog(
+    tmp_path: Path, disk: Disk
+) -> None:
+    """And what others have beyond theirs goes as these open other key spaces."""
+
+    async def scenario(node: Node) -> None:
+        disk.go.set()
+        a, b = (replace(SPACE, tenant=name) for name in "ab")
+        for number in range(3):
+            session = await node.sessions.open("e", "tool", replace(a, model=f"{number}"), "test")
+            await node.sessions.close(session)
+        node.removals.share_out({name: TenantShare() for name in "abcdefgh"})
+        assert node.core.catalog.max_of_tenant == 2
+        for space in (b, replace(a, model="new")):
+            await node.sessions.open("e", "tool", space, "test")
+        assert written(tmp_path) == ["2 0", "m 0", "new 0"]
+        node.core.check_invariants()
+        await node.close()
+
+    config = CoreConfig(1 << 20, 1 << 16, 64, tenants={"a": TenantShare(), "b": TenantShare()})
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        node_in(tmp_path, config) as node,
+    ):
+        patch.setattr(catalog, "MAX_KEY_SPACES", 16)
+        node.core.catalog.max_of_tenant = 8
         asyncio.run(scenario(node))
 
 

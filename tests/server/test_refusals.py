@@ -168,7 +168,7 @@ def test_refusals_on_the_stream(
         (session.acquire("x", [GroupHashes(3, blocks)]), Reason.INVALID_FIELD, "group_index"),
         (session.acquire("x", [GroupHashes(0, blocks)], -1), Reason.INVALID_FIELD, "ttl_ms"),
         (session.lookup([GroupHashes(-1, blocks)]), Reason.INVALID_FIELD, "group_index"),
-        (session.lookup([GroupHashes(0, [bytes(32)] * 300_000)]), Reason.TOO_LARGE, "blocks"),
+        (session.acquire("x", [GroupHashes(0, [bytes(32)] * 300_000)]), Reason.TOO_LARGE, "blocks"),
     ]
     for future, reason, field in cases:
         error = refused(future)

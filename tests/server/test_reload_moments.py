@@ -17,7 +17,7 @@ from demo.processes import Server, runtime_folder
 from hotkv_client import GroupHashes
 from hotkv_client.testing import PagedEngine
 from hotkv_server.core.write_gate import DAY_S, SLOT_S, WriteGate
-from hotkv_server.settings import Settings
+from hotkv_server.settings import Settings, load_settings
 from hotkv_server.startup.reload import Reloader
 from tests.server.guarded import store
 from tests.server.test_life import wait_until
@@ -75,6 +75,33 @@ def test_what_the_write_gate_knows_outlives_a_reload(tmp_path: Path) -> None:
     wanted[0] = settings(write_gb_per_day=3)
     assert not reloader()
     assert gate.budget_bytes == 500_000_000 and gate._is_remembered(seen).all()
+
+
+class Fleeting(type(Path())):  # type: ignore[misc]
+    """A file that is gone, or says something else, once it has been read."""
+
+    then: str | None = None
+
+    def read_text(self, *args: Any, **more: Any) -> str:
+        text = Path(self).read_text(*args, **more)
+        if self.then is None:
+            Path(self).unlink()
+        else:
+            Path(self).write_text(self.then)
+        return text
+
+
+@pytest.mark.parametrize("then", [None, "", "drain_timeout_s = 7", "no = 'setting'", "no TOML"])
+def test_settings_come_from_the_bytes_that_were_checked(tmp_path: Path, then: str | None) -> None:
+    file = Fleeting(tmp_path / "hotkv.toml")
+    file.write_text("drain_timeout_s = 6\npolicy = 'lru'\n[arena]\nbytes = '64MiB'")
+    file.then = then
+    settings = load_settings(file, ["--policy", "arc"], "test")
+    assert (settings.drain_timeout_s, settings.policy) == (6.0, "arc")
+    assert settings.arena.bytes == 64 << 20
+    if then is None:
+        with pytest.raises(ValueError, match="--config: there is no file"):
+            load_settings(file, [], "test")
 
 
 def test_what_is_asked_while_it_starts_is_done_when_it_has() -> None:

@@ -405,7 +405,9 @@ def test_a_message_of_too_many_parts_is_refused_before_it_is_parsed(
     assert refused(lambda: one.session._call(lambda: bomb).result(5))[0] is Reason.TOO_LARGE
     assert (
         refused(
-            lambda: one.session.lookup([GroupHashes(0, [bytes(32)] * ((1 << 17) + 1))]).result(10)
+            lambda: one.session.acquire(
+                "all", [GroupHashes(0, [bytes(32)] * ((1 << 17) + 1))]
+            ).result(10)
         )[0]
         is Reason.TOO_LARGE
     )

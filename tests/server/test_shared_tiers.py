@@ -95,9 +95,9 @@ class SharingNode(Place):
 
 
 @contextlib.contextmanager
-def node() -> Iterator[SharingNode]:
+def node(kind: type[SharingNode] = SharingNode) -> Iterator[SharingNode]:
     with runtime_folder(128 << 20) as folder:
-        made = SharingNode(folder)
+        made = kind(folder)
         try:
             yield made
         finally:

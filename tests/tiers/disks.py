@@ -106,7 +106,7 @@ def flip(path: Path, at: int, mask: int = 1) -> None:
         os.close(fd)
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     """Waits for a condition. Raises AssertionError that names it if it does not come."""
     until_s = time.monotonic() + timeout_s
     while not condition():

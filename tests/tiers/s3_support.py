@@ -28,7 +28,7 @@ from hotkv_server.tiers.s3.packs import folder_of, list_bytes, space_of
 from hotkv_server.tiers.s3.tier import S3Tier
 
 T = TypeVar("T")
-WAIT_S = 20.0
+WAIT_S = 60.0
 START_S = 30.0
 BUCKET = "of-tests"
 KEYS = {"admin": "admin-secret", "hotkv": "hotkv-secret", "reader": "reader-secret"}

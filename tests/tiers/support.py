@@ -1,6 +1,7 @@
 """Blocks of tests in a core over plain memory."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,17 @@ from hotkv_server.core.values import Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.sums import add_sums
 from tests.core.support import words_of
+
+
+def quickest_s(call: Callable[[], object], times: int) -> float:
+    """Seconds that the quickest of so many calls took: a busy machine slows some of them, a wait in
+    the call slows all."""
+    took = []
+    for _ in range(times):
+        began_s = time.monotonic()
+        call()
+        took.append(time.monotonic() - began_s)
+    return min(took)
 
 
 def content(number: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":

@@ -21,6 +21,7 @@ from hotkv_server.runtime.events import (
     EventHub,
     KeySpaceCleared,
 )
+from hotkv_server.runtime.health import Health
 from hotkv_server.runtime.moved_events import MovedEvents, moved_events
 from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.protocol import Medium
@@ -77,7 +78,7 @@ def numbers_of(words: Any) -> list[int]:
 @contextlib.asynccontextmanager
 async def heard(one: Any) -> AsyncIterator[Heard]:
     ear = Heard(one)
-    one.tiers.start(ear.effects.run, one_flush(one), ear.moved.publish)
+    one.tiers.start(Health(), ear.effects.run, one_flush(one), ear.moved.publish)
     try:
         yield ear
     finally:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from hotkv_server.tiers.s3.lister import LISTS_AT_ONCE, Lister
 from hotkv_server.tiers.s3.packs import Space, list_bytes, new_name, packed, path_of
 
 SPACE = Space("0a/7")
-WAIT_S = 20.0
+WAIT_S = 60.0
 FREE = 1000
 
 
@@ -138,6 +139,34 @@ def test_a_look_ends_where_the_last_one_has_been(bucket: Listed, lister: Lister)
     # A page, although what is on it is old but for one.
     assert bucket.looks[1] == Listed.PAGE
     assert bucket.fronts[40:] == [min(path.rpartition("/")[2] for path in bucket.objects)]
+
+
+@pytest.mark.parametrize("wrong_at_start", [True, False])
+def test_a_clock_that_was_ahead_hides_no_packs_once_it_is_right(
+    bucket: Listed,
+    index: PackIndex,
+    lister: Lister,
+    monkeypatch: pytest.MonkeyPatch,
+    wrong_at_start: bool,
+) -> None:
+    """A node without a battery starts with any time; a step of NTP's corrects it. Other nodes wrote
+    packs all the while."""
+    ahead_s = 0.0
+    clock = SimpleNamespace(time=lambda: time.time() + ahead_s, monotonic=time.monotonic)
+    monkeypatch.setattr(lister_module, "time", clock)
+    if not wrong_at_start:
+        ask(lister)
+    ahead_s = 86_400.0
+    looks = len(bucket.looks)
+    wait_for(lambda: ask(lister) or len(bucket.looks) > looks + 1)
+    bucket.add(1, now_us() - 600 * 10**6)
+    bucket.add(2, now_us())
+    ahead_s = 0.0
+    wait_for(lambda: ask(lister) or None not in index.find([key(1), key(2)]))
+    # From then on a look ends where the last one has been.
+    bucket.add(3, now_us())
+    wait_for(lambda: ask(lister) or None not in index.find([key(3)]))
+    assert len(bucket.fronts) == 3
 
 
 def test_the_newest_are_learned_first_and_known_before_the_rest(

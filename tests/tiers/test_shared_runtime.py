@@ -23,6 +23,7 @@ from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.epoch_notes import EpochNotes, NotesFolder
 from hotkv_server.runtime import breaker, tier_copies, tier_shared
 from hotkv_server.runtime.epochs import EpochRelay, Epochs
+from hotkv_server.runtime.health import Health
 from hotkv_server.runtime.tier_below import TierBelow
 from hotkv_server.runtime.tier_shared import TierShared
 from hotkv_server.runtime.tiers import Tiers, moving_bytes
@@ -90,7 +91,7 @@ class SharedNode:
 
     async def start(self) -> None:
         """Begins to move blocks; a session is opened."""
-        self.tiers.start(self.core.take_effects, self.flushed_here)
+        self.tiers.start(Health(), self.core.take_effects, self.flushed_here)
         await self.epochs.meet(1)
 
     async def flush(self) -> tuple[str, ...]:

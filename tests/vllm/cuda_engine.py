@@ -1,6 +1,6 @@
 """A CUDA engine's steps on the CPU: vLLM's real builder and attention class over hotkv's, the
 kernels of `hotkv_sparse.cuda` as `tests.device.cuda_on_cpu` runs them, and a FlashAttention that is
-a loop.
+a loop. The connector's own parts decide which rows attend sparsely, and count exact tokens.
 
 The model is arithmetic: keys, values and queries are random, so what a row must attend to is known.
 A page that was given back is NaN until somebody writes it.
@@ -8,6 +8,7 @@ A page that was given back is NaN until somebody writes it.
 
 import mmap
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,9 +28,11 @@ from hotkv_sparse import SparseConfig
 from hotkv_sparse.cuda.arena import PAGEABLE_ACCESS
 from hotkv_sparse.cuda.hotsets import ATTENDED
 from hotkv_vllm.compat.residency import ResidentSpec
+from hotkv_vllm.scheduler.exactness import EVERYTHING, Exactness
 from hotkv_vllm.sparse import cuda_setup
 from hotkv_vllm.sparse.cuda_backend import HotFlashBuilder, HotFlashImpl
 from hotkv_vllm.sparse.resident_step import KeptBlocks, ResidentRow, ResidentStep
+from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, SparseRows
 from tests.sparse.cuda_support import CpuTensors
 from tests.sparse.test_cuda_arena import Cuda
 from tests.vllm.tiny import BLOCK_TOKENS, engine_args, transfer_config, write_model
@@ -98,7 +101,8 @@ def exact(
 
 @dataclass(eq=False)
 class Request:
-    """`kv` [layers, 2, tokens, H, D]: the truth. `slots`: of its blocks in the arena."""
+    """`kv` [layers, 2, tokens, H, D]: the truth. `slots`: of its blocks in the arena.
+    `approximate`: the first token whose attention left out anything."""
 
     name: str
     kv: np.ndarray
@@ -111,10 +115,25 @@ class Request:
     told: int = 0
     freed: int = 0
     is_new: bool = True
+    is_admitted: bool = False
+    approximate: int = EVERYTHING
+
+    @property
+    def request_id(self) -> str:
+        return self.name
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.prompt
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.context
 
 
 class Engine:
-    """`is_v2`: metadata is built before the connector hears of the step."""
+    """`is_v2`: metadata is built before the connector hears of the step. `replays_decode`: steps of
+    one token a row may be replayed from graphs, so they must not stage."""
 
     def __init__(
         self,
@@ -123,6 +142,7 @@ class Engine:
         config: SparseConfig,
         *,
         is_v2: bool = False,
+        replays_decode: bool = True,
         pages: int = 160,
         max_model_len: int = 1024,
         representation_tokens: int = 4096,
@@ -178,6 +198,18 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self.attended: dict[tuple[str, int], list[int]] = {}
         self.lost: set[int] = set()
+        self.replays_decode = replays_decode
+        limits = ResidentOnly(
+            lambda _: True,
+            lambda name: self.is_away(self.requests[name]),
+            replays_decode,
+        )
+        self.names = RowNames(config, [(0, BLOCK_TOKENS)], limits)
+        self.exactness = Exactness((BLOCK_TOKENS,), pages)
+        self.exactness.is_watching = True
+        self.taken: list[int] = []
+        self.counted: set[str] = set()
+        self.treated: set[str] = set()
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -187,8 +219,13 @@ class Engine:
         kv = self.rng.standard_normal((len(NAMES), 2, count * BLOCK_TOKENS, HEADS, SIZE))
         slots = np.array([self.free_slots.pop() for _ in range(count)], np.int64)
         one = self.requests[name] = Request(name, kv.astype(np.float32), slots, prompt=prompt)
-        one.hot = tuple(self.free.pop() for _ in range(self.spec.hot_blocks))
+        one.hot = tuple(self.take() for _ in range(self.spec.hot_blocks))
+        self.names.arrived(one)
         return one
+
+    def take(self) -> int:
+        self.taken.append(self.free.pop())
+        return self.taken[-1]
 
     def hit(self, one: Request, tokens: int) -> None:
         """The arena has the first blocks; sinks and recent window are on the device."""
@@ -199,7 +236,7 @@ class Engine:
         one.freed = max(count - 2, self.spec.sink_blocks)
         for block in range(count):
             is_here = block < self.spec.sink_blocks or block >= one.freed
-            one.table.append(self.free.pop() if is_here else 0)
+            one.table.append(self.take() if is_here else 0)
             if is_here:
                 for layer, name in enumerate(NAMES):
                     self.caches[name][one.table[block]] = self.page(one, layer, block)
@@ -207,8 +244,13 @@ class Engine:
     def end(self, name: str) -> None:
         one = self.requests.pop(name)
         self.ended.append(name)
-        here = [p for i, p in enumerate(one.table) if i < self.spec.sink_blocks or i >= one.freed]
-        self.give_back([page for page in (*here, *one.hot) if page])
+        self.names.ended(name)
+        self.exactness.ended(name)
+        self.give_back(self.pages_of(one))
+
+    def pages_of(self, one: Request) -> list[int]:
+        here = [page for block, page in enumerate(one.table) if self.is_here(one)(block)]
+        return [page for page in (*here, *one.hot) if page]
 
     def give_back(self, pages: list[int]) -> None:
         for page in pages:
@@ -236,24 +278,78 @@ class Engine:
         told = [self.tell(one, count) for one, count in rows]
         step = ResidentStep(tuple(told), tuple(self.ended))
         self.ended = []
+        sparse = self.decide(rows)
         common = self.common(rows, padding)
         if self.is_v2:
             metadata = self.builder.build(0, common)
-            self.worker.begin_resident(step)
+            self.worker.begin_resident(step, sparse)
         else:
-            self.worker.begin_resident(step)
+            self.worker.begin_resident(step, sparse)
             metadata = self.builder.build(0, common)
+        states = self.worker.workspace.state_of[: len(rows)].tolist()
+        self.treated = {
+            one.name for (one, _), state in zip(rows, states, strict=True) if state >= 0
+        }
+        if self.replays_decode and set(plan.values()) == {1}:
+            assert not any(run.staged_blocks for run in self.worker.runs)
         for layer in range(len(NAMES)):
             self.forward(layer, rows, metadata, padding, checks)
         self.lost = self.worker.take_lost()
+        assert self.treated == self.counted
         for one, count in rows:
+            assert self.exactness.exact_tokens(one.name) <= one.approximate
             one.context += count
             self.after(one)
+
+    def decide(self, rows: list[tuple[Request, int]]) -> SparseRows:
+        """The scheduler's part of a step: which rows attend sparsely, and what is exact then."""
+        is_here = {one.name: self.is_here(one) for one, _ in rows}
+        tables = {
+            one.name: ([p if is_here[one.name](i) else 0 for i, p in enumerate(one.table)],)
+            for one, _ in rows
+        }
+        new = [one for one, _ in rows if not one.is_admitted]
+        cached = [one for one, _ in rows if one.is_admitted]
+        for one in new:
+            one.is_admitted = True
+        scheduled = SimpleNamespace(
+            num_scheduled_tokens={one.name: count for one, count in rows},
+            kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
+            kv_cache_block_copies=(),
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=one.name, num_computed_tokens=one.context) for one in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[one.name for one in cached],
+                resumed_req_ids=set(),
+                num_computed_tokens=[one.context for one in cached],
+            ),
+        )
+        sparse = self.names.of_step(scheduled)
+        taken, self.taken = self.taken, []
+        self.exactness.step(scheduled, taken, sparse.request_ids)
+        self.counted = set(sparse.request_ids)
+        return sparse
+
+    def preempt(self, name: str) -> None:
+        """As `end`, of a request that begins anew; its answer so far is computed like a prompt."""
+        one = self.requests[name]
+        self.give_back(self.pages_of(one))
+        self.ended.append(name)
+        one.table, one.context, one.kept, one.told, one.freed = [], 0, 0, 0, 0
+        one.hot = tuple(self.take() for _ in range(self.spec.hot_blocks))
+        one.is_new, one.is_admitted, one.approximate = True, False, EVERYTHING
+
+    def is_away(self, one: Request) -> bool:
+        return one.freed > self.spec.sink_blocks
+
+    def is_here(self, one: Request) -> Callable[[int], bool]:
+        return lambda block: block < self.spec.sink_blocks or block >= one.freed
 
     def tell(self, one: Request, count: int) -> ResidentRow:
         context = one.context + count
         while len(one.table) * BLOCK_TOKENS < context:
-            one.table.append(self.free.pop())
+            one.table.append(self.take())
         kept: tuple[KeptBlocks, ...] = ()
         if one.kept > one.told:
             offsets = one.slots[one.told : one.kept] * 2 * self.page_bytes
@@ -330,13 +426,15 @@ class Engine:
     def check(
         self, layer: int, row: int, one: Request, count: int, query: Any, output: Any
     ) -> None:
-        """Attention of more than one token is exact; that of one is over blocks of its context,
+        """Attention is exact; that of a row that attends sparsely is over blocks of its context,
         among them those always kept."""
         context = one.context + count
         keys, values = one.kv[layer]
         tokens = np.arange(context)
-        if count == 1:
+        if one.name in self.treated:
             blocks = self.blocks_of(layer, row, one)
+            if len(blocks) * BLOCK_TOKENS < context:
+                one.approximate = min(one.approximate, one.context)
             self.check_scores(layer, row, one, query.numpy()[0])
             self.attended[one.name, layer] = blocks
             assert len(set(blocks)) == len(blocks) <= self.spec.hot_blocks or not one.freed

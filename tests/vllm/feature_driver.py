@@ -4,7 +4,8 @@ tokens.
 `sample`: `requests` are objects with `tokens`, and perhaps `salt`, `images` (seeds, one each),
 `embeds` (seed and length, instead of tokens) and `uuids` (names of the images); `params` go to
 SamplingParams, `structured` to its StructuredOutputsParams. `embed`: vectors of a pooling model.
-`beam`: the beams of one prompt. `drafted`: tokens that a drafter proposed.
+`token_embed`: how many of each prompt's tokens have one. `beam`: the beams of one prompt.
+`drafted`: tokens that a drafter proposed.
 """
 
 from typing import Any
@@ -98,6 +99,16 @@ def embed(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def token_embed(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    outputs = llm.encode(
+        [prompt(llm, r) for r in requests], pooling_task="token_embed", use_tqdm=False
+    )
+    return {
+        "lengths": [len(o.outputs.data) for o in outputs],
+        "cached": [o.num_cached_tokens for o in outputs],
+    }
+
+
 def beam(llm: Any, tokens: list[int], width: int, max_tokens: int) -> dict[str, Any]:
     from vllm.sampling_params import BeamSearchParams
 
@@ -121,4 +132,10 @@ def drafted(llm: Any) -> dict[str, Any]:
     }
 
 
-engine_driver.OPERATIONS |= {"sample": sample, "embed": embed, "beam": beam, "drafted": drafted}
+engine_driver.OPERATIONS |= {
+    "sample": sample,
+    "embed": embed,
+    "token_embed": token_embed,
+    "beam": beam,
+    "drafted": drafted,
+}

@@ -71,6 +71,8 @@ class Parts:
         fence: Fence | None = None,
         by_handoff: Sequence[int] = (),
         left_out: range = range(0),
+        adapters: Any = None,
+        counts_media: bool = False,
         **settings: Any,
     ) -> None:
         self.server = FakeServer()
@@ -83,7 +85,9 @@ class Parts:
         )
         self.stats = HotKVStats()
         self.config = ConnectorConfig(**settings)
-        self.groups = CachedGroups(self.specs, TOKENS, alignment, frozenset(drafts))
+        self.groups = CachedGroups(
+            self.specs, TOKENS, alignment, frozenset(drafts), adapters, counts_media
+        )
         self.finder = HitFinder(
             self.session,
             self.groups,

@@ -4,12 +4,14 @@
 `rewrite_always`: rows are rewritten also where nothing is left out. `break_after` (calls): the
 selection raises from then on. `pool`: built blocks of each layer, and how many of them hold another
 representation than their page gives. `come_alone`: blocks are loaded without representations from
-then on. `in_flight`: stores that were begun and not reported. `lose` (steps): bytes in
-host memory are lost after these numbers of steps. `pace` (seconds): how long a step takes at
-least, from then on. `called` (modules, prompts, max_tokens): names of the functions of these
-modules that the requests call, and how many steps they take. `break_once` (name, after_steps,
-prompts, max_tokens, salt): the same requests; one of these functions raises at its first call after
-so many steps. Of several connectors in one engine, the first is meant.
+then on. `in_flight`: stores that were begun and not reported. `lose` (steps): bytes in host memory
+are lost after these numbers of steps. `pace` (seconds): how long a step takes at least, from then
+on. `compare_rows`: from then on, compares which requests attention takes as sparse with those that
+the scheduler counts as inexact; `rows`: how many were so, in how many steps, and the steps in which
+they differed. `called` (modules, prompts, max_tokens): names of the functions of these modules that
+the requests call, and how many steps they take. `break_once` (name, after_steps, prompts,
+max_tokens, salt): the same requests; one of these functions raises at its first call after so many
+steps. Of several connectors in one engine, the first is meant.
 """
 
 import contextlib
@@ -135,6 +137,39 @@ def lose(_: Any, steps: list[int]) -> dict[str, Any]:
     return {}
 
 
+def compare_rows(llm: Any) -> dict[str, Any]:
+    """Of attention: the rows for which a selection is asked."""
+    worker, exactness = _worker(), _scheduler_side(llm).requests._exactness
+    taken, counted = exactness.step, []
+    select, begin = worker._select, worker.begin_step
+    steps: list[tuple[set[str], set[str]]] = []
+
+    def step(scheduled: Any, allocated: Any, sparse: Any) -> None:
+        counted.append(set(sparse))
+        taken(scheduled, allocated, sparse)
+
+    def begin_step(rows: Any) -> None:
+        steps.append((counted.pop(0), set()))
+        begin(rows)
+
+    def selected(layer: Any, row: Any, query: Any) -> Any:
+        steps[-1][1].add(row.request_id)
+        return select(layer, row, query)
+
+    exactness.step, worker.begin_step, worker._select = step, begin_step, selected
+    llm.compared = steps
+    return {}
+
+
+def rows(llm: Any) -> dict[str, Any]:
+    wrong = [(sorted(a), sorted(b)) for a, b in llm.compared if a != b]
+    return {
+        "steps": sum(bool(a) for a, _ in llm.compared),
+        "rows": sum(len(a) for a, _ in llm.compared),
+        "wrong": wrong,
+    }
+
+
 def called(
     llm: Any, modules: list[str], prompts: list[list[list[int]]], max_tokens: int
 ) -> dict[str, Any]:
@@ -215,6 +250,8 @@ engine_driver.OPERATIONS |= {
     "called": called,
     "break_once": break_once,
     "lose": lose,
+    "compare_rows": compare_rows,
+    "rows": rows,
     "sparse": sparse,
     "rewrite_always": rewrite_always,
     "break_after": break_after,

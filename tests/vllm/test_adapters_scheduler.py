@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from vllm.lora.request import LoRARequest
 
 from hotkv_vllm.adapters import (
+    ASK_AGAIN_S,
     LATER,
     MAX_ADAPTERS,
     NO_WORK,
@@ -45,7 +46,7 @@ def adapters(num_ranks: int = 1) -> tuple[Adapters, list[str]]:
 
 def answer(all_of: Adapters, *identities: str) -> None:
     """Ranks answer all that is asked."""
-    for number, _ in all_of.take_work().asked:
+    for number, _ in all_of.take_work(0.0).asked:
         for rank, identity in enumerate(identities):
             all_of.reported(AdapterReport({number: {rank: identity}}))
 
@@ -59,8 +60,8 @@ def arrive(all_of: Adapters, request: LoRARequest, now_s: float = 0.0) -> FakeRe
 def test_keys_wait_for_all_ranks_and_depend_on_what_each_holds() -> None:
     one, _ = adapters(2)
     request = arrive(one, lora())
-    ((number, _),) = one.take_work().asked
-    assert one.take_work() is NO_WORK
+    ((number, _),) = one.take_work(0.0).asked
+    assert one.take_work(0.0) is NO_WORK
     one.reported(AdapterReport({number: {0: "x"}}))
     assert one.standing(request, 0.0) is Standing.WAIT and not one.keys(request)
     assert one.standing(request, WAIT_S) is Standing.NOT_YET
@@ -98,12 +99,12 @@ def test_keys_grow_with_the_request_and_follow_what_vllm_takes_back() -> None:
 def test_the_workers_are_asked_once_while_requests_live_and_hold_so_long() -> None:
     one, _ = adapters()
     first, second = arrive(one, lora()), arrive(one, lora())
-    assert len(one.take_work().asked) == 1
+    assert len(one.take_work(0.0).asked) == 1
     one.ended(first.request_id)
-    assert one.take_work() is NO_WORK
+    assert one.take_work(0.0) is NO_WORK
     one.ended(second.request_id)
     third = arrive(one, lora())
-    work = one.take_work()
+    work = one.take_work(0.0)
     assert work.released == (1,) and len(work.asked) == 1
     # The answer to the first question says nothing of now.
     one.reported(AdapterReport({1: {0: "x"}}))
@@ -115,7 +116,7 @@ def test_the_workers_are_asked_once_while_requests_live_and_hold_so_long() -> No
 def test_a_put_off_answer_lets_the_request_go_and_may_still_come() -> None:
     one, _ = adapters(2)
     request = arrive(one, lora())
-    ((number, _),) = one.take_work().asked
+    ((number, _),) = one.take_work(0.0).asked
     one.reported(AdapterReport({number: {0: "x", 1: LATER}}))
     assert one.standing(request, 0.0) is Standing.NOT_YET and not one.keys(request)
     one.reported(AdapterReport({number: {1: "x"}}))
@@ -130,7 +131,7 @@ def test_an_adapter_with_two_identities_is_left_out_for_good_and_it_is_said_once
     assert one.keys(request)
     if how == "changed":
         one.reported(AdapterReport(changed=frozenset({1})))
-        assert one.take_work().acknowledged == {1}
+        assert one.take_work(0.0).acknowledged == {1}
     elif how == "unknown":
         one.ended(request.request_id)
         request = arrive(one, lora())
@@ -198,6 +199,9 @@ EVENTS = st.lists(
         st.tuples(st.just("rewrite"), st.integers(0, 1), st.integers(1, 2)),
         st.tuples(st.just("evict"), st.integers(1, 3)),
         st.just(("settle",)),
+        st.just(("lose_plan",)),
+        st.just(("lose_step",)),
+        st.just(("lose_report",)),
     ),
     min_size=8,
     max_size=24,
@@ -213,6 +217,7 @@ class Pair:
     """
 
     def __init__(self) -> None:
+        self.now_s = 0.0
         self.manager = Manager({"/a": 1, "/b": 2}, capacity=3)
         self.watch = AdapterWatch(self.manager)
         self.all, _ = adapters()
@@ -233,7 +238,7 @@ class Pair:
         adapter = request.lora_request
         assert adapter is not None
         keys = list(self.all.keys(request))
-        self.watch.before_step(self.all.take_work())
+        self.watch.before_step(self.all.take_work(self.now_s))
         content = self.manager.add_adapter(adapter)
         contents = self.run_on.setdefault((adapter.lora_name, adapter.lora_path), set())
         contents.add(content)
@@ -243,12 +248,27 @@ class Pair:
         self.report()
 
     def step(self) -> None:
-        self.watch.before_step(self.all.take_work())
+        self.watch.before_step(self.all.take_work(self.now_s))
         self.report()
 
     def settle(self) -> None:
+        self.now_s += ASK_AGAIN_S
         for _ in range(3):
             self.step()
+
+    def lose_plan(self) -> None:
+        """The plan breaks after it has taken the work: no worker gets it."""
+        self.all.take_work(self.now_s)
+        self.all.give_back()
+
+    def lose_step(self) -> None:
+        """The workers' hook breaks: they get the work, and do not carry it out."""
+        self.all.take_work(self.now_s)
+
+    def lose_report(self) -> None:
+        """What the workers say with a step is not taken in, but for changes, which they repeat."""
+        self.watch.before_step(self.all.take_work(self.now_s))
+        self.watch.take_report()
 
     def report(self) -> None:
         for one in self.late:
@@ -283,3 +303,32 @@ def test_whatever_happens_a_key_stands_for_one_content(events: list[Any]) -> Non
     pair.manager.files["/c"] = 3
     pair.settle()
     assert pair.all.standing(untouched, 0.0) is Standing.KNOWN and pair.watch.is_trusted
+
+
+@pytest.mark.parametrize("lost", ["plan", "step", "report"])
+def test_a_question_is_asked_until_it_is_answered(lost: str) -> None:
+    """It was asked once: an adapter whose first step broke had no keys as long as requests of it
+    came."""
+    pair = Pair()
+    request = arrive(pair.all, lora())
+    getattr(pair, f"lose_{lost}")()
+    for _ in range(3):
+        pair.step()
+    is_told_at_once = lost == "plan"
+    assert (pair.all.standing(request, WAIT_S) is Standing.KNOWN) == is_told_at_once
+    pair.settle()
+    assert pair.all.standing(request, WAIT_S) is Standing.KNOWN
+    assert pair.all.take_work(pair.now_s + ASK_AGAIN_S) is NO_WORK
+
+
+def test_a_release_that_was_lost_is_said_again_with_the_next_question_that_waits() -> None:
+    pair = Pair()
+    pair.watch._max_ahead = 1
+    first = arrive(pair.all, lora(1))
+    pair.settle()
+    pair.all.ended(first.request_id)
+    pair.lose_step()
+    second = arrive(pair.all, lora(2, *ADAPTERS[1]))
+    pair.settle()
+    pair.settle()
+    assert pair.all.standing(second, 0.0) is Standing.KNOWN

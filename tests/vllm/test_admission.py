@@ -22,6 +22,7 @@ from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Phase
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.sharing import LINKS_PATIENCE_S, Sharing
 from hotkv_vllm.sparse import rows
+from hotkv_vllm.sparse.rows import SparseRows
 from tests.vllm.parts import TOKENS, Clock, Parts, request
 from tests.vllm.specs import full_spec
 
@@ -54,7 +55,7 @@ class Desk:
         memory: Memory | None = None,
         **parts: Any,
     ) -> None:
-        self.parts = Parts(**parts)
+        self.parts = Parts(counts_media=counts_media, **parts)
         self.now_s = 100.0
         monkeypatch.setattr(admission.time, "monotonic", lambda: self.now_s)
         self.transfer = SimpleNamespace(
@@ -80,6 +81,7 @@ class Desk:
             DevicePool(vllm_config, kv),
         )
         self.adapters = engine.adapters
+        self.parts.finder.failed_loads = engine.failed_loads
         self.sharing = Sharing(engine)
         session, planner = self.parts.session, self.parts.planner
         self.cache = Assembly(
@@ -153,15 +155,10 @@ def test_hints_of_a_request_are_read(desk: Any) -> None:
     assert desk().arrive(asks).retention == Retention(priority=2)
 
 
-@pytest.mark.parametrize("why", ["no cache", "media"])
-def test_requests_that_can_not_be_named_are_not_known(desk: Any, why: str) -> None:
-    one = desk(counts_media=why == "media")
+def test_without_a_cache_no_request_is_known(desk: Any) -> None:
+    one = desk()
     asks = request("a", LONG)
-    if why == "media":
-        assert one.arrive(request("text", LONG)) is not None
-        asks.mm_features = ["image"]
-    else:
-        one.sharing.cache = None
+    one.sharing.cache = None
     assert one.arrive(asks) is None
     assert one.desk.match(asks, 0) == NO_HIT
     one.desk.allocated(asks, blocks([1]), 0)
@@ -169,10 +166,24 @@ def test_requests_that_can_not_be_named_are_not_known(desk: Any, why: str) -> No
     assert not one.desk.loads.abandoned and not one.tails()
 
 
-def test_media_are_named_where_vllm_hashes_them(desk: Any) -> None:
-    asks = request("a", LONG)
-    asks.mm_features = ["image"]
-    assert desk().arrive(asks) is not None
+@pytest.mark.parametrize("counts_media", [True, False])
+def test_media_are_shared_where_vllm_hashes_their_content(desk: Any, counts_media: bool) -> None:
+    """Others than those with media are shared in any case."""
+    one = desk(counts_media=counts_media)
+    for first, name, media in ((1, "text", []), (6, "image", ["image"])):
+        table = list(range(first, first + 5))
+        one.parts.put(name, range(4))
+        asks = request(name, LONG, computed=LONG)
+        asks.mm_features = media
+        one.arrive(asks)
+        is_shared = not (media and counts_media)
+        assert one.hit(asks) == (4 * TOKENS if is_shared else 0)
+        one.desk.allocated(asks, blocks(table), 0)
+        one.desk.others.step({name}, False)
+        one.parts.drop(name, range(4))
+        one.desk.finished(asks, [table])
+        assert bool(one.tails()) == is_shared
+    assert not one.desk.loads.abandoned
 
 
 @pytest.mark.parametrize(
@@ -491,10 +502,11 @@ def test_an_engine_that_decodes_sparsely_tells_its_other_connectors(desk: Any) -
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
         num_scheduled_tokens={},
+        kv_connector_block_state=None,
     )
-    assert rows.sparse_requests("engine", step) is None
+    assert rows.sparse_rows("engine", step) is None
     one = desk(sparse=SparseConfig())
-    assert one.desk.rows is not None and rows.sparse_requests("engine", step) == []
+    assert one.desk.rows is not None and rows.sparse_rows("engine", step) == SparseRows()
 
 
 class Rows(Memory):
@@ -571,3 +583,26 @@ def test_a_broken_allocation_loads_nothing_and_nothing_is_safe(desk: Any, extern
     one.desk.alloc_broke("a", external)
     assert one.desk.lost_track and not one.desk.others.may_store("a")
     assert one.desk.loads.abandoned == (["a"] if external else [])
+
+
+@pytest.mark.parametrize("why", ["hook broke", "no cache", "no state"])
+def test_a_failed_load_is_forgotten_with_its_request_whatever_hotkv_knows_of_it(
+    desk: Any, why: str
+) -> None:
+    """It would make all others give their hits up for ever."""
+    one = desk()
+    asks = request("a", LONG)
+    one.arrive(asks)
+    one.desk.failed_loads.add("a")
+    match why:
+        case "hook broke":
+            one.desk.request_broke("a")
+        case "no cache":
+            one.sharing.cache = None
+        case "no state":
+            one.desk.states.clear()
+    # vLLM keeps its blocks reserved, and it stands in others' way, until it has moved once.
+    assert one.desk.match(asks, 0) == ASK_AGAIN and "a" in one.desk.failed_loads
+    assert one.desk.match(asks, 0) == NO_HIT
+    one.desk.finished(asks, [[1]])
+    assert one.desk.failed_loads.is_empty

@@ -1,6 +1,7 @@
 """Residency on CUDA, its kernels run on the CPU behind vLLM's real metadata builder and attention
 class: each row attends to the bytes of its own context, wherever they are."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +127,48 @@ def test_a_prefix_hit_is_scored_by_keys_of_the_arena(
     engine.step({"a": left})
     engine.step({"a": 1})
     check_representations(engine, one)
+
+
+@pytest.mark.parametrize("replays_decode", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("seed", [5, *(pytest.param(n, marks=pytest.mark.long) for n in range(5))])
+def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int, replays_decode: bool
+) -> None:
+    """Prompts of one token, and in chunks of one; hits with a rest of one; requests that begin
+    anew; all of that beside requests that decode. `Engine.step` compares."""
+    dice = random.Random(seed)
+    engine = Engine(
+        monkeypatch,
+        tmp_path,
+        CONFIG,
+        is_v2=replays_decode,
+        replays_decode=replays_decode,
+        seed=seed + 1,
+    )
+    known: dict[str, int] = {}
+    seen: set[tuple[bool, bool]] = set()
+    for number in range(60):
+        if len(engine.requests) < 3 and dice.random() < 0.5:
+            prompt = dice.choice([1, 257, dice.randrange(2, 600)])
+            one = engine.add(f"r{number}", prompt, 40)
+            if prompt > 256 and dice.random() < 0.3:
+                engine.hit(one, (prompt - 1) // BLOCK_TOKENS * BLOCK_TOKENS)
+        plan: dict[str, int] = {}
+        for name, one in engine.requests.items():
+            known[name] = max(one.prompt, one.context, known.get(name, 0))
+            if one.context and dice.random() < 0.05:
+                engine.preempt(name)
+            count = dice.choice([1, 1, 32, dice.randrange(1, 129)])
+            plan[name] = min(max(known[name] - one.context, 1), count, 128 - sum(plan.values()))
+        plan = {name: count for name, count in plan.items() if count}
+        lone = {n: one for n, one in engine.requests.items() if plan.get(n) == 1}
+        seen |= {(one.context < one.prompt, engine.is_away(one)) for one in lone.values()}
+        if plan:
+            engine.step(plan, padding=4 - len(plan) if dice.random() < 0.5 else 0)
+        assert not engine.lost
+        for name in [n for n, one in engine.requests.items() if one.context == one.prompt + 40]:
+            engine.end(name)
+    assert seen >= {(True, True), (False, True)}, "tokens of prompts and answers, blocks away"
 
 
 def test_a_state_that_is_used_again_has_nothing_of_the_one_before(

@@ -75,7 +75,9 @@ class Starter:
         self.folder, self._daemon = folder, daemon
         self._engines = Engines(folder)
 
-    def __call__(self, model: Path, **settings: Any) -> EngineProcess:
+    def __call__(
+        self, model: Path, *, sparse: dict[str, Any] | None = None, **settings: Any
+    ) -> EngineProcess:
         settings = {
             "load_format": "random",
             "dtype": "float32",
@@ -84,6 +86,7 @@ class Starter:
         } | settings
         settings |= {"skip_tokenizer_init": not (model / "tokenizer.json").exists()}
         connector = {"weights_identity": str(model), "flush_timeout_s": 5.0, "startup_wait_s": 20.0}
+        connector |= {} if sparse is None else {"sparse": sparse}
         return self._engines.start(
             model, self._daemon.target, connector=connector, driver="feature_driver.py", **settings
         )
@@ -275,13 +278,14 @@ def test_vectors_of_a_decoder_are_equal_after_a_hit(start: Starter, tmp_path: Pa
 
 
 def test_encoders_have_nothing_to_share(start: Starter, tmp_path: Path) -> None:
-    """An encoder has no KV cache: hotkv is off in words, and the engine works."""
+    """An encoder attends to all of a text: hotkv is off in words, and the engine works."""
     model = write_model(tmp_path / "bert")
     (model / "config.json").write_text(json.dumps(BERT))
     engine = start(write_tokenizer(model), runner="pooling", max_model_len=512)
     assert engine.ask("embed", requests=requests(39, (100,)))["cached"] == [0]
     assert (
-        "hotkv is off: the model has no KV cache group that prefix caching could use"
+        "hotkv is off: vLLM itself forbids prefix caching: this pooling needs all tokens of a text "
+        "at once (encoder_only attention, seq_pooling_type CLS, tok_pooling_type ALL)"
         in engine.log()
     )
 

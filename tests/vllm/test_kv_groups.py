@@ -2,7 +2,7 @@
 refuses. Groups are vLLM's own; no engine is built."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     MambaSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -65,12 +66,9 @@ def vllm_config(*, drops: bool | None = None, stages: int = 1, dcp: int = 1, pcp
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RSWASpec(type(window_spec())):  # type: ignore[misc]
-    """Has the name of a kind that hotkv does not keep."""
-
-
-OTHER = RSWASpec(**vars(window_spec()))
+CROSS = CrossAttentionSpec(
+    block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16
+)
 
 
 def one_group(*layers: Any) -> Any:
@@ -117,8 +115,7 @@ def test_groups_that_vllm_does_not_cache_are_left_out_and_keep_their_numbers() -
         (kv_config(group(full_spec()), cacheable=[]), {}, "may not be transferred"),
         (kv_config(), {}, "no KV cache group"),
         (kv_config(group(states("none"))), {}, "no states at block boundaries"),
-        (kv_config(group(OTHER)), {}, "RSWASpec"),
-        (kv_config(group(one_group(window_spec(), OTHER))), {}, "UniformTypeKVCacheSpecs"),
+        (kv_config(group(CROSS)), {}, "CrossAttentionSpec, which is not supported"),
         (kv_config(group(states())), {"pcp": 2}, "KV cache group 0: kind MAMBA"),
         (kv_config(group(full_spec())), {"pcp": 2}, "prefill context parallelism"),
         (

@@ -92,7 +92,7 @@ def held(pid: int | str = "self") -> Held:
     return found
 
 
-def settled(read: Callable[[], Any], expected: Any, timeout_s: float = 20.0) -> Any:
+def settled(read: Callable[[], Any], expected: Any, timeout_s: float = 60.0) -> Any:
     """What `read` says once it is as expected, or at the end of the time: a server lets go of a
     session a moment later."""
     until_s = time.monotonic() + timeout_s

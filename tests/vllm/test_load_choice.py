@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_vllm.scheduler.load_choice import COSTED, TRIED_SHARE, LoadChoice
+from hotkv_vllm.scheduler.load_choice import (
+    COSTED,
+    DEBT_HALF_LIFE_S,
+    DEBT_TRIALS,
+    TRIED_SHARE,
+    USUAL_TRIALS,
+    LoadChoice,
+)
 from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, RequestState, StoreState, Verdict
 from hotkv_vllm.stats import HotKVStats
@@ -410,3 +417,62 @@ def test_a_trial_of_a_short_hit_has_its_share_of_that() -> None:
     assert world.choice.match(finder, state, 0, world.now_s) == (100, True)  # type: ignore[arg-type]
     assert world.choice.time_for(state, 10.0) == pytest.approx(0.1)
     assert world.choice._allowance_s == pytest.approx(99.9)
+
+
+# ----------------------------------------------------------------------------------------- stalls
+
+
+def fallen(num_tokens: int) -> World:
+    """A world whose server was good, and has just become too slow."""
+    world = World()
+    for _ in range(5):
+        world.request(num_tokens)
+    world.token_s = 20 / TOKENS_PER_S
+    for _ in range(2):
+        world.request(num_tokens)
+    return world
+
+
+def requests_until(world: World, num_tokens: int, happens: Any, most: int = 3000) -> int:
+    """How many requests it takes."""
+    for number in range(most):
+        if happens(world.request(num_tokens)):
+            return number
+    return most
+
+
+@given(st.floats(0.0, 1000.0), st.sampled_from([200, 600, 2000]), st.integers(0, 12))
+def test_a_stall_of_any_length_silences_hits_for_a_bounded_number_of_requests(
+    stall_s: float, num_tokens: int, num_trials: int
+) -> None:
+    """`num_trials`: of those that lost in their time before."""
+    world = fallen(num_tokens)
+    tried = world.count("tried_requests")
+    requests_until(world, num_tokens, lambda _: world.count("tried_requests") >= tried + num_trials)
+    late = world.count("late_requests")
+    world.fixed_s = world.cancel_s = stall_s
+    requests_until(world, num_tokens, lambda _: world.count("late_requests") > late)
+    world.fixed_s, world.token_s, world.cancel_s = 0.001, 1e-5, 0.0
+    computing_s = num_tokens / TOKENS_PER_S
+    # Each left request puts TRIED_SHARE of its time by; failed trials double the next one's time.
+    most = (DEBT_TRIALS + 2) / TRIED_SHARE
+    assert requests_until(world, num_tokens, lambda took: took <= 0.1 * computing_s) <= most
+
+
+def test_trials_that_always_stall_are_paid_for_in_full() -> None:
+    world, num_tokens = fallen(200), 200
+    world.fixed_s = world.cancel_s = 10.0
+    computing_s = num_tokens / TOKENS_PER_S
+    spent_s = sum(world.request(num_tokens) for _ in range(10_000))
+    assert spent_s <= 1.06 * 10_000 * computing_s + USUAL_TRIALS * world.cancel_s
+
+
+def test_a_debt_fades_while_nothing_happens() -> None:
+    world, num_tokens = fallen(200), 200
+    world.fixed_s = world.cancel_s = 10.0
+    for _ in range(5000):
+        world.request(num_tokens)
+    world.fixed_s, world.token_s, world.cancel_s = 0.001, 1e-5, 0.0
+    world.now_s += 20 * DEBT_HALF_LIFE_S
+    computing_s = num_tokens / TOKENS_PER_S
+    assert requests_until(world, num_tokens, lambda took: took <= 0.1 * computing_s) <= 100

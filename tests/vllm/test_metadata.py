@@ -1,13 +1,20 @@
 """Reports of ranks: how two are joined, and when there is nothing to report."""
 
 import copy
+import dataclasses
+from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from hotkv_vllm.adapters import AdapterReport
-from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
+from hotkv_client.types import LayerHotSet
+from hotkv_vllm.adapters import LATER, UNKNOWN, AdapterReport
+from hotkv_vllm.metadata import JOINS, HotKVHandshake, HotKVWorkerMetadata, StoreReport
 from hotkv_vllm.rekeying import WeightsReport
 from hotkv_vllm.sparse.reporter import SparseReport
 
@@ -94,3 +101,117 @@ def test_counters_begin_at_nothing_and_grow() -> None:
     report.count("loads", 2.0)
     report.count("loads", 3.0)
     assert report.counters == {"loads": 5.0}
+
+
+# ------------------------------------------------------------------------------- in whatever order
+
+NAMES, RANKS = st.sampled_from("ab"), st.integers(0, 2)
+WHOLE = st.integers(0, 9).map(float)
+"""Sums of them are the same in any order."""
+
+
+def positions() -> st.SearchStrategy[Any]:
+    return st.lists(st.integers(0, 9), unique=True).map(lambda p: np.array(sorted(p), np.int32))
+
+
+def hot_sets() -> st.SearchStrategy[tuple[LayerHotSet, ...]]:
+    one = st.builds(LayerHotSet, st.integers(0, 1), st.integers(0, 1), positions())
+    return st.lists(one, max_size=2).map(tuple)
+
+
+SAID: dict[str, st.SearchStrategy[Any]] = {
+    "stores": st.dictionaries(
+        st.integers(1, 2), st.binary(max_size=2).map(lambda one: StoreReport([one]))
+    ),
+    "counters": st.dictionaries(NAMES, WHOLE),
+    "sparse": st.none()
+    | st.builds(
+        SparseReport,
+        st.dictionaries(NAMES, positions()),
+        st.dictionaries(st.integers(0, 1), st.dictionaries(NAMES, WHOLE)),
+        st.dictionaries(NAMES, hot_sets()),
+    ),
+    "handshakes": st.lists(st.builds(HotKVHandshake, st.none(), NAMES, rank=RANKS), max_size=2).map(
+        tuple
+    ),
+    "settled_step": st.integers(0, 3),
+    "timed_step": st.integers(0, 3),
+    "overdue_loads": st.lists(NAMES, max_size=2).map(tuple),
+    "settled_loads": st.dictionaries(NAMES, st.just(1)),
+    "load_seconds": st.dictionaries(NAMES, st.sampled_from([-0.5, -0.3, 0.3, 0.5])),
+    "links": st.dictionaries(RANKS, st.sampled_from(["", "gone", "refused"])),
+    "adapters": st.none()
+    | st.builds(
+        AdapterReport,
+        st.dictionaries(
+            st.integers(1, 2),
+            st.dictionaries(RANKS, st.sampled_from([UNKNOWN, LATER, "x", "y"])),
+        ),
+        st.frozensets(st.integers(1, 2)),
+    ),
+    "weights": st.dictionaries(
+        RANKS, st.builds(WeightsReport, st.integers(0, 2), NAMES, st.booleans(), st.booleans())
+    ),
+}
+"""What a rank may say, by field of its report."""
+SUMMED = {"stores", "counters", "settled_loads", "handshakes", "sparse"}
+"""Each rank's is counted, so no report may be joined twice."""
+
+
+def plain(value: Any) -> Any:
+    """The value in a form that `==` compares, arrays too."""
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.tolist()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {one.name: plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def joined(reports: list[HotKVWorkerMetadata]) -> HotKVWorkerMetadata:
+    return reduce(HotKVWorkerMetadata.aggregate, reports, HotKVWorkerMetadata())
+
+
+def test_each_field_names_its_join_and_is_tried_here() -> None:
+    names = {one.name for one in dataclasses.fields(HotKVWorkerMetadata)}
+    assert JOINS.keys() == names == SAID.keys()
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_reports_join_to_the_same_in_any_order_and_grouping(name: str) -> None:
+    @given(st.data(), st.lists(SAID[name], min_size=2, max_size=4))
+    def in_any_order(data: st.DataObject, said: list[Any]) -> None:
+        reports = [HotKVWorkerMetadata(**{name: one}) for one in said]
+        before = copy.deepcopy(plain(reports))
+        expected = plain(joined(reports))
+        shuffled = data.draw(st.permutations(reports))
+        while len(shuffled) > 1:
+            # Any two neighbours are joined first, as a tree of aggregators would.
+            at = data.draw(st.integers(0, len(shuffled) - 2))
+            shuffled[at : at + 2] = [shuffled[at].aggregate(shuffled[at + 1])]
+        assert plain(shuffled[0]) == expected
+        assert plain(reports) == before, "a report was changed by being joined"
+        if name not in SUMMED:
+            assert plain(joined([*reports, *reports])) == expected
+
+    in_any_order()
+
+
+WORST: dict[str, Callable[[list[dict[Any, Any]]], bool]] = {
+    "load_seconds": lambda said: any(one.get("a", 0.0) < 0 for one in said),
+    "links": lambda said: any(one.get(1) for one in said),
+}
+
+
+@pytest.mark.parametrize("name", WORST)
+def test_the_worst_that_a_rank_says_is_kept(name: str) -> None:
+    @given(st.lists(SAID[name], min_size=1, max_size=3))
+    def kept(said: list[dict[Any, Any]]) -> None:
+        both = joined([HotKVWorkerMetadata(**{name: one}) for one in said])
+        assert WORST[name]([getattr(both, name)]) == WORST[name](said)
+        if name == "load_seconds":
+            longest = max((abs(one["a"]) for one in said if "a" in one), default=0.0)
+            assert abs(both.load_seconds.get("a", 0.0)) == longest
+
+    kept()

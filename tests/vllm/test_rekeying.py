@@ -2,6 +2,7 @@
 and lost reports come in."""
 
 import contextlib
+import time
 from typing import Any
 
 import numpy as np
@@ -58,12 +59,23 @@ class Machine(RuleBasedStateMachine):
             ORIGINAL: None if in_doubt else tuple(watch.weights for watch in self.watches)
         }
         """By identity: the weights that were in use when something was stored under it."""
+        self.on_device: set[tuple[int, ...]] = set()
+        """Weights under which what is trusted on the device was computed."""
 
     @rule(weights=st.integers(0, 2))
     def write(self, weights: int) -> None:
         if not self.unseen:
             for watch in self.watches:
                 watch.write(weights)
+
+    @rule(weights=st.integers(0, 2), lost=st.booleans())
+    def write_for_a_step(self, weights: int, lost: bool) -> None:
+        before = [watch.weights for watch in self.watches]
+        self.write(weights)
+        self.step(lost)
+        if not self.unseen:
+            for watch, old in zip(self.watches, before, strict=True):
+                watch.write(old)
 
     @rule(weights=st.integers(0, 2))
     def write_past_everything_and_reset(self, weights: int) -> None:
@@ -95,9 +107,13 @@ class Machine(RuleBasedStateMachine):
         self.now_s += 1.0
         settled = self.scheduler.step(runs, self.now_s)
         if settled is not None:
+            if settled != self.scheduler.identity or self.scheduler.were_written:
+                self.on_device.clear()
             self.scheduler.adopt(settled)
         for rank in self.ranks:
             rank.obey(self.scheduler.order())
+        if runs:
+            self.on_device.add(tuple(watch.weights for watch in self.watches))
         self.use()
         reports = {
             number: report
@@ -116,6 +132,7 @@ class Machine(RuleBasedStateMachine):
         assert self.under.setdefault(self.scheduler.identity, weights) == weights, (
             "one identity for two sets of weights"
         )
+        assert self.on_device <= {weights}, "KV of other weights is stored under this identity"
 
     @invariant()
     def ranks_hold_while_the_scheduler_asks(self) -> None:
@@ -389,3 +406,46 @@ def test_a_load_of_other_weights_that_was_made_to_fail_counts_no_more() -> None:
     parts.finder.forget(state, failed_too=True)
     parts.finder.hidden.clear_all()
     assert parts.hit(state) == 4 * TOKENS
+
+
+@pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("told", ["noticed", "while asked", "reports lost"])
+@pytest.mark.parametrize("in_decode", [False, True], ids=["prefill", "decode"])
+def test_weights_that_are_others_for_a_step_and_then_the_first_again(
+    updated: Any, pipelined: bool, told: str, in_decode: bool
+) -> None:
+    """When the ranks look, the weights are the engine's own; what was computed meanwhile is not,
+    nor what builds on it. The harness fails at the first KV value of other weights."""
+    one = updated(max_tokens_per_step=40, pipelined=pipelined, blocks=128, max_model_len=2048)
+    one._check = lambda *_: None
+    original = {name: value.clone() for name, value in one.model.state_dict().items()}
+    weights = one.connector._scheduler.sharing.weights
+    one.generate("warm", prompt(9, 10), 1)
+    one.add("a", prompt(1, 150 if in_decode else 1000), 80 if in_decode else 1)
+    for _ in range(20 if in_decode else 5):
+        one.step()
+    if told == "while asked":
+        weights.ask(time.monotonic())
+    with pytest.MonkeyPatch.context() as patch:
+        if told == "reports lost":
+            patch.setattr(one.worker._worker.rank.weights, "take_report", lambda: None)
+        load(one, 7)
+        one.step()
+        one.model.load_weights(original)
+    if told == "reports lost":
+        weights.suspect()
+    one.run()
+    one.generate("end", OTHER, 2)
+    whole = [*prompt(1, 150 if in_decode else 1000), *one.outputs["a"]]
+    for _ in range(2):
+        # The first one fills the gaps between what the server has.
+        other = updated(blocks=128, max_model_len=2048)
+        assert other.connector._scheduler.sharing.weights.identity == weights.identity
+        assert other.generate("b", whole, 1)[1] >= 128
+        other.generate("end", OTHER, 2)
+    # And sharing goes on.
+    one.drop_local()
+    one.generate("c", prompt(4, 150), 4)
+    one.generate("end again", OTHER, 2)
+    assert other.generate("d", prompt(4, 150), 1)[1] == 128
+    assert "hook_errors" not in one.counters

@@ -2,19 +2,24 @@
 begin, what workers hear, and how a request that can't go on ends. No engine; time is what the test
 says."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hotkv.errors import HotKVError, Reason
-from hotkv_client.types import ResidencyOpened
+from hotkv.groups import GroupKind
+from hotkv_client.types import BlockResult, ResidencyOpened, ResidentBlocks
+from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.scheduler.reservations import ASK_AGAIN_S, TURN_S, Reservations
 from hotkv_vllm.scheduler.residencies import Residencies
+from hotkv_vllm.scheduler.stores import StorePlanner
 from hotkv_vllm.sparse.memory import Streams
 from hotkv_vllm.sparse.resident_step import ResidentStep
-from tests.vllm.parts import TOKENS, Parts, block_hash, request
+from tests.vllm.parts import TOKENS, Parts, block_hash, report, request
 
 TIMEOUT_S = 30.0
 LONG = 8 * TOKENS
@@ -55,8 +60,8 @@ class Pool:
 class Books:
     """Residencies over the double. `stored`: blocks of a request that the server has."""
 
-    def __init__(self) -> None:
-        self.parts = Parts()
+    def __init__(self, **parts: Any) -> None:
+        self.parts = Parts(**parts)
         self.pool = Pool()
         self.streams = Streams(lambda state, why: None)
         session = self.parts.session
@@ -372,3 +377,138 @@ def test_no_two_residencies_of_an_engine_have_one_name() -> None:
     books.books.ended("a")
     books.run()
     assert books.books.residency_of("a") not in ("", first)
+
+
+# ------------------------------------------------------------------- requests without shared names
+
+
+class Adapters:
+    """Stands for the engine's. `is_known`: whether there are keys for requests of an adapter."""
+
+    def __init__(self) -> None:
+        self.is_known = False
+
+    def keys(self, one: Any) -> list[bytes]:
+        return [b"keyed" + name[:27] for name in one.block_hashes] if self.is_known else []
+
+
+def planner(books: Books) -> StorePlanner:
+    parts = books.parts
+    group = CacheGroup(0, GroupKind.FULL_ATTENTION, TOKENS)
+    return StorePlanner(
+        parts.session,
+        parts.finder,
+        (group,),
+        1,
+        parts.config,
+        parts.stats,
+        "p",
+        exactness=parts.exactness,
+        residencies=books.books,
+    )
+
+
+def stored_names(books: Books, state: RequestState, blocks: int) -> list[bytes]:
+    """Computes so many blocks of a request; returns the names under which all of them are stored,
+    and kept."""
+    stores, names = planner(books), []
+    request_id = state.request.request_id
+    for block in range(blocks):
+        state.request.num_computed_tokens = block * TOKENS
+        due = stores.due({request_id: state}, {request_id: TOKENS}, (), {})
+        for job in stores.plan(due, lambda _: (list(range(1, 20)),), {}, lambda: ())[0]:
+            for run in job.runs:
+                names += run.hashes
+                for name in run.hashes:
+                    books.server.blocks[books.parts.space, 0, name] = {0: b"x"}
+            stores.reported(report((job.store_id, [BlockResult.STORED] * len(run.hashes))))
+        books.step(request_id)
+    state.request.num_computed_tokens = blocks * TOKENS
+    for _ in range(2):
+        books.step(request_id)
+    assert books.books.kept_tokens(request_id) == blocks * TOKENS and not books.pool.failed
+    return names
+
+
+@pytest.mark.parametrize("why", ["adapter", "media"])
+def test_a_request_that_may_not_be_shared_is_kept_under_names_of_its_own(why: str) -> None:
+    seen: set[bytes] = set()
+    for _ in range(2):
+        books = Books(adapters=Adapters(), counts_media=why == "media")
+        state = books.run()
+        state.request.lora_request = object() if why == "adapter" else None
+        state.request.mm_features = ["image"] if why == "media" else []
+        names = stored_names(books, state, 6)
+        assert len(set(names)) == 6 and not set(names) & set(state.request.block_hashes)
+        assert not seen & set(names), "an engine finds what another has under its own names"
+        seen |= set(names)
+
+
+def test_names_that_become_shared_later_are_for_later_requests() -> None:
+    """A request that began without keys goes on with names of its own: a hit needs all before."""
+    adapters = Adapters()
+    books = Books(adapters=adapters)
+    first = books.run("a")
+    first.request.lora_request = object()
+    private = stored_names(books, first, 3)
+    adapters.is_known = True
+    keys = adapters.keys(first.request)
+    assert not set(private) & set(keys) and not set(stored_names(books, first, 6)) & set(keys)
+    second = books.run("b")
+    second.request.lora_request = object()
+    assert stored_names(books, second, 6) == adapters.keys(second.request)[:6]
+
+
+def test_names_that_are_no_longer_shared_stay_where_they_were_given() -> None:
+    adapters = Adapters()
+    adapters.is_known = True
+    books = Books(adapters=adapters)
+    state = books.run()
+    state.request.lora_request = object()
+    shared = stored_names(books, state, 3)
+    assert shared == adapters.keys(state.request)[:3]
+    keys, adapters.is_known = adapters.keys(state.request), False
+    assert not set(stored_names(books, state, 6)) & set(keys)
+
+
+def test_a_preempted_request_without_shared_names_starts_over_under_other_names() -> None:
+    """Nobody hits its blocks, so it computes anew what it had."""
+    books = Books(adapters=Adapters())
+    state = books.run()
+    state.request.lora_request = object()
+    before = stored_names(books, state, 4)
+    books.step(preempted=["a"])
+    books.pool.running.add("a")
+    assert books.books.kept_tokens("a") == 0
+    assert not set(stored_names(books, state, 4)) & set(before)
+
+
+@pytest.mark.parametrize("length", [2, 7])
+def test_an_answer_about_other_blocks_than_were_asked_for_keeps_none(length: int) -> None:
+    """A block that counts as kept leaves the device."""
+    books = Books()
+    state = books.run()
+    books.keep(state, 2)
+    answer: Future[ResidentBlocks] = Future()
+    places = np.arange(length, dtype=np.int64)
+    answer.set_result(ResidentBlocks(places, places))
+    books.parts.session.extend_residency = lambda *_: answer  # type: ignore[method-assign]
+    state.request.num_computed_tokens = 5 * TOKENS
+    books.books.names(state, 5)
+    state.store.stored_blocks[0] = 5
+    for _ in range(3):
+        books.step("a")
+    assert books.books.kept_tokens("a") == 2 * TOKENS
+
+
+def test_what_is_not_kept_when_the_device_is_distrusted_is_nobody_elses() -> None:
+    """Names that were given and not yet kept may stand for KV of other weights."""
+    books = Books()
+    state = books.run()
+    books.keep(state, 3)
+    given = list(books.books.names(state, 6))
+    books.parts.exactness.distrust_all()
+    books.books.distrust()
+    names = books.books.names(state, 6)
+    assert list(names[:3]) == given[:3] and not set(names[3:]) & set(given)
+    assert state.store.stored_blocks[0] == 3 and not books.pool.losing

@@ -121,6 +121,29 @@ def test_a_prefix_hit_moves_next_to_nothing(start: Start, daemon: Daemon) -> Non
     assert totals["sparse_built_blocks"] <= 4 * 5
 
 
+@pytest.mark.parametrize("is_resident", [True, False], ids=["resident", "sparse"])
+def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
+    start: Start, daemon: Daemon, is_resident: bool
+) -> None:
+    """Prompts whose last chunk is one token, of one token, with a hit that leaves one, and requests
+    that are preempted, in steps that decode as well."""
+    one = start(
+        RESIDENT if is_resident else SPARSE,
+        target=daemon.start().target,
+        num_gpu_blocks_override=POOL_BLOCKS if is_resident else 80,
+        scheduler_reserve_full_isl=False,
+        max_model_len=2048 if is_resident else 1200,
+    )
+    one.ask("wait", connected=True, timeout_s=60.0)
+    one.ask("compare_rows")
+    batch = prompts(4, 1025, 1, 897, 600)
+    one.ask("generate", prompts=batch, max_tokens=40)
+    one.ask("generate", prompts=[[*batch[0][:1024], 9], batch[3]], max_tokens=40)
+    found = one.ask("rows")
+    assert found["wrong"] == [] and found["rows"] > 150
+    print(found, one.ask("sparse"), one.ask("stats")["totals"])
+
+
 def test_a_request_is_preempted_and_resumes(start: Start, daemon: Daemon) -> None:
     """A pool for one and a half requests, which admission lets two into: one is preempted in
     decode, and resumes with what the server keeps."""

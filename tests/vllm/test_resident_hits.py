@@ -1,9 +1,12 @@
 """Requests that live in host memory: which of them may begin, and what of their hits is leased and
 loaded. No engine; the server is a double."""
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import CUDAGraphMode
 
 from hotkv_vllm.scheduler.request import ASK_AGAIN
 from tests.vllm.parts import TOKENS, Parts, request
@@ -98,3 +101,33 @@ def test_the_last_block_of_what_outgrows_the_device_is_not_stored(desk: Any) -> 
     one.desk._pool = SmallPool()
     one.desk.finished(first, [[1, 2]])
     assert not one.tails()
+
+
+@pytest.mark.parametrize(
+    ("mode", "replays"),
+    [("FULL_AND_PIECEWISE", True), ("FULL_DECODE_ONLY", True), ("PIECEWISE", False)],
+)
+def test_on_cuda_rows_are_decided_within_what_its_kernels_can_do(
+    desk: Any, mode: str, replays: bool
+) -> None:
+    one = desk()
+    one.desk._pool = SimpleNamespace(spec=object(), has_away={"away"}.__contains__)
+
+    def limits(device: str) -> Any:
+        return one.desk._limits(
+            SimpleNamespace(
+                device_config=SimpleNamespace(device_type=device),
+                compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode]),
+            )
+        )
+
+    assert limits("cpu") is None
+    found = limits("cuda")
+    assert found.replays_decode is replays
+    assert (found.has_away("away"), found.has_away("here")) == (True, False)
+    assert not found.outgrows("a"), "nobody keeps its old blocks"
+    resident = SimpleNamespace(is_resident={"a"}.__contains__)
+    one.sharing.cache = replace(one.cache, residencies=resident)
+    assert (found.outgrows("a"), found.outgrows("b")) == (True, False)
+    one.desk._pool = SimpleNamespace(spec=None)
+    assert limits("cuda") is None

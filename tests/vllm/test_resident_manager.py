@@ -13,7 +13,13 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from hotkv_sparse import SparseConfig
-from hotkv_vllm.compat.residency import ResidentManager, ResidentSpec, hot_blocks
+from hotkv_vllm.compat.residency import (
+    ResidentManager,
+    ResidentSpec,
+    check_residency,
+    hot_blocks,
+)
+from hotkv_vllm.config import ConfigError
 
 TOKENS = 32
 POOL = 240
@@ -49,6 +55,18 @@ def test_specs_of_other_kinds_do_not_merge() -> None:
     with pytest.raises(AssertionError):
         ResidentSpec.merge([spec(), plain])
     assert ResidentSpec.merge([spec(), spec()]) == spec()
+
+
+def test_an_engine_that_stores_nothing_can_not_have_residency() -> None:
+    """Its long requests would fill the device and wait for ever."""
+    transfer = SimpleNamespace(is_kv_producer=False, kv_role="kv_consumer")
+    groups = [SimpleNamespace(kv_cache_spec=spec())]
+    with pytest.raises(ConfigError, match="set kv_role to 'kv_both'"):
+        check_residency(
+            SimpleNamespace(kv_transfer_config=transfer),
+            SimpleNamespace(kv_cache_groups=groups, num_blocks=POOL),
+            CONFIG,
+        )
 
 
 class Requests(RuleBasedStateMachine):

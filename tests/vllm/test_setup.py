@@ -189,8 +189,8 @@ def test_reports_of_ranks_add_up(engine: Any, server: Any) -> None:
         )
     )
     assert both.stores[1].results == [
-        b"\x03\x03\x02\x05",
         b"\x01\x07\x02\x01",
+        b"\x03\x03\x02\x05",
     ] and both.counters == {"load_bytes": 12}
     planner = engine().connector._scheduler.cache.planner
     planner.in_flight._num_ranks = 2

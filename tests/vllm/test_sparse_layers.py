@@ -30,7 +30,12 @@ def engine(device: str = "cpu", **parallel: Any) -> Any:
         device_config=SimpleNamespace(device_type=device),
         speculative_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        model_config=SimpleNamespace(get_total_num_hidden_layers=lambda: NUM_LAYERS),
+        model_config=SimpleNamespace(
+            get_total_num_hidden_layers=lambda: NUM_LAYERS,
+            use_mla=False,
+            is_prefix_caching_supported=True,
+        ),
+        is_mm_encoder_only=False,
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
         compilation_config=SimpleNamespace(static_forward_context={}),
     )
@@ -75,6 +80,19 @@ def test_speculation_and_keys_of_8_bits_are_refused() -> None:
     config = engine()
     config.cache_config.cache_dtype = "fp8_e4m3"
     assert "kv_cache_dtype fp8_e4m3; use auto" in refused(config)
+
+
+def test_what_vllm_lets_nobody_reuse_is_not_kept_for_sparse_decode() -> None:
+    config = engine()
+    config.is_mm_encoder_only = True
+    for sparse in (
+        SparseConfig(),
+        SparseConfig(residency="host", sparse_topk=256, dense_layers=()),
+    ):
+        assert (
+            "hotkv.sparse: vLLM itself forbids prefix caching: this engine runs the multi-modal "
+            "encoder only; or leave out hotkv.sparse"
+        ) in refused(config, sparse)
 
 
 def test_another_device_is_refused() -> None:

@@ -29,7 +29,7 @@ from hotkv_vllm.sparse.batch import SparseLayer
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.recall import block_mass
-from hotkv_vllm.sparse.rows import RowNames, SparseRows
+from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, SparseRows
 from hotkv_vllm.sparse.sequence import LayerSequence
 from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.worker.layout import KeyPacking, key_packing, unpacked_keys
@@ -483,6 +483,49 @@ def test_the_scheduler_names_decoding_requests_by_the_block_they_write() -> None
     assert names.of_step(output(a=1)) == SparseRows((), (), ("a",))
     requests["c"].num_computed_tokens = 90
     assert names.of_step(output(c=1)) == SparseRows((22, 30), ("c", "c"), ())
+
+
+def test_a_step_is_decided_once() -> None:
+    """Connectors beside each other ask for the same step; what one of them counts is what the
+    other's workers do."""
+    names = RowNames(SparseConfig(min_context_tokens=64), [(0, 32)])
+    one = SimpleNamespace(request_id="a", num_prompt_tokens=50, num_computed_tokens=96)
+    names.arrived(one)
+    names.ended("gone")
+    state = SimpleNamespace(get_block_ids=lambda _: ([1, 2, 3, 4],))
+    step = SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens={"a": 1})
+    decided = names.of_step(step)
+    one.num_computed_tokens = 10
+    assert names.of_step(step) is decided and decided.request_ids == ("a",)
+
+
+@pytest.mark.parametrize("replays_decode", [True, False])
+@pytest.mark.parametrize("beside", [1, 2])
+def test_on_cuda_only_what_a_graph_cannot_attend_to_is_sparse_against_the_rule(
+    replays_decode: bool, beside: int
+) -> None:
+    """`beside`: tokens of another row in the step; with one, it may be replayed from a graph."""
+    away, resident = {"prompt", "short", "answer"}, {"prompt", "short", "answer", "here"}
+    limits = ResidentOnly(resident.__contains__, away.__contains__, replays_decode)
+    names = RowNames(SparseConfig(min_context_tokens=64), [(0, 32)], limits)
+    positions = {
+        "prompt": (100, 99),
+        "short": (20, 40),
+        "answer": (50, 96),
+        "here": (100, 99),
+        "whole": (50, 96),
+        "other": (100, 0),
+    }
+    for name, (prompt, computed) in positions.items():
+        names.arrived(
+            SimpleNamespace(request_id=name, num_prompt_tokens=prompt, num_computed_tokens=computed)
+        )
+    state = SimpleNamespace(get_block_ids=lambda _: (list(range(8)),))
+    scheduled = dict.fromkeys(positions, 1) | {"other": beside}
+    step = SimpleNamespace(kv_connector_block_state=state, num_scheduled_tokens=scheduled)
+    is_replayed = replays_decode and beside == 1
+    expected = {"prompt", "short", "answer"} if is_replayed else {"answer"}
+    assert set(names.of_step(step).request_ids) == expected
 
 
 # ------------------------------------------------------------------------------------------- plugin

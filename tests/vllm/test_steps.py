@@ -5,9 +5,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hotkv_vllm.compat import NULL_BLOCK, steps
+from tests.vllm.harness import prompt
 
 TOKENS = 16
 GROUPS = (TOKENS, 2 * TOKENS, 0)
@@ -138,3 +142,57 @@ def test_the_boundary_of_a_shared_prefix_is_none_where_vllm_names_none(
     given: dict[str, int], tokens: int
 ) -> None:
     assert steps.shared_prefix_boundary(SimpleNamespace(**given)) == tokens
+
+
+# ------------------------------------------------------------------------------------ block tables
+
+
+@given(
+    st.lists(st.integers(0, 99)),
+    st.integers(-5, 5) | st.none(),
+    st.integers(-5, 5) | st.none(),
+)
+def test_a_table_that_is_read_in_place_reads_as_a_list(
+    ids: list[int], first: int | None, stop: int | None
+) -> None:
+    table = steps.BlockIds([SimpleNamespace(block_id=one) for one in ids])
+    assert len(table) == len(ids) and list(table) == ids
+    assert table[first:stop] == ids[first:stop] and np.asarray(table[:]).tolist() == ids
+    if ids:
+        assert (table[0], table[-1]) == (ids[0], ids[-1])
+    else:
+        with pytest.raises(IndexError):
+            table[0]
+
+
+@pytest.mark.parametrize("watching", [False, True])
+def test_a_decode_step_reads_as_many_block_ids_however_long_the_context(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, watching: bool
+) -> None:
+    """`watching`: something on the device is inexact, so that each row's blocks are marked."""
+    read = [0]
+    original = steps.BlockIds.__getitem__
+
+    def counted(self: Any, at: Any) -> Any:
+        found = original(self, at)
+        read[0] += len(found) if isinstance(found, list) else 1
+        return found
+
+    monkeypatch.setattr(steps.BlockIds, "__getitem__", counted)
+    most = []
+    for length in (200, 3000):
+        one = engine(blocks=128, max_model_len=3400, max_tokens_per_step=4096)
+        if watching:
+            one.connector._scheduler.requests._exactness.distrust_all()
+        one.add("a", prompt(1, length), 100)
+        while not one.outputs["a"]:
+            one.step()
+        counts = []
+        for _ in range(64):
+            before = read[0]
+            one.step()
+            counts.append(read[0] - before)
+        one.run()
+        assert len(one.outputs["a"]) == 100 and "hook_errors" not in one.counters
+        most.append(max(counts))
+    assert most[0] == most[1] <= 4, "blocks that the step fills, or writes"

@@ -57,7 +57,8 @@ def test_the_server_refuses_a_wrong_total(num_bytes: int, hash_bytes: int) -> No
 @given(age_s=st.floats(0, 1e6))
 def test_the_age_of_a_report_goes_in_milliseconds(age_s: float) -> None:
     report = RequestReport([], 10, 0, 0, age_s)
-    (message,) = _report_wire.report_requests([report], 32).report_use.requests
+    (request,) = _report_wire.report_requests([report], 32)
+    (message,) = request.report_use.requests
     assert message.age_ms <= age_s * 1000 < message.age_ms + 1
 
 
@@ -76,7 +77,8 @@ def test_what_a_report_says_for_the_ledger_arrives(
         [], 10, 0, 0, 0.0, miss=miss, saved_s=saved_s, wait_s=wait_s, report_id=number
     )
     end = LoadEnd(number, seconds[0], failed)
-    message = _report_wire.report_requests([said], 32, 0.0, loads=[end]).report_use
+    (request,) = _report_wire.report_requests([said], 32, 0.0, loads=[end])
+    message = request.report_use
     (heard,), (ended,) = (
         report_convert.reports(message.requests, 32),
         report_convert.load_ends(message.loads),

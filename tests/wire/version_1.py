@@ -22,7 +22,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 DESCRIPTORS = Path(__file__).with_name("version_1.binpb")
 CONNECT = "/hotkv.v1.SessionService/Connect"
 PAGE_BYTES, NUM_BLOCKS = 4096, 64
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def _pool() -> descriptor_pool.DescriptorPool:

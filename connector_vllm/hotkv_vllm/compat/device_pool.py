@@ -86,6 +86,10 @@ class DevicePool:
         """Blocks of the request from the sinks up to here were given back."""
         return 0 if self._manager is None else self._manager.freed_blocks.get(request_id, 0)
 
+    def has_away(self, request_id: str) -> bool:
+        """Whether blocks of the request are in host memory only."""
+        return self.spec is not None and self.num_freed(request_id) > self.spec.sink_blocks
+
     @property
     def has_lost(self) -> bool:
         """Whether vLLM is still to preempt a request that was lost."""

@@ -75,7 +75,7 @@ def _cache_group(group_id: int, group: Any, dcp_size: int, pcp_size: int) -> Cac
     spec = group.kv_cache_spec
     kind = get_kv_cache_spec_kind(spec)
     layers = list(iter_layer_specs(spec))
-    if kind not in _KINDS or any(type(layer).__name__ == "RSWASpec" for layer in layers):
+    if kind not in _KINDS:
         raise Unsupported(
             f"KV cache group {group_id} is of kind {type(spec).__name__}, which is not supported"
         )

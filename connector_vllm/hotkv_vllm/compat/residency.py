@@ -292,6 +292,12 @@ def check_residency(vllm_config: Any, kv_cache_config: Any, config: SparseConfig
             f"{name} = 'host': it needs a model all of whose layers are of plain full attention, "
             f"and hotkv's attention in vLLM; this one has {', '.join(kinds)}; leave it out"
         )
+    transfer = vllm_config.kv_transfer_config
+    if not transfer.is_kv_producer:
+        raise ConfigError(
+            f"{name} = 'host': with kv_role {transfer.kv_role!r} this engine stores nothing, and "
+            "what is not stored can't leave the device; set kv_role to 'kv_both'"
+        )
     num_blocks = kv_cache_config.num_blocks - 1
     needed = spec.device_blocks(vllm_config.model_config.max_model_len)
     if config.adaptive_p is not None:

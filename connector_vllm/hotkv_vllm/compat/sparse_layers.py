@@ -14,7 +14,7 @@ from hotkv.errors import HotKVError
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import format_named
-from hotkv_vllm.compat import residency
+from hotkv_vllm.compat import residency, reuse
 from hotkv_vllm.config import ALLOW_CUDA, CENTRE, SPARSE, ConfigError
 
 
@@ -54,6 +54,9 @@ def check_sparse(vllm_config: Any, kv_cache_config: Any, config: SparseConfig) -
         )
     elif parallel.pipeline_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
         why = "it does not work with pipeline or context parallelism"
+    else:
+        # Its blocks are named, stored and pinned as those of a shared prefix.
+        why = reuse.why_forbidden(vllm_config, kv_cache_config)
     if why:
         raise ConfigError(f"{SPARSE}: {why}; or leave out {SPARSE}")
     if config.residency == "host":
@@ -86,6 +89,13 @@ def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
     if vllm_config.parallel_config.use_ubatching:
         return "on CUDA it does not work with micro-batches (enable_dbo)"
     return ""
+
+
+def replays_decode(vllm_config: Any) -> bool:
+    """Whether steps of one token a row may be replayed from full CUDA graphs."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    # vLLM may lower the mode in its workers; it never raises it.
+    return mode is None or bool(mode.has_full_cudagraphs())
 
 
 def _is_cuda_scorer(name: str) -> bool:

@@ -21,11 +21,11 @@ from hotkv_vllm.scheduler.other_loads import OtherLoads
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Answer, Phase, RequestState
 from hotkv_vllm.scheduler.sharing import Sharing
 from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
-from hotkv_vllm.sparse.rows import RowNames, announce
+from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
 
 
 class Admission:
-    """See the module. `rows`: names of rows that decode sparsely; None without sparse decode.
+    """See the module. `rows`: decides which rows attend sparsely; None without sparse decode.
     `lost_track`: it is not known which blocks the next step gives away."""
 
     def __init__(self, engine: Engine, sharing: Sharing, edge: HookEdge) -> None:
@@ -34,17 +34,18 @@ class Admission:
         self.edge, self._sharing = edge, sharing
         self._stats, self._adapters = engine.stats, engine.adapters
         self._exactness, self._pool, self._traces = engine.exactness, engine.pool, engine.traces
-        self._hints, self._counts_media = HintReader(engine.stats), engine.counts_media
+        self._hints = HintReader(engine.stats)
         self._may_load, self._may_store = transfer.is_kv_consumer, transfer.is_kv_producer
         self.states: dict[str, RequestState] = {}
         self.loads = LoadOrders(vllm_config.parallel_config.world_size)
         self.written = WrittenBlocks(kv_groups.group_block_tokens(vllm_config, kv_cache_config))
         self.others, self.lost_track = OtherLoads(), False
+        self.failed_loads = engine.failed_loads
         self.choice = LoadChoice(engine.learnt_prefill, engine.stats)
         self.rows: RowNames | None = None
         if engine.config.sparse is not None:
             groups = sparse_layers.sparse_groups(kv_cache_config)
-            self.rows = RowNames(engine.config.sparse, groups)
+            self.rows = RowNames(engine.config.sparse, groups, self._limits(vllm_config))
             announce(str(transfer.engine_id), self.rows)
 
     def __repr__(self) -> str:
@@ -70,7 +71,7 @@ class Admission:
         if self._sharing.joining is not None:
             self._sharing.joining.arrived(request)
         cache = self._sharing.cache
-        if cache is None or (self._counts_media and request.mm_features):
+        if cache is None:
             return
         now_s = time.monotonic()
         state = RequestState(request, cache.planner.new_state(), arrived_s=now_s)
@@ -96,13 +97,23 @@ class Admission:
             memory.arrived(request)
 
     def _may_read(self, request: Any) -> bool:
-        return self._may_load and self._sharing.may_offer and not request.skip_reading_prefix_cache
+        sharing = self._sharing
+        return (
+            self._may_load
+            and sharing.may_offer
+            and not request.skip_reading_prefix_cache
+            and sharing.cache is not None
+            and sharing.cache.finder.groups.may_share(request)
+        )
 
     def match(self, request: Any, num_computed_tokens: int) -> Answer:
         """Answers vLLM, whose own hit is `num_computed_tokens` long."""
         self.written.matched(request.request_id, num_computed_tokens)
         now_s = time.monotonic()
         if self._sharing.joining is not None and self._sharing.joining.asks_again(now_s):
+            return ASK_AGAIN
+        # Whatever became of sharing, and of what hotkv knew of the request.
+        if self.failed_loads.steps_aside(request.request_id):
             return ASK_AGAIN
         state, cache = self.states.get(request.request_id), self._sharing.cache
         if not self._has_room(request, now_s):
@@ -119,8 +130,6 @@ class Admission:
             return ASK_AGAIN
         if not self._may_read(state.request):
             return NO_HIT
-        if cache.finder.failed_loads.steps_aside(state.request.request_id):
-            return ASK_AGAIN
         if state.request.lora_request is not None:
             standing = self._adapters.standing(state.request, now_s)
             if standing is not Standing.KNOWN:
@@ -150,6 +159,17 @@ class Admission:
             self._pool.fail(request.request_id, "it outgrows the device, and hotkv is off")
             return False
         return cache.residencies.is_admitted(state, now_s)
+
+    def _limits(self, vllm_config: Any) -> ResidentOnly | None:
+        if self._pool.spec is None or vllm_config.device_config.device_type != "cuda":
+            return None
+        replays = sparse_layers.replays_decode(vllm_config)
+        return ResidentOnly(self._is_resident, self._pool.has_away, replays)
+
+    def _is_resident(self, request_id: str) -> bool:
+        """Whether the server keeps the request's old blocks."""
+        residencies = None if self._sharing.cache is None else self._sharing.cache.residencies
+        return residencies is not None and residencies.is_resident(request_id)
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks were allocated: begins the load, or gives back what was taken for it."""
@@ -198,6 +218,7 @@ class Admission:
         try:
             self._finish(request, block_ids, all_is_there)
         finally:
+            self.failed_loads.ended(request.request_id)
             self._exactness.ended(request.request_id)
             self._adapters.ended(request.request_id)
 
@@ -214,11 +235,10 @@ class Admission:
         # put off; until it has ended the blocks hold nothing to store.
         is_computed = (
             state.hit.phase not in (Phase.LOADING, Phase.GRANTED)
-            and request.request_id not in finder.failed_loads
+            and request.request_id not in self.failed_loads
             and all_is_there
         )
         finder.give_back(state)
-        finder.failed_loads.ended(request.request_id)
         cache.reports.ended(state)
         del self.states[request.request_id]
         if (
@@ -263,8 +283,7 @@ class Admission:
         """The same for the hook of a request's end: nobody waits for it, or because of it."""
         self.request_broke(request_id)
         self.others.ended(request_id)
-        if self._sharing.cache is not None:
-            self._sharing.cache.finder.failed_loads.ended(request_id)
+        self.failed_loads.ended(request_id)
 
     def alloc_broke(self, request_id: str, num_external_tokens: int) -> None:
         """Blocks may have changed hands unseen: no store is safe, and no load is planned."""

@@ -14,6 +14,7 @@ from hotkv_vllm.compat.device_pool import DevicePool
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.scheduler.agreement import Agreement
 from hotkv_vllm.scheduler.exactness import Exactness
+from hotkv_vllm.scheduler.failed_loads import FailedLoads
 from hotkv_vllm.scheduler.fence import Fence
 from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.hits import HitFinder
@@ -46,6 +47,7 @@ class Engine:
     pool: DevicePool
     prefill: PrefillSpeed = field(init=False)
     learnt_prefill: PrefillSpeed | None = field(init=False)
+    failed_loads: FailedLoads = field(init=False)
     traces: RequestTraces | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,6 +55,7 @@ class Engine:
         weighs = self.config.load == "auto" and self.pool.spec is None
         object.__setattr__(self, "prefill", prefill)
         object.__setattr__(self, "learnt_prefill", prefill if weighs else None)
+        object.__setattr__(self, "failed_loads", FailedLoads())
         object.__setattr__(self, "traces", open_traces(self.config))
 
 
@@ -114,10 +117,18 @@ def _over(
         kv_groups.hit_alignment_tokens(engine.kv_cache_config, cache_groups),
         kv_groups.draft_groups(engine.vllm_config, cache_groups),
         engine.adapters,
+        engine.counts_media,
     )
     representations = RepresentationPlanner(len(space.groups), agreement.kinds)
     finder = HitFinder(
-        session, groups, config, stats, prefix, representations, engine.pool.left_out
+        session,
+        groups,
+        config,
+        stats,
+        prefix,
+        representations,
+        engine.pool.left_out,
+        engine.failed_loads,
     )
     residencies = None
     if engine.pool.spec is not None:

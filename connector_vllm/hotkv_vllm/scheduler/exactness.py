@@ -63,7 +63,7 @@ class Exactness:
         """Takes in a step that vLLM has planned.
 
         `allocated`: blocks given away anew since the step before, or in this one.
-        `sparse_requests`: requests whose row decodes sparsely.
+        `sparse_requests`: requests whose row attends sparsely, as `sparse.rows` has decided.
         """
         if not self.is_watching:
             return

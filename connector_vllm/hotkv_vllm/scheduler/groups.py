@@ -2,7 +2,8 @@
 set of ready blocks makes.
 
 What is always true: a hit ends at a multiple of the alignment and leaves at least one token to
-compute; a request whose adapter is not known has no names, and so neither hits nor stores.
+compute; a request that may not be shared (its adapter is not known, or vLLM's hashes don't cover
+its media) has no shared names, and so neither hits nor stores that others find.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ from hotkv_vllm.scheduler.request import Masks
 
 
 class CachedGroups:
-    """See the module. `draft_groups`: indices of groups whose hits must know one block more."""
+    """See the module. `draft_groups`: indices of groups whose hits must know one block more.
+    `counts_media`: vLLM's hashes name media by a counter, so requests with media have no shared
+    names."""
 
     def __init__(
         self,
@@ -27,28 +30,46 @@ class CachedGroups:
         alignment_tokens: int,
         draft_groups: frozenset[int] = frozenset(),
         adapters: Adapters | None = None,
+        counts_media: bool = False,
     ) -> None:
         self.specs = tuple(specs)
         self.hash_block_tokens = hash_block_tokens
         self.alignment_tokens = alignment_tokens
         self.draft_groups = draft_groups
         self._adapters = adapters
+        self._counts_media = counts_media
 
     def __repr__(self) -> str:
         return f"CachedGroups({len(self.specs)}, alignment {self.alignment_tokens} tokens)"
 
+    def may_share(self, request: Any) -> bool:
+        """Whether vLLM's hashes cover all that decides the request's KV, but for its adapter's
+        bytes."""
+        return not (self._counts_media and request.mm_features)
+
     def keys(self, request: Any) -> Sequence[bytes]:
-        """Hashes of a request's tokens, one for each of vLLM's hash blocks, as far as its tokens
-        are known."""
+        """Shared names of a request's tokens, one for each of vLLM's hash blocks, as far as its
+        tokens are known. None of them for a request that may not be shared."""
+        if not self.may_share(request):
+            return ()
         plain: Sequence[bytes] = request.block_hashes
         if self._adapters is None or request.lora_request is None:
             return plain
         return self._adapters.keys(request)
 
     def hashes(self, request: Any, index: int) -> Sequence[bytes]:
-        """Hashes that name one group's blocks, as far as the request's tokens are known."""
+        """Shared names of one group's blocks, as far as the request's tokens are known."""
+        return self._of_group(self.keys(request), index)
+
+    def own_hashes(self, request: Any, index: int) -> Sequence[bytes]:
+        """vLLM's hashes of one group's blocks, which every request has. They tell blocks of one
+        request apart, and must be salted before they name any: what they leave out may differ
+        between two requests."""
+        return self._of_group(request.block_hashes, index)
+
+    def _of_group(self, keys: Sequence[bytes], index: int) -> Sequence[bytes]:
         hashes: Sequence[bytes] = group_hashes(
-            self.keys(request), self.hash_block_tokens, self.specs[index].block_tokens
+            keys, self.hash_block_tokens, self.specs[index].block_tokens
         )
         return hashes
 

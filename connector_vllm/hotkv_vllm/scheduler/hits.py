@@ -54,12 +54,15 @@ class HitFinder:
         id_prefix: str,
         representations: RepresentationPlanner | None = None,
         left_out: Callable[[int], range] = lambda hit_tokens: range(0),
+        failed_loads: FailedLoads | None = None,
     ) -> None:
-        """`left_out`: blocks of a hit that are neither leased nor loaded."""
+        """`left_out`: blocks of a hit that are neither leased nor loaded. `failed_loads`: the
+        engine's, which outlive a key space; None for its own."""
         self._left_out = left_out
         self.groups = groups
         self.representations = representations or RepresentationPlanner(len(groups.specs))
-        self.hidden, self.failed_loads, self.patience = HiddenKeys(), FailedLoads(), Patience()
+        self.hidden, self.patience = HiddenKeys(), Patience()
+        self.failed_loads = FailedLoads() if failed_loads is None else failed_loads
         self._session = session
         self._table = TableProbe(session, groups, self.hidden)
         self._config, self._stats, self._prefix = config, stats, id_prefix

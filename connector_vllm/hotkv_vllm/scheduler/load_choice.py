@@ -3,8 +3,9 @@
 The engine learns what the server takes for answers and for loads, and what its prefill takes. Only
 the server's time counts: between two steps an engine that is busy would wait in any case. Always
 true: a load has no more time than computing its hit takes, as soon as that is known; while loads
-lose, TRIED_SHARE of what computing their hits takes is spent on trying them again, and what a trial
-takes beyond its time is made up for before the next one.
+lose, TRIED_SHARE of what computing their hits takes is spent on trying them again. What a trial
+takes beyond its time is made up for before the next one, as far as trials usually take so long: one
+stall says little of the next trial. That debt fades with time, too.
 
 A trial loads a few tokens of its hit, since a load that has begun can't always be ended at once. If
 it ends in time the next one loads twice as many: that tells what any load takes from what each
@@ -32,6 +33,11 @@ TRIED_SHARE = 0.03
 LEAST_TRIED_TOKENS = 32
 LATE = 2.0
 """What was given up counts as if it had taken so many times its time."""
+USUAL_TRIALS = 5
+"""Trials whose median is what a trial usually takes; those that have not been count as in time."""
+DEBT_TRIALS = 3
+"""No more than what so many trials usually take is made up for."""
+DEBT_HALF_LIFE_S = 300.0
 SLACK_S = 0.01
 """Loads that lose no more than this are taken: they spare the device its work."""
 LEAST_BUDGET_S, LEAST_LOAD_S = 0.05, 0.001
@@ -98,6 +104,8 @@ class LoadChoice:
         self._allowance_s = 0.0
         self._share = TRIED_SHARE
         self._tried_tokens = LEAST_TRIED_TOKENS
+        self._trials_s: deque[float] = deque(maxlen=USUAL_TRIALS)
+        self._seen_s = 0.0
 
     def __repr__(self) -> str:
         return f"LoadChoice({self.costs}, {self._allowance_s:.3f} s for trials)"
@@ -106,6 +114,7 @@ class LoadChoice:
         self, finder: HitFinder, state: RequestState, computed_tokens: int, now_s: float
     ) -> Answer:
         """What the finder answers, if loading is sooner than computing; else no hit."""
+        self._let_debt_fade(now_s)
         if not self._may_ask(state, computed_tokens):
             return _left(finder, state)
         spent_s = state.hit.server_s
@@ -238,6 +247,7 @@ class LoadChoice:
         seconds = choice.ask_s + choice.load_s
         if was_tried:
             self._allowance_s += choice.budget_s - seconds
+            self._trials_s.append(seconds)
         self._judge(choice, seconds <= choice.prefill_s)
         if predicted_s:
             self._stats.add("load_prediction_error_s", abs(predicted_s - seconds))
@@ -277,10 +287,23 @@ class LoadChoice:
         self._stats.add("late_requests")
         choice.verdict = Verdict.LEAVE
         if not was_taken:
-            self._allowance_s -= max(0.0, seconds - choice.budget_s)
+            self._make_up_for(seconds, choice.budget_s)
             self._share = min(1.0, 2 * self._share)
             self._tried_tokens = LEAST_TRIED_TOKENS
         return was_taken
+
+    def _make_up_for(self, seconds: float, budget_s: float) -> None:
+        """A trial has lost after these seconds: what it took beyond its time is a debt."""
+        self._trials_s.append(seconds)
+        in_time = [budget_s] * (USUAL_TRIALS - len(self._trials_s))
+        usual_s = max(budget_s, float(np.median([*self._trials_s, *in_time])))
+        owed_s = self._allowance_s - max(0.0, seconds - budget_s)
+        self._allowance_s = max(owed_s, -DEBT_TRIALS * usual_s)
+
+    def _let_debt_fade(self, now_s: float) -> None:
+        if self._allowance_s < 0:
+            self._allowance_s *= 0.5 ** ((now_s - self._seen_s) / DEBT_HALF_LIFE_S)
+        self._seen_s = now_s
 
     def _judge(self, choice: HitChoice, is_sooner: bool) -> None:
         """Counts whether what was believed of a hit held."""

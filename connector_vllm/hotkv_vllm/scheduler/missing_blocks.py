@@ -25,7 +25,7 @@ ends the sooner its blocks are found."""
 Handoff = tuple[int, int, int]
 """A state at a block boundary that vLLM names itself (Mamba "align" mode): vLLM's group, block,
 boundary in tokens."""
-Tables = Callable[[str], "tuple[list[int], ...] | None"]
+Tables = Callable[[str], "tuple[Sequence[int], ...] | None"]
 """A request's block ids per vLLM group, as they are in this step."""
 Handoffs = Mapping[str, Sequence[Handoff]]
 """By request: states that vLLM names itself."""

@@ -148,7 +148,10 @@ class Reservations:
             one.stream = CLOSED
         if answer.cancelled() or error is not None or blocks.start != one.kept:
             return
+        found = answer.result()
+        if len(found.offsets) != len(blocks):
+            return
         # A session that is gone by now has no arena; then they are asked for again.
         arena = self._session.arena()
-        if arena is not None and one.keep(blocks.start, answer.result(), arena.file_id):
+        if arena is not None and one.keep(blocks.start, found, arena.file_id):
             one.waited_s = 0.0

@@ -3,12 +3,14 @@ blocks are pinned as they are stored, and what is pinned may be given back to vL
 
 What is always true: a request that outgrows the device is not admitted before the server has
 reserved room for all it may ever store; a block counts as kept (`kept_tokens`) only once the server
-has said where it lies, and workers hear that with the step in which it may be given back; blocks
-whose KV is not exact have names of their own, which no other request finds. Scheduler thread only;
-never blocks.
+has said where it lies, and workers hear that with the step in which it may be given back; every
+request has names for all its blocks; those whose KV is not exact, and those of requests that may
+not be shared, have names of their own, which no other request finds. Scheduler thread only; never
+blocks.
 """
 
 import itertools
+import os
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -52,7 +54,7 @@ class Residencies:
         self._pool = pool
         self._stats = stats
         self._timeout_s = timeout_s
-        self._prefix = uuid.uuid4().hex[:8]
+        self._prefix, self._salt = uuid.uuid4().hex[:8], os.urandom(16)
         self._numbers = itertools.count()
         self._residents: dict[str, Resident] = {}
         self.rows = ResidentRows(self._residents, pool, self._block_tokens)
@@ -69,7 +71,8 @@ class Residencies:
         if self._pool.holds_whole(request):
             return
         num_blocks = -(-self._pool.longest(request) // self._block_tokens)
-        one = Resident(state, num_blocks, self._new_id(request.request_id), seen_s=now_s)
+        residency_id = self._new_id(request.request_id)
+        one = Resident(state, num_blocks, residency_id, self._salt, seen_s=now_s)
         self._residents[request.request_id] = one
         self._reservations.open(one, now_s)
 
@@ -136,11 +139,13 @@ class Residencies:
 
     def names(self, state: RequestState, until: int) -> Sequence[bytes]:
         """Names of a resident request's first `until` blocks, whose tokens are known and computed.
-        They stay while it keeps them."""
-        request_id = state.request.request_id
-        exact = self._exactness.exact_tokens(request_id) // self._block_tokens
-        one = self._residents[request_id]
-        return one.name(self._groups.hashes(state.request, 0), until, exact)
+        They stay while it keeps them. What may not be shared now is private for as long."""
+        request, one = state.request, self._residents[state.request.request_id]
+        exact = self._exactness.exact_tokens(request.request_id) // self._block_tokens
+        shared = self._groups.hashes(request, 0)
+        if shared:
+            return one.name(shared, until, exact)
+        return one.name(self._groups.own_hashes(request, 0), until, 0)
 
     def reset(self, request_id: str) -> None:
         """From now on nobody else finds what is stored of the request. If more was stored than is
@@ -152,6 +157,11 @@ class Residencies:
         del one.names[one.kept :]
         one.private_from = min(one.private_from, one.kept)
         one.store_from(one.kept)
+
+    def distrust(self) -> None:
+        """No KV on the device is exact any more: what is not kept yet is nobody else's."""
+        for request_id in self._residents:
+            self.reset(request_id)
 
     # --------------------------------------------------------------------------------------- stores
 

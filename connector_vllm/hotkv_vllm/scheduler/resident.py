@@ -28,7 +28,8 @@ class Resident:
     has said it keeps; `places` say where, in order. `told`: how many of these the workers know.
     `asked`: the call that will say more, and of which blocks. `storing`: by store, its first block.
     `names`: of its blocks, as far as they were needed.
-    `private_from`: blocks from here on have names of their own.
+    `private_from`: blocks from here on have names of their own, which hold `salt`: a secret of this
+    engine.
 
     `pin`: what workers may read the kept blocks under; behind `opened` while it is not known
     whether a server that came back keeps them where they were. `refusal`: the server will never
@@ -38,6 +39,7 @@ class Resident:
     state: RequestState
     num_blocks: int
     residency_id: str
+    salt: bytes = b""
     opening: "Future[ResidencyOpened] | None" = None
     opened: ResidencyOpened | None = None
     pin: ResidencyOpened | None = None
@@ -85,16 +87,16 @@ class Resident:
         """Whether blocks were stored, or are to be, under names that are nobody else's."""
         return self.private_from < len(self.names)
 
-    def name(self, hashes: Sequence[bytes], until: int, exact: int) -> Sequence[bytes]:
-        """Names of the first `until` blocks. The first `exact` have those that all requests give
-        them; the others are nobody else's."""
-        shared = min(exact, self.private_from)
+    def name(self, hashes: Sequence[bytes], until: int, num_shared: int) -> Sequence[bytes]:
+        """Names of the first `until` blocks. The first `num_shared` have `hashes`, as all requests
+        name them; the others have names that are nobody else's."""
+        shared = min(num_shared, self.private_from)
         for place in range(len(self.names), min(until, len(hashes))):
             name = bytes(hashes[place])
             if place >= shared:
                 self.private_from = min(self.private_from, place)
-                secret = self.residency_id.encode() + name
-                name = hashlib.sha256(b"hotkv-private;" + secret).digest()[: len(name)]
+                secret = b"hotkv-private;" + self.salt + self.residency_id.encode() + name
+                name = hashlib.sha256(secret).digest()[: len(name)]
             self.names.append(name)
         return self.names
 

@@ -103,6 +103,7 @@ class HotKVScheduler:
     def bind_manager(self, manager: Any) -> None:
         """Takes vLLM's manager of blocks, and its pool."""
         self.requests.loads.quarantine.pool = manager.block_pool
+        self.steps.manager = manager
         self.residents.bind(manager)
 
     def update(self, output: Any) -> None:

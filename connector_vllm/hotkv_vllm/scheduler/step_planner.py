@@ -16,11 +16,11 @@ from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.assembly import Assembly, Engine
 from hotkv_vllm.scheduler.prefill_speed import LEAST_STEP_TOKENS
 from hotkv_vllm.scheduler.sharing import Sharing
-from hotkv_vllm.sparse.rows import SparseRows, sparse_requests
+from hotkv_vllm.sparse.rows import SparseRows, sparse_rows
 
 
 class StepPlanner:
-    """See the module."""
+    """See the module. `manager`: vLLM's manager of blocks, once it is known."""
 
     def __init__(
         self, engine: Engine, sharing: Sharing, requests: Admission, edge: HookEdge
@@ -36,13 +36,15 @@ class StepPlanner:
         self.prefill = engine.prefill
         self._sharing = sharing
         self._requests = requests
+        self.manager: Any = None
 
     def __repr__(self) -> str:
         return f"StepPlanner({self._engine_id})"
 
     def plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """This step's work for the workers, with the rows that decode sparsely, and where the
+        """This step's work for the workers, with the rows that attend sparsely, and where the
         blocks are that are not on the device."""
+        scheduler_output = steps.read_in_place(scheduler_output, self.manager)
         rows = self._requests.rows
         named = rows.of_step(scheduler_output) if rows is not None else None
         meta = self._plan(scheduler_output)
@@ -52,11 +54,18 @@ class StepPlanner:
         cache = self._sharing.cache
         if rows is not None and cache is not None and cache.residencies is not None:
             meta.resident = cache.residencies.step(scheduler_output, rows, time.monotonic())
+        # Last, what is said once and must reach the workers: if anything above breaks, `plan_broke`
+        # finds it all.
+        requests = self._requests
+        meta.adapters = self._adapters.take_work(time.monotonic())
+        meta.loads, meta.cancel_loads, meta.abandoned_loads = requests.loads.take()
+        requests.lost_track = False
         return meta
 
     def _plan(self, scheduler_output: Any) -> HotKVMetadata:
-        """The same without rows."""
+        """The same without rows, and without what is said once."""
         written = self._requests.written
+        self._requests.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
         settles_step = self._requests.others.step(
             scheduler_output.num_scheduled_tokens, scheduler_output.has_sync_kv_loads
         )
@@ -64,10 +73,11 @@ class StepPlanner:
         residencies = None if self._sharing.cache is None else self._sharing.cache.residencies
         if residencies is not None:
             written.add(residencies.rows.fresh_hot_blocks(scheduler_output.num_scheduled_tokens))
-        sparse = sparse_requests(self._engine_id, scheduler_output)
+        sparse = sparse_rows(self._engine_id, scheduler_output)
         self._exactness.is_watching |= sparse is not None
         if self._exactness.is_watching:
-            self._exactness.step(scheduler_output, written.of_step(), sparse or ())
+            named = () if sparse is None else sparse.request_ids
+            self._exactness.step(scheduler_output, written.of_step(), named)
         stores: tuple[StoreJob, ...] = ()
         flush: tuple[int, ...] = ()
         wants_handshake = self._sharing.cache is None and self._sharing.joining is not None
@@ -77,7 +87,7 @@ class StepPlanner:
             self._before_stores(self._sharing.cache, scheduler_output)
         if self._sharing.cache is not None:
             stores, flush = self._plan_stores(self._sharing.cache, scheduler_output)
-        meta = self._pending()
+        meta = self._state()
         meta.stores, meta.flush_stores, meta.settles_step = stores, flush, settles_step
         meta.wants_handshake = wants_handshake
         # Decode steps don't pay for a call that would tell them so.
@@ -98,12 +108,15 @@ class StepPlanner:
         cache.reports.send(now_s)
         cache.reset.step(now_s)
         cache.finder.patience.begin_step()
-        cache.finder.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
 
     def _adopt(self, cache: Assembly, identity: str) -> None:
-        """The ranks have said which weights they have. Nothing that is known of others holds."""
-        if self._sharing.is_other(identity):
+        """The ranks have said which weights they have. Nothing that is known of others holds, nor
+        what was computed while they may have been others."""
+        is_other = self._sharing.is_other(identity)
+        if is_other or self._sharing.weights.were_written:
             self._exactness.distrust_all()
+            if cache.residencies is not None and not is_other:
+                cache.residencies.distrust()
             for state in self._requests.states.values():
                 # Loads of the old weights' KV were made to fail.
                 cache.finder.forget(state, failed_too=True)
@@ -133,9 +146,9 @@ class StepPlanner:
             self._stats.add("flushes", len(flush))
         return stores, flush
 
-    def _pending(self) -> HotKVMetadata:
-        """What must reach the workers in any case: loads, cancels, loads that are no more, and for
-        sparse decode blocks that are about to be written."""
+    def _state(self) -> HotKVMetadata:
+        """What each step says anew, as it is now; for sparse decode the blocks that are about to be
+        written."""
         requests = self._requests
         written = requests.written.take()
         meta = HotKVMetadata(
@@ -143,13 +156,9 @@ class StepPlanner:
             asks_links=not self._sharing.links.are_complete and self._sharing.is_connected,
             lost_track=requests.lost_track,
             weights=self._sharing.weights.order(),
-            adapters=self._adapters.take_work(),
         )
         if self._config.sparse is not None:
             meta.allocated_blocks = tuple(written)
-        requests.lost_track = False
-        # Last: if anything above breaks, `plan_broke` finds the loads and has them fail.
-        meta.loads, meta.cancel_loads, meta.abandoned_loads = requests.loads.take()
         return meta
 
     @hook(nothing, is_part=True)
@@ -168,6 +177,7 @@ class StepPlanner:
         """
         self._exactness.step_was_lost()
         self._requests.others.lost()
+        self._adapters.give_back()
         self._requests.lost_track = False
         if self._sharing.cache is not None:
             self._sharing.cache.planner.plan_broke()

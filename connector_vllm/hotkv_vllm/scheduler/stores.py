@@ -220,13 +220,14 @@ class StorePlanner:
         runs: list[BlockRun] = []
         next_tokens = EVERYTHING
         for index, group in enumerate(self._cache_groups):
-            hashes = self._groups.hashes(request, index)
+            if is_resident and self._residencies is not None:
+                hashes = self._residencies.names(state, known // group.block_tokens)
+            else:
+                hashes = self._groups.hashes(request, index)
             end = min(known // group.block_tokens, len(hashes))
             if group.is_draft and decoding and not last:
                 end -= 1
             begin = min(store.stored_blocks[index], len(hashes))
-            if is_resident and self._residencies is not None:
-                hashes = self._residencies.names(state, end)
             if end > begin and not group.states_by_handoff:
                 if self.in_flight.is_full(len(planned) * self._slot_bytes[index]):
                     # Looked at again in the next step, when some stores may have ended.

@@ -38,7 +38,7 @@ class DeviceArena:
 class CudaSequence:
     """One request. `rows` int32: of representations, by position. `addresses` int64 by position,
     0: not known. `num_built`: leading blocks whose representations are built with the step that is
-    planned."""
+    planned. `is_sparse`: in the present step, as the scheduler has decided."""
 
     request_id: str
     state: int
@@ -47,6 +47,7 @@ class CudaSequence:
     num_built: int = 0
     context_tokens: int = 0
     new_tokens: int = 0
+    is_sparse: bool = False
     has_hot_slots: bool = False
     rows: I32 = field(default_factory=lambda: NO_ROWS)
     addresses: I64 = field(default_factory=lambda: np.empty(0, np.int64))
@@ -113,9 +114,9 @@ class CudaSequences:
             self._free_states.append(sequence.state)
             self._free_rows.extend(sequence.rows.tolist())
 
-    def follow(self, row: ResidentRow) -> CudaSequence | None:
-        """Takes in what the scheduler says of a request; None if it stays on the device as a
-        whole."""
+    def follow(self, row: ResidentRow, is_sparse: bool) -> CudaSequence | None:
+        """Takes in what the scheduler says of a request, and whether it attends sparsely; None if
+        it stays on the device as a whole."""
         if not row.may_outgrow:
             return None
         sequence = self._sequences.get(row.request_id)
@@ -125,7 +126,7 @@ class CudaSequences:
             sequence = CudaSequence(row.request_id, self._free_states.pop())
             self._sequences[row.request_id] = self._by_state[sequence.state] = sequence
             self._residents.begin_anew(sequence.state)
-        sequence.first_block = row.first_block
+        sequence.first_block, sequence.is_sparse = row.first_block, is_sparse
         sequence.context_tokens, sequence.new_tokens = row.context_tokens, row.new_tokens
         if not 1 <= row.new_tokens <= row.context_tokens:
             self.lose(sequence, "the step does not say how long its context is")
@@ -215,7 +216,7 @@ class CudaSequences:
             if len(away) < num_freed - self._residents.num_sinks or not away.all():
                 self.lose(sequence, "it is not known where the server keeps some of its blocks")
                 return
-            if not sequence.has_hot_slots and sequence.new_tokens == 1:
+            if not sequence.has_hot_slots and sequence.is_sparse:
                 self.lose(sequence, "it has no hot slots")
                 return
         sequence.num_freed = num_freed

@@ -1,15 +1,16 @@
 """Residency on CUDA: what a step's rows attend to is chosen on the device, by kernels that the host
 launches or that a CUDA graph replays.
 
-    begin_resident(step)   what the scheduler says; the connector calls it
-    begin_batch(batch)     the step's batch; vLLM's metadata builder calls it
-    layer_step(…)          each layer, before its attention; captured in a graph of decode
+    begin_resident(step, rows)   what the scheduler says; the connector calls it
+    begin_batch(batch)           the step's batch; vLLM's metadata builder calls it
+    layer_step(…)                each layer, before its attention; captured in a graph of decode
 
 **Nothing of this has run on a GPU.** What is always true: in a step that a graph replays, no Python
-is needed; rows that decode with blocks in host memory always attend sparsely (a graph can't do
-otherwise), rows of a prefill to the whole context, put together layer by layer in a staging area;
-bytes that came out of the arena count only if the server still pinned them after the step's last
-kernel (`take_lost`, which waits for the device). One thread.
+is needed; the rows that the scheduler has named (`rows`) attend sparsely, all others to the whole
+context, put together layer by layer in a staging area if blocks of it are in host memory (a graph
+can't do that, so the scheduler names such rows where steps may be replayed); bytes that came out of
+the arena count only if the server still pinned them after the step's last kernel (`take_lost`,
+which waits for the device). One thread.
 """
 
 from collections import Counter
@@ -23,12 +24,13 @@ import torch
 from hotkv_client.arena import Arena
 from hotkv_sparse.cuda.arena import MappedArena
 from hotkv_sparse.cuda.device import Array
-from hotkv_sparse.cuda.residents import EngineBatch, PagePlaces
+from hotkv_sparse.cuda.residents import EngineBatch, NamedRow, PagePlaces
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import Workspace
 from hotkv_vllm import link
 from hotkv_vllm.sparse.cuda_sequences import CudaSequence, CudaSequences, DeviceArena
 from hotkv_vllm.sparse.resident_step import FileId, ResidentStep
+from hotkv_vllm.sparse.rows import SparseRows
 
 logger = link.logger
 I32 = npt.NDArray[np.int32]
@@ -123,15 +125,17 @@ class CudaWorker:
 
     # ---------------------------------------------------------------------------------------- steps
 
-    def begin_resident(self, step: ResidentStep) -> None:
-        """Takes in what the scheduler says of the coming step's requests."""
+    def begin_resident(self, step: ResidentStep, rows: SparseRows) -> None:
+        """Takes in what the scheduler says of the coming step's requests, and which of them attend
+        sparsely."""
         if self._has_captured:
             self._reset_capture_state()
         for request_id in step.ended:
             self.sequences.end(request_id)
+        sparse = frozenset(rows.request_ids)
         self._step, names = [], {}
         for row in step.rows:
-            sequence = self.sequences.follow(row)
+            sequence = self.sequences.follow(row, row.request_id in sparse)
             if sequence is not None:
                 self._step.append(sequence)
                 names[row.written_block] = sequence
@@ -139,7 +143,9 @@ class CudaWorker:
             lost = self.sequences.of(request_id)
             if lost is not None:
                 self.sequences.lose(lost, "the server has lost it")
-        self._residents.name_rows({b: one.state for b, one in names.items() if not one.is_lost})
+        self._residents.name_rows(
+            {b: NamedRow(o.state, o.is_sparse) for b, o in names.items() if not o.is_lost}
+        )
         self._is_told = True
         if not self._plans_in_build and self._batch is not None:
             self._plan(self._batch)
@@ -181,7 +187,7 @@ class CudaWorker:
         """How calls of attention share the batch's rows. Reads back which rows are whose, which
         waits for the device, only in steps that stage."""
         num_rows = batch.device.num_rows
-        away = [one for one in self._step if one.new_tokens > 1 and self.sequences.is_away(one)]
+        away = [one for one in self._step if not one.is_sparse and self.sequences.is_away(one)]
         if not any(not one.is_lost for one in away):
             return (Run(0, num_rows),)
         own = self._work.device.read(self._residents.own_of)[:num_rows]

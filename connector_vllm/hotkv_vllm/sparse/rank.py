@@ -135,14 +135,15 @@ class SparseRank:
 
     def begin_step(self, meta: HotKVMetadata) -> None:
         """Takes in what the scheduler says of a step's rows and blocks."""
+        rows = meta.sparse_rows or SparseRows()
         if self.cuda is not None:
-            self.cuda.begin_resident(meta.resident or ResidentStep())
+            self.cuda.begin_resident(meta.resident or ResidentStep(), rows)
         if self.worker is not None:
             self.will_write(np.array(meta.allocated_blocks, np.int32))
             self._tell_reporter(meta)
             if isinstance(self.worker, ResidentWorker):
                 self.worker.begin_resident(meta.resident or ResidentStep())
-            self.worker.begin_step(meta.sparse_rows or SparseRows())
+            self.worker.begin_step(rows)
 
     def find_lost(self, request_ids: Iterable[str]) -> set[str]:
         """Those of these requests whose bytes in host memory were gone as the step read them, or

@@ -47,7 +47,7 @@ class SparseReport:
 
     def join(self, other: "SparseReport") -> "SparseReport":
         """Joins the reports of two ranks, or two of one: all positions, sums of counters, hot sets
-        of both."""
+        of both; of two that are of one layer and shard, the longer."""
         positions = dict(self.positions)
         for request_id, more in other.positions.items():
             known = positions.get(request_id)
@@ -59,8 +59,15 @@ class SparseReport:
                 counters[name] = counters.get(name, 0.0) + value
         ended = dict(self.ended)
         for request_id, hot_sets in other.ended.items():
-            ended[request_id] = ended.get(request_id, ()) + hot_sets
+            ended[request_id] = _longest((*ended.get(request_id, ()), *hot_sets))
         return SparseReport(positions, layers, ended)
+
+
+def _longest(hot_sets: Sequence[LayerHotSet]) -> tuple[LayerHotSet, ...]:
+    """One hot set for each layer and shard, in that order."""
+    ordered = sorted(hot_sets, key=lambda one: (len(one.positions), one.positions.tobytes()))
+    found = {(one.layer_index, one.shard_index): one for one in ordered}
+    return tuple(found[place] for place in sorted(found))
 
 
 class SparseReporter:

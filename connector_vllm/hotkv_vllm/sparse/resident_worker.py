@@ -1,10 +1,10 @@
 """Decides what each row attends to where old blocks of a context are in host memory only.
 
-Decode rows choose a hot set as `worker.SparseWorker` does. What of it is not on the device is
-copied from the mapped arena into the request's hot slots, which are blocks of vLLM's pool, so one
-call of vLLM's attention serves the whole batch. Rows that attend to everything (prefill, and rows
-whose selection breaks) do so over a staging area of one layer, in which the whole context is put
-together.
+Rows that the scheduler has named choose a hot set as `worker.SparseWorker` does. What of it is not
+on the device is copied from the mapped arena into the request's hot slots, which are blocks of
+vLLM's pool, so one call of vLLM's attention serves the whole batch. Rows that attend to everything
+(those not named, and those whose selection breaks) do so over a staging area of one layer, in which
+the whole context is put together.
 
 What is always true: attention reads no block that was given back; a page that was copied out of
 the arena counts only if the server still pinned it afterwards (`take_lost`). Where that fails the
@@ -155,8 +155,8 @@ class ResidentWorker(SparseWorker):
             one = BatchRow(row, sequence, context - int(num_queries[row]), context, blocks)
             plan.residents[row] = one
             self._give_rows(one, tokens)
-            request_id = self._request_of.get(int(blocks[-1])) if num_queries[row] == 1 else None
-            if request_id is not None and context >= self._config.min_context_tokens:
+            request_id = self._named(int(blocks[-1]), int(num_queries[row]))
+            if request_id is not None:
                 kept = sequence.rows[: len(blocks)]
                 about = Context(self._config, context, tokens)
                 token = int(batch.starts[row])

@@ -1,4 +1,9 @@
-"""Tells a worker which request a row of the batch is, by the block that the row's step writes.
+"""Decides which rows of a step attend sparsely, and names them to the workers.
+
+What is always true: the scheduler side decides alone, once a step (`RowNames.of_step`). Attention,
+the kernels on CUDA and `scheduler.exactness` read that decision and make none of their own. A row
+that is not named attends to its whole context; a row that is named may do so too, for instance
+after a fault, and counts as inexact all the same.
 
 A worker's attention sees block tables, not requests. The block that a decode step writes belongs to
 one request alone: shared blocks are complete, and complete blocks are not written. So the pair
@@ -6,7 +11,7 @@ one request alone: shared blocks are complete, and complete blocks are not writt
 after preemption, which changes all block ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,23 +21,46 @@ from hotkv_sparse import SparseConfig
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """One step: `block_ids[i]` is the block that request `request_ids[i]` writes (one pair per
-    group); `ended`: requests that have ended."""
+    """The rows of one step that attend sparsely: `block_ids[i]` is the block that request
+    `request_ids[i]` writes (one pair per group). `ended`: requests that have ended."""
 
     block_ids: tuple[int, ...] = ()
     request_ids: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ResidentOnly:
+    """What limits the decision on CUDA, where only requests that outgrow the device (`outgrows`)
+    have kernels that attend sparsely.
+
+    `replays_decode`: steps in which every row has one token may be replayed from CUDA graphs. A
+    graph stages no contexts, so there a row some of whose blocks are in host memory only
+    (`has_away`) must attend sparsely, whatever its token is.
+    """
+
+    outgrows: Callable[[str], bool]
+    has_away: Callable[[str], bool]
+    replays_decode: bool
+
+
 class RowNames:
     """The scheduler's side. Knows the requests that have arrived and not ended."""
 
-    def __init__(self, config: SparseConfig, groups: Sequence[tuple[int, int]]) -> None:
-        """`groups`: (vLLM's group, its block tokens) of each full attention group."""
+    def __init__(
+        self,
+        config: SparseConfig,
+        groups: Sequence[tuple[int, int]],
+        limits: ResidentOnly | None = None,
+    ) -> None:
+        """`groups`: (vLLM's group, its block tokens) of each full attention group. `limits`: None
+        in a CPU engine, where any row can attend sparsely or not."""
         self._min_tokens = config.min_context_tokens
         self._groups = tuple(groups)
+        self._limits = limits
         self._requests: dict[str, Any] = {}
         self._ended: list[str] = []
+        self._decided: tuple[Any, SparseRows] = (None, SparseRows())
 
     def __repr__(self) -> str:
         return f"RowNames(requests {len(self._requests)})"
@@ -48,36 +76,50 @@ class RowNames:
         """vLLM's request of this id; None if it is not known."""
         return self._requests.get(request_id)
 
-    def decoding(self, scheduler_output: Any) -> list[tuple[str, int]]:
-        """(request, position of its token) of this step's rows that decode with a long context.
-        Before vLLM advances its requests."""
-        rows = []
-        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
-            request = self._requests.get(request_id)
-            if request is None or num_tokens != 1:
-                continue
-            position = request.num_computed_tokens
-            if position >= request.num_prompt_tokens and position + 1 >= self._min_tokens:
-                rows.append((request_id, position))
-        return rows
-
     def of_step(self, scheduler_output: Any) -> SparseRows:
-        """Rows of this step that decode with a long context. Call once per step, before vLLM
-        advances its requests."""
+        """Returns the rows of this step that attend sparsely, and the requests that have ended
+        since the step before. Decides at the first call for a step, which must come before vLLM
+        advances its requests; later calls for the same step return the same."""
+        if self._decided[0] is not scheduler_output:
+            self._decided = scheduler_output, self._decide(scheduler_output)
+        return self._decided[1]
+
+    def _decide(self, scheduler_output: Any) -> SparseRows:
         ended, self._ended = tuple(self._ended), []
-        block_state = scheduler_output.kv_connector_block_state
+        block_state, scheduled = (
+            scheduler_output.kv_connector_block_state,
+            scheduler_output.num_scheduled_tokens,
+        )
         if block_state is None:
             return SparseRows(ended=ended)
+        limits = self._limits
+        is_replayed = (
+            limits is not None and limits.replays_decode and set(scheduled.values()) == {1}
+        )
         block_ids: list[int] = []
         request_ids: list[str] = []
-        for request_id, position in self.decoding(scheduler_output):
+        for request_id, num_tokens in scheduled.items():
+            request = self._requests.get(request_id)
+            if num_tokens != 1 or request is None or not self._is_sparse(request, is_replayed):
+                continue
             tables = block_state.get_block_ids(request_id)
             if tables is None:
                 continue
             for group, block_tokens in self._groups:
-                block_ids.append(int(tables[group][position // block_tokens]))
+                block_ids.append(int(tables[group][request.num_computed_tokens // block_tokens]))
                 request_ids.append(request_id)
         return SparseRows(tuple(block_ids), tuple(request_ids), ended)
+
+    def _is_sparse(self, request: Any, is_replayed: bool) -> bool:
+        """Returns True for a row of one token behind its prompt with a long context, if the device
+        can do that, and for one that a graph could not attend to otherwise."""
+        position, limits = request.num_computed_tokens, self._limits
+        decodes = position >= request.num_prompt_tokens and position + 1 >= self._min_tokens
+        if limits is None:
+            return decodes
+        return limits.outgrows(request.request_id) and (
+            decodes or (is_replayed and limits.has_away(request.request_id))
+        )
 
 
 _NAMES_OF: "WeakValueDictionary[str, RowNames]" = WeakValueDictionary()
@@ -89,12 +131,8 @@ def announce(engine_id: str, names: RowNames) -> None:
     _NAMES_OF[engine_id] = names
 
 
-def sparse_requests(engine_id: str, scheduler_output: Any) -> list[str] | None:
-    """Requests of this step that decode sparsely, whichever connector of the engine asked for it;
+def sparse_rows(engine_id: str, scheduler_output: Any) -> SparseRows | None:
+    """The rows of this step that attend sparsely, whichever connector of the engine asked for it;
     None in an engine that never does."""
     names = _NAMES_OF.get(engine_id)
-    return (
-        None
-        if names is None
-        else [request_id for request_id, _ in names.decoding(scheduler_output)]
-    )
+    return None if names is None else names.of_step(scheduler_output)

@@ -1,12 +1,12 @@
 """Decides, for every layer of a step, what each row of the batch attends to.
 
-What is always true: rows that no rule makes sparse keep their block table and length; a row that is
-sparse keeps the order of its blocks and ends with its last one, so that its length says how many
-tokens of that one count. Where hot set and context are the same, the row is left alone: a budget
-that covers the context is exact.
+What is always true: only rows that the scheduler has named (`rows`) may be sparse; all others keep
+their block table and length. A row that is sparse keeps the order of its blocks and ends with its
+last one, so that its length says how many tokens of that one count. Where hot set and context are
+the same, the row is left alone: a budget that covers the context is exact.
 
-Dense are: prefill, contexts below `min_context_tokens`, rows the scheduler has not named, layers
-that were not attached, layers whose representations are not calibrated yet.
+Dense are: rows the scheduler has not named, layers that were not attached, layers whose
+representations are not calibrated yet, layers that keep failing.
 
 Shapes: R rows, C blocks of a context, Q query heads, H KV heads, D channels, T tokens of a block.
 """
@@ -237,19 +237,26 @@ class SparseWorker:
         """Forgets what the step has overwritten, and finds the rows that matter."""
         block_tokens, plan = layer.shape.block_tokens, Plan(key, batch)
         self._forget_written(layer, batch)
-        num_queries = np.diff(batch.starts)
-        for row in np.flatnonzero(
-            (batch.seq_lens >= self._config.min_context_tokens) & (num_queries > 0)
-        ).tolist():
-            context_tokens = int(batch.seq_lens[row])
+        num_queries, lengths = np.diff(batch.starts), batch.seq_lens
+        last = np.maximum(lengths - 1, 0) // block_tokens
+        written = batch.tables[np.arange(len(lengths)), last]
+        is_named = np.isin(written, list(self._request_of))
+        # Representations of a long context are built before any of its rows is named.
+        matters = is_named | (lengths >= self._config.min_context_tokens)
+        for row in np.flatnonzero(matters & (lengths > 0) & (num_queries > 0)).tolist():
+            context_tokens = int(lengths[row])
             blocks = batch.tables[row, : -(-context_tokens // block_tokens)].copy()
+            request_id = self._named(int(blocks[-1]), int(num_queries[row]))
             plan.complete.append(blocks[: context_tokens // block_tokens])
-            request_id = self._request_of.get(int(blocks[-1])) if num_queries[row] == 1 else None
             if request_id is not None:
                 context = Context(self._config, context_tokens, block_tokens)
                 token = int(batch.starts[row])
                 plan.rows.append(Row.of(row, token, request_id, blocks, blocks, context))
         return plan
+
+    def _named(self, written_block: int, num_queries: int) -> str | None:
+        """The request of a row that attends sparsely; None for any other row."""
+        return self._request_of.get(written_block) if num_queries == 1 else None
 
     def _select(self, layer: SparseLayer, row: Row, query_QD: F32) -> I32:
         """Blocks of the row's context to attend to, ascending positions."""

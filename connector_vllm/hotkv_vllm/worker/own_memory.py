@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotkv.keys import KeySpace
-from hotkv_vllm.compat import Unsupported, key_space, kv_groups, places
+from hotkv_vllm.compat import Unsupported, key_space, kv_groups, places, reuse
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.link import logger
 from hotkv_vllm.worker import ranks
@@ -41,6 +41,7 @@ def find_own(
     """
     host = ranks.this_host()
     try:
+        reuse.check_reuse(vllm_config, kv_cache_config)
         groups = kv_groups.cache_groups(vllm_config, kv_cache_config)
         found = describe(kv_caches, kv_cache_config, groups)
         if not found.storages:

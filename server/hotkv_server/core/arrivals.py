@@ -97,6 +97,11 @@ class Arrivals:
         `is_found` [n]: whose slots hold the block. `checks` uint64 [n]: check values of those that
         were found; None for none.
         """
+        if len(move.forsaken):
+            forsaken, move.forsaken = move.forsaken, move.forsaken[:0]
+            self._host.index.pin(forsaken, -1)
+            self._host.removal.reap(forsaken)
+            return move.kept
         good = is_found & ~move.is_void
         came = move.entries[good]
         self._host.publish(came, now_s, checks=None if checks is None else checks[good])
@@ -104,6 +109,13 @@ class Arrivals:
         self._host.index.pin(came, 1)
         move.kept, move.entries = came, move.entries[:0]
         return came
+
+    def forsake(self, move: Move) -> None:
+        """The tier of a move up hangs: its blocks may be stored, and brought in from elsewhere.
+        Their slots stay taken until `end`, as the tier may still write them."""
+        self._host.index.pin(move.entries, 1)
+        self._host.removal.forsake(move.entries)
+        move.forsaken, move.entries = joined([move.forsaken, move.entries]), move.entries[:0]
 
     def let_go(self, move: Move) -> None:
         """Nobody waits for the blocks of a move up any more that has ended."""

@@ -66,15 +66,19 @@ class Catalog:
         # Key spaces without a session, and since when, in that order.
         self._left_s: dict[int, float] = {}
         self._holdings: dict[str, _Holding] = {}
-        self.max_of_tenant = (
-            min(MAX_KEY_SPACES_OF_TENANT, MAX_KEY_SPACES // num_tenants)
-            if num_tenants
-            else MAX_KEY_SPACES
-        )
-        self.max_weight_bytes = MAX_WEIGHT_BYTES // max(1, num_tenants)
+        self.share_out(num_tenants)
 
     def __repr__(self) -> str:
         return f"Catalog({len(self.records)} key spaces)"
+
+    def share_out(self, num_tenants: int) -> None:
+        """Gives each of so many tenants an equal share from now on; 0: there are none, and all is
+        one share. A tenant that has more keeps it, and can register another key space once enough
+        of its own are forgotten."""
+        self.max_of_tenant = MAX_KEY_SPACES
+        if num_tenants:
+            self.max_of_tenant = min(MAX_KEY_SPACES_OF_TENANT, MAX_KEY_SPACES // num_tenants)
+        self.max_weight_bytes = MAX_WEIGHT_BYTES // max(1, num_tenants)
 
     @property
     def weight_bytes(self) -> int:

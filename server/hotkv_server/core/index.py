@@ -23,8 +23,8 @@ class BlockIndex:
     memory. `num_unpins`: calls that gave pins back.
 
     `unverified`, by entry number: its bytes must be compared with its check value before they are
-    loaded. It came back from an old table, or it did not agree and a lease keeps it. `_salts` [row
-    of the key space, group]: mixed into hashes.
+    loaded. It came back from an old table, or it did not agree and a lease keeps it. `_salts`
+    [group, row of the key space]: mixed into hashes.
     """
 
     def __init__(self, block_table: BlockTable) -> None:
@@ -39,8 +39,9 @@ class BlockIndex:
         # from `_next_unused` on.
         self._free_head = 0
         self._next_unused = 1
-        # Untouched pages of it take no memory.
-        self._salts = np.zeros((KEY_SPACE_ROWS, MAX_GROUPS + MAX_REPRESENTATIONS), np.uint64)
+        # Untouched pages of it take no memory: a group that some key space has takes 64 KiB,
+        # however many key spaces come and go.
+        self._salts = np.zeros((MAX_GROUPS + MAX_REPRESENTATIONS, KEY_SPACE_ROWS), np.uint64)
         self._kernels = native.load("hotkv_server.core.kernels") or reference
 
     def back(self, num_entries: int) -> None:
@@ -56,10 +57,10 @@ class BlockIndex:
 
     def add_key_space(self, key_space_id: int, salts: list[int], first_group: int = 0) -> None:
         """Declares salts of a key space's groups, from `first_group` on."""
-        self._salts[key_space_id % KEY_SPACE_ROWS, first_group : first_group + len(salts)] = salts
+        self._salts[first_group : first_group + len(salts), key_space_id % KEY_SPACE_ROWS] = salts
 
     def _salt(self, key_space_id: int, group_index: int) -> int:
-        return int(self._salts[key_space_id % KEY_SPACE_ROWS, group_index])
+        return int(self._salts[group_index, key_space_id % KEY_SPACE_ROWS])
 
     def find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
         """Entry words [n]: 0 for a miss, high bit set while reserved. `hashes`: [n, 8] words."""
@@ -141,8 +142,8 @@ class BlockIndex:
         return [np.ascontiguousarray(rows[part_of == part]) for part in range(part_of.max() + 1)]
 
     def detach(self, entries: Entries) -> None:
-        """Takes ready entries out of the table; their numbers and slots stay taken until
-        `remove_detached`."""
+        """Takes ready or reserved entries out of the table; their numbers and slots stay taken
+        until `remove_detached`."""
         self._unlink(entries, self.mixed(entries), table.STATE_DETACHED)
         self.table.records[entries, table.W_REPRESENTATION] = 0
 

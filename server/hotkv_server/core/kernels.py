@@ -60,8 +60,8 @@ def mixed_keys(records: Any, salts: Any, entries: Any, out: Any) -> None:
         out[i] = mix(
             row_prefix(records, entry),
             salts[
-                records[entry, KEY_SPACE] & KEY_SPACE_MASK,
                 records[entry, GROUP_STATE] & np.uint32(0xFFFF),
+                records[entry, KEY_SPACE] & KEY_SPACE_MASK,
             ],
         )
 

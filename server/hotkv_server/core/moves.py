@@ -19,7 +19,8 @@ from hotkv_server.core.values import FIRST_MOVE, BoolMask, Entries, Int64s
 class Move:
     """Blocks of one key space on their way, one row each: `entries` in host memory, `places` of the
     space below, none for a tier that places by itself. `is_void` [n]: flushed meanwhile. `kept`:
-    entries that came up and are pinned."""
+    entries that came up and are pinned. `forsaken`: entries that nobody waits for, as the tier
+    hangs; their slots are the tier's until it answers."""
 
     number: int
     key_space_id: int
@@ -28,6 +29,7 @@ class Move:
     places: Entries
     is_void: BoolMask
     kept: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
+    forsaken: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -120,6 +122,7 @@ class Moves:
         counts = np.zeros(self.host.index.capacity + 1, np.int64)
         for move in self:
             np.add.at(counts, move.kept if move.is_up else move.entries, 1)
+            np.add.at(counts, move.forsaken, 1)
         return counts
 
 

@@ -45,7 +45,7 @@ def mixed_keys(records: Words, salts: Mixed, entries: Words, out: Mixed) -> None
     rows = records[entries]
     prefixes = rows[:, 0].astype(np.uint64) | (rows[:, 1].astype(np.uint64) << np.uint64(32))
     out[:] = mix_prefixes(
-        prefixes ^ salts[rows[:, W_KEY_SPACE] % KEY_SPACE_ROWS, rows[:, W_GROUP_STATE] & 0xFFFF], 0
+        prefixes ^ salts[rows[:, W_GROUP_STATE] & 0xFFFF, rows[:, W_KEY_SPACE] % KEY_SPACE_ROWS], 0
     )
 
 

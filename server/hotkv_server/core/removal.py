@@ -102,6 +102,12 @@ class Removal:
         self._books.policy.forget(entries, keys, evicted=False)
         self._books.free_slots(self.index.remove(entries, keys))
 
+    def forsake(self, entries: Entries) -> None:
+        """Takes reserved entries that are pinned out of the table, without a notice. They keep
+        their slots until they are reaped."""
+        self._books.policy.forget(entries, self.index.mixed(entries), evicted=False)
+        self.index.detach(entries)
+
     def reap(self, entries: Entries) -> None:
         """Frees the slots of those entries that are detached and not pinned any more."""
         detached = (

@@ -12,7 +12,7 @@ ready that is not whole.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -189,10 +189,12 @@ def _kept(
 
 def _new_numbers(old_numbers: Entries, key_spaces: Mapping[int, int]) -> Entries:
     """Per entry the key space's number in the new core, 0 if it has none."""
-    numbers = np.zeros(len(old_numbers), np.uint32)
-    for old_number, number in key_spaces.items():
-        numbers[old_numbers == old_number] = number
-    return numbers
+    known = np.array(sorted(key_spaces.items()), np.int64).reshape(-1, 2)
+    if not len(known):
+        return np.zeros(len(old_numbers), np.uint32)
+    places = np.minimum(known[:, 0].searchsorted(old_numbers), len(known) - 1)
+    found = np.where(known[places, 0] == old_numbers, known[places, 1], 0)
+    return found.astype(np.uint32)
 
 
 def _groups(old: Words, rows: Int64s) -> Entries:
@@ -200,10 +202,17 @@ def _groups(old: Words, rows: Int64s) -> Entries:
     return groups
 
 
-def _kinds(numbers: Entries, groups: Entries) -> list[tuple[int, int]]:
-    """The pairs of key space and group that occur."""
-    pairs = distinct(numbers.astype(np.uint64) << np.uint64(16) | groups)
-    return [(pair >> 16, pair & 0xFFFF) for pair in pairs.tolist()]
+def _by_kind(numbers: Entries, groups: Entries) -> Iterator[tuple[int, int, Int64s]]:
+    """The pairs of key space and group that occur, each with its places in ascending order. Costs
+    one sort, however many pairs there are."""
+    if not len(numbers):
+        return
+    pairs = numbers.astype(np.uint64) << np.uint64(16) | groups
+    order = np.argsort(pairs, kind="stable")
+    begins = np.flatnonzero(np.diff(pairs[order], prepend=pairs[order[0]] ^ np.uint64(1)))
+    for here in np.split(order, begins[1:]):
+        pair = int(pairs[here[0]])
+        yield pair >> 16, pair & 0xFFFF, here
 
 
 def _well_shaped(
@@ -214,19 +223,17 @@ def _well_shaped(
     one that `encoded_bytes` gives."""
     good, pool = np.zeros(len(shapes), np.bool_), core.space.pool
     in_slab, slabs = shapes.offsets % pool.slab_bytes, pool.slab_of(shapes.offsets)
-    for number, group in _kinds(numbers, shapes.groups):
+    for number, group, here in _by_kind(numbers, shapes.groups):
         if not number or not core.catalog.record(number).has(group):
             continue
-        here = (numbers == number) & (shapes.groups == group)
         slot_bytes = aligned(core.catalog.record(number).shape(group).slot_bytes)
         encoded = slot_bytes if encoded_bytes is None else encoded_bytes(slot_bytes)
         for size in {slot_bytes, min(encoded, slot_bytes)}:
-            good |= (
-                here
-                & (shapes.sizes == size)
-                & (in_slab % size == 0)
-                & (in_slab // size < max(1, pool.slab_bytes // size))
-                & (slabs - -size // pool.slab_bytes <= pool.num_slabs)
+            good[here] |= (
+                (shapes.sizes[here] == size)
+                & (in_slab[here] % size == 0)
+                & (in_slab[here] // size < max(1, pool.slab_bytes // size))
+                & (slabs[here] - -size // pool.slab_bytes <= pool.num_slabs)
             )
     return good
 
@@ -261,8 +268,8 @@ def _link_entries(
     """Makes reserved entries for records. A record that finds no place, or whose key is there
     already, stays 0 in `new_of`. Returns how many have places smaller than slots of their shape."""
     index, groups, num_smaller = core.space.index, _groups(old, rows), 0
-    for number, group in _kinds(numbers, groups):
-        here = rows[(numbers == number) & (groups == group)]
+    for number, group, places in _by_kind(numbers, groups):
+        here = rows[places]
         hashes = np.ascontiguousarray(old[here, :8])
         mixed = index.mixed_hashes(number, group, hashes)
         if len(distinct(mixed)) != len(mixed):

@@ -7,7 +7,8 @@ is taken when it is offered a second time. How large a share it takes follows fr
 and what is left of the budget.
 
 Always true: in any 24 hours no more is admitted than the budget and one batch of one chain, and
-what its blocks took more than was thought (`add`); a block whose predecessor is not below is
+what its blocks took more than was thought (`add`), with what earlier servers have written as far as
+it was noted (`written`, `recall`); a block whose predecessor is not below is
 refused, unless it was offered before.
 
 Source of the rule: measurements in docs/tiers.md ("What is written"); an admission by second touch
@@ -16,6 +17,7 @@ alone loses up to .4 of the hits there.
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -94,6 +96,18 @@ class WriteGate:
         """Counts bytes that blocks take more than they were admitted with."""
         self._written.add(num_bytes, now_s)
 
+    def written(self, now_s: float) -> list[tuple[float, int]]:
+        """What was written in the last 24 hours, the oldest first: bytes, each with its age in
+        seconds, at most SLOT_S too high."""
+        self._written.forget(now_s)
+        return [(now_s - begun_s, num_bytes) for begun_s, num_bytes in self._written.slots]
+
+    def recall(self, written: Iterable[tuple[float, int]], now_s: float) -> None:
+        """Counts what an earlier server has written as well, as `written` gave it. What seems to be
+        of later counts as of now."""
+        self._written.recall([(now_s - max(0.0, age_s), size) for age_s, size in written])
+        self._written.forget(now_s)
+
     def share(self, now_s: float) -> float:
         """The share of new chains that is taken now."""
         if math.isinf(self._budget):
@@ -163,19 +177,25 @@ class _Day:
     """Bytes of the last 24 hours, in slots that begin with the first of them."""
 
     def __init__(self) -> None:
-        self._slots: deque[list[float]] = deque()
+        self.slots: deque[tuple[float, int]] = deque()
         self.total = 0
 
     def add(self, num_bytes: int, now_s: float) -> None:
-        if not self._slots or now_s >= self._slots[-1][0] + SLOT_S:
-            self._slots.append([now_s, 0])
-        self._slots[-1][1] += num_bytes
+        if not self.slots or now_s >= self.slots[-1][0] + SLOT_S:
+            self.slots.append((now_s, 0))
+        begun_s, before = self.slots.pop()
+        self.slots.append((begun_s, before + num_bytes))
         self.total += num_bytes
+
+    def recall(self, slots: list[tuple[float, int]]) -> None:
+        """Counts these slots as well."""
+        self.slots = deque(sorted([*self.slots, *slots]))
+        self.total += sum(num_bytes for _, num_bytes in slots)
 
     def forget(self, now_s: float) -> None:
         """Drops slots whose last byte may be no younger than a day."""
-        while self._slots and self._slots[0][0] + SLOT_S + DAY_S <= now_s:
-            self.total -= int(self._slots.popleft()[1])
+        while self.slots and self.slots[0][0] + SLOT_S + DAY_S <= now_s:
+            self.total -= self.slots.popleft()[1]
 
 
 class _Rate:

@@ -20,6 +20,14 @@ MAX_BACK_MINUTES = 60
 Values = NDArray[np.float64]
 
 
+def window_s(seconds: float) -> int:
+    """The seconds that sums over the last `seconds` cover: whole minutes, rounded up, beyond two
+    hours whole hours, at most eight days; 0 for all that was ever counted."""
+    if (minutes := math.ceil(seconds / 60)) <= NUM_MINUTES:
+        return 60 * minutes
+    return 3600 * min(math.ceil(seconds / 3600), NUM_HOURS)
+
+
 class Buckets:
     """Sums of some columns. `cells` [NUM_CELLS, columns]: the sum of all, then minutes, then hours,
     each a ring by its number. `minute`: the newest."""
@@ -62,16 +70,15 @@ class Buckets:
         self.minute = minute
 
     def since(self, seconds: float, minute: int) -> Values:
-        """The sums [columns] of the last so many seconds before the end of this minute, rounded up
-        to whole minutes, beyond two hours to whole hours; 0 for all that was ever counted. At most
-        eight days."""
+        """The sums [columns] of the last `window_s(seconds)` before the end of this minute; 0 for
+        all that was ever counted."""
         self.advance(minute)
-        if not seconds:
+        if not (window := window_s(seconds)):
             return self.total.copy()
-        if (count := math.ceil(seconds / 60)) <= NUM_MINUTES:
+        if (count := window // 60) <= NUM_MINUTES:
             at = 1 + np.arange(self.minute - count + 1, self.minute + 1) % NUM_MINUTES
         else:
-            count, hour = min(math.ceil(seconds / 3600), NUM_HOURS), self.minute // 60
+            count, hour = window // 3600, self.minute // 60
             at = FIRST_HOUR + np.arange(hour - count + 1, hour + 1) % NUM_HOURS
         sums: Values = self.cells[at].sum(axis=0)
         return sums

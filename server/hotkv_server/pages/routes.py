@@ -1,7 +1,7 @@
 """Which path gives what: probes and metrics for everybody, the page and its API by `PageAccess`.
 
 Always true: figures are read on the node's loop and written on this one; however many ask for
-metrics, or for the status, the node is asked once at a time.
+metrics, for the status or for savings, the node is asked once at a time.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from prometheus_client import (
 from hotkv_server.metrics import NodeCollector
 from hotkv_server.pages.page import Page
 from hotkv_server.pages.replies import PRIVATE, Reply, Request
+from hotkv_server.pages.savings import SavingsPage
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.savings_figures import savings_figures
 from hotkv_server.runtime.status_figures import Figures, Status, as_json_values, read_status
@@ -81,6 +82,7 @@ class Routes:
         PlatformCollector(registry=self._registry)
         self._told = ""
         self._shared: dict[str, asyncio.Task[Reply]] = {}
+        self._savings = SavingsPage(self._read_savings)
 
     def prepare(self) -> None:
         """As `NodeCollector.prepare`."""
@@ -127,8 +129,7 @@ class Routes:
             since_s = since(request.query)
         except ValueError as error:
             return Reply.text(400, str(error))
-        reading = _savings(self._node, since_s, has_names=has_names)
-        return Reply.json(await self._of_node(reading))
+        return await self._savings.reply(since_s, has_names=has_names)
 
     async def _once(self, name: str, make: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply:
         """The answer that is being made under this name, or a new one: all requests that come
@@ -145,6 +146,9 @@ class Routes:
     async def _status(self, *, has_names: bool) -> Reply:
         read = await self._of_node(_status(self._node, has_names=has_names))
         return Reply.json(as_json_values(read))
+
+    async def _read_savings(self, since_s: float, has_names: bool) -> Figures:
+        return await self._of_node(_savings(self._node, since_s, has_names=has_names))
 
     async def _of_node(self, read: Coroutine[Any, Any, T]) -> T:
         """Runs `read` on the node's loop and returns its result."""

@@ -4,6 +4,7 @@ No hash, no token and no other content of a prompt is written: bytes and lists o
 caller on the admin socket is known by the ticket that it sends, over TCP by token or certificate.
 """
 
+import errno
 import json
 import logging
 import logging.handlers
@@ -103,8 +104,8 @@ class AuditLog:
 
 
 class _PrivateFile(logging.handlers.WatchedFileHandler):
-    """A regular file of mode FILE_MODE; one that was moved away is made anew. Raises OSError, also
-    when a line is written."""
+    """A regular file of mode FILE_MODE, no link; one that was moved away is made anew. Raises
+    OSError, also when a line is written."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -118,8 +119,15 @@ class _PrivateFile(logging.handlers.WatchedFileHandler):
 
 
 def _open_private(path: str, flags: int) -> int:
-    # Nobody may read a FIFO, and opening it would wait for ever.
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, FILE_MODE)
+    # Nobody may read a FIFO, and opening it would wait for ever. A link could lead to a file that
+    # is no log, whose mode would be changed.
+    safe_flags = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | safe_flags, FILE_MODE)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(f"{path} is a symbolic link, which is not followed") from error
+        raise
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(f"{path} is no regular file")

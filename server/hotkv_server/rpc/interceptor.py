@@ -127,8 +127,9 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         is_admin = details.method.startswith(ADMIN_PREFIXES)
         guard = self._guard if is_admin else None
         audited = details.method if is_admin and self._audit.wants(details.method) else ""
-        # Each method takes a stream, so that a request that is long in coming can be ended: of a
-        # method that takes one message, gRPC shows nothing before it is whole.
+        # Each method takes a stream, so that a request that is long in coming can be ended for a
+        # newer one (`guests`): of a method that takes one message, gRPC shows nothing before it is
+        # whole, and as many as MAX_CALLS would wait for ever.
         if handler.unary_unary is not None:
 
             async def answered(requests: AsyncIterator[Any], context: Any) -> Any:

@@ -5,7 +5,8 @@
 - TCP, if the settings ask for it: sessions, cache, sparse, hints, health. Reflection, and admin and
   events behind a proof, if the settings ask for them.
 
-Always true: connections, calls and message sizes are bounded on each.
+Always true: connections, calls and message sizes are bounded on each, so what clients can make the
+server hold of messages that have not come whole is bounded by MAX_INCOMPLETE_BYTES.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from hotkv.errors import HotKVError, Reason
+from hotkv.limits import MAX_MESSAGE_BYTES
 from hotkv.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -38,7 +40,6 @@ from hotkv.v1 import (
     warm_pb2,
     warm_pb2_grpc,
 )
-from hotkv_server.core.values import MAX_TRANSFERS
 from hotkv_server.rpc import peers
 from hotkv_server.rpc.admin_service import AdminService
 from hotkv_server.rpc.audit import AuditLog, Who
@@ -48,7 +49,6 @@ from hotkv_server.rpc.guests import Guests
 from hotkv_server.rpc.health import HealthService
 from hotkv_server.rpc.hint_service import HintService
 from hotkv_server.rpc.interceptor import EdgeInterceptor, Guard
-from hotkv_server.rpc.pressure import Pressure, heap_reader
 from hotkv_server.rpc.session_service import SessionService
 from hotkv_server.rpc.sparse_service import MAX_SELECT_STREAMS, SparseService
 from hotkv_server.rpc.throttle import Pace
@@ -59,16 +59,25 @@ from hotkv_server.runtime.sessions import MAX_SESSIONS
 from hotkv_server.security.identity import AccessControl, Peer
 from hotkv_server.security.tickets import Tickets
 
-MAX_MESSAGE_BYTES = 32 << 20
-"""Size of the largest call: all the blocks that it may name, with hashes, ids and tokens."""
-MAX_READ_BYTES = 256 << 10
-"""Read at a time. Below malloc's threshold for large blocks, so that `Pressure` sees them."""
 MAX_CONNECTIONS = MAX_SESSIONS + 512
 MAX_GUESTS = 256
-MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_TRANSFERS + MAX_GUESTS + 4096
+GUESTS_TURN_S = 0.1
+MAX_ANSWERED = 2048
+"""Calls without a session whose message has come, on one listener: transfers above all."""
+MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_GUESTS + MAX_ANSWERED
 """Calls at a time on one listener; the next one gets RESOURCE_EXHAUSTED. Each kind of call that may
 last has a bound of its own that no client uses up for others, so there is always room for calls
 that are answered at once, health above all.
+"""
+WINDOW_BYTES = 64 << 10
+"""What gRPC takes in of a message that nobody waits for."""
+NUM_LISTENERS = 3
+MAX_INCOMPLETE_BYTES = (
+    MAX_SESSIONS + 2 * MAX_SELECT_STREAMS + MAX_GUESTS
+) * MAX_MESSAGE_BYTES + NUM_LISTENERS * MAX_CALLS * WINDOW_BYTES
+"""Most bytes of messages that have not come whole: gRPC takes a message in as far as it has been
+sent, up to the size that its head declares, of every stream from which the server reads. A head
+that declares more than MAX_MESSAGE_BYTES ends the call. Two of the listeners have selections.
 """
 MAX_CALLS_OF_CONNECTION = 256
 HANDSHAKE_TIMEOUT_S = 10
@@ -79,7 +88,6 @@ IDLE_CONNECTION_S = 600
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.experimental.tcp_max_read_chunk_size", MAX_READ_BYTES),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_concurrent_streams", MAX_CALLS_OF_CONNECTION),
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
@@ -150,7 +158,7 @@ class RpcServer:
         self._endpoints = endpoints
         self._health = HealthService()
         self._guests = Guests(MAX_GUESTS)
-        self._pressure = Pressure(node, self._guests, heap_reader())
+        self._ending: asyncio.Task[None] | None = None
         self.pace = Pace(endpoints.malformed_per_s)
         self.audit = AuditLog(endpoints.audit, endpoints.audit_file)
         self.certificates: Certificates | None = None
@@ -284,8 +292,12 @@ class RpcServer:
             await server.start()
         for path, mode in self._modes.items():
             os.chmod(path, mode)
-        self._pressure.start()
+        self._ending = asyncio.create_task(self._end_late())
         self.set_health(is_ready=True, is_alive=True)
+
+    async def _end_late(self) -> None:
+        async for _ in self._node.health.turns("the end of guests", GUESTS_TURN_S):
+            self._guests.end_late(time.monotonic())
 
     def set_health(self, *, is_ready: bool, is_alive: bool) -> None:
         """Sets what health answers: `is_ready` for the server and for each service, `is_alive`
@@ -301,7 +313,8 @@ class RpcServer:
     async def stop(self, grace_s: float) -> None:
         """Stops taking calls, and ends those in flight after `grace_s`."""
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
-        self._pressure.stop()
+        if self._ending is not None:
+            self._ending.cancel()
         self.audit.close()
         for path in self._modes:
             path.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.selections import spec_of
 from hotkv_server.runtime.session import LiveSession
 
-MAX_SELECT_STREAMS = 1024
+MAX_SELECT_STREAMS = 64
 FIRST_REQUEST_TIMEOUT_S = 10.0
 IDLE_CHECK_S = 5.0
 """How often an idle stream checks that its session is still open."""

@@ -1,4 +1,7 @@
-"""Health: watches every loop, task and thread of the server under its name.
+"""Health: starts and watches every loop of the server, and watches its threads, under their names.
+
+A loop is begun in one way: `async for _ in health.turns(name, pause_s)`, or `run` for work that has
+no turns. Both watch the task, so a loop that nobody watches can't be written by leaving a line out.
 
 Always true: a part that has died stays named; a part that stalls is named for as long as it does;
 while any is named the server says that it does not serve, and its watchdog is not fed. A broken
@@ -10,7 +13,7 @@ loop only.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -60,6 +63,7 @@ class Health:
         self._problems: dict[str, str] = {}
         self._stalled: frozenset[str] = frozenset()
         self._checked_s: float | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def __repr__(self) -> str:
         found = "; ".join(self._problems.values())
@@ -79,21 +83,62 @@ class Health:
         """Watches a part that reports its own fault; empty while all is well."""
         self._faults[name] = fault
 
-    def watch_task(
+    def run(
         self,
-        task: "asyncio.Task[None]",
+        name: str,
+        work: Coroutine[Any, Any, None],
         stalled_s: Callable[[float], float] = _never,
         limit_s: float = STALLED_S,
-    ) -> None:
-        """Watches a task that must not end, under its name; logs why it ended."""
+    ) -> "asyncio.Task[None]":
+        """Starts work that must not end, and watches it until it is cancelled."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        self.watch(name, lambda: not task.done(), stalled_s, limit_s)
+        return task
 
-        def ended(done: "asyncio.Task[None]") -> None:
-            if not done.cancelled() and (error := done.exception()) is not None:
-                log.error("task died name=%s", done.get_name(), exc_info=error)
-                self.note(f"the {done.get_name()}", error)
+    async def turns(
+        self, name: str, pause_s: float, limit_s: float = STALLED_S
+    ) -> AsyncIterator[None]:
+        """Yields for ever, after a pause each time, and watches the running task as the loop
+        `name`. A turn, the body of the caller's loop, that lasts longer than `limit_s` is stuck.
+
+        A loop may return: then it is watched no more. One that raises has died. A turn must not
+        wait for a place that may hang, such as a tier or a file: it starts a task for that.
+        """
+        task = asyncio.current_task()
+        assert task is not None, "only a task has turns"
+        begun_s = 0.0
+        sign = Sign(
+            name,
+            lambda: not task.done(),
+            lambda now_s: now_s - begun_s if begun_s else 0.0,
+            limit_s,
+        )
+        self._signs.append(sign)
+        self._tasks.add(task)
+
+        def ended(done: "asyncio.Task[Any]") -> None:
+            if not done.cancelled() and done.exception() is None:
+                self._signs.remove(sign)
+            self._ended(done)
 
         task.add_done_callback(ended)
-        self.watch(task.get_name(), lambda: not task.done(), stalled_s, limit_s)
+        while True:
+            await asyncio.sleep(pause_s)
+            begun_s = time.monotonic()
+            yield
+            begun_s = 0.0
+
+    def knows(self, task: "asyncio.Task[Any]") -> bool:
+        """Whether a task that runs is watched."""
+        return task in self._tasks
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("task died name=%s", task.get_name(), exc_info=error)
+            self.note(f"the {task.get_name()}", error)
 
     def check(self, now_s: float) -> None:
         """Checks all signs. A stall counts when it is seen twice: a process that was stopped for a

@@ -44,6 +44,7 @@ class LoopLag:
         self._ended = threading.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._loop_thread = 0
+        self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
         return f"LoopLag({len(self._samples)} samples)"
@@ -52,7 +53,12 @@ class LoopLag:
         """Begins to watch the running loop. From the thread that runs it."""
         self._loop_thread = threading.get_ident()
         self._wait(asyncio.get_running_loop())
-        threading.Thread(target=self._look, name="hotkv-lag", daemon=True).start()
+        self._thread = threading.Thread(target=self._look, name="hotkv-lag", daemon=True)
+        self._thread.start()
+
+    def is_alive(self) -> bool:
+        """Whether the thread is, from `start` to `close`."""
+        return self._ended.is_set() or self._thread is None or self._thread.is_alive()
 
     def close(self) -> None:
         """Stops watching."""

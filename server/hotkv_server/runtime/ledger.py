@@ -3,8 +3,8 @@
 Always true: counting a request takes no call and no wait; the forecast, which takes longer, follows
 on the node's timer, from a bounded list whose oldest entries go first; what was counted is in the
 ledger's file some SAVE_S later, so a kill loses that much. A file that can't be used makes a fresh
-ledger and one line in the log, never a failed start. On the event loop; the file is written on a
-thread.
+ledger and one line in the log, never a failed start. On the event loop; the file is written by a
+clerk.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from hotkv_server.ledger.accounts import Account, Accounts
 from hotkv_server.ledger.buckets import Values
 from hotkv_server.ledger.columns import HOST_TIER, Usage
 from hotkv_server.ledger.forecast import Demand, Forecast, Outlook
+from hotkv_server.memory.clerk import Clerk
 from hotkv_server.memory.ledger_file import read_ledger, save_ledger
 from hotkv_server.runtime.reports import LoadEnd, Report
 from hotkv_server.runtime.session import LiveSession
@@ -38,6 +40,7 @@ from hotkv_server.runtime.slices import slices
 log = logging.getLogger(__name__)
 
 SAVE_S = 2.0
+CLOSE_S = 5.0
 SEEN_S = 30.0
 """How often the file gets what the forecast has seen anew: half a megabyte, of which the last
 seconds matter little."""
@@ -101,7 +104,7 @@ class LiveLedger:
         self._is_changed = False
         self._saved_s = self._seen_s = time.monotonic()
         self._seen = (self.forecast.seen(), self.forecast.seen_share)
-        self._saving: asyncio.Future[None] | None = None
+        self._saving: Future[None] | None = None
 
     def __repr__(self) -> str:
         return f"LiveLedger({self.accounts!r}, {len(self._following)} reports to follow)"
@@ -204,8 +207,9 @@ class LiveLedger:
             self._is_changed = True
             yield
 
-    async def turn(self) -> None:
-        """One turn of the timer: the forecast follows, and if it is time all is written down."""
+    async def turn(self, clerk: Clerk) -> None:
+        """One turn of the timer: the forecast follows, and if it is time the clerk writes all
+        down."""
         async for _ in slices(self.follow()):
             pass
         now_s = time.monotonic()
@@ -216,14 +220,13 @@ class LiveLedger:
             self._saved_s, self._is_changed = now_s, False
             if now_s >= self._seen_s + SEEN_S:
                 self._note_seen()
-            self._saving = asyncio.get_running_loop().run_in_executor(
-                None, _save, self._directory, self._pieces()
-            )
+            directory, pieces = self._directory, self._pieces()
+            self._saving = clerk.do(lambda: _save(directory, pieces))
 
     async def close(self) -> None:
-        """Waits for a write that is under way."""
+        """Waits for a write that is under way, for CLOSE_S at most."""
         if self._saving is not None:
-            await self._saving
+            await asyncio.wait([asyncio.wrap_future(self._saving)], timeout=CLOSE_S)
 
     def save(self) -> None:
         """Writes all down. Blocks."""

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.devices import NO_DEVICES, Devices
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.memory.state import ServerState
+from hotkv_server.memory.clerk import Clerk
 from hotkv_server.runtime.effects import Effects
 from hotkv_server.runtime.epochs import Flushed
 from hotkv_server.runtime.events import EventHub, EventPublisher
@@ -101,7 +101,8 @@ class Node:
         self._effects = Effects(core, self.events, lambda: self.sessions, self.drained)
         self.hints = HintDesk(core, tiers, self._effects)
         self.reports = Reports(core, self.hints, self.ledger.report)
-        self._persistence = Persistence(core, memory)
+        self.clerk = Clerk("files")
+        self._persistence = Persistence(core, memory, self.clerk)
         self.in_place = InPlace(core, self.verifier, self._effects.run)
         self.residencies = Residencies(core, self.verifier, self._effects.run)
         self.sparse = SparseDecode(core, memory.arena.array(), self.verifier)
@@ -137,20 +138,19 @@ class Node:
         self.residencies.start()
         if self.tiers is not None:
             moved = MovedEvents(self.core, self.events, self._effects.run)
-            self.tiers.start(self._effects.run, self.removals.flush, moved.publish)
+            self.tiers.start(self.health, self._effects.run, self.removals.flush, moved.publish)
         self._persistence.start()
         for number, record in self.core.key_spaces.items():
             self.events.add_key_space(number, record.key_space)
         self._tasks.append(asyncio.create_task(self._tick(), name="timer"))
-        self.health.watch_task(
-            self._tasks[-1], lambda now_s: now_s - self.last_tick_s, STALLED_TIMER_S
-        )
+        self.health.watch("the thread that writes files", self.clerk.is_alive)
+        self.health.watch("the thread that looks at the loop", self.lag.is_alive)
         selections = self.sparse.selections
         self.health.watch("selection threads", lambda: True, selections.stalled_s, STALLED_WORK_S)
         if scrub_bytes_per_s and self.core.config.check_stride:
             scrub = self.verifier.scrub(scrub_bytes_per_s, self._effects.run)
-            self._tasks.append(asyncio.create_task(scrub, name="scrubber"))
-            self.health.watch_task(self._tasks[-1], self.verifier.stalled_s, STALLED_WORK_S)
+            stalled_s = self.verifier.stalled_s
+            self._tasks.append(self.health.run("scrubber", scrub, stalled_s, STALLED_WORK_S))
 
     async def close(self) -> None:
         """Closes all sessions and stops the timer."""
@@ -167,10 +167,6 @@ class Node:
         for task in self._tasks:
             task.cancel()
 
-    def add_state(self, save: Callable[[ServerState], None], slab_bytes: int) -> None:
-        """As `Persistence.add`."""
-        self._persistence.add(save, slab_bytes)
-
     def save_use(self) -> None:
         """Writes down for the next server when blocks were last used, and the ledger. Blocks."""
         self._persistence.save_use()
@@ -184,17 +180,6 @@ class Node:
     def has_tenants(self) -> bool:
         """True if sessions must not learn of each other across tenants."""
         return bool(self.core.config.tenants)
-
-    def books_bytes(self) -> int:
-        """About how much memory besides the arena is kept for clients, as far as it is counted."""
-        queued = self.events.publisher.queued_bytes if self.events.publisher is not None else 0
-        return (
-            self.core.client_memory.total
-            + self.core.catalog.weight_bytes
-            + self.sparse.remembered.num_bytes
-            + self.hints.book.session_bytes()
-            + queued
-        )
 
     # Room for stores
 
@@ -285,15 +270,16 @@ class Node:
             session.cancel_transfers()
 
     async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TIMER_S)
+        """Waits for no file and for no tier: one that hangs would stop leases from expiring, and
+        Health would end the server for it."""
+        async for _ in self.health.turns("timer", TIMER_S, STALLED_TIMER_S):
             self.last_tick_s = time.monotonic()
             self.history.turn(self.last_tick_s)
             async for _ in slices(incremental.expire(self.core, self.last_tick_s)):
                 self._effects.run()
             await self.removals.forget_outlived(self.last_tick_s)
             await self.removals.keep_bounds(self.last_tick_s)
-            await self._persistence.turn()
-            await self.ledger.turn()
+            self._persistence.turn()
+            await self.ledger.turn(self.clerk)
             if self.events.publisher is not None:
                 self.events.publisher.settle()

@@ -1,23 +1,26 @@
 """What the node writes down for the next server: its key spaces, and when blocks were last used.
 
-Always true: nothing is stored under a key space before the key space is written down, since only
-that explains the blocks; one write runs at a time, and a write that has begun ends, whoever waits
-for it. A write that fails is logged: a restart then loses what it would have said.
+Always true: nothing is stored in host memory under a key space before the key space is written
+down beside the arena, since only that explains the blocks; one write runs at a time, and a write
+that has begun ends, whoever waits for it. A write that fails is logged: a restart then loses what
+it would have said. Tiers write down for themselves what lies in them.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.memory.clerk import Clerk
 from hotkv_server.memory.state import KnownKeySpace, ServerState
 
 log = logging.getLogger(__name__)
 
+CLOSE_S = 5.0
 USE_PARTS = 300
 """Times of last use are written down once in so many turns of the timer."""
 
@@ -60,65 +63,65 @@ class UseNotes:
 
 
 class Persistence:
-    """See the module. On the event loop; files are written on a thread."""
+    """See the module. On the event loop; files are written by a clerk."""
 
-    def __init__(self, core: CacheCore, memory: NodeMemory) -> None:
+    def __init__(self, core: CacheCore, memory: NodeMemory, clerk: Clerk) -> None:
         self._core = core
         self._memory = memory
-        self._saves_state: list[tuple[Callable[[ServerState], None], int]] = []
-        self.add(memory.save_state, memory.slab_bytes)
+        self._clerk = clerk
         self._notes = UseNotes(core)
         # Revision of the catalog that is written down.
         self._saved = core.catalog.revision
         self._saving = asyncio.Lock()
         self._saves: set[asyncio.Task[None]] = set()
+        self._noting: Future[None] | None = None
 
     def __repr__(self) -> str:
         return f"Persistence(revision {self._saved} of {self._core.catalog.revision})"
-
-    def add(self, save: Callable[[ServerState], None], slab_bytes: int) -> None:
-        """The key spaces are written down with `save`, too, for a space of slabs of this size."""
-        self._saves_state.append((save, slab_bytes))
 
     def start(self) -> None:
         """Takes the present key spaces as written down: `recovery` has done so."""
         self._saved = self._core.catalog.revision
 
     async def close(self) -> None:
-        """Waits for writes of the state."""
-        await asyncio.gather(*self._saves)
+        """Waits for writes of the state, for CLOSE_S at most."""
+        if self._saves:
+            await asyncio.wait(self._saves, timeout=CLOSE_S)
 
     async def save_state(self) -> None:
         """Writes the key spaces down if they have changed."""
         if self._saved != self._core.catalog.revision:
-            task = asyncio.create_task(self._write_state())
-            self._saves.add(task)
-            task.add_done_callback(self._saves.discard)
-            await asyncio.shield(task)
+            await asyncio.shield(self._begin_save())
+
+    def _begin_save(self) -> "asyncio.Task[None]":
+        task = asyncio.create_task(self._write_state())
+        self._saves.add(task)
+        task.add_done_callback(self._saves.discard)
+        return task
 
     async def _write_state(self) -> None:
         async with self._saving:
             revision = self._core.catalog.revision
             if self._saved == revision:
                 return
-            states = [
-                (save, state_of(self._core, slab_bytes)) for save, slab_bytes in self._saves_state
-            ]
+            state = state_of(self._core, self._memory.slab_bytes)
             try:
-                for save, state in states:
-                    await asyncio.get_running_loop().run_in_executor(None, save, state)
+                await asyncio.wrap_future(self._clerk.do(lambda: self._memory.save_state(state)))
                 self._saved = revision
             except OSError as error:
                 log.warning(
                     "state not saved, a restart before it is will lose what is new: %s", error
                 )
 
-    async def turn(self) -> None:
-        """One turn of the timer: notes a part of the times of last use, and writes all down after
-        the last part."""
+    def turn(self) -> None:
+        """One turn of the timer: notes a part of the times of last use, and has all written down
+        after the last part. Waits for no file."""
+        if self._noting is not None and not self._noting.done():
+            return
         if (used_s := self._notes.take(USE_PARTS)) is not None:
-            asyncio.get_running_loop().run_in_executor(None, self._write_use, used_s)
-            await self.save_state()
+            self._noting = self._clerk.do(lambda: self._write_use(used_s))
+            if self._saved != self._core.catalog.revision and not self._saves:
+                self._begin_save()
 
     def save_use(self) -> None:
         """Writes down when blocks were last used, noted anew. Blocks."""

@@ -87,9 +87,10 @@ class Removals:
         return num_blocks
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:
-        """Gives tenants other shares; `keep_bounds` evicts what they have beyond theirs. Raises
-        INVALID_FIELD."""
+        """Gives tenants other shares, of room and of the catalog; `keep_bounds` evicts what they
+        have beyond theirs. Raises INVALID_FIELD."""
         self._core.space.tenants.share_out(shares)
+        self._core.catalog.share_out(len(shares))
         self._keeping, self._keep_at_s, self._seen = None, 0.0, None
 
     async def keep_bounds(self, now_s: float) -> None:

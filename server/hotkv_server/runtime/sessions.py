@@ -27,7 +27,7 @@ from hotkv_server.runtime.sparse import SparseDecode
 
 log = logging.getLogger(__name__)
 
-MAX_SESSIONS = 1024
+MAX_SESSIONS = 256
 
 
 class Sessions:

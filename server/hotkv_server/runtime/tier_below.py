@@ -15,16 +15,20 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.moves import Move
 from hotkv_server.core.values import BoolMask, Entries, HashList, Int64s
 from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.memory.lower import LowerMemory
 from hotkv_server.runtime.breaker import Breaker
 from hotkv_server.runtime.epochs import Epochs
 from hotkv_server.runtime.events import DISK_TIER
 from hotkv_server.runtime.moved_events import OnReady, nobody
+from hotkv_server.runtime.persistence import state_of
 from hotkv_server.runtime.slices import slices
 from hotkv_server.runtime.tier_reads import TierReads
 from hotkv_server.runtime.tier_tasks import TierTasks, agreeing, blocks_of, future, on_loop
 from hotkv_server.runtime.tracing import Tracing
 from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Read, Seals, Tier, Write
 
+NOTE_S = 10.0
+"""How often it is noted what was written: a server that is killed forgets at most so much."""
 PAUSE_S = 0.05
 """Between two looks for blocks to move down."""
 MAX_DOWN_BYTES = 64 << 20
@@ -33,16 +37,24 @@ MAX_DOWN_BYTES = 64 << 20
 
 class TierBelow:
     """See the module. `core.lower` says what lies below; `tier` has its bytes. `epochs`: of flushes
-    here and of tiers that nodes share. `moving_bytes`: most that may be on their way down."""
+    here and of tiers that nodes share. `moving_bytes`: most that may be on their way down.
+    `memory`: whose records are written down; None for a tier that ends with the process."""
 
     def __init__(
-        self, core: CacheCore, tier: Tier, verifier: Verifier, epochs: Epochs, moving_bytes: int
+        self,
+        core: CacheCore,
+        tier: Tier,
+        verifier: Verifier,
+        epochs: Epochs,
+        moving_bytes: int,
+        memory: LowerMemory | None = None,
     ) -> None:
         assert core.lower is not None, "a tier without places"
+        self.memory = memory
         self.lower = core.lower
         self.tier = tier
         self.name = DISK_TIER
-        self.breaker = Breaker(tier)
+        self.breaker = Breaker(tier, *([] if memory is None else [memory.stalled_s]))
         self.reads = TierReads()
         self.tracing: Tracing | None = None
         self._core = core
@@ -50,6 +62,9 @@ class TierBelow:
         self._epochs = epochs
         self._most_bytes = min(MAX_DOWN_BYTES, moving_bytes)
         self._down_bytes = 0
+        self._asked_revision = -1
+        self._noted: list[int] = []
+        self._note_at_s = 0.0
         self._on_ready: OnReady = nobody
 
     def __repr__(self) -> str:
@@ -58,21 +73,46 @@ class TierBelow:
     def start(self, tasks: TierTasks, tell: Callable[[], None], on_ready: OnReady = nobody) -> None:
         """Starts moving blocks down. `tell` is called when blocks may have been removed."""
         self._on_ready = on_ready
+        if self.memory is not None:
+            name = f"the thread that writes the records of {self.name}"
+            tasks.health.watch(name, self.memory.is_alive)
         tasks.spawn(self._move_down(tasks, tell))
 
     # Down
 
     async def _move_down(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
         down = self.lower.down
-        async for _ in tasks.turns(PAUSE_S):
-            if not len(down.waiting) or not self._epochs.are_seals_saved:
-                continue
-            if not self.breaker.take_turn():
+        async for _ in tasks.turns(f"the moves to {self.name}", PAUSE_S):
+            is_known = self._keep_key_spaces() and self._epochs.are_seals_saved
+            if time.monotonic() >= self._note_at_s:
+                self.note_written()
+            if not len(down.waiting) or not is_known or not self.breaker.take_turn():
                 continue
             entries = down.take(self._most_bytes - self._down_bytes, time.monotonic())
             moves = await self._begin(entries, tell) if len(entries) else []
             for move in moves:
                 tasks.spawn(self._write(move, tell))
+
+    def _keep_key_spaces(self) -> bool:
+        """Has key spaces that are new written down; returns whether all are. Without that the next
+        server could not tell whose a block is, so none goes down before."""
+        memory, revision = self.memory, self._core.catalog.revision
+        if memory is None:
+            return True
+        if self._asked_revision != revision:
+            memory.keep(revision, state_of(self._core, memory.slab_bytes))
+            self._asked_revision = revision
+        return memory.kept_revision == revision
+
+    def note_written(self) -> None:
+        """Has what the gate has admitted written down for the next server."""
+        now_s, wall_s = time.monotonic(), time.time()
+        found = self.lower.down.gate.written(now_s)
+        sizes = [size for _, size in found]
+        if self.memory is not None and sizes != self._noted:
+            self.memory.keep_written([(wall_s - age_s, size) for age_s, size in found])
+            self._noted = sizes
+        self._note_at_s = now_s + NOTE_S
 
     async def _begin(
         self, entries: Entries, tell: Callable[[], None], *, is_plain: bool = False
@@ -108,6 +148,8 @@ class TierBelow:
         going = move.places[is_stored & ~move.is_void]
         is_unfit = (codes == Write.UNFIT) & good
         again = self.lower.down.end(move, is_stored, seals, time.monotonic(), is_unfit)
+        if self.memory is not None:
+            self.memory.changed(going)
         self._on_ready(going, Medium.DISK, DISK_TIER)
         tell()
         moves = await self._begin(again, tell, is_plain=True) if len(again) else []

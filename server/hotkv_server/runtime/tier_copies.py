@@ -109,7 +109,7 @@ class TierCopies:
 
     async def _copy_stored(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
         batch_bytes, last_s = self._tier.facts().batch_bytes, time.monotonic()
-        async for _ in tasks.turns(PAUSE_S):
+        async for _ in tasks.turns(f"the copies to {self._name}", PAUSE_S):
             waiting = self._copies.lanes[STORED]
             linger_s = LINGER_S if batch_bytes < LARGE_BATCH_BYTES else LARGE_LINGER_S
             is_due = time.monotonic() >= last_s + linger_s or waiting.num_bytes >= batch_bytes
@@ -123,16 +123,24 @@ class TierCopies:
     async def _copy_old(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
         """One batch at a time, while nothing that was stored here waits for room."""
         batch_bytes = min(max(MIN_OLD_BYTES, self._tier.facts().batch_bytes), self._most_bytes)
-        async for _ in tasks.turns(PAUSE_S):
+        batch: asyncio.Task[None] | None = None
+        async for _ in tasks.turns(f"the later copies to {self._name}", PAUSE_S):
             lane = self._copies.lane_to_do()
-            if lane is None or time.monotonic() < self._old_at_s or self._breaker.is_open:
+            is_busy = batch is not None and not batch.done()
+            if lane is None or is_busy:
                 continue
-            before_bytes = self._tier.figures().written_bytes
+            if time.monotonic() < self._old_at_s or self._breaker.is_open:
+                continue
             entries = self._copies.take(min(batch_bytes, self._most_bytes - self._out_bytes), lane)
-            for move in self._copies.begin(entries, lane) if len(entries) else ():
-                await self._write(move, lane, tell)
-            num_bytes = self._tier.figures().written_bytes - before_bytes
-            self._wait_with_old(num_bytes / OLD_BYTES_PER_S)
+            if len(entries):
+                batch = tasks.spawn(self._write_old(entries, lane, tell))
+
+    async def _write_old(self, entries: Entries, lane: int, tell: Callable[[], None]) -> None:
+        before_bytes = self._tier.figures().written_bytes
+        for move in self._copies.begin(entries, lane):
+            await self._write(move, lane, tell)
+        num_bytes = self._tier.figures().written_bytes - before_bytes
+        self._wait_with_old(num_bytes / OLD_BYTES_PER_S)
 
     def _wait_with_old(self, wait_s: float) -> None:
         self._old_at_s = max(self._old_at_s, time.monotonic() + wait_s)
@@ -140,7 +148,7 @@ class TierCopies:
     async def _offer_left(self, tasks: TierTasks) -> None:
         """Offers what an earlier server has left, a part at a time, once its epoch is known."""
         first = 0
-        async for _ in tasks.turns(PAUSE_S):
+        async for _ in tasks.turns(f"the blocks of before for {self._name}", PAUSE_S):
             if not self._left:
                 return
             key_space_id = self._left[0]

@@ -11,7 +11,7 @@ from hotkv_server.runtime.tier_below import TierBelow
 from hotkv_server.runtime.tier_reads import TierReads
 from hotkv_server.runtime.tier_shared import TierShared
 from hotkv_server.runtime.tiers import Tiers
-from hotkv_server.tiers.protocol import TierFigures
+from hotkv_server.tiers.protocol import TierFigures, TierMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def _below(one: TierBelow) -> TierState:
         one.reads,
         one.tier.figures(),
         not one.breaker.is_open,
-        one.tier.problem(),
+        one.breaker.problem,
         one.lower.counters.lost,
         len(one.lower.down.waiting),
         budget_bytes,
@@ -121,7 +121,7 @@ def _shared(one: TierShared) -> TierState:
         one.reads,
         figures,
         not one.breaker.is_open,
-        one.tier.problem(),
+        one.breaker.problem,
         figures.corrupt_blocks,
         one.out.num_waiting,
     )
@@ -179,16 +179,34 @@ def gauges(tiers: Tiers | None) -> dict[str, float]:
     below = tiers.below if tiers is not None else None
     shared = tiers.shared if tiers is not None else ()
     space = None if below is None else below.lower.space
+    memory = None if below is None else below.memory
     budget_bytes, left_bytes = budget(below)
+    disk, stores = _memory_below(below), [one.tier.memory() for one in shared]
     return {
         "tier_used_bytes": float(space.used_bytes() if space else 0),
         "tier_capacity_bytes": float(space.pool.capacity_bytes if space else 0),
         "tier_queued_bytes": float(below.tier.figures().queued_bytes if below else 0),
         "tier_waiting_blocks": float(len(below.lower.down.waiting) if below else 0),
+        "tier_unsaved_blocks": float(memory.num_changed - memory.num_saved if memory else 0),
+        "tier_memory_bytes": float(disk.held_bytes),
+        "tier_memory_limit_bytes": float(disk.most_bytes),
         "tier_budget_bytes": float(budget_bytes),
         "tier_budget_left_bytes": float(left_bytes),
         "tier_up": float(below is not None and not below.breaker.is_open),
         "shared_queued_bytes": float(sum(one.tier.figures().queued_bytes for one in shared)),
+        "shared_memory_bytes": float(sum(one.held_bytes for one in stores)),
+        "shared_memory_limit_bytes": float(
+            sum(one.most_bytes for one in stores) if all(one.most_bytes for one in stores) else 0
+        ),
         "shared_waiting_blocks": float(sum(one.out.num_waiting for one in shared)),
         "shared_up": float(bool(shared) and not any(one.breaker.is_open for one in shared)),
     }
+
+
+def _memory_below(below: TierBelow | None) -> TierMemory:
+    """Of the tier below, with its records."""
+    if below is None:
+        return TierMemory(0, 0)
+    memory = below.tier.memory()
+    records_bytes = below.memory.table.geometry.file_bytes if below.memory is not None else 0
+    return TierMemory(memory.held_bytes + records_bytes, memory.most_bytes + records_bytes)

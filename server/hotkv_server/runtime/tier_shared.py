@@ -49,7 +49,7 @@ FOUND_S = 10.0
 
 class TierShared:
     """See the module. `epochs`: of all tiers that nodes share. `moving_bytes`: most that may be on
-    their way there."""
+    their way there. `below`: of the tier below, if there is one."""
 
     def __init__(
         self,
@@ -64,6 +64,7 @@ class TierShared:
         self.reads = TierReads()
         self.name = tier.facts().name
         self.num_fetched = 0
+        self.below: Breaker | None = None
         self.out = TierCopies(core, tier, self.breaker, epochs, verifier, moving_bytes)
         self._epochs = epochs
         self._core = core
@@ -152,9 +153,11 @@ class TierShared:
         return int((codes == Read.CORRUPT).sum())
 
     def _absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
-        """Positions of blocks that neither host memory nor the tier below has."""
+        """Positions of blocks that neither host memory nor the tier below has, or host memory
+        alone while that tier is passed by."""
         absent = self._core.arrivals.absent(key_space_id, groups)
-        if (lower := self._core.lower) is None:
+        lower = self._core.lower
+        if lower is None or (self.below is not None and not self.below.lets_pass):
             return absent
         return [
             at[lower.up.find(key_space_id, one, at) == 0] if len(at) else at

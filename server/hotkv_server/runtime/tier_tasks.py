@@ -1,6 +1,7 @@
 """What all parts that move blocks share: tasks of the event loop, check values, keys."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.check_values import sealed
 from hotkv_server.integrity.sums import sums_of
 from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.runtime.health import Health
 from hotkv_server.tiers.protocol import NO_EPOCHS, Blocks, Epochs, Seals
 
 T = TypeVar("T")
@@ -25,10 +27,11 @@ more; its slots are nobody's then, as the process ends."""
 
 class TierTasks:
     """Tasks under way; `is_closing` once they shall end. One that breaks is told to the loop's
-    exception handler at once."""
+    exception handler at once. `health` watches those that loop."""
 
     def __init__(self) -> None:
         self.is_closing = False
+        self.health = Health()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -41,10 +44,9 @@ class TierTasks:
         task.add_done_callback(self._ended)
         return task
 
-    async def turns(self, pause_s: float) -> AsyncIterator[None]:
-        """Yields after each pause, until the tasks shall end."""
-        while True:
-            await asyncio.sleep(pause_s)
+    async def turns(self, name: str, pause_s: float) -> AsyncIterator[None]:
+        """As `Health.turns`, until the tasks shall end."""
+        async for _ in self.health.turns(name, pause_s):
             if self.is_closing:
                 return
             yield
@@ -71,8 +73,24 @@ def future() -> "asyncio.Future[Any]":
 
 
 async def elsewhere(call: Callable[..., T], *arguments: object) -> T:
-    """Calls it on a thread."""
+    """Calls it on a thread of the pool that all share. Not for what may hang: `aside`."""
     return await asyncio.get_running_loop().run_in_executor(None, call, *arguments)
+
+
+async def aside(call: Callable[[], object]) -> None:
+    """Calls it on a thread of its own that keeps neither other work nor the end of the process
+    waiting, however long it takes. It raises nothing."""
+    ended: asyncio.Future[tuple[()]] = future()
+    end = on_loop(ended)
+
+    def work() -> None:
+        try:
+            call()
+        finally:
+            end()
+
+    threading.Thread(target=work, name=f"hotkv-aside-{call!r}"[:64], daemon=True).start()
+    await ended
 
 
 def on_loop(ended: "asyncio.Future[Any]") -> Callable[..., None]:

@@ -19,6 +19,7 @@ from hotkv_server.core.moves import Move
 from hotkv_server.core.values import BoolMask, HashList, Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.runtime.epochs import Epochs, Flush
+from hotkv_server.runtime.health import Health
 from hotkv_server.runtime.moved_events import OnReady, nobody
 from hotkv_server.runtime.session import LiveSession
 from hotkv_server.runtime.slices import slices
@@ -26,7 +27,14 @@ from hotkv_server.runtime.tier_below import TierBelow
 from hotkv_server.runtime.tier_lookups import TierLookups, WaitingCalls
 from hotkv_server.runtime.tier_shared import TierShared
 from hotkv_server.runtime.tier_source import Source
-from hotkv_server.runtime.tier_tasks import TierTasks, check_values, elsewhere, future, on_loop
+from hotkv_server.runtime.tier_tasks import (
+    TierTasks,
+    aside,
+    check_values,
+    elsewhere,
+    future,
+    on_loop,
+)
 from hotkv_server.runtime.tracing import Tracing
 from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Read
 
@@ -36,6 +44,11 @@ MOVING_SHARE = 0.125
 """Largest share of the arena that may be on its way to a tier, and again on its way up."""
 PREFETCH_PAUSE_S = 0.05
 """Between two looks of a prefetch at whether there is room for it."""
+CLOSE_TIERS_S = 10.0
+"""Longest wait for tiers to close: some wait for a call that is under way."""
+RECORDS_WAIT_S = 1.0
+SAY_S = 0.2
+"""Between two looks at which tiers are passed by."""
 UP_TIMEOUT_S = 30.0
 """A tier need not begin a read any more after this long: the slots are wanted back."""
 
@@ -74,6 +87,8 @@ class Tiers:
         self.epochs = epochs
         self.below = below
         self.shared = tuple(shared)
+        for one in self.shared:
+            one.below = None if below is None else below.breaker
         self._sources: list[Source] = [] if below is None else [below]
         self._sources.extend(shared)
         self._core = core
@@ -96,20 +111,43 @@ class Tiers:
 
     def start(
         self,
+        health: Health,
         tell: Callable[[], None],
         flush: Flush,
         on_ready: OnReady = nobody,
     ) -> None:
-        """Starts moving blocks. `tell` is called when blocks may have been evicted or condemned,
-        `on_ready` when some have come to a tier or up from one; `flush` flushes a key space in this
-        node alone."""
+        """Starts moving blocks; `health` watches the tiers' loops and threads. `tell` is called
+        when blocks may have been evicted or condemned, `on_ready` when some have come to a tier or
+        up from one; `flush` flushes a key space in this node alone."""
         self._tell, self._on_ready = tell, on_ready
-        self.epochs.start(self._tasks, flush)
+        self._tasks.health = health
+
+        async def flush_here(key_space_id: int) -> int:
+            num_blocks = await flush(key_space_id)
+            if self.below is not None and self.below.memory is not None:
+                # Else a kill brings records back whose blocks are misses. A disk may hang.
+                written = asyncio.wrap_future(self.below.memory.written())
+                await asyncio.wait([written], timeout=RECORDS_WAIT_S)
+            return num_blocks
+
+        self.epochs.start(self._tasks, flush_here)
         if self.below is not None:
             self.below.start(self._tasks, tell, on_ready)
         for one in self.shared:
             one.out.on_ready = on_ready
             one.start(self._tasks, tell)
+        for source in self._sources:
+            health.watch(f"the threads of the tier {source.name}", source.tier.is_alive)
+        self._tasks.spawn(self._say())
+
+    async def _say(self) -> None:
+        async for _ in self._tasks.turns("the look at tiers", SAY_S):
+            for source in self._sources:
+                source.breaker.say()
+            for coming in self._coming.values():
+                if coming.source.breaker.hangs and len(coming.move.entries):
+                    self._core.arrivals.forsake(coming.move)
+                    self._tell()
 
     def trace(self, tracing: Tracing) -> None:
         """From now on reads and writes that belong to traced calls have spans."""
@@ -122,7 +160,13 @@ class Tiers:
     async def close(self) -> None:
         """Begins no move any more and ends those under way. Waits as long as the tiers' `close`."""
         self._tasks.is_closing = True
-        await asyncio.gather(*(elsewhere(one.tier.close) for one in self._sources))
+        if self.below is not None:
+            self.below.note_written()
+        closing = [asyncio.create_task(aside(one.tier.close)) for one in self._sources]
+        if closing:
+            _, late = await asyncio.wait(closing, timeout=CLOSE_TIERS_S)
+            for one in late:
+                one.cancel()
         await self._tasks.close()
 
     @property
@@ -157,8 +201,8 @@ class Tiers:
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
         """Brings in what lies in tiers of these lists, as far as there is room, and waits for it
         until then."""
-        for source in self._sources:
-            await source.look(key_space_id, groups, until_s)
+        await self._begin_up(key_space_id, groups, tries=False)
+        await self._look(key_space_id, groups, until_s)
         while not self._tasks.is_closing:
             has_room = self._up_bytes < self._most_bytes
             await self._begin_up(key_space_id, groups)
@@ -188,8 +232,9 @@ class Tiers:
         held, key_space_id = Held(), session.record.key_space_id
         until_s = time.monotonic() + self._lookup_wait_s
         with self._waiting.counted(session):
-            for source in self._sources:
-                await source.look(key_space_id, groups, until_s)
+            # What is known does not wait for a tier that is slow to say what it has.
+            await self._begin_up(key_space_id, groups, tries=False)
+            await self._look(key_space_id, groups, until_s)
             await self._begin_up(key_space_id, groups)
             for one in self._under_way(key_space_id, groups):
                 one.num_waiting += 1
@@ -210,6 +255,10 @@ class Tiers:
             if not one.num_waiting and one.done.done():
                 self._end_up(one)
 
+    async def _look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
+        looks = (one.look(key_space_id, groups, until_s) for one in self._sources)
+        await asyncio.gather(*looks)
+
     def _under_way(self, key_space_id: int, groups: list[HashList]) -> list[Coming]:
         """Moves up of blocks of these lists, of tiers that don't hang."""
         if not self._coming:
@@ -217,9 +266,14 @@ class Tiers:
         coming = [self._coming[n] for n in self._core.arrivals.numbers(key_space_id, groups)]
         return [one for one in coming if one.source.breaker.lets_pass]
 
-    async def _begin_up(self, key_space_id: int, groups: list[HashList]) -> None:
-        """Begins to read what lies in tiers of these lists, as far as there is room."""
+    async def _begin_up(
+        self, key_space_id: int, groups: list[HashList], *, tries: bool = True
+    ) -> None:
+        """Begins to read what lies in tiers of these lists, as far as there is room. `tries`: also
+        of a tier that is broken, if a trial is due."""
         for source in self._sources:
+            if not tries and source.breaker.is_open:
+                continue
             if self._tasks.is_closing or self._core.draining:
                 return
             runs = [

@@ -8,9 +8,9 @@ field, its value and what is allowed. The sections have modules of their own.
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AliasChoices,
@@ -23,10 +23,10 @@ from pydantic import (
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
-    TomlConfigSettingsSource,
 )
 
 from hotkv_server.settings import sources
@@ -56,6 +56,8 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix="HOTKV_", env_nested_delimiter="__", extra="forbid", cli_kebab_case=True
     )
+    from_file: ClassVar[Mapping[str, Any]] = {}
+    """What the TOML file says; `load_settings` sets it."""
 
     runtime_dir: Path = Field(
         Path("/run/hotkv"),
@@ -137,7 +139,12 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
+        assert issubclass(settings_cls, Settings)
+        return (
+            init_settings,
+            env_settings,
+            InitSettingsSource(settings_cls, dict(settings_cls.from_file)),
+        )
 
     @property
     def arena_dir(self) -> Path:
@@ -164,13 +171,13 @@ def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Se
     """Reads the settings from all sources. Raises ValueError with one line a mistake."""
     if wrong := sources.wrong_variables(Settings, os.environ):
         raise ValueError("\n".join(wrong))
-    _check_file(config)
     model = type(
         "Settings",
         (Settings,),
         {
             "__doc__": Settings.__doc__,
-            "model_config": {**Settings.model_config, "toml_file": config},
+            "__annotations__": {"from_file": ClassVar[Mapping[str, Any]]},
+            "from_file": _read(config) if config is not None else {},
         },
     )
     try:
@@ -192,14 +199,13 @@ def load_settings(config: Path | None, flags: Sequence[str], program: str) -> Se
         ) from error
 
 
-def _check_file(config: Path | None) -> None:
-    """Raises ValueError, with the file's name, unless it is TOML."""
-    if config is None:
-        return
-    if not config.is_file():
-        raise ValueError(f"--config: there is no file {config}")
+def _read(config: Path) -> dict[str, Any]:
+    """Reads the file once. Raises ValueError, with the file's name, unless it is there and is
+    TOML."""
     try:
-        tomllib.loads(config.read_text())
+        return tomllib.loads(config.read_text())
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise ValueError(f"--config: there is no file {config}") from error
     except (ValueError, OSError) as error:
         raise ValueError(f"--config: {config}: {error}") from error
 

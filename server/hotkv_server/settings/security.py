@@ -132,7 +132,8 @@ class SecuritySettings(BaseModel, extra="forbid"):
         ),
     )
     audit_file: Path | None = Field(
-        None, description="File of JSON lines for these. Default: the server's log."
+        None,
+        description="File of JSON lines for these, no symbolic link. Default: the server's log.",
     )
     malformed_per_s: Annotated[float, Field(ge=1, le=1e9)] = Field(
         50.0,

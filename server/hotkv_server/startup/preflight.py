@@ -191,6 +191,11 @@ def check_audit(settings: Settings) -> None:
     if path is None:
         return
     try:
+        if path.is_symlink():
+            raise StartError(
+                f"security.audit_file: {path} is a symbolic link, which is not followed; name the "
+                "file itself"
+            )
         status = path.stat()
     except FileNotFoundError:
         can_be = os.access(path.parent, os.W_OK | os.X_OK)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from hotkv.errors import HotKVError
 from hotkv_server.core.cache import CacheCore
@@ -18,8 +18,10 @@ from hotkv_server.core.space import Space
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.memory.clerk import Clerk
 from hotkv_server.memory.epoch_notes import EpochNotes, NotesFolder
 from hotkv_server.memory.lower import LowerMemory
+from hotkv_server.memory.state import StateError
 from hotkv_server.runtime.epochs import EpochRelay, Epochs
 from hotkv_server.runtime.persistence import state_of
 from hotkv_server.runtime.tier_below import TierBelow
@@ -36,6 +38,11 @@ if TYPE_CHECKING:
     from hotkv_server.tiers.disk.tier import DiskTier
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ANSWER_S = 60.0
+"""Longest wait for the disk at the start, and as much longer as allocating its bytes may take."""
+SLOWEST_BYTES_PER_S = 50 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,8 @@ def check_tiers(settings: Settings) -> None:
     are not installed. Asks no store: one that is away comes back by itself."""
     disk = settings.tiers.disk
     if disk.path is not None:
-        _check_disk(disk.path, disk.bytes)
+        path = disk.path
+        _answered(path, ANSWER_S, lambda: _check_disk(path, disk.bytes))
     try:
         shared_tiers(settings)
         if settings.tiers.s3 is not None:
@@ -71,6 +79,18 @@ def check_tiers(settings: Settings) -> None:
         raise StartError(f"tiers: {error}") from error
     except ImportError as missing:
         raise StartError(f"tiers: {missing.name} is not installed") from missing
+
+
+def _answered(path: Path, wait_s: float, call: Callable[[], T]) -> T:
+    """What the call gives, which touches the disk's folder. Raises what it raises, and StartError
+    if the disk has not answered by then: a server without it could not tell it of flushes."""
+    try:
+        return Clerk("disk-start").do(call).result(wait_s)
+    except TimeoutError:
+        raise StartError(
+            f"tiers.disk.path: the disk of {path} has not answered for {wait_s:.0f} s: mend it, or "
+            "choose another folder"
+        ) from None
 
 
 def _check_disk(path: Path, num_bytes: int) -> None:
@@ -96,18 +116,23 @@ def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart |
     from hotkv_server.tiers.disk.slab_file import SlabFile
     from hotkv_server.tiers.disk.tier import DiskTier
 
-    try:
-        memory = LowerMemory.open(
-            disk.path, disk.bytes, tiers.slab_bytes, tiers.capacity, reset=reset
-        )
-    except OSError as error:
-        raise StartError(f"tiers.disk.path: {error}") from error
-    try:
-        file = SlabFile.open(disk.path, memory.num_bytes)
-        tier = DiskTier(arena, file, num_threads=disk.threads)
-    except OSError as error:
-        memory.close()
-        raise StartError(f"tiers.disk: {error}") from error
+    path = disk.path
+
+    def open_files() -> tuple[LowerMemory, SlabFile]:
+        try:
+            memory = LowerMemory.open(
+                path, disk.bytes, tiers.slab_bytes, tiers.capacity, reset=reset
+            )
+        except OSError as error:
+            raise StartError(f"tiers.disk.path: {error}") from error
+        try:
+            return memory, SlabFile.open(path, memory.num_bytes)
+        except OSError as error:
+            memory.close()
+            raise StartError(f"tiers.disk: {error}") from error
+
+    memory, file = _answered(path, ANSWER_S + disk.bytes / SLOWEST_BYTES_PER_S, open_files)
+    tier = DiskTier(arena, file, num_threads=disk.threads)
     policy = POLICIES[settings.policy](tiers.capacity)
     space = Space(memory.table, memory.num_bytes, memory.slab_bytes, policy)
     return LowerPart(memory, space, tier)
@@ -123,6 +148,12 @@ def take_over_lower(core: CacheCore, part: LowerPart) -> None:
     Blocks. Raises StartError."""
     memory, began_s = part.memory, time.monotonic()
     num_encoded = 0
+    assert core.lower is not None, "a tier without places"
+    try:
+        wall_s, written = time.time(), memory.read_written()
+        core.lower.down.gate.recall([(wall_s - at_s, size) for at_s, size in written], began_s)
+    except (StateError, OSError) as error:
+        log.warning("the disk's write budget begins anew reason=%r", str(error))
     if memory.why_empty:
         log.warning("disk tier starts empty reason=%r", memory.why_empty)
     if memory.old is not None and memory.state is not None:
@@ -147,10 +178,7 @@ def take_over_lower(core: CacheCore, part: LowerPart) -> None:
             part.tier.prepare_encoding()
     except OSError as error:
         raise StartError(f"tiers.disk.compress: no memory: {error}") from error
-    try:
-        memory.adopt(state_of(core, memory.slab_bytes))
-    except OSError as error:
-        raise StartError(f"tiers.disk.path: {error}") from error
+    memory.start(core.catalog.revision, state_of(core, memory.slab_bytes))
 
 
 def open_notes(core: CacheCore, memory: NodeMemory, lower: LowerPart | None) -> EpochNotes:
@@ -186,7 +214,9 @@ def make_tiers(
     epochs = Epochs(core, opened_tiers, open_notes(core, memory, lower))
     most_bytes = moving_bytes(core)
     shared = [TierShared(core, tier, verifier, epochs, most_bytes) for tier, _ in opened_tiers]
-    below = None if lower is None else TierBelow(core, lower.tier, verifier, epochs, most_bytes)
+    below = None
+    if lower is not None:
+        below = TierBelow(core, lower.tier, verifier, epochs, most_bytes, lower.memory)
     return Tiers(core, arena, settings.tiers.lookup_wait_ms / 1000, epochs, below, shared)
 
 

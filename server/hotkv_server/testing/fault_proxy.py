@@ -33,6 +33,21 @@ def delayed(delay_s: float) -> Fault:
     return fault
 
 
+def throttled(bytes_per_s: float) -> Fault:
+    """All connections that share the fault pass so many bytes a second together."""
+    lock = threading.Lock()
+
+    def fault(piece: bytes) -> Iterator[bytes]:
+        step = max(1, min(len(piece), int(bytes_per_s / 20)))
+        for at in range(0, len(piece), step):
+            part = piece[at : at + step]
+            with lock:
+                time.sleep(len(part) / bytes_per_s)
+            yield part
+
+    return fault
+
+
 def cut_after(num_bytes: int) -> Fault:
     """`num_bytes` pass; then the connection ends."""
     left = num_bytes

@@ -24,6 +24,7 @@ from hotkv_server.tiers.protocol import (
     Read,
     TierFacts,
     TierFigures,
+    TierMemory,
     Write,
 )
 from hotkv_server.tiers.seals import seal
@@ -159,6 +160,15 @@ class MemoryTier:
         """See `Tier`."""
         begun_s = self._begun_s
         return max(0.0, now_s - begun_s) if begun_s else 0.0
+
+    def is_alive(self) -> bool:
+        """See `Tier`."""
+        return self._is_closed or self._thread is None or self._thread.is_alive()
+
+    def memory(self) -> TierMemory:
+        """See `Tier`."""
+        held_bytes = sum(len(content) for content, _ in self._store.content.values())
+        return TierMemory(held_bytes, self._store.capacity_bytes)
 
     def figures(self) -> TierFigures:
         """See `Tier`."""

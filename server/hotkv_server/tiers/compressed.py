@@ -39,6 +39,7 @@ from hotkv_server.tiers.protocol import (
     SharedTier,
     TierFacts,
     TierFigures,
+    TierMemory,
     Write,
 )
 
@@ -166,6 +167,19 @@ class CompressedTier:
     def stalled_s(self, now_s: float) -> float:
         """See `Tier`."""
         return self._inner.stalled_s(now_s)
+
+    def is_alive(self) -> bool:
+        """See `Tier`."""
+        mine = self._queue.is_closed or all(thread.is_alive() for thread in self._threads)
+        return mine and self._inner.is_alive()
+
+    def memory(self) -> TierMemory:
+        """See `Tier`: the staging memory, and what the tier below takes."""
+        below, staging_bytes = self._inner.memory(), self._memory.num_bytes
+        return TierMemory(
+            below.held_bytes + staging_bytes,
+            below.most_bytes + staging_bytes if below.most_bytes else 0,
+        )
 
     def figures(self) -> TierFigures:
         """See `Tier`."""

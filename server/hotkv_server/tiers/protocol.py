@@ -155,6 +155,15 @@ class TierFigures:
     queued_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class TierMemory:
+    """Bytes that a tier has taken, of buffers, indexes and child processes, and the most that it
+    takes; 0 if nothing bounds them."""
+
+    held_bytes: int
+    most_bytes: int
+
+
 class Tier(Protocol):
     """Moves blocks between slots of the arena and a store. Thread-safe."""
 
@@ -181,6 +190,12 @@ class Tier(Protocol):
 
     def stalled_s(self, now_s: float) -> float:
         """How long the call that is under way has waited for the store; 0 if none is."""
+
+    def is_alive(self) -> bool:
+        """Whether all its threads are, until it is closed."""
+
+    def memory(self) -> TierMemory:
+        """The memory that it takes besides slots of the arena."""
 
     def figures(self) -> TierFigures:
         """Sums since the start."""

@@ -2,20 +2,20 @@
 // and the pages of whole contexts, put together from device and host memory.
 //
 // The host knows states by request, the engine's batch has rows. The block that a row writes last belongs to one request, so it names the
-// row (`state_of_block` int32 [num_blocks], -1 for none): nothing is read back.
+// row (`row_of_block` int32 [num_blocks]: 2 * state, and 1 more if the row attends sparsely; -1 for none): nothing is read back.
 #include "common.cuh"
 
 // grid (all rows that there is room for), 128 threads, before a step; rows from `num_rows` on have no state, so a graph that was
 // captured with more rows finds none. `context_tokens` int32 [rows], the step's own included; `starts` int32 [rows + 1] of queries.
-// `own_of` int32 [rows]: the row's state, -1: none; `state_of` [rows]: the same for rows that decode sparsely: one query, a context
-// from `min_context_tokens` on or with blocks that are away. Other rows attend as the engine says: `table` [rows, table_stride] gets their row
-// of `engine_table`, `lengths` [rows] their tokens.
+// `own_of` int32 [rows]: the row's state, -1: none; `state_of` [rows]: the same for rows that attend sparsely, which the host decides and which
+// have one query. Other rows attend as the engine says: `table` [rows, table_stride] gets their row of `engine_table`, `lengths` [rows] their
+// tokens.
 //
 // `complete_pages`, `complete_rows` int32 [num_complete]: pages of the blocks that the step completes, and their rows in the pools of
 // representations (-1: nothing). Row r's begin at starts[r] / block_tokens + r, so rows never share a place.
 extern "C" __global__ void __launch_bounds__(128) find_states(
     const int* context_tokens, const int* starts, int num_rows, const int* engine_table, long long engine_stride, int block_tokens,
-    int min_context_tokens, const int* state_of_block, int num_blocks, const int* freed, int num_sinks, const int* rows, int max_blocks,
+    const int* row_of_block, int num_blocks, const int* rows, int max_blocks,
     int* own_of, int* state_of, int* complete_pages, int* complete_rows, int num_complete, int* table, long long table_stride,
     int* lengths) {
   const int row = blockIdx.x;
@@ -28,8 +28,9 @@ extern "C" __global__ void __launch_bounds__(128) find_states(
   const int count = (tokens + block_tokens - 1) / block_tokens;
   const int* blocks = engine_table + row * engine_stride;
   const int written = count ? blocks[count - 1] : -1;
-  const int own = written >= 0 && written < num_blocks ? state_of_block[written] : -1;
-  const bool is_sparse = own >= 0 && queries == 1 && (tokens >= min_context_tokens || freed[own] > num_sinks);
+  const int named = written >= 0 && written < num_blocks ? row_of_block[written] : -1;
+  const int own = named < 0 ? -1 : named / 2;
+  const bool is_sparse = named >= 0 && named % 2 == 1 && queries == 1;
   if (threadIdx.x == 0) {
     own_of[row] = own;
     state_of[row] = is_sparse ? own : -1;

@@ -1,12 +1,13 @@
 """State that a step shares where an engine owns pages and block tables, and old blocks of a context
 are in host memory only (*away*).
 
-    residents.name_rows({block: state})   the host, between steps, as it hears of requests
-    residents.find(batch, …)              once a step, before the forward pass
+    residents.name_rows({block: row})   the host, between steps, as it hears of requests
+    residents.find(batch, …)            once a step, before the forward pass
 
 Always true:
 - The host knows a request by its *state*, the device finds out which row of the batch it is: the
   block that a row writes last names it. Nothing is read back, so the host may run ahead.
+- A row attends sparsely only if the host named it so (`NamedRow`); no kernel decides that.
 - Blocks [sinks, `freed`) of a state are away and have an address in `arena`; all others lie in the
   page that the engine's block table names. `freed` is raised after the addresses are written.
 - A state begins anew, in all layers, when its `epoch` changes.
@@ -16,6 +17,7 @@ pages of the engine's pool.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +26,7 @@ from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.cuda.device import Array, Device
 from hotkv_sparse.cuda.index import upload
 
+NO_ROW = np.int32(-1)
 PIECES = 2
 """Thread blocks that copy a page."""
 
@@ -40,6 +43,18 @@ class EngineBatch:
     table_stride: int
     num_rows: int
     num_tokens: int
+
+
+class NamedRow(NamedTuple):
+    """A row of the coming step: the state that it is, and whether it attends sparsely."""
+
+    state: int
+    is_sparse: bool
+
+    @property
+    def word(self) -> np.int32:
+        """As kernels read it; -1 would be no row."""
+        return np.int32(2 * self.state + self.is_sparse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +93,7 @@ class Residents:
         self.freed = device.zeros((num_states,), np.int32)
         self.epochs = device.zeros((num_states,), np.int32)
         self.begun = device.zeros((num_states,), np.int32)
-        nobody = np.full(num_pages, -1, np.int32)
-        self.state_of_block = upload(device, nobody)
+        self.row_of_block = upload(device, np.full(num_pages, NO_ROW, np.int32))
         self.own_of = upload(device, np.full(num_rows, -1, np.int32))
         self._max_complete = self.num_complete(num_rows, max_tokens)
         self.complete_pages = device.zeros((self._max_complete,), np.int32)
@@ -91,7 +105,7 @@ class Residents:
         self.batch: EngineBatch | None = None
         self._epochs = np.zeros(num_states, np.int32)
         self._freed = np.zeros(num_states, np.int32)
-        self._named: dict[int, int] = {}
+        self._named: dict[int, np.int32] = {}
 
     def __repr__(self) -> str:
         return f"Residents({self.num_states} states, {len(self._named)} in the step)"
@@ -115,26 +129,27 @@ class Residents:
             self._freed[state] = num_freed
             self.device.write(self.freed, (state,), self._freed[state : state + 1])
 
-    def name_rows(self, state_of: dict[int, int]) -> None:
-        """The states of the coming step, by the block that each writes last. INVALID_FIELD if a
-        block or state is not there."""
-        for block, state in state_of.items():
+    def name_rows(self, rows: dict[int, NamedRow]) -> None:
+        """The rows of the coming step, by the block that each writes last; rows without a name
+        attend to what the engine's table says. INVALID_FIELD if a block or state is not there."""
+        for block, (state, _) in rows.items():
             if not 0 <= block < self.num_pages or not 0 <= state < self.num_states:
                 raise HotKVError(
                     Reason.INVALID_FIELD,
                     f"block {block} of state {state}; there are {self.num_pages} pages and "
                     f"{self.num_states} states",
                 )
-        stale = {block: -1 for block in self._named if block not in state_of}
-        news = {b: s for b, s in state_of.items() if self._named.get(b, -1) != s}
-        for block, state in {**stale, **news}.items():
-            self.device.write(self.state_of_block, (block,), np.array([state], np.int32))
-        self._named = dict(state_of)
+        words = {block: row.word for block, row in rows.items()}
+        for block in self._named.keys() | words.keys():
+            word = words.get(block, NO_ROW)
+            if word != self._named.get(block, NO_ROW):
+                self.device.write(self.row_of_block, (block,), np.array([word]))
+        self._named = words
 
     # --------------------------------------------------------------------------------- in a step
 
     def find(self, batch: EngineBatch, rows: Array, state_of: Array) -> None:
-        """Which state each row is, into `own_of`, and into `state_of` for those that decode
+        """Which state each row is, into `own_of`, and into `state_of` for those that attend
         sparsely. `rows` int32 [S, B]: the blocks' rows in the pools of representations."""
         if batch.num_rows > self.num_rows:
             raise HotKVError(
@@ -148,12 +163,9 @@ class Residents:
             128,
             (
                 batch.context_tokens, batch.starts, np.int32(batch.num_rows), batch.table,
-                np.int64(batch.table_stride), np.int32(self.block_tokens),
-                np.int32(self.config.min_context_tokens), self.state_of_block,
-                np.int32(self.num_pages), self.freed, np.int32(self.num_sinks), rows,
-                np.int32(self.max_blocks), self.own_of, state_of, self.complete_pages,
-                self.complete_rows,
-                np.int32(self._max_complete),
+                np.int64(batch.table_stride), np.int32(self.block_tokens), self.row_of_block,
+                np.int32(self.num_pages), rows, np.int32(self.max_blocks), self.own_of, state_of,
+                self.complete_pages, self.complete_rows, np.int32(self._max_complete),
                 self.table, np.int64(self.max_blocks), self.lengths,
             ),
         )  # fmt: skip

@@ -94,6 +94,11 @@ class PieceQueue:
         self._num_open = 0
         self._is_closed = False
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
+
     def __repr__(self) -> str:
         return (
             f"PieceQueue({len(self._reads)} of reads and {len(self._writes)} of writes wait, "

@@ -42,6 +42,11 @@ class Staged:
         state = "not needed yet" if self._memory is None else repr(self._extents)
         return f"Staged({state})"
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that it has taken."""
+        return 0 if self._memory is None else self.num_bytes
+
     def open(self) -> None:
         """Takes the memory and loads kernels, if that has not been done. Blocks, the first time for
         seconds. Raises OSError if memory is short."""

@@ -31,6 +31,7 @@ from hotkv_server.tiers.protocol import (
     Read,
     TierFacts,
     TierFigures,
+    TierMemory,
     Write,
 )
 
@@ -140,6 +141,14 @@ class DiskTier:
     def stalled_s(self, now_s: float) -> float:
         """See `Tier`: of the thread that has been on its piece for longest."""
         return max(0.0, now_s - min(filter(None, self._begun_s), default=now_s))
+
+    def is_alive(self) -> bool:
+        """See `Tier`."""
+        return self._closing.is_set() or all(thread.is_alive() for thread in self._threads)
+
+    def memory(self) -> TierMemory:
+        """See `Tier`: the staging memory."""
+        return TierMemory(self._staged.held_bytes, self._staged.num_bytes)
 
     def figures(self) -> TierFigures:
         """See `Tier`."""

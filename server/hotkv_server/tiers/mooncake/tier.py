@@ -5,11 +5,13 @@ its slots any more. What is written is found by all nodes with the same master. 
 master; depths are not used.
 """
 
+import mmap
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +19,23 @@ import numpy as np
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.mooncake import MooncakeSettings
 from hotkv_server.tiers.mooncake.words import Line, quoted
-from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Medium, Seals, Shown, TierFacts
+from hotkv_server.tiers.protocol import (
+    NO_EPOCH,
+    Codes,
+    Epochs,
+    Medium,
+    Seals,
+    Shown,
+    TierFacts,
+    TierMemory,
+)
 from hotkv_server.tiers.remote.calls import PART_BYTES
 from hotkv_server.tiers.remote.errors import LateError, LostError, UnusableError
 from hotkv_server.tiers.remote.tier import RemoteTier
 from hotkv_server.tiers.remote.workers import Limits, Workers
 
+_children: set[int] = set()
+"""Process ids of the children that run."""
 CHILD = "hotkv_server.tiers.mooncake.child"
 
 
@@ -51,6 +64,7 @@ class MooncakeClient:
             raise UnusableError(f"can't be asked: no child process ({error.strerror})") from error
         finally:
             theirs.close()
+        _children.add(self._process.pid)
         try:
             self._ask(settings.model_dump(), until_s)
         except BaseException:
@@ -119,6 +133,7 @@ class MooncakeClient:
         self._line.close()
         self._process.kill()
         self._process.wait()
+        _children.discard(self._process.pid)
 
     def _rows(self, keys: Sequence[bytes], slots: Sequence[memoryview]) -> dict[str, Any]:
         begins = [np.frombuffer(slot, np.uint8).ctypes.data - self._arena.address for slot in slots]
@@ -150,6 +165,23 @@ def _settle(reply: dict[str, Any], expected: Epochs, codes: Codes) -> Epochs:
     return changed
 
 
+class MooncakeTier(RemoteTier):
+    """See the module and `RemoteTier`."""
+
+    def memory(self) -> TierMemory:
+        """See `Tier`: of the children, which nothing bounds, without the arena that they map."""
+        return TierMemory(sum(map(_own_bytes, list(_children))), 0)
+
+
+def _own_bytes(pid: int) -> int:
+    """Memory of a process that it shares with no other; 0 if it is gone."""
+    try:
+        _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text().split()
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * mmap.PAGESIZE
+
+
 def mooncake_tier(
     arena: Region,
     arena_fd: int,
@@ -164,4 +196,4 @@ def mooncake_tier(
         Limits(settings.children, settings.connect_timeout_s, settings.timeout_s),
         lambda until_s: MooncakeClient(settings, arena, arena_fd, until_s),
     )
-    return RemoteTier(facts, arena, workers, on_epoch=on_epoch)
+    return MooncakeTier(facts, arena, workers, on_epoch=on_epoch)

@@ -26,6 +26,7 @@ from hotkv_server.tiers.protocol import (
     Read,
     TierFacts,
     TierFigures,
+    TierMemory,
     Write,
 )
 from hotkv_server.tiers.remote.calls import Call, Part, cut, cut_keys
@@ -34,6 +35,10 @@ from hotkv_server.tiers.remote.workers import Workers
 
 Cut = Callable[[Int64s], Iterator[slice]]
 """Cuts rows of blocks into parts, given their sizes in bytes."""
+
+
+CONNECTION_BYTES = 128 << 10
+"""Buffers of a connection: values go straight between socket and slot."""
 
 
 class RemoteTier:
@@ -174,6 +179,15 @@ class RemoteTier:
     def stalled_s(self, now_s: float) -> float:
         """See `Tier`."""
         return self._workers.stalled_s(now_s)
+
+    def is_alive(self) -> bool:
+        """See `Tier`."""
+        return self._workers.is_alive()
+
+    def memory(self) -> TierMemory:
+        """See `Tier`: the connections' buffers."""
+        num_bytes = self._workers.num_connections * CONNECTION_BYTES
+        return TierMemory(num_bytes, num_bytes)
 
     def figures(self) -> TierFigures:
         """See `Tier`."""

@@ -73,6 +73,15 @@ class Workers:
         """How long the slowest thread has waited for the server; 0 if none does."""
         return max(0.0, now_s - min(filter(None, self._begun_s), default=now_s))
 
+    @property
+    def num_connections(self) -> int:
+        """Most connections at a time."""
+        return self._limits.connections
+
+    def is_alive(self) -> bool:
+        """Whether all threads are, until `close`."""
+        return self._queue.is_closed or all(thread.is_alive() for thread in self._threads)
+
     def submit(self, call: Call, parts: Sequence[Part], *, is_read: bool) -> None:
         """Queues a call's parts. Ends the call at once if it has none, if the queue is full, or
         after `close`."""

@@ -55,6 +55,10 @@ class Loop:
             future.cancel()
             raise LateError("has not answered in time") from None
 
+    def is_alive(self) -> bool:
+        """Whether the thread is, until `close`."""
+        return self._loop.is_closed() or self._thread.is_alive()
+
     def close(self) -> None:
         """Ends the thread. No request may be under way."""
         if self._loop.is_closed():

@@ -70,6 +70,10 @@ class Shared:
             self._is_checked = True
         return S3Client(self, bucket)
 
+    def is_alive(self) -> bool:
+        """Whether its threads are, until `close`."""
+        return self.lister.is_alive() and self.loop.is_alive()
+
     def next_number(self) -> int:
         """Of a pack."""
         return next(self._numbers)

@@ -6,7 +6,8 @@ is the answer, and the look at the bucket comes behind it.
 
 Names sort newest first, so a look is one page of names, as long as no more than that are new. Names
 from before the last look but OVERLAP_S are taken as seen: a pack that comes later than its name
-says, or from a node with a clock that is further behind, is found at the next start only.
+says, or from a node with a clock that is further behind, is found at the next start only. If this
+node's own clock jumps by more than JUMP_S nothing counts as seen: the key space is looked at anew.
 
 Bounded: MAX_SPACES key spaces are remembered, MAX_PACKS names of a look, and of names that were
 seen those of OVERLAP_S.
@@ -35,6 +36,9 @@ from hotkv_server.tiers.s3.packs import (
 log = logging.getLogger(__name__)
 
 OVERLAP_S = 120.0
+JUMP_S = OVERLAP_S / 2
+UNSEEN = 10**16
+"""A horizon behind all packs."""
 MAX_SPACES = 4096
 MAX_PACKS = 16384
 """256 GiB, if each has 16 MiB."""
@@ -46,13 +50,15 @@ FIRST_PACKS = 256
 @dataclass(slots=True)
 class _Folder:
     """What is known of a key space. `is_known`: its newest packs are. `looks`: that have ended, in
-    whatever way. `error`: of the last. `horizon`: packs of this age and older are seen."""
+    whatever way. `error`: of the last. `horizon`: packs of this age and older are seen, by a wall
+    clock that was `clock_s` ahead of the monotonic one when nothing was seen."""
 
     is_known: bool = False
     is_queued: bool = False
     looks: int = 0
     due_s: float = 0.0
-    horizon: int = 10**16
+    horizon: int = UNSEEN
+    clock_s: float = 0.0
     seen: set[str] = field(default_factory=set)
     error: StoreError | None = None
 
@@ -115,6 +121,10 @@ class Lister:
                 if one != space:
                     del self._folders[one]
 
+    def is_alive(self) -> bool:
+        """Whether the thread is, until `stop`."""
+        return self._is_closed or self._thread.is_alive()
+
     def stop(self) -> None:
         """Ends waiting, and looks after the one that is under way."""
         with self._changed:
@@ -163,6 +173,9 @@ class Lister:
 
     def _look(self, bucket: Bucket, space: Space, folder: _Folder) -> None:
         horizon = age_at(int((time.time() - OVERLAP_S) * 1e6))
+        clock_s = time.time() - time.monotonic()
+        if folder.horizon == UNSEEN or abs(clock_s - folder.clock_s) > JUMP_S:
+            folder.horizon, folder.clock_s = UNSEEN, clock_s
         until_s = time.monotonic() + self._timeout_s
         names = bucket.names(
             folder_of(space),
@@ -181,7 +194,7 @@ class Lister:
             if at + LISTS_AT_ONCE >= FIRST_PACKS:
                 self._know(folder)
         with self._changed:
-            folder.horizon = min(folder.horizon, horizon)
+            folder.horizon = horizon
             folder.seen = {name for name in folder.seen if age_of(name) < folder.horizon}
         self._know(folder)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.s3 import S3Settings
-from hotkv_server.tiers.protocol import Int64s, Medium, TierFacts
+from hotkv_server.tiers.protocol import Int64s, Medium, TierFacts, TierMemory
 from hotkv_server.tiers.remote.calls import cut
 from hotkv_server.tiers.remote.tier import RemoteTier
 from hotkv_server.tiers.remote.workers import Limits, Workers
@@ -12,6 +12,7 @@ from hotkv_server.tiers.s3.bucket import check_installed
 from hotkv_server.tiers.s3.client import Shared
 from hotkv_server.tiers.s3.packs import cut_packs
 
+INDEX_ENTRY_BYTES = 170
 READ_BYTES, READ_BLOCKS = 8 << 20, 256
 """Of a part of a read: as much as one request should ask for."""
 
@@ -51,6 +52,22 @@ class S3Tier(RemoteTier):
         )
         super().__init__(
             facts, arena, workers, cut_reads=cut_reads, cut_writes=cut_writes, on_epoch=on_epoch
+        )
+
+    def is_alive(self) -> bool:
+        """See `Tier`."""
+        return super().is_alive() and self._shared.is_alive()
+
+    def memory(self) -> TierMemory:
+        """See `Tier`: of blocks that are known; packs that are being written, each with a copy;
+        ranges that are being read, each with as much in gaps."""
+        settings, index = self._shared.settings, self._shared.index
+        writers = (settings.connections + 1) // 2
+        moving_bytes = 2 * (writers * settings.pack_bytes + settings.connections * READ_BYTES)
+        queued_bytes = 2 * self.figures().queued_bytes
+        return TierMemory(
+            len(index) * INDEX_ENTRY_BYTES + min(queued_bytes, moving_bytes),
+            settings.index_blocks * INDEX_ENTRY_BYTES + moving_bytes,
         )
 
     def close(self) -> None:

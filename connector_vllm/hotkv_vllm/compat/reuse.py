@@ -1,0 +1,109 @@
+"""Why vLLM itself forbids that the KV of a prefix is used again in this engine.
+
+vLLM keeps one flag (`CacheConfig.enable_prefix_caching`) for two things: what the user asked for,
+and its own decision that a prefix hit would be wrong in this engine or would end it. Turned off by
+the user it concerns the device's cache alone, and hotkv goes on. vLLM's own decision binds hotkv.
+
+The flag alone does not tell them apart, and the connector may not even see vLLM's decision:
+`EngineCore` makes one when the workers already have their copies of the config, and layers make one
+in the worker's process. So vLLM is asked again (`ModelConfig.is_prefix_caching_supported`, KV cache
+specs); where its decision stands in the middle of other code, what that code reads is read here.
+`tools/check_vllm_reuse.py` finds all such places in vLLM's sources, and says what answers each.
+
+What concerns single requests (`Request.skip_reading_prefix_cache`) is the scheduler side's.
+
+Reads `ModelConfig` (`is_prefix_caching_supported`, `attn_type`, `runner_type`, `pooler_config`,
+`use_mla`), `VllmConfig.is_mm_encoder_only`, `CacheConfig.enable_prefix_caching`,
+`SchedulerConfig.enable_chunked_prefill`, `non_causal` and the class of each layer's KV cache spec,
+`attn_backend` of the layers in `static_forward_context`, `envs.VLLM_BATCH_INVARIANT`,
+`current_platform`.
+"""
+
+from typing import Any
+
+from vllm import envs
+from vllm.platforms import current_platform
+from vllm.platforms.interface import CpuArchEnum
+from vllm.v1.kv_cache_interface import RSWASpec, iter_layer_specs
+
+from hotkv_vllm.compat import Unsupported
+
+NO_REUSE_IF_BATCH_INVARIANT = frozenset({"FLASHINFER", "TRITON_MLA"})
+"""Names of attention backends. Source: `Attention.__init__` and `MLAAttention.__init__`."""
+
+
+def check_reuse(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raises Unsupported with vLLM's reason if vLLM itself forbids prefix caching in this engine.
+    Every rank asks for its own layers."""
+    if why := why_forbidden(vllm_config, kv_cache_config):
+        raise Unsupported(why)
+
+
+def why_forbidden(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Returns why vLLM itself forbids prefix caching in this engine; empty if it does not."""
+    why = (
+        _of_platform(vllm_config)
+        or _of_model(vllm_config)
+        or _of_specs(kv_cache_config)
+        or _of_layers(vllm_config)
+    )
+    return why and f"vLLM itself forbids prefix caching: {why}"
+
+
+def _of_platform(vllm_config: Any) -> str:
+    if not current_platform.is_cpu():
+        return ""
+    if current_platform.get_cpu_architecture() is CpuArchEnum.RISCV:
+        return "the CPU is a RISC-V"
+    # Without AMX `CpuPlatform.check_and_update_config` turns both off. With AMX a user who turns
+    # off both is refused as well.
+    if (
+        vllm_config.model_config.use_mla
+        and not vllm_config.cache_config.enable_prefix_caching
+        and not vllm_config.scheduler_config.enable_chunked_prefill
+    ):
+        return "latent attention (MLA) on a CPU without AMX computes each prompt as a whole"
+    return ""
+
+
+def _of_model(vllm_config: Any) -> str:
+    model = vllm_config.model_config
+    if vllm_config.is_mm_encoder_only:
+        return "this engine runs the multi-modal encoder only"
+    if model.is_prefix_caching_supported:
+        return ""
+    if model.runner_type == "pooling":
+        pooler = model.pooler_config
+        return (
+            f"this pooling needs all tokens of a text at once ({model.attn_type} attention, "
+            f"seq_pooling_type {pooler.seq_pooling_type}, tok_pooling_type "
+            f"{pooler.tok_pooling_type})"
+        )
+    if vllm_config.cache_config.enable_prefix_caching:
+        # Of models that generate, vLLM takes a user's --enable-prefix-caching without a warning.
+        return ""
+    return f"its default for models of this kind ({model.attn_type})"
+
+
+def _of_specs(kv_cache_config: Any) -> str:
+    specs = [
+        spec
+        for group in kv_cache_config.kv_cache_groups
+        for spec in iter_layer_specs(group.kv_cache_spec)
+    ]
+    if any(getattr(spec, "non_causal", False) for spec in specs):
+        return "the model has non-causal attention layers"
+    if any(isinstance(spec, RSWASpec) for spec in specs):
+        return "with R-SWA the KV of generated tokens depends on where the prompt ended"
+    return ""
+
+
+def _of_layers(vllm_config: Any) -> str:
+    if not envs.VLLM_BATCH_INVARIANT:
+        return ""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    names = {
+        layer.attn_backend.get_name() for layer in layers if getattr(layer, "attn_backend", None)
+    }
+    forbidden = sorted(names & NO_REUSE_IF_BATCH_INVARIANT)
+    return f"batch invariance with {', '.join(forbidden)}" if forbidden else ""

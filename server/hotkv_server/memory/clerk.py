@@ -1,0 +1,62 @@
+"""A thread that reads and writes files of one place, since the place may hang.
+
+Always true: the thread is the clerk's own and a daemon, so a call that hangs delays the clerk's
+later calls and nothing else: no other place, no event loop, not the end of the process.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Clerk:
+    """See the module. Thread-safe."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        # When the call that runs has begun; 0 between calls.
+        self._begun_s = 0.0
+        self._thread = threading.Thread(target=self._work, name=f"hotkv-{name}", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"Clerk({self._thread.name!r}, {self.num_waiting} calls wait)"
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls that have not begun."""
+        return self._queue.qsize()
+
+    def do(self, call: Callable[[], T]) -> "Future[T]":
+        """Makes the call after all calls before it. Returns its future, which has its result or
+        exception. Does not block."""
+        future: Future[T] = Future()
+        self._queue.put((future, call))
+        return future
+
+    def stalled_s(self, now_s: float) -> float:
+        """How long the call that runs has lasted; 0 between calls."""
+        begun_s = self._begun_s
+        return now_s - begun_s if begun_s else 0.0
+
+    def is_alive(self) -> bool:
+        """Whether the thread is."""
+        return self._thread.is_alive()
+
+    def _work(self) -> None:
+        while True:
+            future, call = self._queue.get()
+            if not future.set_running_or_notify_cancel():
+                continue
+            self._begun_s = time.monotonic()
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001 - the caller has the future
+                future.set_exception(error)
+            self._begun_s = 0.0
+            del future, call

@@ -1,0 +1,218 @@
+"""A disk that hangs costs its own blocks only: whichever call it hangs in, every probe says that
+the server lives, engines keep their leases, new engines come, host memory and other tiers go on,
+and the server can be stopped."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from demo.processes import Server
+from hotkv_client import BlockResult, GroupHashes
+from hotkv_client.admin import AdminClient
+from hotkv_client.testing import PagedEngine
+from hotkv_server.testing import hung_disk
+from tests.server.support import hashes
+from tests.server.test_life import wait_until
+from tests.server.test_restart import FLAGS, store
+from tests.server.test_service import http_port
+from tests.server.test_shared_tiers import CHAIN, LAYERS, NUM_BLOCKS, PAGE_BYTES, SharingNode, node
+from tests.tiers.valkey_support import Server as Valkey
+from tests.tiers.valkey_support import running
+
+STOP_S = 60.0
+HELD_S = 2.0 * hung_disk.STALLED_S
+"""Longer than any part may hang before Health names it."""
+BY_A_CUT = ("fallocate", "stat")
+"""Calls that the tier makes at reading if its file was cut short."""
+NOT_OF_THE_TIER = ("fsync",)
+"""Calls of other writers than the tier."""
+
+
+class Probed:
+    """Asks /livez again and again; `answers`: every answer that was no 200, in words."""
+
+    def __init__(self, server: Server) -> None:
+        self.answers: list[str] = []
+        self.num_asked = 0
+        self._url = f"http://127.0.0.1:{http_port(server)}/livez"
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self._thread.start()
+
+    def _ask(self) -> None:
+        while not self._over.wait(0.1):
+            try:
+                urllib.request.urlopen(self._url, timeout=30).read()
+            except urllib.error.HTTPError as error:
+                self.answers.append(f"{error.code} {error.read().decode()}")
+            except OSError as error:
+                self.answers.append(str(error))
+            self.num_asked += 1
+
+    def close(self) -> list[str]:
+        self._over.set()
+        self._thread.join()
+        return self.answers
+
+
+@contextlib.contextmanager
+def probed(server: Server) -> Iterator[Probed]:
+    """Every /livez within the block was a 200, and at its end for HELD_S."""
+    probe = Probed(server)
+    try:
+        yield probe
+        until_s, before = time.monotonic() + HELD_S, probe.num_asked
+        while time.monotonic() < until_s or probe.num_asked < before + 5:
+            time.sleep(0.05)
+    finally:
+        answers = probe.close()
+    assert not answers, answers
+
+
+class HungNode(SharingNode):
+    """A node with a disk that can be made to hang, and a Valkey."""
+
+    def start_hung(self, valkey: Valkey) -> None:
+        self.disk, self.signs = self.folder / "disk", self.folder / "signs"
+        self.signs.mkdir()
+        self.server = Server(
+            self.folder,
+            "16MiB",
+            *FLAGS,
+            "--tiers.disk.path",
+            str(self.disk),
+            "--tiers.disk.bytes",
+            "16MiB",
+            "--tiers.valkey.address",
+            f"unix:{valkey.path}",
+            "--tiers.lookup-wait-ms",
+            "500",
+            command=hung_disk.command(self.disk, self.signs),
+        )
+        self.server.wait_ready()
+        self.start_engine()
+
+    def hang(self, *calls: str) -> None:
+        for call in calls:
+            (self.signs / call).touch()
+
+    def evict(self) -> None:
+        """Host memory forgets all; tiers do not."""
+        assert self.server is not None
+        with AdminClient(self.server.target) as admin:
+            admin.evict(everything=True)
+
+    def heal(self) -> None:
+        for sign in self.signs.iterdir():
+            sign.unlink()
+
+    def loads_soon(self, blocks: list[bytes], content: np.ndarray) -> bool:
+        """Whether the blocks come from a tier, once the one that hangs is passed by."""
+        engine = self.engine
+        assert engine is not None
+
+        def comes() -> bool:
+            name = os.urandom(8).hex()
+            self.finds(blocks)
+            lease = engine.session.acquire(name, [GroupHashes(0, blocks)]).result(20)
+            engine.session.release(name)
+            return bool(lease.pinned[0].all())
+
+        wait_until(comes, 60)
+        return self.loads(blocks, content)
+
+    def other_engine(self, model: str) -> PagedEngine:
+        assert self.server is not None
+        return PagedEngine(
+            self.server.target,
+            layers=LAYERS,
+            num_blocks=NUM_BLOCKS,
+            page_bytes=PAGE_BYTES,
+            model=model,
+        ).connect()
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> Iterator[HungNode]:
+    with running(tmp_path / "valkey") as valkey, node(HungNode) as made:
+        assert isinstance(made, HungNode)
+        made.start_hung(valkey)
+        try:
+            yield made
+        finally:
+            made.heal()
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        pytest.param(tuple(hung_disk.CALLS), id="every"),
+        *(pytest.param((call,), id=call, marks=pytest.mark.long) for call in hung_disk.CALLS),
+    ],
+)
+def test_a_disk_that_hangs_costs_its_own_blocks_only(
+    hung: HungNode, calls: tuple[str, ...]
+) -> None:
+    engine, server = hung.engine, hung.server
+    assert engine is not None and server is not None
+    leased = hashes(4)
+    hung.fill(leased)
+    lease = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(20)
+    assert lease.pinned[0].all()
+    lost, chain = hashes(CHAIN), hashes(CHAIN)
+    hung.fill(lost)
+    content = hung.fill(chain)
+    # Both tiers have them, and host memory does not.
+    hung.evict()
+    if calls[0] in BY_A_CUT:
+        with (hung.disk / "slabs").open("r+b") as file:
+            file.truncate(0)
+    with probed(server):
+        hung.hang(*calls)
+        # Reads of the disk, writes to it, and a key space that is new.
+        hung.leases_some(lost)
+        assert hung.loads_soon(chain, content)
+        other = hung.other_engine("new while it hangs")
+        fresh = hashes(8)
+        assert store(other, fresh) == {BlockResult.STORED}
+        found = other.session.lookup([GroupHashes(0, fresh)]).result(20)
+        assert found[0].all()
+        wait_until(lambda: any((hung.signs / f"{call}.met").exists() for call in calls), 60)
+        if calls[0] not in NOT_OF_THE_TIER:
+            wait_until(lambda: not hung.counter("tier_up"), 60)
+            wait_until(lambda: "tier=disk is passed by" in server.log.read_text(), 60)
+        # The other tier goes on, with what is stored now too.
+        more = hashes(CHAIN)
+        content = hung.fill(more)
+        hung.evict()
+        assert hung.loads_soon(more, content)
+        assert engine.session.connected
+        other.close()
+    again = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(20)
+    assert again.pinned[0].all(), "the lease is lost"
+    server._child.process.send_signal(signal.SIGTERM)
+    assert server._child.process.wait(STOP_S) == 0, "it does not stop"
+
+
+def test_a_disk_that_answers_again_is_used_again(hung: HungNode) -> None:
+    server = hung.server
+    assert server is not None
+    hung.hang("pwrite")
+    store(hung.engine, hashes(CHAIN))
+    wait_until(lambda: not hung.counter("tier_up"), 60)
+    wait_until(lambda: "tier=disk is passed by" in server.log.read_text(), 60)
+    hung.heal()
+    wait_until(lambda: bool(hung.counter("tier_up")), 60)
+    before = hung.counter("tier_demoted_blocks_total")
+    assert store(hung.engine, hashes(CHAIN)) == {BlockResult.STORED}
+    wait_until(lambda: hung.counter("tier_demoted_blocks_total") > before, 60)
+    wait_until(lambda: "tier=disk answers again" in server.log.read_text(), 60)

@@ -1,0 +1,81 @@
+"""A store that is slow costs its own blocks only: a bucket at 1 MB/s, a Valkey that answers one
+byte a second. The server lives, engines keep leases and hit in host memory, and the disk goes
+on."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hotkv_client import BlockResult, GroupHashes
+from hotkv_client.admin import AdminClient
+from hotkv_server.testing.fault_proxy import FaultProxy, throttled
+from tests.server.support import hashes
+from tests.server.test_hung_disk import probed
+from tests.server.test_life import wait_until
+from tests.server.test_restart import store
+from tests.server.test_shared_tiers import CHAIN, node
+from tests.tiers import s3_support
+from tests.tiers.valkey_support import running
+
+
+@contextlib.contextmanager
+def slow_valkey(folder: Path) -> Iterator[tuple[str, ...]]:
+    """Flags of a Valkey that answers one byte a second."""
+    with running(folder / "valkey") as valkey:
+        proxy = FaultProxy(valkey.path)
+        proxy.on_reply = throttled(1)
+        try:
+            yield ("--tiers.valkey.address", f"127.0.0.1:{proxy.port}")
+        finally:
+            proxy.close()
+
+
+@contextlib.contextmanager
+def slow_bucket(folder: Path) -> Iterator[tuple[str, ...]]:
+    """Flags of a bucket that takes and gives 1 MB/s."""
+    (folder / "s3").mkdir()
+    weed = s3_support.Server(folder / "s3")
+    try:
+        weed.wait()
+        proxy = FaultProxy(("127.0.0.1", weed.port))
+        proxy.on_command = proxy.on_reply = throttled(1e6)
+        try:
+            yield (
+                *("--tiers.s3.bucket", s3_support.BUCKET),
+                *("--tiers.s3.endpoint", f"http://127.0.0.1:{proxy.port}"),
+                *("--tiers.s3.credentials-file", str(weed.keys["hotkv"])),
+            )
+        finally:
+            proxy.close()
+    finally:
+        weed.close()
+
+
+@pytest.mark.parametrize("slow", [slow_valkey, slow_bucket], ids=lambda slow: slow.__name__)
+def test_a_store_that_is_slow_costs_its_own_blocks_only(tmp_path: Path, slow: object) -> None:
+    with slow(tmp_path) as flags, node() as one:  # type: ignore[operator]
+        disk = ("--tiers.disk.path", str(one.folder / "disk"), "--tiers.disk.bytes", "64MiB")
+        one.start_sharing(*flags, *disk, "--tiers.lookup-wait-ms", "500")
+        engine, server = one.engine, one.server
+        assert engine is not None and server is not None
+        leased = hashes(4)
+        with probed(server):
+            assert store(engine, leased) == {BlockResult.STORED}
+            held = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(20)
+            assert held.pinned[0].all()
+            chains = [hashes(CHAIN) for _ in range(4)]
+            for chain in chains:
+                assert store(engine, chain) == {BlockResult.STORED}
+                assert one.finds(chain), "host memory has it"
+            count = 4 + CHAIN * len(chains)
+            wait_until(lambda: one.counter("tier_demoted_blocks_total") >= count, 60)
+            with AdminClient(server.target) as admin:
+                admin.evict(everything=True)
+            # The disk has them all, whatever the store is asked for meanwhile.
+            wait_until(lambda: all(one.leases_some(chain) for chain in chains), 60)
+            assert one.counter("tier_promoted_blocks_total")
+        again = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(20)
+        assert again.pinned[0].all(), "the lease is lost"
+        assert engine.session.connected

@@ -1,0 +1,98 @@
+"""Contexts beyond device memory of requests with LoRA adapters, in real vLLM on CPU with a real
+server: adapters that engines share, and one that is left out of sharing. Tokens are those of an
+engine whose device holds everything, and which asks nobody."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.vllm.processes import Daemon, EngineProcess, Engines
+from tests.vllm.test_end_to_end import difference
+from tests.vllm.test_lora import LORA, adapter, write_adapter
+from tests.vllm.test_residency import CHUNK, POOL_BLOCKS, RESIDENT, SPARSE, prompts
+from tests.vllm.tiny import write_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LENGTH = 3001
+"""A context half as long again as the pool."""
+
+
+class Two(NamedTuple):
+    """`one` keeps contexts in the server's memory, `reference` everything on its device."""
+
+    one: EngineProcess
+    reference: EngineProcess
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def two(shared_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    folder = tmp_path_factory.mktemp("resident-lora")
+    made, model = Engines(folder), write_model(folder / "model")
+    settings: dict[str, Any] = {
+        "load_format": "random",
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 64 << 20,
+        "max_model_len": 4096,
+        "max_num_batched_tokens": CHUNK,
+        "max_num_seqs": 4,
+        "driver": "sparse_driver.py",
+    } | LORA
+    connector = {"weights_identity": folder.name, "sparse_recall_steps": 0}
+    one = made.start(
+        model,
+        shared_daemon.target,
+        connector=connector | {"sparse": RESIDENT, "startup_wait_s": 20.0},
+        num_gpu_blocks_override=POOL_BLOCKS,
+        **settings,
+    )
+    alone = {"sparse": SPARSE, "startup_wait_s": 0.0, "tenant": "own"}
+    reference = made.start(
+        model, f"unix:{folder}/none.sock", connector=connector | alone, **settings
+    )
+    yield Two(one, reference, folder)
+    made.stop()
+
+
+def ask(engine: EngineProcess, tokens: list[int], path: Path) -> dict[str, Any]:
+    answer: dict[str, Any] = engine.ask(
+        "generate", prompts=[tokens], max_tokens=12, adapter=adapter(path)
+    )
+    return answer
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    """Chunks of a prompt may begin elsewhere, so sums are rounded in another order."""
+    return bool(found["tokens"] == expected["tokens"]) and difference(found, expected) < 1e-4
+
+
+def test_a_context_of_an_adapter_lives_in_host_memory_and_is_hit(two: Two) -> None:
+    a, b = (write_adapter(two.folder / name, seed) for seed, name in enumerate("ab"))
+    (prompt,) = prompts(1, LENGTH)
+    expected, other = (ask(two.reference, prompt, path) for path in (a, b))
+    assert difference(expected, other) > 0.01, "the adapters do not differ"
+    assert same(ask(two.one, prompt, a), expected)
+    again = ask(two.one, prompt, a)
+    assert again["cached"][0] > LENGTH // 2 and same(again, expected)
+    first_of_b = ask(two.one, prompt, b)
+    assert first_of_b["cached"] == [0] and same(first_of_b, other)
+
+
+def test_an_adapter_that_is_left_out_of_sharing_still_outgrows_the_device(two: Two) -> None:
+    """It has no shared names: its files were changed while the engine ran. Its long requests ended
+    with an error after 30 seconds."""
+    path = write_adapter(two.folder / "live", 6)
+    short, long = prompts(2, 40, LENGTH)
+    ask(two.one, short, path)
+    ask(two.one, short, write_adapter(two.folder / "evicts", 7))
+    write_adapter(path, 8)
+    expected = ask(two.reference, long, write_adapter(two.folder / "copy", 8))
+    for _ in range(2):
+        found = ask(two.one, long, path)
+        assert found["cached"] == [0] and same(found, expected)
+    assert f"requests of LoRA adapter 'live' ({path}) do not use" in two.one.log()
+    totals = two.one.ask("stats")["totals"]
+    assert not {"failed_residencies", "hook_errors"} & totals.keys()

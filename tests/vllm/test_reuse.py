@@ -1,0 +1,333 @@
+"""Reuse that vLLM itself forbids is forbidden to hotkv too; what only the user turned off is not.
+
+Tables compare hotkv's answer with vLLM's own; engines show that a model for which vLLM allows no
+prefix caching answers the same with hotkv configured, and stays alive.
+"""
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+from vllm.config.model import AttnTypeStr, ModelConfig
+from vllm.config.pooler import SEQ_POOLING_TYPES, TOK_POOLING_TYPES
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.interface import CpuArchEnum
+from vllm.v1.kv_cache_interface import RSWASpec, UniformTypeKVCacheSpecs
+
+from hotkv_vllm.compat import reuse
+from tests.vllm.processes import Daemon, EngineProcess
+from tests.vllm.specs import full_spec, window_spec
+from tests.vllm.test_end_to_end import settled
+from tests.vllm.test_features import Starter, requests, same
+from tests.vllm.tiny import BLOCK_TOKENS, write_model
+from tests.vllm.tokenizer import write_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).resolve().parents[2]
+FORBIDDEN = "vLLM itself forbids prefix caching: "
+PREFIX_LM = {
+    "architectures": ["HrmTextForCausalLM"],
+    "model_type": "hrm_text",
+    "H_cycles": 2,
+    "L_cycles": 2,
+    "L_bp_cycles": [2],
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 12,
+    "num_layers_per_stack": 2,
+    "prefix_lm": True,
+    "embedding_scale": 50.0,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+}
+
+
+# ------------------------------------------------------------------------------------------- tables
+
+
+class Model(ModelConfig):
+    """vLLM's own, of which only the parts are there that its answer depends on. `info`: what the
+    registry knows of the architecture. `pooling`: sequence and token pooling type; None for a model
+    that generates."""
+
+    def __init__(
+        self,
+        info: dict[str, Any],
+        pooling: tuple[str, str] | None = None,
+        *,
+        is_causal: bool = True,
+        is_encoder_decoder: bool = False,
+    ) -> None:
+        self.runner_type = "generate" if pooling is None else "pooling"
+        self.pooler_config = None
+        if pooling is not None:
+            self.pooler_config = SimpleNamespace(
+                seq_pooling_type=pooling[0], tok_pooling_type=pooling[1]
+            )
+        self._model_info = SimpleNamespace(**info)
+        self.hf_config = PretrainedConfig(
+            is_causal=is_causal, is_encoder_decoder=is_encoder_decoder
+        )
+
+    @property
+    def use_mla(self) -> bool:
+        return False
+
+
+def vllms_flag(model: Model, asked: bool | None) -> bool:
+    """What becomes of `enable_prefix_caching` if the user asks for this. None: for nothing."""
+    arguments = object.__new__(EngineArgs)
+    arguments.enable_prefix_caching, arguments.enable_chunked_prefill = asked, None
+    arguments._set_default_chunked_prefill_and_prefix_caching_args(model)
+    return bool(arguments.enable_prefix_caching)
+
+
+def engine(
+    model: Any = None,
+    *specs: Any,
+    caches: bool = False,
+    chunks: bool = True,
+    encodes: bool = False,
+    backend: str = "",
+) -> tuple[Any, Any]:
+    """What is read of an engine's two configs. `caches` and `chunks`: vLLM's flags for prefix
+    caching and chunked prefill."""
+    layer = SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda: backend))
+    return SimpleNamespace(
+        model_config=model or SimpleNamespace(is_prefix_caching_supported=True, use_mla=False),
+        cache_config=SimpleNamespace(enable_prefix_caching=caches),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=chunks),
+        compilation_config=SimpleNamespace(
+            static_forward_context={"layer.0": layer, "moe": SimpleNamespace()} if backend else {}
+        ),
+        is_mm_encoder_only=encodes,
+    ), SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=one) for one in specs or (full_spec(),)]
+    )
+
+
+def answers_as_vllm(model: Model) -> None:
+    """Compares hotkv's answer with vLLM's own, for whatever the user may have asked.
+
+    A user who asks for prefix caching against vLLM's default gets it; vLLM warns of a crash for
+    models that pool, and hotkv stays off.
+    """
+    is_supported = vllms_flag(model, None)
+    for asked in (None, False, True):
+        why = reuse.why_forbidden(*engine(model, caches=vllms_flag(model, asked)))
+        may_reuse = is_supported or (asked is True and model.runner_type == "generate")
+        assert (why == "") == may_reuse, (asked, model.attn_type, why)
+        assert not why or why.startswith(FORBIDDEN)
+
+
+POOLINGS = [None, *itertools.product(SEQ_POOLING_TYPES, TOK_POOLING_TYPES)]
+
+
+def test_every_kind_of_model_and_pooling_is_answered_as_by_vllm() -> None:
+    """All that the registry could say of a model, with all poolings and hf configs."""
+    found: set[bool] = set()
+    for attention, default, is_free, is_hybrid in itertools.product(
+        get_args(AttnTypeStr), SEQ_POOLING_TYPES, (False, True), (False, True)
+    ):
+        info = {
+            "attn_type": attention,
+            "default_seq_pooling_type": default,
+            "is_attention_free": is_free,
+            "is_hybrid": is_hybrid,
+        }
+        for pooling, is_causal, is_pair in itertools.product(
+            POOLINGS, (False, True), (False, True)
+        ):
+            model = Model(info, pooling, is_causal=is_causal, is_encoder_decoder=is_pair)
+            answers_as_vllm(model)
+            found.add(model.is_prefix_caching_supported)
+    assert found == {False, True}
+
+
+@pytest.mark.long
+def test_every_architecture_of_vllms_registry_is_answered_as_by_vllm() -> None:
+    """Importing them all takes half a minute. A third can't be: torchvision is not installed."""
+    walk = subprocess.run(
+        [sys.executable, "-m", "tests.vllm.registry_walk"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    infos = json.loads(walk.stdout)
+    assert len(infos) > 250
+    for info in infos.values():
+        for pooling in POOLINGS:
+            answers_as_vllm(Model(info, pooling))
+
+
+def test_a_user_who_turns_prefix_caching_off_is_served() -> None:
+    for caches, chunks in itertools.product((False, True), repeat=2):
+        assert reuse.why_forbidden(*engine(caches=caches, chunks=chunks)) == ""
+
+
+def one_group(*layers: Any) -> Any:
+    """The spec of a group whose layers differ."""
+    specs = {f"layer.{at}": one for at, one in enumerate(layers)}
+    return UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=specs)
+
+
+NON_CAUSAL = replace(full_spec(), non_causal=True)
+WINDOWED_ANSWERS = RSWASpec(
+    block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.bfloat16, rswa_window=64
+)
+
+
+@pytest.mark.parametrize(
+    ("specs", "why"),
+    [
+        ((full_spec(), NON_CAUSAL), "the model has non-causal attention layers"),
+        ((type(NON_CAUSAL).merge([full_spec(), NON_CAUSAL]),), "the model has non-causal"),
+        ((one_group(full_spec(), NON_CAUSAL), window_spec()), "the model has non-causal"),
+        ((WINDOWED_ANSWERS,), "with R-SWA"),
+        ((one_group(full_spec(), WINDOWED_ANSWERS),), "with R-SWA"),
+        ((full_spec(), window_spec(), one_group(full_spec())), ""),
+    ],
+)
+def test_one_layer_whose_kv_is_not_a_prefixs_is_enough(specs: tuple[Any, ...], why: str) -> None:
+    found = reuse.why_forbidden(*engine(None, *specs))
+    assert found.startswith(FORBIDDEN + why) if why else not found
+
+
+def test_an_engine_that_runs_an_encoder_only() -> None:
+    assert reuse.why_forbidden(*engine(encodes=True)) == (
+        f"{FORBIDDEN}this engine runs the multi-modal encoder only"
+    )
+
+
+@pytest.mark.parametrize("backend", ["FLASHINFER", "TRITON_MLA", "FLASH_ATTN", ""])
+@pytest.mark.parametrize("is_invariant", [False, True])
+def test_batch_invariance(
+    monkeypatch: pytest.MonkeyPatch, backend: str, is_invariant: bool
+) -> None:
+    monkeypatch.setattr(reuse, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=is_invariant))
+    why = reuse.why_forbidden(*engine(backend=backend))
+    is_forbidden = is_invariant and backend in ("FLASHINFER", "TRITON_MLA")
+    assert why == (f"{FORBIDDEN}batch invariance with {backend}" if is_forbidden else "")
+
+
+def test_kinds_of_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    latent = SimpleNamespace(is_prefix_caching_supported=True, use_mla=True)
+
+    def why(**flags: bool) -> str:
+        return reuse.why_forbidden(*engine(latent, **flags))
+
+    # vLLM turns off both, or neither.
+    assert "latent attention (MLA) on a CPU without AMX" in why(caches=False, chunks=False)
+    assert why(caches=True, chunks=True) == why(caches=False, chunks=True) == ""
+    platform = SimpleNamespace(is_cpu=lambda: True, get_cpu_architecture=lambda: CpuArchEnum.RISCV)
+    monkeypatch.setattr(reuse, "current_platform", platform)
+    assert reuse.why_forbidden(*engine(caches=True)) == f"{FORBIDDEN}the CPU is a RISC-V"
+    platform.is_cpu = lambda: False
+    assert why(caches=False, chunks=False) == ""
+
+
+# ------------------------------------------------------------------------------------------ engines
+
+
+@pytest.fixture
+def start(shared_daemon: Daemon, tmp_path: Path) -> Iterator[Starter]:
+    starter = Starter(shared_daemon, tmp_path)
+    yield starter
+    starter.stop()
+
+
+def write_prefix_lm(folder: Path) -> Path:
+    config = write_model(folder) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | PREFIX_LM))
+    return folder
+
+
+def answers_the_same_beside_a_known_prefix(engine: EngineProcess) -> bool:
+    """Whether two prompts are answered as alone after others began as they do."""
+    for seed in (51, 61):
+        known = requests(seed, (300,))[0]["tokens"]
+        asked = known[:260] + requests(seed + 1, (240,))[0]["tokens"]
+        params = {"max_tokens": 12}
+        alone = engine.ask("sample", requests=[{"tokens": asked, "salt": "alone"}], params=params)
+        engine.ask("sample", requests=[{"tokens": known}], params=params)
+        settled(engine)
+        beside = engine.ask("sample", requests=[{"tokens": asked}], params=params)
+        if beside["cached"] != [0] or not same(alone, beside):
+            return False
+    return True
+
+
+def test_a_prefix_lm_answers_the_same_whatever_others_have_asked(
+    start: Starter, tmp_path: Path
+) -> None:
+    """Its prompt's KV depends on all of the prompt, so no prefix of it can be shared."""
+    engine = start(write_prefix_lm(tmp_path / "model"))
+    assert answers_the_same_beside_a_known_prefix(engine)
+    assert f"hotkv is off: {FORBIDDEN}" in engine.log()
+
+
+def test_sparse_decode_over_a_prefix_lm_is_refused_at_the_start(
+    start: Starter, tmp_path: Path
+) -> None:
+    engine = start(write_prefix_lm(tmp_path / "model"), sparse={"sparse_topk": 256})
+    with pytest.raises(AssertionError, match="the engine ended"):
+        engine.ready()
+    assert (
+        f"hotkv.sparse: {FORBIDDEN}the model has non-causal attention layers; or leave out"
+        in engine.log()
+    )
+
+
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="with AMX vLLM allows it")
+def test_latent_attention_on_a_cpu_without_amx_is_not_shared(
+    start: Starter, tmp_path: Path
+) -> None:
+    engine = start(write_model(tmp_path / "model", "deepseek"), block_size=16)
+    assert answers_the_same_beside_a_known_prefix(engine)
+    assert f"hotkv is off: {FORBIDDEN}" in engine.log()
+
+
+def test_a_vector_for_each_token_reads_no_cache(start: Starter, tmp_path: Path) -> None:
+    """vLLM has such requests, and no others of the engine, read no cache: hotkv stays on."""
+    model = write_tokenizer(write_model(tmp_path / "model"))
+    engine = start(model, runner="pooling", convert="embed", pooler_config={"task": "token_embed"})
+    batch = requests(37)
+    first = engine.ask("token_embed", requests=batch)
+    until_s = time.monotonic() + 60
+    while engine.ask("stats")["totals"].get("stored_blocks", 0) < 26:
+        assert time.monotonic() < until_s, "it stores nothing"
+        engine.ask("token_embed", requests=requests(38, (5,)))
+    again = engine.ask("token_embed", requests=batch)
+    assert first == again == {"lengths": [100, 257, 500], "cached": [0, 0, 0]}
+    assert "hook_errors" not in engine.ask("stats")["totals"]
+
+
+@pytest.mark.parametrize("pooling", ["MEAN", "CLS"])
+def test_pooling_over_all_tokens_lives_through_a_text_that_was_there(
+    start: Starter, tmp_path: Path, pooling: str
+) -> None:
+    """vLLM's pooler raises, and ends the engine, if it is given part of a text."""
+    model = write_tokenizer(write_model(tmp_path / "model"))
+    batch, answers = requests(37, (300,)), []
+    for _ in range(2):
+        engine = start(
+            model, runner="pooling", convert="embed", pooler_config={"seq_pooling_type": pooling}
+        )
+        for _ in range(2):
+            answers.append(engine.ask("embed", requests=batch))
+            for _ in range(3):
+                engine.ask("embed", requests=requests(38, (5,)))
+                time.sleep(0.1)
+        assert f"hotkv is off: {FORBIDDEN}" in engine.log()
+        engine.stop()
+    assert all(answer["cached"] == [0] for answer in answers)
+    assert all(answer["vectors"] == answers[0]["vectors"] for answer in answers)
