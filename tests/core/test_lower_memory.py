@@ -1,8 +1,7 @@
 """The records of a disk tier: slabs stay as large as they were, so that all blocks of an earlier
 server are where it has put them."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,24 +67,18 @@ def test_slabs_of_a_new_disk_are_large_and_many(disk_bytes: int, slab_bytes: int
     assert settings.slab_bytes == slab_bytes
 
 
-def until(reached: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not reached():
-        assert time.monotonic() < deadline_s, "it never came about"
-        time.sleep(0.01)
-
-
 def test_what_has_changed_is_in_the_file_once_it_is_written(tmp_path: Path) -> None:
     with opened(tmp_path, 64 * MIB, 4 * MIB) as made:
         made.start(1, ServerState(made.slab_bytes))
-        until(lambda: made.kept_revision == 1)
+        made.written().result(60)
+        assert made.kept_revision == 1
         for entry, told in ((3, True), (7, False)):
             made.table.records[entry, :] = entry
             if told:
                 made.changed(np.array([entry], np.uint32))
             made.keep(entry, ServerState(made.slab_bytes))
-            until(lambda entry=entry: made.kept_revision == entry)  # type: ignore[misc]
-            until(lambda: made.num_changed == made.num_saved)
+            made.written().result(60)
+            assert made.kept_revision == entry and made.num_changed == made.num_saved
         assert not made.problem and made.is_alive()
     with opened(tmp_path, 64 * MIB, 4 * MIB) as again:
         assert again.old is not None

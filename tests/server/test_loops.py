@@ -33,7 +33,7 @@ OF_THREADS = {
     "hotkv-compress-": "the threads of the tier valkey",
     "hotkv-valkey-": "the threads of the tier valkey",
     "hotkv-s3-": "the threads of the tier s3",
-    "hotkv-epochs": "the thread that writes epochs down",
+    "hotkv-epochs": "the threads of epochs",
     "hotkv-select": "selection threads",
     "asyncio_": "",
     "uvloop_": "",

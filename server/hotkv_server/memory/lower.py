@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,6 +81,7 @@ class LowerMemory:
     _thread: threading.Thread | None = None
     _closing: threading.Event = field(default_factory=threading.Event)
     _asked: threading.Event = field(default_factory=threading.Event)
+    _waiting: "deque[Future[None]]" = field(default_factory=deque)
     _changed: "deque[Entries]" = field(default_factory=deque)
 
     @staticmethod
@@ -132,6 +134,14 @@ class LowerMemory:
         self._changed.append(entries)
         self._asked.set()
 
+    def written(self) -> "Future[None]":
+        """A future that is done once all that the table holds now is in its file. Does not wait for
+        the disk. Thread-safe."""
+        future: Future[None] = Future()
+        self._waiting.append(future)
+        self._asked.set()
+        return future
+
     def is_alive(self) -> bool:
         """Whether what has changed is still written."""
         return self._thread is None or self._thread.is_alive()
@@ -183,13 +193,18 @@ class LowerMemory:
             is_last = self._closing.is_set()
             self._asked.clear()
             began_s = self._begun_s = time.monotonic()
-            walks = is_last or began_s >= walk_at_s
+            walks = is_last or bool(self._waiting) or began_s >= walk_at_s
+            # What comes later has to wait for the next turn.
+            waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             changed = [self._changed.popleft() for _ in range(len(self._changed))]
             try:
                 self._write(changed, walks=walks)
                 self.num_saved += sum(map(len, changed))
                 self._say("")
+                for future in waiting:
+                    future.set_result(None)
             except OSError as error:
+                self._waiting.extend(waiting)
                 self._changed.extend(changed)
                 self._say(str(error))
             self._begun_s = 0.0

@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.epoch_book import NO_EPOCH, TELL_S, EpochBook, Raise, Ticket
@@ -102,14 +101,15 @@ class Epochs:
         self._core = core
         self._stores = {one.name: one for one in (_Store(*pair) for pair in stores)}
         self._notes = notes or EpochNotes()
-        self._clerk = Clerk("epochs")
         self.book: EpochBook = self._notes.read(list(self._stores))
         self._callers: list[_Caller] = []
         self._ticks = self._deaf_until = 0
         self._ticked_s = now_s()
         self._is_flushing = self._is_saving = False
         self._save_at_s = 0.0
-        self._nudged = asyncio.Event()
+        self._is_nudged = False
+        self._idle_at_s = 0.0
+        self._clerk = Clerk("epochs")
         self._turned: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
@@ -136,7 +136,7 @@ class Epochs:
                     name,
                     fingerprint,
                 )
-        tasks.health.watch("the thread that writes epochs down", self._clerk.is_alive)
+        tasks.health.watch("the threads of epochs", self._clerk.is_alive)
         tasks.spawn(self._run())
 
     def discard(self) -> None:
@@ -153,7 +153,7 @@ class Epochs:
         ticket = self.book.flush(self.fingerprint(key_space_id), now_s())
         caller = _Caller(ticket, future())
         self._callers.append(caller)
-        self._nudged.set()
+        self._nudge()
         self._tasks.spawn(self._answer(caller))
         return await asyncio.shield(caller.done)
 
@@ -281,7 +281,7 @@ class Epochs:
         left_s = until_s - now_s()
         if left_s <= 0 or self._tasks.is_closing:
             return False
-        self._nudged.set()
+        self._nudge()
         await self._turn(left_s)
         return True
 
@@ -292,35 +292,42 @@ class Epochs:
     # The task
 
     async def _run(self) -> None:
-        idle_at_s = 0.0
-        async for _ in self._tasks.turns("the task that follows flushes", 0.0):
-            if not self._nudged.is_set():
-                timer = asyncio.get_running_loop().call_later(TICK_S, self._nudged.set)
-                await self._nudged.wait()
-                timer.cancel()
-            self._nudged.clear()
-            at_s = now_s()
-            self._tick(at_s)
-            idle: list[str] = []
-            if at_s >= idle_at_s:
-                idle_at_s = at_s + IDLE_TURN_S
-                known = {self.fingerprint(number): number for number in self._core.key_spaces}
-                self.book.rest(known.keys(), at_s)
-                idle = [name for name, number in known.items() if self._has_blocks(number)]
-            for store in self._stores.values():
-                if store.asked_tick is None and (wanted := self.book.due(store.name, idle, at_s)):
-                    store.asked_tick = self._ticks
-                    self._tasks.spawn(self._ask(store, wanted, at_s))
-                if not store.is_raising and (one := self.book.begin_raise(store.name, at_s)):
-                    store.is_raising = True
-                    self._tasks.spawn(self._raise(store, one))
-            if not self._is_flushing and (fingerprint := self.book.begin_flush(at_s)):
-                self._is_flushing = True
-                self._tasks.spawn(self._flush_here(fingerprint))
-            is_unsaved = self.book.saved < self.book.revision
-            if is_unsaved and not self._is_saving and at_s >= self._save_at_s:
-                self._is_saving = True
-                self._tasks.spawn(self._save())
+        async for _ in self._tasks.turns("the book of flushes", TICK_S):
+            self._work()
+
+    def _nudge(self) -> None:
+        """Has the book worked off soon, and not only at the next tick."""
+        if not self._is_nudged:
+            self._is_nudged = True
+            asyncio.get_running_loop().call_soon(self._work)
+
+    def _work(self) -> None:
+        """Begins all that the book says is to be done."""
+        self._is_nudged = False
+        if self._tasks.is_closing:
+            return
+        at_s = now_s()
+        self._tick(at_s)
+        idle: list[str] = []
+        if at_s >= self._idle_at_s:
+            self._idle_at_s = at_s + IDLE_TURN_S
+            known = {self.fingerprint(number): number for number in self._core.key_spaces}
+            self.book.rest(known.keys(), at_s)
+            idle = [name for name, number in known.items() if self._has_blocks(number)]
+        for store in self._stores.values():
+            if store.asked_tick is None and (wanted := self.book.due(store.name, idle, at_s)):
+                store.asked_tick = self._ticks
+                self._tasks.spawn(self._ask(store, wanted, at_s))
+            if not store.is_raising and (one := self.book.begin_raise(store.name, at_s)):
+                store.is_raising = True
+                self._tasks.spawn(self._raise(store, one))
+        if not self._is_flushing and (fingerprint := self.book.begin_flush(at_s)):
+            self._is_flushing = True
+            self._tasks.spawn(self._flush_here(fingerprint))
+        is_unsaved = self.book.saved < self.book.revision
+        if is_unsaved and not self._is_saving and at_s >= self._save_at_s:
+            self._is_saving = True
+            self._tasks.spawn(self._save())
 
     def _tick(self, at_s: float) -> None:
         """Counts time in which this process has run, and looks which stores are away."""
@@ -390,7 +397,7 @@ class Epochs:
     async def _save(self) -> None:
         revision, text = self.book.revision, text_of(self.book)
         try:
-            await asyncio.wrap_future(self._clerk.do(partial(self._notes.write, text)))
+            await asyncio.wrap_future(self._clerk.do(lambda: self._notes.write(text)))
             self.book.saved = revision
         except OSError as error:
             self._save_at_s = now_s() + SAVE_AGAIN_S
@@ -402,11 +409,11 @@ class Epochs:
     def _look_at(self, fingerprint: str) -> None:
         """A tier has met another epoch: it is asked now."""
         self.book.doubt(fingerprint, now_s())
-        self._nudged.set()
+        self._nudge()
 
     def _wake(self) -> None:
         """Something has changed."""
-        self._nudged.set()
+        self._nudge()
         if self._turned is not None and not self._turned.done():
             self._turned.set_result(None)
 

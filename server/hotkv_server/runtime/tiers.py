@@ -46,6 +46,7 @@ PREFETCH_PAUSE_S = 0.05
 """Between two looks of a prefetch at whether there is room for it."""
 CLOSE_TIERS_S = 10.0
 """Longest wait for tiers to close: some wait for a call that is under way."""
+RECORDS_WAIT_S = 1.0
 SAY_S = 0.2
 """Between two looks at which tiers are passed by."""
 UP_TIMEOUT_S = 30.0
@@ -120,7 +121,16 @@ class Tiers:
         up from one; `flush` flushes a key space in this node alone."""
         self._tell, self._on_ready = tell, on_ready
         self._tasks.health = health
-        self.epochs.start(self._tasks, flush)
+
+        async def flush_here(key_space_id: int) -> int:
+            num_blocks = await flush(key_space_id)
+            if self.below is not None and self.below.memory is not None:
+                # Else a kill brings records back whose blocks are misses. A disk may hang.
+                written = asyncio.wrap_future(self.below.memory.written())
+                await asyncio.wait([written], timeout=RECORDS_WAIT_S)
+            return num_blocks
+
+        self.epochs.start(self._tasks, flush_here)
         if self.below is not None:
             self.below.start(self._tasks, tell, on_ready)
         for one in self.shared:
