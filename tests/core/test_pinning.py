@@ -17,7 +17,7 @@ PAGE = 4096
 
 
 def _until(reached: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while not reached():
         assert time.monotonic() < deadline_s, "never came"
         time.sleep(0.001)
@@ -71,16 +71,16 @@ def test_closing_stops_early() -> None:
 
     def prepare(start: int, count: int) -> None:
         first.set()
-        go_on.wait(20)
+        go_on.wait(60)
 
     pinner = ArenaPinner(runtime, 1 << 40, 100 * PAGE, PAGE, prepare)
     pinner.start()
-    assert first.wait(20)
+    assert first.wait(60)
     closing = threading.Thread(target=pinner.close)
     closing.start()
     _until(pinner._stop.is_set)
     go_on.set()
-    closing.join(20)
+    closing.join(60)
     assert not closing.is_alive() and not runtime.held()
     runtime.close()
 

@@ -68,7 +68,7 @@ def test_threads_get_every_item_once(num_threads: int, counts: list[int]) -> Non
         queue.put(str(owner), list(range(100 * owner, 100 * owner + count)))
     queue.close()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert sorted(got) == sorted(
         100 * owner + n for owner, count in enumerate(counts) for n in range(count)
     )

@@ -348,7 +348,7 @@ def test_freeing_waits_for_the_device() -> None:
     freeing.join(0.2)
     assert freeing.is_alive()
     run_all(runtime)
-    freeing.join(10)
+    freeing.join(60)
     assert not freeing.is_alive() and runtime.held() == {"pinned": 1}
     runtime.close()
 

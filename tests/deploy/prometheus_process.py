@@ -65,4 +65,4 @@ class Prometheus:
 
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait(20)
+        self._process.wait(60)

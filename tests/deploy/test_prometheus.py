@@ -93,14 +93,14 @@ class Traffic:
 
     def _turn(self, chain: list[bytes]) -> None:
         session, name, ids = self._engine.session, os.urandom(8).hex(), block_ids(CHAIN)
-        session.store(name, name, [BlockRun(0, chain, ids)], 20).result(20)
+        session.store(name, name, [BlockRun(0, chain, ids)], 20).result(60)
         self._chains.append(chain)
         # Long ago enough to have been evicted to the disk.
         wanted = self._chains[max(0, len(self._chains) - 40)]
-        session.lookup([GroupHashes(0, wanted)]).result(20)
-        if session.acquire(name, [GroupHashes(0, wanted)]).result(20).pinned[0].all():
+        session.lookup([GroupHashes(0, wanted)]).result(60)
+        if session.acquire(name, [GroupHashes(0, wanted)]).result(60).pinned[0].all():
             run = LoadRun(0, ids, block_ids(CHAIN, CHAIN))
-            session.load(name, name, [run], 20).result(20)
+            session.load(name, name, [run], 20).result(60)
         session.release(name)
         hit = RequestReport(wanted, 16 * CHAIN + 2, 32, 96, 0.0, saved_s=0.1, wait_s=0.01)
         missed = RequestReport(hashes(4), 70, 0, 0, 0.0, miss=Miss.ABSENT)

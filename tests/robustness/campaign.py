@@ -168,7 +168,7 @@ class Servers:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(20)
+        self.process.wait(60)
 
 
 class Engines:
@@ -222,7 +222,7 @@ class Engines:
     def kill_one(self) -> None:
         at = self.chance.randrange(len(self.processes))
         self.processes[at].kill()
-        self.processes[at].wait(20)
+        self.processes[at].wait(60)
         self.processes[at] = self._start(self.shapes[at])
 
     def are_alive(self) -> bool:
@@ -231,7 +231,7 @@ class Engines:
     def close(self) -> None:
         for process in self.processes:
             process.kill()
-            process.wait(20)
+            process.wait(60)
 
 
 class Campaign:
@@ -407,7 +407,7 @@ class Campaign:
             observer = self.observer(shape)
             try:
                 observer.connect(2.0)
-                mask = observer.session.lookup([GroupHashes(0, promised)]).result(5)[0]
+                mask = observer.session.lookup([GroupHashes(0, promised)]).result(60)[0]
             except (HotKVError, TimeoutError):
                 return  # Killed meanwhile: the next server is asked.
             finally:

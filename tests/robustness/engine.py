@@ -162,7 +162,7 @@ class CampaignEngine:
     def load(self, region: int, hashes: list[bytes]) -> None:
         self.count += 1
         name = f"l{self.count}-{os.getpid()}"
-        pinned = self.engine.session.acquire(name, [GroupHashes(0, hashes)]).result(10).pinned[0]
+        pinned = self.engine.session.acquire(name, [GroupHashes(0, hashes)]).result(60).pinned[0]
         positions = np.flatnonzero(pinned).astype(np.int32)
         wanted = [hashes[position] for position in positions.tolist()]
         if not wanted:
@@ -182,7 +182,7 @@ class CampaignEngine:
             return
         self.count += 1
         name, began_s = f"r{self.count}-{os.getpid()}", time.monotonic()
-        grant = session.acquire(name, groups, wants_offsets=True).result(10)
+        grant = session.acquire(name, groups, wants_offsets=True).result(60)
         time.sleep(self.random.choice((0.0, 0.001, 0.01)))
         positions = np.flatnonzero(grant.pinned[0])
         num_bytes = self.shape.layers * self.shape.page_bytes
@@ -204,7 +204,7 @@ class CampaignEngine:
         """Returns True if the lease still holds: the same call over the same connection has the
         same answer within the lease's time."""
         try:
-            again = self.engine.session.acquire(name, groups, wants_offsets=True).result(10)
+            again = self.engine.session.acquire(name, groups, wants_offsets=True).result(60)
         except (HotKVError, TimeoutError):
             return False
         # Each connection has an arena object of its own, and leases end with their connection.

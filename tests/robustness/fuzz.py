@@ -290,7 +290,7 @@ class Fuzzer:
         """Stores the bystander's blocks unless they are there."""
         run = BlockRun(0, self.own, np.arange(20, dtype=np.int32))
         name = os.urandom(8).hex()
-        self.bystander.session.store(name, name, [run], 20).result(20)
+        self.bystander.session.store(name, name, [run], 20).result(60)
 
     def look(self) -> None:
         """Raises AssertionError if the server is dead, slow or wrong."""
@@ -301,7 +301,7 @@ class Fuzzer:
         name, ids = os.urandom(8).hex(), np.arange(20, dtype=np.int32)
         assert (
             self.bystander.session.acquire(name, [GroupHashes(0, self.own)])
-            .result(10)
+            .result(60)
             .pinned[0]
             .all()
         )
@@ -402,7 +402,7 @@ class Fuzzer:
             waiting.put(self.odd.message(kind))
             self.tally.sent[name] += 1
         waiting.put(None)
-        reader.join(30)
+        reader.join(60)
         call.cancel()
         assert not broken, broken[0]
 

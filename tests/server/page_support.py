@@ -68,12 +68,12 @@ class Traffic:
         self._number += 1
         name, blocks = f"{self.engine.session.config.engine_id}-{self._number}", hashes(num_blocks)
         session, ids = self.engine.session, block_ids(num_blocks)
-        session.store(name, name, [BlockRun(0, blocks, ids)], 20).result(20)
+        session.store(name, name, [BlockRun(0, blocks, ids)], 20).result(60)
         lease = f"{name}-again"
         if loads:
-            session.acquire(lease, [GroupHashes(0, blocks[:loads])], 20).result(20)
+            session.acquire(lease, [GroupHashes(0, blocks[:loads])], 20).result(60)
             run = LoadRun(0, np.arange(loads, dtype=np.int32), ids[:loads])
-            session.load(lease, lease, [run], 20).result(20)
+            session.load(lease, lease, [run], 20).result(60)
             session.release(lease)
         tokens, hit = num_blocks * BLOCK_TOKENS + 3, (device + loads) * BLOCK_TOKENS
         report = RequestReport(

@@ -50,7 +50,7 @@ def reason_of(error: grpc.RpcError) -> int:
 
 def refused(future: Any) -> HotKVError:
     with pytest.raises(HotKVError) as caught:
-        future.result(10)
+        future.result(60)
     return caught.value
 
 
@@ -59,7 +59,7 @@ def stored(engine: Make) -> Iterator[tuple[PagedEngine, list[bytes]]]:
     """An engine with four stored blocks."""
     one = engine()
     blocks = [os.urandom(32) for _ in range(4)]
-    one.session.store("s", "s", [BlockRun(0, blocks, np.arange(4, dtype=INT32))], 10).result(10)
+    one.session.store("s", "s", [BlockRun(0, blocks, np.arange(4, dtype=INT32))], 10).result(60)
     yield one, blocks
 
 

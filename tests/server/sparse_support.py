@@ -119,7 +119,7 @@ class RepresentationEngine:
         name = os.urandom(8).hex()
         groups = (0, self.group) if with_representations else (0,)
         runs = [BlockRun(group, blocks, block_ids(len(blocks), first)) for group in groups]
-        self.session.store(name, name, runs, 20).result(20)
+        self.session.store(name, name, runs, 20).result(60)
 
     def select_config(self, hot_blocks: int = 0, config: SparseConfig = CONFIG) -> SelectConfig:
         return SelectConfig(

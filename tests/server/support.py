@@ -43,7 +43,7 @@ class GroupsEngine:
     def store(self, *runs: BlockRun) -> TransferResult:
         """Stores under names of its own."""
         name = os.urandom(8).hex()
-        return self.session.store(name, name, runs, 20).result(20)
+        return self.session.store(name, name, runs, 20).result(60)
 
     def close(self) -> None:
         self.session.close()

@@ -24,7 +24,7 @@ SLOT_BYTES = LAYERS * PAGE_BYTES
 
 
 def leased(session: Session, blocks: list[bytes], name: str) -> LeaseGrant:
-    return session.acquire(name, [GroupHashes(0, blocks)], wants_offsets=True).result(10)
+    return session.acquire(name, [GroupHashes(0, blocks)], wants_offsets=True).result(60)
 
 
 def in_place(arena: Arena, grant: LeaseGrant) -> np.ndarray:
@@ -83,7 +83,7 @@ def test_leased_blocks_are_read_in_place(
     assert np.array_equal(in_place(arena, grant), expected(one, 20))
     again = leased(other.session, asked, "mine")
     assert np.array_equal(again.offsets[0], grant.offsets[0])
-    assert other.session.acquire("plain", [GroupHashes(0, blocks)]).result(10).offsets == ()
+    assert other.session.acquire("plain", [GroupHashes(0, blocks)]).result(60).offsets == ()
     with pytest.raises(ValueError, match="read-only"):
         arena.memory[0] = 1
     for lease_id in ("mine", "plain"):
@@ -151,7 +151,7 @@ def test_a_session_without_a_link_has_no_arena(
     with pytest.raises(HotKVError, match=r"wants_offsets.*load the blocks") as caught:
         leased(bare, blocks, "x")
     assert caught.value.reason is Reason.NOT_ALLOWED
-    assert bare.acquire("x", [GroupHashes(0, blocks[:1])]).result(5).pinned[0].all(), (
+    assert bare.acquire("x", [GroupHashes(0, blocks[:1])]).result(60).pinned[0].all(), (
         "the refused call took no lease"
     )
     bare.close()

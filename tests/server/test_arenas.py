@@ -79,7 +79,7 @@ def test_what_runs_stays_and_what_is_gone_can_go(
         assert folder.command("--remove", "one/arena") == 1
         assert f"in use by a running server, pid {one.pid}: stop it first" in folder.said
         os.kill(two.pid, signal.SIGKILL)
-        two._child.process.wait(20)
+        two._child.process.wait(60)
         gone = folder.listed()["two/arena"]
         assert (
             gone["is_stale"]

@@ -99,7 +99,7 @@ def until_refused(call: Callable[[int], "Future[Any]"], most: int) -> int:
     """How often it went well, one after the other."""
     for number in range(most):
         try:
-            call(number).result(30)
+            call(number).result(60)
         except SessionLostError:
             # It kept silent too long beside the others.
             return number
@@ -318,7 +318,7 @@ def test_messages_that_never_come_whole_cost_their_own_bytes(
         watch = Watched(own_server.pid)
         attack(own_server, held)
         for _ in range(20):
-            speaker.lookup([GroupHashes(0, hashes(4))]).result(30)
+            speaker.lookup([GroupHashes(0, hashes(4))]).result(60)
             time.sleep(0.05)
         assert watch.close() < NUM_HALVES * MAX_MESSAGE_BYTES + SLACK_BYTES
         assert not states and silent.connected and speaker.connected

@@ -234,7 +234,7 @@ def test_a_stream_that_breaks_while_memory_is_opened_leaves_nothing_open(tmp_pat
     class Slow(FakeRuntime):
         def open_memory(self, device: int, handle: bytes) -> int:
             begun.set()
-            assert go_on.wait(20)
+            assert go_on.wait(60)
             return super().open_memory(device, handle)
 
         def close_memory(self, device: int, address: int) -> None:

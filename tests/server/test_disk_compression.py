@@ -136,7 +136,7 @@ def test_an_encoded_block_that_changed_on_the_disk_is_a_miss(place: Tiered) -> N
     # Behind the form, where no byte means anything.
     slabs[at + ROOM_BYTES - 1] ^= 1
     slabs.flush()
-    grant = engine.session.acquire("a", [GroupHashes(0, chain)]).result(10)
+    grant = engine.session.acquire("a", [GroupHashes(0, chain)]).result(60)
     assert [at for at, good in enumerate(grant.pinned[0]) if not good] == [7]
     engine.session.release("a")
     assert place.counter("tier_lost_blocks_total") == 1
@@ -150,9 +150,9 @@ def test_a_flush_reaches_encoded_blocks(place: Tiered) -> None:
     chains = [hashes(CHAIN) for _ in range(6)]
     for chain in chains:
         place.fill(chain, values(CHAIN))
-    engine.session.flush().result(10)
+    engine.session.flush().result(60)
     assert not place.counter("tier_used_bytes")
     place.stop(signal.SIGKILL)
     place.start_tiered(*AUTO)
     for chain in chains:
-        assert not engine.session.lookup([GroupHashes(0, chain)]).result(10)[0].any()
+        assert not engine.session.lookup([GroupHashes(0, chain)]).result(60)[0].any()

@@ -60,10 +60,10 @@ class Router:
 
     def wait_subscribed(self, engine: GroupsEngine) -> None:
         """Until the first event comes through; the engine's key space is empty then."""
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         while not self.sub.poll(100):
             assert time.monotonic() < deadline_s, "no event came"
-            engine.session.flush().result(10)
+            engine.session.flush().result(60)
         while self.sub.poll(QUIET_MS):
             assert self.batch().events == [AllBlocksCleared()]
 
@@ -270,17 +270,17 @@ def test_key_spaces_that_share_a_topic_do_not_clear_each_other(
     prompt = hashes(2)
     reader = Router(published[1], topic("events-shared"))
     try:
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         while not reader.sub.poll(100):
             # A flush of nothing says nothing here; so something is stored and flushed until it is
             # heard.
             one.store(BlockRun(0, hashes(1), block_ids(1)))
-            one.session.flush().result(10)
+            one.session.flush().result(60)
             assert time.monotonic() < deadline_s
         reader.events()
         one.store(BlockRun(0, prompt, block_ids(2)))
         other.store(BlockRun(1, prompt[:1], block_ids(1)))
-        one.session.flush().result(10)
+        one.session.flush().result(60)
         first, second, third = reader.events(3)
         assert first == stored(prompt, None, [], 0)
         assert second.group_idx == 1
@@ -394,7 +394,7 @@ def test_tools_read_the_same_over_grpc(published: tuple[Server, Path], engine: M
             )
         )
         admin.evict(number, 0, prompt[0])
-        one.session.flush().result(10)
+        one.session.flush().result(60)
         seen: list[dict[str, Any]] = []
         while len(seen) < 3:
             items, lost = next(stream)
@@ -434,7 +434,7 @@ def test_the_command_line_prints_events(published: tuple[Server, Path], engine: 
                 wait_for_readers(server, 1)
                 one.store(BlockRun(0, hashes(1), block_ids(1), token_ids=tokens(16)))
                 line = process.stdout.readline()
-                one.session.flush().result(10)
+                one.session.flush().result(60)
                 cleared = process.stdout.readline()
             finally:
                 process.terminate()
@@ -450,7 +450,7 @@ def test_the_command_line_prints_events(published: tuple[Server, Path], engine: 
 
 
 def wait_for_readers(server: Server, count: int) -> None:
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 60
     while server.counter("event_readers") != count:
         assert time.monotonic() < deadline_s
         time.sleep(0.1)

@@ -96,7 +96,7 @@ class Dammed:
         name = os.urandom(8).hex()
         result = self.engine.session.store(
             name, name, [BlockRun(0, blocks, block_ids(len(blocks), first))], 20
-        ).result(20)
+        ).result(60)
         assert result.status is TransferStatus.DONE
         return list(result.results[0].tolist())
 
@@ -143,7 +143,7 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
     place.start()
     # What was there is there at once, and one piece more.
     assert place.capacity_bytes == 4 * COLLAPSE_BYTES
-    found = place.engine.session.lookup([GroupHashes(0, blocks)]).result(10)[0]
+    found = place.engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
     assert found.tolist() == [True] * 2 * FIRST + [False] * 2 * FIRST
     assert load(place.engine, blocks[:FIRST], 2 * FIRST) is TransferStatus.DONE
     assert np.array_equal(place.engine.kv[:, :FIRST], place.engine.kv[:, 2 * FIRST : 3 * FIRST])

@@ -38,7 +38,7 @@ def ready(engine: PagedEngine, blocks: list[bytes]) -> int:
     """Blocks that are found, in the table and by a call alike."""
     probe = engine.session.probe(0, blocks)
     assert probe is not None
-    looked_up = engine.session.lookup([GroupHashes(0, blocks)]).result(10)[0]
+    looked_up = engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
     assert probe.tolist() == looked_up.tolist()
     return int(probe.sum())
 
@@ -51,15 +51,15 @@ def test_a_flush_reaches_every_engine_of_the_key_space_and_no_other(engine: Make
     for each in (one, stranger):
         each.session.store(
             "s", "s", [BlockRun(0, blocks, block_ids(20))], 20, Retention(pin=True, ttl_s=60)
-        ).result(20)
-    assert other.session.flush().result(10) == 20
+        ).result(60)
+    assert other.session.flush().result(60) == 20
     assert ready(one, blocks) == ready(other, blocks) == 0
     assert ready(stranger, blocks) == 20
     other.session.ping(10)
     assert {h for notice in told for group in notice.groups for h in group.hashes} == set(blocks)
-    assert other.session.flush().result(10) == 0
+    assert other.session.flush().result(60) == 0
     # Stored anew, they are as good as new.
-    again = one.session.store("t", "t", [BlockRun(0, blocks, block_ids(20))], 20).result(20)
+    again = one.session.store("t", "t", [BlockRun(0, blocks, block_ids(20))], 20).result(60)
     assert set(again.results[0].tolist()) == {BlockResult.STORED}
     assert ready(other, blocks) == 20
 
@@ -68,11 +68,11 @@ def test_what_a_lease_was_promised_is_still_loaded(engine: Make) -> None:
     one = engine(model="flush-leased")
     one.kv[:, :4] = np.random.default_rng(3).integers(0, 256, one.kv[:, :4].shape, dtype=np.uint8)
     blocks = hashes(4)
-    one.session.store("s", "s", [BlockRun(0, blocks, block_ids(4))], 20).result(20)
-    assert one.session.acquire("lease", [GroupHashes(0, blocks)]).result(10).pinned[0].all()
-    assert one.session.flush().result(10) == 4
-    assert not one.session.acquire("late", [GroupHashes(0, blocks)]).result(10).pinned[0].any()
-    one.session.store("t", "t", [BlockRun(0, blocks, block_ids(4, 40))], 20).result(20)
+    one.session.store("s", "s", [BlockRun(0, blocks, block_ids(4))], 20).result(60)
+    assert one.session.acquire("lease", [GroupHashes(0, blocks)]).result(60).pinned[0].all()
+    assert one.session.flush().result(60) == 4
+    assert not one.session.acquire("late", [GroupHashes(0, blocks)]).result(60).pinned[0].any()
+    one.session.store("t", "t", [BlockRun(0, blocks, block_ids(4, 40))], 20).result(60)
     end = one.session.load("l", "lease", [LoadRun(0, block_ids(4), block_ids(4, 20))], 20).result(
         20
     )
@@ -83,9 +83,9 @@ def test_what_a_lease_was_promised_is_still_loaded(engine: Make) -> None:
 def test_what_is_reserved_is_refused_when_it_comes(engine: Make) -> None:
     one = engine(model="flush-reserved")
     blocks = hashes(3)
-    one.session.reserve("lease", [BlockRun(0, blocks)]).result(10)
-    one.session.flush().result(10)
-    end = one.session.store("s", "lease", [BlockRun(0, blocks, block_ids(3))], 20).result(20)
+    one.session.reserve("lease", [BlockRun(0, blocks)]).result(60)
+    one.session.flush().result(60)
+    end = one.session.store("s", "lease", [BlockRun(0, blocks, block_ids(3))], 20).result(60)
     assert not set(end.results[0].tolist()) & {
         BlockResult.STORED,
         BlockResult.PRESENT,
@@ -114,12 +114,12 @@ def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> No
             least = generation
             grant = reader.session.acquire(
                 f"r{count}", [GroupHashes(0, blocks + late_blocks)]
-            ).result(20)
+            ).result(60)
             positions = np.flatnonzero(grant.pinned[0]).astype(np.int32)
             if len(positions):
                 load = [LoadRun(0, positions, block_ids(len(positions)))]
                 assert (
-                    reader.session.load(f"r{count}", f"r{count}", load, 20).result(20).status
+                    reader.session.load(f"r{count}", f"r{count}", load, 20).result(60).status
                     is TransferStatus.DONE
                 )
                 found = np.unique(reader.kv[:, : len(positions)])
@@ -134,20 +134,20 @@ def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> No
             late.kv[:] = generation
             # Reserved before the flush; whether the store's bytes come before or after it is left
             # to chance.
-            late.session.reserve(f"late {number}", [BlockRun(0, late_blocks)]).result(20)
+            late.session.reserve(f"late {number}", [BlockRun(0, late_blocks)]).result(60)
             slow = late.session.store(
                 f"late {number}", f"late {number}", [BlockRun(0, late_blocks, block_ids(16))], 20
             )
-            writer.session.flush().result(20)
+            writer.session.flush().result(60)
             generation = number
             writer.kv[:] = generation
             writer.session.store(
                 f"w {number}", f"w {number}", [BlockRun(0, blocks, block_ids(16))], 20
-            ).result(20)
-            slow.result(20)
+            ).result(60)
+            slow.result(60)
     finally:
         stop.set()
-        thread.join(30)
+        thread.join(60)
     assert not wrong, f"generations that were flushed, and what was read of them: {wrong[:5]}"
     assert num_loaded > 100
 
@@ -155,8 +155,8 @@ def test_nothing_from_before_a_flush_is_ever_loaded_after_it(engine: Make) -> No
 def test_the_command_line_flushes(server: Server, engine: Make) -> None:
     one = engine(model="flush-cli")
     blocks = hashes(2)
-    one.session.store("s", "s", [BlockRun(0, blocks, block_ids(2))], 20).result(20)
-    one.session.acquire("lease", [GroupHashes(0, blocks[:1])]).result(10)
+    one.session.store("s", "s", [BlockRun(0, blocks, block_ids(2))], 20).result(60)
+    one.session.acquire("lease", [GroupHashes(0, blocks[:1])]).result(60)
     with AdminClient(server.target) as admin:
         number = next(
             k["key_space_id"] for k in admin.key_spaces() if k["key_space"]["model"] == "flush-cli"

@@ -83,7 +83,7 @@ class Chat:
 
     def there(self, blocks: list[bytes]) -> Any:
         """Which of the blocks a lookup finds."""
-        return self.engine.session.lookup([GroupHashes(0, blocks)]).result(10)[0]
+        return self.engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
 
     def fill(self, num_blocks: int) -> None:
         """Stores other blocks until so many were evicted, two at a time."""

@@ -80,7 +80,7 @@ def test_demotion_frees_memory_of_what_the_disk_has(place: Tiered) -> None:
     assert outcome(place, message)["status"] == "accepted" and not in_memory(place, chain)
     engine = place.engine
     assert engine is not None
-    assert engine.session.lookup([GroupHashes(0, chain)]).result(10)[0].all()
+    assert engine.session.lookup([GroupHashes(0, chain)]).result(60)[0].all()
     assert place.loads(chain, content)
 
 

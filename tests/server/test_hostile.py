@@ -139,8 +139,8 @@ def test_who_takes_all_descriptors_makes_nothing_spin(short_of_descriptors: Serv
     # And then it goes on.
     with marked_engine(server.target) as session:
         blocks = hashes(1)
-        assert session.store("t", "l", [BlockRun(0, blocks, block_ids(1))], 20).result(20)
-        assert session.lookup([GroupHashes(0, blocks)]).result(20)[0].all()
+        assert session.store("t", "l", [BlockRun(0, blocks, block_ids(1))], 20).result(60)
+        assert session.lookup([GroupHashes(0, blocks)]).result(60)[0].all()
 
 
 def test_descriptors_for_connections_are_not_given_to_memory(short_of_descriptors: Server) -> None:
@@ -174,7 +174,7 @@ def test_descriptors_for_connections_are_not_given_to_memory(short_of_descriptor
             )
         )
         with marked_engine(server.target) as session:
-            assert session.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 20).result(20)
+            assert session.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 20).result(60)
     finally:
         for one in sessions:
             one.close()
@@ -215,8 +215,8 @@ def test_memory_with_holes_is_refused(server: Server, num_bytes: int) -> None:
 def test_memory_that_is_given_back_takes_no_loads(server: Server) -> None:
     with marked_engine(server.target) as session:
         blocks = hashes(1)
-        session.store("t", "l", [BlockRun(0, blocks, block_ids(1))], 20).result(20)
-        session.acquire("r", [GroupHashes(0, blocks)]).result(20)
+        session.store("t", "l", [BlockRun(0, blocks, block_ids(1))], 20).result(60)
+        session.acquire("r", [GroupHashes(0, blocks)]).result(60)
         assert session._life.memory is not None
         libc = ctypes.CDLL(None, use_errno=True)
         keep_size_and_punch_hole = 0x03
@@ -228,7 +228,7 @@ def test_memory_that_is_given_back_takes_no_loads(server: Server) -> None:
         with pytest.raises(HotKVError, match="memory of the file of 'kv' was given back"):
             session.load(
                 "t2", "r", [LoadRun(0, np.zeros(1, np.int32), np.ones(1, np.int32))], 20
-            ).result(20)
+            ).result(60)
 
 
 def test_idle_http_connections_cost_no_threads_and_keep_nobody_out(server: Server) -> None:
@@ -365,14 +365,14 @@ def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None
         refused = [str(store.exception()) for store in stores if store.done()]
         assert all("OVERLOADED" in why and "bytes of transfers" in why for why in refused)
         # One takes half at most, so another engine goes on.
-        assert other.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 20).result(20)
+        assert other.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 20).result(60)
         assert anonymous_mib() - before_mib < 200
         for waiting in [f"t{n}" for n, store in enumerate(stores) if not store.done()]:
             session.cancel(waiting)
         wait_until(lambda: all(store.done() for store in stores))
         assert session.store(
             "u", "u", [BlockRun(0, blocks, block_ids(1), extra_keys=text)], 20
-        ).result(20)
+        ).result(60)
 
 
 def test_who_leaves_while_it_is_written_to_fills_no_log(server: Server) -> None:
@@ -392,7 +392,7 @@ def test_who_leaves_while_it_is_written_to_fills_no_log(server: Server) -> None:
         tokens = np.zeros(16 * NUM_BLOCKS, np.int32)
         for number in range(60):
             run = BlockRun(0, hashes(NUM_BLOCKS), block_ids(NUM_BLOCKS), token_ids=tokens)
-            session.store(f"t{number}", f"l{number}", [run], 20).result(20)
+            session.store(f"t{number}", f"l{number}", [run], 20).result(60)
         for reader in readers:
             reader.cancel()
         last = events.Subscribe(events_pb2.SubscribeRequest())
@@ -496,7 +496,7 @@ def test_calls_that_are_nobodys_end_for_new_ones(server: Server) -> None:
             == health_pb2.HealthCheckResponse.SERVING
         )
         with marked_engine(server.target) as session:
-            assert session.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 20).result(20)
+            assert session.store("t", "l", [BlockRun(0, hashes(1), block_ids(1))], 20).result(60)
         for call in (*watchers, *selections):
             call.cancel()
     finally:

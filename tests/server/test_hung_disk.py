@@ -123,7 +123,7 @@ class HungNode(SharingNode):
         def comes() -> bool:
             name = os.urandom(8).hex()
             self.finds(blocks)
-            lease = engine.session.acquire(name, [GroupHashes(0, blocks)]).result(20)
+            lease = engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60)
             engine.session.release(name)
             return bool(lease.pinned[0].all())
 
@@ -166,7 +166,7 @@ def test_a_disk_that_hangs_costs_its_own_blocks_only(
     assert engine is not None and server is not None
     leased = hashes(4)
     hung.fill(leased)
-    lease = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(20)
+    lease = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(60)
     assert lease.pinned[0].all()
     lost, chain = hashes(CHAIN), hashes(CHAIN)
     hung.fill(lost)
@@ -184,7 +184,7 @@ def test_a_disk_that_hangs_costs_its_own_blocks_only(
         other = hung.other_engine("new while it hangs")
         fresh = hashes(8)
         assert store(other, fresh) == {BlockResult.STORED}
-        found = other.session.lookup([GroupHashes(0, fresh)]).result(20)
+        found = other.session.lookup([GroupHashes(0, fresh)]).result(60)
         assert found[0].all()
         wait_until(lambda: any((hung.signs / f"{call}.met").exists() for call in calls), 60)
         if calls[0] not in NOT_OF_THE_TIER:
@@ -197,7 +197,7 @@ def test_a_disk_that_hangs_costs_its_own_blocks_only(
         assert hung.loads_soon(more, content)
         assert engine.session.connected
         other.close()
-    again = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(20)
+    again = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(60)
     assert again.pinned[0].all(), "the lease is lost"
     server._child.process.send_signal(signal.SIGTERM)
     assert server._child.process.wait(STOP_S) == 0, "it does not stop"

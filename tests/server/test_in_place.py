@@ -59,7 +59,7 @@ class Place:
 
         def judge_later(cases: Any) -> Any:
             self.num_compared += sum(len(case.evidence.entries) for case in cases)
-            assert self.go.wait(10)
+            assert self.go.wait(60)
             return judge(cases)
 
         monkeypatch.setattr(self.node.verifier, "judge", judge_later)

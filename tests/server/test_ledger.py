@@ -109,7 +109,7 @@ def test_each_missed_block_has_its_own_reason(server: Server, engine: Make) -> N
             if k["key_space"]["model"] == "ledger-reasons"
         )
         assert admin.evict(number, 0, prompt[3] + prompt[4])["evicted_block_count"] == 2
-    one.session.reserve("r", [BlockRun(0, [prompt[7]])], 60).result(10)
+    one.session.reserve("r", [BlockRun(0, [prompt[7]])], 60).result(60)
     report(one, RequestReport(prompt, 161, 0, 32, 0.0, miss=Miss.ABSENT))
     row = row_of(server.target, "ledger-reasons")
     # Block 2 came late, 3 and 4 were evicted and 5 lies behind them, 7 is being written.
@@ -204,9 +204,9 @@ def test_a_load_that_fails_takes_its_savings_back(server: Server, engine: Make) 
 def test_loads_are_counted_in_bytes(server: Server, engine: Make) -> None:
     one, prompt = engine("ledger-bytes"), hashes(2)
     one.store(BlockRun(0, prompt, block_ids(2)))
-    one.session.acquire("lease", [GroupHashes(0, prompt)]).result(10)
+    one.session.acquire("lease", [GroupHashes(0, prompt)]).result(60)
     run = LoadRun(0, block_ids(2), block_ids(2, 4))
-    one.session.load("load", "lease", [run], 20).result(20)
+    one.session.load("load", "lease", [run], 20).result(60)
     row = row_of(server.target, "ledger-bytes")
     assert row["loaded_byte_count"] == row["stored_byte_count"] == 2 * PAGE_BYTES
 
@@ -218,7 +218,7 @@ def test_times_that_are_none_are_refused(engine: Make, field: str, value: float)
     said = session_pb2.RequestReport(prompt_token_count=5, **{field: value})  # type: ignore[arg-type]
     request = session_pb2.ConnectRequest(report_use=session_pb2.ReportUse(requests=[said]))
     with pytest.raises(HotKVError, match=rf"requests\.{field} is") as caught:
-        one.session._call(lambda: request).result(10)
+        one.session._call(lambda: request).result(60)
     assert caught.value.reason is Reason.INVALID_FIELD
 
 
@@ -227,7 +227,7 @@ def test_too_many_ends_of_loads_are_refused(engine: Make) -> None:
     ends = [session_pb2.LoadEnd(report_id=number) for number in range(1025)]
     request = session_pb2.ConnectRequest(report_use=session_pb2.ReportUse(loads=ends))
     with pytest.raises(HotKVError, match="loads has 1025 entries") as caught:
-        one.session._call(lambda: request).result(10)
+        one.session._call(lambda: request).result(60)
     assert caught.value.reason is Reason.TOO_LARGE
 
 

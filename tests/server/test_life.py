@@ -43,15 +43,15 @@ engine = PagedEngine(
 ).connect()
 hashes = [os.urandom(32) for _ in range(24)]
 at = np.arange(24, dtype=np.int32)
-engine.session.store("s", "s", [BlockRun(0, hashes, at)], 20).result(20)
-assert engine.session.acquire("held", [GroupHashes(0, hashes)], 600).result(5).pinned[0].all()
-engine.session.reserve("reserved", [BlockRun(0, [os.urandom(32) for _ in range(8)])], 600).result(5)
+engine.session.store("s", "s", [BlockRun(0, hashes, at)], 20).result(60)
+assert engine.session.acquire("held", [GroupHashes(0, hashes)], 600).result(60).pinned[0].all()
+engine.session.reserve("reserved", [BlockRun(0, [os.urandom(32) for _ in range(8)])], 600).result(60)
 print("ready", flush=True)
 waiting = []
 for i in range(1_000_000):
     waiting.append(engine.session.load(f"l{i}", "held", [LoadRun(0, at, at + 32)], 20))
     if len(waiting) == 8:
-        waiting.pop(0).result(20)
+        waiting.pop(0).result(60)
 """
 
 
@@ -139,7 +139,7 @@ def test_a_killed_server_settles_transfers_and_comes_back(tmp_path: Path, kind: 
             LoadRun(0, np.arange(50, dtype=np.int32), np.arange(60, 110, dtype=np.int32)),
         )
         assert (
-            engine.session.store("first", "first", [run], 20).result(20).status
+            engine.session.store("first", "first", [run], 20).result(60).status
             is TransferStatus.DONE
         )
         epoch = engine.session.epoch
@@ -155,13 +155,13 @@ def test_a_killed_server_settles_transfers_and_comes_back(tmp_path: Path, kind: 
                 futures.append(engine.session.store(f"s{i}", f"s{i}", [fresh], 20))
             if i == 25:
                 os.kill(server.pid, signal.SIGKILL)
-        outcomes = {type(future.exception(20)) for future in futures}
+        outcomes = {type(future.exception(60)) for future in futures}
         assert outcomes <= {type(None), SessionLostError, HotKVError}, outcomes
         assert SessionLostError in outcomes
         wait_until(lambda: engine.session.state is LinkState.ABSENT)
         assert engine.session.probe(0, blocks) is None
         with pytest.raises(SessionLostError):
-            engine.session.acquire("x", [GroupHashes(0, blocks)]).result(5)
+            engine.session.acquire("x", [GroupHashes(0, blocks)]).result(60)
         server.__exit__()
         for name in ("run", "arena"):
             (folder / name).rename(folder / f"old-{name}")
@@ -169,11 +169,11 @@ def test_a_killed_server_settles_transfers_and_comes_back(tmp_path: Path, kind: 
             again.wait_ready()
             assert engine.session.wait_connected(20)
             assert engine.session.epoch != epoch
-            stored = engine.session.store("again", "again", [run], 20).result(20)
+            stored = engine.session.store("again", "again", [run], 20).result(60)
             assert np.isin(stored.results[0], (1, 2)).all()
-            engine.session.acquire("again-l", [GroupHashes(0, blocks)]).result(5)
+            engine.session.acquire("again-l", [GroupHashes(0, blocks)]).result(60)
             assert (
-                engine.session.load("again-l", "again-l", [back], 20).result(20).status
+                engine.session.load("again-l", "again-l", [back], 20).result(60).status
                 is TransferStatus.DONE
             )
             assert np.array_equal(engine.kv[:, 60:110], engine.kv[:, :50])
@@ -184,8 +184,8 @@ def test_a_hung_server_keeps_loads_open_until_it_wakes(own_server: Server, engin
     """It might write into the engine's memory at any moment."""
     one = engine(own_server.target, layers=4, num_blocks=128)
     blocks = [os.urandom(32) for _ in range(64)]
-    one.session.store("s", "s", [BlockRun(0, blocks, np.arange(64, dtype=np.int32))], 20).result(20)
-    one.session.acquire("l", [GroupHashes(0, blocks)]).result(5)
+    one.session.store("s", "s", [BlockRun(0, blocks, np.arange(64, dtype=np.int32))], 20).result(60)
+    one.session.acquire("l", [GroupHashes(0, blocks)]).result(60)
     os.kill(own_server.pid, signal.SIGSTOP)
     future = one.session.load(
         "l",
@@ -197,7 +197,7 @@ def test_a_hung_server_keeps_loads_open_until_it_wakes(own_server: Server, engin
     time.sleep(0.3)
     assert not future.done()
     os.kill(own_server.pid, signal.SIGCONT)
-    assert future.result(20).status in (TransferStatus.DONE, TransferStatus.CANCELLED)
+    assert future.result(60).status in (TransferStatus.DONE, TransferStatus.CANCELLED)
 
 
 UNSEEN, ANSWERED = 0, 1
@@ -211,18 +211,18 @@ def wait_at_random(
     """Lets the server go on with stores for a moment, or to their end."""
     if turn == ANSWERED:
         for future in futures:
-            future.result(20)
+            future.result(60)
     elif turn != UNSEEN:
         time.sleep(random.uniform(0, 0.002))
 
 
 def holds_only(reader: PagedEngine, name: str, blocks: list[bytes], value: int) -> bool:
     """Whether some of the blocks are there; those hold nothing but `value`."""
-    pinned = reader.session.acquire(name, [GroupHashes(0, blocks)]).result(10).pinned[0]
+    pinned = reader.session.acquire(name, [GroupHashes(0, blocks)]).result(60).pinned[0]
     at = np.flatnonzero(pinned).astype(np.int32)
     if len(at):
         reader.kv[:] = 0
-        reader.session.load(name, name, [LoadRun(0, at, at)], 20).result(20)
+        reader.session.load(name, name, [LoadRun(0, at, at)], 20).result(60)
         assert (reader.kv[:, at] == value).all()
     reader.session.release(name)
     return len(at) > 0
@@ -285,7 +285,7 @@ def test_a_hung_server_never_commits_what_was_revoked_all_at_once(
         one.session.revoke_stores()
         one.kv[:, :32] = 13
         os.kill(own_server.pid, signal.SIGCONT)
-        assert [future.result(10).status for future in futures]
+        assert [future.result(60).status for future in futures]
         kept.append([holds_only(reader, f"r{i}-{n}", blocks, 7) for n, blocks in enumerate(parts)])
     assert (kept[UNSEEN], kept[ANSWERED]) == ([False, False], [True, True])
     later = [os.urandom(32)]
@@ -328,7 +328,7 @@ def test_a_server_that_hangs_while_the_stream_breaks_never_commits_what_was_unde
         connection.channel.close()
         assert (
             was_answered
-            or isinstance(future.exception(5), SessionLostError)
+            or isinstance(future.exception(60), SessionLostError)
             or future.result(0).status is TransferStatus.DONE
         )
         one.kv[:, :32] = 13
@@ -356,7 +356,7 @@ def test_a_cancelled_store_answers_at_once(own_server: Server, engine: Make) -> 
         one.session.cancel(f"c{i}")
         assert future.done() or future.result(1)
         one.session.ping(10)
-        there = one.session.lookup([GroupHashes(0, blocks)]).result(5)[0]
+        there = one.session.lookup([GroupHashes(0, blocks)]).result(60)[0]
         assert there.all() or not there.any()
     with AdminClient(own_server.target) as admin:
         wait_until(lambda: admin.info()["counters"]["leases"] == 0)
@@ -368,12 +368,12 @@ def test_draining_refuses_new_work_and_stops(tmp_path: Path, engine: Make) -> No
         server.wait_ready()
         one = engine(server.target)
         blocks = [os.urandom(32)]
-        one.session.store("s", "s", [BlockRun(0, blocks, np.zeros(1, np.int32))], 5).result(5)
+        one.session.store("s", "s", [BlockRun(0, blocks, np.zeros(1, np.int32))], 5).result(60)
         with AdminClient(server.target) as admin:
             admin.drain(5)
         wait_until(lambda: one.session.state is not LinkState.CONNECTED)
         with pytest.raises(HotKVError):
-            one.session.acquire("l", [GroupHashes(0, blocks)]).result(5)
+            one.session.acquire("l", [GroupHashes(0, blocks)]).result(60)
         wait_until(
             lambda: (
                 not Path(f"/proc/{server.pid}").exists() or server._child.process.poll() is not None
@@ -483,7 +483,7 @@ def test_reason_of_an_unknown_session_is_not_found(own_server: Server, engine: M
     one = engine(own_server.target)
     one.session.close()
     with pytest.raises(HotKVError) as caught:
-        one.session.lookup([]).result(5)
+        one.session.lookup([]).result(60)
     assert caught.value.reason is Reason.UNKNOWN_SESSION
 
 
@@ -500,7 +500,7 @@ def test_a_server_that_is_ready_has_its_kernels(monkeypatch: pytest.MonkeyPatch)
         hashes = [os.urandom(32) for _ in range(4)]
         assert (
             engine.session.store("s", "s", [BlockRun(0, hashes, np.arange(4, dtype=np.int32))], 20)
-            .result(20)
+            .result(60)
             .num_bytes
         )
         engine.close()

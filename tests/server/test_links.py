@@ -98,7 +98,7 @@ def test_the_page_of_the_link_that_holds_is_read(server: Server, engine: Make) -
             lambda: _wire.store(name, name, runs, 5.0, NO_RETENTION, fence_index, 32),
             transfer_id=name,
         )
-        return int(call.result(10).results[0][0])
+        return int(call.result(60).results[0][0])
 
     files = [
         memory_file(8),
@@ -114,7 +114,7 @@ def test_the_page_of_the_link_that_holds_is_read(server: Server, engine: Make) -
     assert links[1][1].linked, links[1][1]
     links.append(linked(server, session_id, {FENCE_HANDLE: other_fence}))
     assert links[2][1].error.reason == Reason.DUPLICATE_ID
-    bare._call(lambda: _wire.register_memory(one.layout, NO_ORDER)).result(10)
+    bare._call(lambda: _wire.register_memory(one.layout, NO_ORDER)).result(60)
     os.pwrite(fence, (1).to_bytes(4, "little"), 4 * 7)
     os.pwrite(other_fence, (1).to_bytes(4, "little"), 4 * 8)
     assert [store(index) for index in (6, 7, 8)] == [
@@ -140,12 +140,12 @@ def test_a_store_with_a_fence_index_and_no_fence_is_refused(server: Server, engi
     kv = memory_file(one.kv.nbytes)
     peer, answer = linked(server, bare._connection.session_id, {"kv": kv})
     assert answer.linked
-    bare._call(lambda: _wire.register_memory(one.layout, NO_ORDER)).result(10)
+    bare._call(lambda: _wire.register_memory(one.layout, NO_ORDER)).result(60)
     runs = [BlockRun(0, [os.urandom(32)], np.zeros(1, np.int32))]
     with pytest.raises(HotKVError, match="linked no fence") as raised:
         bare._call(
             lambda: _wire.store("t", "t", runs, 5.0, NO_RETENTION, 5, 32), transfer_id="t"
-        ).result(10)
+        ).result(60)
     assert raised.value.reason is Reason.INVALID_FIELD
     bare.close()
     peer.close()

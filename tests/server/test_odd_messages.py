@@ -220,12 +220,12 @@ def test_messages_on_an_open_stream_may_be_anything(engine: Make) -> None:
         fill(getattr(request, str(random.choice(bodies))), random, 0)
         future = one.session._call(lambda request=request: request)  # type: ignore[misc]
         try:
-            future.result(10)
+            future.result(60)
         except HotKVError as error:
             assert error.reason is not Reason.INTERNAL, (error, request)
     assert (
         one.session.store("s", "s", [BlockRun(0, [os.urandom(32)], np.zeros(1, INT32))], 5)
-        .result(5)
+        .result(60)
         .results[0][0]
         == 1
     )

@@ -41,7 +41,7 @@ class Disk:
 
     def write(self, path: Path, state: ServerState) -> None:
         self.num_writes += 1
-        assert self.go.wait(10)
+        assert self.go.wait(60)
         if self.error is not None:
             raise self.error
         write_state(path, state)

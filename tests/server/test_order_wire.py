@@ -167,7 +167,7 @@ def test_odd_marks_are_refused_by_name(words_engine: Any, index: int, value: int
         session.load("l", "l", [LoadRun(0, ids(1), ids(1))], 5, after(index, value)),
     ):
         with pytest.raises(HotKVError) as caught:
-            future.result(10)
+            future.result(60)
         assert caught.value.reason is Reason.INVALID_FIELD and "after." in caught.value.message
 
 
@@ -177,16 +177,16 @@ def test_transfers_wait_for_their_word(words_engine: Any) -> None:
     one.kv[:, :2] = 1
     names = blocks(2)
     store = session.store("s", "s", [BlockRun(0, names, ids(2))], 20, after=after(1, 7))
-    assert not session.lookup([GroupHashes(0, names)]).result(10)[0].any()
+    assert not session.lookup([GroupHashes(0, names)]).result(60)[0].any()
     one.kv[:, :2] = 2
     words[4:8] = struct.pack("<I", 7)
-    assert store.result(20).status is TransferStatus.DONE
-    session.acquire("l", [GroupHashes(0, names)]).result(10)
+    assert store.result(60).status is TransferStatus.DONE
+    session.acquire("l", [GroupHashes(0, names)]).result(60)
     load = session.load("l", "l", [LoadRun(0, ids(2), ids(2, 9))], 20, after(1, 8))
     session.ping(10)
     assert (one.kv[:, 9:11] != 2).all()
     words[4:8] = struct.pack("<I", 9)
-    assert load.result(20).status is TransferStatus.DONE and (one.kv[:, 9:11] == 2).all()
+    assert load.result(60).status is TransferStatus.DONE and (one.kv[:, 9:11] == 2).all()
 
 
 def test_a_store_behind_a_word_can_be_revoked(words_engine: Any) -> None:
@@ -203,7 +203,7 @@ def test_a_store_behind_a_word_can_be_revoked(words_engine: Any) -> None:
         """Not in flight: the server may still be dropping what was revoked."""
         name = f"t{len(results)}"
         runs = [BlockRun(0, names, ids(1))]
-        again = session.store(name, name, runs, 20, after=after(0, 1)).result(20)
+        again = session.store(name, name, runs, 20, after=after(0, 1)).result(60)
         assert again.status is TransferStatus.DONE
         results.append(int(again.results[0][0]))
         return results[-1] != BlockResult.IN_FLIGHT
@@ -215,11 +215,11 @@ def test_a_store_behind_a_word_can_be_revoked(words_engine: Any) -> None:
 def test_a_cancelled_load_behind_a_word_ends(words_engine: Any) -> None:
     _, session, _words = words_engine
     names = blocks(1)
-    session.store("s", "s", [BlockRun(0, names, ids(1))], 20).result(20)
-    session.acquire("l", [GroupHashes(0, names)]).result(10)
+    session.store("s", "s", [BlockRun(0, names, ids(1))], 20).result(60)
+    session.acquire("l", [GroupHashes(0, names)]).result(60)
     load = session.load("l", "l", [LoadRun(0, ids(1), ids(1, 5))], 20, after(2, 1))
     session.cancel("l")
-    assert load.result(20).status is TransferStatus.CANCELLED
+    assert load.result(60).status is TransferStatus.CANCELLED
 
 
 def test_a_mark_of_another_kind_is_not_sent(words_engine: Any, engine: Make) -> None:
@@ -228,8 +228,8 @@ def test_a_mark_of_another_kind_is_not_sent(words_engine: Any, engine: Make) -> 
         with pytest.raises(SessionLostError):
             session.store(
                 "s", "s", [BlockRun(0, blocks(1), ids(1))], 5, after=after(0, 0, kind)
-            ).result(10)
+            ).result(60)
     plain = engine().session
     assert plain.order_kind is OrderKind.HOST and DeviceOrder() == NO_ORDER
     with pytest.raises(SessionLostError):
-        plain.load("l", "l", [LoadRun(0, ids(1), ids(1))], 5, after(0, 0)).result(10)
+        plain.load("l", "l", [LoadRun(0, ids(1), ids(1))], 5, after(0, 0)).result(60)

@@ -46,18 +46,18 @@ class Rank:
 
     def store(self, lease_id: str, blocks: list[bytes], first: int = 0) -> list[BlockResult]:
         run = BlockRun(0, blocks, block_ids(len(blocks), first))
-        result = self.session.store(os.urandom(8).hex(), lease_id, [run], 10).result(10)
+        result = self.session.store(os.urandom(8).hex(), lease_id, [run], 10).result(60)
         assert result.status is TransferStatus.DONE
         return [BlockResult(value) for value in result.results[0].tolist()]
 
     def acquire(self, lease_id: str, blocks: list[bytes]) -> list[bool]:
         mask: list[bool] = (
-            self.session.acquire(lease_id, [GroupHashes(0, blocks)]).result(10).pinned[0].tolist()
+            self.session.acquire(lease_id, [GroupHashes(0, blocks)]).result(60).pinned[0].tolist()
         )
         return mask
 
     def found(self, blocks: list[bytes]) -> list[bool]:
-        mask: list[bool] = self.session.lookup([GroupHashes(0, blocks)]).result(10)[0].tolist()
+        mask: list[bool] = self.session.lookup([GroupHashes(0, blocks)]).result(60)[0].tolist()
         return mask
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ def test_a_block_is_ready_when_every_shard_is_written(rank: Open, order: tuple[i
         kept = one.engine.kv[:, :3].copy()
         positions = np.arange(3, dtype=np.int32)
         run = LoadRun(0, positions, block_ids(3, 8))
-        result = one.session.load("l", f"r{one.engine.layout.shard_index}", [run], 10).result(10)
+        result = one.session.load("l", f"r{one.engine.layout.shard_index}", [run], 10).result(60)
         assert result.status is TransferStatus.DONE and np.array_equal(
             one.engine.kv[:, 8:11], kept
         ), "each rank gets its own shard"
@@ -127,7 +127,7 @@ def test_a_load_that_names_a_block_twice_is_refused_and_writes_nothing(rank: Ope
     ]
     for runs in twice:
         with pytest.raises(HotKVError) as raised:
-            one.session.load("twice", "r", runs, 10).result(10)
+            one.session.load("twice", "r", runs, 10).result(60)
         assert raised.value.reason is Reason.INVALID_FIELD
         assert (
             raised.value.message
@@ -138,14 +138,14 @@ def test_a_load_that_names_a_block_twice_is_refused_and_writes_nothing(rank: Ope
     with pytest.raises(HotKVError, match="lease_positions name a block twice"):
         one.session.load(
             "twice", "listed twice", [LoadRun(0, np.arange(4, dtype=np.int32), block_ids(4, 8))], 10
-        ).result(10)
+        ).result(60)
     assert not one.engine.kv[:, 8:].any()
     # Several runs of one group are no repetition; the id of what was refused is free.
     apart = [
         LoadRun(0, np.array([position], np.int32), block_ids(1, 8 + position))
         for position in range(3)
     ]
-    assert one.session.load("twice", "r", apart, 10).result(10).status is TransferStatus.DONE
+    assert one.session.load("twice", "r", apart, 10).result(60).status is TransferStatus.DONE
     assert np.array_equal(one.engine.kv[:, 8:11], one.engine.kv[:, :3])
 
 
@@ -188,7 +188,7 @@ def test_a_flush_between_two_ranks_leaves_nothing(rank: Open) -> None:
     one, two = rank(0), rank(1)
     blocks = hashes(2)
     assert one.store("w", blocks) == [WRITTEN] * 2
-    assert one.session.flush().result(10) == 0
+    assert one.session.flush().result(60) == 0
     assert two.store("w", blocks) == [NO_SPACE] * 2
     assert one.found(blocks) == [False] * 2
     assert one.store("w", blocks) == [WRITTEN] * 2 and two.store("w", blocks) == [STORED] * 2

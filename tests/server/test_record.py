@@ -34,7 +34,7 @@ def key_space_of(server: Server, model: str) -> int:
 
 
 def wait(condition: Callable[[], bool], what: str) -> None:
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s, what
         time.sleep(0.05)

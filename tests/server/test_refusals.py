@@ -71,7 +71,7 @@ def test_refusals_on_the_stream(
     one, blocks = stored
     other = engine()
     session = one.session
-    session.acquire("mine", [GroupHashes(0, blocks)], 60).result(5)
+    session.acquire("mine", [GroupHashes(0, blocks)], 60).result(60)
     before = state(server)
     at, to = np.arange(1, dtype=INT32), np.array([9], INT32)
 
@@ -186,7 +186,7 @@ def test_a_scheduler_without_memory_can_not_transfer(
     bare = Session(SessionConfig(server.target, "bare", Role.SCHEDULER, one.key_space))
     bare.start()
     assert bare.wait_connected(10)
-    bare.acquire("l", [GroupHashes(0, blocks)]).result(5)
+    bare.acquire("l", [GroupHashes(0, blocks)]).result(60)
     assert (
         refused(bare.load("t", "l", [LoadRun(0, np.zeros(1, INT32), np.zeros(1, INT32))], 5)).reason
         is Reason.NO_MEMORY_REGISTERED
@@ -423,7 +423,7 @@ def test_refusals_of_layouts(engine: Make, number: int) -> None:
     # The memory registered before is still in use.
     assert (
         one.session.store("s", "s", [BlockRun(0, blocks, np.zeros(1, INT32))], 5)
-        .result(5)
+        .result(60)
         .results[0][0]
         == 1
     )
@@ -451,7 +451,7 @@ def test_memory_is_registered_once(engine: Make) -> None:
     )
     assert (
         one.session.store("s", "s", [BlockRun(0, [os.urandom(32)], np.zeros(1, INT32))], 5)
-        .result(5)
+        .result(60)
         .results[0][0]
         == 1
     )

@@ -410,7 +410,7 @@ def test_a_signal_drains_as_long_as_the_new_settings_say() -> None:
             server.wait_ready()
             engine = PagedEngine(server.target).connect()
             names = store(engine)
-            engine.session.acquire("lease", [GroupHashes(0, names)]).result(10)
+            engine.session.acquire("lease", [GroupHashes(0, names)]).result(60)
             config.write_text("drain_timeout_s = 0.1\n")
             os.kill(server.pid, signal.SIGHUP)
             wait_until(lambda: "changed=drain_timeout_s" in server.log.read_text())

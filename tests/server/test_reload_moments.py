@@ -130,7 +130,7 @@ def test_reloads_one_after_the_other_and_while_it_drains_do_no_harm() -> None:
             wait_until(lambda: "there is no file" in server.log.read_text())
             held = engine.session
             blocks = store(engine)
-            assert held.acquire("held", [GroupHashes(0, blocks)], 600).result(5).pinned[0].all()
+            assert held.acquire("held", [GroupHashes(0, blocks)], 600).result(60).pinned[0].all()
             os.kill(server.pid, signal.SIGTERM)
             wait_until(lambda: "draining timeout_s=6.0" in server.log.read_text())
             config.write_text("drain_timeout_s = 1")

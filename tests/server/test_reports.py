@@ -89,14 +89,14 @@ def test_stores_and_reservations_carry_their_retention(server: Server, engine: M
     kept, passing, reserved = hashes(3)
     one.session.store(
         "a", "a", [BlockRun(0, [kept], block_ids(1))], 10, Retention(pin=True, ttl_s=60)
-    ).result(10)
+    ).result(60)
     one.session.store(
         "b", "b", [BlockRun(0, [passing], block_ids(1))], 10, Retention(priority=-8)
-    ).result(10)
+    ).result(60)
     one.session.reserve("c", [BlockRun(0, [reserved])], 60, Retention(pin=True, ttl_s=60)).result(
         10
     )
-    one.session.store("c", "c", [BlockRun(0, [reserved], block_ids(1))], 10).result(10)
+    one.session.store("c", "c", [BlockRun(0, [reserved], block_ids(1))], 10).result(60)
     with AdminClient(server.target) as admin:
         pins = {
             block_hash: b["pin_count"]
@@ -167,7 +167,7 @@ def test_what_contradicts_itself_is_refused(
     )  # type: ignore[arg-type]
     request = session_pb2.ConnectRequest(report_use=session_pb2.ReportUse(requests=[report]))
     with pytest.raises(HotKVError, match=words.replace(".", r"\.")) as caught:
-        one.session._call(lambda: request).result(10)
+        one.session._call(lambda: request).result(60)
     assert caught.value.reason in (Reason.INVALID_FIELD, Reason.INVALID_HASH)
 
 
@@ -198,5 +198,5 @@ def test_a_speed_that_is_none_is_refused(server: Server, engine: Make, speed: fl
             lambda: session_pb2.ConnectRequest(
                 report_use=session_pb2.ReportUse(prefill_tokens_per_s=speed)
             )
-        ).result(10)
+        ).result(60)
     assert caught.value.reason is Reason.INVALID_FIELD

@@ -114,19 +114,19 @@ class SparseEngine:
         name = os.urandom(8).hex()
         made = [BlockRun(group, blocks, block_ids(len(blocks))) for group, blocks in runs]
         return [
-            set(run.tolist()) for run in self.session.store(name, name, made, 20).result(20).results
+            set(run.tolist()) for run in self.session.store(name, name, made, 20).result(60).results
         ]
 
     def found(self, blocks: list[bytes]) -> tuple[list[bool], list[bool]]:
         """Which blocks and which representations are found: by a call, by the table, by a lease
         alike."""
         lists = [GroupHashes(group, blocks) for group in (0, self.group)]
-        looked_up = [mask.tolist() for mask in self.session.lookup(lists).result(10)]
+        looked_up = [mask.tolist() for mask in self.session.lookup(lists).result(60)]
         probes = [self.session.probe(group, blocks) for group in (0, self.group)]
         assert [None if probe is None else probe.tolist() for probe in probes] == looked_up
         name = os.urandom(8).hex()
         assert [
-            mask.tolist() for mask in self.session.acquire(name, lists).result(10).pinned
+            mask.tolist() for mask in self.session.acquire(name, lists).result(60).pinned
         ] == looked_up
         self.session.release(name)
         return looked_up[0], looked_up[1]
@@ -135,12 +135,12 @@ class SparseEngine:
         """Blocks with their representations, to block ids from `first` on."""
         name = os.urandom(8).hex()
         lists = [GroupHashes(group, blocks) for group in (0, self.group)]
-        assert all(mask.all() for mask in self.session.acquire(name, lists).result(10).pinned)
+        assert all(mask.all() for mask in self.session.acquire(name, lists).result(60).pinned)
         runs = [
             LoadRun(group, block_ids(len(blocks)), block_ids(len(blocks), first))
             for group in (0, self.group)
         ]
-        result = self.session.load(name, name, runs, 20).result(20)
+        result = self.session.load(name, name, runs, 20).result(60)
         self.session.release(name)
         return result.status
 
@@ -199,7 +199,7 @@ def test_a_representation_without_its_block_is_not_kept(sparse: Make) -> None:
     engine = sparse().fill()
     blocks = hashes(6)
     assert engine.store((engine.group, blocks)) == [{BlockResult.NO_SPACE}]
-    engine.session.reserve("r", [BlockRun(0, blocks[:2])]).result(10)
+    engine.session.reserve("r", [BlockRun(0, blocks[:2])]).result(60)
     other = sparse().fill()
     assert other.store((other.group, blocks[:2])) == [{BlockResult.IN_FLIGHT}]
     assert other.found(blocks) == ([False] * 6, [False] * 6)
@@ -233,7 +233,7 @@ def test_it_goes_with_its_block_and_nobody_is_told_apart(sparse: Make, server: S
         with pytest.raises(HotKVError) as raised:
             admin.evict(row["key_space_id"], 256, blocks[5])
         assert raised.value.reason == Reason.INVALID_FIELD
-        assert engine.session.flush().result(10) == 6
+        assert engine.session.flush().result(60) == 6
         assert engine.found(blocks) == ([False] * 10,) * 2
         assert admin.info()["counters"]["representation_bytes"] == before
     assert sorted(h for notice in told for group in notice.groups for h in group.hashes) == sorted(
@@ -257,7 +257,7 @@ def test_events_and_explanations_are_of_blocks_alone(sparse: Make, server: Serve
         (answer,) = admin.explain(number, b"".join(blocks))
         assert (answer["hit_token_count"], len(answer["blocks"])) == (64, 4)
         admin.evict(number, 0, blocks[3])
-        engine.session.flush().result(10)
+        engine.session.flush().result(60)
         events: list[dict[str, object]] = []
         while not events or events[-1]["event"] != "cleared":
             events += next(stream)[0]
@@ -342,7 +342,7 @@ def test_an_engine_killed_amid_stores_leaves_pairs_only(own_server: Server) -> N
             wait_until(lambda: admin.info()["counters"]["evicted_blocks_total"] > 0, 20)
             victim.send_signal(signal.SIGKILL)
             victim.wait()
-            deadline_s = time.monotonic() + 20
+            deadline_s = time.monotonic() + 60
             while admin.sessions() and time.monotonic() < deadline_s:
                 time.sleep(0.02)
         counters = admin.info()["counters"]

@@ -45,7 +45,7 @@ class Place:
         """Ends the server and waits until it and the engine's link are gone."""
         assert self.server is not None
         os.kill(self.server.pid, how)
-        self.server._child.process.wait(20)
+        self.server._child.process.wait(60)
         self.server.__exit__()
         if self.engine is not None:
             wait_until(lambda: not self.engine.session.connected)  # type: ignore[union-attr]
@@ -84,21 +84,21 @@ def store(engine: PagedEngine, blocks: list[bytes], first: int = 0) -> set[int]:
     name = os.urandom(8).hex()
     return set(
         engine.session.store(name, name, [BlockRun(0, blocks, block_ids(len(blocks), first))], 20)
-        .result(20)
+        .result(60)
         .results[0]
         .tolist()
     )
 
 
 def found(engine: PagedEngine, blocks: list[bytes]) -> list[bool]:
-    masks = engine.session.lookup([GroupHashes(0, blocks)]).result(10)
+    masks = engine.session.lookup([GroupHashes(0, blocks)]).result(60)
     found_here: list[bool] = masks[0].tolist()
     return found_here
 
 
 def load(engine: PagedEngine, blocks: list[bytes], first: int) -> TransferStatus:
     name, ids = os.urandom(8).hex(), block_ids(len(blocks))
-    assert engine.session.acquire(name, [GroupHashes(0, blocks)]).result(10).pinned[0].all()
+    assert engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60).pinned[0].all()
     result = engine.session.load(name, name, [LoadRun(0, ids, ids + np.int32(first))], 20).result(
         20
     )
@@ -165,7 +165,7 @@ def test_kills_in_the_middle_of_stores_lose_nothing_acknowledged(place: Place) -
         time.sleep(np.random.default_rng().uniform(0.0, 0.01))
         place.stop()
         for blocks, future in futures:
-            if future.exception(20) is None and future.result().status is TransferStatus.DONE:
+            if future.exception(60) is None and future.result().status is TransferStatus.DONE:
                 acknowledged.update(blocks)
         place.start()
         names = list(contents)
@@ -187,8 +187,8 @@ def test_a_flush_outlives_a_kill(place: Place) -> None:
     engine = place.connect()
     blocks = hashes(20)
     store(engine, blocks)
-    engine.session.acquire("held", [GroupHashes(0, blocks[:5])]).result(5)
-    assert engine.session.flush().result(5) == 20
+    engine.session.acquire("held", [GroupHashes(0, blocks[:5])]).result(60)
+    assert engine.session.flush().result(60) == 20
     place.stop()
     place.start()
     assert not any(found(engine, blocks))
@@ -243,7 +243,7 @@ def test_what_was_condemned_is_not_loaded_under_a_lease_from_before(place: Place
     engine = place.connect(evicted.append)
     blocks = hashes(30)
     store(engine, blocks)
-    assert engine.session.acquire("held", [GroupHashes(0, blocks)]).result(10).pinned[0].all()
+    assert engine.session.acquire("held", [GroupHashes(0, blocks)]).result(60).pinned[0].all()
     spoil(place, engine.kv[0, 7])
     wait_until(lambda: bool(evicted))
     for name, ids, status in (
@@ -251,7 +251,7 @@ def test_what_was_condemned_is_not_loaded_under_a_lease_from_before(place: Place
         ("others", np.arange(8, 30), TransferStatus.DONE),
     ):
         run = LoadRun(0, ids.astype(np.int32), ids.astype(np.int32) + 60)
-        assert engine.session.load(name, "held", [run], 20).result(20).status is status
+        assert engine.session.load(name, "held", [run], 20).result(60).status is status
     engine.session.release("held")
 
 

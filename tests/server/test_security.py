@@ -144,20 +144,20 @@ def test_a_tenant_can_not_probe_another(guarded: Guarded, engine: Make) -> None:
     refused as what does not."""
     one, other = engine("alpha", engine_id="shared-name"), engine("blind", engine_id="shared-name")
     blocks = store(one)
-    one.session.acquire("lease", [GroupHashes(0, blocks)], 60).result(5)
+    one.session.acquire("lease", [GroupHashes(0, blocks)], 60).result(60)
     at = np.arange(1, dtype=np.int32)
-    assert not other.session.lookup([GroupHashes(0, blocks)]).result(5)[0].any()
-    assert not other.session.acquire("own", [GroupHashes(0, blocks)]).result(5).pinned[0].any()
-    theirs = refused(lambda: other.session.load("t", "lease", [LoadRun(0, at, at)], 5).result(5))
-    unknown = refused(lambda: other.session.load("t", "never", [LoadRun(0, at, at)], 5).result(5))
+    assert not other.session.lookup([GroupHashes(0, blocks)]).result(60)[0].any()
+    assert not other.session.acquire("own", [GroupHashes(0, blocks)]).result(60).pinned[0].any()
+    theirs = refused(lambda: other.session.load("t", "lease", [LoadRun(0, at, at)], 5).result(60))
+    unknown = refused(lambda: other.session.load("t", "never", [LoadRun(0, at, at)], 5).result(60))
     assert theirs[0] is unknown[0] is Reason.UNKNOWN_LEASE
     assert theirs[1].replace("lease'", "…") == unknown[1].replace("never'", "…")
     assert guarded.logged("refused", "engine=blind/shared-name", "FOREIGN_LEASE")
-    assert not other.session._call(lambda: _wire.release("lease")).result(5)
-    assert one.session.load("t", "lease", [LoadRun(0, at, at)], 5).result(5).num_bytes, (
+    assert not other.session._call(lambda: _wire.release("lease")).result(60)
+    assert one.session.load("t", "lease", [LoadRun(0, at, at)], 5).result(60).num_bytes, (
         "it still has its lease"
     )
-    assert not other.session._call(lambda: _wire.cancel("t")).result(5)
+    assert not other.session._call(lambda: _wire.cancel("t")).result(60)
 
     mine, its = (e.session._connection for e in (one, other))
     assert mine is not None and its is not None
@@ -220,7 +220,7 @@ def test_no_tenant_is_told_where_blocks_lie(guarded: Guarded, engine: Make) -> N
     blocks = store(one)
     assert one.session.arena() is None
     reason, message = refused(
-        lambda: one.session.acquire("l", [GroupHashes(0, blocks)], wants_offsets=True).result(5)
+        lambda: one.session.acquire("l", [GroupHashes(0, blocks)], wants_offsets=True).result(60)
     )
     assert (reason, "wants_offsets" in message) == (Reason.NOT_ALLOWED, True)
 
@@ -231,7 +231,7 @@ def test_only_who_may_maps_the_table_and_nobody_the_arena(guarded: Guarded, engi
     assert one.session.probe(0, blocks) is not None
     assert other.session.probe(0, blocks) is None
     own = store(other)
-    assert other.session.lookup([GroupHashes(0, own)]).result(5)[0].all(), "it looks up by calls"
+    assert other.session.lookup([GroupHashes(0, own)]).result(60)[0].all(), "it looks up by calls"
     for session, sizes in ((one, (0, 1)), (other, (0, 0))):
         bare = Session(
             SessionConfig(guarded.target, "bare", Role.TOOL, session.key_space, use_table=False)
@@ -402,12 +402,12 @@ def test_a_message_of_too_many_parts_is_refused_before_it_is_parsed(
         lookup = cache_pb2_grpc.CacheServiceStub(channel).Lookup
         assert refused(lambda: lookup(bomb.lookup))[0] is Reason.TOO_LARGE
     del bomb.lookup.groups[2000:]
-    assert refused(lambda: one.session._call(lambda: bomb).result(5))[0] is Reason.TOO_LARGE
+    assert refused(lambda: one.session._call(lambda: bomb).result(60))[0] is Reason.TOO_LARGE
     assert (
         refused(
             lambda: one.session.acquire(
                 "all", [GroupHashes(0, [bytes(32)] * ((1 << 17) + 1))]
-            ).result(10)
+            ).result(60)
         )[0]
         is Reason.TOO_LARGE
     )
@@ -440,7 +440,7 @@ def test_a_tenant_has_so_many_key_spaces(guarded: Guarded, engine: Make) -> None
     assert 2 < len(mine) <= MAX_KEY_SPACES_OF_TENANT
     left = engine("hoarder", model="left")
     for one, blocks in ((used, in_use), (left, in_left)):
-        assert one.session.lookup([GroupHashes(0, blocks)]).result(10)[0].all()
+        assert one.session.lookup([GroupHashes(0, blocks)]).result(60)[0].all()
 
 
 def test_a_session_has_so_many_transfers_in_flight(guarded: Guarded, engine: Make) -> None:
@@ -479,11 +479,11 @@ def test_a_client_that_cuts_its_memory_short_ends_no_server(guarded: Guarded, en
         )
         time.sleep(random.uniform(0, 0.006))
         os.ftruncate(one.fd, 0)
-        error = future.exception(20)
+        error = future.exception(60)
         outcomes.add(error.reason if isinstance(error, HotKVError) else future.result().status)
         kept = error is None and future.result().status is TransferStatus.DONE
-        assert neighbour.session.lookup([GroupHashes(0, blocks)]).result(10)
-        assert one.session.lookup([GroupHashes(0, blocks)]).result(10)[0].any() == kept
+        assert neighbour.session.lookup([GroupHashes(0, blocks)]).result(60)
+        assert one.session.lookup([GroupHashes(0, blocks)]).result(60)[0].any() == kept
         one.session.close()
     assert TransferStatus.FAILED in outcomes
     assert guarded.logged("memory cut short", "engine=alpha/")
@@ -505,7 +505,7 @@ def test_a_fault_elsewhere_still_ends_the_server() -> None:
                     one.session.store(
                         "s", "s", [BlockRun(0, [os.urandom(32)], np.zeros(1, np.int32))], 5
                     )
-                assert server._child.process.wait(20) == -signal.SIGBUS
+                assert server._child.process.wait(60) == -signal.SIGBUS
                 one.close()
 
 

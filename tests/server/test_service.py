@@ -132,7 +132,7 @@ def test_the_command_line(server: Server, engine: Make) -> None:
         assert json.loads(server.cli(*command, "--json"))
     one.session.store(
         "again", "again", [BlockRun(0, hashes[:2], np.arange(2, dtype=np.int32))], 10
-    ).result(10)
+    ).result(60)
     space = next(
         k["key_space_id"]
         for k in server.status()["key_spaces"]

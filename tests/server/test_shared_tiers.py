@@ -72,14 +72,14 @@ class SharingNode(Place):
 
     def finds(self, blocks: list[bytes]) -> bool:
         assert self.engine is not None
-        found = self.engine.session.lookup([GroupHashes(0, blocks)]).result(20)
+        found = self.engine.session.lookup([GroupHashes(0, blocks)]).result(60)
         return bool(found[0].all())
 
     def leases_some(self, blocks: list[bytes]) -> bool:
         """Whether a lease gets any of the blocks."""
         assert self.engine is not None
         name = os.urandom(8).hex()
-        lease = self.engine.session.acquire(name, [GroupHashes(0, blocks)]).result(20)
+        lease = self.engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60)
         self.engine.session.release(name)
         return bool(lease.pinned[0].any())
 
@@ -130,7 +130,7 @@ def check_sharing(a: SharingNode, b: SharingNode) -> None:
     # The other node does not look them up, which would fetch them.
     a.fill(kept)
     assert a.engine is not None
-    a.engine.session.flush().result(20)
+    a.engine.session.flush().result(60)
     assert not a.finds(chain) and not b.leases_some(kept)
     wait_until(lambda: not b.finds(chain), 20)
     again = a.fill(chain)
@@ -169,7 +169,7 @@ def test_a_flush_on_one_node_counts_on_both(
     contents = [a.fill(chain) for chain in (kept, fetched)]
     assert b.loads(fetched, contents[1])
     assert a.engine is not None
-    a.engine.session.flush().result(20)
+    a.engine.session.flush().result(60)
     assert not b.finds(kept) and not a.finds(kept) and not a.finds(fetched)
     wait_until(lambda: not b.finds(fetched), 20)
     again = a.fill(kept)
@@ -268,7 +268,7 @@ def test_what_one_node_stores_in_a_bucket_another_loads(
         assert b.loads(chain, content)
         assert b.counter("shared_fetched_blocks_total") == CHAIN
         assert a.engine is not None
-        a.engine.session.flush().result(20)
+        a.engine.session.flush().result(60)
         assert not a.finds(chain)
         wait_until(lambda: not b.finds(chain), 20)
 
@@ -304,7 +304,7 @@ def check_missed_flush(
     before = int(valkey.client.get(key))
     with is_away():
         assert a.engine is not None
-        a.engine.session.flush().result(20)
+        a.engine.session.flush().result(60)
         a.stop(signal.SIGKILL)
         a.start_sharing(*flags)
         assert not a.finds(chain)
@@ -337,7 +337,7 @@ def test_a_server_that_was_down_during_a_flush_drops_what_it_had(
     assert b.loads(chain, content)
     a.stop(signal.SIGKILL)
     assert b.engine is not None
-    b.engine.session.flush().result(20)
+    b.engine.session.flush().result(60)
     with valkey.stopped() if is_away else contextlib.nullcontext():
         a.start_sharing(*flags)
     wait_until(lambda: not a.finds(chain), 20)
@@ -361,7 +361,7 @@ def test_a_server_that_leaves_only_its_disk_drops_what_was_flushed_meanwhile(
     assert a.loads(chain, content)
     a.stop(signal.SIGTERM)
     assert b.engine is not None
-    b.engine.session.flush().result(20)
+    b.engine.session.flush().result(60)
     a.start_sharing(*flags)
     wait_until(lambda: not a.finds(chain), 20)
 

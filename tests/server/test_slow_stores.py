@@ -74,7 +74,7 @@ def test_a_store_that_is_slow_costs_its_own_blocks_only(tmp_path: Path, slow: ob
         leased = hashes(4)
         with probed(server):
             assert store(engine, leased) == {BlockResult.STORED}
-            held = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(20)
+            held = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(60)
             assert held.pinned[0].all()
             chains = [hashes(CHAIN) for _ in range(4)]
             for chain in chains:
@@ -89,6 +89,6 @@ def test_a_store_that_is_slow_costs_its_own_blocks_only(tmp_path: Path, slow: ob
             wait_until(lambda: all(one.leases_some(chain) for chain in chains), 60)
             came = "tier_promoted_blocks_total" if has_disk else "shared_fetched_blocks_total"
             assert one.counter(came)
-        again = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(20)
+        again = engine.session.acquire("held", [GroupHashes(0, leased)], 60).result(60)
         assert again.pinned[0].all(), "the lease is lost"
         assert engine.session.connected

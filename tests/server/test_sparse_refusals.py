@@ -43,8 +43,8 @@ def test_refusals_of_sequences(sparse_engine: Make, server: Server) -> None:
     engine = sparse_engine()
     session, blocks, good = engine.session, hashes(8), engine.select_config()
     engine.store(blocks)
-    session.create_sequence("s", 0, blocks, good).result(20)
-    session.create_sequence("plain", 0, blocks).result(20)
+    session.create_sequence("s", 0, blocks, good).result(60)
+    session.create_sequence("plain", 0, blocks).result(60)
     wrong: list[tuple[Any, Reason, str]] = [
         (session.create_sequence("", 0, blocks), Reason.INVALID_FIELD, "sequence_id is empty"),
         (session.create_sequence("x" * 300, 0, blocks), Reason.TOO_LARGE, "sequence_id"),
@@ -114,7 +114,7 @@ def test_refusals_of_sequences(sparse_engine: Make, server: Server) -> None:
             )
         )
     for future, reason, field in wrong:
-        error = refused(lambda future=future: future.result(20))  # type: ignore[misc]
+        error = refused(lambda future=future: future.result(60))  # type: ignore[misc]
         assert (error.reason, field in error.message) == (reason, True), error
     assert (
         refused(lambda: session.report_sparse({}, {1: {"luck": 1.0}})).reason
@@ -184,7 +184,7 @@ def test_a_select_config_that_makes_no_sense_is_refused(
     error = refused(
         lambda: engine.session._call(
             lambda: session_pb2.ConnectRequest(create_sequence=body)
-        ).result(20)
+        ).result(60)
     )
     assert (error.reason, field in error.message) == (Reason.INVALID_FIELD, True), error
 
@@ -225,7 +225,7 @@ def test_a_report_that_makes_no_sense_is_refused_whole(
     if "layers" in report and len(report["layers"]) == 1:
         report["layers"] = [{"layer_index": 3, "selects": 1.0}, *report["layers"]]
     request = session_pb2.ConnectRequest(report_sparse=sparse_pb2.ReportSparse(**report))
-    error = refused(lambda: engine.session._call(lambda: request).result(20))
+    error = refused(lambda: engine.session._call(lambda: request).result(60))
     assert (error.reason in (Reason.INVALID_FIELD, Reason.TOO_LARGE), field in error.message) == (
         True,
         True,
@@ -238,8 +238,8 @@ def test_refusals_of_selections_do_not_end_the_stream(sparse_engine: Make) -> No
     engine = sparse_engine()
     session, blocks = engine.session, hashes(50)
     engine.store(blocks[:40])
-    session.create_sequence("s", 0, blocks, engine.select_config()).result(20)
-    session.create_sequence("plain", 0, blocks).result(20)
+    session.create_sequence("s", 0, blocks, engine.select_config()).result(60)
+    session.create_sequence("plain", 0, blocks).result(60)
     query = queries(1)[0]
     nan = query.copy()
     nan[3, 3] = np.nan
@@ -354,7 +354,7 @@ def test_selections_with_random_fields_are_answered(sparse_engine: Make) -> None
     engine = sparse_engine()
     blocks = hashes(60)
     engine.store(blocks)
-    engine.session.create_sequence("s", 0, blocks, engine.select_config(hot_blocks=30)).result(20)
+    engine.session.create_sequence("s", 0, blocks, engine.select_config(hot_blocks=30)).result(60)
     random = np.random.default_rng(11)
     connection = engine.session._connection
     assert connection is not None
@@ -378,7 +378,7 @@ def test_selections_with_random_fields_are_answered(sparse_engine: Make) -> None
     assert len(answers) == 300 and all(answer.error.reason != Reason.INTERNAL for answer in answers)
     assert sum(not answer.HasField("error") for answer in answers) > 30
     lists = [GroupHashes(0, blocks)]
-    assert engine.session.lookup(lists).result(10)[0].all()
+    assert engine.session.lookup(lists).result(60)[0].all()
 
 
 def test_all_that_matters_to_a_selection_reaches_the_server() -> None:

@@ -43,7 +43,7 @@ def test_a_selection_equals_that_of_the_engine_and_can_be_loaded(sparse_engine: 
     engine, other = sparse_engine(), sparse_engine()
     blocks = hashes(100)
     engine.store(blocks)
-    created = other.session.create_sequence("s", 0, blocks, other.select_config()).result(20)
+    created = other.session.create_sequence("s", 0, blocks, other.select_config()).result(60)
     assert (created.covered_blocks, created.remembered_blocks, created.hot_sets) == (100, 0, ())
     with other.session.selects() as stream:
         for query in queries(6):
@@ -69,7 +69,7 @@ def test_a_selection_equals_that_of_the_engine_and_can_be_loaded(sparse_engine: 
                 assert not len(found.hot_positions) and not len(found.load_positions)
         estimated = stream.select("s", 2, queries(1)[0], 100 * BLOCK_TOKENS)
     chosen = estimated.positions
-    result = other.session.load("l", created.lease_id, [LoadRun(0, chosen, chosen)], 10).result(10)
+    result = other.session.load("l", created.lease_id, [LoadRun(0, chosen, chosen)], 10).result(60)
     assert result.status is TransferStatus.DONE
     assert np.array_equal(other.kv[chosen], engine.kv[chosen])
 
@@ -85,10 +85,10 @@ def test_a_selection_takes_the_centre_of_the_representations_into_account(
     )
     engine, blocks = sparse_engine(centres=known), hashes(100)
     engine.store(blocks)
-    engine.session.create_sequence("s", 0, blocks, engine.select_config()).result(20)
+    engine.session.create_sequence("s", 0, blocks, engine.select_config()).result(60)
     engine.session.create_sequence(
         "without", 0, blocks, replace(engine.select_config(), centres=None)
-    ).result(20)
+    ).result(60)
     rows, context_tokens, differing = np.arange(100, dtype=np.int32), 100 * BLOCK_TOKENS + 5, 0
     with engine.session.selects() as stream:
         for query in queries(6):
@@ -121,20 +121,20 @@ def test_what_is_covered_is_pinned_until_the_sequence_ends(
     blocks = hashes(60)
     engine.store(blocks[:30])
     engine.store(blocks[30:40], first=30, with_representations=False)
-    created = engine.session.create_sequence("s", 0, blocks[:50], engine.select_config()).result(20)
+    created = engine.session.create_sequence("s", 0, blocks[:50], engine.select_config()).result(60)
     assert created.covered_blocks == 30
     # The same again, then more of it, some of it again.
     assert (
-        engine.session.create_sequence("s", 0, blocks[:50], engine.select_config()).result(20)
+        engine.session.create_sequence("s", 0, blocks[:50], engine.select_config()).result(60)
         == created
     )
     engine.store(blocks[30:60], first=30)
-    state = engine.session.append_blocks("s", 45, blocks[45:60]).result(20)
+    state = engine.session.append_blocks("s", 45, blocks[45:60]).result(60)
     assert (state.num_blocks, state.covered_blocks) == (
         60,
         60,
     ) and state.lease_id != created.lease_id
-    assert engine.session.append_blocks("s", 60, []).result(20).covered_blocks == 60
+    assert engine.session.append_blocks("s", 60, []).result(60).covered_blocks == 60
     with AdminClient(server.target) as admin:
         (number,) = (
             k["key_space_id"]
@@ -142,12 +142,12 @@ def test_what_is_covered_is_pinned_until_the_sequence_ends(
             if k["key_space"]["model"] == engine.key_space.model
         )
         assert admin.evict(number, 0, b"".join(blocks))["evicted_block_count"] == 0
-        assert engine.session.delete_sequence("s").result(20) is True
-        assert engine.session.delete_sequence("s").result(20) is False
+        assert engine.session.delete_sequence("s").result(60) is True
+        assert engine.session.delete_sequence("s").result(60) is False
         assert admin.evict(number, 0, b"".join(blocks))["evicted_block_count"] == 60
     # Without select nothing is pinned.
     engine.store(blocks)
-    created = engine.session.create_sequence("plain", 0, blocks).result(20)
+    created = engine.session.create_sequence("plain", 0, blocks).result(60)
     assert (created.lease_id, created.covered_blocks) == ("", 0)
     with AdminClient(server.target) as admin:
         assert admin.evict(number, 0, b"".join(blocks))["evicted_block_count"] == 60
@@ -157,7 +157,7 @@ def test_the_server_keeps_a_hot_set_and_hands_it_on(sparse_engine: Make) -> None
     engine = sparse_engine()
     blocks = hashes(100)
     engine.store(blocks)
-    engine.session.create_sequence("s", 0, blocks, engine.select_config(hot_blocks=50)).result(20)
+    engine.session.create_sequence("s", 0, blocks, engine.select_config(hot_blocks=50)).result(60)
     held: dict[int, int] = {}
     where = (1, 97)
     with engine.session.selects() as stream:
@@ -180,9 +180,9 @@ def test_the_server_keeps_a_hot_set_and_hands_it_on(sparse_engine: Make) -> None
             # The partial block has a slot that the client fills.
             assert mapped == held | {100: mapped[100]} and len(mapped) <= 50
             held = mapped
-    assert engine.session.delete_sequence("s").result(20)
+    assert engine.session.delete_sequence("s").result(60)
     # Another sequence goes on from there; blocks beyond what both share are left out.
-    created = engine.session.create_sequence("next", 0, [*blocks[:64], *hashes(8)]).result(20)
+    created = engine.session.create_sequence("next", 0, [*blocks[:64], *hashes(8)]).result(60)
     assert created.remembered_blocks == 64
     (hot_set,) = created.hot_sets
     assert (hot_set.layer_index, hot_set.shard_index) == (2, 0)
@@ -192,26 +192,26 @@ def test_the_server_keeps_a_hot_set_and_hands_it_on(sparse_engine: Make) -> None
 def test_hot_sets_of_engines_are_remembered_until_a_flush(sparse_engine: Make) -> None:
     engine, other = sparse_engine(), sparse_engine()
     blocks = hashes(20)
-    engine.session.create_sequence("s", 0, blocks[:16]).result(20)
-    engine.session.append_blocks("s", 16, blocks[16:]).result(20)
+    engine.session.create_sequence("s", 0, blocks[:16]).result(60)
+    engine.session.append_blocks("s", 16, blocks[16:]).result(60)
     sets = [LayerHotSet(4, 0, ints([19, 3, 7, 3, 20, 99])), LayerHotSet(6, 0, ints([]))]
-    engine.session.delete_sequence("s", sets).result(20)
-    created = other.session.create_sequence("t", 0, blocks).result(20)
+    engine.session.delete_sequence("s", sets).result(60)
+    created = other.session.create_sequence("t", 0, blocks).result(60)
     assert created.remembered_blocks == 20
     assert {s.layer_index: s.positions.tolist() for s in created.hot_sets} == {4: [19, 3, 7], 6: []}
-    shorter = other.session.create_sequence("u", 0, blocks[:8]).result(20)
+    shorter = other.session.create_sequence("u", 0, blocks[:8]).result(60)
     assert {s.layer_index: s.positions.tolist() for s in shorter.hot_sets} == {4: [3, 7], 6: []}
     stranger = sparse_engine(model="another")
-    assert stranger.session.create_sequence("t", 0, blocks).result(20).hot_sets == ()
-    other.session.flush().result(20)
-    assert other.session.create_sequence("v", 0, blocks).result(20).hot_sets == ()
+    assert stranger.session.create_sequence("t", 0, blocks).result(60).hot_sets == ()
+    other.session.flush().result(60)
+    assert other.session.create_sequence("v", 0, blocks).result(60).hot_sets == ()
 
 
 def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server) -> None:
     engine = sparse_engine()
     blocks, mark = hashes(10), hashes(1)
     engine.store(blocks, with_representations=False)
-    engine.session.create_sequence("s", 0, blocks).result(20)
+    engine.session.create_sequence("s", 0, blocks).result(60)
     engine.store(mark, first=20, with_representations=False)
     # Longer than the steps in which a policy keeps time.
     time.sleep(0.1)
@@ -234,7 +234,7 @@ def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server)
             return {place for place, block in enumerate(blocks) if idle_s[block] < idle_s[mark[0]]}
 
         assert touched() == {2, 5}
-        engine.session.delete_sequence("s").result(20)
+        engine.session.delete_sequence("s").result(60)
         assert touched() == {2, 5, 6}
         after = admin.info()["counters"]
     names = ("reports", "unknown_sequences", "used_blocks")
@@ -308,7 +308,7 @@ def test_a_sequence_ends_with_its_session(sparse_engine: Make, server: Server) -
         engine = sparse_engine()
         blocks = hashes(20)
         engine.store(blocks)
-        engine.session.create_sequence("s", 0, blocks, engine.select_config()).result(20)
+        engine.session.create_sequence("s", 0, blocks, engine.select_config()).result(60)
         during = admin.info()["counters"]
         engine.session.close()
         after = admin.info()["counters"]
@@ -325,7 +325,7 @@ def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make) -> None:
         own.wait_ready()
         engine, blocks, query = sparse_engine(target=own.target), hashes(30), queries(1)[0]
         engine.store(blocks)
-        engine.session.create_sequence("s", 0, blocks, engine.select_config()).result(20)
+        engine.session.create_sequence("s", 0, blocks, engine.select_config()).result(60)
         with engine.session.selects() as stream:
             for _ in range(6):
                 stream.select("s", 2, query, 30 * BLOCK_TOKENS)
@@ -333,7 +333,7 @@ def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make) -> None:
             time.sleep(1.5)
             error = refused(lambda: stream.select("s", 2, query, 30 * BLOCK_TOKENS))
             assert error.reason is Reason.UNKNOWN_LEASE and "append" in error.message
-            assert engine.session.append_blocks("s", 30, []).result(20).covered_blocks == 30
+            assert engine.session.append_blocks("s", 30, []).result(60).covered_blocks == 30
             assert len(stream.select("s", 2, query, 30 * BLOCK_TOKENS).positions) == 6
         engine.session.close()
 
@@ -354,7 +354,7 @@ def test_representations_that_changed_over_a_restart_are_never_scored(place: Pla
         assert engine.session.wait_connected(20)
         assert (
             engine.session.create_sequence("s", 0, blocks, engine.select_config())
-            .result(20)
+            .result(60)
             .covered_blocks
             == 40
         )
@@ -362,7 +362,7 @@ def test_representations_that_changed_over_a_restart_are_never_scored(place: Pla
             error = refused(lambda: stream.select("s", 2, query, 40 * BLOCK_TOKENS))
             assert error.reason is Reason.UNKNOWN_LEASE and "append" in error.message
             # Without the one that is gone.
-            assert engine.session.append_blocks("s", 40, []).result(20).covered_blocks == 30
+            assert engine.session.append_blocks("s", 40, []).result(60).covered_blocks == 30
             assert len(stream.select("s", 2, query, 30 * BLOCK_TOKENS).positions) == 6
     finally:
         engine.close()
@@ -396,7 +396,7 @@ def test_sessions_may_end_while_selections_run(sparse_engine: Make, server: Serv
         time.sleep(0.05)
         engine.session.close()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
     assert len(outcomes) == 12
     with AdminClient(server.target) as admin:
         counters = admin.info()["counters"]

@@ -169,7 +169,7 @@ def test_a_drain_waits_as_long_as_the_setting_says(folder: Path) -> None:
         server.wait_ready()
         with AdminClient(server.target) as admin:
             admin.drain()
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while "draining timeout_s=" not in server.log.read_text():
             assert time.monotonic() < deadline_s
         assert "draining timeout_s=3.0" in server.log.read_text()
@@ -189,7 +189,7 @@ def test_a_long_start_says_what_it_is_at(folder: Path, tmp_path: Path) -> None:
             if " ready " in line:
                 break
         process.terminate()
-        process.wait(30)
+        process.wait(60)
     assert "starting version=" in said
     assert re.search(r"starting: (compiling kernels|bringing in an arena).* s so far", said), said
 

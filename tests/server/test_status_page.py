@@ -82,7 +82,7 @@ def test_it_says_what_the_admin_api_says(server: Server, traffic: Callable[..., 
     blocks = one.prompt()
     lease = "page-same-lease"
     one.engine.session.report_sparse({}, {3: {"selects": 4, "wanted_blocks": 8, "hit_blocks": 6}})
-    one.engine.session.acquire(lease, [GroupHashes(0, blocks[:6])], 60).result(20)
+    one.engine.session.acquire(lease, [GroupHashes(0, blocks[:6])], 60).result(60)
     status = settled(server)
     info, tiers, sessions = listed(server)
     assert (status["version"], status["state"], status["problems"]) == (

@@ -36,7 +36,7 @@ def over_tcp(guarded: Guarded, tenant: str, credentials: Credentials) -> None:
     )
     session.start()
     assert session.wait_connected(10), session
-    assert not session.lookup([GroupHashes(0, [bytes(32)])]).result(5)[0].any()
+    assert not session.lookup([GroupHashes(0, [bytes(32)])]).result(60)[0].any()
     assert session.probe(0, [bytes(32)]) is None
     session.close()
     os.close(engine.fd)

@@ -28,7 +28,7 @@ def test_readers_learn_in_which_medium_blocks_lie(place: Tiered) -> None:
     with AdminClient(place.server.target) as admin:
         wide, narrow = admin.events(0, 60, tiers=True), admin.events(0, 60)
         assert next(wide) == next(narrow) == ([], 0)
-        wait_until(lambda: bool(router.sub.poll(50)) or not engine.session.flush().result(10))
+        wait_until(lambda: bool(router.sub.poll(50)) or not engine.session.flush().result(60))
         router.events()
         chain = hashes(CHAIN)
         content = place.fill(chain)
@@ -59,7 +59,7 @@ def test_readers_learn_in_which_medium_blocks_lie(place: Tiered) -> None:
                     assert there <= lies[event.medium]
                     lies[event.medium] -= there
         assert lies == {MEDIUM_CPU: mine, MEDIUM_STORAGE: mine}
-        engine.session.flush().result(10)
+        engine.session.flush().result(60)
         seen = {}
         for name, stream in (("wide", wide), ("narrow", narrow)):
             seen[name] = [item for items in _until_last_cleared(stream) for item in items]

@@ -60,7 +60,7 @@ class Tiered(Place):
         engine, count = self.engine, len(blocks)
         assert engine is not None
         engine.kv[:] = 0
-        if not engine.session.lookup([GroupHashes(0, blocks)]).result(10)[0].all():
+        if not engine.session.lookup([GroupHashes(0, blocks)]).result(60)[0].all():
             return False
         assert load(engine, blocks, 0) is TransferStatus.DONE
         return np.array_equal(engine.kv[:, :count], content)
@@ -109,7 +109,7 @@ def test_an_engine_that_computes_sooner_than_the_disk_reads_is_told_of_no_hit(
         assert place.loads(chains[at], contents[at])
     engine.session.report_requests([RequestReport([], 5, 0, 0, 0.0)], 1e15)
     asked = [GroupHashes(0, chains[2])]
-    assert not engine.session.lookup(asked).result(10)[0].any()
+    assert not engine.session.lookup(asked).result(60)[0].any()
     assert place.counter("tier_left_blocks_total") == CHAIN
     engine.session.report_requests([RequestReport([], 5, 0, 0, 0.0)], 1e-3)
     assert place.loads(chains[2], contents[2])
@@ -121,7 +121,7 @@ def test_a_lookup_fetches_its_hit_before_the_lease_asks(place: Tiered) -> None:
     chains = [hashes(CHAIN) for _ in range(10)]
     contents = [place.fill(chain) for chain in chains]
     assert not engine.session.probe(0, chains[0]).any()
-    assert engine.session.lookup([GroupHashes(0, chains[0])]).result(10)[0].all()
+    assert engine.session.lookup([GroupHashes(0, chains[0])]).result(60)[0].all()
     wait_until(lambda: bool(engine.session.probe(0, chains[0]).all()))
     assert place.loads(chains[0], contents[0])
 
@@ -192,13 +192,13 @@ def test_bytes_that_changed_on_the_disk_are_a_miss(place: Tiered) -> None:
     assert at >= 0
     slabs[at + 4097] ^= 1
     slabs.flush()
-    grant = engine.session.acquire("a", [GroupHashes(0, chain)]).result(10)
+    grant = engine.session.acquire("a", [GroupHashes(0, chain)]).result(60)
     assert [at for at, good in enumerate(grant.pinned[0]) if not good] == [7]
     engine.session.release("a")
     assert place.counter("tier_lost_blocks_total") == 1
     good = [block for at, block in enumerate(chain) if at != 7]
     assert place.loads(good, np.delete(content, 7, axis=1))
-    assert not engine.session.lookup([GroupHashes(0, chain[7:8])]).result(10)[0].any()
+    assert not engine.session.lookup([GroupHashes(0, chain[7:8])]).result(60)[0].any()
 
 
 def test_the_command_line_says_what_lies_on_the_disk(place: Tiered) -> None:
@@ -262,13 +262,13 @@ def test_a_flush_reaches_the_disk(place: Tiered) -> None:
     chains = [hashes(CHAIN) for _ in range(8)]
     for chain in chains:
         place.fill(chain)
-    engine.session.flush().result(10)
+    engine.session.flush().result(60)
     for chain in chains:
-        assert not engine.session.lookup([GroupHashes(0, chain)]).result(10)[0].any()
+        assert not engine.session.lookup([GroupHashes(0, chain)]).result(60)[0].any()
     place.stop(signal.SIGKILL)
     place.start_tiered()
     for chain in chains:
-        assert not engine.session.lookup([GroupHashes(0, chain)]).result(10)[0].any()
+        assert not engine.session.lookup([GroupHashes(0, chain)]).result(60)[0].any()
 
 
 def test_a_lease_waits_no_longer_than_is_set(place: Tiered) -> None:
@@ -278,7 +278,7 @@ def test_a_lease_waits_no_longer_than_is_set(place: Tiered) -> None:
     content = place.fill(chain)
     for _ in range(6):
         place.fill(hashes(CHAIN))
-    grant = engine.session.acquire("a", [GroupHashes(0, chain)]).result(10)
+    grant = engine.session.acquire("a", [GroupHashes(0, chain)]).result(60)
     engine.session.release("a")
     assert not grant.pinned[0].all()
     # What was asked for comes up all the same, for the next request.
@@ -293,7 +293,7 @@ def test_a_reset_drops_what_is_on_the_disk(place: Tiered) -> None:
     place.fill(chain)
     place.stop(signal.SIGTERM)
     place.start_tiered("--reset")
-    assert not engine.session.lookup([GroupHashes(0, chain)]).result(10)[0].any()
+    assert not engine.session.lookup([GroupHashes(0, chain)]).result(60)[0].any()
     assert place.loads(chain, place.fill(chain))
 
 

@@ -60,7 +60,7 @@ def connected(server: Server) -> PagedEngine:
 def store(engine: PagedEngine, blocks: list[bytes]) -> TransferStatus:
     name = os.urandom(8).hex()
     runs = [BlockRun(0, blocks, block_ids(len(blocks)))]
-    return engine.session.store(name, name, runs, 20).result(20).status
+    return engine.session.store(name, name, runs, 20).result(60).status
 
 
 def test_calls_and_transfers_are_timed(started: Callable[[], tuple[Server, int]]) -> None:
@@ -70,10 +70,10 @@ def test_calls_and_transfers_are_timed(started: Callable[[], tuple[Server, int]]
     assert all(before[f"hotkv_{name}_seconds_count"] == 0 for name in ("load", "store", "lookup"))
     assert store(engine, blocks) is TransferStatus.DONE
     groups = [GroupHashes(0, blocks)]
-    assert engine.session.lookup(groups).result(10)[0].all()
-    assert engine.session.acquire("l", groups).result(10).pinned[0].all()
+    assert engine.session.lookup(groups).result(60)[0].all()
+    assert engine.session.acquire("l", groups).result(60).pinned[0].all()
     run = LoadRun(0, np.arange(3), block_ids(3, 10))
-    assert engine.session.load("l", "l", [run], 20).result(20).status is TransferStatus.DONE
+    assert engine.session.load("l", "l", [run], 20).result(60).status is TransferStatus.DONE
     after = read(port)
     for name in ("lookup", "lease", "load", "store"):
         assert after[f"hotkv_{name}_seconds_count"] == 1, name

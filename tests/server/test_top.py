@@ -233,7 +233,7 @@ class Terminal:
 
     def end(self) -> int:
         """Its exit status."""
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         while time.monotonic() < deadline_s:
             self.shows("")
             pid, status = os.waitpid(self.pid, os.WNOHANG)

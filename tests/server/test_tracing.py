@@ -81,14 +81,14 @@ class Request:
         ended = self.session.store(
             name, name, [BlockRun(0, blocks, ids)], 20, traceparent=traceparent
         )
-        assert ended.result(20).num_bytes == len(blocks) * SLOT_BYTES
+        assert ended.result(60).num_bytes == len(blocks) * SLOT_BYTES
 
     def load(self, blocks: list[bytes], traceparent: str | None = None) -> None:
         name, ids = os.urandom(8).hex(), np.arange(len(blocks), dtype=np.int32)
         groups = [GroupHashes(0, blocks)]
-        assert self.session.acquire(name, groups, 20, traceparent).result(20).pinned[0].all()
+        assert self.session.acquire(name, groups, 20, traceparent).result(60).pinned[0].all()
         run = LoadRun(0, ids, ids)
-        ended = self.session.load(name, name, [run], 20, traceparent=traceparent).result(20)
+        ended = self.session.load(name, name, [run], 20, traceparent=traceparent).result(60)
         assert ended.num_bytes == len(blocks) * SLOT_BYTES
         self.session.release(name)
 
@@ -118,7 +118,7 @@ def test_a_request_is_seen_from_its_lookup_to_the_disk(
 ) -> None:
     blocks, parent = hashes(8), request_.context.traceparent
     request_.store(blocks, parent)
-    assert request_.session.lookup([GroupHashes(0, [*blocks, *hashes(2)])], parent).result(20)
+    assert request_.session.lookup([GroupHashes(0, [*blocks, *hashes(2)])], parent).result(60)
     request_.load(blocks, parent)
     spans = request_.spans(
         collector, *("hotkv.lookup", "hotkv.lease", "hotkv.load", "hotkv.store"), "hotkv.tier.write"
@@ -164,10 +164,10 @@ def test_reads_from_the_disk_lie_below_the_lease_that_waits_for_them(
         time.sleep(0.2)
     # What follows a traced call is not traced by that.
     promoted = counter(traced.target, "tier_promoted_blocks_total")
-    request_.session.lookup([GroupHashes(0, hashes(1))], parent).result(20)
+    request_.session.lookup([GroupHashes(0, hashes(1))], parent).result(60)
     request_.load(others)
     assert counter(traced.target, "tier_promoted_blocks_total") > promoted
-    request_.session.lookup([GroupHashes(0, hashes(1))], parent).result(20)
+    request_.session.lookup([GroupHashes(0, hashes(1))], parent).result(60)
     wait_until(
         lambda: (
             [s.name for s in collector.spans if s.trace_id == request_.trace_id]
@@ -191,7 +191,7 @@ def test_a_call_that_fails_says_why_and_nothing_that_was_sent(
     ids = np.arange(1, dtype=np.int32)
     parent = request_.context.traceparent
     with pytest.raises(HotKVError, match="unknown"):
-        request_.session.load("t", name, [LoadRun(0, ids, ids)], 5, traceparent=parent).result(20)
+        request_.session.load("t", name, [LoadRun(0, ids, ids)], 5, traceparent=parent).result(60)
     load = request_.spans(collector, "hotkv.load")["hotkv.load"]
     assert load.error == "UNKNOWN_LEASE" and name not in repr(load)
 
@@ -216,10 +216,10 @@ def test_calls_without_a_context_and_with_an_odd_one_are_served_untraced(
     request_.store(blocks)
     request_.load(blocks, request_.context.traceparent.replace("-01", "-00"))
     for odd in ("nonsense", "00-" + "0" * 1_000_000, "ff" + request_.context.traceparent[2:]):
-        assert request_.session.lookup([GroupHashes(0, blocks)], odd).result(20)[0].all()
+        assert request_.session.lookup([GroupHashes(0, blocks)], odd).result(60)[0].all()
     assert counter(traced.target, "trace_contexts_malformed_total") == before + 3
     # Spans come in order: what was recorded before this one would be here.
-    request_.session.lookup([GroupHashes(0, blocks)], request_.context.traceparent).result(20)
+    request_.session.lookup([GroupHashes(0, blocks)], request_.context.traceparent).result(60)
     request_.spans(collector, "hotkv.lookup")
     assert len([one for one in collector.spans if one.trace_id == request_.trace_id]) == 1
 
@@ -418,7 +418,7 @@ class Rotel:
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.wait(20)
+        self._process.wait(60)
 
 
 def free_port() -> int:

@@ -37,7 +37,7 @@ def store(
 ) -> list[int]:
     result = engine.session.store(
         name, f"lease-{name}", [BlockRun(0, blocks, block_ids)], 20
-    ).result(20)
+    ).result(60)
     return [int(value) for value in result.results[0]]
 
 
@@ -47,11 +47,11 @@ def load(
     block_ids: "np.ndarray[tuple[int], np.dtype[np.int32]]",
     name: str = "l",
 ) -> TransferStatus:
-    grant = engine.session.acquire(f"lease-{name}", [GroupHashes(0, blocks)]).result(10)
+    grant = engine.session.acquire(f"lease-{name}", [GroupHashes(0, blocks)]).result(60)
     assert grant.pinned[0].all()
     result = engine.session.load(
         name, f"lease-{name}", [LoadRun(0, np.arange(len(blocks), dtype=np.int32), block_ids)], 20
-    ).result(20)
+    ).result(60)
     engine.session.release(f"lease-{name}")
     return result.status
 
@@ -69,7 +69,7 @@ def test_bytes_move_between_engines(engine: Make) -> None:
     probe = other.session.probe(0, [*blocks, *hashes(5)])
     assert probe is not None
     assert probe.tolist() == [True] * 20 + [False] * 5
-    assert other.session.lookup([GroupHashes(0, blocks)]).result(5)[0].all()
+    assert other.session.lookup([GroupHashes(0, blocks)]).result(60)[0].all()
     assert load(other, blocks, targets) is TransferStatus.DONE
     assert np.array_equal(other.kv[:, targets], one.kv[:, sources])
     untouched = np.setdiff1d(np.arange(64), targets)
@@ -93,7 +93,7 @@ def test_key_spaces_do_not_share(engine: Make) -> None:
     probe = other.session.probe(0, blocks)
     assert probe is not None
     assert not probe.any()
-    assert not other.session.acquire("x", [GroupHashes(0, blocks)]).result(5).pinned[0].any()
+    assert not other.session.acquire("x", [GroupHashes(0, blocks)]).result(60).pinned[0].any()
 
 
 def test_all_ranks_make_a_block_ready(engine: Make) -> None:
@@ -146,7 +146,7 @@ def test_a_burst_beyond_capacity_keeps_what_it_says(own_server: Server, engine: 
         present.update(
             h
             for h, there in zip(
-                part, one.session.lookup([GroupHashes(0, part)]).result(10)[0], strict=True
+                part, one.session.lookup([GroupHashes(0, part)]).result(60)[0], strict=True
             )
             if there
         )
@@ -193,12 +193,12 @@ def test_a_lease_protects_from_eviction(own_server: Server, engine: Make) -> Non
     kept = hashes(16)
     one.kv[:, :16] = np.arange(16, dtype=np.uint8)[None, :, None]
     assert store(one, kept, np.arange(16, dtype=np.int32)) == [BlockResult.STORED] * 16
-    one.session.acquire("pin", [GroupHashes(0, kept)], ttl_s=30).result(5)
+    one.session.acquire("pin", [GroupHashes(0, kept)], ttl_s=30).result(60)
     one.kv[:, 16:] = 99
     for i in range(100):
         store(one, hashes(48), np.arange(16, 64, dtype=np.int32), f"push-{i}")
     positions = np.arange(16, dtype=np.int32)
-    result = one.session.load("back", "pin", [LoadRun(0, positions, positions + 20)], 10).result(10)
+    result = one.session.load("back", "pin", [LoadRun(0, positions, positions + 20)], 10).result(60)
     assert result.status is TransferStatus.DONE
     assert np.array_equal(one.kv[:, 20:36], one.kv[:, :16])
 
@@ -207,9 +207,9 @@ def test_only_what_was_loaded_counts_as_loaded(own_server: Server, engine: Make)
     one = engine(own_server.target)
     blocks = hashes(4)
     store(one, blocks, ids(0, 1, 2, 3))
-    one.session.acquire("l", [GroupHashes(0, blocks)]).result(5)
+    one.session.acquire("l", [GroupHashes(0, blocks)]).result(60)
     for i in range(3):
-        one.session.load(f"l{i}", "l", [LoadRun(0, ids(i), ids(9))], 5).result(5)
+        one.session.load(f"l{i}", "l", [LoadRun(0, ids(i), ids(9))], 5).result(60)
     assert own_server.counter("loaded_blocks_total") == 3
     assert own_server.counter("loaded_bytes_total") == 3 * 2 * 4096
 
@@ -218,8 +218,8 @@ def test_an_expired_lease_is_unknown(engine: Make) -> None:
     one = engine()
     blocks = hashes(2)
     store(one, blocks, ids(0, 1))
-    one.session.acquire("short", [GroupHashes(0, blocks)], ttl_s=0.05).result(5)
-    deadline_s = time.monotonic() + 5
+    one.session.acquire("short", [GroupHashes(0, blocks)], ttl_s=0.05).result(60)
+    deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s:
         try:
             one.session.load(os.urandom(4).hex(), "short", [LoadRun(0, ids(0), ids(5))], 5).result(
@@ -238,7 +238,7 @@ def test_truncated_memory_is_refused(engine: Make) -> None:
     blocks = hashes(1)
     os.truncate(one.fd, 4096)
     with pytest.raises(HotKVError, match="truncated"):
-        one.session.store("t", "t", [BlockRun(0, blocks, ids(0))], 5).result(5)
+        one.session.store("t", "t", [BlockRun(0, blocks, ids(0))], 5).result(60)
     assert store(engine(), blocks, ids(0)) == [BlockResult.STORED]
 
 

@@ -249,7 +249,7 @@ class Gate:
             self._left -= 1
             if self._left < 0:
                 self.is_held.set()
-                self.opened.wait(30)
+                self.opened.wait(60)
         yield piece
 
 

@@ -77,7 +77,7 @@ def test_a_store_hung_in_mid_read_writes_no_slot_later(proxy: FaultProxy, bench:
     ended: list[Codes] = []
     begun_s = time.monotonic()
     bench.tier.read(bench.blocks([3, 6], [4, 5]), begun_s + 0.5, ended.append)
-    assert dam.is_full.wait(20)
+    assert dam.is_full.wait(60)
     wait_for(lambda: ended, "the read did not end")
     assert time.monotonic() - begun_s > 0.4
     assert ended[0].tolist() == [Read.FAILED] * 2
@@ -363,7 +363,7 @@ def test_a_call_beyond_the_queue_fails_at_once(
 def test_writes_under_way_leave_threads_for_reads(s3_server: Server, proxy: FaultProxy) -> None:
     def hold_writes(piece: bytes) -> Iterator[bytes]:
         if piece.startswith(b"PUT ") and b"/blocks/" in piece[:500]:
-            opened.wait(20)
+            opened.wait(60)
         yield piece
 
     opened = threading.Event()

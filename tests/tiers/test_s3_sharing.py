@@ -223,7 +223,7 @@ def test_a_pack_that_goes_while_it_is_looked_at_does_no_harm(s3_server: Server) 
             ended: list[Codes] = []
             node_b.tier.probe([key(1), key(2)], time.monotonic() + 20, ended.append)
             # It has the names of both.
-            assert gate.is_held.wait(20)
+            assert gate.is_held.wait(60)
             s3_server.store.delete(s3_server.packs(prefix)[1])
             gate.opened.set()
             wait_for(lambda: ended, "the probe did not end")

@@ -145,7 +145,7 @@ class SharedNode:
 
 
 async def until(holds: Any, why: str) -> None:
-    until_s = time.monotonic() + 20
+    until_s = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < until_s, why
         await asyncio.sleep(0.01)

@@ -156,7 +156,7 @@ def test_no_old_block_after_a_flush_was_answered(
         bench_call = lambda: done.append(ask(bench.tier, keys, {NAME: now}))  # noqa: E731
         thread = threading.Thread(target=bench_call)
         thread.start()
-        assert dam.is_full.wait(20)
+        assert dam.is_full.wait(60)
         # Commands that have passed are executed before the flush.
         time.sleep(0.05)
         raised = flush(node_a)
@@ -185,7 +185,7 @@ def test_a_flush_between_two_parts_refuses_the_whole_call(
         node_b.probe(
             keys, time.monotonic() + 20, lambda codes: done.append(codes.tolist()), {NAME: now}
         )
-        assert dam.is_full.wait(20)
+        assert dam.is_full.wait(60)
         flush(node_a)
         dam.opened.set()
         wait_for(lambda: done, "the call did not end")

@@ -63,7 +63,7 @@ def test_a_server_stopped_in_mid_read_writes_no_slot_later(
         proxy.on_reply = dam
         ended: list[Codes] = []
         bench.tier.read(bench.blocks([1, 2], [4, 5]), time.monotonic() + 0.5, ended.append)
-        assert dam.is_full.wait(20)
+        assert dam.is_full.wait(60)
         with server.stopped():
             wait_for(lambda: ended, "the read did not end")
             assert ended[0].tolist() == [Read.FOUND, Read.FAILED]

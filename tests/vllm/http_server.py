@@ -161,14 +161,14 @@ class HttpServer:
         for pid in _family(self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(30)
+        self.process.wait(60)
         self._log.close()
 
     def stop(self) -> None:
         if self.process.poll() is None:
             os.kill(self.process.pid, signal.SIGTERM)
             try:
-                self.process.wait(30)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.kill()
         self._log.close()

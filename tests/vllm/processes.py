@@ -58,7 +58,7 @@ class Daemon:
     def kill(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
-            self.process.wait(30)
+            self.process.wait(60)
 
     def lose_arena(self) -> None:
         """Kills the server and removes its arena, as a reboot does."""
@@ -71,7 +71,7 @@ class Daemon:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
             try:
-                self.process.wait(20)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.kill()
         shutil.rmtree(self._arena_folder, ignore_errors=True)
@@ -156,7 +156,7 @@ class EngineProcess:
     def kill(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(30)
+        self.process.wait(60)
         self._log.close()
 
     def begin_stop(self) -> None:
@@ -172,7 +172,7 @@ class EngineProcess:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(30)
+                self.process.wait(60)
         self._log.close()
 
     def _send(self, value: dict[str, Any]) -> None:

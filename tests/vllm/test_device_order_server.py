@@ -103,7 +103,7 @@ def test_nothing_is_read_before_the_device_is_there(make: Make) -> None:
     one.worker._worker.rank.session.ping(20)
     assert not store.answer.done()
     device.run()
-    assert store.answer.result(20).num_bytes
+    assert store.answer.result(60).num_bytes
     finish(one)
     assert make().generate("b", prompt(1, 200), 1)[1] == 192
 

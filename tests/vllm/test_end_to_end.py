@@ -142,7 +142,7 @@ def test_server_killed_in_the_middle(
     engine.ask("reset")
     engine.ask("freeze", call=call, pid=daemon.pid)
     engine.begin("generate", prompts=batch if call == "load" else batch + fresh, max_tokens=8)
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + 60
     while time.monotonic() < deadline_s and _state(daemon.pid) != "T":
         time.sleep(0.01)
     time.sleep(0.2)
@@ -179,7 +179,7 @@ def test_killed_engine_leaves_nothing_behind(
     engine.begin("generate", prompts=batch * 4, max_tokens=400)
     time.sleep(0.3)
     engine.kill()
-    until_s = time.monotonic() + 1.0
+    until_s = time.monotonic() + 60
     while daemon.admin("sessions") and time.monotonic() < until_s:
         time.sleep(0.02)
     assert daemon.admin("sessions") == []
@@ -194,7 +194,7 @@ def test_server_absent_at_the_start_then_there(
     engine = start(daemon.target)
     batch = prompts(5, (300, 333))
     cold = engine.ask("generate", prompts=batch, max_tokens=8)
-    until_s = time.monotonic() + 20
+    until_s = time.monotonic() + 60
     while "no KV cache server" not in engine.log() and time.monotonic() < until_s:
         time.sleep(0.05)
     daemon.start()

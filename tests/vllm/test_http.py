@@ -46,7 +46,7 @@ class Cold:
             sum(usable(p) // 32 for p in (PROMPT, OTHER))
             + self.chat["usage"]["prompt_tokens"] // 32
         )
-        until_s = time.monotonic() + 30
+        until_s = time.monotonic() + 60
         while (
             len(daemon.admin("blocks", page_size=1000)["blocks"]) < stored
             and time.monotonic() < until_s

@@ -258,7 +258,7 @@ def test_an_engine_starts_and_ends_without_a_server_and_finds_it_later(
         assert waits_s and max(waits_s) <= 0.05
         assert threads_that_go_on and not any(threads_that_go_on)
         (folder / "run").symlink_to(shared_daemon.folder)
-        until_s = time.monotonic() + 30
+        until_s = time.monotonic() + 60
         number = 0
         while one.external.get(f"b{number}", 0) != USABLE and time.monotonic() < until_s:
             number += 1

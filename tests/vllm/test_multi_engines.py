@@ -105,7 +105,7 @@ def test_beside_one_that_checks_its_handshake(start: Start, shared_daemon: Daemo
         engine.ask("reset")
         engine.ask("freeze", call="load", pid=shared_daemon.pid)
         engine.begin("generate", prompts=batch, max_tokens=8)
-        until_s = time.monotonic() + 30
+        until_s = time.monotonic() + 60
         while time.monotonic() < until_s and _state(shared_daemon.pid) != "T":
             time.sleep(0.01)
         shared_daemon.kill()

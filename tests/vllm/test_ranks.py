@@ -165,7 +165,7 @@ def exchanged(notes: list[RankNote], num_ranks: int, timeout_s: float) -> dict[i
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     return came_to
 
 

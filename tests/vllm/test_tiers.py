@@ -100,7 +100,7 @@ def test_tokens_are_the_same_from_another_node(
         batch = prompts(1, LENGTHS)
         cold = first.ask("generate", prompts=batch, max_tokens=20)
         settled(first)
-        until_s = time.monotonic() + 30
+        until_s = time.monotonic() + 60
         while counter(daemon, "shared_copied_blocks_total") < counter(
             daemon, "stored_blocks_total"
         ):
@@ -122,7 +122,7 @@ def counter(daemon: Daemon, name: str) -> float:
 
 def all_down(daemon: Daemon) -> None:
     """Waits until the disk has all that was stored."""
-    until_s = time.monotonic() + 30
+    until_s = time.monotonic() + 60
     while counter(daemon, "tier_demoted_blocks_total") < counter(daemon, "stored_blocks_total"):
         assert time.monotonic() < until_s, "the disk is behind"
         time.sleep(0.05)

@@ -176,7 +176,7 @@ def test_strings_of_version_1_say_what_the_enums_say() -> None:
             assert {(b["verdict"], b["block_verdict"]) for b in explained} == {
                 ("never stored", "BLOCK_VERDICT_NEVER_STORED")
             }
-            engine.session.store("s", "s", [BlockRun(0, blocks, block_ids(3))], 10).result(10)
+            engine.session.store("s", "s", [BlockRun(0, blocks, block_ids(3))], 10).result(60)
             rows = admin.blocks()["blocks"]
             assert {(b["state"], b["block_state"]) for b in rows} == {
                 ("ready", "BLOCK_STATE_READY")
@@ -185,7 +185,7 @@ def test_strings_of_version_1_say_what_the_enums_say() -> None:
             assert {(b["verdict"], b["block_verdict"]) for b in explained} == {
                 ("ready", "BLOCK_VERDICT_READY")
             }
-            engine.session.acquire("l", [GroupHashes(0, blocks)], 60).result(10)
+            engine.session.acquire("l", [GroupHashes(0, blocks)], 60).result(60)
             admin.drain(30)
             assert (admin.info()["state"], admin.info()["server_state"]) == (
                 "draining",

@@ -84,7 +84,7 @@ def old_daemon(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def stop(server: Server) -> None:
     os.kill(server.pid, signal.SIGTERM)
-    server._child.process.wait(30)
+    server._child.process.wait(60)
     server.__exit__()
 
 
@@ -237,7 +237,7 @@ def test_a_session_of_today_goes_from_version_1_to_2_with_its_server(
     assert session.protocol_version == 1
     ids = np.arange(4, dtype=np.int32)
     engine.kv[:] = np.random.default_rng().integers(0, 256, engine.kv.shape, np.uint8)
-    session.store("s", "s", [BlockRun(0, blocks, ids)], 10).result(10)
+    session.store("s", "s", [BlockRun(0, blocks, ids)], 10).result(60)
     found = session.probe(0, blocks)
     assert found is not None and found.all(), "salts of its own making"
     stop(old)
@@ -247,8 +247,8 @@ def test_a_session_of_today_goes_from_version_1_to_2_with_its_server(
         assert session.wait_connected(20) and session.protocol_version == 2
         found = session.probe(0, blocks)
         assert found is not None and found.all(), "salts of the server's"
-        session.acquire("l", [GroupHashes(0, blocks)], 30).result(10)
-        loaded = session.load("t", "l", [LoadRun(0, ids, ids + np.int32(8))], 10).result(10)
+        session.acquire("l", [GroupHashes(0, blocks)], 30).result(60)
+        loaded = session.load("t", "l", [LoadRun(0, ids, ids + np.int32(8))], 10).result(60)
         assert loaded.status is TransferStatus.DONE
         assert np.array_equal(engine.kv[:, :4], engine.kv[:, 8:12])
         engine.close()
@@ -261,9 +261,9 @@ def test_a_session_of_today_takes_what_a_server_of_version_1_answers(tmp_path: P
         session.start()
         assert session.wait_connected(20)
         assert (session.protocol_version, session.epoch) == (1, 7)
-        assert session.lookup([GroupHashes(0, hashes(3))]).result(10)[0].tolist() == [True] * 3
+        assert session.lookup([GroupHashes(0, hashes(3))]).result(60)[0].tolist() == [True] * 3
         with pytest.raises(HotKVError) as caught:
-            session.acquire("l", [GroupHashes(0, hashes(1))]).result(10)
+            session.acquire("l", [GroupHashes(0, hashes(1))]).result(60)
         assert caught.value.reason is Reason.UNKNOWN_LEASE
         session.close()
         with AdminClient(target) as admin, pytest.raises(HotKVError) as caught:
