@@ -45,7 +45,8 @@ hashes = [os.urandom(32) for _ in range(24)]
 at = np.arange(24, dtype=np.int32)
 engine.session.store("s", "s", [BlockRun(0, hashes, at)], 20).result(60)
 assert engine.session.acquire("held", [GroupHashes(0, hashes)], 600).result(60).pinned[0].all()
-engine.session.reserve("reserved", [BlockRun(0, [os.urandom(32) for _ in range(8)])], 600).result(60)
+reserved = [BlockRun(0, [os.urandom(32) for _ in range(8)])]
+engine.session.reserve("reserved", reserved, 600).result(60)
 print("ready", flush=True)
 waiting = []
 for i in range(1_000_000):
