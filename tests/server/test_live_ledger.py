@@ -17,6 +17,7 @@ from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig
 from hotkv_server.ledger import pack
 from hotkv_server.ledger.accounts import MAX_ACCOUNTS
+from hotkv_server.memory.clerk import Clerk
 from hotkv_server.runtime import ledger
 from hotkv_server.runtime.ledger import LiveLedger
 from hotkv_server.runtime.reports import LoadEnd, Report
@@ -129,13 +130,15 @@ def test_a_ledger_that_can_not_be_written_says_so_and_goes_on(
     world = World(folder)
     folder.rmdir()
 
+    clerk = Clerk("test")
+
     async def turns() -> None:
         world.report()
-        await world.ledger.turn()
+        await world.ledger.turn(clerk)
         await world.ledger.close()
         folder.mkdir()
         world.report()
-        await world.ledger.turn()
+        await world.ledger.turn(clerk)
         await world.ledger.close()
 
     with caplog.at_level(logging.WARNING):
@@ -152,9 +155,11 @@ def test_nothing_is_written_while_nothing_changes(
     monkeypatch.setattr(ledger, "SAVE_S", 0.0)
     world = World(tmp_path)
 
+    clerk = Clerk("test")
+
     async def turns() -> None:
         for _ in range(3):
-            await world.ledger.turn()
+            await world.ledger.turn(clerk)
             await world.ledger.close()
 
     asyncio.run(turns())

@@ -166,5 +166,5 @@ def test_a_part_that_has_died_is_named_and_the_server_is_not_ready(folder: Path)
         wait_until(lambda: read(server.port)["hotkv_ready"] == 0)
         figures = read(server.port)
         assert [part for part in sorted(parts) if figures[part]] == [
-            'hotkv_problem{component="the end of guests"}'
+            'hotkv_problem{component="end of guests"}'
         ]
