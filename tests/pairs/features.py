@@ -41,7 +41,8 @@ class Lora(Play):
     adapters = (None, lora(1, "a", "/a"), lora(2, "b", "/b"))
 
     def begin(self, world: World, one: Engine, number: int) -> None:
-        with_adapters(one, {"/a": 1, "/b": 2 + number})
+        files = {"/a": 1, "/b": 2 + number}
+        with_adapters(one, files)
         adapters = ours(one)._scheduler._adapters
         keys_of = adapters.keys
 
@@ -49,6 +50,8 @@ class Lora(Play):
             """hotkv's names of a request's blocks, which the oracle is told."""
             keys = keys_of(request)
             if request.lora_request is not None:
+                # It may end before it runs, and never show the harness which adapter it has.
+                one.contents.setdefault(request.request_id, files[request.lora_request.lora_path])
                 for place, key in enumerate(keys, 1):
                     one.named[key] = Named(one, request, place * one.hash_block_tokens)
             return keys
