@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.internal.conjecture import engine
 
 TESTS = Path(__file__).parent
 _COMMON = {
@@ -29,6 +30,8 @@ settings.register_profile("thorough", max_examples=400, stateful_step_count=80, 
 settings.register_profile(
     "hunt", settings.get_profile("thorough"), phases=[Phase.explicit, Phase.generate]
 )
+# Shrinking for longer than a test may take would show a test that hangs, and not what failed.
+engine.MAX_SHRINKING_SECONDS = 60
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "daily"))
 
 # Workers of a run share the cores. More threads of torch would wait for each other in loops: a test

@@ -324,7 +324,7 @@ class LowerMachine(RuleBasedStateMachine):
             return
         while self.moves:
             move, *_ = self.moves.pop()
-            none = np.zeros(len(move), np.bool_)
+            none = np.zeros(len(move.is_void), np.bool_)
             if move.is_up:
                 self.lower.up.end(move, none, none, None, self.now_s)
                 self.waiting.append(move)

@@ -17,6 +17,7 @@ from hotkv_vllm.scheduler.assembly import Assembly, Engine
 from hotkv_vllm.scheduler.hints import HintReader
 from hotkv_vllm.scheduler.load_choice import LoadChoice
 from hotkv_vllm.scheduler.load_orders import LoadOrders
+from hotkv_vllm.scheduler.load_room import LoadRoom
 from hotkv_vllm.scheduler.other_loads import OtherLoads
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Answer, Phase, RequestState
 from hotkv_vllm.scheduler.sharing import Sharing
@@ -40,6 +41,7 @@ class Admission:
         self.loads = LoadOrders(vllm_config.parallel_config.world_size)
         self.written = WrittenBlocks(kv_groups.group_block_tokens(vllm_config, kv_cache_config))
         self.others, self.lost_track = OtherLoads(), False
+        self.room = LoadRoom(vllm_config, kv_cache_config)
         self.failed_loads = engine.failed_loads
         self.choice = LoadChoice(engine.learnt_prefill, engine.stats)
         self.rows: RowNames | None = None
@@ -140,6 +142,8 @@ class Admission:
             if cache.memory is not None:
                 cache.memory.arrived(state.request)
         answer = self.choice.match(cache.finder, state, computed, now_s)
+        if answer[0] and not self.room.has_room(state.request):
+            return ASK_AGAIN
         if cache.residencies is None or not answer[0]:
             return answer
         keeps = cache.residencies.keeps_hit(state.request, computed + answer[0], now_s)
@@ -175,6 +179,7 @@ class Admission:
         """Blocks were allocated: begins the load, or gives back what was taken for it."""
         self.written.allocated(request, blocks)
         self.others.admitted(request.request_id)
+        self.room.admitted(request)
         state, cache = self.states.get(request.request_id), self._sharing.cache
         if state is not None and cache is not None:
             cache.reports.admitted(state, num_external_tokens)
@@ -213,6 +218,7 @@ class Admission:
         self.written.ended(request.request_id)
         all_is_there = self.others.may_store(request.request_id)
         self.others.ended(request.request_id)
+        self.room.ended(request.request_id)
         if self._sharing.joining is not None:
             self._sharing.joining.ended(request.request_id)
         try:
@@ -283,6 +289,7 @@ class Admission:
         """The same for the hook of a request's end: nobody waits for it, or because of it."""
         self.request_broke(request_id)
         self.others.ended(request_id)
+        self.room.ended(request_id)
         self.failed_loads.ended(request_id)
 
     def alloc_broke(self, request_id: str, num_external_tokens: int) -> None:

@@ -1,0 +1,62 @@
+"""Loads never fill the device so far that none of their requests can run, though vLLM counts too
+few blocks for sliding windows and chunks."""
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.vllm.harness import Engine, prompt
+from tests.vllm.specs import HYBRIDS
+
+LONGEST = 505
+
+
+def blocks_for_one(one: Engine) -> int:
+    """Most blocks that a prompt of LONGEST tokens holds at once."""
+    managers = one.scheduler.kv_cache_manager.coordinator.single_type_managers
+    return sum(
+        min(-(-LONGEST // manager.block_size), manager.max_admission_blocks_per_request or LONGEST)
+        for manager in managers
+    )
+
+
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_requests_that_load_together_all_end(engine: Any, server: Any, model: Any) -> None:
+    settings = {"specs": model(), "max_tokens_per_step": 128}
+    roomy, num_loads = engine(blocks=400, **settings), 0
+    for seed in range(12):
+        dice = random.Random(seed)
+        prompts = {
+            f"{seed}-{number}": prompt(10 * seed + number, dice.randrange(200, LONGEST))
+            for number in range(6)
+        }
+        for tokens in prompts.values():
+            roomy.generate("before", tokens[: dice.randrange(100, len(tokens))], 2)
+        roomy.generate("end", prompt(1000, 3), 2)
+        tight = engine(blocks=1 + blocks_for_one(roomy) + dice.randrange(12), **settings)
+        for name, tokens in prompts.items():
+            tight.add(name, tokens, 3)
+        tight.run()
+        num_loads += tight.counters["loads"]
+        answers = {name: roomy.generate(name, tokens, 3)[0] for name, tokens in prompts.items()}
+        assert tight.outputs == answers
+    assert num_loads > 12
+
+
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_loads_that_fit_together_go_on_together(engine: Any, server: Any, model: Any) -> None:
+    one = engine(specs=model(), blocks=400, max_tokens_per_step=128)
+    for number in range(3):
+        one.generate("before", prompt(number, LONGEST), 2)
+    one.generate("end", prompt(1000, 3), 2)
+    one.drop_local()
+    server.hold = {"load"}
+    for number in range(3):
+        one.add(f"{number}", prompt(number, LONGEST), 2)
+    for _ in range(6):
+        one.step()
+    assert server.count("load") == 3
+    server.hold = set()
+    server.settle()
+    one.run()
