@@ -182,7 +182,7 @@ def test_a_disk_that_hangs_costs_its_own_blocks_only(
         hung.leases_some(lost)
         assert hung.loads_soon(chain, content)
         other = hung.other_engine("new while it hangs")
-        fresh = hashes(8)
+        fresh, num_copied = hashes(8), hung.num_copied()
         assert store(other, fresh) == {BlockResult.STORED}
         found = other.session.lookup([GroupHashes(0, fresh)]).result(60)
         assert found[0].all()
@@ -190,7 +190,8 @@ def test_a_disk_that_hangs_costs_its_own_blocks_only(
         if calls[0] not in NOT_OF_THE_TIER:
             wait_until(lambda: not hung.counter("tier_up"), 60)
             wait_until(lambda: "tier=disk is passed by" in server.log.read_text(), 60)
-        # The other tier goes on, with what is stored now too.
+        # The other tier goes on, with what is stored now too; `fill` counts copies of any block.
+        wait_until(lambda: hung.num_copied() >= num_copied + len(fresh), 60)
         more = hashes(CHAIN)
         content = hung.fill(more)
         hung.evict()
