@@ -525,7 +525,9 @@ class Slow(Play):
         server, dice = world.server, world.dice
         self.count += bool(server.hold or server.late)
         server.settle(dice.choice(["", *ALL_CALLS]))
-        server.hold = set(dice.sample(ALL_CALLS, dice.randrange(4)))
+        # In the middle for certain, as it counts in the turn behind.
+        least = int(world.turn == world.num_turns // 2 and not self.count)
+        server.hold = set(dice.sample(ALL_CALLS, dice.randrange(least, 4)))
         server.late = set(dice.sample(ALL_CALLS, dice.randrange(2)))
         server.ack_cancels = dice.random() < 0.5
 

@@ -16,11 +16,6 @@ from tests.vllm.harness import prompt
 
 WALK_S = 240.0
 """How long triples are walked."""
-OPEN = {
-    "lora+sleep": "open defect: a block in the server is not what its hash says",
-    "hybrid+preemption": "open defect: requests that are preempted never end",
-}
-"""Pairs that fail in longer traffic, found on 22 November 2026 and not mended yet."""
 
 
 def run(names: list[str], seed: int, folder: Path, turns: int = TURNS) -> World:
@@ -45,12 +40,7 @@ def test_a_pair(names: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(
     "names",
-    [
-        pytest.param(
-            name, marks=[pytest.mark.xfail(reason=OPEN[name], strict=False)] if name in OPEN else []
-        )
-        for name in map(names_of, of_kind(Kind.HARNESS))
-    ],
+    [names_of(pair) for pair in of_kind(Kind.HARNESS)],
 )
 def test_a_pair_in_longer_traffic(names: str, seed: int, tmp_path: Path) -> None:
     run(names.split("+"), seed, tmp_path, turns=25)
@@ -66,9 +56,7 @@ def test_random_triples(tmp_path: Path) -> None:
     while time.monotonic() < until_s:
         dice = random.Random(seed)
         names = dice.sample([name for name in PLAYS if name not in TIERS], 3)
-        # Preemption and these two leave the walk until the defects of `OPEN` are mended.
-        is_open = "preemption" in names or {"lora", "sleep"} <= {*names}
-        if meets(frozenset(names)) and not is_open:
+        if meets(frozenset(names)):
             try:
                 run(names, seed, tmp_path / str(seed))
             except Exception as error:
