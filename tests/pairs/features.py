@@ -348,7 +348,7 @@ class Tracing(Play):
 
     def met(self, world: World) -> bool:
         for one in world.engines:
-            ours(one)._scheduler.requests._traces.flush()
+            ours(one)._scheduler.requests._traces.close()
         self.collector.__exit__(None, None, None)
         return bool(self.collector.spans)
 

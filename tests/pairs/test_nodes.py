@@ -16,6 +16,7 @@ from tests.vllm.processes import Daemon, own_daemon
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TURNS = 4
+EVERYDAY = ("tiers", "lora", "ranks", "hybrid", "reset", "restart")
 
 
 class Places:
@@ -73,7 +74,13 @@ def run(
         world.close()
 
 
-@pytest.mark.parametrize("name", ["tiers", *(name for name in PLAYS if name not in TIERS)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in EVERYDAY else pytest.mark.long)
+        for name in ("tiers", *(name for name in PLAYS if name not in TIERS))
+    ],
+)
 def test_a_feature_beside_every_tier(
     name: str, places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,9 @@ class FaultProxy:
 
     def close(self) -> None:
         """Ends the proxy and its connections."""
+        # Closing it alone would not wake the thread that accepts.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.drop()
 
