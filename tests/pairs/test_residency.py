@@ -347,8 +347,13 @@ SHOWN: dict[str, Callable[[Stage], None]] = {
 }
 """By the feature that residency meets."""
 
+EVERYDAY = {"hints", "reset", "disk", "slow"}
 
-@pytest.mark.parametrize("name", SHOWN)
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in EVERYDAY else [pytest.mark.long]) for name in SHOWN],
+)
 def test_a_pair(stage: Stage, name: str) -> None:
     SHOWN[name](stage)
     for engine in stage._made.values():

@@ -65,6 +65,8 @@ class Desk:
             kv_transfer_config=self.transfer,
             parallel_config=SimpleNamespace(world_size=1, decode_context_parallel_size=1),
             model_config=SimpleNamespace(max_model_len=LONG),
+            num_speculative_tokens=0,
+            num_lookahead_tokens=0,
         )
         kv = SimpleNamespace(
             num_blocks=64,

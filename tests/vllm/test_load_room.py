@@ -60,3 +60,23 @@ def test_loads_that_fit_together_go_on_together(engine: Any, server: Any, model:
     server.hold = set()
     server.settle()
     one.run()
+
+
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_requests_whose_loads_failed_make_room_for_each_other(
+    engine: Any, server: Any, model: Any
+) -> None:
+    settings = {"specs": model(), "max_tokens_per_step": 128}
+    roomy = engine(blocks=400, **settings)
+    prompts = {f"{number}": prompt(number, LONGEST) for number in range(3)}
+    answers = {name: roomy.generate(name, tokens, 2)[0] for name, tokens in prompts.items()}
+    roomy.generate("end", prompt(1000, 3), 2)
+    tight = engine(blocks=1 + 2 * blocks_for_one(roomy), extra={"max_load_retries": 3}, **settings)
+    server.fail_loads = True
+    for name, tokens in prompts.items():
+        tight.add(name, tokens, 2)
+    while server.count("load") < 2:
+        tight.step()
+    server.fail_loads = False
+    tight.run()
+    assert tight.outputs == answers

@@ -111,6 +111,8 @@ class Admission:
     def match(self, request: Any, num_computed_tokens: int) -> Answer:
         """Answers vLLM, whose own hit is `num_computed_tokens` long."""
         self.written.matched(request.request_id, num_computed_tokens)
+        # Whose load failed has no blocks, if vLLM asks for it again.
+        self.room.ended(request.request_id)
         now_s = time.monotonic()
         if self._sharing.joining is not None and self._sharing.joining.asks_again(now_s):
             return ASK_AGAIN

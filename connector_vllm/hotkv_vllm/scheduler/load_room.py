@@ -43,9 +43,7 @@ class LoadRoom:
 
     def has_room(self, request: Any) -> bool:
         """Whether the request may begin a load beside the others."""
-        others = sum(
-            need for request_id, need in self._needs.items() if request_id != request.request_id
-        )
+        others = sum(self._needs.values())
         return not others or others + self._need(request) <= self._num_blocks
 
     def admitted(self, request: Any) -> None:
@@ -59,7 +57,7 @@ class LoadRoom:
             del self._needs[request_id]
 
     def ended(self, request_id: str) -> None:
-        """Forgets a request."""
+        """The request has no blocks any more."""
         self._needs.pop(request_id, None)
 
     def _need(self, request: Any) -> int:
