@@ -358,6 +358,29 @@ def test_a_store_that_has_just_started_from_an_old_copy_is_not_trusted() -> None
     asyncio.run(run())
 
 
+def test_what_is_fetched_waits_for_a_store_that_is_not_trusted_yet() -> None:
+    """As on a node that comes with its store."""
+
+    async def run() -> None:
+        store = MemoryStore(places=False)
+        async with nodes(1, store=store) as (a,):
+            a.put(BLOCKS)
+            await a.until_copied(6)
+            store.restored_below = max(store.epochs.values()) + 1
+            b = SharedNode(store, 10.0)
+            await b.start()
+            lists = [HashList(0, words_of(BLOCKS))]
+            fetch = asyncio.create_task(b.tiers.prefetch(1, lists, time.monotonic() + 60.0))
+            await asyncio.sleep(0.2)
+            assert not fetch.done()
+            store.restored_below = 0
+            await fetch
+            assert b.core.lookup(1, lists)[0].all()
+            await b.tiers.close()
+
+    asyncio.run(run())
+
+
 def test_a_caller_that_leaves_changes_nothing() -> None:
     async def run() -> None:
         async with nodes() as (a, b):

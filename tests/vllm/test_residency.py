@@ -86,6 +86,7 @@ def test_tokens_are_those_of_a_device_that_holds_everything(
         num_gpu_blocks_override=POOL_BLOCKS + 41,
         async_scheduling=is_async,
     )
+    one.ask("wait", connected=True, timeout_s=60.0)
     batch = prompts(1, 4001, 2503)
     expected = reference.ask("generate", prompts=batch, max_tokens=40)
     found = one.ask("generate", prompts=batch, max_tokens=40)
@@ -155,6 +156,7 @@ def test_a_request_is_preempted_and_resumes(start: Start, daemon: Daemon) -> Non
         num_gpu_blocks_override=POOL_BLOCKS,
         scheduler_reserve_full_isl=False,
     )
+    one.ask("wait", connected=True, timeout_s=60.0)
     batch = prompts(3, 2000, 2100)
     expected = reference.ask("generate", prompts=batch, max_tokens=60)
     found = one.ask("generate", prompts=batch, max_tokens=60)

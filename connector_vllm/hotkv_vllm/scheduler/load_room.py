@@ -16,7 +16,7 @@ from typing import Any
 
 
 class LoadRoom:
-    """Requests that were admitted and have not run since, with the blocks they need."""
+    """Requests that were admitted and have not run since; `needs`: the blocks that each needs."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._num_blocks = int(kv_cache_config.num_blocks) - 1
@@ -25,10 +25,10 @@ class LoadRoom:
         self._ahead = drafts and 1 + drafts + int(vllm_config.num_lookahead_tokens)
         self._groups: list[tuple[int, int]] = []
         """Tokens of a block, and most blocks at once; empty where vLLM counts right."""
-        self._needs: dict[str, int] = {}
+        self.needs: dict[str, int] = {}
 
     def __repr__(self) -> str:
-        return f"LoadRoom({self._needs}, {self._num_blocks} blocks)"
+        return f"LoadRoom({self.needs}, {self._num_blocks} blocks)"
 
     def bind(self, manager: Any) -> None:
         """Takes vLLM's manager of blocks."""
@@ -43,22 +43,22 @@ class LoadRoom:
 
     def has_room(self, request: Any) -> bool:
         """Whether the request may begin a load beside the others."""
-        others = sum(self._needs.values())
+        others = sum(self.needs.values())
         return not others or others + self._need(request) <= self._num_blocks
 
     def admitted(self, request: Any) -> None:
         """vLLM has given the request blocks; it may be for a load."""
         if self._groups:
-            self._needs[request.request_id] = self._need(request)
+            self.needs[request.request_id] = self._need(request)
 
     def ran(self, request_ids: Collection[str]) -> None:
         """A step runs these requests. vLLM takes blocks from those that run if others lack them."""
-        for request_id in self._needs.keys() & request_ids:
-            del self._needs[request_id]
+        for request_id in self.needs.keys() & request_ids:
+            del self.needs[request_id]
 
     def ended(self, request_id: str) -> None:
         """The request has no blocks any more."""
-        self._needs.pop(request_id, None)
+        self.needs.pop(request_id, None)
 
     def _need(self, request: Any) -> int:
         """Blocks that the request holds at most until its prompt is through."""

@@ -276,6 +276,20 @@ class Epochs:
             if not await self._ask_soon(until_s):
                 return
 
+    async def settle(self, key_space_id: int, until_s: float) -> None:
+        """As `confirm_all`, and waits for a store that is away too, unless the tier knows what is
+        wrong: one that has just started is believed a few seconds later. For callers with
+        patience."""
+        until_s += now_s() - time.monotonic()
+        fingerprint = self.fingerprint(key_space_id)
+        while key_space_id in self._core.key_spaces and any(
+            not store.tier.problem() and not self.book.is_fresh(fingerprint, name, now_s())
+            for name, store in self._stores.items()
+        ):
+            self.book.use(fingerprint, now_s())
+            if not await self._ask_soon(until_s):
+                return
+
     async def _ask_soon(self, until_s: float) -> bool:
         """Waits for the next turn; False if it is late already."""
         left_s = until_s - now_s()

@@ -202,6 +202,7 @@ class Tiers:
         """Brings in what lies in tiers of these lists, as far as there is room, and waits for it
         until then."""
         await self._begin_up(key_space_id, groups, tries=False)
+        await self.epochs.settle(key_space_id, until_s)
         await self._look(key_space_id, groups, until_s)
         while not self._tasks.is_closing:
             has_room = self._up_bytes < self._most_bytes
