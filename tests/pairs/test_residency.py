@@ -347,7 +347,7 @@ SHOWN: dict[str, Callable[[Stage], None]] = {
 }
 """By the feature that residency meets."""
 
-EVERYDAY = {"hints", "reset", "disk", "slow"}
+EVERYDAY = {"reset", "disk"}
 
 
 @pytest.mark.parametrize(

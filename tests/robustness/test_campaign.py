@@ -14,12 +14,13 @@ def has_done(findings: Findings, has_disk: bool) -> bool:
     return all(ways)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("roomy", "has_disk"),
     [
-        pytest.param(True, False, id="roomy", marks=pytest.mark.long),
-        pytest.param(False, False, id="tight", marks=pytest.mark.long),
+        pytest.param(True, False, id="roomy"),
+        pytest.param(False, False, id="tight"),
         pytest.param(False, True, id="disk"),
     ],
 )

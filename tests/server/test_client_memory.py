@@ -260,6 +260,7 @@ ATTACKS: tuple[Attack, ...] = (
 )
 
 
+@pytest.mark.long
 def test_all_together_stay_within_a_bound(own_server: Server) -> None:
     """At once, and held; an engine goes on beside them."""
     failures: list[BaseException] = []

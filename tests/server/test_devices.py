@@ -343,6 +343,7 @@ def test_memory_of_devices_needs_the_link(folder: Path, monkeypatch: pytest.Monk
         one.close()
 
 
+@pytest.mark.long
 def test_a_lost_device_is_said_and_restarted(folder: Path) -> None:
     with DeviceServer(folder, FakeDevices(2, 3), "--copy.method", "kernel") as running:
         running.wait_ready()

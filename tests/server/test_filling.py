@@ -121,6 +121,7 @@ def place() -> Iterator[Dammed]:
             made.server.__exit__()
 
 
+@pytest.mark.long
 def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(place: Dammed) -> None:
     place.start()
     assert place.server is not None and place.engine is not None

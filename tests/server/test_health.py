@@ -284,6 +284,7 @@ def test_http_ends_without_waiting_for_connections() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.long
 def test_a_loop_that_hangs_fails_every_probe(folder: Path) -> None:
     manager = Manager(folder / "notify")
     with FaultyServer(
@@ -330,6 +331,7 @@ class Manager:
         self._socket.close()
 
 
+@pytest.mark.long
 def test_systemd_is_told_of_start_work_trouble_and_stop(folder: Path) -> None:
     manager = Manager(folder / "notify")
     point = "hotkv_server.integrity.verifier:Verifier.next_batch"

@@ -37,13 +37,8 @@ def test_a_host_is_measured_and_nothing_stays(
     assert "what it means for you" in shown and "tokens/s" in shown
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        signal.SIGTERM,
-        *(pytest.param(one, marks=pytest.mark.long) for one in (signal.SIGHUP, signal.SIGINT)),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_whatever_ends_it_ends_its_server_too(how: signal.Signals) -> None:
     program = "from hotkv_client.host_bench import own_server; from hotkv_client import cli; "
     program += f"own_server.PREFIX = 'hotkv-bench-{how}-{os.getpid()}-'; "

@@ -152,11 +152,12 @@ def hung(tmp_path: Path) -> Iterator[HungNode]:
             made.heal()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "calls",
     [
         pytest.param(tuple(hung_disk.CALLS), id="every"),
-        *(pytest.param((call,), id=call, marks=pytest.mark.long) for call in hung_disk.CALLS),
+        *(pytest.param((call,), id=call) for call in hung_disk.CALLS),
     ],
 )
 def test_a_disk_that_hangs_costs_its_own_blocks_only(

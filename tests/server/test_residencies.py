@@ -268,6 +268,7 @@ def test_readers_outlive_their_server_for_the_grace(place: Place, how: signal.Si
     assert caught.value.reason is Reason.UNKNOWN_RESIDENCY
 
 
+@pytest.mark.long
 def test_a_server_that_dies_in_the_grace_hands_readers_on(place: Place) -> None:
     server = place.start(*GRACE)
     reader, _ = resident(place)

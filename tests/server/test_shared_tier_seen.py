@@ -30,6 +30,7 @@ def place() -> Iterator[tuple[Tiered, Server]]:
         made.server.__exit__()
 
 
+@pytest.mark.long
 def test_status_explain_and_events_name_the_shared_tier(place: tuple[Tiered, Server]) -> None:
     node, valkey = place
     assert node.server is not None and node.engine is not None

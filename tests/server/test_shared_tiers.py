@@ -177,6 +177,7 @@ def test_a_flush_on_one_node_counts_on_both(
     assert b.loads(kept, again)
 
 
+@pytest.mark.long
 def test_key_spaces_of_two_models_never_meet(
     nodes: tuple[SharingNode, SharingNode], valkey: Valkey
 ) -> None:
@@ -245,6 +246,7 @@ def test_a_server_without_its_valkey_starts_and_serves(
     assert not a.counter("shared_up")
 
 
+@pytest.mark.long
 def test_what_one_node_stores_in_a_bucket_another_loads(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path
 ) -> None:
@@ -277,7 +279,8 @@ def flags_of(valkey: Valkey) -> tuple[str, ...]:
     return ("--tiers.valkey.address", f"unix:{valkey.path}", "--tiers.valkey.timeout-s", "0.5")
 
 
-@pytest.mark.parametrize("how", [pytest.param("stopped", marks=pytest.mark.long), "killed"])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_a_flush_that_the_store_missed_outlives_the_server(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path, how: str
 ) -> None:
@@ -325,7 +328,8 @@ def check_missed_flush(
     assert int(valkey.client.get(key)) == raised and a.finds(chain)
 
 
-@pytest.mark.parametrize("is_away", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("is_away", [False, True])
 def test_a_server_that_was_down_during_a_flush_drops_what_it_had(
     nodes: tuple[SharingNode, SharingNode], valkey: Valkey, is_away: bool
 ) -> None:
@@ -345,6 +349,7 @@ def test_a_server_that_was_down_during_a_flush_drops_what_it_had(
     assert not a.finds(chain) and not b.finds(chain)
 
 
+@pytest.mark.long
 def test_a_server_that_leaves_only_its_disk_drops_what_was_flushed_meanwhile(
     nodes: tuple[SharingNode, SharingNode], valkey: Valkey
 ) -> None:
@@ -366,6 +371,7 @@ def test_a_server_that_leaves_only_its_disk_drops_what_was_flushed_meanwhile(
     wait_until(lambda: not a.finds(chain), 20)
 
 
+@pytest.mark.long
 def test_what_one_node_stores_in_a_cluster_another_loads(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path
 ) -> None:
@@ -378,6 +384,7 @@ def test_what_one_node_stores_in_a_cluster_another_loads(
         assert all(one.client.dbsize() for one in cluster.nodes)
 
 
+@pytest.mark.long
 def test_what_a_restart_brings_back_reaches_the_store(
     nodes: tuple[SharingNode, SharingNode], valkey: Valkey
 ) -> None:
@@ -397,6 +404,7 @@ def test_what_a_restart_brings_back_reaches_the_store(
     assert b.loads(chain, content)
 
 
+@pytest.mark.long
 def test_a_flush_says_which_stores_it_could_not_tell(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path
 ) -> None:

@@ -64,7 +64,13 @@ def slow_bucket(folder: Path) -> Iterator[tuple[str, ...]]:
         yield (*flags, "--tiers.disk.path", str(disk), "--tiers.disk.bytes", "64MiB")
 
 
-@pytest.mark.parametrize("slow", [slow_valkey, slow_bucket], ids=lambda slow: slow.__name__)
+@pytest.mark.parametrize(
+    "slow",
+    [
+        pytest.param(slow_valkey, id="valkey", marks=pytest.mark.long),
+        pytest.param(slow_bucket, id="bucket"),
+    ],
+)
 def test_a_store_that_is_slow_costs_its_own_blocks_only(tmp_path: Path, slow: object) -> None:
     with slow(tmp_path) as flags, node() as one:  # type: ignore[operator]
         one.start_sharing(*flags, "--tiers.lookup-wait-ms", "500")

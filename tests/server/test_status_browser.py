@@ -289,6 +289,7 @@ def test_all_can_be_done_by_keyboard(
     assert not one.wrong
 
 
+@pytest.mark.long
 def test_an_hour_that_only_has_the_failed_load_of_a_hit_shows_no_rate_below_zero(
     server: Server, traffic: list[Traffic], visit: Callable[..., Watched]
 ) -> None:
@@ -311,6 +312,7 @@ def test_an_hour_that_only_has_the_failed_load_of_a_hit_shows_no_rate_below_zero
     assert not re.search(r"-\d", figures.replace("engine-a", "").replace("llama-8b", "")), figures
 
 
+@pytest.mark.long
 def test_it_says_when_the_server_is_gone(visit: Callable[..., Watched], screenshots: Path) -> None:
     with runtime_folder(64 << 20) as folder:
         with Server(folder, "16MiB", *SLABS) as running:

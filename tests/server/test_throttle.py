@@ -67,6 +67,7 @@ def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
     assert num_overtaken > TURNS // 2
 
 
+@pytest.mark.long
 def test_who_does_not_read_is_asked_for_nothing_more_and_closed(
     own_server: Server, engine: Make
 ) -> None:
@@ -104,6 +105,7 @@ def test_who_does_not_read_is_asked_for_nothing_more_and_closed(
     deaf.close()
 
 
+@pytest.mark.long
 def test_few_large_answers_that_nobody_reads_are_not_kept_for_ever(
     own_server: Server, engine: Make
 ) -> None:

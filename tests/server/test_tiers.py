@@ -145,6 +145,7 @@ def test_the_disk_outlives_the_server_and_the_arena(place: Tiered, how: signal.S
     assert place.loads(more, place.fill(more))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reset", [(), ("--reset",)], ids=["", "reset"])
 def test_what_was_written_today_counts_after_a_restart(
     place: Tiered, reset: tuple[str, ...]
@@ -167,6 +168,7 @@ def test_what_was_written_today_counts_after_a_restart(
     assert "the disk's write budget begins anew" in place.server.log.read_text()
 
 
+@pytest.mark.long
 def test_a_kill_forgets_what_was_not_noted_yet_and_no_more(place: Tiered) -> None:
     budget = ("--tiers.disk.write-gb-per-day", "100000")
     place.start_tiered(*budget)
@@ -284,6 +286,7 @@ def test_what_a_lease_does_not_wait_for_comes_up_for_the_next_one(place: Tiered)
     assert place.loads(chain, content)
 
 
+@pytest.mark.long
 def test_a_reset_drops_what_is_on_the_disk(place: Tiered) -> None:
     place.start_tiered()
     engine = place.connect()
@@ -306,6 +309,7 @@ def test_a_disk_of_another_server_is_refused(place: Tiered) -> None:
             other.wait_ready()
 
 
+@pytest.mark.long
 def test_a_smaller_disk_keeps_what_fits(place: Tiered) -> None:
     place.start_tiered()
     place.connect()

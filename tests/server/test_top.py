@@ -313,8 +313,10 @@ def screen_of(figures: Figures, view: screen.View, height: int) -> list[str]:
     return drawn.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("selects_per_s", [0.0, 5.0])
-@pytest.mark.parametrize("height", [8, 24, 50])
+@pytest.mark.parametrize(
+    ("selects_per_s", "height"),
+    [(5.0, 24), *(pytest.param(0.0, height, marks=pytest.mark.long) for height in (8, 24, 50))],
+)
 def test_every_engine_can_be_scrolled_to(
     server: Server, engines: list[GroupsEngine], height: int, selects_per_s: float
 ) -> None:

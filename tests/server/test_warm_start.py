@@ -73,6 +73,7 @@ def test_a_new_node_fetches_what_its_sibling_uses(
     assert b.counter("shared_fetched_blocks_total") == CHAIN
 
 
+@pytest.mark.long
 def test_a_watcher_of_events_hears_of_what_is_fetched_before_an_engine_comes(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +99,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_blocks_of_prompts_come_before_their_requests(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,6 +124,7 @@ def test_blocks_of_prompts_come_before_their_requests(
     assert b.loads(chain, content)
 
 
+@pytest.mark.long
 def test_prompts_of_one_call_share_their_prefix(
     nodes: tuple[SharingNode, SharingNode],
 ) -> None:

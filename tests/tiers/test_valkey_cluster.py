@@ -158,6 +158,7 @@ def test_a_full_cluster_says_so_and_a_flush_counts(cluster: Cluster) -> None:
         assert again and again > now
 
 
+@pytest.mark.long
 def test_a_server_killed_in_mid_read_costs_hits_only(cluster: Cluster) -> None:
     numbers = list(range(64))
     with over(cluster, connections=2, timeout_s=1.0) as bench:

@@ -56,7 +56,8 @@ def check_representations(engine: Engine, one: Request) -> None:
         assert (differs < 0.02).all(), differs
 
 
-@pytest.mark.parametrize("is_v2", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("is_v2", [False, True])
 def test_contexts_beyond_the_pool_are_prefilled_exactly_and_decoded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_v2: bool
 ) -> None:

@@ -231,6 +231,7 @@ def test_hung_server_does_not_hang_the_engine(
     assert warm["tokens"] == cold["tokens"][:2] and warm["cached"] == [usable(p) for p in batch[:2]]
 
 
+@pytest.mark.long
 def test_preemption_with_real_stores(daemon: Daemon, start: Callable[..., EngineProcess]) -> None:
     daemon.start()
     roomy = start(None)

@@ -65,7 +65,10 @@ HOOKS = {
 }
 
 
-@pytest.mark.parametrize("only_once", [True, False], ids=["once", "always"])
+@pytest.mark.parametrize(
+    "only_once",
+    [pytest.param(True, id="once"), pytest.param(False, id="always", marks=pytest.mark.long)],
+)
 def test_broken_in_each_function_of_sparse_decode(
     engine: Any, server: Any, toy: Any, monkeypatch: pytest.MonkeyPatch, only_once: bool
 ) -> None:

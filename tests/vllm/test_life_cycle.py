@@ -106,8 +106,11 @@ def settled(read: Callable[[], Any], expected: Any, timeout_s: float = 60.0) -> 
 
 ENGINES = pytest.mark.parametrize(
     ("model", "settings"),
-    [(full_model, {}), (hybrid_model, {"pipelined": True}), (mixed_model, {"v2": True})],
-    ids=["v1", "async", "v2-fences"],
+    [
+        pytest.param(full_model, {}, id="v1"),
+        pytest.param(hybrid_model, {"pipelined": True}, id="async", marks=pytest.mark.long),
+        pytest.param(mixed_model, {"v2": True}, id="v2-fences", marks=pytest.mark.long),
+    ],
 )
 
 

@@ -72,6 +72,7 @@ def clean(totals: dict[str, float]) -> bool:
     return not {"failed_loads", "hook_errors", "refused_blocks", "short_grants"} & totals.keys()
 
 
+@pytest.mark.long
 def test_wrong_kv_would_be_seen(start: Start) -> None:
     """The control of this file: one other token far back moves the logprobs by more than any
     tolerance here."""
@@ -93,13 +94,13 @@ def test_wrong_kv_would_be_seen(start: Start) -> None:
             id="gemma3-chunked-prefill",
             marks=LONG,
         ),
-        pytest.param("gemma3", {"speculative_config": NGRAM}, 32, id="gemma3-ngram"),
+        pytest.param("gemma3", {"speculative_config": NGRAM}, 32, id="gemma3-ngram", marks=LONG),
         pytest.param("gemma4", {}, 64, id="gemma4"),
-        pytest.param("gpt_oss", {}, 32, id="gpt_oss"),
+        pytest.param("gpt_oss", {}, 32, id="gpt_oss", marks=LONG),
         pytest.param("llama4", {}, 32, id="llama4"),
         pytest.param("two_windows", {}, 32, id="two_windows", marks=LONG),
-        pytest.param("windows_only", {}, 32, id="windows_only"),
-        pytest.param("mistral", {}, 32, id="mistral"),
+        pytest.param("windows_only", {}, 32, id="windows_only", marks=LONG),
+        pytest.param("mistral", {}, 32, id="mistral", marks=LONG),
     ],
 )
 def test_warm_is_as_good_as_cold(
@@ -119,6 +120,7 @@ def test_warm_is_as_good_as_cold(
     assert totals["loads"] >= 4 and clean(totals)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "settings", "alignment", "is_exact"),
     [
@@ -182,6 +184,7 @@ def test_states_that_take_a_block_of_a_thousand_tokens(start: Start) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_drafter_has_the_last_block_computed_again(start: Start, tmp_path: Path) -> None:
     drafter = {
         "method": "eagle",

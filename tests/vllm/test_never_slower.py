@@ -18,6 +18,7 @@ SLOW_ENOUGH = {"hf_overrides": {"num_hidden_layers": 12}}
 MOST_REQUESTS = 300
 
 
+@pytest.mark.long
 def test_hits_of_a_slow_server_are_left_and_taken_again(
     daemon: Daemon, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,7 +149,7 @@ def kill_a_rank(daemon: Daemon, engine: EngineProcess, prompt: list[int]) -> Non
     [
         pytest.param("llama", TP, id="tp2"),
         # Six groups of one layer each: every group has an empty shard in one of the stages.
-        pytest.param("gemma3", PP, id="pp2-hybrid"),
+        pytest.param("gemma3", PP, id="pp2-hybrid", marks=pytest.mark.long),
     ],
 )
 def test_warm_is_as_good_as_cold_until_a_rank_is_killed(
@@ -178,12 +178,10 @@ def test_warm_is_as_good_as_cold_until_a_rank_is_killed(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
-    [
-        pytest.param(TP, id="tp2"),
-        pytest.param(PP, id="pp2", marks=pytest.mark.long),
-    ],
+    [pytest.param(TP, id="tp2"), pytest.param(PP, id="pp2")],
 )
 def test_adapters_and_weights_that_change_on_several_ranks(
     start: Start, tmp_path: Path, settings: dict[str, Any]
@@ -260,6 +258,7 @@ def test_of_ranks_with_the_same_kv_the_first_one_writes(
     assert ranks[0]["loaded_byte_count"] == ranks[1]["loaded_byte_count"] > 0
 
 
+@pytest.mark.long
 def test_a_pipeline_whose_steps_overlap_on_a_device_too_small(start: Start) -> None:
     """Two steps are under way at a time. Blocks are taken back from stores, evicted, loaded again
     and preempted; nothing is wrong."""

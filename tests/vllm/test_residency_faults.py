@@ -54,10 +54,11 @@ def until_stored(daemon: Daemon, num_blocks: int) -> None:
     raise AssertionError("nothing was stored")
 
 
+@pytest.mark.long
 @SCHEDULING
 @pytest.mark.parametrize(
     "blocks",
-    [pytest.param(30, id="prefill"), pytest.param(62, id="decode", marks=pytest.mark.long)],
+    [pytest.param(30, id="prefill"), pytest.param(62, id="decode")],
 )
 def test_a_server_is_killed_and_comes_back(
     start: Start, daemon: Daemon, blocks: int, is_async: bool
@@ -109,6 +110,7 @@ def test_bytes_are_lost_again_and_again(start: Start, daemon: Daemon, is_async: 
     assert counted["lost_residencies"] >= 4 and "hook_errors" not in counted
 
 
+@pytest.mark.long
 @SCHEDULING
 def test_requests_are_preempted_and_resume(start: Start, daemon: Daemon, is_async: bool) -> None:
     """A pool for two of five requests that are all let in."""

@@ -32,12 +32,13 @@ MODULES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("is_async", "later", "every"),
     [
         pytest.param(True, True, 4, id="async-later"),
-        pytest.param(True, True, 2, id="async-later-all", marks=pytest.mark.long),
-        pytest.param(False, False, 2, id="sync-first", marks=pytest.mark.long),
+        pytest.param(True, True, 2, id="async-later-all"),
+        pytest.param(False, False, 2, id="sync-first"),
     ],
 )
 def test_whatever_breaks_no_token_is_wrong(

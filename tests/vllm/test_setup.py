@@ -74,6 +74,7 @@ def test_wrong_setting_is_an_error_at_construction_and_an_absent_server_is_not(
     assert engine().generate("a", PROMPT, 1)[1] == 0
 
 
+@pytest.mark.long
 def test_importing_the_connector_loads_no_numba() -> None:
     code = (
         "import sys, hotkv_vllm.connector; sys.exit(any(m.split('.')[0] in ('numba', "

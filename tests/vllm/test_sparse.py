@@ -99,7 +99,13 @@ def check_counters(counted: dict[str, float], most_corrections: int) -> None:
 # -------------------------------------------------------------------------------------------- exact
 
 
-@pytest.mark.parametrize("sparse", [COVERING, HALF], ids=["covering", "hot-set-covers"])
+@pytest.mark.parametrize(
+    "sparse",
+    [
+        pytest.param(COVERING, id="covering", marks=pytest.mark.long),
+        pytest.param(HALF, id="hot-set-covers"),
+    ],
+)
 def test_a_covering_budget_is_exact_in_mixed_batches(start: Start, sparse: dict[str, Any]) -> None:
     """Prompts of six lengths in chunks of 128 tokens: some decode, some above and some below the
     threshold, while others prefill."""
@@ -158,6 +164,7 @@ def test_local_prefix_hits_and_preemption(start: Start) -> None:
     assert counted["sparse_attended_blocks"] == counted["sparse_context_blocks"]
 
 
+@pytest.mark.long
 def test_blocks_that_hotkv_loads(start: Start, daemon: Daemon) -> None:
     """A loaded prompt decodes as the one that was computed, whatever was in its blocks before."""
     target = daemon.start().target

@@ -123,6 +123,7 @@ def test_a_request_starts_from_what_another_ended_with(
     )
 
 
+@pytest.mark.long
 def test_a_server_that_dies_while_requests_decode(
     start: Start,  # noqa: F811 - a fixture
     daemon: Daemon,

@@ -191,6 +191,7 @@ def test_a_hit_brings_representations_and_nothing_is_built_again(
     assert counted.get("sparse_loaded_blocks") == SPARSE_LAYERS * HIT_BLOCKS, counted
 
 
+@pytest.mark.long
 def test_a_centre_is_part_of_the_version(start: Start, daemon: Daemon, tmp_path: Path) -> None:
     """Engines with the same centre share representations, others do not."""
     dice = np.random.default_rng(0)
@@ -224,6 +225,7 @@ def test_a_centre_is_part_of_the_version(start: Start, daemon: Daemon, tmp_path:
     assert "sparse_faults" not in counted and "hook_errors" not in counted
 
 
+@pytest.mark.long
 def test_blocks_that_another_connector_loads(start: Start) -> None:
     """Sparse decode within vLLM's MultiConnector: what the other one loads into blocks makes their
     representations void."""

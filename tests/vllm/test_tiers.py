@@ -27,7 +27,7 @@ DEEP = MODEL | {"dtype": "bfloat16", "hf_overrides": {"num_hidden_layers": 8}}
     "name, compress, model",
     [
         pytest.param("llama", "off", MODEL, marks=pytest.mark.long),
-        ("gemma3", "off", MODEL),
+        pytest.param("gemma3", "off", MODEL, marks=pytest.mark.long),
         ("llama", "auto", DEEP),
     ],
 )
@@ -80,7 +80,7 @@ def test_tokens_are_the_same_from_the_disk(
     assert promoted > 0 and not counter(daemon, "tier_lost_blocks_total")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "gemma3"])
 def test_tokens_are_the_same_from_another_node(
     daemon: Daemon, engines: Engines, tmp_path: Path, name: str
 ) -> None:
