@@ -214,7 +214,7 @@ def test_hung_server_does_not_hang_the_engine(
     daemon.start()
     engine = start(
         daemon.target, blocks=80, connector={"lookup_timeout_s": 0.2}, max_model_len=1024
-    )
+    ).ready()
     batch = prompts(7, (300, 333, 400, 411, 500, 511))
     os.kill(daemon.pid, signal.SIGSTOP)
     cold = engine.ask("generate", prompts=batch, max_tokens=8)

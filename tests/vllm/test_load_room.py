@@ -80,3 +80,29 @@ def test_requests_whose_loads_failed_make_room_for_each_other(
     server.fail_loads = False
     tight.run()
     assert tight.outputs == answers
+
+
+@pytest.mark.parametrize("model", HYBRIDS)
+def test_who_waits_for_room_is_not_passed_by_smaller_ones(
+    engine: Any, server: Any, model: Any
+) -> None:
+    settings = {"specs": model(), "max_tokens_per_step": 128}
+    roomy = engine(blocks=400, **settings)
+    prompts = {"small": prompt(1, 140), "large": prompt(2, LONGEST), "late": prompt(3, 140)}
+    answers = {name: roomy.generate(name, tokens, 2)[0] for name, tokens in prompts.items()}
+    roomy.generate("end", prompt(1000, 3), 2)
+    tight = engine(blocks=1 + blocks_for_one(roomy), **settings)
+    server.hold = {"load"}
+    for name, tokens in prompts.items():
+        tight.add(name, tokens, 2)
+    for _ in range(6):
+        tight.step()
+    assert server.count("load") == 1
+    server.settle()
+    for _ in range(6):
+        tight.step()
+    assert server.count("load") == 2
+    server.hold = set()
+    server.settle()
+    tight.run()
+    assert tight.outputs == answers

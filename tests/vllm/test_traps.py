@@ -418,7 +418,7 @@ def test_failed_loads_do_not_block_each_other_for_memory(
     """Two failed loads, room for one of the requests at a time: vLLM alone would wait for ever for
     blocks that nobody gives back. `LoadRoom` doesn't help where a connector beside this one fills
     the device, so here it allows all."""
-    monkeypatch.setattr(LoadRoom, "has_room", lambda room, request: True)
+    monkeypatch.setattr(LoadRoom, "has_room", lambda room, request_id: True)
     long_prompts = {"a": prompt(1, 306), "b": prompt(2, 297)}
     answers = {
         name: engine(specs=hybrid_model()).generate(name, tokens, 4)[0]

@@ -41,7 +41,7 @@ class Admission:
         self.loads = LoadOrders(vllm_config.parallel_config.world_size)
         self.written = WrittenBlocks(kv_groups.group_block_tokens(vllm_config, kv_cache_config))
         self.others, self.lost_track = OtherLoads(), False
-        self.room = LoadRoom(vllm_config, kv_cache_config)
+        self.room = LoadRoom(vllm_config)
         self.failed_loads = engine.failed_loads
         self.choice = LoadChoice(engine.learnt_prefill, engine.stats)
         self.rows: RowNames | None = None
@@ -111,8 +111,7 @@ class Admission:
     def match(self, request: Any, num_computed_tokens: int) -> Answer:
         """Answers vLLM, whose own hit is `num_computed_tokens` long."""
         self.written.matched(request.request_id, num_computed_tokens)
-        # Whose load failed has no blocks, if vLLM asks for it again.
-        self.room.ended(request.request_id)
+        self.room.comes(request)
         now_s = time.monotonic()
         if self._sharing.joining is not None and self._sharing.joining.asks_again(now_s):
             return ASK_AGAIN
@@ -144,7 +143,7 @@ class Admission:
             if cache.memory is not None:
                 cache.memory.arrived(state.request)
         answer = self.choice.match(cache.finder, state, computed, now_s)
-        if answer[0] and not self.room.has_room(state.request):
+        if answer[0] and not self.room.has_room(state.request.request_id):
             return ASK_AGAIN
         if cache.residencies is None or not answer[0]:
             return answer
@@ -181,7 +180,7 @@ class Admission:
         """Blocks were allocated: begins the load, or gives back what was taken for it."""
         self.written.allocated(request, blocks)
         self.others.admitted(request.request_id)
-        self.room.admitted(request)
+        self.room.admitted(request.request_id, blocks)
         state, cache = self.states.get(request.request_id), self._sharing.cache
         if state is not None and cache is not None:
             cache.reports.admitted(state, num_external_tokens)

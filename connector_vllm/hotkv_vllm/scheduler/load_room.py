@@ -6,61 +6,104 @@ among them, off the most blocks that the request ever holds at once
 (`SingleTypeKVCacheManager.get_num_blocks_to_allocate`, vLLM 0.32 and 0.33). So loads can fill the
 device, and then each loaded request waits for blocks that the others hold: nothing runs any more.
 
-What is always true: one request alone was admitted and has not run since, or all those together
-find room for what they need until their prompts are through. Then one can run, whatever the others
-hold. Scheduler thread only.
+What is always true of the requests that were admitted and have not run since, of this connector's
+loads: there is one only, or each finds room for what it needs until its prompt is through beside
+what the others hold. So whichever is first in vLLM's queue can run, and once it runs vLLM may take
+its blocks back. A request without blocks is counted by vLLM itself, and rightly.
+
+Who is refused is the next to begin: nobody who came later fills the device before it. Scheduler
+thread only.
 """
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
+
+from hotkv_vllm.compat.residency import ResidentManager
+
+
+@dataclass(slots=True)
+class Holder:
+    """Blocks of a request that was admitted: those it holds, and the most it will hold until its
+    prompt is through."""
+
+    held: int
+    need: int
 
 
 class LoadRoom:
-    """Requests that were admitted and have not run since; `needs`: the blocks that each needs."""
+    """See the module. `holders`: the requests that were admitted and have not run since."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
-        self._num_blocks = int(kv_cache_config.num_blocks) - 1
+    def __init__(self, vllm_config: Any) -> None:
         self._max_tokens = int(vllm_config.model_config.max_model_len)
         drafts = int(vllm_config.num_speculative_tokens)
         self._ahead = drafts and 1 + drafts + int(vllm_config.num_lookahead_tokens)
-        self._groups: list[tuple[int, int]] = []
-        """Tokens of a block, and most blocks at once; empty where vLLM counts right."""
-        self.needs: dict[str, int] = {}
+        # None where vLLM counts right.
+        self._manager: Any = None
+        self._needs: dict[str, int] = {}
+        self._next = ""
+        self.holders: dict[str, Holder] = {}
 
     def __repr__(self) -> str:
-        return f"LoadRoom({self.needs}, {self._num_blocks} blocks)"
+        return f"LoadRoom({self.holders}, next {self._next!r})"
 
     def bind(self, manager: Any) -> None:
-        """Takes vLLM's manager of blocks."""
-        most = [
-            (one.block_size, one.max_admission_blocks_per_request)
-            for one in manager.coordinator.single_type_managers
-        ]
-        if any(blocks is not None for _, blocks in most):
-            self._groups = [
-                (size, self._num_blocks if blocks is None else blocks) for size, blocks in most
-            ]
+        """Takes vLLM's manager of blocks. A resident request is counted in full by its own."""
+        kinds = manager.coordinator.single_type_managers
+        if not any(isinstance(one, ResidentManager) for one in kinds) and any(
+            one.max_admission_blocks_per_request is not None for one in kinds
+        ):
+            self._manager = manager
 
-    def has_room(self, request: Any) -> bool:
-        """Whether the request may begin a load beside the others."""
-        others = sum(self.needs.values())
-        return not others or others + self._need(request) <= self._num_blocks
+    def comes(self, request: Any) -> None:
+        """vLLM asks for a request, which has no blocks: it is new, was preempted, or its load has
+        failed."""
+        self.ended(request.request_id)
+        if self._manager is None:
+            return
+        coordinator = self._manager.coordinator
+        num_tokens = min(request.num_tokens, self._max_tokens)
+        self._needs[request.request_id] = coordinator.get_num_blocks_to_allocate(
+            request.request_id,
+            min(num_tokens + self._ahead, self._max_tokens),
+            tuple(() for _ in coordinator.single_type_managers),
+            0,
+            0,
+            0,
+            num_tokens,
+            apply_admission_cap=True,
+        )
 
-    def admitted(self, request: Any) -> None:
+    def has_room(self, request_id: str) -> bool:
+        """Whether the request that has come may begin a load beside the others."""
+        if self._next not in ("", request_id):
+            return False
+        others = self.holders.values()
+        has_room = not others or (
+            sum(one.held for one in others)
+            + max(max(0, one.need - one.held) for one in others)
+            + self._needs[request_id]
+            # Blocks of loads that hang are not among them.
+            < self._manager.block_pool.num_gpu_blocks
+        )
+        self._next = "" if has_room else request_id
+        return has_room
+
+    def admitted(self, request_id: str, blocks: Any) -> None:
         """vLLM has given the request blocks; it may be for a load."""
-        if self._groups:
-            self.needs[request.request_id] = self._need(request)
+        need = self._needs.pop(request_id, None)
+        if need is not None:
+            held = sum(not one.is_null for group in blocks.blocks for one in group)
+            self.holders[request_id] = Holder(held, need)
 
     def ran(self, request_ids: Collection[str]) -> None:
         """A step runs these requests. vLLM takes blocks from those that run if others lack them."""
-        for request_id in self.needs.keys() & request_ids:
-            del self.needs[request_id]
+        for request_id in self.holders.keys() & request_ids:
+            del self.holders[request_id]
 
     def ended(self, request_id: str) -> None:
-        """The request has no blocks any more."""
-        self.needs.pop(request_id, None)
-
-    def _need(self, request: Any) -> int:
-        """Blocks that the request holds at most until its prompt is through."""
-        tokens = min(request.num_tokens + self._ahead, self._max_tokens)
-        return sum(min(-(-tokens // size), most) for size, most in self._groups)
+        """The request has no blocks any more, or is gone."""
+        self.holders.pop(request_id, None)
+        self._needs.pop(request_id, None)
+        if self._next == request_id:
+            self._next = ""

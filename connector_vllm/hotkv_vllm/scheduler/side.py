@@ -104,8 +104,8 @@ class HotKVScheduler:
         """Takes vLLM's manager of blocks, and its pool."""
         self.requests.loads.quarantine.pool = manager.block_pool
         self.steps.manager = manager
-        self.requests.room.bind(manager)
         self.residents.bind(manager)
+        self.requests.room.bind(manager)
 
     def update(self, output: Any) -> None:
         """Takes in a step's results, joined over all ranks."""

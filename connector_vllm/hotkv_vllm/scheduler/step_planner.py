@@ -66,7 +66,7 @@ class StepPlanner:
         """The same without rows, and without what is said once."""
         written = self._requests.written
         self._requests.failed_loads.scheduled(scheduler_output.num_scheduled_tokens)
-        if self._requests.room.needs:
+        if self._requests.room.holders:
             self._requests.room.ran(scheduler_output.num_scheduled_tokens)
         settles_step = self._requests.others.step(
             scheduler_output.num_scheduled_tokens, scheduler_output.has_sync_kv_loads
