@@ -1,7 +1,7 @@
 """Hypothesis profiles, chosen by HYPOTHESIS_PROFILE, and the order of test files.
 
 `daily` repeats itself and is short (`make test`), `quick` is shorter (`make test-fast`), `ci` has
-twice as many examples (`make test-long`), `thorough` explores, `hunt` explores too and doesn't
+four times as many examples (`make test-long`), `thorough` explores, `hunt` explores too and doesn't
 shrink what it finds.
 """
 
@@ -23,7 +23,7 @@ settings.register_profile(
     "ci", max_examples=60, stateful_step_count=40, derandomize=True, **_COMMON
 )
 settings.register_profile(
-    "daily", settings.get_profile("ci"), max_examples=30, stateful_step_count=30
+    "daily", settings.get_profile("ci"), max_examples=15, stateful_step_count=30
 )
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=8)
 settings.register_profile("thorough", max_examples=400, stateful_step_count=80, **_COMMON)

@@ -158,6 +158,7 @@ def longest_hits_reference(
     return [int(hit) for hit in hits]
 
 
+@pytest.mark.long
 def test_longest_hit_equals_its_reference_in_more_than_a_hundred_thousand_cases() -> None:
     rng = np.random.default_rng(2026)
     seen: Counter[str] = Counter()

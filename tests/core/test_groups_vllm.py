@@ -166,6 +166,7 @@ def excuse(
     return ""
 
 
+@pytest.mark.long
 def test_hits_are_those_of_vllm() -> None:
     rng = np.random.default_rng(32)
     seen: Counter[str] = Counter()

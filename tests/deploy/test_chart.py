@@ -224,6 +224,7 @@ def test_the_server_accepts_the_settings(
         assert [tenant["name"] for tenant in settings["security"]["tenants"]] == ["search", "chat"]
 
 
+@pytest.mark.long
 def test_a_server_with_tenants_and_tls_serves(tmp_path: Path) -> None:
     """A real server with the files that the Secrets make: the pod's probe, an admin over TCP, and
     somebody who is none."""

@@ -183,6 +183,7 @@ def test_the_wheels_are_those_that_a_server_needs() -> None:
     assert needed - {"numpy", "numba", "tomli", "xxhash"} | {"pytest"} <= set(carried)
 
 
+@pytest.mark.long
 def test_a_part_that_hangs_costs_only_itself(tmp_path: Path) -> None:
     """An interpreter that never ends in one benchmark: it is named, the next ones run, and what it
     has left in shared memory is gone."""

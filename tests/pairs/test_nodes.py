@@ -16,7 +16,7 @@ from tests.vllm.processes import Daemon, own_daemon
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 TURNS = 4
-EVERYDAY = ("lora", "restart")
+EVERYDAY = ("lora",)
 
 
 class Places:

@@ -68,6 +68,7 @@ def folder(capsys: pytest.CaptureFixture[str]) -> Iterator[Folder]:
         yield Folder(path, capsys)
 
 
+@pytest.mark.long
 def test_what_runs_stays_and_what_is_gone_can_go(
     folder: Folder, engine: Callable[..., PagedEngine]
 ) -> None:

@@ -295,6 +295,7 @@ def test_all_together_stay_within_a_bound(own_server: Server) -> None:
     bystander.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attack", ATTACKS[:2], ids=lambda attack: attack.__name__)
 def test_messages_that_never_come_whole_cost_their_own_bytes(
     own_server: Server, attack: Attack

@@ -368,6 +368,7 @@ def test_a_lost_device_is_said_and_restarted(folder: Path) -> None:
         again.wait_ready()
 
 
+@pytest.mark.long
 def test_pinning_goes_on_while_copies_run(folder: Path) -> None:
     """The server is ready before; what is not pinned yet moves by plain copies, and a refusal to
     pin more leaves it at that."""

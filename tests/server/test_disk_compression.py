@@ -89,6 +89,7 @@ def test_what_cannot_be_encoded_lies_there_as_it_is(place: Tiered) -> None:
     assert row.split()[1:6] == ["up", f"{stored_bytes / 2**20:.1f}", "MiB", "64.0", "MiB"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "first, then",
     [

@@ -159,6 +159,7 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
     assert arena.stat().st_blocks * 512 >= ARENA
 
 
+@pytest.mark.long
 def test_a_server_that_runs_short_of_memory_goes_on_with_what_it_has(place: Dammed) -> None:
     place.start()
     assert place.server is not None and place.engine is not None

@@ -19,6 +19,7 @@ def left(prefix: str) -> list[str]:
     return [name for at in ("/dev/shm", "/tmp") for name in os.listdir(at) if prefix in name]
 
 
+@pytest.mark.long
 def test_a_host_is_measured_and_nothing_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

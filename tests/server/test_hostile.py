@@ -126,6 +126,7 @@ def connected(server: Server) -> socket.socket:
     return one
 
 
+@pytest.mark.long
 def test_who_takes_all_descriptors_makes_nothing_spin(short_of_descriptors: Server) -> None:
     server = short_of_descriptors
     held = [connected(server) for _ in range(MAX_DESCRIPTORS)]

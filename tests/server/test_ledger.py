@@ -256,6 +256,7 @@ def test_the_outlook_follows_what_is_reported(server: Server, engine: Make) -> N
     assert after["step_byte_count"] == 1 << 30 and 0 <= after["gain_ratio"] < 1
 
 
+@pytest.mark.long
 def test_the_outlook_is_the_simulators_of_the_recorded_trace(tmp_path: Path) -> None:
     """Traffic is reported to a server while `hotkv record` listens; the simulator then replays what
     was recorded."""

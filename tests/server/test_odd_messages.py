@@ -46,6 +46,7 @@ SILENT = ("ping", "report_use", "report_sparse")
 """Bodies that are never refused, or not answered where all is well."""
 
 
+@pytest.mark.long
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -231,6 +232,7 @@ def test_messages_on_an_open_stream_may_be_anything(engine: Make) -> None:
     )
 
 
+@pytest.mark.long
 def test_a_client_that_does_not_read_is_closed_and_nobody_else_suffers(
     server: Server, engine: Make
 ) -> None:

@@ -345,6 +345,7 @@ def test_streams_have_request_ids(running: Reloading) -> None:
     assert running.logged("refused", "stream-4711", "UNKNOWN_SESSION") == 1
 
 
+@pytest.mark.long
 def test_a_session_that_is_being_opened_ends_with_its_tenant() -> None:
     """Writing its key space down takes long."""
     with runtime_folder(64 << 20) as folder:

@@ -330,6 +330,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_an_engine_killed_amid_stores_leaves_pairs_only(own_server: Server) -> None:
     with AdminClient(own_server.target) as admin:
         for _ in range(3):

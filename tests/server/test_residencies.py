@@ -286,6 +286,7 @@ def test_a_server_that_dies_in_the_grace_hands_readers_on(place: Place) -> None:
         writer.close()
 
 
+@pytest.mark.long
 def test_an_arena_without_words_gets_some(place: Place) -> None:
     """As a server before residencies has left it."""
     server = place.start()
@@ -305,6 +306,7 @@ def test_an_arena_without_words_gets_some(place: Place) -> None:
     assert place.server is not None and server.target == place.server.target
 
 
+@pytest.mark.long
 def test_an_arena_of_another_size_leaves_the_old_one_to_its_readers(place: Place) -> None:
     place.start(*GRACE)
     reader, _ = resident(place)

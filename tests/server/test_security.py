@@ -465,6 +465,7 @@ def test_a_session_has_so_many_transfers_in_flight(guarded: Guarded, engine: Mak
 # Memory that goes away
 
 
+@pytest.mark.long
 def test_a_client_that_cuts_its_memory_short_ends_no_server(guarded: Guarded, engine: Make) -> None:
     """In the middle of copies, at any moment: its transfers fail, nothing of them is kept, and
     everybody else goes on."""

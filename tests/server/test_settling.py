@@ -24,6 +24,7 @@ def settling() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "hotkv-settle"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
 def test_a_load_of_a_broken_stream_stays_open_until_the_server_has_let_go(
     own_server: Server, engine: Callable[..., PagedEngine], end: signal.Signals

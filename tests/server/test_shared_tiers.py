@@ -194,6 +194,7 @@ def test_key_spaces_of_two_models_never_meet(
     assert not b.finds(chain)
 
 
+@pytest.mark.long
 def test_a_valkey_that_hangs_dies_and_comes_back(
     nodes: tuple[SharingNode, SharingNode], valkey: Valkey
 ) -> None:

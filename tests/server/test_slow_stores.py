@@ -64,10 +64,11 @@ def slow_bucket(folder: Path) -> Iterator[tuple[str, ...]]:
         yield (*flags, "--tiers.disk.path", str(disk), "--tiers.disk.bytes", "64MiB")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "slow",
     [
-        pytest.param(slow_valkey, id="valkey", marks=pytest.mark.long),
+        pytest.param(slow_valkey, id="valkey"),
         pytest.param(slow_bucket, id="bucket"),
     ],
 )

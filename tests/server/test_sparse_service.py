@@ -9,6 +9,7 @@ import urllib.request
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv.counters import SPARSE_COUNTERS
@@ -338,6 +339,7 @@ def test_a_lease_lives_as_long_as_selections_come(sparse_engine: Make) -> None:
         engine.session.close()
 
 
+@pytest.mark.long
 def test_representations_that_changed_over_a_restart_are_never_scored(place: Place) -> None:
     server = place.start("--integrity.check", "full")
     engine, blocks, query = (

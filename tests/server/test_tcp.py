@@ -126,6 +126,7 @@ def test_tcp_shows_no_more_than_it_must(guarded: Guarded) -> None:
                     old.wrap_socket(plain, server_hostname="localhost")
 
 
+@pytest.mark.long
 def test_certificates_are_taken_up_when_they_change(guarded: Guarded) -> None:
     """Bad ones are named once and left alone; good ones count from the next connection on."""
     kept = {

@@ -44,6 +44,7 @@ def test_what_comes_seldom_does_not_wait() -> None:
     assert all(pace.wait_s(100.0 + turn) == 0 for turn in range(50))
 
 
+@pytest.mark.long
 def test_who_sends_nonsense_waits_and_others_do_not(engine: Make) -> None:
     """Calls that are sent after nonsense are answered before it, and it is refused all the same,
     with the canonical code."""

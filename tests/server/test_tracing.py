@@ -572,6 +572,7 @@ def test_headers_come_from_a_private_file(tmp_path: Path) -> None:
     assert any("headers_file: line 1" in said for said in check_start(settings))
 
 
+@pytest.mark.long
 def test_a_server_without_its_collector_serves_and_stops_at_once() -> None:
     with runtime_folder(64 << 20) as folder:
         flags = ("--tracing.endpoint", "http://127.0.0.1:1", "--tracing.sample-ratio", "1")
@@ -585,6 +586,7 @@ def test_a_server_without_its_collector_serves_and_stops_at_once() -> None:
         assert server.log.read_text().count("takes no spans") == 1
 
 
+@pytest.mark.long
 def test_a_server_with_a_collector_that_hangs_ends() -> None:
     with runtime_folder(64 << 20) as folder, socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"

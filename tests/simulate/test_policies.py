@@ -45,7 +45,7 @@ def test_hotness_is_never_far_behind(maker: str, percent: float) -> None:
     assert rates["hotness"] >= max(rates.values()) - MOST_BEHIND, rates
 
 
-@pytest.mark.parametrize("percent", [10.0, 20.0])
+@pytest.mark.parametrize("percent", [10.0, pytest.param(20.0, marks=pytest.mark.long)])
 def test_hotness_does_not_collapse_on_loops(percent: float) -> None:
     """LRU and ARC hit next to nothing here: each block goes just before it is asked for again."""
     trace = make_trace("loops", MAKERS["loops"](2, 2 * NUM_REQUESTS))
@@ -86,7 +86,7 @@ def test_holding_blocks_costs_at_most_a_point(maker: str, percent: float) -> Non
     assert hit_rate(trace, "hotness", percent) >= plain_hit_rate(trace, percent) - MOST_LOST
 
 
-@pytest.mark.parametrize("percent", [2.0, 5.0])
+@pytest.mark.parametrize("percent", [2.0, pytest.param(5.0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("maker", REGULAR)
 def test_regular_turns_close_a_quarter_of_the_gap(maker: str, percent: float) -> None:
     """From LRU to the clairvoyant, and more than hotness closes that never holds blocks."""
@@ -97,7 +97,7 @@ def test_regular_turns_close_a_quarter_of_the_gap(maker: str, percent: float) ->
     assert reached >= plain_hit_rate(trace, percent) + MOST_LOST
 
 
-@pytest.mark.parametrize("percent", [2.0, 5.0])
+@pytest.mark.parametrize("percent", [2.0, pytest.param(5.0, marks=pytest.mark.long)])
 def test_hints_close_half_of_the_gap(percent: float) -> None:
     trace = made("regular_turns", 2)
     least, most = hit_rate(trace, "lru", percent), best_hit_rate(trace, percent)

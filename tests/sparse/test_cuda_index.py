@@ -17,7 +17,7 @@ from hotkv_sparse.scores import prepare, score
 from tests.sparse.cuda_support import CpuDevice, needs_compiler
 from tests.sparse.support import SUMMARIES, TOKEN_FORMATS, Case, make_case
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.long]
 quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 LAYOUTS = ("NHD", "HND", "pairs")
 

@@ -14,7 +14,7 @@ from hotkv_sparse.selector import Source, exact_log_mass, select_layer
 from hotkv_sparse.topk import Selection, span
 from tests.sparse.cuda_support import CpuDevice, needs_compiler
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.long]
 HEADS, GROUP, SIZE, LAYER = 2, 3, 64, 4
 
 

@@ -71,6 +71,7 @@ def hasty(s3_server: Server, proxy: FaultProxy) -> Iterator[Bench]:
         yield one
 
 
+@pytest.mark.long
 def test_a_store_hung_in_mid_read_writes_no_slot_later(proxy: FaultProxy, bench: Bench) -> None:
     dam = Dam(SLOT_BYTES + SLOT_BYTES // 2)
     proxy.on_reply = dam

@@ -71,6 +71,7 @@ def run(log: Path, *arguments: str) -> tuple[int, str]:
     return status, log.read_text(errors="replace")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @torch.inference_mode()
 def test_centres_are_the_means_of_keys_after_rope(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from hotkv_vllm.sparse.cuda_backend import HotFlashBuilder
 from tests.sparse.cuda_support import needs_compiler
 from tests.vllm.cuda_engine import BLOCK_TOKENS, NAMES, Engine, Request
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.long]
 CONFIG = SparseConfig(
     sparse_topk=192,
     sink_tokens=32,

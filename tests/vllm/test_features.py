@@ -333,6 +333,7 @@ def test_pictures_meet_only_where_they_are_equal(start: Starter, tmp_path: Path)
     assert engine.ask("stats")["totals"]["loads"] == 2 and clean(engine)
 
 
+@pytest.mark.long
 def test_pictures_that_vllm_names_by_a_counter_are_not_shared(
     start: Starter, tmp_path: Path
 ) -> None:

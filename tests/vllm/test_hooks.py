@@ -264,7 +264,10 @@ def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[Functio
     assert not counted.get("hook_errors")
 
 
-@pytest.mark.parametrize("only_once", [True, False], ids=["once", "always"])
+@pytest.mark.parametrize(
+    "only_once",
+    [pytest.param(True, id="once"), pytest.param(False, id="always", marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("hook", IN_STEPS)
 def test_a_broken_hook(
     bench: Bench, calls: dict[str, list[FunctionType]], hook: str, only_once: bool

@@ -114,6 +114,7 @@ ENGINES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.long
 @ENGINES
 def test_engines_one_after_another_leave_nothing_behind(
     shared_daemon: Daemon, make: Make, model: Any, settings: dict[str, Any]

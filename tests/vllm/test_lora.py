@@ -151,6 +151,7 @@ def test_an_adapter_that_was_rewritten_in_place_is_another_adapter_in_the_next_e
     assert own["cached"] == [0] and difference(own, after) < TOLERANCE
 
 
+@pytest.mark.long
 def test_an_adapter_that_is_rewritten_while_an_engine_runs_is_left_out_there(three: Three) -> None:
     path = write_adapter(three.folder / "live", 6)
     old = ask(three.one, prompt(6), path)

@@ -167,6 +167,7 @@ def test_models_whose_answer_depends_on_the_batch(
     ] == [True, True]
 
 
+@pytest.mark.long
 def test_states_that_take_a_block_of_a_thousand_tokens(start: Start) -> None:
     """Gated delta net: one state is 1056 tokens of KV; hits end there only."""
     settings = {"dtype": "bfloat16", "max_model_len": 4096, **ALIGN}
@@ -238,6 +239,7 @@ def test_states_are_kept_at_intervals_and_at_the_end_of_a_prompt(
     assert warm["cached"] == [384] and difference(plain[-1], warm) < TOLERANCE["float32"]
 
 
+@pytest.mark.long
 def test_four_requests_on_a_device_too_small_for_the_prefix_in_window_layers(start: Start) -> None:
     """1) a long prompt is stored, 2) a shorter one hits, 3) another long one flushes the device
     cache, 4) the first loads again.

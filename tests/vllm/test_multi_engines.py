@@ -86,6 +86,7 @@ def test_beside_the_example_connector(start: Start, tmp_path: Path, ours_first: 
     assert not {"hook_errors", "failed_loads"} & totals.keys()
 
 
+@pytest.mark.long
 def test_beside_one_that_checks_its_handshake(start: Start, shared_daemon: Daemon) -> None:
     """The engines start, the first request ever hits, and loads that a killed server leaves behind
     are computed."""

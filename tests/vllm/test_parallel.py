@@ -222,6 +222,7 @@ def test_adapters_and_weights_that_change_on_several_ranks(
         assert all(difference(x, y) < TOLERANCE for x, y in zip(cold, warm, strict=True))
 
 
+@pytest.mark.long
 def test_one_kv_head_on_two_ranks(shared_daemon: Daemon, start: Start) -> None:
     """vLLM does not say that both hold the same (`kv_tp_replicas` is 1), so each rank stores its
     own."""
@@ -236,6 +237,7 @@ def test_one_kv_head_on_two_ranks(shared_daemon: Daemon, start: Start) -> None:
     )
 
 
+@pytest.mark.long
 def test_of_ranks_with_the_same_kv_the_first_one_writes(
     shared_daemon: Daemon, start: Start
 ) -> None:
@@ -295,6 +297,7 @@ def test_a_pipeline_whose_steps_overlap_on_a_device_too_small(start: Start) -> N
     assert totals["loads"] > 10 and not {"failed_loads", "hook_errors"} & totals.keys()
 
 
+@pytest.mark.long
 def test_a_data_parallel_engine_hits_what_its_sibling_stored(
     shared_daemon: Daemon, start: Start
 ) -> None:

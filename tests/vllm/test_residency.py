@@ -145,6 +145,7 @@ def test_the_rows_that_attend_sparsely_are_those_that_the_scheduler_counts(
     print(found, one.ask("sparse"), one.ask("stats")["totals"])
 
 
+@pytest.mark.long
 def test_a_request_is_preempted_and_resumes(start: Start, daemon: Daemon) -> None:
     """A pool for one and a half requests, which admission lets two into: one is preempted in
     decode, and resumes with what the server keeps."""

@@ -89,6 +89,7 @@ def test_a_server_is_gone_for_good(start: Start, daemon: Daemon) -> None:
     assert one.ask("generate", prompts=prompts(13, 100), max_tokens=5)["tokens"]
 
 
+@pytest.mark.long
 @SCHEDULING
 def test_bytes_are_lost_again_and_again(start: Start, daemon: Daemon, is_async: bool) -> None:
     """In prefill and in decode: the step's tokens are dropped, and the requests computed anew."""

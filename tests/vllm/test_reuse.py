@@ -311,6 +311,7 @@ def test_a_vector_for_each_token_reads_no_cache(start: Starter, tmp_path: Path) 
     assert "hook_errors" not in engine.ask("stats")["totals"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pooling", ["MEAN", "CLS"])
 def test_pooling_over_all_tokens_lives_through_a_text_that_was_there(
     start: Starter, tmp_path: Path, pooling: str

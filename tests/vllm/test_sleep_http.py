@@ -84,6 +84,7 @@ def pauses(engine: HttpServer) -> Iterator[str]:
         yield way
 
 
+@pytest.mark.long
 def test_pause_sleep_and_reset(engine: HttpServer, daemon: Daemon) -> None:
     engine.ready()
     until(lambda: len(daemon.admin("sessions")) == 2)

@@ -127,6 +127,7 @@ def test_a_covering_budget_is_exact_in_mixed_batches(start: Start, sparse: dict[
     assert one.ask("sparse")["sequences"] == 0 and not dense.ask("sparse")["on"]
 
 
+@pytest.mark.long
 def test_a_covering_budget_is_exact_in_bfloat16(start: Start) -> None:
     dense, one = (start(sparse, dtype="bfloat16") for sparse in (None, HALF))
     batch = prompts(2, (500, 1500))
@@ -135,6 +136,7 @@ def test_a_covering_budget_is_exact_in_bfloat16(start: Start) -> None:
     assert difference(one.ask("generate", prompts=batch, max_tokens=40), expected) < 2e-3
 
 
+@pytest.mark.long
 def test_local_prefix_hits_and_preemption(start: Start) -> None:
     """Too few blocks for two long prompts and their answers: one is preempted, and resumes in other
     blocks."""

@@ -209,7 +209,13 @@ def test_the_axes_of_a_file_are_part_of_a_kind() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("sparse", [COVERING, HALF], ids=["covering", "hot-set-covers"])
+@pytest.mark.parametrize(
+    "sparse",
+    [
+        pytest.param(COVERING, id="covering", marks=pytest.mark.long),
+        pytest.param(HALF, id="hot-set-covers"),
+    ],
+)
 def test_an_engine_calibrates_itself_and_is_exact_where_budgets_cover(
     start: Start, sparse: dict[str, Any]
 ) -> None:

@@ -55,6 +55,7 @@ def remembering(
     raise AssertionError(f"no hot set was remembered in {MAX_TRIES} tries")
 
 
+@pytest.mark.long
 def test_a_request_starts_from_what_another_ended_with(
     start: Start,  # noqa: F811 - a fixture
     daemon: Daemon,

@@ -432,6 +432,7 @@ def test_memory_that_cannot_be_shared_stays_private(
     assert one.generate("b", prompt(1, 200), 4) == (answer, 192)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", [full_model, hybrid_model])
 @pytest.mark.parametrize("seed", range(3))

@@ -12,7 +12,10 @@ from tests.vllm.specs import HYBRIDS, full_model
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("model", [full_model, *HYBRIDS])
-@pytest.mark.parametrize("table", [True, False], ids=["table", "rpc"])
+@pytest.mark.parametrize(
+    "table",
+    [pytest.param(True, id="table"), pytest.param(False, id="rpc", marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_random_faults(
     engine: Any, server: Any, pipelined: bool, model: Any, table: bool, seed: int

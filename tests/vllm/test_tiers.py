@@ -80,7 +80,8 @@ def test_tokens_are_the_same_from_the_disk(
     assert promoted > 0 and not counter(daemon, "tier_lost_blocks_total")
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "gemma3"])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_tokens_are_the_same_from_another_node(
     daemon: Daemon, engines: Engines, tmp_path: Path, name: str
 ) -> None:
