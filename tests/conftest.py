@@ -6,6 +6,7 @@ shrink what it finds.
 """
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "daily"))
 # Workers of a run share the cores. More threads of torch would wait for each other in loops: a test
 # of two seconds took forty-five.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts what runs in its background with SIGINT ignored, which commands under test inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Hundreds of servers are started; none should compile what the one before has compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

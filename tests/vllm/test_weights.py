@@ -27,6 +27,15 @@ def start(daemon: Daemon, engines: Engines) -> Callable[[Path], EngineProcess]:
     return make
 
 
+def reload(engine: EngineProcess, model: Path) -> None:
+    """Reloads, and waits until the engine shares KV with others that have these weights: that
+    begins with its next step."""
+    engine.ask("reload", path=str(model))
+    engine.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
+    engine.ask("wait", connected=True, timeout_s=60.0)
+    engine.ask("reset")
+
+
 def test_reloaded_weights(start: Callable[[Path], EngineProcess], tmp_path: Path) -> None:
     """Without any reset of hotkv's: `reload_weights` by itself is enough."""
     old, new = (
@@ -52,12 +61,10 @@ def test_reloaded_weights(start: Callable[[Path], EngineProcess], tmp_path: Path
     fresh = start(new).ask("generate", prompts=batch, max_tokens=8)
     assert fresh["cached"] == [0, 0] and difference(fresh, of_new) < NOISE
     # Reloaded alike, another engine finds what the second has stored. And back again.
-    one.ask("reload", path=str(new))
-    one.ask("reset")
+    reload(one, new)
     alike = one.ask("generate", prompts=batch, max_tokens=8)
     assert alike["cached"] == [672, 320] and difference(alike, of_new) < NOISE
-    two.ask("reload", path=str(old))
-    two.ask("reset")
+    reload(two, old)
     back = two.ask("generate", prompts=batch, max_tokens=8)
     assert back["cached"] == [672, 320] and difference(back, of_old) < NOISE
     for engine in (one, two):
