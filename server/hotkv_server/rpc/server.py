@@ -166,7 +166,8 @@ class RpcServer:
             endpoints.socket: endpoints.socket_mode,
             endpoints.admin_socket: endpoints.admin_socket_mode,
         }
-        self._servers = [self._users(), self._admins()]
+        # In the order of their starts: where the server serves, its operators are heard.
+        self._servers = [self._admins(), self._users()]
         self.tcp_port = 0
         if endpoints.tcp_address:
             self._servers.append(self._tcp())
