@@ -179,7 +179,7 @@ def test_every_panel_has_data(prometheus: Prometheus, panel: dict[str, Any]) -> 
         found = [prometheus.values(shown(target["expr"])) for target in panel["targets"]]
         return all(found) and any(not math.isnan(value) for values in found for value in values)
 
-    wait_until(has_data)
+    wait_until(has_data, 200)
 
 
 def test_every_rule_is_evaluated_without_an_error(prometheus: Prometheus) -> None:
