@@ -169,4 +169,6 @@ def test_an_adapter_that_is_rewritten_while_an_engine_runs_is_left_out_there(thr
     fresh = ask(three.other, prompt(6), path)
     assert fresh["cached"] == [0] and difference(fresh, old) > 100 * TOLERANCE
     # Others go on.
-    assert ask(three.one, prompt(1), three.folder / "a")["cached"] == [HIT]
+    other = write_adapter(three.folder / "other", 9)
+    ask(three.other, prompt(9), other)
+    assert ask(three.one, prompt(9), other)["cached"] == [HIT]
