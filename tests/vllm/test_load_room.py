@@ -21,6 +21,13 @@ def blocks_for_one(one: Engine) -> int:
     )
 
 
+def stored(roomy: Engine, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
+    """The answers of an engine with room, which stores all that it computes."""
+    answers = {name: roomy.generate(name, tokens, 2)[0] for name, tokens in prompts.items()}
+    roomy.generate("end", prompt(1000, 3), 2)
+    return answers
+
+
 @pytest.mark.parametrize("model", HYBRIDS)
 def test_requests_that_load_together_all_end(engine: Any, server: Any, model: Any) -> None:
     settings = {"specs": model(), "max_tokens_per_step": 128}
@@ -47,13 +54,12 @@ def test_requests_that_load_together_all_end(engine: Any, server: Any, model: An
 @pytest.mark.parametrize("model", HYBRIDS)
 def test_loads_that_fit_together_go_on_together(engine: Any, server: Any, model: Any) -> None:
     one = engine(specs=model(), blocks=400, max_tokens_per_step=128)
-    for number in range(3):
-        one.generate("before", prompt(number, LONGEST), 2)
-    one.generate("end", prompt(1000, 3), 2)
+    prompts = {f"{number}": prompt(number, LONGEST) for number in range(3)}
+    stored(one, prompts)
     one.drop_local()
     server.hold = {"load"}
-    for number in range(3):
-        one.add(f"{number}", prompt(number, LONGEST), 2)
+    for name, tokens in prompts.items():
+        one.add(f"again {name}", tokens, 2)
     for _ in range(6):
         one.step()
     assert server.count("load") == 3
@@ -69,8 +75,7 @@ def test_requests_whose_loads_failed_make_room_for_each_other(
     settings = {"specs": model(), "max_tokens_per_step": 128}
     roomy = engine(blocks=400, **settings)
     prompts = {f"{number}": prompt(number, LONGEST) for number in range(3)}
-    answers = {name: roomy.generate(name, tokens, 2)[0] for name, tokens in prompts.items()}
-    roomy.generate("end", prompt(1000, 3), 2)
+    answers = stored(roomy, prompts)
     tight = engine(blocks=1 + 2 * blocks_for_one(roomy), extra={"max_load_retries": 3}, **settings)
     server.fail_loads = True
     for name, tokens in prompts.items():
@@ -89,8 +94,7 @@ def test_who_waits_for_room_is_not_passed_by_smaller_ones(
     settings = {"specs": model(), "max_tokens_per_step": 128}
     roomy = engine(blocks=400, **settings)
     prompts = {"small": prompt(1, 140), "large": prompt(2, LONGEST), "late": prompt(3, 140)}
-    answers = {name: roomy.generate(name, tokens, 2)[0] for name, tokens in prompts.items()}
-    roomy.generate("end", prompt(1000, 3), 2)
+    answers = stored(roomy, prompts)
     tight = engine(blocks=1 + blocks_for_one(roomy), **settings)
     server.hold = {"load"}
     for name, tokens in prompts.items():

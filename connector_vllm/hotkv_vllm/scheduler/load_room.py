@@ -6,13 +6,13 @@ among them, off the most blocks that the request ever holds at once
 (`SingleTypeKVCacheManager.get_num_blocks_to_allocate`, vLLM 0.32 and 0.33). So loads can fill the
 device, and then each loaded request waits for blocks that the others hold: nothing runs any more.
 
-What is always true of the requests that were admitted and have not run since, of this connector's
-loads: there is one only, or each finds room for what it needs until its prompt is through beside
-what the others hold. So whichever is first in vLLM's queue can run, and once it runs vLLM may take
-its blocks back. A request without blocks is counted by vLLM itself, and rightly.
+Always true, of the requests that this connector loads, from their admission to their first step:
+either there is only one, or the device has room for each of them to end its prompt while the others
+keep their blocks. So the first in vLLM's queue can run, and vLLM can take back the blocks of a
+request that runs. vLLM's own count is right for a request without blocks, and is used for it.
 
-Who is refused is the next to begin: nobody who came later fills the device before it. Scheduler
-thread only.
+A request that was refused begins next: requests that came later wait behind it. Scheduler thread
+only.
 """
 
 from collections.abc import Collection

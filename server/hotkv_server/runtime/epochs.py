@@ -1,8 +1,8 @@
 """Works off the book of flushes: asks stores for epochs, has them raised, flushes here, saves.
 
-Always true: a flush is the node's own. Its callers wait for it, and one that leaves changes
-nothing. One task decides (`core.epoch_book`); of each kind of work, one is under way: a question
-and a raise for each store, one flush, one write. No write holds anything else up but the disk's own
+Always true: a flush is the node's own. Callers wait until it is done, and it goes on if they leave.
+One task decides (`core.epoch_book`). At most one piece of work of each kind is under way: a
+question and a raise for each store, one flush, one write. A write holds up only the disk's own
 moves and, for a bounded time, the answers of flushes. On the event loop only; tiers answer on
 threads.
 
