@@ -50,6 +50,10 @@ def test_reloaded_weights(start: Callable[[Path], EngineProcess], tmp_path: Path
     two.ask("reset")
     two.ask("reload", path=str(new))
     of_new = two.ask("generate", prompts=batch, max_tokens=8)
+    # It may have been computed before the engine shares KV of the new weights.
+    two.ask("wait", connected=True, timeout_s=60.0)
+    two.ask("reset")
+    two.ask("generate", prompts=batch, max_tokens=8)
     settled(two)
     two.ask("reset")
     again = two.ask("generate", prompts=batch, max_tokens=8)
