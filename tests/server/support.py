@@ -17,6 +17,9 @@ FULL = GroupSpec(GroupKind.FULL_ATTENTION, 16, (PAGE_BYTES,))
 WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 16, (PAGE_BYTES,), 24)
 WIDE = GroupSpec(GroupKind.FULL_ATTENTION, 32, (PAGE_BYTES,))
 
+PATIENT = ("--tiers.lookup-wait-ms", "20000")
+"""Flags of a server whose requests wait for tiers as long as a busy machine may need."""
+
 
 class GroupsEngine:
     """One page a block and group; its worker session is connected. Close it."""

@@ -11,7 +11,7 @@ from hotkv_client import cli
 from hotkv_client.admin import AdminClient
 from hotkv_client.status_tables import show_status
 from hotkv_client.tables import show_explain
-from tests.server.support import hashes
+from tests.server.support import PATIENT, hashes
 from tests.server.test_life import wait_until
 from tests.server.test_restart import store
 from tests.server.test_tiers import CHAIN, SLOT_BYTES, Tiered
@@ -22,7 +22,7 @@ from tests.tiers.valkey_support import Server, running
 def place() -> Iterator[tuple[Tiered, Server]]:
     with runtime_folder(256 << 20) as folder, running(folder / "valkey") as valkey:
         made = Tiered(folder)
-        made.start("--tiers.valkey.address", f"unix:{valkey.path}")
+        made.start("--tiers.valkey.address", f"unix:{valkey.path}", *PATIENT)
         made.connect()
         yield made, valkey
         assert made.engine is not None and made.server is not None

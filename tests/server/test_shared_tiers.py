@@ -14,7 +14,7 @@ import pytest
 from demo.processes import runtime_folder
 from hotkv_client import BlockResult, GroupHashes, TransferStatus
 from hotkv_client.testing import PagedEngine
-from tests.server.support import hashes
+from tests.server.support import PATIENT, hashes
 from tests.server.test_life import wait_until
 from tests.server.test_restart import Place, load, store
 from tests.tiers.valkey_support import Server as Valkey
@@ -142,6 +142,7 @@ def test_what_one_node_stores_another_loads(
     nodes: tuple[SharingNode, SharingNode], valkey: Valkey, compress: str
 ) -> None:
     flags = ("--tiers.valkey.address", f"unix:{valkey.path}", "--tiers.valkey.compress", compress)
+    flags += PATIENT
     a, b = (one.start_sharing(*flags) for one in nodes)
     chain = hashes(CHAIN)
     content = a.fill(chain)
@@ -163,7 +164,7 @@ def test_what_one_node_stores_another_loads(
 def test_a_flush_on_one_node_counts_on_both(
     nodes: tuple[SharingNode, SharingNode], valkey: Valkey
 ) -> None:
-    flags = ("--tiers.valkey.address", f"127.0.0.1:{valkey.port}")
+    flags = ("--tiers.valkey.address", f"127.0.0.1:{valkey.port}", *PATIENT)
     a, b = (one.start_sharing(*flags) for one in nodes)
     kept, fetched = hashes(CHAIN), hashes(CHAIN)
     contents = [a.fill(chain) for chain in (kept, fetched)]
@@ -264,7 +265,7 @@ def test_what_one_node_stores_in_a_bucket_another_loads(
             "refresh-s": "0.2",
         }
         flags = [word for key, value in settings.items() for word in (f"--tiers.s3.{key}", value)]
-        a, b = (one.start_sharing(*flags) for one in nodes)
+        a, b = (one.start_sharing(*flags, *PATIENT) for one in nodes)
         chain = hashes(CHAIN)
         content = a.fill(chain)
         wait_until(lambda: b.finds(chain), 20)
@@ -381,7 +382,7 @@ def test_what_one_node_stores_in_a_cluster_another_loads(
 
     with running_cluster(tmp_path / "cluster") as cluster:
         flags = ("--tiers.valkey.address", cluster.address, "--tiers.valkey.cluster", "true")
-        check_sharing(*(one.start_sharing(*flags) for one in nodes))
+        check_sharing(*(one.start_sharing(*flags, *PATIENT) for one in nodes))
         assert all(one.client.dbsize() for one in cluster.nodes)
 
 

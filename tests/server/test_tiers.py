@@ -15,7 +15,7 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.status_tables import show_status
 from hotkv_client.tables import show_explain
 from hotkv_client.testing import PagedEngine
-from tests.server.support import hashes
+from tests.server.support import PATIENT, hashes
 from tests.server.test_life import wait_until
 from tests.server.test_restart import Place, load, store
 
@@ -31,7 +31,7 @@ class Tiered(Place):
 
     def start_tiered(self, *flags: str, disk: str = "64MiB") -> None:
         folder = self.folder / "disk"
-        self.start("--tiers.disk.path", str(folder), "--tiers.disk.bytes", disk, *flags)
+        self.start("--tiers.disk.path", str(folder), "--tiers.disk.bytes", disk, *PATIENT, *flags)
 
     def connect(self, on_evicted: object = None) -> PagedEngine:
         assert self.server is not None

@@ -17,7 +17,7 @@ from hotkv_client import cli
 from hotkv_client.admin import AdminClient
 from hotkv_client.warm_start import CALL_BLOCKS, _calls
 from hotkv_server.core.hottest import Warmth
-from tests.server.support import hashes
+from tests.server.support import PATIENT, hashes
 from tests.server.test_shared_tiers import CHAIN, SharingNode, node
 from tests.tiers.valkey_support import Server as Valkey
 from tests.tiers.valkey_support import running
@@ -32,7 +32,7 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
 @pytest.fixture
 def nodes(valkey: Valkey) -> Iterator[tuple[SharingNode, SharingNode]]:
     """One with an engine, and a new one without."""
-    flags = ("--tiers.valkey.address", f"unix:{valkey.path}")
+    flags = ("--tiers.valkey.address", f"unix:{valkey.path}", *PATIENT)
     with node() as a, node() as b:
         a.start_sharing(*flags)
         b.start(*flags)
