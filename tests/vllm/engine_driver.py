@@ -192,7 +192,11 @@ def stats(llm: Any) -> dict[str, Any]:
     totals = dict(side.totals.data)
     for name, value in side.stats.data.items():
         totals[name] = totals.get(name, 0) + value
-    return {"totals": totals, "connected": side.sharing.is_connected}
+    return {
+        "totals": totals,
+        "connected": side.sharing.is_connected,
+        "shares": side.sharing.may_offer and side.sharing.is_connected,
+    }
 
 
 def wait(llm: Any, connected: bool, timeout_s: float) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.test_life import wait_until
 from tests.vllm.checkpoint import write_weights
 from tests.vllm.processes import Daemon, EngineProcess, Engines
 from tests.vllm.test_end_to_end import difference, settled
@@ -27,13 +28,20 @@ def start(daemon: Daemon, engines: Engines) -> Callable[[Path], EngineProcess]:
     return make
 
 
-def reload(engine: EngineProcess, model: Path) -> None:
-    """Reloads, and waits until the engine shares KV with others that have these weights: that
-    begins with its next step."""
-    engine.ask("reload", path=str(model))
-    engine.ask("generate", prompts=[[7, 8, 9]], max_tokens=2)
-    engine.ask("wait", connected=True, timeout_s=60.0)
+def await_sharing(engine: EngineProcess) -> None:
+    """Runs steps until the engine, whose weights have changed, shares KV of those that it has."""
+
+    def shares() -> bool:
+        engine.ask("generate", prompts=[[7, 8, 9]], max_tokens=8)
+        return bool(engine.ask("stats")["shares"])
+
+    wait_until(shares)
     engine.ask("reset")
+
+
+def reload(engine: EngineProcess, model: Path) -> None:
+    engine.ask("reload", path=str(model))
+    await_sharing(engine)
 
 
 def test_reloaded_weights(start: Callable[[Path], EngineProcess], tmp_path: Path) -> None:
@@ -50,9 +58,7 @@ def test_reloaded_weights(start: Callable[[Path], EngineProcess], tmp_path: Path
     two.ask("reset")
     two.ask("reload", path=str(new))
     of_new = two.ask("generate", prompts=batch, max_tokens=8)
-    # It may have been computed before the engine shares KV of the new weights.
-    two.ask("wait", connected=True, timeout_s=60.0)
-    two.ask("reset")
+    await_sharing(two)
     two.ask("generate", prompts=batch, max_tokens=8)
     settled(two)
     two.ask("reset")
