@@ -24,6 +24,7 @@ import pytest
 from demo.processes import Server, runtime_folder
 from hotkv.errors import HotKVError, SessionLostError
 from hotkv_client import BlockRun, GroupHashes, LoadRun, TransferStatus, cli
+from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_server.http_endpoint import HttpServer
 from hotkv_server.runtime.health import CHECK_S, STALLED_S, Health
@@ -360,6 +361,9 @@ def test_draining_is_not_ready_but_alive(folder: Path) -> None:
         engine.session.store("b", "b", [BlockRun(0, hashes(2), block_ids(2))], 10)
         wait_until(lambda: server.counter("transfers_in_flight") == 1)
         server.cli("drain", "--timeout", "60")
+        with AdminClient(server.target) as admin:
+            told = admin.info()
+        assert (told["state"], told["server_state"]) == ("draining", "SERVER_STATE_DRAINING")
         assert (server.probe("readyz"), server.probe("livez")) == (
             (503, "the server drains\n"),
             (200, "ok\n"),

@@ -21,7 +21,7 @@ from hotkv.v1 import (
     sparse_pb2,
 )
 from hotkv.versions import Feature
-from hotkv_client import BlockRun, GroupHashes, _admin_wire
+from hotkv_client import BlockRun, _admin_wire
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_server.dataplane.cuda.values import Direction, Method
@@ -185,10 +185,4 @@ def test_strings_of_version_1_say_what_the_enums_say() -> None:
             assert {(b["verdict"], b["block_verdict"]) for b in explained} == {
                 ("ready", "BLOCK_VERDICT_READY")
             }
-            engine.session.acquire("l", [GroupHashes(0, blocks)], 60).result(60)
-            admin.drain(30)
-            assert (admin.info()["state"], admin.info()["server_state"]) == (
-                "draining",
-                "SERVER_STATE_DRAINING",
-            )
         engine.close()
