@@ -371,6 +371,9 @@ def test_messages_of_transfers_that_wait_are_bounded(own_server: Server) -> None
         for waiting in [f"t{n}" for n, store in enumerate(stores) if not store.done()]:
             session.cancel(waiting)
         wait_until(lambda: all(store.done() for store in stores))
+        # A cancelled store is done here before the server has let go of it.
+        with AdminClient(own_server.target) as admin:
+            wait_until(lambda: not admin.info()["counters"]["transfers_in_flight"])
         assert session.store(
             "u", "u", [BlockRun(0, blocks, block_ids(1), extra_keys=text)], 20
         ).result(60)
