@@ -301,6 +301,8 @@ def test_a_loop_that_hangs_fails_every_probe(folder: Path) -> None:
         assert server.ping("--live") == 1
         manager.read(CHECK_S)
         assert manager.read(3 * CHECK_S) == []
+        # The log says where it hangs.
+        wait_until(lambda: "faults.py\", line" in server.log.read_text())
         os.kill(server.pid, signal.SIGKILL)
     manager.close()
 

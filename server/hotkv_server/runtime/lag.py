@@ -3,9 +3,13 @@
 A call that is due every TICK_S measures: all calls have waited for as long as it comes late. If it
 is late for long, a thread looks at the loop and notes which function of hotkv it runs. Figures
 cover WINDOW_S.
+
+If the loop is HUNG_S late, the stacks of all threads are written to stderr, once: by faulthandler,
+which does not need the GIL, so they are written whatever holds the loop.
 """
 
 import asyncio
+import faulthandler
 import itertools
 import sys
 import threading
@@ -20,6 +24,9 @@ TICK_S = 0.02
 WINDOW_S = 60.0
 HELD_S = 0.02
 """The thread looks at the loop after this delay."""
+HUNG_S = 10.0
+ARM_S = 1.0
+"""How often faulthandler is told anew to wait; each time costs a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,7 @@ class LoopLag:
         self._samples: deque[float] = deque([0.0], maxlen=int(WINDOW_S / TICK_S))
         self._held: deque[tuple[float, float, str]] = deque(maxlen=64)
         self._due_s = 0.0
+        self._armed_s = 0.0
         self._seen = ""
         self._ended = threading.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -63,6 +71,7 @@ class LoopLag:
     def close(self) -> None:
         """Stops watching."""
         self._ended.set()
+        faulthandler.cancel_dump_traceback_later()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -89,6 +98,9 @@ class LoopLag:
         seen, self._seen = self._seen, ""
         if seen and lag_s >= HELD_S:
             self._held.append((now_s, lag_s, seen))
+        if now_s > self._armed_s + ARM_S and sys.stderr is not None:
+            self._armed_s = now_s
+            faulthandler.dump_traceback_later(HUNG_S)
         self._wait(loop)
 
     def _look(self) -> None:
