@@ -302,7 +302,7 @@ def test_a_loop_that_hangs_fails_every_probe(folder: Path) -> None:
         manager.read(CHECK_S)
         assert manager.read(3 * CHECK_S) == []
         # The log says where it hangs.
-        wait_until(lambda: "faults.py\", line" in server.log.read_text())
+        wait_until(lambda: 'faults.py", line' in server.log.read_text())
         os.kill(server.pid, signal.SIGKILL)
     manager.close()
 
