@@ -409,6 +409,5 @@ def test_sessions_may_end_while_selections_run(sparse_engine: Make, server: Serv
         for thread in threads:
             thread.join(60)
     assert len(outcomes) == 12
-    with AdminClient(server.target) as admin:
-        counters = admin.info()["counters"]
-        assert (counters["sparse_selects_in_flight"], counters["transfers_in_flight"]) == (0, 0)
+    wait_until(lambda: server.counter("sparse_selects_in_flight") == 0)
+    wait_until(lambda: server.counter("transfers_in_flight") == 0)
