@@ -71,7 +71,7 @@ def deaf(target: str) -> None:
 
     while True:
         with grpc.insecure_channel(target, channels.OPTIONS) as channel:
-            call = _wire.connect(channel, requests())
+            call = _wire.connect(_wire.Stub(channel), requests())
             while call.is_active():
                 time.sleep(0.1)
 

@@ -44,16 +44,23 @@ HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 SERVING = b"\x08\x01"
 
 
+class Stubs:
+    """Stubs of a channel, to be made while it is open: gRPC crashes the process that makes one of a
+    closed channel."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.admin: Any = admin_pb2_grpc.AdminServiceStub(channel)
+        self.events: Any = events_pb2_grpc.EventServiceStub(channel)
+
+
 def call(
-    channel: grpc.Channel, name: str, timeout_s: float, metadata: Metadata, **fields: Any
+    stubs: Stubs, name: str, timeout_s: float, metadata: Metadata, **fields: Any
 ) -> dict[str, Any]:
     """One admin call; the answer as plain values, bytes as hexadecimal. Raises HotKVError."""
     method, request = CALLS[name]
     try:
         return plain(
-            getattr(admin_pb2_grpc.AdminServiceStub(channel), method)(
-                request(**fields), timeout=timeout_s, metadata=metadata
-            )
+            getattr(stubs.admin, method)(request(**fields), timeout=timeout_s, metadata=metadata)
         )
     except grpc.RpcError as error:
         raise as_error(error) from error
@@ -89,14 +96,12 @@ def _read_stream(call: Any, seconds: float) -> Iterator[Any]:
 
 
 def watch_requests(
-    channel: grpc.Channel, key_space_id: int, seconds: float, metadata: Metadata
+    stubs: Stubs, key_space_id: int, seconds: float, metadata: Metadata
 ) -> Iterator[tuple[list[WatchedRequest], int]]:
     """Reported requests as they come, and how many were missed after them; first an empty answer.
     `seconds` 0 for ever."""
     request = admin_pb2.WatchRequestsRequest(key_space_id=key_space_id)
-    stream = admin_pb2_grpc.AdminServiceStub(channel).WatchRequests(
-        request, timeout=seconds or None, metadata=metadata
-    )
+    stream = stubs.admin.WatchRequests(request, timeout=seconds or None, metadata=metadata)
     for response in _read_stream(stream, seconds):
         requests = [
             WatchedRequest(
@@ -113,14 +118,12 @@ def watch_requests(
 
 
 def subscribe(
-    channel: grpc.Channel, key_space_id: int, seconds: float, tiers: bool, metadata: Metadata
+    stubs: Stubs, key_space_id: int, seconds: float, tiers: bool, metadata: Metadata
 ) -> Iterator[tuple[list[dict[str, Any]], int]]:
     """Events as they come, as plain values, and how many were missed after them; first an empty
     answer. `seconds` 0 for ever. `tiers`: also of blocks in tiers."""
     request = events_pb2.SubscribeRequest(key_space_id=key_space_id, tiers=tiers)
-    stream = events_pb2_grpc.EventServiceStub(channel).Subscribe(
-        request, timeout=seconds or None, metadata=metadata
-    )
+    stream = stubs.events.Subscribe(request, timeout=seconds or None, metadata=metadata)
     for response in _read_stream(stream, seconds):
         yield [_plain_event(event) for event in response.events], response.lost_event_count
 

@@ -13,6 +13,8 @@ from hotkv_client._answers import as_error
 from hotkv_client._wire import whole_ms
 from hotkv_client.channels import Metadata
 
+Stub = hints_pb2_grpc.HintServiceStub
+"""Of a channel that is open."""
 KINDS = {
     ActionType.RETAIN: hints_pb2.HINT_ACTION_TYPE_RETAIN,
     ActionType.PIN: hints_pb2.HINT_ACTION_TYPE_PIN,
@@ -52,7 +54,7 @@ def request_hints(hints: Hints) -> hints_pb2.RequestHints | None:
 
 
 def send(
-    channel: grpc.Channel,
+    stub: Stub,
     tenant: str,
     envelope: Mapping[str, Any],
     key_space_id: int,
@@ -70,16 +72,14 @@ def send(
         hashes=b"".join(hashes),
     )
     try:
-        answer = hints_pb2_grpc.HintServiceStub(channel).SendHints(
-            request, timeout=timeout_s, metadata=metadata
-        )
+        answer = stub.SendHints(request, timeout=timeout_s, metadata=metadata)
     except grpc.RpcError as error:
         raise as_error(error) from error
     return hint_outcomes(plain(answer)["outcomes"])
 
 
 def poll(
-    channel: grpc.Channel,
+    stub: Stub,
     tenant: str,
     message_id: str,
     cursor: int,
@@ -93,9 +93,7 @@ def poll(
         tenant=tenant, ticket=ticket, message_id=message_id, cursor=cursor, page_size=page_size
     )
     try:
-        answer = hints_pb2_grpc.HintServiceStub(channel).GetHintOutcomes(
-            request, timeout=timeout_s, metadata=metadata
-        )
+        answer = stub.GetHintOutcomes(request, timeout=timeout_s, metadata=metadata)
     except grpc.RpcError as error:
         raise as_error(error) from error
     return hint_outcomes(plain(answer)["outcomes"]), int(answer.next_cursor)

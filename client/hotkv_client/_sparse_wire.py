@@ -4,7 +4,6 @@ see protobuf."""
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import grpc
 import numpy as np
 
 from hotkv.counters import SPARSE_COUNTERS
@@ -15,6 +14,8 @@ from hotkv_client._wire import Request, pack
 from hotkv_client.types import Float32s, Int32s, LayerHotSet, SelectConfig, SelectedBlocks
 
 SelectRequest = sparse_pb2.SelectBlocksRequest
+Stub = sparse_pb2_grpc.SparseServiceStub
+"""Of a channel that is open."""
 
 
 def _int32s(values: Int32s) -> bytes:
@@ -190,6 +191,6 @@ def selected(response: sparse_pb2.SelectBlocksResponse) -> SelectedBlocks:
     )
 
 
-def select_blocks(channel: grpc.Channel, requests: Iterator[SelectRequest]) -> Any:
+def select_blocks(stub: Stub, requests: Iterator[SelectRequest]) -> Any:
     """Opens a stream of selections; iterate over it for responses."""
-    return sparse_pb2_grpc.SparseServiceStub(channel).SelectBlocks(requests)
+    return stub.SelectBlocks(requests)

@@ -11,16 +11,17 @@ from hotkv_client._admin_wire import plain
 from hotkv_client._answers import as_error
 from hotkv_client.channels import Metadata
 
+Stub = warm_pb2_grpc.WarmStartServiceStub
+"""Of a channel that is open."""
 NamedGroups = Sequence[tuple[int, bytes]]
 """Group index and packed hashes."""
 
 
 def export(
-    channel: grpc.Channel, key_space_id: int, byte_count: int, timeout_s: float, metadata: Metadata
+    stub: Stub, key_space_id: int, byte_count: int, timeout_s: float, metadata: Metadata
 ) -> Iterator[dict[str, Any] | list[tuple[int, bytes]]]:
     """The key space, as JSON has it, then parts of its hottest blocks. Raises HotKVError."""
     request = warm_pb2.ExportBlocksRequest(key_space_id=key_space_id, byte_count=byte_count)
-    stub = warm_pb2_grpc.WarmStartServiceStub(channel)
     try:
         for part in stub.ExportBlocks(request, timeout=timeout_s, metadata=metadata):
             if part.HasField("key_space"):
@@ -32,7 +33,7 @@ def export(
 
 
 def prefetch(
-    channel: grpc.Channel,
+    stub: Stub,
     key_space: dict[str, Any] | int,
     groups: NamedGroups,
     prompts: Sequence[tuple[bytes, bytes]],
@@ -54,7 +55,6 @@ def prefetch(
             request.key_space.CopyFrom(json_format.ParseDict(key_space, layout_pb2.KeySpace()))
         except json_format.ParseError as error:
             raise ValueError(f"key_space: {error}") from error
-    stub = warm_pb2_grpc.WarmStartServiceStub(channel)
     try:
         answer = stub.PrefetchBlocks(request, timeout=wait_s + timeout_s, metadata=metadata)
     except grpc.RpcError as error:

@@ -7,7 +7,6 @@ only modules of the client that see protobuf.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import grpc
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,6 +28,8 @@ from hotkv_client.types import (
 )
 
 Request = session_pb2.ConnectRequest
+Stub = session_pb2_grpc.SessionServiceStub
+"""Of a channel that is open."""
 
 
 def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
@@ -370,12 +371,12 @@ def flush() -> Request:
 
 
 def connect(
-    channel: grpc.Channel,
+    stub: Stub,
     requests: Iterator[Request],
     metadata: Sequence[tuple[str, str | bytes]] = (),
 ) -> Any:
     """Opens the session stream; iterate over it for responses."""
-    return session_pb2_grpc.SessionServiceStub(channel).Connect(requests, metadata=tuple(metadata))
+    return stub.Connect(requests, metadata=tuple(metadata))
 
 
 def link_request(session_id: str, handle_ids: Sequence[str]) -> bytes:

@@ -40,6 +40,8 @@ class AdminClient:
         self._credentials = credentials
         self._metadata = channels.metadata(target, credentials)
         self._channel = channels.open_channel(channels.admin_target(target), credentials)
+        self._stubs = _admin_wire.Stubs(self._channel)
+        self._warm_start = _warm_wire.Stub(self._channel)
         self._timeout_s = timeout_s
 
     def __enter__(self) -> "AdminClient":
@@ -112,14 +114,14 @@ class AdminClient:
         """Requests that engines report, as they come, and how many were missed after them. The
         first answer is empty: from there on all is seen. Ends after `seconds`; 0 for never.
         """
-        return _admin_wire.watch_requests(self._channel, key_space_id, seconds, self._metadata)
+        return _admin_wire.watch_requests(self._stubs, key_space_id, seconds, self._metadata)
 
     def events(
         self, key_space_id: int = 0, seconds: float = 0, *, tiers: bool = False
     ) -> Iterator[tuple[list[dict[str, Any]], int]]:
         """Events as they come, and how many were missed after them. First answer and end as for
         `watch_requests`. `tiers`: also of blocks in tiers; else of host memory only."""
-        return _admin_wire.subscribe(self._channel, key_space_id, seconds, tiers, self._metadata)
+        return _admin_wire.subscribe(self._stubs, key_space_id, seconds, tiers, self._metadata)
 
     def drain(self, timeout_s: float = 0) -> dict[str, Any]:
         """Begins to drain; the server stops when all has ended or the time is up."""
@@ -140,7 +142,7 @@ class AdminClient:
         """The key space as JSON has it, then the hottest blocks that take so many bytes (0: all),
         in parts: group index and packed hashes."""
         return _warm_wire.export(
-            self._channel, key_space_id, byte_count, EXPORT_TIMEOUT_S, self._metadata
+            self._warm_start, key_space_id, byte_count, EXPORT_TIMEOUT_S, self._metadata
         )
 
     def prefetch_blocks(
@@ -153,7 +155,7 @@ class AdminClient:
         """Brings blocks in from lower tiers, and says where they lie now. `key_space`: as
         `export_blocks` gave it, or a number. `prompts`: packed hashes or packed token ids."""
         return _warm_wire.prefetch(
-            self._channel, key_space, groups, prompts, wait_s, self._timeout_s, self._signed()
+            self._warm_start, key_space, groups, prompts, wait_s, self._timeout_s, self._signed()
         )
 
     def explain_session(self, session_id: str, tenant: str = "") -> list[dict[str, Any]]:
@@ -197,7 +199,7 @@ class AdminClient:
 
     def _call(self, name: str, **fields: Any) -> dict[str, Any]:
         metadata = self._signed() if name in CHANGING else self._metadata
-        return _admin_wire.call(self._channel, name, self._timeout_s, metadata, **fields)
+        return _admin_wire.call(self._stubs, name, self._timeout_s, metadata, **fields)
 
     def _signed(self) -> channels.Metadata:
         """Metadata that also say who calls, for the server's audit log. Without them if the server

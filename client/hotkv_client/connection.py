@@ -22,7 +22,7 @@ from hotkv.layout import FENCE_HANDLE
 from hotkv.limits import MAX_MESSAGE_BYTES
 from hotkv.order import OrderKind
 from hotkv.table import BlockTable
-from hotkv_client import _answers, _wire, channels
+from hotkv_client import _answers, _sparse_wire, _wire, channels
 from hotkv_client.fence import Fence, SharedFence
 from hotkv_client.link import Link, descriptor_socket
 from hotkv_client.types import (
@@ -74,6 +74,9 @@ class Connection:
         self._fence = fence
         self._metadata = channels.metadata(config.target, config.credentials)
         self.channel = channels.open_channel(config.target, config.credentials)
+        # Made while the channel is open: gRPC crashes a process that makes a stub of a closed one.
+        self._stub = _wire.Stub(self.channel)
+        self.selecting = _sparse_wire.Stub(self.channel)
         self.outbox: queue.SimpleQueue[_wire.Request | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending: dict[int, Pending] = {}
@@ -99,7 +102,7 @@ class Connection:
         """Opens the session, links, and registers memory. Raises HotKVError, OSError, or
         grpc.RpcError; the latter also when it takes longer than `connect_timeout_s`."""
         self.outbox.put(_wire.open_session(self._config, ticket))
-        self.call = _wire.connect(self.channel, iter(self.outbox.get, None), self._metadata)
+        self.call = _wire.connect(self._stub, iter(self.outbox.get, None), self._metadata)
         watchdog = threading.Timer(self._config.connect_timeout_s, self.call.cancel)
         watchdog.daemon = True
         watchdog.start()

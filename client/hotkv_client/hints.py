@@ -26,6 +26,7 @@ class HintClient:
         self._timeout_s = timeout_s
         self._metadata = channels.metadata(target, credentials)
         self._channel = channels.open_channel(target, credentials)
+        self._stub = _hint_wire.Stub(self._channel)
 
     def __enter__(self) -> "HintClient":
         return self
@@ -47,7 +48,7 @@ class HintClient:
         `key_space_id`.
         """
         return _hint_wire.send(
-            self._channel,
+            self._stub,
             self._tenant,
             envelope,
             key_space_id,
@@ -63,7 +64,7 @@ class HintClient:
         """Outcomes of a message, or of all, that have changed since a cursor; and the next
         cursor."""
         return _hint_wire.poll(
-            self._channel,
+            self._stub,
             self._tenant,
             message_id,
             cursor,

@@ -15,12 +15,14 @@ from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv_client import _answers, _sparse_wire
 from hotkv_client.types import Float32s, SelectedBlocks
 
+CLOSED = "the session was closed during a selection"
+
 
 class Selects:
     """See the module. One thread; use in a `with` block or close it."""
 
-    def __init__(self, channel: grpc.Channel, session_id: str) -> None:
-        self._channel = channel
+    def __init__(self, stub: _sparse_wire.Stub, session_id: str) -> None:
+        self._stub = stub
         self._session_id = session_id
         self._outbox: queue.SimpleQueue[_sparse_wire.SelectRequest | None] = queue.SimpleQueue()
         self._call: Any = None
@@ -47,7 +49,7 @@ class Selects:
         shard_index: int = 0,
     ) -> SelectedBlocks:
         """Selects the blocks that a layer of a sequence should attend to. Waits for the answer.
-        Raises HotKVError.
+        Raises HotKVError, SessionLostError if the session is closed meanwhile.
 
         `query_QD` float32 [query heads of the shard, head size] after positional encoding.
         `always_log_mass_Q` float32: log mass of what is always kept; None to have it estimated from
@@ -64,12 +66,16 @@ class Selects:
                 shard_index,
             )
         )
-        if self._call is None:
-            self._call = _sparse_wire.select_blocks(self._channel, iter(self._outbox.get, None))
         try:
+            if self._call is None:
+                self._call = _sparse_wire.select_blocks(self._stub, iter(self._outbox.get, None))
             response = next(self._call, None)
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.CANCELLED:
+                raise SessionLostError(CLOSED) from error
             raise _answers.as_error(error) from error
+        except ValueError as error:  # gRPC's word for a channel that is closed.
+            raise SessionLostError(CLOSED) from error
         if response is None:
             raise SessionLostError("the server ended the stream of selections")
         try:

@@ -230,7 +230,7 @@ class Session(Calls):
         connection."""
         if (connection := self._connection) is None:
             raise self._no_server()
-        return Selects(connection.channel, connection.session_id)
+        return Selects(connection.selecting, connection.session_id)
 
     def _call(
         self,

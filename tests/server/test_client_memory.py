@@ -243,7 +243,7 @@ def deaf_readers(server: Server, held: contextlib.ExitStack) -> None:
                 yield request
             ended.wait()
 
-        held.callback(_wire.connect(channel, requests()).cancel)
+        held.callback(_wire.connect(_wire.Stub(channel), requests()).cancel)
         held.callback(ended.set)
 
 

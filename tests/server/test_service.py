@@ -21,7 +21,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from demo.processes import Server
 from hotkv.keys import KeySpace
 from hotkv_client import BlockRun, cli
+from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
+from hotkv_client.hints import HintClient
 from hotkv_client.testing import PagedEngine
 
 Make = Callable[..., PagedEngine]
@@ -215,3 +217,12 @@ def test_only_whole_copies_of_unused_libraries_are_given_back() -> None:
     assert view[0] and not has_own_pages(address, address + mmap.PAGESIZE)
     pages[0] = 1
     assert has_own_pages(address, address + mmap.PAGESIZE)
+
+
+def test_a_client_that_is_closed_says_so(server: Server) -> None:
+    """gRPC would end the process."""
+    with AdminClient(server.target) as admin, HintClient(server.target) as hints:
+        pass
+    for use in (admin.info, lambda: next(admin.events()), hints.outcomes):
+        with pytest.raises(ValueError, match="closed"):
+            use()

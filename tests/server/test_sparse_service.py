@@ -13,7 +13,7 @@ import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv.counters import SPARSE_COUNTERS
-from hotkv.errors import HotKVError, Reason
+from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.v1 import sparse_pb2
 from hotkv_client import LayerHotSet, LoadRun, Session, TransferStatus
 from hotkv_client.admin import AdminClient
@@ -379,6 +379,14 @@ def test_representations_that_changed_over_a_restart_are_never_scored(place: Pla
         engine.close()
 
 
+def test_a_selection_of_a_closed_session_is_refused(sparse_engine: Make) -> None:
+    session = sparse_engine().session
+    with session.selects() as stream:
+        session.close()
+        with pytest.raises(SessionLostError):
+            stream.select("s", LAYERS[0], queries(1)[0], BLOCK_TOKENS, LOG_MASS)
+
+
 def test_sessions_may_end_while_selections_run(sparse_engine: Make, server: Server) -> None:
     blocks = hashes(100)
     sparse_engine().store(blocks)
@@ -409,5 +417,6 @@ def test_sessions_may_end_while_selections_run(sparse_engine: Make, server: Serv
         for thread in threads:
             thread.join(60)
     assert len(outcomes) == 12
+    assert set(outcomes) <= {None, Reason.UNKNOWN_SESSION}
     wait_until(lambda: server.counter("sparse_selects_in_flight") == 0)
     wait_until(lambda: server.counter("transfers_in_flight") == 0)

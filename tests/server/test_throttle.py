@@ -88,7 +88,7 @@ def test_who_does_not_read_is_asked_for_nothing_more_and_closed(
             yield request
 
     with grpc.insecure_channel(own_server.target, channels.OPTIONS) as channel:
-        call = _wire.connect(channel, requests())
+        call = _wire.connect(_wire.Stub(channel), requests())
         # The answers that were sent come first, then the status.
         with pytest.raises(grpc.RpcError) as refused:
             until_s = time.monotonic() + 60
@@ -126,7 +126,7 @@ def test_few_large_answers_that_nobody_reads_are_not_kept_for_ever(
     with grpc.insecure_channel(
         own_server.target, [*channels.OPTIONS, ("grpc.http2.bdp_probe", 0)]
     ) as channel:
-        call = _wire.connect(channel, requests())
+        call = _wire.connect(_wire.Stub(channel), requests())
         try:
             wait_until(lambda: "does not read what it is sent" in own_server.log.read_text(), 60)
         finally:

@@ -174,7 +174,7 @@ def test_who_has_no_use_for_notices_gets_none(
     ping.request_id = 7
     with grpc.insecure_channel(own_server.target) as channel:
         outbox.put(_wire.open_session(config))
-        call = _wire.connect(channel, iter(outbox.get, None))
+        call = _wire.connect(_wire.Stub(channel), iter(outbox.get, None))
         assert next(call).WhichOneof("body") == "session_opened"
         for i in range(40):  # 20 MiB into 16 MiB
             store(one, hashes(64), np.arange(64, dtype=np.int32), f"push-{i}")
