@@ -399,6 +399,8 @@ class Reset(Play):
             return
         one = world.dice.choice(world.engines)
         world.run(one)
+        if ours(one)._scheduler.cache is None:
+            world.end(one)  # It shares from its first step on.
         if world.dice.random() < 0.5:
             is_empty = one.scheduler.reset_prefix_cache(reset_connector=True)
             assert is_empty or not world.server.is_well
