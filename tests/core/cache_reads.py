@@ -5,6 +5,7 @@ import numpy as np
 from hypothesis.stateful import precondition, rule
 
 from hotkv.errors import Reason
+from hotkv_server.core.pin_budget import most_pinned
 from hotkv_server.core.values import HashList, LoadPositions
 from tests.core.cache_machine import (
     LEASE_IDS,
@@ -79,6 +80,9 @@ class ReadRules(CacheWorld):
             int(self.core.config.unadmitted_share * NUM_SLABS * SLAB)
             - self.model.unadmitted_bytes()
         )
+        if (resident := self.taken_bytes()) > 0:
+            held = self.core.retention_pins.held_bytes + self.model.unadmitted_bytes()
+            budget = min(budget, most_pinned(NUM_SLABS * SLAB) - resident - held)
         total = 0
         for (group, numbers), mask in zip(asked, masks, strict=True):
             over = False
