@@ -134,5 +134,5 @@ def test_a_feature_that_never_shows_fails_a_world(world: World) -> None:
         world.ask(one, prompt(1, 100))
         world.run(one)
         world.end(one)
-    with pytest.raises(AssertionError, match="has not shown itself: .*restart"):
+    with pytest.raises(AssertionError, match=r"has not shown itself: .*restart"):
         world.check()
