@@ -30,16 +30,6 @@ CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
 }
 
 
-WORDS_OF = {
-    "session_role": "role",
-    "device_order_kind": "device_order",
-    "block_state": "state",
-    "block_verdict": "verdict",
-    "copy_direction": "direction",
-    "copy_method": "method",
-}
-"""Enums, each with the string in which it is shown. Servers of version 1 send the string alone;
-later ones may leave it out."""
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 SERVING = b"\x08\x01"
 
@@ -133,7 +123,7 @@ def _plain_event(event: events_pb2.Event) -> dict[str, Any]:
     fields = plain(getattr(event, kind))
     if "medium" in fields:
         # Servers that know no tiers name no medium.
-        fields["medium"] = fields["medium"].removeprefix("MEDIUM_").replace("UNSPECIFIED", "CPU")
+        fields["medium"] = str(fields["medium"]).upper() or "CPU"
     if kind == "stored":
         fields["token_ids"] = np.frombuffer(event.stored.token_ids, "<i4").tolist()
         fields["extra_keys"] = [
@@ -153,28 +143,14 @@ def _plain_key(key: cache_pb2.ExtraKey) -> str | list[str | int]:
     return key.digest.hex() if key.WhichOneof("key") == "digest" else key.text
 
 
-STATUS_PREFIX = "HINT_STATUS_"
-
-
-def hint_outcomes(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Outcomes of hints with the status as a word: `accepted` for HINT_STATUS_ACCEPTED."""
-    return [
-        {**row, "status": str(row["status"]).removeprefix(STATUS_PREFIX).lower()} for row in rows
-    ]
-
-
 def plain(message: Message) -> dict[str, Any]:
-    """A message as nested dicts and lists, with every field."""
+    """A message as nested dicts and lists, with every field; enums as words."""
 
     def value(field: Any, item: Any) -> Any:
         if field.message_type is not None:
             return plain(item)
         if field.enum_type is not None:
-            return (
-                field.enum_type.values_by_number[item].name
-                if item in field.enum_type.values_by_number
-                else item
-            )
+            return enum_word(field.enum_type, item)
         return item.hex() if isinstance(item, bytes) else item
 
     result: dict[str, Any] = {}
@@ -184,13 +160,14 @@ def plain(message: Message) -> dict[str, Any]:
         result[field.name] = (
             [value(field, element) for element in item] if many else value(field, item)
         )
-        if field.name in WORDS_OF and item and not getattr(message, WORDS_OF[field.name]):
-            result[WORDS_OF[field.name]] = enum_word(result[field.name], field.name)
     return result
 
 
-def enum_word(name: str, field: str) -> str:
-    """A value's name as servers of version 1 wrote it: "never stored" for
-    BLOCK_VERDICT_NEVER_STORED."""
-    prefix = field.removesuffix("_kind").upper() + "_"
-    return name.removeprefix(prefix).removeprefix("KIND_").lower().replace("_", " ")
+def enum_word(kind: Any, number: int) -> str | int:
+    """An enum's value as people read it: "never stored" for BLOCK_VERDICT_NEVER_STORED, empty for
+    one that is unspecified, and the number of one that this client does not know."""
+    if number not in kind.values_by_number:
+        return number
+    prefix = kind.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    word: str = kind.values_by_number[number].name.removeprefix(prefix)
+    return word.removesuffix("UNSPECIFIED").lower().replace("_", " ")

@@ -30,8 +30,8 @@ from hotkv_client.types import (
     TransferStatus,
 )
 
-STATUS_KEY, DETAIL_KEY = "grpc-status-details-bin", "hotkv-error-bin"
-"""Trailers of a failed call: a google.rpc.Status, and what servers of version 1 send instead."""
+STATUS_KEY = "grpc-status-details-bin"
+"""Trailer of a failed call: a google.rpc.Status."""
 ERROR_INFO_URL = "type.googleapis.com/google.rpc.ErrorInfo"
 
 ANSWERED_AS = {"register_memory": "memory_registered", "ping": "pong", "flush": "flushed"}
@@ -65,7 +65,7 @@ def _refusal(reason: Reason | None, message: str, retryable: bool) -> HotKVError
 class Opened:
     """A session as the server opened it.
 
-    `salts`: of the block table, by group index; empty if the server leaves them to the client."""
+    `salts`: of the block table, by group index."""
 
     session_id: str
     protocol_version: int
@@ -93,7 +93,7 @@ def opened(response: Response | None) -> Opened:
         message.epoch,
         message.has_descriptor_socket,
         message.wants_token_ids,
-        tuple(map(unsigned_salt, message.salts)) if Feature.TABLE_SALTS in features else (),
+        tuple(map(unsigned_salt, message.salts)),
         Feature.RESIDENCY in features,
         Feature.TIERS in features,
     )
@@ -245,6 +245,4 @@ def _said_in(trailers: Mapping[str, Any]) -> HotKVError | None:
                 if info.domain == "hotkv":
                     retryable = info.metadata.get("retryable") == "true"
                     return _refusal(Reason.__members__.get(info.reason), status.message, retryable)
-    if DETAIL_KEY in trailers:
-        return refusal(errors_pb2.ErrorDetail.FromString(trailers[DETAIL_KEY]))
     return None

@@ -8,7 +8,7 @@ import grpc
 
 from hotkv.hints import ActionType, Hints
 from hotkv.v1 import hints_pb2, hints_pb2_grpc
-from hotkv_client._admin_wire import hint_outcomes, plain
+from hotkv_client._admin_wire import plain
 from hotkv_client._answers import as_error
 from hotkv_client._wire import whole_ms
 from hotkv_client.channels import Metadata
@@ -75,7 +75,8 @@ def send(
         answer = stub.SendHints(request, timeout=timeout_s, metadata=metadata)
     except grpc.RpcError as error:
         raise as_error(error) from error
-    return hint_outcomes(plain(answer)["outcomes"])
+    outcomes: list[dict[str, Any]] = plain(answer)["outcomes"]
+    return outcomes
 
 
 def poll(
@@ -96,4 +97,4 @@ def poll(
         answer = stub.GetHintOutcomes(request, timeout=timeout_s, metadata=metadata)
     except grpc.RpcError as error:
         raise as_error(error) from error
-    return hint_outcomes(plain(answer)["outcomes"]), int(answer.next_cursor)
+    return plain(answer)["outcomes"], int(answer.next_cursor)

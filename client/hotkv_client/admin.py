@@ -17,10 +17,10 @@ CHANGING = frozenset(("evict", "flush", "drain"))
 TICKET_KEY = "hotkv-ticket-bin"
 
 
-def miss_word(name: str | int) -> str:
-    """A reason as it is shown: `never_stored` of MISS_REASON_NEVER_STORED; a number for one that
-    this client does not know."""
-    return str(name).removeprefix("MISS_REASON_").replace("UNSPECIFIED", "unknown").lower()
+def miss_word(word: str | int) -> str:
+    """A reason as it is shown: `never_stored` for "never stored"; a number for one that this client
+    does not know."""
+    return str(word).replace(" ", "_") or "unknown"
 
 
 class AdminClient:
@@ -162,15 +162,12 @@ class AdminClient:
         """Where each block of the sessions of this name lies, and what was asked for them: one
         answer a tenant."""
         answer = self._call("explain_session", session_id=session_id, tenant=tenant)
-        return [
-            {**one, "outcomes": _admin_wire.hint_outcomes(one["outcomes"])}
-            for one in answer["sessions"]
-        ]
+        sessions: list[dict[str, Any]] = answer["sessions"]
+        return sessions
 
     def hints(self, message_id: str = "", page_size: int = 0) -> dict[str, Any]:
         """The latest `outcomes` of routers' hints, of all tenants, and what `tenants` have."""
-        answer = self._call("hints", message_id=message_id, page_size=page_size)
-        return {**answer, "outcomes": _admin_wire.hint_outcomes(answer["outcomes"])}
+        return self._call("hints", message_id=message_id, page_size=page_size)
 
     def residencies(self, page_size: int = 0) -> dict[str, Any]:
         """Residencies, those with the most room first, the engines that wait for room, and

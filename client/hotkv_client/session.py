@@ -38,12 +38,6 @@ class Session(Calls):
         super().__init__(config.key_space.hash_bytes)
         self.config = config
         self._life = SessionLife(config, memory)
-        groups = range(len(config.key_space.groups))
-        # For servers of version 1, which leave them to the client.
-        self._salts = (
-            *map(config.key_space.group_salt, groups),
-            *map(config.key_space.representation_salt, config.representations),
-        )
 
     def __repr__(self) -> str:
         connection = self._connection
@@ -130,8 +124,8 @@ class Session(Calls):
                 Reason.INVALID_HASH,
                 f"hashes do not all have the {self._hash_bytes} bytes of this key space",
             )
-        salts = connection.opened.salts or self._salts
-        return connection.table.ready(packed, self._hash_bytes, salts[group_index])
+        salt = connection.opened.salts[group_index]
+        return connection.table.ready(packed, self._hash_bytes, salt)
 
     def arena(self) -> Arena | None:
         """Returns the server's arena, which is mapped at the first call and stays the same for the

@@ -10,20 +10,16 @@ from collections.abc import Iterable
 from typing import Final
 
 OLDEST_VERSION: Final = 1
-NEWEST_VERSION: Final = 2
-"""1: one version for all, states and roles as strings. 2: a range of versions, features, enums,
-refusals that name the field and say whether a retry helps."""
+NEWEST_VERSION: Final = 1
 
 
 class Feature(enum.IntEnum):
     """What a session does only if both sides know it; the numbers are those of
     `hotkv.v1.Feature`."""
 
-    TABLE_SALTS = 1
-    """The server gives the salts of the block table."""
-    RESIDENCY = 2
+    RESIDENCY = 1
     """The server reserves and pins a request's blocks, and has words behind its arena."""
-    TIERS = 3
+    TIERS = 2
     """The server has tiers below host memory: a lookup also finds what the block table has not."""
 
 

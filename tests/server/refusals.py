@@ -10,12 +10,7 @@ import pytest
 
 from demo.processes import Server
 from hotkv.errors import HotKVError
-from hotkv.v1 import (
-    errors_pb2,
-)
-from hotkv_client import (
-    BlockRun,
-)
+from hotkv_client import BlockRun, _answers
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 
@@ -42,10 +37,7 @@ def state(server: Server) -> dict[str, Any]:
 
 
 def reason_of(error: grpc.RpcError) -> int:
-    for key, value in error.trailing_metadata() or ():
-        if key == "hotkv-error-bin":
-            return int(errors_pb2.ErrorDetail.FromString(value).reason)
-    raise AssertionError(f"no reason came with {error!r}")
+    return int(_answers.as_error(error).reason)
 
 
 def refused(future: Any) -> HotKVError:

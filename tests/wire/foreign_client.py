@@ -167,15 +167,13 @@ def opening(proof: bytes) -> session_pb2.OpenSession:
         groups=[group],
     )
     return session_pb2.OpenSession(
-        protocol_version=2,
-        newest_protocol_version=2,
+        protocol_version=1,
         engine_id="foreign",
         role=session_pb2.SESSION_ROLE_TOOL,
         key_space=space,
         client_name="foreign 1",
         ticket=proof,
         without_eviction_notices=True,
-        features=[session_pb2.FEATURE_TABLE_SALTS],
     )
 
 

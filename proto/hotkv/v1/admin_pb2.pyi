@@ -237,9 +237,7 @@ class GetInfoResponse(google.protobuf.message.Message):
     uptime_s: builtins.float
     """Seconds since start."""
     state: builtins.str
-    """`server_state` in words, with what keeps the server from serving, or how far the arena is
-    filled.
-    """
+    """What keeps the server from serving, that it drains, or how far the arena is filled."""
     loop_held_by: builtins.str
     """The function in which the event loop was when it was latest in the last minute, as module:name;
     empty if it was never late for long.
@@ -388,31 +386,23 @@ class DeviceCopies(google.protobuf.message.Message):
     METHOD_FIELD_NUMBER: builtins.int
     BYTE_COUNT_FIELD_NUMBER: builtins.int
     PIECE_COUNT_FIELD_NUMBER: builtins.int
-    COPY_DIRECTION_FIELD_NUMBER: builtins.int
-    COPY_METHOD_FIELD_NUMBER: builtins.int
-    direction: builtins.str
-    """`load` or `store`: `copy_direction` for clients of version 1."""
-    method: builtins.str
-    """`memcpy`, `batch`, `kernel`, `staged` or `pageable`: `copy_method` for clients of version 1."""
+    direction: Global___CopyDirection.ValueType
+    """Where they went."""
+    method: Global___CopyMethod.ValueType
+    """How they were made."""
     byte_count: builtins.int
     """Bytes."""
     piece_count: builtins.int
     """Pieces."""
-    copy_direction: Global___CopyDirection.ValueType
-    """Where they went."""
-    copy_method: Global___CopyMethod.ValueType
-    """How they were made."""
     def __init__(
         self,
         *,
-        direction: builtins.str = ...,
-        method: builtins.str = ...,
+        direction: Global___CopyDirection.ValueType = ...,
+        method: Global___CopyMethod.ValueType = ...,
         byte_count: builtins.int = ...,
         piece_count: builtins.int = ...,
-        copy_direction: Global___CopyDirection.ValueType = ...,
-        copy_method: Global___CopyMethod.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["byte_count", b"byte_count", "copy_direction", b"copy_direction", "copy_method", b"copy_method", "direction", b"direction", "method", b"method", "piece_count", b"piece_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["byte_count", b"byte_count", "direction", b"direction", "method", b"method", "piece_count", b"piece_count"]) -> None: ...
 
 Global___DeviceCopies: typing_extensions.TypeAlias = DeviceCopies
 
@@ -426,31 +416,23 @@ class CopySpeed(google.protobuf.message.Message):
     METHOD_FIELD_NUMBER: builtins.int
     PAGE_BYTE_COUNT_FIELD_NUMBER: builtins.int
     GB_PER_S_FIELD_NUMBER: builtins.int
-    COPY_DIRECTION_FIELD_NUMBER: builtins.int
-    COPY_METHOD_FIELD_NUMBER: builtins.int
-    direction: builtins.str
-    """As in DeviceCopies, for clients of version 1."""
-    method: builtins.str
-    """As in DeviceCopies, for clients of version 1."""
+    direction: Global___CopyDirection.ValueType
+    """Where the copy went."""
+    method: Global___CopyMethod.ValueType
+    """How it was made."""
     page_byte_count: builtins.int
     """Bytes of a page."""
     gb_per_s: builtins.float
     """In 1e9 bytes a second; zero if the method does not work here."""
-    copy_direction: Global___CopyDirection.ValueType
-    """Where the copy went."""
-    copy_method: Global___CopyMethod.ValueType
-    """How it was made."""
     def __init__(
         self,
         *,
-        direction: builtins.str = ...,
-        method: builtins.str = ...,
+        direction: Global___CopyDirection.ValueType = ...,
+        method: Global___CopyMethod.ValueType = ...,
         page_byte_count: builtins.int = ...,
         gb_per_s: builtins.float = ...,
-        copy_direction: Global___CopyDirection.ValueType = ...,
-        copy_method: Global___CopyMethod.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["copy_direction", b"copy_direction", "copy_method", b"copy_method", "direction", b"direction", "gb_per_s", b"gb_per_s", "method", b"method", "page_byte_count", b"page_byte_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["direction", b"direction", "gb_per_s", b"gb_per_s", "method", b"method", "page_byte_count", b"page_byte_count"]) -> None: ...
 
 Global___CopySpeed: typing_extensions.TypeAlias = CopySpeed
 
@@ -763,16 +745,14 @@ class SessionInfo(google.protobuf.message.Message):
     CLIENT_NAME_FIELD_NUMBER: builtins.int
     DEVICE_ALLOCATION_COUNT_FIELD_NUMBER: builtins.int
     DEVICE_ORDER_FIELD_NUMBER: builtins.int
-    SESSION_ROLE_FIELD_NUMBER: builtins.int
-    DEVICE_ORDER_KIND_FIELD_NUMBER: builtins.int
     RESIDENCY_COUNT_FIELD_NUMBER: builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: builtins.int
     session_number: builtins.int
     """Number in this server."""
     engine_id: builtins.str
     """Its engine."""
-    role: builtins.str
-    """`scheduler`, `worker` or `tool`: `session_role` for clients of version 1."""
+    role: hotkv.v1.session_pb2.SessionRole.ValueType
+    """What it does in its engine."""
     key_space_id: builtins.int
     """Its key space."""
     age_s: builtins.float
@@ -791,11 +771,7 @@ class SessionInfo(google.protobuf.message.Message):
     """Software and version."""
     device_allocation_count: builtins.int
     """Allocations on devices among its memory."""
-    device_order: builtins.str
-    """`host`, `events`, `flags` or empty: `device_order_kind` for clients of version 1."""
-    session_role: hotkv.v1.session_pb2.SessionRole.ValueType
-    """What it does in its engine."""
-    device_order_kind: hotkv.v1.layout_pb2.DeviceOrderKind.ValueType
+    device_order: hotkv.v1.layout_pb2.DeviceOrderKind.ValueType
     """How marks of its device are made; unspecified before memory is registered."""
     residency_count: builtins.int
     """Residencies that it has opened."""
@@ -808,7 +784,7 @@ class SessionInfo(google.protobuf.message.Message):
         *,
         session_number: builtins.int = ...,
         engine_id: builtins.str = ...,
-        role: builtins.str = ...,
+        role: hotkv.v1.session_pb2.SessionRole.ValueType = ...,
         key_space_id: builtins.int = ...,
         age_s: builtins.float = ...,
         lease_count: builtins.int = ...,
@@ -818,13 +794,11 @@ class SessionInfo(google.protobuf.message.Message):
         stored_byte_count: builtins.int = ...,
         client_name: builtins.str = ...,
         device_allocation_count: builtins.int = ...,
-        device_order: builtins.str = ...,
-        session_role: hotkv.v1.session_pb2.SessionRole.ValueType = ...,
-        device_order_kind: hotkv.v1.layout_pb2.DeviceOrderKind.ValueType = ...,
+        device_order: hotkv.v1.layout_pb2.DeviceOrderKind.ValueType = ...,
         residency_count: builtins.int = ...,
         prefill_tokens_per_s: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "client_name", b"client_name", "device_allocation_count", b"device_allocation_count", "device_order", b"device_order", "device_order_kind", b"device_order_kind", "engine_id", b"engine_id", "key_space_id", b"key_space_id", "lease_count", b"lease_count", "loaded_byte_count", b"loaded_byte_count", "memory_byte_count", b"memory_byte_count", "prefill_tokens_per_s", b"prefill_tokens_per_s", "residency_count", b"residency_count", "role", b"role", "session_number", b"session_number", "session_role", b"session_role", "stored_byte_count", b"stored_byte_count", "transfer_count", b"transfer_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "client_name", b"client_name", "device_allocation_count", b"device_allocation_count", "device_order", b"device_order", "engine_id", b"engine_id", "key_space_id", b"key_space_id", "lease_count", b"lease_count", "loaded_byte_count", b"loaded_byte_count", "memory_byte_count", b"memory_byte_count", "prefill_tokens_per_s", b"prefill_tokens_per_s", "residency_count", b"residency_count", "role", b"role", "session_number", b"session_number", "stored_byte_count", b"stored_byte_count", "transfer_count", b"transfer_count"]) -> None: ...
 
 Global___SessionInfo: typing_extensions.TypeAlias = SessionInfo
 
@@ -890,15 +864,14 @@ class Block(google.protobuf.message.Message):
     IDLE_S_FIELD_NUMBER: builtins.int
     PARENT_HASH_FIELD_NUMBER: builtins.int
     REPRESENTATION_BYTE_COUNT_FIELD_NUMBER: builtins.int
-    BLOCK_STATE_FIELD_NUMBER: builtins.int
     block_hash: builtins.bytes
     """Its hash."""
     key_space_id: builtins.int
     """Its key space."""
     group_index: builtins.int
     """Its group."""
-    state: builtins.str
-    """`ready`, `reserved` or `flushed`: `block_state` for clients of version 1."""
+    state: Global___BlockState.ValueType
+    """Its state."""
     byte_count: builtins.int
     """Bytes of its slot."""
     depth: builtins.int
@@ -911,24 +884,21 @@ class Block(google.protobuf.message.Message):
     """Hash of the block before it; empty at the root, or if that block was dropped."""
     representation_byte_count: builtins.int
     """Bytes of the slot of its representation; zero if it has none."""
-    block_state: Global___BlockState.ValueType
-    """Its state."""
     def __init__(
         self,
         *,
         block_hash: builtins.bytes = ...,
         key_space_id: builtins.int = ...,
         group_index: builtins.int = ...,
-        state: builtins.str = ...,
+        state: Global___BlockState.ValueType = ...,
         byte_count: builtins.int = ...,
         depth: builtins.int = ...,
         pin_count: builtins.int = ...,
         idle_s: builtins.float = ...,
         parent_hash: builtins.bytes = ...,
         representation_byte_count: builtins.int = ...,
-        block_state: Global___BlockState.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "block_state", b"block_state", "byte_count", b"byte_count", "depth", b"depth", "group_index", b"group_index", "idle_s", b"idle_s", "key_space_id", b"key_space_id", "parent_hash", b"parent_hash", "pin_count", b"pin_count", "representation_byte_count", b"representation_byte_count", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "byte_count", b"byte_count", "depth", b"depth", "group_index", b"group_index", "idle_s", b"idle_s", "key_space_id", b"key_space_id", "parent_hash", b"parent_hash", "pin_count", b"pin_count", "representation_byte_count", b"representation_byte_count", "state", b"state"]) -> None: ...
 
 Global___Block: typing_extensions.TypeAlias = Block
 
@@ -1207,7 +1177,6 @@ class BlockExplanation(google.protobuf.message.Message):
     BLOCK_HASH_FIELD_NUMBER: builtins.int
     VERDICT_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
-    BLOCK_VERDICT_FIELD_NUMBER: builtins.int
     TIER_FIELD_NUMBER: builtins.int
     group_index: builtins.int
     """The group."""
@@ -1215,14 +1184,10 @@ class BlockExplanation(google.protobuf.message.Message):
     """Position in the chain, in blocks."""
     block_hash: builtins.bytes
     """Its hash."""
-    verdict: builtins.str
-    """`ready`, `reserved`, `evicted`, `never stored` or `below`: `block_verdict` for clients of
-    version 1.
-    """
+    verdict: Global___BlockVerdict.ValueType
+    """Whether it would hit."""
     detail: builtins.str
     """More, for people."""
-    block_verdict: Global___BlockVerdict.ValueType
-    """Whether it would hit."""
     tier: builtins.str
     """Where it lies, the fastest place: `host`, `disk` or the name of a tier that nodes share; empty
     for nowhere.
@@ -1233,12 +1198,11 @@ class BlockExplanation(google.protobuf.message.Message):
         group_index: builtins.int = ...,
         depth: builtins.int = ...,
         block_hash: builtins.bytes = ...,
-        verdict: builtins.str = ...,
+        verdict: Global___BlockVerdict.ValueType = ...,
         detail: builtins.str = ...,
-        block_verdict: Global___BlockVerdict.ValueType = ...,
         tier: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "block_verdict", b"block_verdict", "depth", b"depth", "detail", b"detail", "group_index", b"group_index", "tier", b"tier", "verdict", b"verdict"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_hash", b"block_hash", "depth", b"depth", "detail", b"detail", "group_index", b"group_index", "tier", b"tier", "verdict", b"verdict"]) -> None: ...
 
 Global___BlockExplanation: typing_extensions.TypeAlias = BlockExplanation
 

@@ -122,9 +122,7 @@ Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 
 @typing.final
 class ErrorDetail(google.protobuf.message.Message):
-    """A refusal, with what to change. As an answer on a stream; when a call fails, in its trailing
-    metadata `hotkv-error-bin`, for clients of version 1.
-    """
+    """A refusal of a request on a stream, with what to change."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -137,9 +135,9 @@ class ErrorDetail(google.protobuf.message.Message):
     message: builtins.str
     """One sentence that names the field and the fix."""
     field: builtins.str
-    """The field at fault, as a path in the request; empty if it is none. Since version 2."""
+    """The field at fault, as a path in the request; empty if it is none."""
     retryable: builtins.bool
-    """True if the same call, unchanged, may succeed later. Since version 2."""
+    """True if the same call, unchanged, may succeed later."""
     def __init__(
         self,
         *,

@@ -61,13 +61,11 @@ class _FeatureEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     FEATURE_UNSPECIFIED: _Feature.ValueType  # 0
     """Ignored."""
-    FEATURE_TABLE_SALTS: _Feature.ValueType  # 1
-    """SessionOpened.salts is filled."""
-    FEATURE_RESIDENCY: _Feature.ValueType  # 2
+    FEATURE_RESIDENCY: _Feature.ValueType  # 1
     """Residencies: requests whose blocks stay pinned in the arena as long as they run, and the words
     behind the arena (LinkResponse.word_byte_offset).
     """
-    FEATURE_TIERS: _Feature.ValueType  # 3
+    FEATURE_TIERS: _Feature.ValueType  # 2
     """The server has tiers below host memory: Lookup also finds blocks that the block table has not,
     and AcquireLease waits for them to come up, within a bound of the server's.
     """
@@ -79,13 +77,11 @@ class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
 
 FEATURE_UNSPECIFIED: Feature.ValueType  # 0
 """Ignored."""
-FEATURE_TABLE_SALTS: Feature.ValueType  # 1
-"""SessionOpened.salts is filled."""
-FEATURE_RESIDENCY: Feature.ValueType  # 2
+FEATURE_RESIDENCY: Feature.ValueType  # 1
 """Residencies: requests whose blocks stay pinned in the arena as long as they run, and the words
 behind the arena (LinkResponse.word_byte_offset).
 """
-FEATURE_TIERS: Feature.ValueType  # 3
+FEATURE_TIERS: Feature.ValueType  # 2
 """The server has tiers below host memory: Lookup also finds blocks that the block table has not,
 and AcquireLease waits for them to come up, within a bound of the server's.
 """

@@ -111,7 +111,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 admin_pb2.SessionInfo(
                     session_number=s.record.number,
                     engine_id=s.record.engine_id,
-                    role=s.record.role,
+                    role=space_convert.ROLES[s.record.role],
                     key_space_id=s.record.key_space_id,
                     age_s=now_s - s.record.opened_s,
                     lease_count=held.get(s.record.engine_id, 0),
@@ -121,9 +121,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     stored_byte_count=s.stored_bytes,
                     client_name=s.client_name,
                     device_allocation_count=len(s.memory.allocations) if s.memory else 0,
-                    device_order=s.memory.order.kind.name.lower() if s.memory else "",
-                    session_role=space_convert.ROLES[s.record.role],
-                    device_order_kind=space_convert.order_kind(s.memory.order.kind)
+                    device_order=space_convert.order_kind(s.memory.order.kind)
                     if s.memory
                     else layout_pb2.DEVICE_ORDER_KIND_UNSPECIFIED,
                     residency_count=resident.get(s.record.number, 0),
@@ -179,8 +177,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             block_hash=convert.unpadded(block.hash_words[None], hash_bytes),
             key_space_id=block.key_space_id,
             group_index=block.group_index,
-            state=convert.enum_word(admin_pb2.BlockState, STATES[block.state]),
-            block_state=STATES[block.state],
+            state=STATES[block.state],
             byte_count=block.slot_bytes,
             depth=block.depth,
             pin_count=block.num_pins,

@@ -45,8 +45,7 @@ STATUS: dict[Outcome, cache_pb2.TransferStatus.ValueType] = {
 
 @cache
 def enum_word(kind: Any, number: int) -> str:
-    """An enum's value as clients of version 1 read it: `BLOCK_VERDICT_NEVER_STORED` as
-    "never stored"."""
+    """An enum's value as people read it: `BLOCK_VERDICT_NEVER_STORED` as "never stored"."""
     prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.DESCRIPTOR.name).upper()
     return str(kind.Name(number)).removeprefix(f"{prefix}_").lower().replace("_", " ")
 

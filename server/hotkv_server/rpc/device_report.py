@@ -44,10 +44,8 @@ def _device(devices: Devices, info: DeviceInfo, figures: CudaCopyFigures) -> adm
         problem=figures.problem,
         copies=[
             admin_pb2.DeviceCopies(
-                direction=moved.direction.value,
-                copy_direction=DIRECTIONS[moved.direction],
-                method=moved.method,
-                copy_method=METHODS[moved.method],
+                direction=DIRECTIONS[moved.direction],
+                method=METHODS[moved.method],
                 byte_count=moved.num_bytes,
                 piece_count=moved.num_pieces,
             )
@@ -58,10 +56,8 @@ def _device(devices: Devices, info: DeviceInfo, figures: CudaCopyFigures) -> adm
         failed_job_count=figures.num_failed,
         speeds=[
             admin_pb2.CopySpeed(
-                direction=direction.value,
-                copy_direction=DIRECTIONS[direction],
-                method=method.value,
-                copy_method=METHODS[method.value],
+                direction=DIRECTIONS[direction],
+                method=METHODS[method.value],
                 page_byte_count=page_bytes,
                 gb_per_s=speed,
             )

@@ -59,8 +59,6 @@ CODES: dict[Reason, grpc.StatusCode] = {
 }
 """Total over `Reason`; a test proves it."""
 
-DETAIL_KEY = "hotkv-error-bin"
-"""Trailer with an ErrorDetail, for clients of version 1."""
 STATUS_KEY = "grpc-status-details-bin"
 """Trailer with a google.rpc.Status, where every gRPC library looks for it."""
 ERROR_INFO_URL = "type.googleapis.com/google.rpc.ErrorInfo"
@@ -180,10 +178,7 @@ def as_refusal(node: Node, error: Exception, who: str) -> HotKVError:
 
 async def abort(context: AnyType, error: HotKVError) -> NoReturn:
     """Ends a call with the refusal's code, message and machine-readable reason."""
-    trailers = (
-        (STATUS_KEY, status(error).SerializeToString()),
-        (DETAIL_KEY, detail(error).SerializeToString()),
-    )
+    trailers = ((STATUS_KEY, status(error).SerializeToString()),)
     await context.abort(CODES[error.reason], error.message, trailers)
     raise AssertionError("abort returned")
 

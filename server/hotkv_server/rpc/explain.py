@@ -22,7 +22,7 @@ from hotkv_server.runtime.events import DISK_TIER
 from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.tier_lookups import Lying
 
-HITS = ("ready", "below")
+HITS = (admin_pb2.BLOCK_VERDICT_READY, admin_pb2.BLOCK_VERDICT_BELOW)
 """Verdicts of blocks that would hit."""
 HOST = "host"
 MAX_BLOCKS = 1 << 16
@@ -119,8 +119,7 @@ def _explain(
                 group_index=index,
                 depth=depth,
                 block_hash=packed,
-                verdict=convert.enum_word(admin_pb2.BlockVerdict, verdict),
-                block_verdict=verdict,
+                verdict=verdict,
                 detail=text,
                 tier=tier,
             )
@@ -192,7 +191,8 @@ def _summary(
     if limiting < 0:
         return f"all {hit} of {num_tokens} whole-block tokens hit"
     missing = next((b for b in blocks if b.group_index == limiting and b.verdict not in HITS), None)
-    why = (
-        f"block {missing.depth} is {missing.verdict}" if missing else "a block it needs is missing"
-    )
+    why = "a block it needs is missing"
+    if missing is not None:
+        verdict = convert.enum_word(admin_pb2.BlockVerdict, missing.verdict)
+        why = f"block {missing.depth} is {verdict}"
     return f"{hit} of {num_tokens} tokens hit; group {limiting} stops there: {why}"

@@ -161,7 +161,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                 server_name=f"hotkv-server {hotkv.__version__}",
                 wants_token_ids=self._node.events.publisher is not None,
                 features=[session_pb2.Feature.ValueType(int(f)) for f in sorted(features)],
-                salts=_salts(opening, session.key_space) if Feature.TABLE_SALTS in features else (),
+                salts=_salts(opening, session.key_space),
             ),
         )
 
