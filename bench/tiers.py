@@ -9,8 +9,8 @@ without work, as fio is not), `disk_read_ratio`, `disk_write_ratio` (the lowest 
 same with `_busy` while the event loop is busy half of the time;
 `loop_lag_p99_ms` of an event loop that is otherwise idle while the tier reads 64 KiB blocks, and
 `loop_lag_idle_p99_ms`; `restart_s` (from old records to a space that answers, as many blocks of
-64 KiB as `--records-gib` holds); and the figures of `bench.compression` and `bench.disk_hits`,
-whose docstrings explain them. Needs `fio` (Debian's package): without it no ratios of the disk are
+64 KiB as `--records-gib` holds); and the figures of `bench.compression`, whose docstring explains
+them. Needs `fio` (Debian's package): without it no ratios of the disk are
 taken.
 """
 
@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import compression, disk_hits
+from bench import compression
 from bench.report import parser, print_report
 from demo.processes import ends_cleanly
 from hotkv.groups import GroupKind, GroupSpec
@@ -55,16 +55,12 @@ LANES, CALL_BYTES = 4, BATCH_BYTES
 """So many calls are under way at a time, of the size in which the server writes."""
 ROUND_S = 2.0
 SLAB_BYTES = 4 * MIB
-TARGETS = (
-    {
-        "disk_read_ratio": 0.85,
-        "disk_write_ratio": 0.85,
-        "disk_read_ratio_busy": 0.8,
-        "disk_write_ratio_busy": 0.8,
-    }
-    | compression.TARGETS
-    | disk_hits.TARGETS
-)
+TARGETS = {
+    "disk_read_ratio": 0.85,
+    "disk_write_ratio": 0.85,
+    "disk_read_ratio_busy": 0.8,
+    "disk_write_ratio_busy": 0.8,
+} | compression.TARGETS
 LIMITS = {"restart_s": 2.0}
 
 
@@ -295,7 +291,6 @@ def main() -> int:
         figures |= asyncio.run(loop_lag(folder))
         figures["restart_s"] = restart(folder, options.records_gib * GIB)
         try:
-            figures |= disk_hits.measure(folder, 3 * options.rounds, options.records_gib)
             figures |= compression.measure()
         except FileNotFoundError as error:
             print(f"no figures of compression: {error}", file=sys.stderr)
