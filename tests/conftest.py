@@ -47,7 +47,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 LONGEST = (
-    "deploy/test_image.py",
     "pairs/test_nodes.py",
     "pairs/test_pairs.py",
     "vllm/test_residency_faults.py",
