@@ -20,7 +20,6 @@ import numpy as np
 
 from bench.report import median, parser, percentile, print_report
 from demo.processes import Server, ends_cleanly, runtime_folder
-from hotkv.spans import TraceContext
 from hotkv_client import BlockRun, GroupHashes, Session
 from hotkv_client.testing import PagedEngine
 from hotkv_server.testing.otlp_receiver import OtlpReceiver
@@ -91,7 +90,7 @@ def main() -> int:
             server.wait_ready()
             session = filled(server.target, hashes)
             stack.callback(session.close)
-            parent = TraceContext(1, 1).traceparent if name == TRACED else None
+            parent = f"00-{1:032x}-{1:016x}-01" if name == TRACED else None
             calls[name] = lambda groups, session=session, parent=parent: session.lookup(  # type: ignore[misc]
                 groups, parent
             ).result(10)

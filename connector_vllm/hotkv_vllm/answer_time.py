@@ -6,13 +6,15 @@ An engine looks between its steps, which may take longer than the answer. Any th
 import time
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hotkv.errors import HotKVError
-from hotkv.spans import Span
 from hotkv_client.types import LeaseGrant
+
+if TYPE_CHECKING:
+    from hotkv.traces import Span
 
 
 class AnswerTime:
@@ -20,7 +22,7 @@ class AnswerTime:
 
     __slots__ = ("_asked_s", "_came_s")
 
-    def __init__(self, answer: "Future[Any]", span: Span | None = None) -> None:
+    def __init__(self, answer: "Future[Any]", span: "Span | None" = None) -> None:
         self._asked_s = time.monotonic()
         self._came_s: float | None = None
         answer.add_done_callback(self._came)
@@ -39,7 +41,7 @@ class AnswerTime:
         return (self._came_s or time.monotonic()) - self._asked_s
 
 
-def end_call(span: Span, answer: "Future[Any]") -> None:
+def end_call(span: "Span", answer: "Future[Any]") -> None:
     """Ends the span of a lookup or lease that was answered, or was not. Any thread."""
     if answer.cancelled():
         span.end("CANCELLED")

@@ -23,9 +23,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from demo.processes import Server, runtime_folder
-from hotkv import otlp
+from hotkv import traces
 from hotkv.errors import HotKVError
-from hotkv.spans import Kind, SpanLog, TraceContext
+from hotkv.traces import Traces
 from hotkv.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_client import BlockRun, GroupHashes, LoadRun
 from hotkv_client.admin import AdminClient
@@ -40,7 +40,7 @@ from hotkv_server.startup.tracing import check_tracing, open_tracing
 from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
 from tests.server.support import hashes
 from tests.server.test_life import wait_until
-from tests.wire.test_spans import ListSink
+from tests.wire.test_traces import Recorded
 
 PAGE_BYTES, LAYERS, NUM_BLOCKS = 64 << 10, 2, 64
 SLOT_BYTES = PAGE_BYTES * LAYERS
@@ -73,8 +73,8 @@ class Request:
             page_bytes=PAGE_BYTES, model=os.urandom(8).hex(),
         ).connect()  # fmt: skip
         self.session = self.engine.session
-        self.context = TraceContext(int.from_bytes(os.urandom(16), "big") | 1, 7)
-        self.trace_id = f"{self.context.trace_id:032x}"
+        self.trace_id = os.urandom(15).hex() + "01"
+        self.traceparent = f"00-{self.trace_id}-{7:016x}-01"
 
     def store(self, blocks: list[bytes], traceparent: str | None = None) -> None:
         name, ids = os.urandom(8).hex(), np.arange(len(blocks), dtype=np.int32)
@@ -116,7 +116,7 @@ def counter(target: str, name: str) -> float:
 def test_a_request_is_seen_from_its_lookup_to_the_disk(
     request_: Request, collector: OtlpReceiver
 ) -> None:
-    blocks, parent = hashes(8), request_.context.traceparent
+    blocks, parent = hashes(8), request_.traceparent
     request_.store(blocks, parent)
     assert request_.session.lookup([GroupHashes(0, [*blocks, *hashes(2)])], parent).result(60)
     request_.load(blocks, parent)
@@ -124,7 +124,7 @@ def test_a_request_is_seen_from_its_lookup_to_the_disk(
         collector, *("hotkv.lookup", "hotkv.lease", "hotkv.load", "hotkv.store"), "hotkv.tier.write"
     )
     calls = [spans[f"hotkv.{name}"] for name in ("lookup", "lease", "load", "store")]
-    assert {one.parent_id for one in calls} == {f"{request_.context.span_id:016x}"}
+    assert {one.parent_id for one in calls} == {f"{7:016x}"}
     assert {one.kind for one in calls} == {"server"}
     assert {one.service for one in spans.values()} == {"hotkv-server"}
     counted = {one.name: one.attributes for one in spans.values()}
@@ -143,7 +143,7 @@ def test_a_request_is_seen_from_its_lookup_to_the_disk(
 def test_a_transfer_has_its_wait_and_its_copy_below_it(
     request_: Request, collector: OtlpReceiver
 ) -> None:
-    request_.store(hashes(4), request_.context.traceparent)
+    request_.store(hashes(4), request_.traceparent)
     spans = request_.spans(collector, "hotkv.store", "hotkv.wait", "hotkv.copy")
     store, wait, copy = (spans[f"hotkv.{name}"] for name in ("store", "wait", "copy"))
     assert wait.parent_id == copy.parent_id == store.span_id
@@ -155,7 +155,7 @@ def test_a_transfer_has_its_wait_and_its_copy_below_it(
 def test_reads_from_the_disk_lie_below_the_lease_that_waits_for_them(
     request_: Request, traced: Server, collector: OtlpReceiver
 ) -> None:
-    blocks, others, parent = hashes(8), hashes(8), request_.context.traceparent
+    blocks, others, parent = hashes(8), hashes(8), request_.traceparent
     before = counter(traced.target, "tier_demoted_blocks_total")
     request_.store([*blocks, *others])
     wait_until(lambda: counter(traced.target, "tier_demoted_blocks_total") >= before + 16)
@@ -189,7 +189,7 @@ def test_a_call_that_fails_says_why_and_nothing_that_was_sent(
 ) -> None:
     name = "a-secret-lease"
     ids = np.arange(1, dtype=np.int32)
-    parent = request_.context.traceparent
+    parent = request_.traceparent
     with pytest.raises(HotKVError, match="unknown"):
         request_.session.load("t", name, [LoadRun(0, ids, ids)], 5, traceparent=parent).result(60)
     load = request_.spans(collector, "hotkv.load")["hotkv.load"]
@@ -202,7 +202,7 @@ def test_unary_calls_are_traced_too(
     with grpc.insecure_channel(traced.target) as channel:
         group = cache_pb2.GroupHashes(group_index=0, hashes=b"".join(hashes(3)))
         asked = cache_pb2.LookupRequest(
-            key_space_id=1, groups=[group], traceparent=request_.context.traceparent
+            key_space_id=1, groups=[group], traceparent=request_.traceparent
         )
         cache_pb2_grpc.CacheServiceStub(channel).Lookup(asked)
     assert request_.spans(collector, "hotkv.lookup")["hotkv.lookup"].kind == "server"
@@ -214,12 +214,12 @@ def test_calls_without_a_context_and_with_an_odd_one_are_served_untraced(
     before = counter(traced.target, "trace_contexts_malformed_total")
     blocks = hashes(2)
     request_.store(blocks)
-    request_.load(blocks, request_.context.traceparent.replace("-01", "-00"))
-    for odd in ("nonsense", "00-" + "0" * 1_000_000, "ff" + request_.context.traceparent[2:]):
+    request_.load(blocks, request_.traceparent.replace("-01", "-00"))
+    for odd in ("nonsense", "00-" + "0" * 1_000_000, "ff" + request_.traceparent[2:]):
         assert request_.session.lookup([GroupHashes(0, blocks)], odd).result(60)[0].all()
     assert counter(traced.target, "trace_contexts_malformed_total") == before + 3
     # Spans come in order: what was recorded before this one would be here.
-    request_.session.lookup([GroupHashes(0, blocks)], request_.context.traceparent).result(60)
+    request_.session.lookup([GroupHashes(0, blocks)], request_.traceparent).result(60)
     request_.spans(collector, "hotkv.lookup")
     assert len([one for one in collector.spans if one.trace_id == request_.trace_id]) == 1
 
@@ -227,7 +227,7 @@ def test_calls_without_a_context_and_with_an_odd_one_are_served_untraced(
 def test_no_span_has_a_hash_or_a_name_of_the_client(
     request_: Request, collector: OtlpReceiver
 ) -> None:
-    blocks, parent = hashes(3), request_.context.traceparent
+    blocks, parent = hashes(3), request_.traceparent
     request_.store(blocks, parent)
     request_.load(blocks, parent)
     request_.spans(collector, "hotkv.load", "hotkv.store")
@@ -246,11 +246,12 @@ def test_the_metrics_page_counts_spans(traced: Server, collector: OtlpReceiver) 
 
 
 @pytest.fixture
-def sink(collector: OtlpReceiver) -> Iterator[Callable[..., otlp.OtlpSink]]:
-    made: list[otlp.OtlpSink] = []
+def sink(collector: OtlpReceiver) -> Iterator[Callable[..., Traces]]:
+    made: list[Traces] = []
 
-    def make(url: str, **more: int) -> otlp.OtlpSink:
-        made.append(otlp.open_sink(url, "test", logging.getLogger("tests.tracing"), **more))
+    def make(url: str, **more: int) -> Traces:
+        more = {"max_spans_per_s": 10**6} | more
+        made.append(traces.open_traces(url, "test", logging.getLogger("tests.tracing"), **more))
         return made[-1]
 
     yield make
@@ -258,25 +259,30 @@ def sink(collector: OtlpReceiver) -> Iterator[Callable[..., otlp.OtlpSink]]:
         one.close()
 
 
-def end_spans(log: SpanLog, count: int) -> None:
+def span_of(made: Traces, name: str = "a") -> traces.Span:
+    span = made.begin(name, f"00-{9:032x}-{9:016x}-01", is_served=True)
+    assert span is not None
+    return span
+
+
+def end_spans(made: Traces, count: int) -> None:
     for _ in range(count):
-        log.child("a", TraceContext(9, 9)).end()
+        span_of(made).end()
 
 
 def test_a_collector_that_is_away_costs_spans_and_two_lines(
-    sink: Callable[..., otlp.OtlpSink], caplog: pytest.LogCaptureFixture
+    sink: Callable[..., Traces], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "tests.tracing")
     with OtlpReceiver() as one:
         one.status = 400
         made = sink(one.url)
-        log = SpanLog(made, max_spans_per_s=10**6)
         for _ in range(2):
-            end_spans(log, 3)
+            end_spans(made, 3)
             made.flush()
         assert (made.num_failed, made.num_exported, one.spans) == (6, 0, [])
         one.status = 200
-        end_spans(log, 2)
+        end_spans(made, 2)
         made.flush()
         assert (made.num_failed, made.num_exported, len(one.spans)) == (6, 2, 2)
     said = [record.getMessage() for record in caplog.records if record.name == "tests.tracing"]
@@ -307,7 +313,7 @@ def refusing(num_spans: int) -> bytes:
     ],
 )
 def test_only_what_a_collector_has_taken_counts_as_exported(
-    sink: Callable[..., otlp.OtlpSink],
+    sink: Callable[..., Traces],
     caplog: pytest.LogCaptureFixture,
     status: int,
     answer: bytes,
@@ -318,7 +324,7 @@ def test_only_what_a_collector_has_taken_counts_as_exported(
     with OtlpReceiver() as one:
         one.status, one.answer, one.answer_headers = status, answer, headers
         made = sink(one.url)
-        end_spans(SpanLog(made), 3)
+        end_spans(made, 3)
         made.flush()
         assert (made.num_exported, made.num_failed) == (exported, 3 - exported)
         assert len(one.paths) == 1
@@ -327,12 +333,12 @@ def test_only_what_a_collector_has_taken_counts_as_exported(
 
 
 def test_an_exporter_ends_when_no_thread_can_be_made_any_more(
-    sink: Callable[..., otlp.OtlpSink], monkeypatch: pytest.MonkeyPatch
+    sink: Callable[..., Traces], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As at the end of an interpreter, from Python 3.12 on."""
     with OtlpReceiver() as one:
         made = sink(one.url)
-        end_spans(SpanLog(made), 1)
+        end_spans(made, 1)
 
         start = threading.Thread.start
 
@@ -344,51 +350,50 @@ def test_an_exporter_ends_when_no_thread_can_be_made_any_more(
         monkeypatch.setattr(threading.Thread, "start", ended)
         made.flush()
         assert len(one.spans) == 1
-        end_spans(SpanLog(made), 1)
+        end_spans(made, 1)
         made.close()
         monkeypatch.undo()
         assert len(one.spans) == 2
 
 
 def test_a_slow_collector_fills_a_bounded_queue_and_nobody_waits(
-    sink: Callable[..., otlp.OtlpSink],
+    sink: Callable[..., Traces],
 ) -> None:
     with OtlpReceiver() as one:
         one.delay_s = 1.5
         made = sink(one.url, queue_spans=20)
-        log = SpanLog(made, max_spans_per_s=10**6)
-        end_spans(log, 1)
+        end_spans(made, 1)
         flushing = threading.Thread(target=made.flush)
         flushing.start()
         wait_until(lambda: bool(one.paths))
-        end_spans(log, 100)
-        assert (log.num_recorded, log.num_dropped) == (21, 80)
+        end_spans(made, 100)
+        assert made.num_dropped == 80
         one.delay_s = 0.0
         flushing.join()
     assert one.paths[0] == "/v1/traces"
 
 
-def test_an_endpoint_with_a_path_stays_as_it_is(sink: Callable[..., otlp.OtlpSink]) -> None:
+def test_an_endpoint_with_a_path_stays_as_it_is(sink: Callable[..., Traces]) -> None:
     with OtlpReceiver() as one:
         made = sink(one.url + "/otlp/mine")
-        end_spans(SpanLog(made), 1)
+        end_spans(made, 1)
         made.flush()
         assert one.paths == ["/otlp/mine"]
 
 
 def test_the_environment_may_name_the_collector(
-    sink: Callable[..., otlp.OtlpSink], monkeypatch: pytest.MonkeyPatch
+    sink: Callable[..., Traces], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with OtlpReceiver() as one:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", one.url)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=me")
-        made = sink(otlp.FROM_ENVIRONMENT)
-        end_spans(SpanLog(made), 1)
+        made = sink(traces.FROM_ENVIRONMENT)
+        end_spans(made, 1)
         made.flush()
         assert one.paths == ["/v1/traces"] and one.headers["x-tenant"] == "me"
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
         with pytest.raises(ValueError, match="allowed are"):
-            sink(otlp.FROM_ENVIRONMENT)
+            sink(traces.FROM_ENVIRONMENT)
 
 
 class Rotel:
@@ -435,27 +440,30 @@ def is_listening(address: str) -> bool:
 
 
 def test_a_real_collector_takes_spans_by_http_and_by_grpc(
-    sink: Callable[..., otlp.OtlpSink], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sink: Callable[..., Traces], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with OtlpReceiver() as one, Rotel(tmp_path, one.url) as rotel:
         by_http = sink(f"http://{rotel.http}")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", f"http://{rotel.grpc}")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
-        by_grpc = sink(otlp.FROM_ENVIRONMENT)
+        by_grpc = sink(traces.FROM_ENVIRONMENT)
         made = []
         for at, through in enumerate((by_http, by_grpc)):
-            span = SpanLog(through).child(f"hotkv.{at}", TraceContext(9, 9), Kind.SERVER)
+            span = span_of(through, f"hotkv.{at}")
             span.attributes = {"hotkv.blocks": at, "hotkv.tier": "disk"}
             span.end("LATE")
             through.flush()
             assert (through.num_exported, through.num_failed) == (1, 0)
-            made.append(span)
+            made.append((f"hotkv.{at}", span))
         came = {span.name: span for span in one.wait_for(lambda spans: len(spans) == 2)}
-    for span in made:
-        assert came[span.name] == ReceivedSpan(
-            "test", span.name, f"{9:032x}", f"{span.context.span_id:016x}", f"{9:016x}", "server",
-            span.began_ns, span.ended_ns, span.attributes, "LATE",
+    for name, span in made:
+        _, trace_id, span_id, _ = span.traceparent.split("-")
+        seen = came[name]
+        assert seen == ReceivedSpan(
+            "test", name, trace_id, span_id, f"{9:016x}", "server", span.began_ns, seen.ended_ns,
+            span.attributes, "LATE",
         )  # fmt: skip
+        assert trace_id == f"{9:032x}" and seen.ended_ns >= span.began_ns
 
 
 # ------------------------------------------------------------------------------------ books
@@ -465,19 +473,29 @@ def test_blocks_of_traced_stores_are_remembered_within_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tracing, "MAX_STORED_BLOCKS", 8)
-    books = Tracing(SpanLog(ListSink()))
+    recorded = Recorded()
+    books = Tracing(recorded.traces)
     words = np.random.default_rng(1).integers(0, 1 << 32, (12, 8), np.uint32)
-    one, other = TraceContext(1, 1), TraceContext(2, 2)
+    one, other = span_of(recorded.traces, "one"), span_of(recorded.traces, "other")
+
+    def written(hashes: np.ndarray) -> dict[str, int]:
+        """Blocks of each store of which a write has a span."""
+        before = len(recorded.spans())
+        for span in books.begin_writes(hashes, "disk"):
+            span.end()
+        names = {one.traceparent.split("-")[2]: "one", other.traceparent.split("-")[2]: "other"}
+        return {
+            names[f"{span.parent.span_id:016x}"]: span.attributes["hotkv.blocks"]  # type: ignore
+            for span in recorded.spans()[before:]
+        }
+
     books.stored(one, [words[:6]])
     books.stored(other, [words[6:12]])
-    spans = books.begin_writes(words, "disk")
-    found = {span.parent: span.attributes["hotkv.blocks"] for span in spans}
-    assert found == {one: 2, other: 6}
+    assert written(words) == {"one": 2, "other": 6}
     # Of one store no more than so many, in however many runs they come.
     monkeypatch.setattr(tracing, "MAX_BLOCKS_OF_STORE", 5)
     books.stored(one, [words[:2], words[2:4], words[4:8], words[8:]])
-    assert [s.attributes["hotkv.blocks"] for s in books.begin_writes(words[:5], "disk")] == [5]
-    assert {s.parent for s in books.begin_writes(words[5:], "disk")} == {other}
+    assert written(words[:5]) == {"one": 5} and written(words[5:]).keys() == {"other"}
     monkeypatch.setattr(time, "monotonic", lambda: 1e9)
     assert not books.begin_writes(words, "disk")
 
@@ -495,7 +513,7 @@ def test_without_the_setting_nothing_of_opentelemetry_is_imported(tmp_path: Path
         "from hotkv_server.cli import main\n"
         "def end():\n"
         "    time.sleep(1.5)\n"
-        "    found = [n for n in sys.modules if n.startswith(('opentelemetry', 'hotkv.otlp'))]\n"
+        "    found = [n for n in sys.modules if n.startswith(('opentelemetry', 'hotkv.traces'))]\n"
         "    print('found', found, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "threading.Thread(target=end, daemon=True).start()\n"
@@ -515,7 +533,7 @@ def test_without_the_setting_calls_are_those_of_the_module() -> None:
 
 
 def test_a_missing_package_is_said_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hotkv.otlp", None)
+    monkeypatch.setitem(sys.modules, "hotkv.traces", None)
     check_tracing(settings_of())
     with pytest.raises(StartError, match=r"pip install 'hotkv\[otel\]'"):
         check_tracing(settings_of("--tracing.endpoint", "http://127.0.0.1:1"))

@@ -12,7 +12,7 @@ import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv.retention import NO_RETENTION
-from hotkv.spans import SpanLog, TraceContext
+from hotkv.traces import Span, Traces
 from hotkv_client.types import BlockRun
 from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
 from hotkv_vllm.config import ConfigError, ConnectorConfig
@@ -23,11 +23,11 @@ from tests.vllm.harness import prompt
 from tests.vllm.processes import EngineProcess
 from tests.vllm.test_end_to_end import prompts
 from tests.vllm.tiny import write_model
-from tests.wire.test_spans import ListSink
+from tests.wire.test_traces import Recorded, begun
 
 PROMPT = prompt(1, 200)
-PARENT = TraceContext(0xABC, 0xDEF)
-HEADERS = {"traceparent": PARENT.traceparent}
+PARENT = f"00-{0xABC:032x}-{0xDEF:016x}-01"
+HEADERS = {"traceparent": PARENT}
 
 
 @pytest.fixture
@@ -117,9 +117,9 @@ def test_requests_of_one_step_have_stores_of_their_own_if_traced(
     engine: Any, server: Any, collector: OtlpReceiver
 ) -> None:
     one = engine(extra={"tracing": collector.url})
-    other = TraceContext(0x123, 1)
+    other = f"00-{0x123:032x}-{1:016x}-01"
     one.add("a", PROMPT, 1, trace_headers=HEADERS)
-    one.add("b", prompt(2, 40), 1, trace_headers={"traceparent": other.traceparent})
+    one.add("b", prompt(2, 40), 1, trace_headers={"traceparent": other})
     one.add("c", prompt(3, 10), 1)
     one.run()
     flushed(one, collector)
@@ -128,7 +128,7 @@ def test_requests_of_one_step_have_stores_of_their_own_if_traced(
 
 
 def test_a_tail_keeps_the_trace_of_its_request() -> None:
-    trace = RequestTrace(SpanLog(ListSink()).child("a", PARENT))
+    trace = RequestTrace(begun(Recorded().traces))
     run = BlockRun(0, [bytes(32)], np.array([3], np.int32))
     tails = Tails()
     tails.add(NO_RETENTION, [run], trace)
@@ -183,7 +183,7 @@ def test_a_request_that_goes_on_without_hotkv_has_its_span(
     assert not side.requests.states
 
 
-@pytest.mark.parametrize("headers", [None, {}, {"traceparent": PARENT.traceparent[:-1] + "0"}])
+@pytest.mark.parametrize("headers", [None, {}, {"traceparent": PARENT[:-1] + "0"}])
 def test_requests_that_nobody_traces_have_no_spans(
     engine: Any, server: Any, collector: OtlpReceiver, headers: Any
 ) -> None:
@@ -226,7 +226,6 @@ def test_off_no_call_is_added_to_a_request(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever of spans were called or imported would raise, and a hook that raises is counted."""
-    from hotkv import spans
     from hotkv_vllm import answer_time
     from hotkv_vllm.scheduler import stores_in_flight, traces
 
@@ -234,8 +233,8 @@ def test_off_no_call_is_added_to_a_request(
         raise AssertionError("called")
 
     for owner, name in (
-        (spans.SpanLog, "begin"),
-        (spans.SpanLog, "child"),
+        (Traces, "begin"),
+        (Span, "child"),
         (traces.RequestTraces, "begin"),
         *((traces.RequestTrace, n) for n in ("lookup", "lease", "load", "load_ended", "store")),
         (traces.RequestTrace, "ended"),
@@ -243,7 +242,7 @@ def test_off_no_call_is_added_to_a_request(
         (stores_in_flight, "end_store"),
     ):
         monkeypatch.setattr(owner, name, broken)
-    monkeypatch.setitem(sys.modules, "hotkv.otlp", None)
+    monkeypatch.setitem(sys.modules, "hotkv.traces", None)
     one = engine()
     for name in ("cold", "hit"):
         one.add(name, PROMPT, 2, trace_headers=HEADERS)
@@ -263,7 +262,7 @@ def test_wrong_settings_and_a_missing_package_say_what_to_do(
         ConnectorConfig.from_extra_config({"hotkv.tracing": "https://me:secret@far"})
     assert "secret" not in str(refused.value)
     config = ConnectorConfig.from_extra_config({"hotkv.tracing": "http://127.0.0.1:1"})
-    monkeypatch.setitem(sys.modules, "hotkv.otlp", None)
+    monkeypatch.setitem(sys.modules, "hotkv.traces", None)
     with pytest.raises(ConfigError, match=r"pip install 'hotkv\[otel\]'"):
         open_traces(config)
 

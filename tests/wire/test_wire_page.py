@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from hotkv import hints, keys, layout, spans, versions, words
+from hotkv import hints, keys, layout, traces, versions, words
 from hotkv.errors import RETRYABLE, Reason
 from hotkv.v1 import errors_pb2, session_pb2
 from hotkv_server.core import residency_book
@@ -34,7 +34,7 @@ LIMITS = {
     "blocks in a store or reservation": convert.MAX_STORED_BLOCKS,
     "blocks in a load": convert.MAX_LOADED_BLOCKS,
     "characters of an id or name": convert.MAX_IDENTIFIER,
-    "characters of a traceparent": spans.MAX_TRACEPARENT_CHARS,
+    "characters of a traceparent": traces.MAX_TRACEPARENT_CHARS,
     "bytes of a key space on the wire": space_convert.MAX_KEY_SPACE_BYTES,
     "groups of a key space": keys.MAX_GROUPS,
     "bytes of a hash, at least": keys.MIN_HASH_BYTES,

@@ -9,13 +9,16 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hotkv.retention import Retention
-from hotkv.spans import Span
 from hotkv_client.types import BlockRun
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
 from hotkv_vllm.scheduler.fence import Fence
 from hotkv_vllm.scheduler.traces import RequestTrace, end_store
+
+if TYPE_CHECKING:
+    from hotkv.traces import Span
 
 _store_ids = itertools.count(1)
 """Of all planners of this process: workers may report stores of one that is gone."""
@@ -41,7 +44,7 @@ class StoreInFlight:
     fence_index: int = 0
     planned_s: float = 0.0
     request_id: str = ""
-    span: Span | None = None
+    span: "Span | None" = None
 
     @property
     def num_blocks(self) -> int:

@@ -12,15 +12,17 @@ import atexit
 import importlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from hotkv.misses import Miss
 from hotkv.results import BlockResult
-from hotkv.spans import Kind, Span, SpanLog
 from hotkv_client.types import GroupHashes
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import LoadJob
+
+if TYPE_CHECKING:
+    from hotkv.traces import Span, Traces
 
 SERVICE = "hotkv-connector"
 TRACEPARENT = "traceparent"
@@ -32,7 +34,7 @@ VLLM_PROTOCOL = "grpc"
 class RequestTrace:
     """The spans of one request."""
 
-    def __init__(self, root: Span) -> None:
+    def __init__(self, root: "Span") -> None:
         self._root = root
         self._num_lookups = 0
         self._loading: Span | None = None
@@ -40,23 +42,23 @@ class RequestTrace:
     def __repr__(self) -> str:
         return f"RequestTrace({self._root.traceparent})"
 
-    def lookup(self, groups: Sequence[GroupHashes]) -> Span:
+    def lookup(self, groups: Sequence[GroupHashes]) -> "Span":
         """Begins the span of a lookup by call."""
         self._num_lookups += 1
         return self._call("hotkv.lookup", groups)
 
-    def lease(self, groups: Sequence[GroupHashes]) -> Span:
+    def lease(self, groups: Sequence[GroupHashes]) -> "Span":
         """Begins the span of a lease."""
         return self._call("hotkv.lease", groups)
 
-    def _call(self, name: str, groups: Sequence[GroupHashes]) -> Span:
-        span = self._root.child(name, Kind.CLIENT)
+    def _call(self, name: str, groups: Sequence[GroupHashes]) -> "Span":
+        span = self._root.child(name, is_call=True)
         span.attributes["hotkv.blocks"] = sum(len(one.hashes) for one in groups)
         return span
 
     def load(self, job: LoadJob, num_tokens: int) -> str:
         """Begins the span of a load; returns its name for the server."""
-        span = self._loading = self._root.child("hotkv.load", Kind.CLIENT)
+        span = self._loading = self._root.child("hotkv.load", is_call=True)
         span.attributes["hotkv.tokens"] = num_tokens
         span.attributes["hotkv.blocks"] = sum(len(run.block_ids) for run in job.runs)
         return span.traceparent
@@ -67,9 +69,9 @@ class RequestTrace:
             self._loading.end("FAILED" if failed else "")
             self._loading = None
 
-    def store(self, num_blocks: int, num_bytes: int) -> Span:
+    def store(self, num_blocks: int, num_bytes: int) -> "Span":
         """Begins the span of a store."""
-        span = self._root.child("hotkv.store", Kind.CLIENT)
+        span = self._root.child("hotkv.store", is_call=True)
         span.attributes["hotkv.blocks"] = num_blocks
         span.attributes["hotkv.bytes"] = num_bytes
         return span
@@ -102,27 +104,27 @@ class RequestTrace:
 class RequestTraces:
     """Begins the traces of requests."""
 
-    def __init__(self, log: SpanLog) -> None:
-        self._log = log
+    def __init__(self, traces: "Traces") -> None:
+        self._traces = traces
 
     def __repr__(self) -> str:
-        return f"RequestTraces({self._log})"
+        return f"RequestTraces({self._traces})"
 
     def begin(self, request: Any) -> RequestTrace | None:
         """Begins the trace of a request that its client traces, or of a sampled share of those
         without a context; None for others."""
         headers: Mapping[str, str] = request.trace_headers or {}
-        root = self._log.begin("hotkv.request", headers.get(TRACEPARENT, ""), Kind.INTERNAL)
+        root = self._traces.begin("hotkv.request", headers.get(TRACEPARENT, ""))
         return None if root is None else RequestTrace(root)
 
     def flush(self) -> None:
         """Exports what waits, for a bounded time."""
-        self._log.sink.flush()
+        self._traces.flush()
 
     def close(self) -> None:
         """The same, and records nothing any more."""
         atexit.unregister(self.close)
-        self._log.close()
+        self._traces.close()
 
 
 def open_traces(config: ConnectorConfig) -> RequestTraces | None:
@@ -131,8 +133,13 @@ def open_traces(config: ConnectorConfig) -> RequestTraces | None:
     if not config.tracing:
         return None
     try:
-        otlp = importlib.import_module("hotkv.otlp")
-        sink = otlp.open_sink(config.tracing, SERVICE, logger, default_protocol=VLLM_PROTOCOL)
+        opened = importlib.import_module("hotkv.traces").open_traces(
+            config.tracing,
+            SERVICE,
+            logger,
+            default_protocol=VLLM_PROTOCOL,
+            sample_ratio=config.tracing_sample_ratio,
+        )
     except ImportError as error:
         raise ConfigError(
             f"hotkv.tracing = {config.tracing!r}: {error.name or error} is not installed; pip "
@@ -140,12 +147,12 @@ def open_traces(config: ConnectorConfig) -> RequestTraces | None:
         ) from None
     except ValueError as error:
         raise ConfigError(f"hotkv.tracing = {config.tracing!r}: {error}") from None
-    traces = RequestTraces(SpanLog(sink, config.tracing_sample_ratio))
+    traces = RequestTraces(opened)
     atexit.register(traces.close)
     return traces
 
 
-def end_store(span: Span, results: Sequence[bytes]) -> None:
+def end_store(span: "Span", results: Sequence[bytes]) -> None:
     """Ends the span of a store. `results`: BlockResult bytes of its blocks by rank, empty for a
     rank that failed."""
     for value, count in Counter(b"".join(results)).items():

@@ -7,12 +7,11 @@ the functions of `calls` themselves.
 import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
 from hotkv.results import BlockResult
-from hotkv.spans import Span
 from hotkv.v1 import cache_pb2
 from hotkv_server.dataplane.engine import Outcome
 from hotkv_server.rpc import calls, convert
@@ -20,6 +19,9 @@ from hotkv_server.runtime.node import Node
 from hotkv_server.runtime.session import LiveSession
 from hotkv_server.runtime.tracing import Tracing, reason, wall_ns
 from hotkv_server.runtime.transfer import TransferEnd
+
+if TYPE_CHECKING:
+    from hotkv.traces import Span
 
 INT32_BYTES = 4
 Answer = TypeVar("Answer", cache_pb2.LookupResponse, cache_pb2.AcquireLeaseResponse)
@@ -113,7 +115,7 @@ class TracedCalls:
         if node.tiers is not None:
             hash_bytes = session.key_space.hash_bytes
             runs = convert.runs(request.runs, hash_bytes, session.group_index)
-            self._tracing.stored(span.context, (run.hashes for run in runs))
+            self._tracing.stored(span, (run.hashes for run in runs))
         end.add_done_callback(partial(_moved, span))
         return end
 
@@ -129,7 +131,7 @@ def _num_blocks(runs: Iterable[cache_pb2.LoadRun] | Iterable[cache_pb2.BlockRun]
     return sum(len(run.block_ids) // INT32_BYTES for run in runs)
 
 
-def _found(span: Span, groups: Iterable[cache_pb2.GroupFlags]) -> None:
+def _found(span: "Span", groups: Iterable[cache_pb2.GroupFlags]) -> None:
     # By the answer: to read the hashes would copy them.
     flags = b"".join(one.flags for one in groups)
     span.attributes["hotkv.blocks"] = len(flags)
@@ -137,7 +139,7 @@ def _found(span: Span, groups: Iterable[cache_pb2.GroupFlags]) -> None:
     span.end()
 
 
-def _answered(span: Span, done: "asyncio.Task[Answer]") -> None:
+def _answered(span: "Span", done: "asyncio.Task[Answer]") -> None:
     """Ends the span of a call that was answered later, or not at all."""
     if done.cancelled():
         span.end("CANCELLED")
@@ -147,7 +149,7 @@ def _answered(span: Span, done: "asyncio.Task[Answer]") -> None:
         _found(span, done.result().groups)
 
 
-def _moved(span: Span, done: "asyncio.Future[TransferEnd]") -> None:
+def _moved(span: "Span", done: "asyncio.Future[TransferEnd]") -> None:
     """Ends the span of a transfer, with the wait for its turn and the copying below it."""
     if done.cancelled():
         span.end("CANCELLED")
@@ -164,8 +166,8 @@ def _moved(span: Span, done: "asyncio.Future[TransferEnd]") -> None:
         span.end(error)
         return
     began_ns, ended_ns = wall_ns(end.copy_began_s), wall_ns(end.copy_ended_s)
-    span.child("hotkv.wait", began_ns=span.began_ns).end(ended_ns=began_ns)
-    copy = span.child("hotkv.copy", began_ns=began_ns)
+    span.child("hotkv.wait", span.began_ns).end(ended_ns=began_ns)
+    copy = span.child("hotkv.copy", began_ns)
     copy.attributes["hotkv.bytes"] = end.num_bytes
     copy.end(error, ended_ns)
     span.end(error)

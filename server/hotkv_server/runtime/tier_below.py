@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hotkv import table
-from hotkv.spans import Span
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.moves import Move
 from hotkv_server.core.values import BoolMask, Entries, HashList, Int64s
@@ -26,6 +26,9 @@ from hotkv_server.runtime.tier_reads import TierReads
 from hotkv_server.runtime.tier_tasks import TierTasks, agreeing, blocks_of, future, on_loop
 from hotkv_server.runtime.tracing import Tracing
 from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Read, Seals, Tier, Write
+
+if TYPE_CHECKING:
+    from hotkv.traces import Span
 
 NOTE_S = 10.0
 """How often it is noted what was written: a server that is killed forgets at most so much."""

@@ -11,10 +11,10 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotkv.spans import Span
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.copies import OLD, STORED, Copies
 from hotkv_server.core.moves import Move
@@ -33,6 +33,9 @@ from hotkv_server.runtime.tier_tasks import (
 )
 from hotkv_server.runtime.tracing import Tracing
 from hotkv_server.tiers.protocol import Codes, Medium, Read, Seals, SharedTier, Write
+
+if TYPE_CHECKING:
+    from hotkv.traces import Span
 
 PAUSE_S = 0.05
 LINGER_S, LARGE_LINGER_S = 1.0, 5.0

@@ -10,12 +10,15 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hotkv.errors import HotKVError
-from hotkv.spans import Kind, Span, SpanLog, TraceContext
 from hotkv.table import Words
+
+if TYPE_CHECKING:
+    from hotkv.traces import Span, Traces
 
 MAX_STORED_BLOCKS, MAX_BLOCKS_OF_STORE = 1 << 14, 1 << 12
 """Blocks of traced stores whose way into tiers is traced, too: of all, and of one store."""
@@ -25,34 +28,34 @@ MAX_WRITE_SPANS = 16
 """Spans of one write to a tier: blocks of so many traced stores may go together."""
 PREFIX = "hotkv."
 
-_current: ContextVar[Span | None] = ContextVar("hotkv_span", default=None)
+_current: "ContextVar[Span | None]" = ContextVar("hotkv_span", default=None)
 """The span of the call that is served. Tasks that it starts inherit it."""
 
 
 class Tracing:
     """See the module."""
 
-    def __init__(self, spans: SpanLog) -> None:
-        self.spans = spans
+    def __init__(self, traces: "Traces") -> None:
+        self.traces = traces
         # By name of a block: the store that brought it, and until when it is of interest.
         # Ordered: a dict takes ever longer to give up its first key.
-        self._stored: OrderedDict[int, tuple[TraceContext, float]] = OrderedDict()
+        self._stored: OrderedDict[int, tuple[Span, float]] = OrderedDict()
 
     def __repr__(self) -> str:
-        return f"Tracing({self.spans!r}, {len(self._stored)} stored blocks)"
+        return f"Tracing({self.traces!r}, {len(self._stored)} stored blocks)"
 
     def close(self) -> None:
         """Exports what waits, for a bounded time. Blocks."""
-        self.spans.close()
+        self.traces.close()
 
     # Calls
 
-    def begin(self, name: str, traceparent: str) -> Span | None:
+    def begin(self, name: str, traceparent: str) -> "Span | None":
         """Begins the span of a call; None if it is not traced."""
-        return self.spans.begin(PREFIX + name, traceparent, Kind.SERVER)
+        return self.traces.begin(PREFIX + name, traceparent, is_served=True)
 
     @contextlib.contextmanager
-    def serving(self, span: Span) -> Iterator[None]:
+    def serving(self, span: "Span") -> Iterator[None]:
         """What is begun inside, tasks included, belongs to this span. It ends if that fails."""
         before = _current.set(span)
         try:
@@ -63,17 +66,17 @@ class Tracing:
         finally:
             _current.reset(before)
 
-    def child(self, name: str) -> Span | None:
+    def child(self, name: str) -> "Span | None":
         """Begins a span below that of the call that is served; None if there is none."""
         span = _current.get()
         return None if span is None else span.child(PREFIX + name)
 
     # Ways into tiers
 
-    def stored(self, context: TraceContext, runs: Iterable[Words]) -> None:
+    def stored(self, span: "Span", runs: Iterable[Words]) -> None:
         """Remembers the first blocks that a traced store brings, by the hashes [n, words] of its
         runs."""
-        stored, value = self._stored, (context, time.monotonic() + STORED_S)
+        stored, value = self._stored, (span, time.monotonic() + STORED_S)
         room = MAX_BLOCKS_OF_STORE
         for hashes in runs:
             for name in _names(hashes[:room]):
@@ -86,19 +89,19 @@ class Tracing:
         while len(stored) > MAX_STORED_BLOCKS:
             stored.popitem(last=False)
 
-    def begin_writes(self, hashes: Words, tier: str) -> list[Span]:
+    def begin_writes(self, hashes: Words, tier: str) -> "list[Span]":
         """Begins a span for each traced store that brought some of these blocks, which are about to
         be written to a tier; none for blocks of others."""
         if not self._stored:
             return []
-        now_s, counts = time.monotonic(), Counter[TraceContext]()
+        now_s, counts = time.monotonic(), Counter["Span"]()
         for name in _names(hashes):
-            context, until_s = self._stored.get(name, (None, 0.0))
-            if context is not None and now_s < until_s:
-                counts[context] += 1
+            store, until_s = self._stored.get(name, (None, 0.0))
+            if store is not None and now_s < until_s:
+                counts[store] += 1
         spans = []
-        for context, num_blocks in counts.most_common(MAX_WRITE_SPANS):
-            span = self.spans.child(PREFIX + "tier.write", context)
+        for store, num_blocks in counts.most_common(MAX_WRITE_SPANS):
+            span = store.child(PREFIX + "tier.write")
             span.attributes = {"hotkv.tier": tier, "hotkv.blocks": num_blocks}
             spans.append(span)
         return spans
@@ -123,10 +126,10 @@ def wall_ns(monotonic_s: float) -> int:
 
 def counters(tracing: Tracing | None) -> dict[str, float]:
     """Counters by their metric names, without the `hotkv_` prefix; zeros without tracing."""
-    spans = None if tracing is None else tracing.spans
+    traces = None if tracing is None else tracing.traces
     return {
-        "trace_spans_exported_total": float(spans.sink.num_exported if spans else 0),
-        "trace_spans_failed_total": float(spans.sink.num_failed if spans else 0),
-        "trace_spans_dropped_total": float(spans.num_dropped if spans else 0),
-        "trace_contexts_malformed_total": float(spans.num_malformed if spans else 0),
+        "trace_spans_exported_total": float(traces.num_exported if traces else 0),
+        "trace_spans_failed_total": float(traces.num_failed if traces else 0),
+        "trace_spans_dropped_total": float(traces.num_dropped if traces else 0),
+        "trace_contexts_malformed_total": float(traces.num_malformed if traces else 0),
     }

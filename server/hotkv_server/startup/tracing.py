@@ -4,7 +4,6 @@ otherwise."""
 import importlib
 import logging
 
-from hotkv.spans import SpanLog
 from hotkv_server.runtime.tracing import Tracing
 from hotkv_server.security.path_checks import UnsafeError, check_private_key
 from hotkv_server.settings import Settings
@@ -23,7 +22,7 @@ def check_tracing(settings: Settings) -> None:
     if not tracing.endpoint:
         return
     try:
-        importlib.import_module("hotkv.otlp")
+        importlib.import_module("hotkv.traces")
     except ImportError as error:
         raise _not_installed(error) from error
     _headers(tracing)
@@ -36,20 +35,22 @@ def open_tracing(settings: TracingSettings) -> Tracing | None:
     if not settings.endpoint:
         return None
     try:
-        otlp = importlib.import_module("hotkv.otlp")
-        sink = otlp.open_sink(
+        traces = importlib.import_module("hotkv.traces")
+        opened = traces.open_traces(
             settings.endpoint,
             settings.service_name,
             log,
             _headers(settings),
             None if settings.certificate is None else str(settings.certificate),
-            settings.queue_spans,
+            sample_ratio=settings.sample_ratio,
+            max_spans_per_s=settings.max_spans_per_s,
+            queue_spans=settings.queue_spans,
         )
     except ImportError as error:
         raise _not_installed(error) from error
     except ValueError as error:
         raise StartError(f"tracing.endpoint: {error}") from error
-    return Tracing(SpanLog(sink, settings.sample_ratio, settings.max_spans_per_s))
+    return Tracing(opened)
 
 
 def _not_installed(error: ImportError) -> StartError:

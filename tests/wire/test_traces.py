@@ -1,0 +1,159 @@
+"""Calls are traced as their callers are, and spans keep to their bounds."""
+
+import logging
+import os
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from hotkv.traces import MAX_TRACEPARENT_CHARS, Span, Traces
+
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+GOOD = f"00-{TRACE}-{SPAN}-01"
+
+
+class Recorded:
+    """Traces whose collector is a list."""
+
+    def __init__(self, **bounds: Any) -> None:
+        self._exporter = InMemorySpanExporter()
+        self.traces = Traces(self._exporter, "test", logging.getLogger("tests.traces"), **bounds)
+
+    def spans(self) -> list[ReadableSpan]:
+        self.traces.flush()
+        return list(self._exporter.get_finished_spans())
+
+
+def begun(traces: Traces, traceparent: str = GOOD) -> Span:
+    span = traces.begin("a", traceparent, is_served=True)
+    assert span is not None
+    return span
+
+
+def test_calls_are_traced_as_their_callers_are() -> None:
+    one = Recorded(sample_ratio=1.0)
+    child, root = begun(one.traces), begun(one.traces, "")
+    assert one.traces.begin("a", GOOD[:-1] + "0") is None
+    assert Recorded().traces.begin("a", "") is None
+    assert child.traceparent.startswith(f"00-{TRACE}-") and child.traceparent.endswith("-01")
+    assert SPAN not in child.traceparent and TRACE not in root.traceparent
+    child.end()
+    root.end()
+    of_child, of_root = one.spans()
+    assert of_child.parent is not None and of_child.parent.is_remote
+    assert f"{of_child.parent.span_id:016x}" == SPAN and of_root.parent is None
+
+
+@pytest.mark.parametrize("text", [f"00-{TRACE}-{SPAN}-03", f"01-{TRACE}-{SPAN}-01-more"])
+def test_flags_and_parts_that_are_not_known_are_passed_over(text: str) -> None:
+    assert begun(Recorded().traces, text).traceparent.startswith(f"00-{TRACE}-")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x",
+        GOOD.upper(),
+        f"ff-{TRACE}-{SPAN}-01",
+        f"00-{TRACE}-{SPAN}-01-more",
+        f"00-{'0' * 32}-{SPAN}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        f"00-{TRACE[:-1]}-{SPAN}-01",
+        f"01-{TRACE}-{SPAN}-01-{'x' * MAX_TRACEPARENT_CHARS}",
+    ],
+)
+def test_a_context_that_can_not_be_read_counts_as_none(text: str) -> None:
+    traces = Recorded().traces
+    assert traces.begin("a", text) is None and traces.num_malformed == 1
+
+
+@given(st.text(max_size=200))
+@settings(max_examples=50)
+def test_no_text_breaks_the_reader(text: str) -> None:
+    READER.begin("a", text)
+
+
+READER = Recorded().traces
+
+
+def test_a_span_ends_once() -> None:
+    one = Recorded()
+    span = begun(one.traces)
+    child = span.child("b", span.began_ns)
+    child.attributes["hotkv.blocks"] = 3
+    child.end("LATE")
+    child.end()
+    span.end()
+    of_child, of_span = one.spans()
+    assert (of_child.name, of_child.status.description) == ("b", "LATE")
+    assert of_child.attributes == {"hotkv.blocks": 3} and of_span.status.is_unset
+    assert of_child.parent is not None and not of_child.parent.is_remote
+    assert f"{of_child.parent.span_id:016x}" in span.traceparent
+
+
+def test_engines_that_seed_alike_name_spans_differently() -> None:
+    traces, names = Recorded().traces, set[str]()
+    for _ in range(2):
+        random.seed(0)
+        names.add(begun(traces).traceparent)
+    assert len(names) == 2
+
+
+def test_a_fork_names_spans_differently() -> None:
+    traces = Recorded().traces
+    reader, writer = os.pipe()
+    if not (pid := os.fork()):
+        os.write(writer, begun(traces).traceparent.encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(reader, 100).decode() != begun(traces).traceparent
+    os.close(reader)
+    os.close(writer)
+
+
+def test_spans_beyond_the_rate_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their own times: those of the parts of a transfer lie seconds apart."""
+    now_s = [7.0]
+    one = Recorded(max_spans_per_s=3)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    parent = begun(one.traces)
+    for at in range(5):
+        parent.child("b", 1).end(ended_ns=10**9 * (1 + at % 2))
+    now_s[0] = 8.0
+    parent.end()
+    monkeypatch.undo()
+    assert (len(one.spans()), one.traces.num_dropped) == (4, 2)
+
+
+def test_no_span_ends_before_it_began() -> None:
+    """Clocks are set back; viewers take what is negative for centuries."""
+    one = Recorded()
+    span = begun(one.traces)
+    span.child("b", span.began_ns).end(ended_ns=span.began_ns - 1)
+    (early,) = one.spans()
+    assert early.end_time == early.start_time == span.began_ns
+
+
+def test_spans_that_a_full_queue_refuses_are_counted_from_any_thread() -> None:
+    traces = Recorded(max_spans_per_s=10**6, queue_spans=10).traces
+    parent = begun(traces)
+
+    def record() -> None:
+        for _ in range(200):
+            parent.child("b").end()
+
+    threads = [threading.Thread(target=record) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    traces.flush()
+    assert traces.num_exported + traces.num_dropped == 800
+    assert traces.num_exported >= 10
