@@ -157,9 +157,6 @@ def options() -> argparse.Namespace:
         default=usual.dense_layers,
         help="so many layers from the first on; residency has none",
     )
-    flags.add_argument(
-        "--first-factor", type=float, default=1.0, help="budgets of each of the first two layers"
-    )
     flags.add_argument("--dtype", default=usual.dtype, help="of the engine, as vLLM's --dtype")
     flags.add_argument("--no-offline", action="store_true", help="the engine alone")
     return flags.parse_args()
@@ -173,7 +170,6 @@ def main() -> int:
         budget=chosen.budget,
         corrections=chosen.corrections,
         dense_layers=chosen.dense_layers,
-        first_factor=chosen.first_factor,
         dtype=chosen.dtype,
         centres=chosen.centres,
     )

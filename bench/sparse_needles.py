@@ -33,7 +33,7 @@ ANSWER_TOKENS = 12
 """Seven digits, one a token in many vocabularies, and what may stand before them."""
 HELD_SCORERS = ("rot2u", "mix2")
 BUDGETS = (0.1, 256)
-SCORERS = ("mix2", "rot3u", "rot2u", "rot1u", "cuboid", "quest", "mean")
+SCORERS = ("mix2", "rot3u", "rot2u", "quest", "mean")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +102,6 @@ def options() -> argparse.Namespace:
         help="shares of the context, or tokens",
     )
     flags.add_argument("--dense-layers", type=int, default=0, help="so many, from the first on")
-    flags.add_argument(
-        "--first-factor", type=float, default=1.0, help="budgets of each of the first two layers"
-    )
     flags.add_argument("--dtype", default="auto", help="of the engine, as vLLM's --dtype")
     flags.add_argument("--seed", type=int, default=0, help="of the prompts")
     return flags.parse_args()
@@ -116,7 +113,6 @@ def main() -> int:
     folder = chosen.model or prepare()
     usual = Setup(
         dense_layers=chosen.dense_layers,
-        first_factor=chosen.first_factor,
         dtype=chosen.dtype,
         min_tokens=1024,
     )

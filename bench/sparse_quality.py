@@ -244,7 +244,6 @@ def figures(row: Row) -> dict[str, object]:
         "variant": variant.key,
         "scorer": variant.scorer,
         "budget": variant.budget,
-        "first_layers_factor": variant.first_factor,
         "block_tokens": variant.block_tokens,
         "shared": variant.shared,
         "selection": variant.freshness,

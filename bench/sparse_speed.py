@@ -29,7 +29,6 @@ import torch
 import hotkv_sparse
 from bench.report import median, parser, print_report
 from bench.sparse.service import service_figures
-from hotkv_sparse import superblocks
 from hotkv_sparse.selector import choose
 
 KV_HEADS, GROUP, HEAD_SIZE, BLOCK_TOKENS = 8, 4, 128, 16
@@ -41,10 +40,9 @@ values."""
 SPEEDUP_BLOCKS = 2048
 BUDGET = 0.1
 MAX_CORRECTIONS = 4
-SCORERS = ("cuboid", "mean", "rot1u", "rot2u")
+SCORERS = ("mean", "rot2u")
 PAGE_TOKENS = 32
 BLOCKS_PER_PAGE = PAGE_TOKENS // BLOCK_TOKENS
-TWO_LEVELS = ("cuboid", "mean")
 STEP_COSINE = 0.84
 SETTLING_STEPS = 60
 DISTINCT_BLOCKS = 512
@@ -135,9 +133,6 @@ class Layer:
             )
             for name in SCORERS
         }
-        self.supers = {
-            name: superblocks.merge(name, self.pools[name], HEAD_SIZE) for name in TWO_LEVELS
-        }
         self.rows = np.arange(self.num_blocks, dtype=np.int32)
         self.where = hotkv_sparse.Span(2, self.num_blocks - 5, self.num_blocks)
         self.always_log_mass = np.full(QUERY_HEADS, 5.0, np.float32)
@@ -182,14 +177,10 @@ class Layer:
         self, name: str, query: np.ndarray[tuple[int, int], np.dtype[np.float32]]
     ) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
         """Scores of the candidates."""
-        prepared = hotkv_sparse.prepare(name, query)
-        if name in TWO_LEVELS:
-            scores = superblocks.score_pruned(
-                prepared, self.pools[name], self.supers[name], self.rows
-            )
-            return np.ascontiguousarray(scores[:, self.where.first : self.where.last])
         return hotkv_sparse.score(
-            prepared, self.pools[name], self.rows[self.where.first : self.where.last]
+            hotkv_sparse.prepare(name, query),
+            self.pools[name],
+            self.rows[self.where.first : self.where.last],
         )
 
     def choose(self, scores: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> int:

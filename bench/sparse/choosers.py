@@ -46,7 +46,7 @@ class Context:
 
 class Chooser:
     """See the module. `scorer` knows the first `num_shared` tokens, which are those before the
-    first step; none if none is needed. `first_layer`: the model's number of layer 0 here."""
+    first step; none if none is needed."""
 
     def __init__(
         self,
@@ -56,7 +56,6 @@ class Chooser:
         num_shared: int,
         max_tokens: int,
         scorer: Scorer | None,
-        first_layer: int = 0,
     ) -> None:
         self.variant = variant
         self.config = variant.config()
@@ -65,23 +64,20 @@ class Chooser:
         self._num_host = num_shared // variant.block_tokens
         num_sets = 1 if variant.shared else kv_heads
         self._last: list[list[Selection | None]] = [[None] * num_sets for _ in range(num_layers)]
-        self._first_layer = first_layer
         num_hot = num_sets if variant.freshness == LRU else 0
         self._hot = [
             [
                 HotSet(
-                    USUAL_SETS * self._budget_blocks(layer, max_tokens),
+                    USUAL_SETS * self._budget_blocks(max_tokens),
                     policy=self.config.cache_policy,
                 )
                 for _ in range(num_hot)
             ]
-            for layer in range(num_layers)
+            for _ in range(num_layers)
         ]
 
-    def _budget_blocks(self, layer: int, context_tokens: int) -> int:
-        return self.config.budget_blocks(
-            context_tokens, self.variant.block_tokens, self._first_layer + layer
-        )
+    def _budget_blocks(self, context_tokens: int) -> int:
+        return self.config.budget_blocks(context_tokens, self.variant.block_tokens)
 
     def span(self, context_tokens: int) -> Span:
         """The blocks of a context that are always kept, and the candidates."""
@@ -126,7 +122,7 @@ class Chooser:
                 (weights.per_head[head], float(weights.always[head]))
                 for head in range(self.kv_heads)
             ]
-        budget = self._budget_blocks(layer, context.tokens)
+        budget = self._budget_blocks(context.tokens)
         if self.variant.freshness == LRU and self._hot[layer][0].span.count == 0:
             # A sequence starts with a full hot set: prefill has just had everything on the device.
             budget *= USUAL_SETS

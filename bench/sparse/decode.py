@@ -134,7 +134,6 @@ class Decode:
                     self.num_shared,
                     self.max_tokens,
                     scorer,
-                    dense.first_layer,
                 )
             )
         self.tallies = [Tally() for _ in variants]

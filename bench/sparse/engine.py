@@ -38,7 +38,6 @@ class Setup:
     scorer: str = "rot2u"
     corrections: int = 4
     dense_layers: int = 2
-    first_factor: float = 1.0
     dtype: str = "auto"
     min_tokens: int = 2048
     centres: Path | None = None
@@ -50,7 +49,6 @@ class Setup:
             scorer=self.scorer,
             max_correction_blocks=self.corrections,
             dense_layers=tuple(range(self.dense_layers)),
-            first_layers_factor=self.first_factor,
             min_context_tokens=self.min_tokens,
         )
 

@@ -50,7 +50,6 @@ class Offline:
                 True,
                 LRU,
                 setup.corrections,
-                setup.first_factor,
             )
             for setup in setups
         ]

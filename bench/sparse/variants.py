@@ -13,21 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotkv_sparse import FORMATS, SparseConfig
-from hotkv_sparse.config import MAX_FACTOR
 
 ORACLE, ENDS, CENTRED = "oracle", "ends", "+"
 """Beside the formats of `hotkv_sparse`: exact block mass; nothing but sinks and recent window; what
 stands before a centre's name."""
-DENSE = MAX_FACTOR
-"""As `first_factor`: more than any context."""
 FRESH, PREVIOUS, LRU = "fresh", "previous", "lru"
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
     """See the module. `budget` is a share of the context (float) or tokens (int), always kept
-    tokens included; the first layers have `first_factor` times that, `DENSE` for all of the
-    context."""
+    tokens included."""
 
     scorer: str
     budget: int | float
@@ -35,15 +31,11 @@ class Variant:
     shared: bool
     freshness: str = FRESH
     corrections: int = 0
-    first_factor: float = 1.0
 
     @property
     def budget_label(self) -> str:
         """The budget as tables name it."""
-        label = f"{self.budget:.0%}" if isinstance(self.budget, float) else str(self.budget)
-        if self.first_factor == DENSE:
-            return f"{label}, first dense"
-        return label if self.first_factor == 1.0 else f"{label}, first x {self.first_factor:g}"
+        return f"{self.budget:.0%}" if isinstance(self.budget, float) else str(self.budget)
 
     @property
     def sets(self) -> str:
@@ -61,8 +53,7 @@ class Variant:
         freshness = f"{LRU}_{self.corrections}" if self.freshness == LRU else self.freshness
         sets = self.sets.replace(" ", "_")
         budget = f"{self.budget * 100:g}" if isinstance(self.budget, float) else f"{self.budget}t"
-        key = f"{self.scorer}_{budget}_{self.block_tokens}_{sets}_{freshness}"
-        return key if self.first_factor == 1.0 else f"{key}_first_{self.first_factor:g}"
+        return f"{self.scorer}_{budget}_{self.block_tokens}_{sets}_{freshness}"
 
     def config(self) -> SparseConfig:
         """The same to hotkv_sparse; scorers that it does not have play no part there."""
@@ -71,7 +62,6 @@ class Variant:
             sparse_topk=self.budget,
             scorer=scorer,
             max_correction_blocks=self.corrections,
-            first_layers_factor=self.first_factor,
         )
 
 
@@ -80,10 +70,7 @@ SCORERS = (
     "rot3u",
     "rot2u",
     "rot2u+mu",
-    "rot1u",
-    "rot1u+mu",
     "mix2+mu",
-    "cuboid",
     "mean",
     "quest",
 )
@@ -94,19 +81,15 @@ SERVED = (0.10, 32, True)
 
 
 TIGHT_SCORERS = (
-    *(ORACLE, "rot3u", "rot2u", "rot2u+mu", "rot2u+mu2k", "rot2u+own", "rot1u", "rot1u+mu"),
-    *("mix2+mu", "mix2+first", "cuboid", "mean", "quest", ENDS),
+    *(ORACLE, "rot3u", "rot2u", "rot2u+mu", "rot2u+mu2k", "rot2u+own"),
+    *("mix2+mu", "mix2+first", "mean", "quest", ENDS),
 )
-SERVED_SCORERS = (
-    *(ORACLE, "rot2u", "rot2u+mu", "rot1u+mu", "mix2+mu", "mix2+first"),
-    *("cuboid", "mean", "quest"),
-)
+SERVED_SCORERS = (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "mix2+first", "mean", "quest")
 FROM_FILE = ("rot2u+file", "mix2+file")
 RESIDENT = (32, True, LRU, 4)
 """Block size, sharing and freshness of residency, which has no dense layers."""
 RESIDENT_BUDGETS = (0.10, 1024, 512, 256)
 RESIDENT_SCORERS = ("rot2u", "mix2+first")
-FIRST_FACTORS = (1.0, 2.0, 4.0, DENSE)
 
 
 def default_variants(*, with_file: bool = False) -> list[Variant]:
@@ -125,19 +108,13 @@ def default_variants(*, with_file: bool = False) -> list[Variant]:
 
 
 def resident_variants(*, with_file: bool = False) -> list[Variant]:
-    """What residency does: sparse in every layer, at shares of the context and at absolute budgets,
-    with more of it in the first layers or not."""
+    """What residency does: sparse in every layer, at shares of the context and at absolute
+    budgets."""
     more = FROM_FILE if with_file else ()
     rows = [
         Variant(scorer, budget, *RESIDENT)
         for budget in RESIDENT_BUDGETS
         for scorer in (*RESIDENT_SCORERS, *more)
-    ]
-    rows += [
-        Variant(scorer, budget, *RESIDENT, factor)
-        for budget in (0.10, 256)
-        for scorer in RESIDENT_SCORERS
-        for factor in FIRST_FACTORS
     ]
     rows += [
         Variant(scorer, 0.10, *RESIDENT)
@@ -159,7 +136,7 @@ def all_variants(*, with_file: bool = False) -> list[Variant]:
     stale = [
         Variant(scorer, 0.10, block_tokens, shared, *way)
         for block_tokens, shared in ((16, False), (32, True))
-        for scorer in (ORACLE, "rot2u", "rot2u+mu", "rot1u", "mix2+mu", "quest")
+        for scorer in (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "quest")
         for way in ways
     ]
     rows = [*fresh, *stale, *default_variants(with_file=with_file)]

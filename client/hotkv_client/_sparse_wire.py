@@ -39,10 +39,6 @@ def _select_message(value: SelectConfig) -> sparse_pb2.SelectConfig:
         head_size=value.head_size,
         adaptive_p=config.adaptive_p or 0.0,
         scorer=config.scorer,
-        layer_scorers=[
-            sparse_pb2.LayerScorer(layer_index=layer, scorer=name)
-            for layer, name in sorted(config.scorer_of_layer.items())
-        ],
         fusion=[
             sparse_pb2.FusedScorer(scorer=name, exponent=exponent)
             for name, exponent in config.fusion.items()
@@ -51,11 +47,9 @@ def _select_message(value: SelectConfig) -> sparse_pb2.SelectConfig:
         recent_token_count=config.recent_tokens,
         max_correction_block_count=config.max_correction_blocks,
         cache_policy=config.cache_policy,
-        residency_prior=config.residency_prior,
         scale=value.scale or 0.0,
         hot_block_count=value.hot_blocks,
         centres=_centre_messages(value),
-        first_layers_factor=config.first_layers_factor,
     )
     if isinstance(config.sparse_topk, int):
         message.sparse_topk_token_count = config.sparse_topk

@@ -215,7 +215,7 @@ def _read_collector(key: str, value: Any) -> str:
 def _read_sparse(key: str, value: Any) -> SparseConfig:
     """Reads a `SparseConfig` from a JSON object. Raises ConfigError.
 
-    JSON has no tuples and no integer keys, so lists and decimal keys stand for them."""
+    JSON has no tuples, so lists stand for them."""
     known = {f.name for f in fields(SparseConfig)}
     if not isinstance(value, Mapping):
         raise ConfigError(
@@ -233,11 +233,6 @@ def _read_sparse(key: str, value: Any) -> SparseConfig:
         settings = {**RESIDENT_SETTINGS, **settings}
     if isinstance(settings.get("dense_layers"), list):
         settings["dense_layers"] = tuple(settings["dense_layers"])
-    if isinstance(settings.get("scorer_of_layer"), Mapping):
-        of_layer = settings["scorer_of_layer"].items()
-        settings["scorer_of_layer"] = {
-            int(k) if isinstance(k, str) and k.isdecimal() else k: scorer for k, scorer in of_layer
-        }
     try:
         return SparseConfig(**settings)
     except HotKVError as error:

@@ -4,8 +4,8 @@ From unpacked keys to a selection, in the order of a step: `representations.buil
 fills; `scores.prepare` and `scores.score` with a step's query; `weights.aggregate` (if scorers
 are fused, after `weights.fuse`); `topk.span` and `topk.select`; `hotset.HotSet.step`.
 `axes.AxesEstimate` and `centre` calibrate.
-`config.SparseConfig` says how, `budget.AdaptiveCapacity` how large, `superblocks` scores summaries
-in two levels, `torch_ops` is the same on a GPU.
+`config.SparseConfig` says how, `budget.AdaptiveCapacity` how large, `torch_ops` is the same on a
+GPU.
 
 No I/O but in `centre_file`, no clock, no threads. numpy is enough; numba makes it fast, and is
 loaded on first use.

@@ -83,9 +83,7 @@ def build_tokens(
                         y[:head_size, lane] = 0
                 _rotate_lanes(y, factors, starts, sizes)
                 place = out[block, head, run * run_bytes :].ctypes.data
-                if bits == 1:
-                    lanes.PACK_1(y.ctypes.data, head_size, steps, place, valid)
-                elif bits == 2:
+                if bits == 2:
                     lanes.PACK_2(y.ctypes.data, head_size, steps, place, valid)
                 else:
                     lanes.PACK_3(y.ctypes.data, head_size, steps, place, valid)
@@ -103,9 +101,8 @@ def _mean_of(keys: Any, mu: Any, parts: Any) -> None:
 
 
 @numba.njit(nogil=True, cache=True)
-def _edges_of(keys: Any, mu: Any, cuboid: Any, parts: Any) -> None:
-    """parts = max, min of keys [T, D] less `mu`, or their middle and the mean distance to it; 0
-    if there are none."""
+def _edges_of(keys: Any, mu: Any, parts: Any) -> None:
+    """parts = max, min of keys [T, D] less `mu`; 0 if there are none."""
     high, low = parts[0], parts[1]
     high[:] = -np.inf if keys.shape[0] else 0
     low[:] = np.inf if keys.shape[0] else 0
@@ -114,16 +111,6 @@ def _edges_of(keys: Any, mu: Any, cuboid: Any, parts: Any) -> None:
             value = keys[token, channel] - mu[channel]
             high[channel] = max(high[channel], value)
             low[channel] = min(low[channel], value)
-    if not cuboid:
-        return
-    for channel in range(keys.shape[1]):
-        high[channel] = (low[channel] + high[channel]) / np.float32(2)
-        low[channel] = 0
-    for token in range(keys.shape[0]):
-        for channel in range(keys.shape[1]):
-            low[channel] += abs(keys[token, channel] - mu[channel] - high[channel])
-    for channel in range(keys.shape[1]):
-        low[channel] /= np.float32(max(keys.shape[0], 1))
 
 
 @numba.njit(
@@ -153,7 +140,7 @@ def prepare(
     codes: Any,
 ) -> None:
     """int8 codes [Q, P, C] of queries [Q, D] with their sums [Q, P], one step per 127th of peaks
-    [Q]; `kind` 0: q+, q-; 1: q, |q|; 2: q."""
+    [Q]; `kind` 0: q+, q-; 1: q."""
     num_heads, head_size = query.shape
     y = np.empty((head_size, 16), np.float32)
     for first in range(0, num_heads, 16):
@@ -174,8 +161,8 @@ def prepare(
                 code = max(step, 0) if kind == 0 else step
                 codes[first + lane, 0, channel] = code
                 sums[first + lane, 0] += code
-                if kind < 2:
-                    code = min(step, 0) if kind == 0 else abs(step)
+                if kind == 0:
+                    code = min(step, 0)
                     codes[first + lane, 1, channel] = code
                     sums[first + lane, 1] += code
 
@@ -186,18 +173,17 @@ def prepare(
     cache=True,
 )
 def build_parts(keys: Any, mu: Any, num_tokens: Any, kind: Any, channels: Any, out: Any) -> None:
-    """A summary format, out uint8 [B, H, N] from keys [B, T, H, D]; `kind` 0: quest, 1: cuboid, 2:
-    mean."""
-    head_size, num_parts = keys.shape[3], 1 if kind == 2 else 2
+    """A summary format, out uint8 [B, H, N] from keys [B, T, H, D]; `kind` 0: quest, 1: mean."""
+    head_size, num_parts = keys.shape[3], 1 if kind == 1 else 2
     parts, scale = np.empty((2, head_size), np.float32), np.empty(1, np.float32)
     scale_bytes = scale.view(np.uint8)
     for block in range(keys.shape[0]):
         count = num_tokens[block]
         for head in range(keys.shape[2]):
-            if kind == 2:
+            if kind == 1:
                 _mean_of(keys[block, :count, head], mu[head], parts)
             else:
-                _edges_of(keys[block, :count, head], mu[head], kind == 1, parts)
+                _edges_of(keys[block, :count, head], mu[head], parts)
             for part in range(num_parts):
                 peak = np.float32(1e-20)
                 for channel in range(head_size):

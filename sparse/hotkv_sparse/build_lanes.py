@@ -66,8 +66,8 @@ def _pack_run(bits: int) -> Any:
     token. See `formats` for steps and bytes.
     """
     form = FORMATS[f"rot{bits}u"]
-    width, step_channels = min(bits, 2), 16 if bits == 2 else 32
-    num_lines = step_channels * width // 32
+    step_channels = 16 if bits == 2 else 32
+    num_lines = step_channels // 16
     steps_between = zip(form.levels, form.levels[1:], strict=False)
     cuts = [
         (float(np.float32((low + high) / 2.0 / form.level_unit)), float(high - low))
@@ -101,10 +101,10 @@ def _pack_run(bits: int) -> Any:
                     call(builder, "llvm.fma.v16f32", FLOATS, [value, level, builder.load(product)]),
                     product,
                 )
-                line, inner = divmod(channel, 32 // width)
+                line, inner = divmod(channel, 16)
                 low = builder.and_(code, ints(3)) if bits == 3 else code
                 lines[line] = builder.or_(
-                    lines[line], builder.shl(low, ints(8 * (inner % 4) + width * (inner // 4)))
+                    lines[line], builder.shl(low, ints(8 * (inner % 4) + 2 * (inner // 4)))
                 )
                 if bits == 3:
                     bit = builder.lshr(code, ints(2))
@@ -131,4 +131,4 @@ def _pack_run(bits: int) -> Any:
 
 
 SCALE_ROWS, BUTTERFLY = operation(3, _emit_scale_rows), operation(3, _emit_butterfly)
-PACK_1, PACK_2, PACK_3 = _pack_run(1), _pack_run(2), _pack_run(3)
+PACK_2, PACK_3 = _pack_run(2), _pack_run(3)

@@ -2,7 +2,7 @@
 
 Calibrated once per model from any ordinary text, a centre makes codes of the same size clearly
 better (SmolLM2-135M, 4k tokens, 5 % budget, centre from other text: strong-block recall on
-long-range copy .90 to .98 with rot2u, .56 to .77 with rot1u). A centre that does not fit is worse
+long-range copy .90 to .98 with rot2u). A centre that does not fit is worse
 than none. It is part of a representation's version.
 
 `CentreEstimate` measures one and `measured_bias` what it leaves to correct; `Centres` are those of

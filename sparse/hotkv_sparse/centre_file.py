@@ -7,7 +7,8 @@ INVALID_FIELD, which names file and problem. A file appears whole or not at all.
 Arrays: `format_version` int64 [], `model` text [], `num_tokens` int64 [], `layers` int64 [L],
 ascending; `formats` text [F] and `bias` float64 [L, F], NaN if not measured; `mu_<layer>`
 float32 [H, D] of each layer; of layers with axes `into_<layer>` float32 [H, D, D] and `rms_<layer>`
-float32 [H, 2]. Files of version 1 have no axes and are read as they are.
+float32 [H, 2]. Files of version 1 have no axes and are read as they are. A bias of a format that
+this hotkv does not have is left out.
 """
 
 import io
@@ -23,6 +24,7 @@ import numpy.typing as npt
 from hotkv.errors import HotKVError, Reason
 from hotkv_sparse.axes import Axes
 from hotkv_sparse.centre import TOKEN_FORMATS, Centres, LayerCentre
+from hotkv_sparse.formats import FORMATS
 
 FORMAT_VERSION = 2
 _READ_VERSIONS = (1, 2)
@@ -177,7 +179,7 @@ def _centres(arrays: dict[str, Array]) -> Centres:
             {
                 name: float(value)
                 for name, value in zip(formats, row, strict=True)
-                if not np.isnan(value)
+                if name in FORMATS and not np.isnan(value)
             },
             _axes(arrays, layer),
         )

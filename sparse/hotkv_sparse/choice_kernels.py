@@ -22,7 +22,6 @@ _F32_1, _F32_2 = (
     types.Array(types.float32, 1, "C", readonly=True),
     types.Array(types.float32, 2, "C", readonly=True),
 )
-_MASK = types.Array(types.boolean, 1, "C", readonly=True)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -100,12 +99,12 @@ def aggregate(scores: Any, always_log_mass: Any, per_head: Any, shared: Any, alw
 
 
 @numba.njit(nogil=True, cache=True)
-def _bits(priority: Any, values: Any) -> Any:
+def _bits(weights: Any, values: Any) -> Any:
     """values = the bits of positive floats, which order like the floats, 0 for all else; returns
     the largest."""
-    bits, largest = priority.view(np.int32), np.int32(0)
-    for i in range(priority.shape[0]):
-        value = bits[i] if priority[i] > 0 else np.int32(0)
+    bits, largest = weights.view(np.int32), np.int32(0)
+    for i in range(weights.shape[0]):
+        value = bits[i] if weights[i] > 0 else np.int32(0)
         values[i] = value
         largest = max(largest, value)
     return largest
@@ -141,18 +140,17 @@ def _top(values: Any, num: Any, largest: Any, out: Any) -> None:
 
 
 @numba.njit(types.void(_F32_1, types.int32[::1]), nogil=True, cache=True)
-def top(priority: Any, out: Any) -> None:
-    """Indices of the len(out) < len(priority) largest, ascending; of equals the lowest. What is not
+def top(weights: Any, out: Any) -> None:
+    """Indices of the len(out) < len(weights) largest, ascending; of equals the lowest. What is not
     above 0 ranks as 0."""
-    num = priority.shape[0]
+    num = weights.shape[0]
     values = np.full(num // 16 * 16 + 16, -1, np.int32)
-    _top(values, num, _bits(priority, values), out)
+    _top(values, num, _bits(weights, values), out)
 
 
 @numba.njit(
     types.UniTuple(types.float64, 2)(
-        _F32_2, _F32_1, _MASK, types.float32, types.int64, types.int64, types.int32[::1],
-        types.float32[::1]
+        _F32_2, _F32_1, types.int64, types.int64, types.int32[::1], types.float32[::1]
     ),
     nogil=True,
     cache=True,
@@ -160,8 +158,6 @@ def top(priority: Any, out: Any) -> None:
 def choose(
     scores: Any,
     always_log_mass: Any,
-    resident: Any,
-    prior: Any,
     first: Any,
     count: Any,
     blocks: Any,
@@ -170,8 +166,7 @@ def choose(
     """`aggregate` and `top` in one: blocks [n] and weights [n] of a selection from scores [Q, S].
 
     `first` blocks before the candidates and those after them, up to `count`, are always kept and
-    weigh inf. `resident` [S], or [0] for no prior, favours blocks by 1 + `prior`. Returns (share of
-    blocks that are always kept, share of the chosen).
+    weigh inf. Returns (share of blocks that are always kept, share of the chosen).
     """
     num_heads, num = scores.shape
     room, runs = weights.shape[0] - (count - num), num // 16 + 1
@@ -189,12 +184,8 @@ def choose(
         for i in range(num):
             chosen[i] = i
     else:
-        priority, values = shared, exps.view(np.int32)
-        if resident.shape[0]:
-            priority = np.empty(num, np.float32)
-            for i in range(num):
-                priority[i] = shared[i] * (np.float32(1) + prior * np.float32(resident[i]))
-        largest = _bits(priority[:num], values)
+        values = exps.view(np.int32)
+        largest = _bits(shared[:num], values)
         for i in range(num, runs * 16):
             values[i] = -1
         _top(values, num, largest, chosen)

@@ -13,10 +13,7 @@ from hotkv_sparse.formats import FORMATS, token_scorer
 
 COPY_METHODS = ("memcpy", "batch", "kernel", "auto")
 RESIDENCIES = ("off", "host")
-CACHE_POLICIES = ("lru", "clock", "lru_prior", "none")
-FIRST_LAYERS = 2
-"""The layers whose budget `first_layers_factor` raises: 0 and 1."""
-MAX_FACTOR = 1000.0
+CACHE_POLICIES = ("lru", "none")
 MIN_ADAPTIVE_TOKENS = 128
 """Adaptive selections keep at least this many tokens beside the always kept ones."""
 
@@ -31,17 +28,15 @@ class SparseConfig:
 
     `sparse_topk`: the budget of a sequence and layer, always kept tokens included; an int counts
     tokens, a float is a share of the context. `adaptive_p`: attention mass to reach; the budget is
-    then a ceiling. None: always the whole budget. `scorer`, `scorer_of_layer`: a representation's
-    name, for all layers and for single ones. `first_layers_factor`: how many budgets each of the
-    model's first `FIRST_LAYERS` layers has. `fusion`: scorer to exponent; a weighted geometric mean
-    of several scorers in place of `scorer`. Empty: no fusion. `sink_tokens`, `recent_tokens`:
-    always attended at the two ends of the context; the partial block is always kept too.
-    `dense_layers`: attended whole. `max_correction_blocks`: blocks a set may load per layer and
-    step with the fresh query. `residency_prior`: a resident block's weight counts 1 + this; used by
-    `lru_prior`. `cache_policy`: which block leaves the hot set, one of `CACHE_POLICIES`; `none`: no
-    hot set. `copy_method`: how `ArrayPages` copies blocks, one of `COPY_METHODS`; engines ignore
-    it. `min_context_tokens`: shorter contexts stay dense. `residency`: `host` keeps old blocks in
-    host memory only, so that a context may be larger than the device's memory; `off`.
+    then a ceiling. None: always the whole budget. `scorer`: a representation's name. `fusion`:
+    scorer to exponent; a weighted geometric mean of several scorers in place of `scorer`. Empty: no
+    fusion. `sink_tokens`, `recent_tokens`: always attended at the two ends of the context; the
+    partial block is always kept too. `dense_layers`: attended whole. `max_correction_blocks`:
+    blocks a set may load per layer and step with the fresh query. `cache_policy`: which block
+    leaves the hot set, one of `CACHE_POLICIES`; `none`: no hot set. `copy_method`: how `ArrayPages`
+    copies blocks, one of `COPY_METHODS`; engines ignore it. `min_context_tokens`: shorter contexts
+    stay dense. `residency`: `host` keeps old blocks in host memory only, so that a context may be
+    larger than the device's memory; `off`.
     """
 
     sparse_topk: int | float = 0.1
@@ -53,11 +48,8 @@ class SparseConfig:
     max_correction_blocks: int = 4
     copy_method: str = "auto"
     cache_policy: str = "lru"
-    residency_prior: float = 0.5
     min_context_tokens: int = 4096
     residency: str = "off"
-    first_layers_factor: int | float = 1.0
-    scorer_of_layer: Mapping[int, str] = field(default_factory=dict)
     fusion: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,8 +63,6 @@ class SparseConfig:
                 "cache_policy", self.cache_policy, f"use one of {', '.join(CACHE_POLICIES)}"
             )
         self._check_residency()
-        if not (math.isfinite(self.residency_prior) and self.residency_prior >= 0.0):
-            raise _refuse("residency_prior", self.residency_prior, "use a number from 0 up")
 
     def _check_residency(self) -> None:
         if self.residency not in RESIDENCIES:
@@ -125,9 +115,6 @@ class SparseConfig:
                 "those two"
             )
             raise _refuse("sparse_topk", topk, fix)
-        factor = self.first_layers_factor
-        if type(factor) not in (int, float) or not 1.0 <= factor <= MAX_FACTOR:
-            raise _refuse("first_layers_factor", factor, f"use a number from 1 to {MAX_FACTOR:g}")
         if self.adaptive_p is not None and not 0.0 < self.adaptive_p < 1.0:
             raise _refuse(
                 "adaptive_p",
@@ -136,11 +123,7 @@ class SparseConfig:
             )
 
     def _check_scorers(self) -> None:
-        named = [("scorer", self.scorer)]
-        named += [
-            (f"scorer_of_layer[{layer}]", name) for layer, name in self.scorer_of_layer.items()
-        ]
-        named += [("fusion", name) for name in self.fusion]
+        named = [("scorer", self.scorer), *(("fusion", name) for name in self.fusion)]
         for where, name in named:
             if name not in FORMATS:
                 raise _refuse(where, name, f"use one of {', '.join(FORMATS)}")
@@ -149,13 +132,10 @@ class SparseConfig:
                     where,
                     name,
                     (
-                        "adaptive_p needs a scorer that estimates mass: rot1u, rot2u, rot3u or "
-                        "mix2; or leave adaptive_p out"
+                        "adaptive_p needs a scorer that estimates mass: rot2u, rot3u or mix2; or "
+                        "leave adaptive_p out"
                     ),
                 )
-        for layer in self.scorer_of_layer:
-            if type(layer) is not int or layer < 0:
-                raise _refuse("scorer_of_layer", layer, "use layer numbers from 0 up as keys")
         for name, exponent in self.fusion.items():
             if not (math.isfinite(exponent) and exponent > 0.0):
                 raise _refuse(f"fusion[{name}]", exponent, "use an exponent above 0")
@@ -168,13 +148,6 @@ class SparseConfig:
                 raise _refuse(
                     "dense_layers",
                     self.dense_layers,
-                    f"the model has {num_layers} layers; use numbers from 0 to {num_layers - 1}",
-                )
-        for layer in self.scorer_of_layer:
-            if layer >= num_layers:
-                raise _refuse(
-                    "scorer_of_layer",
-                    layer,
                     f"the model has {num_layers} layers; use numbers from 0 to {num_layers - 1}",
                 )
         least = self.max_always_blocks(block_tokens) + 1
@@ -211,16 +184,12 @@ class SparseConfig:
             + 1
         )
 
-    def budget_blocks(
-        self, context_tokens: int, block_tokens: int, layer: int = FIRST_LAYERS
-    ) -> int:
-        """Blocks a sequence of `context_tokens` may select in `layer` (by default one behind the
-        first), always kept ones included; never more than it has."""
+    def budget_blocks(self, context_tokens: int, block_tokens: int) -> int:
+        """Blocks a sequence of `context_tokens` may select in a layer, always kept ones included;
+        never more than it has."""
         budget_tokens = (
             self.sparse_topk if type(self.sparse_topk) is int else self.sparse_topk * context_tokens
         )
-        if layer < FIRST_LAYERS:
-            budget_tokens *= self.first_layers_factor
         return min(math.ceil(budget_tokens / block_tokens), -(-context_tokens // block_tokens))
 
     def scorers_of(self, layer: int) -> Mapping[str, float]:
@@ -228,8 +197,6 @@ class SparseConfig:
         if the layer is dense."""
         if layer in self.dense_layers:
             return {}
-        if layer in self.scorer_of_layer:
-            return {self.scorer_of_layer[layer]: 1.0}
         return self.fusion or {self.scorer: 1.0}
 
     def formats(self, num_layers: int) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Two kinds. A *token* format keeps a code of some bits per channel and a scale pe
 stored beside blocks and read by other engines, so any change of them changes `LAYOUT_VERSION`.
 
 Token formats are ceil(tokens / 16) runs of 16 tokens, each:
-  low lines   uint8 [lines][16 tokens][4]   the lowest w = 1 or 2 bits of codes: byte b of line l
+  low lines   uint8 [lines][16 tokens][4]   the lowest w = 2 bits of codes: byte b of line l
                                             holds in its bits p * w to p * w + w - 1 the code of
                                             channel l * (32 / w) + 4 p + b
   high lines  uint8 [lines][16 tokens][4]   3-bit codes only: their highest bit, as in low lines
@@ -22,8 +22,7 @@ half of them fine (rounded down), and so the same bytes. Codes are evenly spaced
 (c - (2^w - 1) / 2) steps.
 
 Summary formats: parts uint8 [parts][D padded to 32], value + 128 with 128 in the padding, then
-float32 [parts], the scales; a scale is negative if there is no token. quest: max, min. cuboid:
-centre, radius. mean: mean.
+float32 [parts], the scales; a scale is negative if there is no token. quest: max, min. mean: mean.
 """
 
 import hashlib
@@ -42,6 +41,8 @@ PART_ALIGN = 32
 FINE_CHANNELS, COARSE_CHANNELS = 8, 16
 """Channels of a line of 4-bit and of 2-bit codes."""
 AXES_KERNEL = 42
+LEVEL_OFFSET = 128
+"""Added to a level to make it an unsigned byte."""
 NO_TOKEN = -1.0
 """Stored in place of a scale if there is no token."""
 
@@ -51,16 +52,15 @@ class Format:
     """A representation. Token formats have `bits` and `levels`, summary formats `parts`.
 
     `levels`: the integer that each code stands for, ascending; `level_unit`: integer steps per unit
-    of a rotated key's rms; `offset`: added to a level to make it an unsigned byte; `bias`: how much
-    the log mass of a block is overestimated, in nats. `by_axes`: codes are of principal axes, with
-    `bits` of them a channel in the mean and no table of levels.
+    of a rotated key's rms; `bias`: how much the log mass of a block is overestimated, in nats.
+    `by_axes`: codes are of principal axes, with `bits` of them a channel in the mean and no table
+    of levels.
     """
 
     name: str
     bits: int = 0
     levels: tuple[int, ...] = ()
     level_unit: float = 0.0
-    offset: int = 128
     bias: float = 0.0
     parts: int = 0
     by_axes: bool = False
@@ -68,7 +68,7 @@ class Format:
     @property
     def kind(self) -> int:
         """The number by which kernels know a summary format."""
-        return ("quest", "cuboid", "mean").index(self.name)
+        return ("quest", "mean").index(self.name)
 
     @property
     def kernel(self) -> int:
@@ -76,13 +76,12 @@ class Format:
         return AXES_KERNEL if self.by_axes else self.bits
 
 
-# Lloyd-Max levels of the normal distribution (Max 1960: ±.7979; ±.4528, ±1.510; ±.2451, ±.7560,
-# ±1.344, ±2.152) in integer steps, the largest at 127. A key's sigma is taken against these
-# integers, so their rounding costs no bias. `bias` without a centre, measured on SmolLM2-135M: .33,
-# .09, and .95 for 1 bit (mean over blocks by their true mass); a good centre lowers it. With its
-# axes mix2 is off by .02 at most.
+# Lloyd-Max levels of the normal distribution (Max 1960: ±.4528, ±1.510; ±.2451, ±.7560, ±1.344,
+# ±2.152) in integer steps, the largest at 127. A key's sigma is taken against these integers, so
+# their rounding costs no bias. `bias` without a centre, measured on SmolLM2-135M: .33 and .09 (mean
+# over blocks by their true mass); a good centre lowers it. With its axes mix2 is off by .02 at
+# most.
 FORMATS: dict[str, Format] = {
-    "rot1u": Format("rot1u", bits=1, levels=(-1, 1), level_unit=1 / 0.7979, offset=1, bias=0.95),
     "rot2u": Format(
         "rot2u", bits=2, levels=(-127, -38, 38, 127), level_unit=127 / 1.510, bias=0.33
     ),
@@ -95,7 +94,6 @@ FORMATS: dict[str, Format] = {
     ),
     "mix2": Format("mix2", bits=2, bias=0.0, by_axes=True),
     "quest": Format("quest", parts=2),
-    "cuboid": Format("cuboid", parts=2),
     "mean": Format("mean", parts=1),
 }
 
@@ -138,7 +136,7 @@ def padded_channels(form: Format, head_size: int) -> int:
     if form.by_axes:
         fine, coarse = num_lines(head_size)
         return fine * FINE_CHANNELS + coarse * COARSE_CHANNELS
-    step = {0: PART_ALIGN, 1: 32, 2: 16, 3: 32}[form.bits]
+    step = {0: PART_ALIGN, 2: 16, 3: 32}[form.bits]
     return -(-head_size // step) * step
 
 

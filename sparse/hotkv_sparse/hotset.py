@@ -27,16 +27,15 @@ from hotkv_sparse.moves import Growth, HotMap, Moves, SlotState, Step
 from hotkv_sparse.topk import Selection, Span
 
 I32 = npt.NDArray[np.int32]
-Mask = npt.NDArray[np.bool_]
 
 
 class HotSet:
     """One hot set. INVALID_FIELD for arguments that make no sense; a call that raises changes
     nothing.
 
-    `spare_slots`: slots beyond the capacity that prefetch may always use. `policy`: `lru` and
-    `lru_prior` evict the block that was selected least recently, `clock` approximates that, `none`
-    keeps nothing that the present selection leaves out. `tables`: the state; nobody else writes it.
+    `spare_slots`: slots beyond the capacity that prefetch may always use. `policy`: `lru` evicts
+    the block that was selected least recently, `none` keeps nothing that the present selection
+    leaves out. `tables`: the state; nobody else writes it.
     """
 
     def __init__(self, capacity_blocks: int, spare_slots: int = 8, policy: str = "lru") -> None:
@@ -52,7 +51,7 @@ class HotSet:
                 f"cache_policy is {policy!r}; use one of {', '.join(CACHE_POLICIES)}",
             )
         self.tables = HotTables(capacity_blocks, spare_slots, policy)
-        self._policy = CACHE_POLICIES.index(policy)
+        self._keeps_unselected = policy != "none"
         self._kernels: Any = native.load("hotkv_sparse.kernels")
 
     def __repr__(self) -> str:
@@ -84,10 +83,6 @@ class HotSet:
     def map(self) -> HotMap:
         """The blocks that may be attended at present."""
         return self.tables.map()
-
-    def resident(self, first: int, last: int) -> Mask:
-        """bool [last - first]: which of the blocks [first, last) may be attended."""
-        return self.tables.is_mapped()[first:last]
 
     def recency(self) -> I32:
         """Mapped blocks, most recently selected first: what the next sequence over the same prefix
@@ -193,15 +188,15 @@ class HotSet:
             np.empty((4, max(len(blocks), num_slots)), np.int32),
         )
         (
-            num_mapped, num_loads, num_out, num_rest, num_always, num_resident, num_kept, hand,
+            num_mapped, num_loads, num_out, num_rest, num_always, num_resident, num_kept,
         ) = self._kernels.hot_step(
             blocks, weights, max_loads, tables.mapped, maps, moves, *tables.for_kernels(),
-            tables.capacity_blocks, tables.clock + 1, tables.hand, self._policy,
+            tables.capacity_blocks, tables.clock + 1, self._keeps_unselected,
             where.first, where.last, where.count,
         )  # fmt: skip
         if num_mapped == self._kernels.REFUSED:
             raise tables.outside()
-        tables.clock, tables.hand = tables.clock + 1, hand
+        tables.clock += 1
         if num_loads or num_out:
             present = tables.publish(maps[:, :num_mapped])
         loads = Moves(moves[0, :num_loads], moves[1, :num_loads], moves[2, :num_out])
@@ -238,7 +233,7 @@ class HotSet:
             raise tables.not_loading()
 
     def adopt(self) -> Moves:
-        """Step boundary: prefetched blocks join the map, evicting by policy; those without room are
+        """Step boundary: prefetched blocks join the map, evicting others; those without room are
         dropped. No copies."""
         if self._kernels is None:
             return reference.adopt(self.tables)
@@ -247,18 +242,17 @@ class HotSet:
             np.empty((2, self.num_slots), np.int32),
             np.empty((3, self.num_slots), np.int32),
         )
-        num_mapped, num, num_out, tables.hand = self._kernels.hot_adopt(
+        num_mapped, num, num_out = self._kernels.hot_adopt(
             tables.map().blocks, maps, moves, *tables.for_kernels(),
-            tables.capacity_blocks, tables.clock, tables.hand, self._policy,
-            tables.span.first, tables.span.last,
+            tables.capacity_blocks, tables.clock, tables.span.first, tables.span.last,
         )  # fmt: skip
         if num or num_out:
             tables.publish(maps[:, :num_mapped])
         return Moves(moves[0, :num], moves[1, :num], moves[2, :num_out])
 
     def resize(self, capacity_blocks: int) -> I32:
-        """Sets the capacity: adds slots, or evicts by policy what may be evicted now; later changes
-        evict the rest. Returns the victims."""
+        """Sets the capacity: adds slots, or evicts what may be evicted now; later changes evict the
+        rest. Returns the victims."""
         if capacity_blocks < 1:
             raise HotKVError(
                 Reason.INVALID_FIELD, f"capacity is {capacity_blocks} blocks; use 1 or more"

@@ -1,11 +1,11 @@
 """Chooses the blocks of a hot set to evict, and the slots to use.
 
 Always true: mapped blocks that are always kept (sinks, recent window, the partial block) or have no
-copy in host memory are never chosen. `lru`, `lru_prior` and `none` choose the block that was
-selected least recently, of equals the lowest; `clock` approximates that.
+copy in host memory are never chosen. Of the others, the block that was selected least recently is
+chosen, of equals the lowest.
 
 Called at every change but those that `hotset_kernels` compiles; there it is their reference.
-Nothing is evicted here: the caller does it. Only `clock` writes, its marks and its hand.
+Nothing is written here: the caller evicts.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,6 @@ import numpy.typing as npt
 from hotkv_sparse.hotset_tables import FREE, MAPPED, NO_BLOCKS, HotTables
 
 I32 = npt.NDArray[np.int32]
-Slots = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ def room(tables: HotTables, count: int, *, whole: bool = False) -> Room:
 
 
 def victims(tables: HotTables, count: int, *, protected: bool = False, whole: bool = False) -> I32:
-    """Up to `count` mapped blocks to evict (`whole`: all or none), by policy.
+    """Up to `count` mapped blocks to evict (`whole`: all or none), the least recently used first.
 
     `protected`: none that the running step has selected.
     """
@@ -56,28 +55,7 @@ def victims(tables: HotTables, count: int, *, protected: bool = False, whole: bo
     slots = slots[~tables.is_pinned(tables.block_of[slots])]
     if whole and len(slots) < count:
         return NO_BLOCKS
-    if tables.policy == "clock":
-        swept: I32 = tables.block_of[_sweep(tables, slots, count)]
-        return swept
     order = (tables.used_at[slots] << 32) | tables.block_of[slots]
     if count < len(order):
         order = np.partition(order, count - 1)[:count]
     return (np.sort(order) & 0xFFFFFFFF).astype(np.int32)
-
-
-def _sweep(tables: HotTables, slots: Slots, count: int) -> Slots:
-    """Slots from the clock's hand on, those not referenced first; slots that the hand passes lose
-    their mark."""
-    order = np.concatenate([slots[slots >= tables.hand], slots[slots < tables.hand]])
-    marked = tables.referenced[order]
-    cold = np.flatnonzero(~marked)
-    if len(cold) >= count:
-        passed = order[: cold[count - 1] + 1]
-        chosen = order[cold[:count]]
-    else:
-        passed = order
-        chosen = np.concatenate([order[cold], order[marked][: count - len(cold)]])
-    tables.referenced[passed] = False
-    if len(chosen):
-        tables.hand = (int(chosen[-1]) + 1) % len(tables.state)
-    return chosen

@@ -16,13 +16,11 @@ import numba
 import numpy as np
 from numba import types
 
-from hotkv_sparse.config import CACHE_POLICIES as POLICIES
 from hotkv_sparse.key_order_kernels import coldest, sort
 from hotkv_sparse.moves import SlotState
 
 _FREE, _MAPPED, _LOADING, _READY, _CANCELLED = (int(state) for state in SlotState)
 _NO_SLOT = -1
-_CLOCK, _NONE = (POLICIES.index(policy) for policy in ("clock", "none"))
 REFUSED = -1
 _I32, _F32 = (
     types.Array(types.int32, 1, "A", readonly=True),
@@ -33,51 +31,21 @@ _SLOTS = (
     types.int8[::1],
     types.int32[::1],
     types.int64[::1],
-    types.boolean[::1],
     types.int32[::1],
     types.boolean[::1],
 )
-"""state [K], block_of [K], used_at [K], referenced [K], slot_of [>= C], has_copy [>= C]."""
-
-
-@numba.njit(nogil=True, cache=True)
-def _sweep(
-    keys: Any, num: Any, count: Any, hand: Any, block_of: Any, referenced: Any, out: Any
-) -> Any:
-    """The clock: out[:count] = blocks of the slots keys[:num] from the hand on, those not
-    referenced first; returns the new hand."""
-    start = 0
-    while start < num and keys[start] < hand:
-        start += 1
-    found, passed = 0, 0
-    slots = np.empty(count, np.int64)
-    while passed < num and found < count:
-        slot = keys[(start + passed) % num]
-        if not referenced[slot]:
-            slots[found] = slot
-            found += 1
-        passed += 1
-    for i in range(num):
-        if found < count and referenced[keys[(start + i) % num]]:
-            slots[found] = keys[(start + i) % num]
-            found += 1
-    for i in range(passed):
-        referenced[keys[(start + i) % num]] = False
-    for i in range(count):
-        out[i] = block_of[slots[i]]
-    return (slots[count - 1] + 1) % block_of.shape[0]
+"""state [K], block_of [K], used_at [K], slot_of [>= C], has_copy [>= C]."""
 
 
 @numba.njit(nogil=True, cache=True)
 def _victims(
-    state: Any, block_of: Any, used_at: Any, referenced: Any, has_copy: Any, before: Any,
-    hand: Any, policy: Any, first: Any, last: Any,
+    state: Any, block_of: Any, used_at: Any, has_copy: Any, before: Any, first: Any, last: Any,
     count: Any, out: Any,
-) -> tuple[Any, Any]:  # fmt: skip
+) -> Any:  # fmt: skip
     """out[:number] = up to `count` mapped blocks to evict, used before the step `before`; returns
-    (number, new hand)."""
+    their number."""
     if count <= 0:
-        return 0, hand
+        return 0
     keys, num = np.empty(state.shape[0], np.int64), 0
     for slot in range(state.shape[0]):
         block = block_of[slot]
@@ -87,17 +55,13 @@ def _victims(
             and first <= block < last
             and has_copy[block]
         ):
-            keys[num] = slot if policy == _CLOCK else (used_at[slot] << 32) | block
+            keys[num] = (used_at[slot] << 32) | block
             num += 1
     count = min(count, num)
-    if policy == _CLOCK:
-        return count, hand if count == 0 else _sweep(
-            keys, num, count, hand, block_of, referenced, out
-        )
     coldest(keys, num, count)
     for i in range(count):
         out[i] = keys[i] & 0xFFFFFFFF
-    return count, hand
+    return count
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
@@ -144,11 +108,10 @@ def _put(
     state: Any,
     block_of: Any,
     used_at: Any,
-    referenced: Any,
     slot_of: Any,
 ) -> None:
     slot_of[block], block_of[slot], state[slot] = slot, block, as_state
-    used_at[slot], referenced[slot] = clock, True
+    used_at[slot] = clock
 
 
 @numba.njit(nogil=True, cache=True)
@@ -158,7 +121,6 @@ def _missing(
     clock: Any,
     state: Any,
     used_at: Any,
-    referenced: Any,
     slot_of: Any,
     keys: Any,
 ) -> Any:
@@ -173,7 +135,6 @@ def _missing(
         num_always += is_kept
         if slot >= 0 and state[slot] == _MAPPED:
             used_at[slot] = clock
-            referenced[slot] = True
         else:
             num_kept += is_kept
             # The bits of floats order like integers, those of negative ones the other way round; -0
@@ -216,33 +177,34 @@ def _merged(old: Any, joined: Any, num_joined: Any, state: Any, slot_of: Any, ma
 
 
 @numba.njit(
-    types.UniTuple(_INT, 8)(_I32, _F32, _INT, _I32, _ROWS, _ROWS, *_SLOTS, *[_INT] * 7),
+    types.UniTuple(_INT, 7)(
+        _I32, _F32, _INT, _I32, _ROWS, _ROWS, *_SLOTS, _INT, _INT, types.boolean, _INT, _INT, _INT
+    ),
     nogil=True,
     cache=True,
 )
 def hot_step(
     blocks: Any, weights: Any, max_loads: Any, old: Any, maps: Any, moves: Any, state: Any,
-    block_of: Any, used_at: Any, referenced: Any,
-    slot_of: Any, has_copy: Any, capacity: Any, clock: Any, hand: Any, policy: Any, first: Any,
-    last: Any, count: Any,
+    block_of: Any, used_at: Any, slot_of: Any, has_copy: Any, capacity: Any, clock: Any,
+    keeps_unselected: Any, first: Any, last: Any, count: Any,
 ) -> Any:  # fmt: skip
     """A step with the selection `blocks`, `weights` [n] over the map `old` [M]; `clock` is the
     step's number.
 
     Fills maps [2, K] (blocks and slots of the new map), moves [4, max(n, K)] (blocks loaded, their
     slots, victims, blocks for prefetch) and returns (M, loaded, victims, for prefetch, always kept
-    ones selected, selected ones that were resident, of these always kept, hand). M is REFUSED if
-    a block is outside the context.
+    ones selected, selected ones that were resident, of these always kept). M is REFUSED if a block
+    is outside the context.
     """
     for i in range(blocks.shape[0]):
         if not 0 <= blocks[i] < count:
-            return REFUSED, 0, 0, 0, 0, 0, 0, hand
+            return REFUSED, 0, 0, 0, 0, 0, 0
     keys = np.empty(blocks.shape[0], np.int64)
     num_missing, num_kept, num_always = _missing(
-        blocks, weights, clock, state, used_at, referenced, slot_of, keys
+        blocks, weights, clock, state, used_at, slot_of, keys
     )
     num_victims = 0
-    if policy == _NONE:
+    if not keeps_unselected:
         num_victims = _drop_unselected(
             clock, state, block_of, used_at, slot_of, has_copy, first, last, moves[2]
         )
@@ -256,10 +218,7 @@ def hot_step(
                 moves[1, num_loads] = slot
                 num_loads += 1
     excess, victims = wanted - num_loads + max(-growth, 0), moves[2, num_victims:]
-    num_out, hand = _victims(
-        state, block_of, used_at, referenced, has_copy, clock, hand, policy, first, last,
-        excess, victims,
-    )  # fmt: skip
+    num_out = _victims(state, block_of, used_at, has_copy, clock, first, last, excess, victims)
     for i in range(num_out):
         slot = slot_of[victims[i]]
         _release(slot, state, block_of, slot_of)
@@ -270,9 +229,7 @@ def hot_step(
         moves[0, i] = blocks[keys[i]]
         _abandon(blocks[keys[i]], state, block_of, slot_of)
     for i in range(num_loads):
-        _put(
-            moves[0, i], moves[1, i], _MAPPED, clock, state, block_of, used_at, referenced, slot_of
-        )
+        _put(moves[0, i], moves[1, i], _MAPPED, clock, state, block_of, used_at, slot_of)
     num_rest = 0
     for i in range(num_loads, num_missing):
         if slot_of[blocks[keys[i]]] == _NO_SLOT:
@@ -284,22 +241,21 @@ def hot_step(
         num = _merged(old, moves[0], num_loads, state, slot_of, maps)
     return (
         num, num_loads, num_victims, num_rest, num_always, blocks.shape[0] - num_missing,
-        num_always - num_kept, hand,
+        num_always - num_kept,
     )  # fmt: skip
 
 
 @numba.njit(
-    types.UniTuple(_INT, 4)(_I32, _ROWS, _ROWS, *_SLOTS, *[_INT] * 6), nogil=True, cache=True
+    types.UniTuple(_INT, 3)(_I32, _ROWS, _ROWS, *_SLOTS, *[_INT] * 4), nogil=True, cache=True
 )
 def hot_adopt(
-    old: Any, maps: Any, moves: Any, state: Any, block_of: Any, used_at: Any, referenced: Any,
-    slot_of: Any, has_copy: Any, capacity: Any,
-    clock: Any, hand: Any, policy: Any, first: Any, last: Any,
+    old: Any, maps: Any, moves: Any, state: Any, block_of: Any, used_at: Any, slot_of: Any,
+    has_copy: Any, capacity: Any, clock: Any, first: Any, last: Any,
 ) -> Any:  # fmt: skip
     """Written slots join the map `old` [M], as far as there is room.
 
     Fills maps [2, K] and moves [3, K] (blocks that joined, their slots, victims); returns (M,
-    joined, victims, hand).
+    joined, victims).
     """
     num_ready = 0
     for slot in range(state.shape[0]):
@@ -307,26 +263,20 @@ def hot_adopt(
             moves[1, num_ready] = slot
             num_ready += 1
     if not num_ready:
-        return old.shape[0], 0, 0, hand
+        return old.shape[0], 0, 0
     excess, victims = old.shape[0] + num_ready - capacity, moves[2]
-    num_victims, hand = _victims(
-        state, block_of, used_at, referenced, has_copy, clock + 1, hand, policy, first, last,
-        excess, victims,
-    )  # fmt: skip
+    num_victims = _victims(
+        state, block_of, used_at, has_copy, clock + 1, first, last, excess, victims
+    )
     for i in range(num_victims):
         _release(slot_of[victims[i]], state, block_of, slot_of)
     num_kept = num_ready - max(excess - num_victims, 0)
     for i in range(num_kept):
         slot = moves[1, i]
-        moves[0, i], state[slot], used_at[slot], referenced[slot] = (
-            block_of[slot],
-            _MAPPED,
-            clock,
-            True,
-        )
+        moves[0, i], state[slot], used_at[slot] = block_of[slot], _MAPPED, clock
     for i in range(num_kept, num_ready):
         _release(moves[1, i], state, block_of, slot_of)
-    return _merged(old, moves[0], num_kept, state, slot_of, maps), num_kept, num_victims, hand
+    return _merged(old, moves[0], num_kept, state, slot_of, maps), num_kept, num_victims
 
 
 @numba.njit(_INT(_I32, _ROWS, *_SLOTS, _INT, _INT), nogil=True, cache=True)
@@ -336,7 +286,6 @@ def hot_begin_prefetch(
     state: Any,
     block_of: Any,
     used_at: Any,
-    referenced: Any,
     slot_of: Any,
     has_copy: Any,
     clock: Any,
@@ -355,7 +304,7 @@ def hot_begin_prefetch(
             slot += 1
         if slot == state.shape[0]:
             break
-        _put(blocks[i], slot, _LOADING, clock, state, block_of, used_at, referenced, slot_of)
+        _put(blocks[i], slot, _LOADING, clock, state, block_of, used_at, slot_of)
         moves[0, num], moves[1, num] = blocks[i], slot
         num += 1
     return num

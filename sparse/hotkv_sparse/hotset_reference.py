@@ -33,7 +33,6 @@ def step(tables: HotTables, selection: Selection, max_loads: int) -> Step:
     slots = tables.slot_of[blocks]
     mapped = (slots >= 0) & (tables.state[slots] == MAPPED)
     tables.used_at[slots[mapped]] = tables.clock
-    tables.referenced[slots[mapped]] = True
     dropped = _drop_unselected(tables) if tables.policy == "none" else NO_BLOCKS
     missing = np.flatnonzero(~mapped)
     missing = missing[np.argsort(-weights[missing], kind="stable")]
@@ -102,6 +101,5 @@ def adopt(tables: HotTables) -> Moves:
     tables.release(lost)
     tables.state[kept] = MAPPED
     tables.used_at[kept] = tables.clock
-    tables.referenced[kept] = True
     tables.version += 1
     return Moves(tables.block_of[kept], kept, victims)

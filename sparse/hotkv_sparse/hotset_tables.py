@@ -31,23 +31,21 @@ FREE, MAPPED, LOADING, READY, CANCELLED = (int(state) for state in SlotState)
 class HotTables:
     """See the module.
 
-    By slot: `state` int8, `block_of` int32, `used_at` int64 (the step that selected it last),
-    `referenced` bool (the clock policy's mark). By block, longer than the context: `slot_of` int32,
-    `has_copy` bool (host memory has it), `swapping` bool (a copy to host memory is under way).
-    `clock` counts steps; `hand` is the slot where the clock policy goes on.
+    By slot: `state` int8, `block_of` int32, `used_at` int64 (the step that selected it last). By
+    block, longer than the context: `slot_of` int32, `has_copy` bool (host memory has it),
+    `swapping` bool (a copy to host memory is under way). `clock` counts steps.
     """
 
     def __init__(self, capacity_blocks: int, spare_slots: int, policy: str) -> None:
         self.capacity_blocks, self.spare_slots, self.policy = capacity_blocks, spare_slots, policy
         self.span = Span(0, 0, 0)
-        self.version, self.clock, self.hand = 0, 0, 0
+        self.version, self.clock = 0, 0
         self.mapped = NO_BLOCKS
         self._map = HotMap(0, NO_BLOCKS, NO_BLOCKS)
         num_slots = capacity_blocks + spare_slots
         self.state = np.full(num_slots, FREE, np.int8)
         self.block_of = np.full(num_slots, NO_SLOT, np.int32)
         self.used_at = np.zeros(num_slots, np.int64)
-        self.referenced = np.zeros(num_slots, np.bool_)
         self.slot_of = np.full(_FIRST_BLOCKS, NO_SLOT, np.int32)
         self.has_copy = np.zeros(_FIRST_BLOCKS, np.bool_)
         self.swapping = np.zeros(_FIRST_BLOCKS, np.bool_)
@@ -63,7 +61,6 @@ class HotTables:
         self.state = np.concatenate([self.state, np.full(more, FREE, np.int8)])
         self.block_of = np.concatenate([self.block_of, np.full(more, NO_SLOT, np.int32)])
         self.used_at = np.concatenate([self.used_at, np.zeros(more, np.int64)])
-        self.referenced = np.concatenate([self.referenced, np.zeros(more, np.bool_)])
 
     def add_blocks(self, num_blocks: int) -> None:
         """Makes the tables by block hold `num_blocks` at least."""
@@ -76,14 +73,7 @@ class HotTables:
 
     def for_kernels(self) -> tuple[npt.NDArray[Any], ...]:
         """The arrays that kernels change, in their order."""
-        return (
-            self.state,
-            self.block_of,
-            self.used_at,
-            self.referenced,
-            self.slot_of,
-            self.has_copy,
-        )
+        return self.state, self.block_of, self.used_at, self.slot_of, self.has_copy
 
     # ------------------------------------------------------------------------------------------ map
 
@@ -130,7 +120,6 @@ class HotTables:
             self.block_of[slots] = blocks
             self.state[slots] = state
             self.used_at[slots] = self.clock
-            self.referenced[slots] = True
             self.version += state == MAPPED
 
     def evict(self, blocks: I32) -> None:

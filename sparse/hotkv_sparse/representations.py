@@ -72,9 +72,8 @@ def build(
     Token formats: x = k − mu, y = rotated x, codes nearest to y / rms(y), sigma = |y|² / (y ·
     level) (docs/sparse.md; of the RaBitQ and TurboQuant family). mix2: the same of principal
     axes (`axes`, `axis_codes`). Summaries: quest min and max
-    (Quest), cuboid centre (min + max) / 2 and radius mean |k − c| (ArkVale), mean. `out` may be any
-    array with contiguous last axis. Raises INVALID_FIELD. Does not block; compiled code runs
-    without the GIL.
+    (Quest), mean. `out` may be any array with contiguous last axis. Raises INVALID_FIELD. Does not
+    block; compiled code runs without the GIL.
     """
     form = formats.format_named(name)
     keys_BTHD, mu_HD, num_tokens_B = _checked(keys_BTHD, mu_HD, num_tokens_B)
@@ -195,7 +194,7 @@ def _pack_tokens(form: Format, x_BHTD: F32, valid_BT: npt.NDArray[np.bool_]) -> 
     sigma = np.where(present, np.minimum(sigma, 65504.0), NO_TOKEN).astype(np.float16)
     codes_BHRTD = codes.reshape(num_blocks, kv_heads, runs, RUN_TOKENS, channels)
     sigma_BHRT = sigma.reshape(num_blocks, kv_heads, runs, RUN_TOKENS)
-    lines = [pack_lines(codes_BHRTD & np.uint8(3), min(form.bits, 2))]
+    lines = [pack_lines(codes_BHRTD & np.uint8(3), 2)]
     if form.bits == 3:
         lines.append(pack_lines(codes_BHRTD >> np.uint8(2), 1))
     packed: U8 = np.concatenate([*lines, np.ascontiguousarray(sigma_BHRT).view(np.uint8)], axis=-1)
@@ -212,16 +211,7 @@ def _pack_summary(form: Format, x_BHTD: F32, valid_BT: npt.NDArray[np.bool_]) ->
     low, high = (
         np.where(some[:, None, None], edge, 0.0).astype(np.float32) for edge in (low, high)
     )
-    if form.name == "mean":
-        parts = [x_BHTD.sum(axis=2) / count]
-    elif form.name == "quest":
-        parts = [high, low]
-    else:
-        centre = (low + high) / np.float32(2.0)
-        parts = [
-            centre,
-            np.where(valid, np.abs(x_BHTD - centre[:, :, None]), 0.0).sum(axis=2) / count,
-        ]
+    parts = [x_BHTD.sum(axis=2) / count] if form.name == "mean" else [high, low]
     return pack_parts(form, np.stack(parts, axis=2).astype(np.float32), some)
 
 
@@ -229,8 +219,7 @@ def pack_parts(form: Format, parts_BHPD: F32, some_B: npt.NDArray[np.bool_]) -> 
     """Summary bytes uint8 [B, H, N] of float parts [B, H, P, D]; `some_B` is False if a block is
     empty.
 
-    quest rounds its edges outwards, so that its score stays an upper bound; the others round to
-    nearest.
+    quest rounds its edges outwards, so that its score stays an upper bound; mean rounds to nearest.
     """
     num_blocks, kv_heads, num_parts, head_size = parts_BHPD.shape
     limit = np.float32(126.0 if form.name == "quest" else 127.0)
@@ -276,8 +265,8 @@ def unpack_tokens(name: str, packed: U8, head_size: int) -> Tokens:
     sigma = (
         np.ascontiguousarray(runs[..., step - 2 * RUN_TOKENS :]).view(np.float16).astype(np.float32)
     )
-    low_bytes = RUN_TOKENS * channels * min(form.bits, 2) // 8
-    codes = unpack_lines(runs[..., :low_bytes], min(form.bits, 2))
+    low_bytes = RUN_TOKENS * channels // 4
+    codes = unpack_lines(runs[..., :low_bytes], 2)
     if form.bits == 3:
         codes |= unpack_lines(runs[..., low_bytes : step - 2 * RUN_TOKENS], 1) << 2
     levels = np.array(form.levels, np.int8)[codes]

@@ -17,7 +17,6 @@ from numba import types
 
 from hotkv.kernels import prefetch_address
 from hotkv_sparse import score_lanes as lanes
-from hotkv_sparse.formats import AXES_KERNEL
 from hotkv_sparse.vectors import MIN_SCORE
 
 _CHUNK_BLOCKS = 64
@@ -74,23 +73,14 @@ def _run_scores(
             lanes.RUN_3_2(run, steps, query, stride, bias, factor, out, width)
         else:
             lanes.RUN_3_1(run, steps, query, stride, bias, factor, out, width)
-    elif bits == AXES_KERNEL:
-        if heads == 4:
-            lanes.AXES_4(run, steps, query, stride, bias, factor, out, width)
-        elif heads == 3:
-            lanes.AXES_3(run, steps, query, stride, bias, factor, out, width)
-        elif heads == 2:
-            lanes.AXES_2(run, steps, query, stride, bias, factor, out, width)
-        else:
-            lanes.AXES_1(run, steps, query, stride, bias, factor, out, width)
     elif heads == 4:
-        lanes.RUN_1_4(run, steps, query, stride, bias, factor, out, width)
+        lanes.AXES_4(run, steps, query, stride, bias, factor, out, width)
     elif heads == 3:
-        lanes.RUN_1_3(run, steps, query, stride, bias, factor, out, width)
+        lanes.AXES_3(run, steps, query, stride, bias, factor, out, width)
     elif heads == 2:
-        lanes.RUN_1_2(run, steps, query, stride, bias, factor, out, width)
+        lanes.AXES_2(run, steps, query, stride, bias, factor, out, width)
     else:
-        lanes.RUN_1_1(run, steps, query, stride, bias, factor, out, width)
+        lanes.AXES_1(run, steps, query, stride, bias, factor, out, width)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -145,7 +135,7 @@ def score_tokens(
     """out [Q, len(rows)]: logsumexp over the tokens of packed[row] (token format of `bits`,
     or `AXES_KERNEL`), plus `shift`.
 
-    `query` int8 [Q, C], `bias` int32 [Q] = -offset * sum(query), `factor` float32 [Q]: byte
+    `query` int8 [Q, C], `bias` int32 [Q] = -128 * sum(query), `factor` float32 [Q]: byte
     products to base-2 scores.
     """
     num_heads, kv_heads, num_rows = query.shape[0], packed.shape[1], rows.shape[0]

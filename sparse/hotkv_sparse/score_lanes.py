@@ -14,7 +14,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-from hotkv_sparse.formats import FORMATS, LINE_BYTES
+from hotkv_sparse.formats import FORMATS, LEVEL_OFFSET, LINE_BYTES
 from hotkv_sparse.vectors import (
     BYTES,
     F32,
@@ -47,18 +47,13 @@ from hotkv_sparse.vectors import (
 def _codes(builder: Any, bits: int, low: Any, high: Any, plane: int) -> Any:
     """Levels plus offset, 64 unsigned bytes, of one plane of a low line (and of a high line, for 3
     bits); lines as 16 ints."""
-    if bits == 1:
-        # Level -1 or 1 plus 1: the bit, doubled.
-        moved = builder.shl(low, ints(1)) if plane == 0 else builder.lshr(low, ints(plane - 1))
-        return builder.and_(moved, ints(0x02020202))
     codes = builder.and_(builder.lshr(low, ints(2 * (plane % 4))), ints(0x03030303))
     if bits == 3:
         moved = (
             builder.shl(high, ints(2 - plane)) if plane < 2 else builder.lshr(high, ints(plane - 2))
         )
         codes = builder.or_(codes, builder.and_(moved, ints(0x04040404)))
-    form = FORMATS[f"rot{bits}u"]
-    bytes_of = [level + form.offset for level in form.levels]
+    bytes_of = [level + LEVEL_OFFSET for level in FORMATS[f"rot{bits}u"].levels]
     if VNNI:
         table = ir.Constant(BYTES, (bytes_of * 16)[:16] * 4)
         looked_up = call(
@@ -135,12 +130,11 @@ def _run_scores(bits: int, num_heads: int) -> Any:
     tokens for `num_heads` query heads.
 
     A step is one line of codes (3 bits: two low lines and a high one). `query` int8
-    [heads][query_stride], `bias` int32 [heads] = -offset * sum(query), `factor` float32 [heads];
-    writes float32 [heads][out_stride bytes], 16 each: (codes . query + bias) * sigma * factor.
+    [heads][query_stride], `bias` int32 [heads] = -`LEVEL_OFFSET` * sum(query), `factor` float32
+    [heads]; writes float32 [heads][out_stride bytes], 16 each: (codes . query + bias) * sigma *
+    factor.
     """
-    planes, low_lines, high_lines = (
-        (8, 1, 0) if bits == 1 else (4, 1, 0) if bits == 2 else (8, 2, 1)
-    )
+    planes, low_lines, high_lines = (4, 1, 0) if bits == 2 else (8, 2, 1)
 
     def emit(builder: Any, args: Any) -> None:
         run, num_steps, query, query_stride, bias, factor, out, out_stride = args
@@ -167,7 +161,7 @@ def _run_scores(bits: int, num_heads: int) -> Any:
                 else None
             )
             for plane in range(planes):
-                codes = _codes(builder, bits, low[plane // 4 if low_lines > 1 else 0], high, plane)
+                codes = _codes(builder, bits, low[plane // 4], high, plane)
                 channel = offset(builder, offset(builder, query, loop.index, planes * 4), plane, 4)
                 for h in heads:
                     channels = load(
@@ -376,7 +370,6 @@ def _emit_finish(builder: Any, args: Any) -> None:
         )
 
 
-RUN_1_1, RUN_1_2, RUN_1_3, RUN_1_4 = (_run_scores(1, heads) for heads in (1, 2, 3, 4))
 RUN_2_1, RUN_2_2, RUN_2_3, RUN_2_4 = (_run_scores(2, heads) for heads in (1, 2, 3, 4))
 AXES_1, AXES_2, AXES_3, AXES_4 = (_axes_scores(heads) for heads in (1, 2, 3, 4))
 RUN_3_1, RUN_3_2, RUN_3_3, RUN_3_4 = (_run_scores(3, heads) for heads in (1, 2, 3, 4))

@@ -35,9 +35,9 @@ class Query:
     """A step's query made ready for one format, one int8 step per 127th of a head's largest
     channel.
 
-    `codes` int8 [Q, P * C] (token formats: P = 1); `offsets` int32 [Q, P], -offset times the sum of
-    a part's codes; `factor` float32 [Q]: from byte products to nats; `shift` float32 [Q]: added to
-    every score (q · mu * scale, minus the format's bias).
+    `codes` int8 [Q, P * C] (token formats: P = 1); `offsets` int32 [Q, P], -`LEVEL_OFFSET` times
+    the sum of a part's codes; `factor` float32 [Q]: from byte products to nats; `shift` float32
+    [Q]: added to every score (q · mu * scale, minus the format's bias).
     """
 
     form: Format
@@ -89,7 +89,7 @@ def prepare(
         peak, offsets = _prepare_by_axes(kernels, name, query_QD, codes[:, 0], axes)
     elif kernels is None:
         peak = _prepare_reference(form, query_QD, codes)
-        offsets = codes.sum(axis=2, dtype=np.int32) * np.int32(-form.offset)
+        offsets = codes.sum(axis=2, dtype=np.int32) * np.int32(-formats.LEVEL_OFFSET)
     else:
         peak, sums = np.empty(num_heads, np.float32), np.zeros(codes.shape[:2], np.int32)
         starts, sizes = pass_arrays(head_size)
@@ -100,12 +100,12 @@ def prepare(
             starts,
             sizes,
             form.bits,
-            2 if form.bits else form.kind,
+            1 if form.bits else form.kind,
             peak,
             sums,
             codes,
         )
-        offsets = sums * np.int32(-form.offset)
+        offsets = sums * np.int32(-formats.LEVEL_OFFSET)
     factor = (peak * np.float32(scale / (127.0 * unit))).astype(np.float32)
     return Query(
         form,
@@ -146,15 +146,13 @@ def _prepare_by_axes(
 
 def _prepare_reference(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32:
     """Fills the codes and returns the peaks float32 [Q]. quest: sum max(q M, q m) = q+ · M + q- ·
-    m; cuboid: q · c + |q| · r."""
+    m."""
     x_QD = rotate(query_QD) if form.bits else query_QD.astype(np.float32)
     peak: F32 = np.maximum(np.abs(x_QD).max(axis=1), np.float32(1e-20))
     steps = np.rint(x_QD * (np.float32(127.0) / peak)[:, None]).astype(np.int8)
     parts = [steps]
     if form.name == "quest":
         parts = [np.maximum(steps, 0), np.minimum(steps, 0)]
-    elif form.name == "cuboid":
-        parts = [steps, np.abs(steps)]
     codes_QPC[:, :, : query_QD.shape[1]] = np.stack(parts, axis=1)
     return peak
 
@@ -198,7 +196,7 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
     block without tokens scores -inf. Raises INVALID_FIELD. Compiled code runs without the GIL.
 
     token formats: S = logsumexp_i (sigma_i q~ · z_i + q · mu) * scale - c (docs/sparse.md). quest:
-    sum max(q m, q M); cuboid: q · c + |q| · r.
+    sum max(q m, q M).
     """
     rows_S = (
         np.arange(len(packed_BHN), dtype=np.int32)

@@ -18,31 +18,23 @@ from hotkv import native
 from hotkv.errors import HotKVError, Reason
 from hotkv_sparse.axes import Axes
 from hotkv_sparse.config import SparseConfig
-from hotkv_sparse.scores import Query, prepare, score
-from hotkv_sparse.superblocks import score_pruned
+from hotkv_sparse.scores import prepare, score
 from hotkv_sparse.topk import Selection, Span, enough, floor_blocks, select, span
 from hotkv_sparse.weights import aggregate, fuse
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 I32 = npt.NDArray[np.int32]
-Mask = npt.NDArray[np.bool_]
-_NOBODY = np.empty(0, np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where a layer's representations of one format lie: pool uint8 [B, H, N], their centre and
-    bias (None: 0, the format's), and their axes, if the format needs them.
-
-    `supers` uint8 [ceil(C / 8), H, N], summaries only: super-blocks of the context
-    (`superblocks.merge`), for scoring in two levels.
-    """
+    bias (None: 0, the format's), and their axes, if the format needs them."""
 
     pool: U8
     mu: F32 | None = None
     bias: float | None = None
-    supers: U8 | None = None
     axes: Axes | None = None
 
 
@@ -56,7 +48,6 @@ def select_layer(
     context_tokens: int,
     block_tokens: int,
     *,
-    resident_C: Mask | None = None,
     scale: float | None = None,
 ) -> Selection:
     """Blocks of a context that `layer` should attend to; INVALID_FIELD if a source is missing or
@@ -64,7 +55,6 @@ def select_layer(
 
     `rows_C` int32: the pool row of each block of the context (of no meaning if always kept).
     `always_log_mass_Q` float32 [Q]: exact log mass of the always kept blocks (`exact_log_mass`).
-    `resident_C`: what the prior of `lru_prior` favours.
     """
     where = span(config, context_tokens, block_tokens)
     scorers = config.scorers_of(layer)
@@ -75,14 +65,14 @@ def select_layer(
             f"layer {layer} "
             + (f"has no source for {missing[0]}" if missing else "is dense; attend to all of it"),
         )
+    rows_S = rows_C[where.first : where.last]
     scored = [
-        _scores(
-            sources[name],
+        score(
             prepare(
                 name, query_QD, sources[name].mu, scale, sources[name].bias, sources[name].axes
             ),
-            rows_C,
-            where,
+            sources[name].pool,
+            rows_S,
         )
         for name in scorers
     ]
@@ -95,11 +85,9 @@ def select_layer(
         scores,
         log_mass,
         where,
-        config.budget_blocks(context_tokens, block_tokens, layer),
+        config.budget_blocks(context_tokens, block_tokens),
         adaptive_p=config.adaptive_p,
         floor_blocks=floor_blocks(block_tokens),
-        resident_S=None if resident_C is None else resident_C[where.first : where.last],
-        prior=config.residency_prior if config.cache_policy == "lru_prior" else 0.0,
     )
 
 
@@ -111,8 +99,6 @@ def choose(
     *,
     adaptive_p: float | None = None,
     floor_blocks: int = 0,
-    resident_S: Mask | None = None,
-    prior: float = 0.0,
 ) -> Selection:
     """`weights.aggregate` and `topk.select` of all heads together, in one kernel; arguments and
     errors as theirs.
@@ -127,46 +113,30 @@ def choose(
         or num_candidates != where.last - where.first
     ):
         weights = aggregate(scores_QS, always_log_mass_Q, 1)
-        options = {
-            "adaptive_p": adaptive_p,
-            "floor_blocks": floor_blocks,
-            "resident_S": resident_S,
-            "prior": prior,
-        }
-        return select(weights.shared, weights.always_shared, where, budget_blocks, **options)  # type: ignore[arg-type]
+        return select(
+            weights.shared,
+            weights.always_shared,
+            where,
+            budget_blocks,
+            adaptive_p=adaptive_p,
+            floor_blocks=floor_blocks,
+        )
     num_always = where.count - num_candidates
     num_blocks = num_always + min(max(budget_blocks - num_always, 0), num_candidates)
     blocks, chosen = np.empty(num_blocks, np.int32), np.empty(num_blocks, np.float32)
-    resident = _NOBODY if resident_S is None or prior == 0.0 else np.ascontiguousarray(resident_S)
     scores, log_mass = (
         np.ascontiguousarray(scores_QS, np.float32),
         np.ascontiguousarray(always_log_mass_Q, np.float32),
     )
-    always_mass, mass = kernels.choose(
-        scores, log_mass, resident, prior, where.first, where.count, blocks, chosen
-    )
+    always_mass, mass = kernels.choose(scores, log_mass, where.first, where.count, blocks, chosen)
     if adaptive_p is not None:
         middle = slice(where.first, num_blocks - (where.count - where.last))
         weights_S = chosen[middle]
-        priority = (
-            weights_S * (1.0 + np.float32(prior) * resident[blocks[middle] - where.first])
-            if len(resident)
-            else weights_S
-        )
-        kept = enough(priority, weights_S, always_mass, adaptive_p, floor_blocks)
+        kept = enough(weights_S, always_mass, adaptive_p, floor_blocks)
         mass = float(weights_S[kept].sum(dtype=np.float64))
         parts = (np.arange(where.first), where.first + kept, np.arange(middle.stop, num_blocks))
         blocks, chosen = blocks[np.concatenate(parts)], chosen[np.concatenate(parts)]
     return Selection(blocks, chosen, min(always_mass + mass, 1.0))
-
-
-def _scores(source: Source, query: Query, rows_C: I32, where: Span) -> F32:
-    """Scores of the candidates, float32 [Q, last - first]."""
-    if source.supers is None:
-        return score(query, source.pool, rows_C[where.first : where.last])
-    return score_pruned(query, source.pool, source.supers, np.maximum(rows_C[: where.count], 0))[
-        :, where.first : where.last
-    ]
 
 
 def exact_log_mass(query_QD: F32, keys_RHD: F32, scale: float | None = None) -> F32:

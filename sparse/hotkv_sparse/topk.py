@@ -17,7 +17,6 @@ from hotkv_sparse.config import MIN_ADAPTIVE_TOKENS, SparseConfig
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +77,12 @@ def select(
     *,
     adaptive_p: float | None = None,
     floor_blocks: int = 0,
-    resident_S: Mask | None = None,
-    prior: float = 0.0,
 ) -> Selection:
     """The `budget_blocks` best blocks of a context, always kept ones first; INVALID_FIELD if
     weights do not fit the span.
 
-    Candidates are ordered by w * (1 + prior * resident). With `adaptive_p`, the fewest of that
-    order with always_mass + sum w >= p, but at least `floor_blocks`. A budget below the always kept
-    blocks keeps just those.
+    With `adaptive_p`, the fewest of the heaviest with always_mass + sum w >= p, but at least
+    `floor_blocks`. A budget below the always kept blocks keeps just those.
     """
     if weights_S.shape != (where.last - where.first,):
         raise HotKVError(
@@ -96,17 +92,10 @@ def select(
                 "candidates"
             ),
         )
-    priority = (
-        weights_S
-        if resident_S is None or prior == 0.0
-        else weights_S * (1.0 + np.float32(prior) * resident_S)
-    )
     room = min(max(budget_blocks - where.num_always, 0), len(weights_S))
-    chosen = top(priority, room)
+    chosen = top(weights_S, room)
     if adaptive_p is not None:
-        chosen = chosen[
-            enough(priority[chosen], weights_S[chosen], always_mass, adaptive_p, floor_blocks)
-        ]
+        chosen = chosen[enough(weights_S[chosen], always_mass, adaptive_p, floor_blocks)]
     mass = min(always_mass + float(weights_S[chosen].sum(dtype=np.float64)), 1.0)
     blocks = np.concatenate(
         [
@@ -120,12 +109,10 @@ def select(
     return Selection(blocks, weights, mass)
 
 
-def enough(
-    priority: F32, weights: F32, always_mass: float, p: float, floor_blocks: int
-) -> npt.NDArray[np.intp]:
-    """Which of the chosen blocks reach `p` together with the blocks that are always kept: ascending
-    indices, by `priority`, at least `floor_blocks`."""
-    order = np.argsort(-priority, kind="stable")
+def enough(weights: F32, always_mass: float, p: float, floor_blocks: int) -> npt.NDArray[np.intp]:
+    """Returns the fewest of the chosen blocks, heaviest first, that reach `p` together with the
+    blocks that are always kept: ascending indices, at least `floor_blocks`."""
+    order = np.argsort(-weights, kind="stable")
     reached = np.concatenate(
         [[always_mass], always_mass + np.cumsum(weights[order], dtype=np.float64)]
     )
@@ -139,20 +126,20 @@ def floor_blocks(block_tokens: int) -> int:
     return -(-MIN_ADAPTIVE_TOKENS // block_tokens)
 
 
-def top(priority_S: F32, count: int) -> I32:
-    """The indices of the `count` largest priorities, ascending; of equals the lowest indices. What
-    is not above 0 ranks as 0."""
-    if count >= len(priority_S):
-        return np.arange(len(priority_S), dtype=np.int32)
+def top(weights_S: F32, count: int) -> I32:
+    """The indices of the `count` largest weights, ascending; of equals the lowest indices. What is
+    not above 0 ranks as 0."""
+    if count >= len(weights_S):
+        return np.arange(len(weights_S), dtype=np.int32)
     kernels = native.load("hotkv_sparse.kernels")
     if kernels is None:
-        return top_reference(priority_S, count)
+        return top_reference(weights_S, count)
     out = np.empty(count, np.int32)
-    kernels.top(np.ascontiguousarray(priority_S, np.float32), out)
+    kernels.top(np.ascontiguousarray(weights_S, np.float32), out)
     return out
 
 
-def top_reference(priority_S: F32, count: int) -> I32:
+def top_reference(weights_S: F32, count: int) -> I32:
     """`top` in plain numpy."""
-    priority = np.where(priority_S > 0, priority_S, 0.0)
-    return np.sort(np.argsort(-priority, kind="stable")[:count]).astype(np.int32)
+    positive = np.where(weights_S > 0, weights_S, 0.0)
+    return np.sort(np.argsort(-positive, kind="stable")[:count]).astype(np.int32)

@@ -127,8 +127,8 @@ def unpack_tokens(
     form = formats.format_named(name)
     channels, step = formats.padded_channels(form, head_size), formats.run_bytes(form, head_size)
     runs = packed_SHN.reshape(*packed_SHN.shape[:2], packed_SHN.shape[2] // step, step)
-    low_bytes = 2 * channels * min(form.bits, 2)
-    codes = _unpack_lines(runs[..., :low_bytes], min(form.bits, 2))
+    low_bytes = 4 * channels
+    codes = _unpack_lines(runs[..., :low_bytes], 2)
     if form.bits == 3:
         codes = codes | (_unpack_lines(runs[..., low_bytes : step - 32], 1) << 2)
     sigma = runs[..., step - 32 :].contiguous().view(torch.float16).float()
@@ -160,8 +160,6 @@ def _part_scores(
     parts = [steps_HGD]
     if form.name == "quest":
         parts = [steps_HGD.clamp_min(0), steps_HGD.clamp_max(0)]
-    elif form.name == "cuboid":
-        parts = [steps_HGD, steps_HGD.abs()]
     products = torch.einsum("shpd,hgpd->hgsp", codes, torch.stack(parts, dim=2))
     sums = torch.einsum("hgsp,shp->hgs", products, scale_SHP).flatten(0, 1)
     absent = (scale_SHP[..., 0] < 0).T.repeat_interleave(steps_HGD.shape[1], dim=0)
@@ -230,7 +228,7 @@ def build_token_format(
     sigma[..., block_tokens:] = formats.NO_TOKEN
     codes = codes.reshape(num_blocks, kv_heads, runs, formats.RUN_TOKENS, channels)
     sigma = sigma.reshape(num_blocks, kv_heads, runs, formats.RUN_TOKENS).half()
-    lines = [_pack_lines(codes & 3, min(form.bits, 2))]
+    lines = [_pack_lines(codes & 3, 2)]
     if form.bits == 3:
         lines.append(_pack_lines(codes >> 2, 1))
     return torch.cat([*lines, sigma.view(torch.uint8)], dim=-1).reshape(

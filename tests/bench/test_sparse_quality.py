@@ -14,7 +14,6 @@ from bench.sparse.llama import Dense, Llama, dense_pass
 from bench.sparse.pages import Pages
 from bench.sparse.texts import REPEAT, Text, copy_text, texts
 from bench.sparse.variants import (
-    DENSE,
     ENDS,
     FRESH,
     LRU,
@@ -95,7 +94,7 @@ def test_budgets_that_cover_the_context_change_nothing(
             (ORACLE, 16, False),
             ("rot2u", 32, True),
             ("quest", 16, True),
-            ("rot1u+mu", 32, False),
+            ("rot2u+mu", 32, False),
             ("rot3u+own", 16, True),
             ("rot2u+file", 16, False),
             ("mix2+own", 16, False),
@@ -196,33 +195,11 @@ def test_targets_take_the_worst_text() -> None:
     )
 
 
-@torch.inference_mode()
-def test_more_budget_for_the_first_layers_alone(model_folder: Path, tokens: torch.Tensor) -> None:
-    """Counted from the model's first layer, wherever the decode begins; `DENSE` covers all."""
-    model = Llama(model_folder)
-    attended = {}
-    for first_layer in (0, DENSE_LAYERS):
-        dense = dense_pass(model, tokens[:-1], COMPARED_TOKENS, first_layer)
-        own = Own.of(dense)
-        calibrated = calibration(own, own, None, first_layer)
-        for factor in (1.0, 1.5, DENSE):
-            variant = Variant("mix2+own", 0.5, 16, True, FRESH, 0, factor)
-            (outcome,) = Decode(model, dense, tokens, calibrated, [variant]).run()
-            attended[first_layer, factor] = outcome.attended_ratio
-    once = attended[DENSE_LAYERS, 1.0]
-    assert attended[DENSE_LAYERS, 1.5] == attended[DENSE_LAYERS, DENSE] == once
-    # Two layers of four.
-    assert attended[0, 1.0] == pytest.approx(once)
-    assert attended[0, 1.5] == pytest.approx(once * 1.25, rel=0.05)
-    assert attended[0, DENSE] == pytest.approx((1 + once) / 2)
-
-
 def test_budgets_of_residency_have_names_of_their_own() -> None:
     rows = resident_variants(with_file=True)
     assert len({row.key for row in rows}) == len(rows)
-    labels = {(row.budget, row.first_factor): row.budget_label for row in rows}
-    assert labels[256, 1.0] == "256" and labels[0.10, 4.0] == "10%, first x 4"
-    assert labels[256, DENSE] == "256, first dense"
+    labels = {row.budget: row.budget_label for row in rows}
+    assert labels[256] == "256" and labels[0.10] == "10%"
 
 
 def test_targets_of_residency_are_each_texts_own() -> None:

@@ -36,7 +36,6 @@ CONFIG = SparseConfig(
     recent_tokens=40,
     dense_layers=(),
     scorer="rot2u",
-    scorer_of_layer={5: "mean"},
     max_correction_blocks=2,
 )
 
@@ -83,7 +82,7 @@ class RepresentationEngine:
             (GroupSpec(GroupKind.FULL_ATTENTION, BLOCK_TOKENS, (PAGE_BYTES,)),),
             BLOCK_TOKENS,
         )
-        kind = Representation(0, "rot2u+mean", 7 if centres is None else 8, (self.shard_bytes,))
+        kind = Representation(0, "rot2u", 7 if centres is None else 8, (self.shard_bytes,))
         config = SessionConfig(
             target,
             engine_id or os.urandom(8).hex(),

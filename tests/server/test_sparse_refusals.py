@@ -135,20 +135,10 @@ def test_refusals_of_sequences(sparse_engine: Make, server: Server) -> None:
         ({"sparse_topk_token_count": 3}, "select.sparse_topk is 3"),
         ({"adaptive_p": -1.0}, "select.adaptive_p is -1.0"),
         ({"cache_policy": "mru"}, "select.cache_policy is 'mru'"),
-        ({"residency_prior": float("inf")}, "select.residency_prior is inf"),
-        ({"first_layers_factor": 0.5}, "select.first_layers_factor is 0.5"),
         ({"scorer": "mix2"}, "is scored by mix2, whose axes only the engine has"),
         ({"sink_token_count": -1}, "select.sink_tokens is -1"),
         ({"recent_token_count": 0}, "select.recent_tokens is 0"),
         ({"max_correction_block_count": -2}, "select.max_correction_blocks is -2"),
-        (
-            {"layer_scorers": [sparse_pb2.LayerScorer(layer_index=2, scorer="mean")] * 2},
-            "select.layer_scorers lists a layer twice",
-        ),
-        (
-            {"layer_scorers": [sparse_pb2.LayerScorer(layer_index=-2, scorer="mean")]},
-            "select.scorer_of_layer is -2",
-        ),
         (
             {"fusion": [sparse_pb2.FusedScorer(scorer="mean", exponent=1)] * 2},
             "select.fusion lists a scorer twice",
@@ -389,19 +379,12 @@ def test_all_that_matters_to_a_selection_reaches_the_server() -> None:
     config = SparseConfig(
         sparse_topk=4096,
         adaptive_p=0.9,
-        scorer="rot1u",
+        scorer="rot3u",
         sink_tokens=16,
         recent_tokens=40,
         dense_layers=(),
         max_correction_blocks=2,
-        cache_policy="lru_prior",
-        residency_prior=0.25,
-        first_layers_factor=2.5,
-        scorer_of_layer={5: "rot3u"},
+        cache_policy="none",
         fusion={"rot2u": 0.5, "rot3u": 1.5},
     )
-    message = _select_message(SelectConfig(config, 1, (2, 5), 2, 64))
-    assert _config(message) == config
-    # A client of an older version does not name it.
-    message.ClearField("first_layers_factor")
-    assert _config(message) == replace(config, first_layers_factor=1.0)
+    assert _config(_select_message(SelectConfig(config, 1, (2, 5), 2, 64))) == config

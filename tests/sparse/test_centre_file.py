@@ -136,6 +136,15 @@ def test_files_of_version_1_are_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.mu(2), example().layers[2].mu)
 
 
+def test_a_bias_of_a_format_that_is_unknown_is_left_out(tmp_path: Path) -> None:
+    write_centres(tmp_path / "a.npz", example())
+    arrays = arrays_of(tmp_path / "a.npz")
+    arrays["formats"] = np.array(["rot9u", "rot3u", "mix2"])
+    found = read_centres(written(arrays, tmp_path / "b.npz"))
+    assert found.bias(2, "rot2u") is None and found.bias(2, "rot9u") is None
+    np.testing.assert_array_equal(found.mu(2), example().layers[2].mu)
+
+
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(OSError):
@@ -213,13 +222,13 @@ def _without(name: str) -> Callable[[Arrays], None]:
             _with("mu_2", np.full((2, 8), np.inf, np.float32)),
             "mu of layer 2 has values that are not finite",
         ),
-        (_with("bias", [[0.1, 0.2, 0.3, 0.4]]), "its bias is [1, 4]"),
-        (_with("bias", np.full((2, 4), np.inf)), "its bias has values that are not finite"),
+        (_with("bias", [[0.1, 0.2, 0.3]]), "its bias is [1, 3]"),
+        (_with("bias", np.full((2, 3), np.inf)), "its bias has values that are not finite"),
         (
-            _with("formats", ["rot2u", "rot2u", "rot1u", "mix2"]),
-            "its bias is [2, 4], its layers [2, 5] and its formats ['rot2u', 'rot2u', ",
+            _with("formats", ["rot2u", "rot2u", "mix2"]),
+            "its bias is [2, 3], its layers [2, 5] and its formats ['rot2u', 'rot2u', ",
         ),
-        (_with("formats", ["rot1u", "quest", "rot3u", "mix2"]), "bias of layer 2 is for 'quest'"),
+        (_with("formats", ["quest", "rot3u", "mix2"]), "bias of layer 2 is for 'quest'"),
         (_without("rms_5"), "has no array 'rms_5'"),
         (
             _with("rms_5", np.ones((2, 3), np.float32)),
@@ -252,7 +261,7 @@ def test_files_that_say_other_things_are_refused(
 def test_files_without_layers_are_refused(tmp_path: Path) -> None:
     write_centres(tmp_path / "a", example())
     arrays = arrays_of(tmp_path / "a")
-    arrays |= {"layers": np.empty(0, np.int64), "bias": np.empty((0, 4))}
+    arrays |= {"layers": np.empty(0, np.int64), "bias": np.empty((0, 3))}
     with pytest.raises(HotKVError, match="layers is empty"):
         read_centres(written(arrays, tmp_path / "a"))
 

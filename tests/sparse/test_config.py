@@ -20,10 +20,8 @@ from hotkv_sparse.config import SparseConfig
         ({"adaptive_p": 1.0}, "sparse.adaptive_p is 1.0"),
         (
             {"scorer": "rot4u"},
-            "sparse.scorer is 'rot4u'; use one of rot1u, rot2u, rot3u, mix2, quest, cuboid, mean",
+            "sparse.scorer is 'rot4u'; use one of rot2u, rot3u, mix2, quest, mean",
         ),
-        ({"scorer_of_layer": {3: "best"}}, r"sparse.scorer_of_layer\[3\] is 'best'"),
-        ({"scorer_of_layer": {-3: "mean"}}, "sparse.scorer_of_layer is -3"),
         ({"fusion": {"best": 1.0}}, "sparse.fusion is 'best'"),
         ({"fusion": {"mean": 0.0}}, r"sparse.fusion\[mean\] is 0.0"),
         (
@@ -39,13 +37,7 @@ from hotkv_sparse.config import SparseConfig
             {"copy_method": "dma"},
             "sparse.copy_method is 'dma'; use one of memcpy, batch, kernel, auto",
         ),
-        (
-            {"cache_policy": "mru"},
-            "sparse.cache_policy is 'mru'; use one of lru, clock, lru_prior, none",
-        ),
-        ({"first_layers_factor": 0.5}, "sparse.first_layers_factor is 0.5; use a number from 1"),
-        ({"first_layers_factor": True}, "sparse.first_layers_factor is True"),
-        ({"residency_prior": -0.1}, "sparse.residency_prior is -0.1"),
+        ({"cache_policy": "clock"}, "sparse.cache_policy is 'clock'; use one of lru, none"),
     ],
 )
 def test_refused_when_made(fields: dict[str, object], words: str) -> None:
@@ -62,12 +54,6 @@ def test_refused_when_made(fields: dict[str, object], words: str) -> None:
             1,
             16,
             r"sparse.dense_layers is \(0, 1\); the model has 1 layers; use numbers from 0 to 0",
-        ),
-        (
-            {"scorer_of_layer": {30: "mean"}},
-            30,
-            16,
-            "sparse.scorer_of_layer is 30; the model has 30 layers",
         ),
         (
             {"sparse_topk": 256},
@@ -103,29 +89,10 @@ def test_budgets() -> None:
     assert SparseConfig(sparse_topk=1.0).budget_blocks(8191, 16) == 512
 
 
-@pytest.mark.parametrize(("topk", "blocks"), [(0.1, 52), (1000, 63)])
-def test_the_first_layers_have_more(topk: int | float, blocks: int) -> None:
-    config = SparseConfig(sparse_topk=topk, first_layers_factor=3)
-    assert [config.budget_blocks(8192, 16, layer) for layer in (2, 29)] == [blocks, blocks]
-    assert config.budget_blocks(8192, 16) == blocks
-    assert [config.budget_blocks(8192, 16, layer) for layer in (0, 1)] == [
-        154 if topk == 0.1 else 188
-    ] * 2
-    assert config.budget_blocks(1600, 16, 0) <= 100
-
-
 def test_scorers_of_layers() -> None:
-    config = SparseConfig(
-        scorer="rot2u", scorer_of_layer={4: "mean", 0: "quest"}, dense_layers=(0, 1)
-    )
-    assert (
-        config.scorers_of(0) == {}
-        and config.scorers_of(4) == {"mean": 1.0}
-        and config.scorers_of(5) == {"rot2u": 1.0}
-    )
-    assert config.formats(30) == ("rot2u", "mean")
-    fused = SparseConfig(fusion={"rot2u": 0.7, "cuboid": 0.3})
-    assert fused.scorers_of(2) == {"rot2u": 0.7, "cuboid": 0.3} and fused.formats(3) == (
-        "rot2u",
-        "cuboid",
-    )
+    config = SparseConfig(scorer="quest", dense_layers=(0, 1))
+    assert config.scorers_of(0) == {} and config.scorers_of(5) == {"quest": 1.0}
+    assert config.formats(30) == ("quest",) and config.formats(2) == ()
+    fused = SparseConfig(fusion={"rot2u": 0.7, "mean": 0.3})
+    assert fused.scorers_of(2) == {"rot2u": 0.7, "mean": 0.3}
+    assert fused.formats(3) == ("rot2u", "mean")

@@ -72,7 +72,6 @@ def test_plans_as_the_reference_does(
     num_tokens=st.sampled_from([1, 100, 1000, 20000, 50000]),
     num_heads=st.sampled_from([1, 2, 5]),
     adaptive_p=st.sampled_from([None, 0.3, 0.9, 0.999]),
-    policy=st.sampled_from(["lru", "lru_prior"]),
     grain=st.sampled_from([0.0, 0.5, 3.0]),
     spread=st.sampled_from([0.1, 3.0, 30.0]),
 )
@@ -82,15 +81,12 @@ def test_chooses_what_the_reference_chooses(
     num_tokens: int,
     num_heads: int,
     adaptive_p: float | None,
-    policy: str,
     grain: float,
     spread: float,
 ) -> None:
     rng = np.random.default_rng(seed)
     scorer = "mean" if adaptive_p is None else "rot2u"
-    config = SparseConfig(
-        sparse_topk=0.1, adaptive_p=adaptive_p, cache_policy=policy, scorer=scorer
-    )
+    config = SparseConfig(sparse_topk=0.1, adaptive_p=adaptive_p, scorer=scorer)
     max_blocks = -(-num_tokens // BLOCK) + 3
     shape = StepShape(2, max_blocks, BLOCK, num_heads, 1, 16, max_blocks)
     work = Workspace(CpuDevice(seed % 5), config, shape)
@@ -104,8 +100,6 @@ def test_chooses_what_the_reference_chooses(
     scores[:, rng.random(max_blocks) < 0.1] = -np.inf
     log_mass = (rng.standard_normal(num_heads) * 3).astype(np.float32)
     work.scores[0], work.always_log_mass[:] = scores, log_mass
-    selector.hot.slot_of[0] = np.where(rng.random(max_blocks) < 0.5, np.arange(max_blocks), -1)
-    selector.hot.state[:] = 1
     selector.choose()
     middle = slice(where.first, where.last)
     expected = aggregate(scores[:, middle], log_mass, 1)
@@ -113,11 +107,10 @@ def test_chooses_what_the_reference_chooses(
     # Below the smallest normal number a last digit is more than rtol.
     np.testing.assert_allclose(work.always_mass[0], expected.always_shared, rtol=1e-5, atol=1e-37)
     # The choice is exact in the weights that the device has.
-    resident = (selector.hot.slot_of[0] >= 0)[middle] if policy == "lru_prior" else None
     want = select(
         work.weights[0, middle].copy(), float(work.always_mass[0]), where,
         config.budget_blocks(num_tokens, BLOCK), adaptive_p=adaptive_p,
-        floor_blocks=floor_blocks(BLOCK), resident_S=resident, prior=config.residency_prior,
+        floor_blocks=floor_blocks(BLOCK),
     )  # fmt: skip
     number = int(selector.numbers[0])
     assert selector.numbers[1] == 0
@@ -147,7 +140,7 @@ class StepMachine(RuleBasedStateMachine):
 
     @initialize(
         capacity=st.integers(4, 40), spare=st.integers(0, 4),
-        policy=st.sampled_from(["lru", "lru_prior", "none"]),
+        policy=st.sampled_from(["lru", "none"]),
         count=st.integers(4, 60), corrections=st.integers(0, 4), seed=st.integers(0, 3),
         max_prefetch=st.integers(1, 5),
     )  # fmt: skip
@@ -272,13 +265,9 @@ TestStepMachine = StepMachine.TestCase
 TestStepMachine.settings = settings(max_examples=40, stateful_step_count=15, deadline=None)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [SparseConfig(cache_policy="clock", scorer="mean"), SparseConfig(fusion={"mean": 1.0})],
-)
-def test_refuses_what_the_device_cannot(config: SparseConfig) -> None:
+def test_refuses_what_the_device_cannot() -> None:
     with pytest.raises(HotKVError, match="on CUDA"):
-        layer(config, 1, 10)
+        layer(SparseConfig(fusion={"mean": 1.0}), 1, 10)
 
 
 def test_a_layer_has_its_own_scorer() -> None:

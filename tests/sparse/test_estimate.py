@@ -258,7 +258,7 @@ PLANS = st.builds(
     sparse=st.builds(
         sparse,
         sparse_topk=st.one_of(st.integers(96, 8192), st.floats(0.01, 1.0)),
-        scorer=st.sampled_from(["rot1u", "rot2u", "rot3u", "mean", "quest"]),
+        scorer=st.sampled_from(["rot2u", "rot3u", "mean", "quest"]),
         dense_layers=st.sampled_from([(), (0,), (0, 1)]),
     ),
     hot_sets=st.floats(1.0, 4.0),
@@ -520,7 +520,7 @@ def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_flags_reach_plan_and_device(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--batch 3 --sparse-topk 0.2 --scorer rot1u --dense-layers 0 5 --hot-sets 3 --pulls "
+    flags = "--batch 3 --sparse-topk 0.2 --scorer rot3u --dense-layers 0 5 --hot-sets 3 --pulls "
     flags += "overlapped --representations host --link 100 --link-ratio 0.5 --set step_s=0.25 "
     flags += "--device-memory 100 --bandwidth 1000 --tflops 100 --host-memory 2 --hit-ratio 0.5"
     assert main([*GOOD, "--json", *flags.split()]) == 0
@@ -530,7 +530,7 @@ def test_flags_reach_plan_and_device(capsys: pytest.CaptureFixture[str]) -> None
     assert plan["pulls_overlap"] and plan["representations_on_host"]
     assert plan["host_memory_bytes"] == 2 << 30
     settings = plan["sparse"]
-    assert (settings["sparse_topk"], settings["scorer"]) == (0.2, "rot1u")
+    assert (settings["sparse_topk"], settings["scorer"]) == (0.2, "rot3u")
     assert settings["dense_layers"] == [0, 5]
     assert (device["link"], device["link_ratio"], device["step_s"]) == (1e11, 0.5, 0.25)
     assert (device["memory_bytes"], device["bandwidth"]) == (100 << 30, 1e12)

@@ -80,7 +80,7 @@ def test_torch_builds_the_same(case: Case, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "error"), [("rot1u", 0.45), ("rot2u", 0.20), ("rot3u", 0.10)])
+@pytest.mark.parametrize(("name", "error"), [("rot2u", 0.20), ("rot3u", 0.10)])
 @pytest.mark.parametrize("head_size", [64, 80, 128])
 def test_token_scores_approach_exact_mass(name: str, error: float, head_size: int) -> None:
     rng = np.random.default_rng(5)
@@ -101,7 +101,7 @@ def test_token_scores_approach_exact_mass(name: str, error: float, head_size: in
     )
     assert (
         np.corrcoef(estimate.ravel(), case.log_mass().ravel())[0, 1]
-        > {"rot1u": 0.7, "rot2u": 0.9, "rot3u": 0.97}[name]
+        > {"rot2u": 0.9, "rot3u": 0.97}[name]
     )
 
 

@@ -1,5 +1,4 @@
-"""Weights, fusion, top-k, spans, super-blocks: kernels against references, and a selection's
-promises."""
+"""Weights, fusion, top-k, spans: kernels against references, and a selection's promises."""
 
 import numpy as np
 import pytest
@@ -9,14 +8,10 @@ from hypothesis import strategies as st
 
 from hotkv import native
 from hotkv.errors import HotKVError
-from hotkv_sparse import formats, torch_ops
+from hotkv_sparse import torch_ops
 from hotkv_sparse.config import SparseConfig
-from hotkv_sparse.representations import build, unpack_parts
-from hotkv_sparse.scores import prepare, score
-from hotkv_sparse.superblocks import SUPER_BLOCKS, merge, score_pruned
 from hotkv_sparse.topk import Span, floor_blocks, select, span, top, top_reference
 from hotkv_sparse.weights import aggregate, aggregate_reference, fuse
-from tests.sparse.support import SUMMARIES, make_case
 
 
 def scores_of(
@@ -111,17 +106,16 @@ def test_top_of_many() -> None:
 @given(
     seed=st.integers(0, 2**32 - 1), num=st.integers(0, 60), first=st.integers(0, 3),
     recent=st.integers(0, 4), budget=st.integers(0, 80),
-    p=st.none() | st.floats(0.05, 0.99), prior=st.sampled_from([0.0, 0.5]),
+    p=st.none() | st.floats(0.05, 0.99),
 )  # fmt: skip
 def test_what_a_selection_promises(
-    seed: int, num: int, first: int, recent: int, budget: int, p: float | None, prior: float
+    seed: int, num: int, first: int, recent: int, budget: int, p: float | None
 ) -> None:
     rng = np.random.default_rng(seed)
     shares = rng.dirichlet(np.full(num + 1, 0.2)).astype(np.float32)
     weights, always_mass = shares[1:], float(shares[0])
     where = Span(first, first + num, first + num + recent)
-    resident = rng.random(num) < 0.3
-    options = {"adaptive_p": p, "floor_blocks": 2, "resident_S": resident, "prior": prior}
+    options = {"adaptive_p": p, "floor_blocks": 2}
     chosen = select(weights, always_mass, where, budget, **options)
     more = select(weights, always_mass, where, budget + 1, **options)
     blocks = set(chosen.blocks.tolist())
@@ -140,16 +134,13 @@ def test_what_a_selection_promises(
     else:
         enough = chosen.mass >= p - 1e-6
         assert enough or len(blocks) == max(min(budget, where.count), where.num_always)
-        if len(picked) > 2 and prior == 0.0:
+        if len(picked) > 2:
             assert always_mass + np.sort(weights[picked])[1:].sum(dtype=np.float64) <= p + 1e-6
 
 
-def test_prior_keeps_a_resident_block_that_is_nearly_as_heavy() -> None:
-    weights, where = np.array([0.2, 0.15, 0.12], np.float32), Span(0, 3, 3)
-    assert select(weights, 0.0, where, 1).blocks.tolist() == [0]
-    assert select(
-        weights, 0.0, where, 1, resident_S=np.array([False, True, True]), prior=0.5
-    ).blocks.tolist() == [1]
+def test_weights_that_do_not_fit_the_span_are_refused() -> None:
+    weights = np.array([0.2, 0.15, 0.12], np.float32)
+    assert select(weights, 0.0, Span(0, 3, 3), 1).blocks.tolist() == [0]
     with pytest.raises(HotKVError, match="the span has 2 candidates"):
         select(weights, 0.0, Span(0, 2, 3), 1)
 
@@ -179,59 +170,6 @@ def test_a_span_keeps_sinks_recent_and_the_partial_block(
 
 def test_floor() -> None:
     assert [floor_blocks(size) for size in (16, 48, 128, 256)] == [8, 3, 1, 1]
-
-
-@given(
-    seed=st.integers(0, 1000),
-    num_blocks=st.integers(0, 40),
-    name=st.sampled_from(SUMMARIES),
-    ragged=st.booleans(),
-)
-def test_super_blocks_cover_their_blocks(
-    seed: int, num_blocks: int, name: str, ragged: bool
-) -> None:
-    case = make_case(seed, num_blocks, 16, 2, 2, 64, ragged, False)
-    packed = build(name, case.keys, None, case.num_tokens)
-    supers = merge(name, packed, 64)
-    assert supers.shape == (-(-num_blocks // SUPER_BLOCKS), 2, packed.shape[2])
-    parts, some = unpack_parts(name, packed, 64)
-    merged, any_of = unpack_parts(name, supers, 64)
-    for index in range(len(supers)):
-        part = slice(index * SUPER_BLOCKS, (index + 1) * SUPER_BLOCKS)
-        members = parts[part][some[part][:, 0]]
-        assert (any_of[index] == (len(members) > 0)).all()
-        if len(members):
-            step = np.abs(members).max(axis=(0, 2, 3))[:, None] / 50 + 1e-6
-            target = (
-                members[:, :, 0].max(axis=0) if name == "quest" else members[:, :, 0].mean(axis=0)
-            )
-            assert (np.abs(merged[index, :, 0] - target) <= step).all()
-
-
-@pytest.mark.parametrize("name", SUMMARIES)
-def test_pruning_scores_the_best_quarter(name: str) -> None:
-    case = make_case(9, 100, 16, 2, 3, 64, False, False)
-    packed, query = build(name, case.keys), prepare(name, case.query)
-    pruned, whole = score_pruned(query, packed, merge(name, packed, 64)), score(query, packed)
-    scored = np.isfinite(pruned).all(axis=0)
-    assert (
-        scored.sum() in range(4 * SUPER_BLOCKS - 7, 4 * SUPER_BLOCKS + 1)
-        and (scored == np.isfinite(pruned).any(axis=0)).all()
-    )
-    assert (pruned[:, scored] == whole[:, scored]).all()
-    rows = np.arange(100, dtype=np.int32)[::-1].copy()
-    elsewhere = score_pruned(query, packed[rows].copy(), merge(name, packed, 64), rows)
-    assert (elsewhere == pruned).all()
-    assert (score_pruned(query, packed, merge(name, packed, 64), keep_ratio=1.0) == whole).all()
-
-
-def test_super_blocks_refuse() -> None:
-    packed = np.zeros((9, 2, formats.head_bytes("rot2u", 16, 64)), np.uint8)
-    with pytest.raises(HotKVError, match="use quest, cuboid or mean"):
-        merge("rot2u", packed, 64)
-    means = np.zeros((9, 2, formats.head_bytes("mean", 16, 64)), np.uint8)
-    with pytest.raises(HotKVError, match="1 super-blocks do not fit 9 blocks"):
-        score_pruned(prepare("mean", np.ones((2, 64), np.float32)), means, means[:1])
 
 
 def test_without_numba_the_references_serve(monkeypatch: pytest.MonkeyPatch) -> None:

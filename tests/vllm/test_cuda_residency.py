@@ -283,9 +283,8 @@ def cuda_engine(**extra: object) -> SimpleNamespace:
     [
         ({"residency": "off"}, "residency"),
         ({"scorer": "quest"}, "quest"),
-        ({"scorer_of_layer": {1: "mix2"}}, "mix2"),
-        ({"cache_policy": "clock"}, "clock"),
-        ({"first_layers_factor": 2.0}, "first_layers_factor"),
+        ({"scorer": "mix2"}, "mix2"),
+        ({"fusion": {"rot2u": 1.0}}, "fusion"),
     ],
 )
 def test_what_cuda_lacks_is_refused_by_name(settings: dict[str, Any], names: str) -> None:

@@ -223,12 +223,12 @@ def test_softmax_sinks(start: Start) -> None:
     "more",
     [
         {},
-        {"scorer": "cuboid", "cache_policy": "lru_prior"},
-        pytest.param({"adaptive_p": 0.6, "cache_policy": "clock"}, marks=pytest.mark.long),
+        {"scorer": "quest"},
+        pytest.param({"adaptive_p": 0.6}, marks=pytest.mark.long),
         pytest.param({"fusion": {"rot2u": 0.5, "mean": 0.5}}, marks=pytest.mark.long),
-        {"scorer_of_layer": {"1": "rot3u", "2": "quest"}, "cache_policy": "none"},
+        {"scorer": "rot3u", "cache_policy": "none"},
     ],
-    ids=["default", "cuboid-prior", "adaptive-clock", "fusion", "per-layer-none"],
+    ids=["default", "quest", "adaptive", "fusion", "rot3u-none"],
 )
 def test_a_small_budget_is_kept(start: Start, more: dict[str, Any]) -> None:
     one = start(SMALL | more, max_num_batched_tokens=256)

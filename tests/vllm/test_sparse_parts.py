@@ -337,7 +337,7 @@ def test_exact_mass_of_blocks() -> None:
     seed=st.integers(0, 2**32 - 1),
     topk=st.one_of(st.integers(224, 900), st.floats(0.05, 1.0)),
     most=st.integers(0, 4),
-    policy=st.sampled_from(["lru", "clock", "lru_prior", "none"]),
+    policy=st.sampled_from(["lru", "none"]),
     adaptive=st.sampled_from([None, 0.5, 0.9]),
     start=st.integers(400, 900),
     gaps=st.lists(st.sampled_from([1, 1, 1, 1, 31, 33, 200, -40]), min_size=1, max_size=60),
@@ -573,11 +573,9 @@ def test_the_plugin_leaves_others_alone_and_never_raises(monkeypatch: pytest.Mon
 
 
 def test_settings_as_json_has_them() -> None:
-    value = {"sparse_topk": 0.2, "dense_layers": [0, 3], "scorer_of_layer": {"2": "quest"}}
+    value = {"sparse_topk": 0.2, "dense_layers": [0, 3]}
     sparse = ConnectorConfig.from_extra_config({"hotkv.sparse": value}).sparse
-    assert sparse == SparseConfig(
-        sparse_topk=0.2, dense_layers=(0, 3), scorer_of_layer={2: "quest"}
-    )
+    assert sparse == SparseConfig(sparse_topk=0.2, dense_layers=(0, 3))
     assert ConnectorConfig.from_extra_config({}).sparse is None
 
 
@@ -593,8 +591,8 @@ def test_settings_as_json_has_them() -> None:
             "hotkv.sparse = {'adaptive_p': 'much'}: a value is of the wrong type",
         ),
         (
-            {"scorer_of_layer": {"x": "mean"}},
-            "hotkv.sparse.scorer_of_layer is 'x'; use layer numbers",
+            {"scorer_of_layer": {"1": "mean"}},
+            "hotkv.sparse.scorer_of_layer = {'1': 'mean'}: there is no such setting; allowed are",
         ),
     ],
 )

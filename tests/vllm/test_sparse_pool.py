@@ -29,7 +29,7 @@ from tests.vllm.harness import prompt
 from tests.vllm.specs import full_model, hybrid_model
 
 BLOCKS, TOKENS, HEADS, SIZE = 10, 32, 2, 32
-FORMATS = {1: ("rot2u",), 2: ("rot2u", "mean"), 5: ("rot1u",)}
+FORMATS = {1: ("rot2u",), 2: ("rot2u", "mean"), 5: ("rot3u",)}
 
 
 def page_bytes(pages: Any, layer: int, block: int) -> bytes:

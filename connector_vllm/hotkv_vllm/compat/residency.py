@@ -25,7 +25,6 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.budget import USUAL_SETS
-from hotkv_sparse.config import FIRST_LAYERS
 from hotkv_vllm.config import SPARSE, ConfigError
 
 SPARE_SLOTS = 8
@@ -94,8 +93,7 @@ class ResidentSpec(FullAttentionSpec):
 def hot_blocks(config: SparseConfig, block_tokens: int) -> int:
     """Hot slots of a request: as many as the hot set of a layer can use at most."""
     endless = 1 << 40
-    layers = range(FIRST_LAYERS + 1)
-    budget = max(config.budget_blocks(endless, block_tokens, layer) for layer in layers)
+    budget = config.budget_blocks(endless, block_tokens)
     return USUAL_SETS * max(budget, config.max_always_blocks(block_tokens)) + SPARE_SLOTS
 
 

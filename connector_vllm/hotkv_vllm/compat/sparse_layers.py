@@ -78,14 +78,10 @@ def cuda_refusal(vllm_config: Any, config: SparseConfig) -> str:
         )
     if vllm_config.kv_transfer_config.kv_connector_extra_config.get(ALLOW_CUDA) is not True:
         return f"on CUDA nothing of it has ever run on a GPU; to try it, set {ALLOW_CUDA} to true"
-    scorers = {config.scorer, *config.scorer_of_layer.values()}
-    no_kernel = sorted(name for name in scorers if not _is_cuda_scorer(name))
-    if no_kernel:
-        return f"on CUDA it builds rot1u, rot2u and rot3u, not {', '.join(no_kernel)}"
-    if config.fusion or config.first_layers_factor != 1.0:
-        return "on CUDA it has neither fusion nor first_layers_factor; leave them out"
-    if config.cache_policy == "clock":
-        return "on CUDA cache_policy can't be clock"
+    if not _is_cuda_scorer(config.scorer):
+        return f"on CUDA it builds rot2u and rot3u, not {config.scorer}"
+    if config.fusion:
+        return "on CUDA it has no fusion; leave it out"
     if vllm_config.parallel_config.use_ubatching:
         return "on CUDA it does not work with micro-batches (enable_dbo)"
     return ""

@@ -89,11 +89,10 @@ class LayerSequence:
         `hotkv_sparse.selector.select_layer`."""
         config = self._config
         where = span(config, context_tokens, self._block_tokens)
-        budget = config.budget_blocks(context_tokens, self._block_tokens, self._layer)
+        budget = config.budget_blocks(context_tokens, self._block_tokens)
         is_first = self._hot is None
         hot = self._follow(where, context_tokens // self._block_tokens, budget)
         num_prefetched, num_remembered = self._adopt(hot), self._recall(hot)
-        resident = hot.resident(0, where.count) if config.cache_policy == "lru_prior" else None
         selection = select_layer(
             _filling(config) if is_first else config,
             self._layer,
@@ -103,7 +102,6 @@ class LayerSequence:
             always_log_mass_Q,
             context_tokens,
             self._block_tokens,
-            resident_C=resident,
             scale=scale,
         )
         step = hot.step(selection, where.count if is_first else config.max_correction_blocks)

@@ -261,7 +261,7 @@ class SparseWorker:
     def _select(self, layer: SparseLayer, row: Row, query_QD: F32) -> I32:
         """Blocks of the row's context to attend to, ascending positions."""
         block_tokens = layer.shape.block_tokens
-        budget = self._config.budget_blocks(row.context_tokens, block_tokens, layer.index)
+        budget = self._config.budget_blocks(row.context_tokens, block_tokens)
         if budget >= len(row.blocks_C):
             return np.arange(len(row.blocks_C), dtype=np.int32)
         sequence = self._sequences.get(row.request_id)

@@ -42,28 +42,6 @@ class FusedScorer(google.protobuf.message.Message):
 Global___FusedScorer: typing_extensions.TypeAlias = FusedScorer
 
 @typing.final
-class LayerScorer(google.protobuf.message.Message):
-    """A scorer for one layer."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    LAYER_INDEX_FIELD_NUMBER: builtins.int
-    SCORER_FIELD_NUMBER: builtins.int
-    layer_index: builtins.int
-    """The layer."""
-    scorer: builtins.str
-    """Format of a representation."""
-    def __init__(
-        self,
-        *,
-        layer_index: builtins.int = ...,
-        scorer: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["layer_index", b"layer_index", "scorer", b"scorer"]) -> None: ...
-
-Global___LayerScorer: typing_extensions.TypeAlias = LayerScorer
-
-@typing.final
 class FormatBias(google.protobuf.message.Message):
     """By how much scores of one format are too high."""
 
@@ -116,8 +94,7 @@ Global___LayerCentre: typing_extensions.TypeAlias = LayerCentre
 @typing.final
 class SelectConfig(google.protobuf.message.Message):
     """How the server selects for a sequence. A shard's part of a representation holds `layer_indices`
-    in order, each with its scorers in order (that of `layer_scorers`, else `fusion`, else `scorer`),
-    each with its KV heads in order.
+    in order, each with its scorers in order (`fusion`, else `scorer`), each with its KV heads in order.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -130,17 +107,14 @@ class SelectConfig(google.protobuf.message.Message):
     SPARSE_TOPK_RATIO_FIELD_NUMBER: builtins.int
     ADAPTIVE_P_FIELD_NUMBER: builtins.int
     SCORER_FIELD_NUMBER: builtins.int
-    LAYER_SCORERS_FIELD_NUMBER: builtins.int
     FUSION_FIELD_NUMBER: builtins.int
     SINK_TOKEN_COUNT_FIELD_NUMBER: builtins.int
     RECENT_TOKEN_COUNT_FIELD_NUMBER: builtins.int
     MAX_CORRECTION_BLOCK_COUNT_FIELD_NUMBER: builtins.int
     CACHE_POLICY_FIELD_NUMBER: builtins.int
-    RESIDENCY_PRIOR_FIELD_NUMBER: builtins.int
     SCALE_FIELD_NUMBER: builtins.int
     HOT_BLOCK_COUNT_FIELD_NUMBER: builtins.int
     CENTRES_FIELD_NUMBER: builtins.int
-    FIRST_LAYERS_FACTOR_FIELD_NUMBER: builtins.int
     representation_group_index: builtins.int
     """Group index of the representation, as the session declares it."""
     kv_head_count: builtins.int
@@ -154,7 +128,7 @@ class SelectConfig(google.protobuf.message.Message):
     adaptive_p: builtins.float
     """Attention mass to reach, the budget then being a ceiling; zero for none."""
     scorer: builtins.str
-    """Scorer of all layers that have no other."""
+    """Scorer of all layers."""
     sink_token_count: builtins.int
     """Tokens that are always kept at the start of the context."""
     recent_token_count: builtins.int
@@ -162,22 +136,14 @@ class SelectConfig(google.protobuf.message.Message):
     max_correction_block_count: builtins.int
     """Blocks that a hot set takes in at most with one selection, but for its first."""
     cache_policy: builtins.str
-    """Which block leaves a hot set: `lru`, `clock`, `lru_prior` or `none`."""
-    residency_prior: builtins.float
-    """With `lru_prior`, a resident block's weight counts 1 + this."""
+    """Which block leaves a hot set: `lru`, or with `none` all that a selection leaves out."""
     scale: builtins.float
     """Factor on products of queries and keys; zero for 1 / sqrt(head_size)."""
     hot_block_count: builtins.int
     """Blocks of the hot set that the server keeps for each layer and shard; zero for none."""
-    first_layers_factor: builtins.float
-    """Budgets that each of the model's layers 0 and 1 has; zero for one."""
     @property
     def layer_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Layers of the model that the representation covers, ascending."""
-
-    @property
-    def layer_scorers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LayerScorer]:
-        """Scorers of single layers."""
 
     @property
     def fusion(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FusedScorer]:
@@ -201,20 +167,17 @@ class SelectConfig(google.protobuf.message.Message):
         sparse_topk_ratio: builtins.float = ...,
         adaptive_p: builtins.float = ...,
         scorer: builtins.str = ...,
-        layer_scorers: collections.abc.Iterable[Global___LayerScorer] | None = ...,
         fusion: collections.abc.Iterable[Global___FusedScorer] | None = ...,
         sink_token_count: builtins.int = ...,
         recent_token_count: builtins.int = ...,
         max_correction_block_count: builtins.int = ...,
         cache_policy: builtins.str = ...,
-        residency_prior: builtins.float = ...,
         scale: builtins.float = ...,
         hot_block_count: builtins.int = ...,
         centres: collections.abc.Iterable[Global___LayerCentre] | None = ...,
-        first_layers_factor: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sparse_topk", b"sparse_topk", "sparse_topk_ratio", b"sparse_topk_ratio", "sparse_topk_token_count", b"sparse_topk_token_count"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adaptive_p", b"adaptive_p", "cache_policy", b"cache_policy", "centres", b"centres", "first_layers_factor", b"first_layers_factor", "fusion", b"fusion", "head_size", b"head_size", "hot_block_count", b"hot_block_count", "kv_head_count", b"kv_head_count", "layer_indices", b"layer_indices", "layer_scorers", b"layer_scorers", "max_correction_block_count", b"max_correction_block_count", "recent_token_count", b"recent_token_count", "representation_group_index", b"representation_group_index", "residency_prior", b"residency_prior", "scale", b"scale", "scorer", b"scorer", "sink_token_count", b"sink_token_count", "sparse_topk", b"sparse_topk", "sparse_topk_ratio", b"sparse_topk_ratio", "sparse_topk_token_count", b"sparse_topk_token_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adaptive_p", b"adaptive_p", "cache_policy", b"cache_policy", "centres", b"centres", "fusion", b"fusion", "head_size", b"head_size", "hot_block_count", b"hot_block_count", "kv_head_count", b"kv_head_count", "layer_indices", b"layer_indices", "max_correction_block_count", b"max_correction_block_count", "recent_token_count", b"recent_token_count", "representation_group_index", b"representation_group_index", "scale", b"scale", "scorer", b"scorer", "sink_token_count", b"sink_token_count", "sparse_topk", b"sparse_topk", "sparse_topk_ratio", b"sparse_topk_ratio", "sparse_topk_token_count", b"sparse_topk_token_count"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["sparse_topk", b"sparse_topk"]) -> typing.Literal["sparse_topk_token_count", "sparse_topk_ratio"] | None: ...
 
 Global___SelectConfig: typing_extensions.TypeAlias = SelectConfig

@@ -124,11 +124,8 @@ def _centres(messages: Iterable[sparse_pb2.LayerCentre]) -> dict[int, PackedCent
 
 def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:
     fusion = {fused.scorer: fused.exponent for fused in message.fusion}
-    scorer_of_layer = {of.layer_index: of.scorer for of in message.layer_scorers}
     if len(fusion) < len(message.fusion):
         raise _invalid("select.fusion lists a scorer twice; give each one exponent")
-    if len(scorer_of_layer) < len(message.layer_scorers):
-        raise _invalid("select.layer_scorers lists a layer twice; give each one scorer")
     kind = message.WhichOneof("sparse_topk")
     if kind is None:
         raise _invalid(
@@ -146,9 +143,6 @@ def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:
             dense_layers=(),
             max_correction_blocks=message.max_correction_block_count,
             cache_policy=message.cache_policy,
-            residency_prior=message.residency_prior,
-            first_layers_factor=message.first_layers_factor or 1.0,
-            scorer_of_layer=scorer_of_layer,
             fusion=fusion,
         )
     except HotKVError as error:

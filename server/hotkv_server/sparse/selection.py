@@ -273,10 +273,6 @@ class KeptHotSet:
         self._num_complete = num_complete
         return growth.new.victims
 
-    def resident(self, num_blocks: int) -> NDArray[np.bool_]:
-        """bool [num_blocks]: which blocks are in the hot set."""
-        return self._hot.resident(0, num_blocks)
-
     def step(self, selection: Selection) -> Step:
         """Takes a selection in: whole the first time, at most `max_correction_blocks` more blocks
         later."""
@@ -371,9 +367,6 @@ def select(
         log_mass,
         request.context_tokens,
         spec.block_tokens,
-        resident_C=hot.resident(where.count)
-        if hot is not None and spec.config.cache_policy == "lru_prior"
-        else None,
         scale=spec.scale,
     )
     if hot is None:

@@ -70,12 +70,11 @@ extern "C" __global__ void __launch_bounds__(512) build_tokens(
   u8* out = pool + row * row_bytes + static_cast<long long>(head) * head_bytes + blockIdx.z * run_bytes;
   if (lane == 0) reinterpret_cast<unsigned short*>(out + run_bytes - 2 * RUN_TOKENS)[token] = half_bits(is_there ? sigma : -1.0f);
   __syncthreads();
-  const int width = bits < 2 ? bits : 2, low_words = channels * width / 32 * RUN_TOKENS, high_words = bits == 3
-      ? channels / 32 * RUN_TOKENS : 0;
+  const int low_words = channels / 16 * RUN_TOKENS, high_words = bits == 3 ? channels / 32 * RUN_TOKENS : 0;
   for (int word = threadIdx.x; word < low_words + high_words; word += blockDim.x) {
     const bool is_low = word < low_words;
-    const int line = (is_low ? word : word - low_words) / RUN_TOKENS, planes = is_low ? 8 / width : 8;
+    const int line = (is_low ? word : word - low_words) / RUN_TOKENS, planes = is_low ? 4 : 8;
     const u32* from = run.codes[word % RUN_TOKENS] + line * planes;
-    reinterpret_cast<u32*>(out)[word] = is_low ? line_word(from, width, 0) : line_word(from, 1, 2);
+    reinterpret_cast<u32*>(out)[word] = is_low ? line_word(from, 2, 0) : line_word(from, 1, 2);
   }
 }

@@ -94,22 +94,15 @@ constexpr int BINS = 2048;
 constexpr int CHOOSE_THREADS = 1024;
 constexpr double MASS_UNIT = 1099511627776.0;  // 2^40: masses are summed as integers, in any order
 
-// A sequence's candidates as `choose` sees them. `slot_of`, `state`: of the hot set, null without a residency prior.
+// A sequence's candidates as `choose` sees them.
 struct Candidates {
   const float* weights;
-  const int* slot_of;
-  const signed char* state;
   int first, count;
-  float prior;
 
-  // Bits of the priority w * (1 + prior * resident), which order like it; those not above 0 rank as 0.
+  // Bits of the weight, which order like it; those not above 0 rank as 0.
   __device__ __forceinline__ int key(int i) const {
-    float priority = weights[first + i];
-    if (slot_of) {
-      const int slot = slot_of[first + i];
-      if (slot >= 0 && state[slot] == 1) priority = __fmul_rn(priority, 1.0f + prior);
-    }
-    return priority > 0.0f ? __float_as_int(priority) : 0;
+    const float weight = weights[first + i];
+    return weight > 0.0f ? __float_as_int(weight) : 0;
   }
 
   __device__ __forceinline__ u64 mass(int i) const { return static_cast<u64>(fmax(static_cast<double>(weights[first + i]),
@@ -204,12 +197,9 @@ __device__ Bound find_bound(Bins& bins, const Candidates& of, bool by_mass, int 
 // grid (sequences), 1024 threads: the best ROOM candidates of each sequence, or, with `adaptive_p` > 0, the fewest that with
 // always_mass reach it (at least MIN_ROOM), ascending, between the blocks that are always kept. blocks int32 and chosen float [sequences,
 // max_selected]: chosen is the weight, inf if always kept; numbers int32 [sequences]; mass float [sequences]: their share.
-// `resident`: null, or int8 [states, num_slots] states of hot slots.
 extern "C" __global__ void __launch_bounds__(CHOOSE_THREADS) choose(
-    const float* weights, int max_blocks, const int* plan, const int* state_of, const float* always_mass, const int* slot_of,
-    const signed char* resident,
-    int num_slots,
-    float prior, float adaptive_p, int max_selected, int* blocks, float* chosen, int* numbers, float* mass) {
+    const float* weights, int max_blocks, const int* plan, const float* always_mass, float adaptive_p, int max_selected, int* blocks,
+    float* chosen, int* numbers, float* mass) {
   __shared__ Bins bins;
   __shared__ int above_of[CHOOSE_THREADS / WARP_LANES], equals_of[CHOOSE_THREADS / WARP_LANES];
   __shared__ u64 total;
@@ -217,11 +207,7 @@ extern "C" __global__ void __launch_bounds__(CHOOSE_THREADS) choose(
   const int* row = plan + sequence * PLAN_WORDS;
   const int first = row[PLAN_FIRST], last = row[PLAN_LAST], num_blocks = row[PLAN_COUNT], num_behind = num_blocks - last;
   const long long at = static_cast<long long>(sequence) * max_blocks;
-  Candidates of = {weights + at, nullptr, nullptr, first, last - first, prior};
-  if (resident && state_of[sequence] >= 0) {
-    of.slot_of = slot_of + static_cast<long long>(state_of[sequence]) * max_blocks;
-    of.state = resident + static_cast<long long>(state_of[sequence]) * num_slots;
-  }
+  const Candidates of = {weights + at, first, last - first};
   int room = max(min(row[PLAN_ROOM], max_selected - first - num_behind), 0);
   if (threadIdx.x == 0) total = 0;
   Bound bound = {-1, 0};

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from hotkv.errors import HotKVError, Reason
 
 FOLDER = Path(__file__).parent
-TOKEN_KERNELS = {(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2)}
+TOKEN_KERNELS = {(2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2)}
 """(bits, groups of lines) for which `score_tokens` is compiled."""
 SOURCES: dict[str, tuple[str, ...]] = {
     "build.cu": ("build_tokens",),

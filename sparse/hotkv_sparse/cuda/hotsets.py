@@ -4,7 +4,7 @@ attention.
     hot_sets.grow()      before the layer writes the step's keys and values to `pages` of the slots
     hot_sets.correct()   after the choice, before attention
 
-Always true: hot sets are those of `hotkv_sparse.hotset` with policy `lru`, `lru_prior` or `none`.
+Always true: hot sets are those of `hotkv_sparse.hotset` with policy `lru` or `none`.
 `grow` and `correct` are given to one stream, allocate nothing and wait for nothing.
 
 Shapes: R rows of a step, Z states (sequences with hot sets), B blocks a sequence may have, K hot

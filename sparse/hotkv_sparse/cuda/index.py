@@ -24,7 +24,7 @@ from hotkv_sparse.rotation import factors
 FLOAT_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 """How kernels name float types."""
 MAX_HEAD_SIZE = 256
-_LINE_CHANNELS = {1: 32, 2: 16, 3: 32}
+_LINE_CHANNELS = {2: 16, 3: 32}
 _BUILD_THREADS = 512
 
 
@@ -185,7 +185,7 @@ class Index:
         if not form.bits:
             raise HotKVError(
                 Reason.INVALID_FIELD,
-                f"{form.name} is no token format; CUDA builds rot1u, rot2u and rot3u",
+                f"{form.name} is no token format; CUDA builds rot2u and rot3u",
             )
         if not num_blocks:
             return

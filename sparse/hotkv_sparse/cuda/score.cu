@@ -18,15 +18,15 @@ __host__ __device__ constexpr int registers_of(int bits) { return bits == 2 ? 4 
 // Where a channel's byte lies among the queries of its tile, for column 0; a column takes 16 bytes more. See `widen`, whose order it is.
 __device__ int place_of(int bits, int channel) {
   const int line_channels = bits == 2 ? 16 : 32, line = channel / line_channels, byte = channel % 4;
-  const int planes = bits == 1 ? 8 : 4, plane = channel / 4 % planes, second = bits == 3 ? channel / 16 % 2 * 4 : 0;
-  const int reg = second + 2 * (plane % (planes / 2)) + byte / 2;
+  const int plane = channel / 4 % 4, second = bits == 3 ? channel / 16 % 2 * 4 : 0;
+  const int reg = second + 2 * (plane % 2) + byte / 2;
   const int word = (line / 4 * registers_of(bits) + reg) * WARP_LANES + line % 4;
-  return 4 * word + byte % 2 * 2 + plane / (planes / 2);
+  return 4 * word + byte % 2 * 2 + plane / 2;
 }
 
 // grid (query heads, sequences), 32 threads: a head's query, float of `kind`, strides in elements. Token formats (`bits` > 0): rotated,
 // in the order of `score_tokens`, codes [sequences, KV heads, tiles, tile_bytes], whose unused bytes the caller has set to 0. Summaries
-// (`bits` 0): codes [sequences, query heads, parts, channels]; `parts_kind` 0: q+, q-; 1: q, |q|; 2: q. words float [sequences, query
+// (`bits` 0): codes [sequences, query heads, parts, channels]; `parts_kind` 0: q+, q-; 1: q. words float [sequences, query
 // heads, 2]: nats a byte product, and shift.
 extern "C" __global__ void __launch_bounds__(32) prepare_queries(
     const void* query, int kind, long long sequence_stride, long long head_stride, const float* mu, const float* factors, int bits,
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(32) prepare_queries(
   peak = warp_max(peak);
   const float unit = 127.0f / peak;
   const long long sequence_head = static_cast<long long>(blockIdx.y) * num_heads + head;
-  const int place = head % group, num_parts = parts_kind == 2 ? 1 : 2;
+  const int place = head % group, num_parts = parts_kind == 1 ? 1 : 2;
   signed char* tile = codes + ((static_cast<long long>(blockIdx.y) * (num_heads / group) + kv_head) * tiles + place / COLUMNS) * tile_bytes;
   signed char* parts = codes + sequence_head * num_parts * channels;
   for (int i = lane; i < head_size; i += WARP_LANES) {
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(32) prepare_queries(
       continue;
     }
     parts[i] = static_cast<signed char>(parts_kind == 0 ? max(step, 0) : step);
-    if (parts_kind < 2) parts[channels + i] = static_cast<signed char>(parts_kind == 0 ? min(step, 0) : abs(step));
+    if (parts_kind == 0) parts[channels + i] = static_cast<signed char>(min(step, 0));
   }
   if (lane == 0) {
     words[2 * sequence_head] = peak * unit_scale;
@@ -102,20 +102,14 @@ __device__ __forceinline__ u32 part(const uint4& four, int token) { return token
 // A token's words of one group of lines (3 bits: two low lines and a high one) to its levels.
 template <int BITS>
 __device__ __forceinline__ void widen(const uint4* words, int token, Levels levels, u32 (&out)[registers_of(BITS)]) {
-  if constexpr (BITS == 1) {
-    const u32 word = part(words[0], token);
 #pragma unroll
-    for (int s = 0; s < 4; ++s) look_up(word >> s & 0x11111111u, levels, out[2 * s], out[2 * s + 1]);
-  } else {
+  for (int second = 0; second < (BITS == 3 ? 2 : 1); ++second) {
+    const u32 low = part(words[second], token), high = BITS == 3 ? part(words[2], token) >> (4 * second) : 0u;
 #pragma unroll
-    for (int second = 0; second < (BITS == 3 ? 2 : 1); ++second) {
-      const u32 low = part(words[second], token), high = BITS == 3 ? part(words[2], token) >> (4 * second) : 0u;
-#pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        u32 nibbles = low >> (2 * s) & 0x33333333u;
-        if constexpr (BITS == 3) nibbles |= (high >> s & 0x01010101u) << 2 | (high >> s & 0x04040404u) << 4;
-        look_up(nibbles, levels, out[4 * second + 2 * s], out[4 * second + 2 * s + 1]);
-      }
+    for (int s = 0; s < 2; ++s) {
+      u32 nibbles = low >> (2 * s) & 0x33333333u;
+      if constexpr (BITS == 3) nibbles |= (high >> s & 0x01010101u) << 2 | (high >> s & 0x04040404u) << 4;
+      look_up(nibbles, levels, out[4 * second + 2 * s], out[4 * second + 2 * s + 1]);
     }
   }
 }
@@ -209,7 +203,7 @@ __device__ __forceinline__ void add_tokens(
 
 // grid (any, KV heads * tiles, sequences), 128 threads: scores float [sequences, query heads, max_blocks] of the candidates of each
 // sequence, at their block; blocks that are always kept are left alone. `rows` int32 [states, max_blocks]: the pool's row of a
-// block. `lines` of a run: those of 32 channels at 1 and 3 bits, of 16 at 2. Pool and row_bytes are multiples of 16.
+// block. `lines` of a run: those of 32 channels at 3 bits, of 16 at 2. Pool and row_bytes are multiples of 16.
 template <int BITS, int GROUPS>
 __global__ void __launch_bounds__(128) score_tokens(
     const u8* pool, long long row_bytes, int head_bytes, int runs, int lines, const int* rows, const int* state_of, int max_blocks,
@@ -274,8 +268,6 @@ __global__ void __launch_bounds__(128) score_tokens(
 #define INSTANCE(BITS, GROUPS)                                                                                      \
   template __global__ void score_tokens<BITS, GROUPS>(const u8*, long long, int, int, int, const int*, const int*,   \
                                                       int, const int*, const u32*, const float*, int, int, u32, u32, float*);
-INSTANCE(1, 1)
-INSTANCE(1, 2)
 INSTANCE(2, 1)
 INSTANCE(2, 2)
 INSTANCE(2, 3)

@@ -131,7 +131,7 @@ class CudaSelector:
             (
                 query.data, np.int32(float_kind(query.dtype)), np.int64(query.sequence_stride),
                 np.int64(query.head_stride), self.index.mu,
-                self.index.factors, np.int32(form.bits), np.int32(2 if form.bits else form.kind),
+                self.index.factors, np.int32(form.bits), np.int32(1 if form.bits else form.kind),
                 np.int32(shape.head_size),
                 np.int32(index.channels),
                 np.int32(shape.group), np.int32(self._tiles), np.int32(self._tile_bytes),
@@ -215,15 +215,12 @@ class CudaSelector:
             ),
             4 * shape.num_heads,
         )
-        prior = config.residency_prior if config.cache_policy == "lru_prior" else 0.0
         launch(
             "choose",
             (sequences,),
             1024,
             (
-                work.weights, size, work.plan, work.state_of, work.always_mass, self.hot.slot_of,
-                self.hot.state if prior else None, np.int32(shape.num_slots),
-                np.float32(prior),
+                work.weights, size, work.plan, work.always_mass,
                 np.float32(config.adaptive_p or 0.0), np.int32(work.max_selected), self.blocks,
                 self.chosen, self.numbers, self.mass,
             ),

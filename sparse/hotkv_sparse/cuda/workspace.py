@@ -190,17 +190,6 @@ def _check(config: SparseConfig, shape: StepShape) -> None:
             Reason.INVALID_FIELD,
             "sparse.fusion is set; on CUDA a layer has one scorer, leave it out",
         )
-    if config.cache_policy == "clock":
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            "sparse.cache_policy is 'clock'; on CUDA use lru, lru_prior or none",
-        )
-    if config.first_layers_factor != 1.0:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            f"sparse.first_layers_factor is {config.first_layers_factor}; on CUDA all layers of a "
-            "step share one budget, leave it out",
-        )
     if shape.kv_heads < 1 or shape.num_heads % shape.kv_heads:
         raise HotKVError(
             Reason.INVALID_FIELD,
