@@ -30,8 +30,6 @@ from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.rpc.convert import MAX_LOADED_BLOCKS, MAX_STORED_BLOCKS
 from hotkv_server.runtime.events import removed_events
 from hotkv_server.runtime.persistence import USE_PARTS, UseNotes
-from hotkv_server.runtime.sparse import REMEMBERED_BYTES
-from hotkv_server.sparse.remembered import RememberedHotSets
 from hotkv_server.startup.cache import MAX_BLOCKS_PER_CALL
 from hotkv_server.startup.process import SWITCH_INTERVAL_S
 
@@ -244,18 +242,6 @@ def _flushes(holds: RetentionPins) -> None:
 def _others(holds: RetentionPins) -> None:
     """Work that does not walk the index, and grows with a client's message."""
     _layouts(holds)
-    remembered, hashes = (
-        RememberedHotSets(REMEMBERED_BYTES),
-        holds.new_hashes(MAX_BLOCKS_PER_CALL // 2),
-    )
-    positions = {(layer, 0): np.arange(64, dtype=np.int32) for layer in range(64)}
-    many = {(0, 0): np.arange(MAX_BLOCKS_PER_CALL, dtype=np.int32) % (MAX_BLOCKS_PER_CALL // 2)}
-    holds.once("end of the first long sequence", lambda: remembered.remember(1, 0, hashes, many))
-    for _ in range(LEASES):
-        remembered.remember(1, 0, holds.new_hashes(MAX_BLOCKS_PER_CALL // 2), positions)
-    holds.once("end of a long sequence", lambda: remembered.remember(1, 0, hashes, positions))
-    holds.once("start of a long sequence", lambda: remembered.recall(1, 0, hashes))
-    holds.parts("hot sets of a flushed key space", remembered.forget(1))
 
 
 def _layouts(holds: RetentionPins) -> None:

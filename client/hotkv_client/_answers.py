@@ -20,7 +20,6 @@ from hotkv_client.types import (
     Evicted,
     Flushed,
     GroupHashes,
-    LayerHotSet,
     LeaseGrant,
     ResidencyOpened,
     ResidentBlocks,
@@ -172,15 +171,7 @@ def _status(number: int) -> TransferStatus:
 
 
 def _sequence_created(message: sparse_pb2.CreateSequenceResponse) -> SequenceCreated:
-    hot_sets = tuple(
-        LayerHotSet(
-            s.layer_index, s.shard_index, np.frombuffer(s.positions, "<i4").astype(np.int32)
-        )
-        for s in message.hot_sets
-    )
-    return SequenceCreated(
-        message.lease_id, message.covered_block_count, hot_sets, message.remembered_block_count
-    )
+    return SequenceCreated(message.lease_id, message.covered_block_count)
 
 
 def evicted(response: Response, hash_bytes: int) -> Evicted:

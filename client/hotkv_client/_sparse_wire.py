@@ -11,7 +11,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import sparse_pb2, sparse_pb2_grpc
 from hotkv_client._answers import refusal
 from hotkv_client._wire import Request, pack
-from hotkv_client.types import Float32s, Int32s, LayerHotSet, SelectConfig, SelectedBlocks
+from hotkv_client.types import Float32s, Int32s, SelectConfig, SelectedBlocks
 
 SelectRequest = sparse_pb2.SelectBlocksRequest
 Stub = sparse_pb2_grpc.SparseServiceStub
@@ -107,17 +107,9 @@ def append_blocks(
     )
 
 
-def delete_sequence(sequence_id: str, hot_sets: Sequence[LayerHotSet]) -> Request:
+def delete_sequence(sequence_id: str) -> Request:
     """Ends a sequence."""
-    messages = [
-        sparse_pb2.HotSet(
-            layer_index=s.layer_index, shard_index=s.shard_index, positions=_int32s(s.positions)
-        )
-        for s in hot_sets
-    ]
-    return Request(
-        delete_sequence=sparse_pb2.DeleteSequenceRequest(sequence_id=sequence_id, hot_sets=messages)
-    )
+    return Request(delete_sequence=sparse_pb2.DeleteSequenceRequest(sequence_id=sequence_id))
 
 
 def report_sparse(

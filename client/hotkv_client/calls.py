@@ -25,7 +25,6 @@ from hotkv_client.types import (
     Flushed,
     GroupHashes,
     Int32s,
-    LayerHotSet,
     LeaseGrant,
     LoadEnd,
     RequestReport,
@@ -178,8 +177,8 @@ class Calls(ABC):
     ) -> "Future[SequenceCreated]":
         """Begins a sequence over the complete blocks `hashes` of its context.
 
-        With `select` the server selects for it (`selects`). Without, nothing is pinned: reports
-        name the sequence, and remembered hot sets are handed out.
+        With `select` the server selects for it (`selects`). Without, nothing is pinned, and reports
+        name the sequence.
         """
         return self._call(
             lambda: _sparse_wire.create_sequence(
@@ -211,12 +210,9 @@ class Calls(ABC):
         """
         self._send_only(_sparse_wire.report_sparse(positions, counters))
 
-    def delete_sequence(
-        self, sequence_id: str, hot_sets: Sequence[LayerHotSet] = ()
-    ) -> "Future[bool]":
-        """Ends a sequence; its hot sets are remembered for the next one over the same prefix. Gives
-        False if there was no such sequence."""
-        return self._call(lambda: _sparse_wire.delete_sequence(sequence_id, hot_sets))
+    def delete_sequence(self, sequence_id: str) -> "Future[bool]":
+        """Ends a sequence. Gives False if there was no such sequence."""
+        return self._call(lambda: _sparse_wire.delete_sequence(sequence_id))
 
     def flush(self) -> "Future[Flushed]":
         """Forgets every block of this session's key space, whoever stored it; gives how many were

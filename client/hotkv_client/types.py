@@ -259,29 +259,15 @@ class SelectConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerHotSet:
-    """The hot set of one layer and shard: positions of blocks in the context, int32, most recently
-    used first."""
-
-    layer_index: int
-    shard_index: int
-    positions: Int32s
-
-
-@dataclass(frozen=True, slots=True)
 class SequenceCreated:
     """A sequence has begun.
 
     Where the server selects, `lease_id` pins the `covered_blocks` leading blocks of the context
     with their representations; positions of the context are positions in the lease's lists.
-    `hot_sets`: what the last sequence over the longest known part of this context ended with; all
-    positions are below `remembered_blocks`, the length of that part.
     """
 
     lease_id: str
     covered_blocks: int
-    hot_sets: tuple[LayerHotSet, ...]
-    remembered_blocks: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,9 +54,6 @@ COUNTERS: dict[str, str] = {
     "sparse_selected_blocks": "Blocks that selections chose.",
     "sparse_attended_blocks": "Blocks that selections led to attention to: the hot sets.",
     "sparse_seeded_blocks": "Blocks that hot sets began with, beside those always kept.",
-    "sparse_remembered_blocks": (
-        "Of those, blocks that came from the hot set of another request over the same prefix."
-    ),
     "sparse_corrected_blocks": "Blocks that joined a hot set with the fresh query.",
     "sparse_prefetched_blocks": "Blocks that joined a hot set a step after they were selected.",
     "sparse_wanted_blocks": "Selected blocks but for those always kept.",

@@ -25,7 +25,7 @@ FALLBACKS: dict[str, str] = {
         "All stores are revoked, or their session is closed, and the step attends to everything."
     ),
     "_tell_reporter": (
-        "Hot sets that are not remembered, or not reported, cost time later and nothing else."
+        "Selections that are not reported count for nothing in the server, and cost nothing else."
     ),
     "start_load_kv": (
         "Loads of this step that were not begun are reported as failed; those that were begun go "
@@ -78,7 +78,7 @@ FALLBACKS: dict[str, str] = {
         "The step takes all stores back and attends to everything; loads that were to begin are "
         "reported as failed."
     ),
-    "_plan_sparse": "The step begins with no hot sets of other requests.",
+    "_plan_sparse": "The server hears of the step's sequences with a later one.",
     "update_connector_output": (
         "Loads that the step reports count as failed for hotkv, its stores as ended."
     ),

@@ -25,7 +25,6 @@ from hotkv_client.types import (
     Flushed,
     GroupHashes,
     Int32s,
-    LayerHotSet,
     LeaseGrant,
     LinkState,
     LoadEnd,
@@ -122,9 +121,7 @@ class CacheSession(Protocol):
     def report_sparse(
         self, positions: Mapping[str, Int32s], counters: Mapping[int, Mapping[str, float]]
     ) -> None: ...
-    def delete_sequence(
-        self, sequence_id: str, hot_sets: Sequence[LayerHotSet] = ()
-    ) -> "Future[bool]": ...
+    def delete_sequence(self, sequence_id: str) -> "Future[bool]": ...
     def flush(self) -> "Future[Flushed]": ...
     def close(self) -> None: ...
 

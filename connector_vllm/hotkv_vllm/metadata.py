@@ -21,7 +21,7 @@ from hotkv_client.fence import FencePlace
 from hotkv_client.types import BlockRun, LoadRun
 from hotkv_vllm.adapters import NO_WORK, AdapterReport, AdapterWork
 from hotkv_vllm.rekeying import WeightsOrder, WeightsReport
-from hotkv_vllm.sparse.reporter import HotSets, SparseReport
+from hotkv_vllm.sparse.reporter import SparseReport
 from hotkv_vllm.sparse.resident_step import ResidentStep
 from hotkv_vllm.sparse.rows import SparseRows
 
@@ -75,8 +75,7 @@ class HotKVMetadata(KVConnectorMetadata):
     sparse_rows: the rows that attend sparsely, all others attend to everything; None without sparse
         decode.
     allocated_blocks: blocks that are about to be filled.
-    remembered: hot sets that requests start from.
-    hot_sets_of: ended requests whose hot sets the workers report.
+    last_reports_of: ended requests whose last selections the workers report.
     wants_handshake: the scheduler has no handshake yet.
     settles_step, timed_step: numbers to be reported with this step's output; 0 for none.
     adapters: LoRA adapters to name, and ids to release.
@@ -94,8 +93,7 @@ class HotKVMetadata(KVConnectorMetadata):
     sparse_rows: SparseRows | None = None
     resident: ResidentStep | None = None
     allocated_blocks: tuple[int, ...] = ()
-    remembered: HotSets = field(default_factory=dict)
-    hot_sets_of: tuple[str, ...] = ()
+    last_reports_of: tuple[str, ...] = ()
     wants_handshake: bool = False
     settles_step: int = 0
     timed_step: int = 0

@@ -21,7 +21,6 @@ SPARSE_COUNTERS: tuple[str, ...] = (
     "true_mass",
     "faults",
     "loaded_blocks",
-    "remembered_blocks",
 )
 
 

@@ -275,15 +275,12 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "sparse_unknown_sequences_total": "Reports of sequences that this server does not know, "
         "for example after a restart.",
         "sparse_used_blocks_total": "Blocks that sparse decode used and that count for hotness.",
-        "sparse_recalled_hot_sets_total": "Sequences that began with a remembered hot set.",
         "sparse_served_selects_total": "Selections that the server made for engines.",
         "sparse_selects_in_flight": "Selections that wait or run. If it stays high, engines wait "
         "for them.",
         "sparse_select_seconds": "Time of selections by the server, from request to answer.",
         "sparse_sequences": "Sequences that engines decode sparsely.",
         "sparse_sequence_blocks": "Blocks of those sequences.",
-        "sparse_remembered_contexts": "Contexts whose hot sets are remembered.",
-        "sparse_remembered_bytes": "Memory of remembered hot sets.",
     },
 }
 """In the order of the questions that an operator asks."""
@@ -346,7 +343,5 @@ SPARSE_LAYER_HELP: dict[str, str] = {
     "true_mass": "Sum over samples of the exact share of attention mass that was attended to.",
     "faults": "Faults of sparse attention; the call fell back to dense attention.",
     "loaded_blocks": "Representations that engines loaded.",
-    "remembered_blocks": "Of seeded_blocks, those from the hot set of another sequence over the "
-    "same prefix.",
 }
 """By name of `hotkv.counters.SPARSE_COUNTERS`; each is per layer, summed over all engines."""

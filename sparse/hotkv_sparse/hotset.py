@@ -84,15 +84,6 @@ class HotSet:
         """The blocks that may be attended at present."""
         return self.tables.map()
 
-    def recency(self) -> I32:
-        """Mapped blocks, most recently selected first: what the next sequence over the same prefix
-        starts from (`seed`)."""
-        tables = self.tables
-        slots = np.flatnonzero(tables.state == MAPPED)
-        order = np.lexsort((tables.block_of[slots], -tables.used_at[slots]))
-        blocks: I32 = tables.block_of[slots[order]]
-        return blocks
-
     def check_invariants(self) -> None:
         """Asserts what the tables promise."""
         self.tables.check_invariants()

@@ -312,7 +312,7 @@ class OddSessions:
             case "append":
                 return _sparse_wire.append_blocks(name, chance.randrange(4), hashes, 32)
             case _:
-                return _sparse_wire.delete_sequence(name, ())
+                return _sparse_wire.delete_sequence(name)
 
     def key_spaces(self) -> None:
         """Opens and drops sessions of many key spaces, good and bad."""

@@ -237,5 +237,5 @@ def test_selections_are_from_groups_that_attend_to_everything(raw: Open, group: 
         message.startswith(f"group_index is 1, a group of {group.kind.name}")
         and "select from a group of FULL_ATTENTION or MLA" in message
     )
-    # Where the engine selects by itself the server only remembers.
+    # Where the engine selects by itself the server only counts.
     assert session.ask(_sparse_wire.create_sequence("s", 1, hashes(2), None, 32))[0] == "answered"

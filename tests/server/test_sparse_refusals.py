@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from demo.processes import Server
 from hotkv.errors import Reason
 from hotkv.v1 import session_pb2, sparse_pb2, sparse_pb2_grpc
-from hotkv_client import GroupHashes, LayerHotSet, SelectConfig
+from hotkv_client import GroupHashes, SelectConfig
 from hotkv_client._sparse_wire import _select_message
 from hotkv_client.admin import AdminClient
 from hotkv_server.rpc.errors import CODES
@@ -30,7 +30,6 @@ from tests.server.sparse_support import (
     LAYERS,
     LOG_MASS,
     Make,
-    ints,
     queries,
     refused,
 )
@@ -70,26 +69,6 @@ def test_refusals_of_sequences(sparse_engine: Make, server: Server) -> None:
         (session.append_blocks("s", 9, blocks), Reason.INVALID_FIELD, "first_position is 9"),
         (session.append_blocks("s", -1, blocks), Reason.INVALID_FIELD, "first_position is -1"),
         (session.append_blocks("s", 4, blocks), Reason.INVALID_FIELD, "hashes differ"),
-        (
-            session.delete_sequence("s", [LayerHotSet(256, 0, ints([1]))]),
-            Reason.INVALID_FIELD,
-            "hot_sets.layer_index is 256",
-        ),
-        (
-            session.delete_sequence("s", [LayerHotSet(1, 1, ints([1]))]),
-            Reason.INVALID_FIELD,
-            "hot_sets.shard_index is 1",
-        ),
-        (
-            session.delete_sequence("s", [LayerHotSet(1, 0, ints([-1]))]),
-            Reason.INVALID_FIELD,
-            "hot_sets.positions has -1",
-        ),
-        (
-            session.delete_sequence("s", [LayerHotSet(1, 0, ints([1]))] * 2),
-            Reason.INVALID_FIELD,
-            "hot_sets lists layer 1",
-        ),
     ]
     for change, field in (
         ({"representation_group": 0}, "select.representation_group_index is 0"),

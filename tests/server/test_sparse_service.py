@@ -1,5 +1,5 @@
 """Sparse decode through a real server: sequences, selections over stored representations, reports,
-remembered hot sets, figures."""
+figures."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from demo.processes import Server, runtime_folder
 from hotkv.counters import SPARSE_COUNTERS
 from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.v1 import sparse_pb2
-from hotkv_client import LayerHotSet, LoadRun, Session, TransferStatus
+from hotkv_client import LoadRun, Session, TransferStatus
 from hotkv_client.admin import AdminClient
 from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.selector import select_layer
@@ -45,7 +45,7 @@ def test_a_selection_equals_that_of_the_engine_and_can_be_loaded(sparse_engine: 
     blocks = hashes(100)
     engine.store(blocks)
     created = other.session.create_sequence("s", 0, blocks, other.select_config()).result(60)
-    assert (created.covered_blocks, created.remembered_blocks, created.hot_sets) == (100, 0, ())
+    assert created.covered_blocks == 100
     with other.session.selects() as stream:
         for query in queries(6):
             for layer in LAYERS:
@@ -154,7 +154,7 @@ def test_what_is_covered_is_pinned_until_the_sequence_ends(
         assert admin.evict(number, 0, b"".join(blocks))["evicted_block_count"] == 60
 
 
-def test_the_server_keeps_a_hot_set_and_hands_it_on(sparse_engine: Make) -> None:
+def test_the_server_keeps_a_hot_set(sparse_engine: Make) -> None:
     engine = sparse_engine()
     blocks = hashes(100)
     engine.store(blocks)
@@ -182,30 +182,6 @@ def test_the_server_keeps_a_hot_set_and_hands_it_on(sparse_engine: Make) -> None
             assert mapped == held | {100: mapped[100]} and len(mapped) <= 50
             held = mapped
     assert engine.session.delete_sequence("s").result(60)
-    # Another sequence goes on from there; blocks beyond what both share are left out.
-    created = engine.session.create_sequence("next", 0, [*blocks[:64], *hashes(8)]).result(60)
-    assert created.remembered_blocks == 64
-    (hot_set,) = created.hot_sets
-    assert (hot_set.layer_index, hot_set.shard_index) == (2, 0)
-    assert set(hot_set.positions.tolist()) == {block for block in held if block < 64}
-
-
-def test_hot_sets_of_engines_are_remembered_until_a_flush(sparse_engine: Make) -> None:
-    engine, other = sparse_engine(), sparse_engine()
-    blocks = hashes(20)
-    engine.session.create_sequence("s", 0, blocks[:16]).result(60)
-    engine.session.append_blocks("s", 16, blocks[16:]).result(60)
-    sets = [LayerHotSet(4, 0, ints([19, 3, 7, 3, 20, 99])), LayerHotSet(6, 0, ints([]))]
-    engine.session.delete_sequence("s", sets).result(60)
-    created = other.session.create_sequence("t", 0, blocks).result(60)
-    assert created.remembered_blocks == 20
-    assert {s.layer_index: s.positions.tolist() for s in created.hot_sets} == {4: [19, 3, 7], 6: []}
-    shorter = other.session.create_sequence("u", 0, blocks[:8]).result(60)
-    assert {s.layer_index: s.positions.tolist() for s in shorter.hot_sets} == {4: [3, 7], 6: []}
-    stranger = sparse_engine(model="another")
-    assert stranger.session.create_sequence("t", 0, blocks).result(60).hot_sets == ()
-    other.session.flush().result(60)
-    assert other.session.create_sequence("v", 0, blocks).result(60).hot_sets == ()
 
 
 def test_reports_touch_the_blocks_they_name(sparse_engine: Make, server: Server) -> None:

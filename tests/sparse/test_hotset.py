@@ -175,7 +175,6 @@ class Machine(RuleBasedStateMachine):
         self.hot.check_invariants()
         present = self.hot.map()
         assert [self.content[s] for s in present.slots.tolist()] == present.blocks.tolist()
-        assert sorted(self.hot.recency().tolist()) == present.blocks.tolist()
         assert present.blocks.tolist() == sorted(self.model.used_at)
 
 
@@ -268,14 +267,6 @@ def test_none_keeps_only_the_selection() -> None:
     hot.step(selection_of({0: np.inf, 98: np.inf, 99: np.inf, 5: 0.5, 6: 0.4}), 4)
     step = hot.step(selection_of({0: np.inf, 98: np.inf, 99: np.inf, 6: 0.4, 7: 0.3}), 4)
     assert step.map.blocks.tolist() == [0, 6, 7, 98, 99] and step.load.victims.tolist() == [5]
-
-
-def test_a_remembered_hot_set_starts_the_next_sequence() -> None:
-    hot = full_set(10, 100)
-    hot.step(selection_of({0: np.inf, 98: np.inf, 99: np.inf, 5: 0.5, 50: 0.4}), 4)
-    following = full_set(10, 100)
-    moves = following.seed(hot.recency())
-    assert set(moves.blocks.tolist()) == {5, 50}
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_a_step_whose_rows_are_not_known_is_dense(
         one.handle_preemptions(HotKVMetadata(sparse_rows=rows))
     assert (
         attend() is None
-        and not layers.worker.hot_sets("a")
+        and not layers.worker._sequences
         and one.edge.broken == {"handle_preemptions"}
     )
     built = layers.worker.representations.built(7)

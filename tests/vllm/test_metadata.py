@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from hotkv_client.types import LayerHotSet
 from hotkv_vllm.adapters import LATER, UNKNOWN, AdapterReport
 from hotkv_vllm.metadata import JOINS, HotKVHandshake, HotKVWorkerMetadata, StoreReport
 from hotkv_vllm.rekeying import WeightsReport
@@ -114,11 +113,6 @@ def positions() -> st.SearchStrategy[Any]:
     return st.lists(st.integers(0, 9), unique=True).map(lambda p: np.array(sorted(p), np.int32))
 
 
-def hot_sets() -> st.SearchStrategy[tuple[LayerHotSet, ...]]:
-    one = st.builds(LayerHotSet, st.integers(0, 1), st.integers(0, 1), positions())
-    return st.lists(one, max_size=2).map(tuple)
-
-
 SAID: dict[str, st.SearchStrategy[Any]] = {
     "stores": st.dictionaries(
         st.integers(1, 2), st.binary(max_size=2).map(lambda one: StoreReport([one]))
@@ -129,7 +123,7 @@ SAID: dict[str, st.SearchStrategy[Any]] = {
         SparseReport,
         st.dictionaries(NAMES, positions()),
         st.dictionaries(st.integers(0, 1), st.dictionaries(NAMES, WHOLE)),
-        st.dictionaries(NAMES, hot_sets()),
+        st.frozensets(NAMES),
     ),
     "handshakes": st.lists(st.builds(HotKVHandshake, st.none(), NAMES, rank=RANKS), max_size=2).map(
         tuple

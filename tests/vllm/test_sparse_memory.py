@@ -1,5 +1,5 @@
-"""What engine and server tell each other about sparse decode: sequences, hot sets, reports, beside
-a naive model; no engine runs."""
+"""What engine and server tell each other about sparse decode: sequences and reports, beside a naive
+model; no engine runs."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace, group_hashes
 from hotkv_client.testing import FakeServer
-from hotkv_client.types import LayerHotSet, Role, SessionConfig
+from hotkv_client.types import Role, SessionConfig
 from hotkv_vllm.metadata import HotKVWorkerMetadata
 from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.sparse import memory as memory_module
@@ -29,7 +29,7 @@ from tests.vllm.test_sparse_worker import Engine
 BLOCK = 4
 MIN_TOKENS = 16
 SEQUENCE_CALLS = {"create_sequence", "append_blocks", "delete_sequence"}
-GROUPS = (SparseGroup(0, BLOCK, frozenset({1, 2})),)
+GROUPS = (SparseGroup(0, BLOCK),)
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class Side:
         self.memory.arrived(self.requests[name])
         return self.requests[name]
 
-    def step(self, *names: str) -> tuple[dict[str, tuple[LayerHotSet, ...]], tuple[str, ...]]:
+    def step(self, *names: str) -> tuple[str, ...]:
         """`names`: requests with a sparse row; each gains a token."""
         self.now_s += 0.01
         states = {
@@ -102,14 +102,6 @@ class Side:
         return [what for kind, what in self.server.calls if kind == "report_sparse"]
 
 
-def hot(layer: int, *positions: int, shard: int = 0) -> LayerHotSet:
-    return LayerHotSet(layer, shard, np.array(positions, np.int32))
-
-
-def layers_of(hot_sets: Sequence[LayerHotSet]) -> list[tuple[int, list[int]]]:
-    return [(one.layer_index, one.positions.tolist()) for one in hot_sets]
-
-
 # ---------------------------------------------------------------------------------------- scheduler
 
 
@@ -121,9 +113,8 @@ class SparseMemoryMachine(RuleBasedStateMachine):
         self.side = Side()
         self.numbers = itertools.count()
         self.decoded: set[str] = set()
-        self.handed: set[str] = set()
         self.named: list[str] = []
-        self.ended: dict[str, int] = {}
+        self.num_ended = 0
         self.selects = 0
         self.steady = False
         """The last thing that happened was a step with a server that answers at once."""
@@ -149,15 +140,8 @@ class SparseMemoryMachine(RuleBasedStateMachine):
             if request.num_tokens + 1 >= MIN_TOKENS
         ]
         names = data.draw(st.lists(st.sampled_from(able), unique=True)) if able else []
-        new = set(self.side.requests) - self.decoded
-        remembered, named = self.side.step(*names)
-        for name, hot_sets in remembered.items():
-            family = self.side.requests[name].family
-            assert (
-                name in new and hot_sets and all(one.positions[0] == family for one in hot_sets)
-            ), "late, or of another prefix"
+        self.named += self.side.step(*names)
         self.decoded.update(names)
-        self.named += named
         self.steady = self.server.up and not self.server.hold and not self.server.held
         if self.steady:
             for name in names:
@@ -169,16 +153,13 @@ class SparseMemoryMachine(RuleBasedStateMachine):
 
     @rule()
     def report(self) -> None:
-        """The workers' report of a step: every name that was asked for is answered, with hot sets
-        or without."""
+        """The workers' report of a step: every name that was asked for is answered."""
         live = [name for name in self.side.requests if name in self.decoded]
-        ended = {
-            name: (hot(1, self.ended[name], 3),) if place % 3 else ()
-            for place, name in enumerate(self.named)
-        }
         self.side.memory.reported(
             SparseReport(
-                dict.fromkeys(live, np.array([0, 2], np.int32)), {1: {"selects": 1.0}}, ended
+                dict.fromkeys(live, np.array([0, 2], np.int32)),
+                {1: {"selects": 1.0}},
+                frozenset(self.named),
             )
         )
         self.named.clear()
@@ -189,7 +170,7 @@ class SparseMemoryMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.side.requests)))
-        self.ended[name] = self.side.requests[name].family
+        self.num_ended += 1
         self.side.end(name)
         self.steady = False
 
@@ -237,9 +218,12 @@ class SparseMemoryMachine(RuleBasedStateMachine):
     @invariant()
     def all_is_bounded(self) -> None:
         memory = self.side.memory
-        assert len(
-            memory._unanswered
-        ) <= memory_module.MAX_UNANSWERED + memory_module.MAX_CREATED_PER_STEP + 2 * len(self.ended)
+        assert (
+            len(memory._unanswered)
+            <= memory_module.MAX_UNANSWERED
+            + memory_module.MAX_CREATED_PER_STEP
+            + 2 * self.num_ended
+        )
         assert set(memory._to_create) | set(memory._awaited) <= set(memory._followed)
 
 
@@ -247,45 +231,26 @@ TestSparseMemory = SparseMemoryMachine.TestCase
 TestSparseMemory.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def test_a_hot_set_comes_back_to_the_next_request_over_the_prefix() -> None:
+def test_a_sequence_ends_with_the_last_selections_of_its_request() -> None:
     side = Side()
     side.arrive("a", 7, 20)
-    assert side.step() == ({}, ())
+    assert side.step() == ()
     side.step("a")
     assert len(side.known()) == 1
     side.end("a")
-    assert side.step() == ({}, ("a",))
-    side.memory.reported(
-        SparseReport({"a": np.array([1], np.int32)}, {}, {"a": (hot(2, 4, 1), hot(1, 0))})
-    )
+    assert side.step() == ("a",) and len(side.known()) == 1
+    side.memory.reported(SparseReport({"a": np.array([1], np.int32)}, {}, frozenset({"a"})))
     ((positions, counters),) = side.reports()
     assert (
         [at.tolist() for at in positions.values()] == [[1]] and counters == {} and not side.known()
     )
     side.arrive("b", 7, 30)
     side.arrive("short", 7, 14)
-    side.arrive("other", 8, 30)
     side.arrive("one", 7, 30, max_tokens=1)
-    assert side.step() == ({}, ())
-    remembered, _ = side.step()
-    assert set(remembered) == {"b"} and layers_of(remembered["b"]) == [(2, [4, 1]), (1, [0])]
-    assert side.step("b")[0] == {} and len(side.known()) == 2
-
-
-def test_an_answer_that_comes_after_the_first_step_is_dropped() -> None:
-    side = Side()
-    side.arrive("a", 7, 20)
-    side.step()
-    side.step("a")
-    side.end("a")
-    side.step()
-    side.memory.reported(SparseReport({}, {}, {"a": (hot(1, 0),)}))
-    side.server.hold = set(SEQUENCE_CALLS)
-    side.arrive("b", 7, 20)
-    side.step()
-    side.step("b")
-    side.server.settle()
-    assert side.step("b") == ({}, ()) and side.step() == ({}, ())
+    assert side.step() == () and len(side.known()) == 1
+    # One that has not decoded ends at once.
+    side.end("b")
+    assert side.step() == () and not side.known()
 
 
 def test_requests_that_grow_long_are_known_from_then_on() -> None:
@@ -314,7 +279,7 @@ def test_a_refused_sequence_is_not_asked_for_again(monkeypatch: pytest.MonkeyPat
         side.step("a")
     assert side.server.count("create_sequence") == 1 and side.server.count("append_blocks") == 0
     side.end("a")
-    assert side.step() == ({}, ()) and side.server.count("delete_sequence") == 1
+    assert side.step() == () and side.server.count("delete_sequence") == 1
     assert side.memory._ending == {}
 
 
@@ -352,30 +317,27 @@ def test_too_many_requests_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(side.known()) == 40
     side.end("r2")
     side.step("r90")
-    side.memory.reported(SparseReport(ended={"r2": ()}))
+    side.memory.reported(SparseReport(ended=frozenset({"r2"})))
     side.step("r90")
     assert len(side.known()) == 40 and "r90" in side.memory._followed
 
 
-def test_hot_sets_that_never_come_do_not_keep_a_sequence() -> None:
+def test_last_selections_that_never_come_do_not_keep_a_sequence() -> None:
     side = Side()
     side.arrive("a", 1, 20)
     side.step()
     side.step("a")
     side.end("a")
-    assert side.step()[1] == ("a",) and len(side.known()) == 1
+    assert side.step() == ("a",) and len(side.known()) == 1
     side.now_s += memory_module.ENDING_S
     side.step()
-    assert not side.known() and side.step() == ({}, ())
+    assert not side.known() and side.step() == ()
 
 
 @pytest.mark.parametrize("second_tokens", [BLOCK, 2 * BLOCK])
 def test_each_group_has_a_sequence_of_its_own(second_tokens: int) -> None:
-    """Hot sets go to the group of their layer. Positions of blocks of unequal sizes can't be told
-    apart, so they stay here."""
-    side = Side(
-        (SparseGroup(0, BLOCK, frozenset({1})), SparseGroup(1, second_tokens, frozenset({2})))
-    )
+    """Positions of blocks of unequal sizes can't be told apart, so they stay here."""
+    side = Side((SparseGroup(0, BLOCK), SparseGroup(1, second_tokens)))
     side.arrive("a", 1, 20)
     side.step()
     side.step("a")
@@ -384,17 +346,9 @@ def test_each_group_has_a_sequence_of_its_own(second_tokens: int) -> None:
     )
     side.end("a")
     side.step()
-    side.memory.reported(
-        SparseReport({"a": np.array([1], np.int32)}, {}, {"a": (hot(1, 3), hot(2, 1))})
-    )
+    side.memory.reported(SparseReport({"a": np.array([1], np.int32)}, {}, frozenset({"a"})))
     assert len(side.reports()) == (second_tokens == BLOCK)
-    assert {group: layers_of(sets) for (_, group, _), sets in side.server.hot_sets.items()} == {
-        0: [(1, [3])],
-        1: [(2, [1])],
-    }
-    side.arrive("b", 1, 24)
-    side.step()
-    assert layers_of(side.step("b")[0]["b"]) == [(1, [3]), (2, [1])]
+    assert not side.known()
 
 
 class Broken:
@@ -436,9 +390,7 @@ REPORTS = st.builds(
         st.integers(1, 2),
         st.dictionaries(st.sampled_from(["selects", "recall"]), st.integers(1, 9).map(float)),
     ),
-    st.dictionaries(
-        st.sampled_from("abc"), st.integers(0, 3).map(lambda shard: (hot(1, 5, shard=shard),))
-    ),
+    st.frozensets(st.sampled_from("abc")),
 )
 
 
@@ -454,9 +406,7 @@ def test_what_ranks_report_is_joined(reports: list[SparseReport]) -> None:
             *(report.positions[name].tolist() for report in reports if name in report.positions)
         )
         assert found.positions.get(name, np.empty(0, np.int32)).tolist() == sorted(expected)
-        # One for each layer and shard.
-        sets = sorted({one.shard_index for r in reports for one in r.ended.get(name, ())})
-        assert [one.shard_index for one in found.ended.get(name, ())] == sets
+        assert (name in found.ended) == any(name in report.ended for report in reports)
     for layer, name in itertools.product((1, 2), ("selects", "recall")):
         expected_sum = sum(report.layers.get(layer, {}).get(name, 0) for report in reports)
         assert found.layers.get(layer, {}).get(name, 0) == expected_sum
@@ -470,9 +420,7 @@ def test_nothing_is_left_out_of_reports_and_most_steps_have_none() -> None:
     for number in range(100):
         ended = ("b",) if number == 50 else ()
         names = "a" if number >= 50 else "ab"
-        reporter.before_step({}, ended)
-        if ended:
-            assert reporter._report.ended["b"] and reference.worker.hot_sets("b")
+        reporter.before_step(ended)
         engine.step(names, ended)
         reference.step(names, ended)
         expected = expected.join(
@@ -482,14 +430,10 @@ def test_nothing_is_left_out_of_reports_and_most_steps_have_none() -> None:
         if report is not None:
             num_reports += 1
             gathered = gathered.join(report)
-            assert set(report.ended) == set(ended)
-    reporter.before_step({}, ("a", "nobody"))
+            assert report.ended == frozenset(ended)
+    reporter.before_step(("a", "nobody"))
     last = reporter.after_step(0.0)
-    assert (
-        last is not None
-        and last.ended["nobody"] == ()
-        and {one.layer_index for one in last.ended["a"]} == {2, 7}
-    )
+    assert last is not None and last.ended == {"a", "nobody"}
     gathered = gathered.join(last)
     assert 10 <= num_reports <= 12
     assert {name: at.tolist() for name, at in gathered.positions.items()} == {
@@ -500,22 +444,3 @@ def test_nothing_is_left_out_of_reports_and_most_steps_have_none() -> None:
             if not name.endswith("_s"):
                 assert gathered.layers[layer][name] == pytest.approx(value)
     assert reporter.after_step(1000.0) is None
-
-
-def test_a_rank_starts_from_the_hot_sets_of_its_own_shard() -> None:
-    one = Engine()
-    for _ in range(6):
-        one.step("a")
-    first, copy = SparseReporter(one.worker, 1), SparseReporter(one.worker, 1, is_writer=False)
-    copy.before_step({}, ("a",))
-    assert copy._report.ended == {"a": ()}
-    first.before_step({}, ("a",))
-    hot_sets = first._report.ended["a"]
-    assert [(hot_set.layer_index, hot_set.shard_index) for hot_set in hot_sets] == [(2, 1), (7, 1)]
-    foreign = tuple(LayerHotSet(hot_set.layer_index, 0, hot_set.positions) for hot_set in hot_sets)
-    for sets, is_mine in ((hot_sets, True), (foreign, False)):
-        other = Engine()
-        SparseReporter(other.worker, 1).before_step({"a": sets}, ())
-        other.step("a")
-        counted = other.worker.take_counters()
-        assert (counted.get("sparse_remembered_blocks", 0) > 0) is is_mine

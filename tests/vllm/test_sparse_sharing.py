@@ -29,9 +29,9 @@ STEPS = (
     "sparse_selected_blocks",
     "sparse_attended_blocks",
     "sparse_estimated_mass",
+    "sparse_hit_blocks",
 )
-"""What equal representations decide. Not `sparse_hit_blocks`: a remembered hot set reaches the
-first step, or comes too late for it."""
+"""What equal representations decide."""
 
 
 @pytest.fixture

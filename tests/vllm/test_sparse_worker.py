@@ -1,5 +1,4 @@
-"""The worker of sparse decode without an engine: what it counts and remembers, hot sets that come
-from elsewhere, layers that break."""
+"""The worker of sparse decode without an engine: pages, what it counts, layers that break."""
 
 import logging
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from hotkv_sparse.selector import exact_log_mass
 from hotkv_vllm.sparse import faults
 from hotkv_vllm.sparse.batch import Batch, Rewrite
 from hotkv_vllm.sparse.pages import KeyPages
-from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.sparse.sequence import LayerSequence
 from hotkv_vllm.sparse.worker import SparseWorker
@@ -229,73 +227,6 @@ def test_steps_tell_what_any_layer_selected() -> None:
         )
         selected = {"a": set(), "b": set()}
     assert engine.worker.take_steps() == {}
-
-
-# ----------------------------------------------------------------------------------------- hot sets
-
-
-def test_hot_sets_are_handed_on_and_the_first_step_ends_with_the_same_blocks() -> None:
-    one, other, fresh = Engine(), Engine(), Engine()
-    for _ in range(6):
-        one.step("a")
-    remembered = one.worker.hot_sets("a")
-    assert set(remembered) == {2, 7} and all(
-        len(np.unique(positions)) == len(positions) == 20 for positions in remembered.values()
-    )
-    # Positions beyond the context mean nothing there.
-    other.worker.seed(
-        "a",
-        {index: np.append(positions, [39, 90, -3]) for index, positions in remembered.items()}
-        | {5: np.array([1])},
-    )
-    query = np.random.default_rng(5).standard_normal((1, QUERIES, 64)).astype(np.float32)
-    seeded, plain = other.step("a", queries=query), fresh.step("a", queries=query)
-    for found, expected in zip(seeded, plain, strict=True):
-        assert found is not None and expected is not None
-        assert (found.tables == expected.tables).all() and (
-            found.seq_lens == expected.seq_lens
-        ).all()
-    counted, without = other.worker.take_layer_counters(), fresh.worker.take_layer_counters()
-    for index, positions in remembered.items():
-        assert counted[index]["hit_blocks"] > 0 and "hit_blocks" not in without[index]
-        assert counted[index]["seeded_blocks"] >= np.isin(positions, np.arange(1, 37)).sum()
-    one.step("b", ended=("a",))
-    assert one.worker.hot_sets("a") == {} and one.worker.hot_sets("nobody") == {}
-    fresh.worker.seed("c", remembered)
-    fresh.step("a", ended=("c",))
-    assert "c" not in fresh.worker._sequences
-
-
-@settings(max_examples=40)
-@given(
-    seed=st.integers(0, 2**32 - 1), policy=st.sampled_from(["lru", "none"]),
-    remembered=st.lists(st.integers(-2, 90), max_size=60), blocks=st.integers(14, 60),
-)  # fmt: skip
-def test_a_remembered_hot_set_never_breaks_what_a_sequence_promises(
-    seed: int, policy: str, remembered: list[int], blocks: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    keys = rng.standard_normal((blocks, BLOCK, HEADS, 32)).astype(np.float32)
-    manager = BlockReprManager(
-        {5: LayerShape(blocks, BLOCK, HEADS, 32, ("rot2u",))}, {5: lambda b: keys[b]}
-    )
-    rows = np.arange(blocks, dtype=np.int32)
-    manager.update(5, rows)
-    config = replace(CONFIG, cache_policy=policy)
-    sequence = LayerSequence(config, 5, BLOCK, np.array(remembered, np.int32))
-    for number in range(4):
-        query, always = (
-            rng.standard_normal((QUERIES, 32)).astype(np.float32),
-            np.zeros(QUERIES, np.float32),
-        )
-        found = sequence.step(query, manager.sources(5), rows, always, blocks * BLOCK, 0.2)
-        assert (
-            (np.diff(found.blocks) > 0).all()
-            and found.blocks[-1] == blocks - 1
-            and len(found.blocks) <= 20
-        )
-        assert np.isin(found.selection.blocks, found.blocks).all() or number > 0
-        assert sorted(sequence.recency().tolist()) == found.blocks.tolist()
 
 
 # ------------------------------------------------------------------------------------------- faults

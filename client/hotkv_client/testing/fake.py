@@ -32,7 +32,6 @@ from hotkv_client.testing.fake_writes import FakeWrites, Key, Shards
 from hotkv_client.types import (
     After,
     BlockRun,
-    LayerHotSet,
     LeaseGrant,
     LinkState,
     LoadEnd,
@@ -72,7 +71,6 @@ class FakeServer:
         self.prefill_tokens_per_s = 0.0
         self.load_ends: list[LoadEnd] = []
         self.sequences: dict[tuple[int, str], tuple[bytes, int, list[bytes]]] = {}
-        self.hot_sets: dict[tuple[bytes, int, tuple[bytes, ...]], tuple[LayerHotSet, ...]] = {}
         self.retentions: list[tuple[Retention, Sequence[BlockRun]]] = []
         self.held: list[tuple[str, str, Future[Any], Callable[[], Any]]] = []
         self.afters: dict[str, After] = {}
@@ -133,7 +131,6 @@ class FakeServer:
             session.tell(LinkState.ABSENT, "the server died")
         if empty:
             self.blocks.clear()
-            self.hot_sets.clear()
             self.epoch += 1
 
     def come_back(self) -> None:

@@ -22,7 +22,6 @@ from hotkv_client.types import (
     Flushed,
     GroupHashes,
     Int32s,
-    LayerHotSet,
     LeaseGrant,
     LoadEnd,
     RequestReport,
@@ -178,16 +177,11 @@ class FakeCalls:
         hashes: Sequence[bytes],
         select: SelectConfig | None = None,
     ) -> Future[Any]:
-        """Hot sets of the longest remembered context that is a prefix of this one, or the same; it
-        selects for nobody."""
+        """Takes in the sequence; it selects for nobody."""
 
         def act() -> SequenceCreated:
             self.server.sequences[id(self), sequence_id] = (self.space, group_index, list(hashes))
-            for count in range(len(hashes), 0, -1):
-                known = self.server.hot_sets.get((self.space, group_index, tuple(hashes[:count])))
-                if known is not None:
-                    return SequenceCreated("", 0, known, count)
-            return SequenceCreated("", 0, (), 0)
+            return SequenceCreated("", 0)
 
         return self._call("create_sequence", sequence_id, (group_index, list(hashes)), act)
 
@@ -211,17 +205,11 @@ class FakeCalls:
     ) -> None:
         self.server.calls.append(("report_sparse", (dict(positions), dict(counters))))
 
-    def delete_sequence(
-        self, sequence_id: str, hot_sets: Sequence[LayerHotSet] = ()
-    ) -> Future[Any]:
+    def delete_sequence(self, sequence_id: str) -> Future[Any]:
         def act() -> bool:
-            sequence = self.server.sequences.pop((id(self), sequence_id), None)
-            if sequence is not None and hot_sets:
-                space, group_index, hashes = sequence
-                self.server.hot_sets[space, group_index, tuple(hashes)] = tuple(hot_sets)
-            return sequence is not None
+            return self.server.sequences.pop((id(self), sequence_id), None) is not None
 
-        return self._call("delete_sequence", sequence_id, list(hot_sets), act)
+        return self._call("delete_sequence", sequence_id, None, act)
 
     def flush(self) -> Future[Any]:
         def act() -> Flushed:

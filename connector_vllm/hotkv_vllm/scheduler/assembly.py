@@ -172,12 +172,10 @@ def _over(
 def _sparse_groups(
     agreement: Agreement, cache_groups: tuple[kv_groups.CacheGroup, ...]
 ) -> list[SparseGroup]:
-    """The groups that have layers which decode sparsely, each with those layers."""
-    found = []
-    for index, group in enumerate(cache_groups):
-        layers = frozenset(
-            layer for layer, number in agreement.sparse_layers if number == group.vllm_group
-        )
-        if layers:
-            found.append(SparseGroup(index, group.block_tokens, layers))
-    return found
+    """The groups that have layers which decode sparsely."""
+    sparse = {number for _, number in agreement.sparse_layers}
+    return [
+        SparseGroup(index, group.block_tokens)
+        for index, group in enumerate(cache_groups)
+        if group.vllm_group in sparse
+    ]

@@ -165,10 +165,10 @@ class StepPlanner:
 
     @hook(nothing, is_part=True)
     def _plan_sparse(self, meta: HotKVMetadata, rows: SparseRows) -> None:
-        """Adds what the server remembers for the step's sparse rows, and what is asked about ended
-        requests."""
+        """Tells the server of the sequences of the step's sparse rows, and adds the ended requests
+        whose last selections are awaited."""
         if self._sharing.cache is not None and self._sharing.cache.memory is not None:
-            meta.remembered, meta.hot_sets_of = self._sharing.cache.memory.step(
+            meta.last_reports_of = self._sharing.cache.memory.step(
                 rows, self._requests.states, time.monotonic()
             )
 

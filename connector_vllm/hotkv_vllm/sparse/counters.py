@@ -17,8 +17,8 @@ _STEP = tuple(
     _COLUMN[name]
     for name in (
         "selects", "context_blocks", "selected_blocks", "attended_blocks", "seeded_blocks",
-        "remembered_blocks", "corrected_blocks",
-        "prefetched_blocks", "wanted_blocks", "hit_blocks", "estimated_mass", "swap_bytes",
+        "corrected_blocks", "prefetched_blocks",
+        "wanted_blocks", "hit_blocks", "estimated_mass", "swap_bytes",
     )
 )  # fmt: skip
 
@@ -48,8 +48,8 @@ class LayerCounters:
         num_joined = attended.num_seeded + attended.num_corrected + attended.num_prefetched
         values = (
             1, context_blocks, len(attended.selection.blocks), len(attended.blocks),
-            attended.num_seeded, attended.num_remembered,
-            attended.num_corrected, attended.num_prefetched, attended.num_wanted,
+            attended.num_seeded, attended.num_corrected, attended.num_prefetched,
+            attended.num_wanted,
             attended.num_hits, attended.selection.mass,
             num_joined * page_bytes,
         )  # fmt: skip

@@ -1,15 +1,13 @@
-"""The scheduler's side of sharing sparse decode between engines: sequences on the server, one per
+"""The scheduler's side of telling the server about sparse decode: sequences on the server, one per
 request and group.
 
-A sequence begins when a request with a long prompt arrives, or when one has grown to it, and the
-answer brings the hot set that another ended with over the same prefix; it grows as blocks complete,
-and ends with the request's own hot sets, which the workers give with the step after the end. What
-workers report goes out in one message.
+A sequence begins when a request with a long prompt arrives, or when one has grown to it; it grows
+as blocks complete, and ends once the workers have given the request's last selections, with the
+step after the end. What workers report goes out in one message.
 
-What is always true: nothing here waits, and no request depends on it; a hot set reaches the workers
-with the request's first sparse step or before it, or never; a server that comes back is told anew
-of the requests that still run; a server that does not answer is sent nothing more until it does.
-Bounded: `MAX_FOLLOWED` requests, `MAX_UNANSWERED` calls and the ends of those requests.
+What is always true: nothing here waits, and no request depends on it; a server that comes back is
+told anew of the requests that still run; a server that does not answer is sent nothing more until
+it does. Bounded: `MAX_FOLLOWED` requests, `MAX_UNANSWERED` calls and the ends of those requests.
 """
 
 import itertools
@@ -19,10 +17,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotkv_client.types import Int32s, LayerHotSet, LinkState, SequenceCreated
+from hotkv_client.types import Int32s, LinkState, SequenceCreated
 from hotkv_vllm.link import CacheSession
 from hotkv_vllm.scheduler.request import RequestState
-from hotkv_vllm.sparse.reporter import HotSets, SparseReport
+from hotkv_vllm.sparse.reporter import SparseReport
 from hotkv_vllm.sparse.rows import SparseRows
 
 MAX_FOLLOWED = 1024
@@ -30,7 +28,7 @@ MAX_FOLLOWED = 1024
 MAX_CREATED_PER_STEP = 16
 MAX_UNANSWERED = 64
 ENDING_S = 5.0
-"""How long a sequence waits for the hot sets that it ends with."""
+"""How long a sequence waits for the last selections of its request."""
 
 HashesOf = Callable[[Any, int], Sequence[bytes]]
 """Hashes of a request's complete blocks in a group."""
@@ -54,12 +52,10 @@ class Streams:
 
 @dataclass(frozen=True, slots=True)
 class SparseGroup:
-    """A group with sparse layers: its index in the session, tokens of its blocks, and the layers'
-    indices."""
+    """A group with sparse layers: its index in the session, and tokens of its blocks."""
 
     index: int
     block_tokens: int
-    layers: frozenset[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +65,7 @@ class _Followed:
 
     `num_sent`: blocks that the server knows, a group; another is complete at `next_tokens`.
     `answers`: those that were not looked at. `has_decoded`: its first sparse step has been planned.
-    `end_by_s`: when it ends without hot sets, once the request has ended.
+    `end_by_s`: when it ends without the last selections, once the request has ended.
     """
 
     request: Any
@@ -107,7 +103,7 @@ class SparseMemory:
         self._followed: dict[str, _Followed] = {}
         self._ending: dict[str, _Followed] = {}
         # Ordered sets of request ids: whose sequences are to be created, whose answers are awaited,
-        # whose hot sets workers are to give.
+        # whose last selections workers are to give.
         self._to_create: dict[str, None] = {}
         self._awaited: dict[str, None] = {}
         self._to_name: dict[str, None] = {}
@@ -137,7 +133,7 @@ class SparseMemory:
         if one is None or not one.ids:
             return
         if not one.has_decoded:
-            self._delete(one, ())
+            self._delete(one)
             return
         one.end_by_s = now_s + ENDING_S
         self._ending[request_id] = one
@@ -155,15 +151,15 @@ class SparseMemory:
 
     def step(
         self, rows: SparseRows, requests: Mapping[str, RequestState], now_s: float
-    ) -> tuple[HotSets, tuple[str, ...]]:
-        """For the step that is planned: remembered hot sets, and ended requests whose own the
-        workers are to give.
+    ) -> tuple[str, ...]:
+        """For the step that is planned: ended requests whose last selections the workers are to
+        give.
 
         `rows`: its sparse rows. `requests`: those whose KV others may use.
         """
         self._notice_stream()
         can_send = self._can_send()
-        remembered = self._remembered() if self._awaited else {}
+        self._notice_refusals()
         for request_id in rows.request_ids:
             one = self._followed.get(request_id)
             if one is None:
@@ -178,7 +174,7 @@ class SparseMemory:
         if self._ending:
             self._end_overdue(now_s)
         named, self._to_name = tuple(self._to_name), {}
-        return remembered, named
+        return named
 
     def reported(self, report: SparseReport) -> None:
         """Takes in what the workers report of a step, joined over all ranks."""
@@ -186,7 +182,9 @@ class SparseMemory:
             counters = self._counters.setdefault(index, {})
             for name, value in growth.items():
                 counters[name] = counters.get(name, 0.0) + value
-        ended = {request_id: self._ending.pop(request_id, None) for request_id in report.ended}
+        ended = {
+            request_id: self._ending.pop(request_id, None) for request_id in sorted(report.ended)
+        }
         if not self._can_send():
             return
         positions: dict[str, Int32s] = {}
@@ -197,9 +195,9 @@ class SparseMemory:
         if positions or self._counters:
             self._session.report_sparse(positions, self._counters)
             self._counters = {}
-        for request_id, one in ended.items():
+        for one in ended.values():
             if one is not None:
-                self._delete(one, report.ended[request_id])
+                self._delete(one)
 
     # --------------------------------------------------------------------------------------- server
 
@@ -254,9 +252,8 @@ class SparseMemory:
             for group, sent in zip(self._groups, one.num_sent, strict=True)
         )
 
-    def _remembered(self) -> HotSets:
-        """Returns the hot sets that the server gave for requests that have not begun to decode."""
-        found: HotSets = {}
+    def _notice_refusals(self) -> None:
+        """Lets requests whose sequences were refused go without, until there is another stream."""
         for request_id in list(self._awaited):
             one = self._followed[request_id]
             if not all(answer.done() for answer in one.answers):
@@ -264,31 +261,22 @@ class SparseMemory:
             del self._awaited[request_id]
             answers, one.answers = one.answers, []
             if any(answer.cancelled() or answer.exception() is not None for answer in answers):
-                # Refused: this request goes without, until there is another stream.
-                self._delete(one, ())
+                self._delete(one)
                 one.ids = ()
-            elif not one.has_decoded:
-                hot_sets = tuple(
-                    hot_set for answer in answers for hot_set in answer.result().hot_sets
-                )
-                if hot_sets:
-                    found[request_id] = hot_sets
-        return found
 
-    def _delete(self, one: _Followed, hot_sets: Sequence[LayerHotSet]) -> None:
+    def _delete(self, one: _Followed) -> None:
         """Ends a request's sequences. Does nothing if their stream has ended."""
         if one.stream != self._streams.number or not self._session.connected:
             return
         self._append(one)
-        for sequence_id, group in zip(one.ids, self._groups, strict=True):
-            own = [hot_set for hot_set in hot_sets if hot_set.layer_index in group.layers]
-            self._unanswered.append(self._session.delete_sequence(sequence_id, own))
+        for sequence_id in one.ids:
+            self._unanswered.append(self._session.delete_sequence(sequence_id))
 
     def _end_overdue(self, now_s: float) -> None:
-        """Ends the sequences whose hot sets did not come in time, oldest first."""
+        """Ends the sequences whose last selections did not come in time, oldest first."""
         while self._ending:
             request_id, one = next(iter(self._ending.items()))
             if now_s < one.end_by_s:
                 return
             del self._ending[request_id]
-            self._delete(one, ())
+            self._delete(one)

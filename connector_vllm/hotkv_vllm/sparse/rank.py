@@ -16,7 +16,7 @@ from hotkv_client.types import BlockRun, Int32s
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_vllm import link
-from hotkv_vllm.compat import Unsupported, places
+from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.metadata import HotKVMetadata, HotKVWorkerMetadata
@@ -90,8 +90,7 @@ class SparseRank:
             return
         if isinstance(self.worker, ResidentWorker):
             self.worker.residents.arena_of = self._arena_of
-        place = places.rank_place(self._vllm_config, self._kv_cache_config)
-        self.reporter = SparseReporter(self.worker, place.shard_index, place.is_writer)
+        self.reporter = SparseReporter(self.worker)
 
     @property
     def lacks_residency(self) -> bool:
@@ -174,7 +173,7 @@ class SparseRank:
     @hook(nothing, is_part=True)
     def _tell_reporter(self, meta: HotKVMetadata) -> None:
         if self.reporter is not None:
-            self.reporter.before_step(meta.remembered, meta.hot_sets_of)
+            self.reporter.before_step(meta.last_reports_of)
 
     def distrust(self) -> bool:
         """Forgets all representations, because it is not known which blocks a step overwrites.

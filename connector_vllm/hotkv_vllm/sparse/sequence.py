@@ -28,15 +28,14 @@ NO_BLOCKS = np.empty(0, np.int32)
 class Attended:
     """One step of one layer: attend to `blocks` int32, ascending positions in the context.
 
-    Counts of blocks: `num_seeded` joined in the first step, `num_remembered` of them from another
-    sequence's hot set, `num_corrected` with the fresh query, `num_prefetched` from the step before;
-    `num_hits` of `num_wanted` selected ones (always kept ones aside) were resident before.
+    Counts of blocks: `num_seeded` joined in the first step, `num_corrected` with the fresh query,
+    `num_prefetched` from the step before; `num_hits` of `num_wanted` selected ones (always kept
+    ones aside) were resident before.
     """
 
     blocks: I32
     selection: Selection
     num_seeded: int
-    num_remembered: int
     num_corrected: int
     num_prefetched: int
     num_wanted: int
@@ -44,32 +43,19 @@ class Attended:
 
 
 class LayerSequence:
-    """The hot set of one sequence and layer, shared by the layer's KV heads.
+    """The hot set of one sequence and layer, shared by the layer's KV heads."""
 
-    `remembered` int32: positions of a hot set that another sequence over the same prefix ended
-    with, most recently used first. The first step starts from it, as far as the context reaches;
-    what it selects beyond that takes the place of what it doesn't.
-    """
-
-    def __init__(
-        self, config: SparseConfig, layer: int, block_tokens: int, remembered: I32 = NO_BLOCKS
-    ) -> None:
+    def __init__(self, config: SparseConfig, layer: int, block_tokens: int) -> None:
         self._config = config
         self._layer = layer
         self._block_tokens = block_tokens
         self._hot: HotSet | None = None
         self._adaptive: AdaptiveCapacity | None = None
-        self._remembered = remembered
         self._num_complete = 0
         self._arriving = NO_BLOCKS
 
     def __repr__(self) -> str:
         return f"LayerSequence(layer {self._layer}, {self._hot})"
-
-    def recency(self) -> I32:
-        """Positions of the hot set's blocks, most recently used first; none before the first
-        step."""
-        return NO_BLOCKS if self._hot is None else self._hot.recency()
 
     def slots_of(self, positions: I32) -> I32:
         """The hot slots of blocks that the last step attended to."""
@@ -92,7 +78,7 @@ class LayerSequence:
         budget = config.budget_blocks(context_tokens, self._block_tokens)
         is_first = self._hot is None
         hot = self._follow(where, context_tokens // self._block_tokens, budget)
-        num_prefetched, num_remembered = self._adopt(hot), self._recall(hot)
+        num_prefetched = self._adopt(hot)
         selection = select_layer(
             _filling(config) if is_first else config,
             self._layer,
@@ -113,8 +99,7 @@ class LayerSequence:
         return Attended(
             step.map.blocks,
             selection,
-            num_remembered + num_moved if is_first else 0,
-            num_remembered,
+            num_moved if is_first else 0,
             0 if is_first else num_moved,
             num_prefetched,
             step.num_selected,
@@ -149,14 +134,6 @@ class LayerSequence:
         hot.finish_prefetch(self._arriving, True)
         self._arriving = NO_BLOCKS
         return len(hot.adopt().blocks)
-
-    def _recall(self, hot: HotSet) -> int:
-        """Adds the remembered blocks to the map that the context still has between sinks and recent
-        window."""
-        if not len(self._remembered):
-            return 0
-        blocks, self._remembered = self._remembered, NO_BLOCKS
-        return len(hot.seed(blocks[(blocks >= hot.span.first) & (blocks < hot.span.last)]).blocks)
 
 
 def _filling(config: SparseConfig) -> SparseConfig:

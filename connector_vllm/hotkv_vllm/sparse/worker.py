@@ -28,7 +28,7 @@ from hotkv_vllm.sparse.first_prompt import NO_TURNING, FirstPrompt, Turning
 from hotkv_vllm.sparse.pool import BlockReprManager
 from hotkv_vllm.sparse.recall import measure
 from hotkv_vllm.sparse.rows import SparseRows
-from hotkv_vllm.sparse.sequence import NO_BLOCKS, Attended, LayerSequence
+from hotkv_vllm.sparse.sequence import Attended, LayerSequence
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -37,11 +37,10 @@ I32 = npt.NDArray[np.int32]
 @dataclass(slots=True)
 class _Sequence:
     """One request. `layers` by name; `selected` bool: positions that were selected since somebody
-    asked; `remembered` by layer index."""
+    asked."""
 
     layers: dict[str, LayerSequence] = field(default_factory=dict)
     selected: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
-    remembered: dict[int, I32] = field(default_factory=dict)
 
     def note(self, positions: I32, num_blocks: int) -> None:
         """`positions` of a context of `num_blocks` were selected."""
@@ -143,22 +142,6 @@ class SparseWorker:
                 taken[request_id] = positions
                 sequence.selected[positions] = False
         return taken
-
-    def hot_sets(self, request_id: str) -> dict[int, I32]:
-        """By layer index: positions of the blocks in its hot sets, most recently used first. They
-        are dropped when `begin_step` names the request as ended."""
-        sequence = self._sequences.get(request_id)
-        layers = {} if sequence is None else sequence.layers
-        found = {self.layers[name].index: layer.recency() for name, layer in layers.items()}
-        return {index: positions for index, positions in found.items() if len(positions)}
-
-    def seed(self, request_id: str, hot_sets: Mapping[int, I32]) -> None:
-        """Hot sets that the request's first step starts from, as `hot_sets` gives them; kept until
-        then, or until the request ends."""
-        remembered = {
-            index: np.asarray(positions, np.int32) for index, positions in hot_sets.items()
-        }
-        self._sequences.setdefault(request_id, _Sequence()).remembered = remembered
 
     def fault(self, layer_name: str) -> None:
         """Counts a layer's exception and starts the layer's sequences anew; turns sparse attention
@@ -269,9 +252,8 @@ class SparseWorker:
             sequence = self._sequences[row.request_id] = _Sequence()
         own = sequence.layers.get(layer.name)
         if own is None:
-            remembered = sequence.remembered.pop(layer.index, NO_BLOCKS)
             own = sequence.layers[layer.name] = LayerSequence(
-                self._config, layer.index, block_tokens, remembered
+                self._config, layer.index, block_tokens
             )
         always = layer.pages.log_mass(query_QD, row.always_blocks, row.always_tokens, layer.scale)
         if layer.sink_logits is not None:

@@ -183,34 +183,6 @@ class SelectConfig(google.protobuf.message.Message):
 Global___SelectConfig: typing_extensions.TypeAlias = SelectConfig
 
 @typing.final
-class HotSet(google.protobuf.message.Message):
-    """The hot set of one layer and shard."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    LAYER_INDEX_FIELD_NUMBER: builtins.int
-    SHARD_INDEX_FIELD_NUMBER: builtins.int
-    POSITIONS_FIELD_NUMBER: builtins.int
-    layer_index: builtins.int
-    """The layer."""
-    shard_index: builtins.int
-    """The shard."""
-    positions: builtins.bytes
-    """Packed little-endian int32 positions of blocks in the context, most recently used first. Those
-    beyond the sequence's hashes don't count.
-    """
-    def __init__(
-        self,
-        *,
-        layer_index: builtins.int = ...,
-        shard_index: builtins.int = ...,
-        positions: builtins.bytes = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["layer_index", b"layer_index", "positions", b"positions", "shard_index", b"shard_index"]) -> None: ...
-
-Global___HotSet: typing_extensions.TypeAlias = HotSet
-
-@typing.final
 class CreateSequenceRequest(google.protobuf.message.Message):
     """Begins a sequence."""
 
@@ -257,8 +229,6 @@ class CreateSequenceResponse(google.protobuf.message.Message):
 
     LEASE_ID_FIELD_NUMBER: builtins.int
     COVERED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
-    HOT_SETS_FIELD_NUMBER: builtins.int
-    REMEMBERED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
     """The read lease for loading what was selected: positions of the context are positions in its
     lists of the group and the representation. Empty if the server doesn't select, or covers
@@ -266,21 +236,13 @@ class CreateSequenceResponse(google.protobuf.message.Message):
     """
     covered_block_count: builtins.int
     """Leading blocks under the lease: ready, with their representations."""
-    remembered_block_count: builtins.int
-    """Leading blocks of that part; all positions of `hot_sets` are below."""
-    @property
-    def hot_sets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HotSet]:
-        """Hot sets that the last sequence over the longest known part of this context ended with."""
-
     def __init__(
         self,
         *,
         lease_id: builtins.str = ...,
         covered_block_count: builtins.int = ...,
-        hot_sets: collections.abc.Iterable[Global___HotSet] | None = ...,
-        remembered_block_count: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["covered_block_count", b"covered_block_count", "hot_sets", b"hot_sets", "lease_id", b"lease_id", "remembered_block_count", b"remembered_block_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["covered_block_count", b"covered_block_count", "lease_id", b"lease_id"]) -> None: ...
 
 Global___CreateSequenceResponse: typing_extensions.TypeAlias = CreateSequenceResponse
 
@@ -447,25 +409,17 @@ class DeleteSequenceRequest(google.protobuf.message.Message):
 
     SESSION_ID_FIELD_NUMBER: builtins.int
     SEQUENCE_ID_FIELD_NUMBER: builtins.int
-    HOT_SETS_FIELD_NUMBER: builtins.int
     session_id: builtins.str
     """The owning session."""
     sequence_id: builtins.str
     """The sequence."""
-    @property
-    def hot_sets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HotSet]:
-        """The hot sets that it ends with, for the next sequence over the same prefix; empty if the server
-        kept them, or there is none.
-        """
-
     def __init__(
         self,
         *,
         session_id: builtins.str = ...,
         sequence_id: builtins.str = ...,
-        hot_sets: collections.abc.Iterable[Global___HotSet] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["hot_sets", b"hot_sets", "sequence_id", b"sequence_id", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sequence_id", b"sequence_id", "session_id", b"session_id"]) -> None: ...
 
 Global___DeleteSequenceRequest: typing_extensions.TypeAlias = DeleteSequenceRequest
 
@@ -537,7 +491,6 @@ class LayerCounters(google.protobuf.message.Message):
     TRUE_MASS_FIELD_NUMBER: builtins.int
     FAULTS_FIELD_NUMBER: builtins.int
     LOADED_BLOCKS_FIELD_NUMBER: builtins.int
-    REMEMBERED_BLOCKS_FIELD_NUMBER: builtins.int
     layer_index: builtins.int
     """The layer."""
     selects: builtins.float
@@ -578,8 +531,6 @@ class LayerCounters(google.protobuf.message.Message):
     """Faults of sparse attention."""
     loaded_blocks: builtins.float
     """Representations loaded."""
-    remembered_blocks: builtins.float
-    """Of `seeded_blocks`, those that came from the hot set of another sequence over the same prefix."""
     def __init__(
         self,
         *,
@@ -603,9 +554,8 @@ class LayerCounters(google.protobuf.message.Message):
         true_mass: builtins.float = ...,
         faults: builtins.float = ...,
         loaded_blocks: builtins.float = ...,
-        remembered_blocks: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attended_blocks", b"attended_blocks", "build_s", b"build_s", "built_blocks", b"built_blocks", "context_blocks", b"context_blocks", "corrected_blocks", b"corrected_blocks", "estimated_mass", b"estimated_mass", "faults", b"faults", "hit_blocks", b"hit_blocks", "layer_index", b"layer_index", "loaded_blocks", b"loaded_blocks", "prefetched_blocks", b"prefetched_blocks", "recall", b"recall", "recall_samples", b"recall_samples", "remembered_blocks", b"remembered_blocks", "seeded_blocks", b"seeded_blocks", "select_s", b"select_s", "selected_blocks", b"selected_blocks", "selects", b"selects", "swap_bytes", b"swap_bytes", "true_mass", b"true_mass", "wanted_blocks", b"wanted_blocks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attended_blocks", b"attended_blocks", "build_s", b"build_s", "built_blocks", b"built_blocks", "context_blocks", b"context_blocks", "corrected_blocks", b"corrected_blocks", "estimated_mass", b"estimated_mass", "faults", b"faults", "hit_blocks", b"hit_blocks", "layer_index", b"layer_index", "loaded_blocks", b"loaded_blocks", "prefetched_blocks", b"prefetched_blocks", "recall", b"recall", "recall_samples", b"recall_samples", "seeded_blocks", b"seeded_blocks", "select_s", b"select_s", "selected_blocks", b"selected_blocks", "selects", b"selects", "swap_bytes", b"swap_bytes", "true_mass", b"true_mass", "wanted_blocks", b"wanted_blocks"]) -> None: ...
 
 Global___LayerCounters: typing_extensions.TypeAlias = LayerCounters
 

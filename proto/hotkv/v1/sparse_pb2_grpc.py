@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class SparseServiceStub(object):
-    """Sparse decode: sequences, selections on behalf of clients that cannot map memory, and hot sets
-    that outlive their sequence. A sequence belongs to a session and ends with it. The session stream
-    carries the same messages but for selections; engines that select by themselves use it.
+    """Sparse decode: sequences, and selections on behalf of clients that cannot map memory. A sequence
+    belongs to a session and ends with it. The session stream carries the same messages but for
+    selections; engines that select by themselves use it.
     """
 
     def __init__(self, channel):
@@ -60,9 +60,9 @@ class SparseServiceStub(object):
 
 
 class SparseServiceServicer(object):
-    """Sparse decode: sequences, selections on behalf of clients that cannot map memory, and hot sets
-    that outlive their sequence. A sequence belongs to a session and ends with it. The session stream
-    carries the same messages but for selections; engines that select by themselves use it.
+    """Sparse decode: sequences, and selections on behalf of clients that cannot map memory. A sequence
+    belongs to a session and ends with it. The session stream carries the same messages but for
+    selections; engines that select by themselves use it.
     """
 
     def CreateSequence(self, request, context):
@@ -126,9 +126,9 @@ def add_SparseServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SparseService(object):
-    """Sparse decode: sequences, selections on behalf of clients that cannot map memory, and hot sets
-    that outlive their sequence. A sequence belongs to a session and ends with it. The session stream
-    carries the same messages but for selections; engines that select by themselves use it.
+    """Sparse decode: sequences, and selections on behalf of clients that cannot map memory. A sequence
+    belongs to a session and ends with it. The session stream carries the same messages but for
+    selections; engines that select by themselves use it.
     """
 
     @staticmethod

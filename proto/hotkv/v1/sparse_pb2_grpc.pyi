@@ -90,9 +90,9 @@ _SparseServiceDeleteSequenceType = typing_extensions.TypeVar(
 )
 
 class SparseServiceStub(typing.Generic[_SparseServiceCreateSequenceType, _SparseServiceAppendBlocksType, _SparseServiceSelectBlocksType, _SparseServiceDeleteSequenceType]):
-    """Sparse decode: sequences, selections on behalf of clients that cannot map memory, and hot sets
-    that outlive their sequence. A sequence belongs to a session and ends with it. The session stream
-    carries the same messages but for selections; engines that select by themselves use it.
+    """Sparse decode: sequences, and selections on behalf of clients that cannot map memory. A sequence
+    belongs to a session and ends with it. The session stream carries the same messages but for
+    selections; engines that select by themselves use it.
     """
 
     @typing.overload
@@ -169,9 +169,9 @@ SparseServiceAsyncStub: typing_extensions.TypeAlias = SparseServiceStub[
 ]
 
 class SparseServiceServicer(metaclass=abc.ABCMeta):
-    """Sparse decode: sequences, selections on behalf of clients that cannot map memory, and hot sets
-    that outlive their sequence. A sequence belongs to a session and ends with it. The session stream
-    carries the same messages but for selections; engines that select by themselves use it.
+    """Sparse decode: sequences, and selections on behalf of clients that cannot map memory. A sequence
+    belongs to a session and ends with it. The session stream carries the same messages but for
+    selections; engines that select by themselves use it.
     """
 
     @abc.abstractmethod

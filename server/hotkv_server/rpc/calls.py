@@ -363,10 +363,11 @@ def create_sequence(
             )
         spec.check_slots(record.representation(spec.representation_group).shard_bytes)
     hashes = convert.hashes("hashes", request.hashes, session.key_space.hash_bytes)
-    return sparse_convert.create_response(
-        node.sparse.create(
-            session, _sequence_id(request.sequence_id), request.group_index, hashes, spec
-        )
+    sequence = node.sparse.create(
+        session, _sequence_id(request.sequence_id), request.group_index, hashes, spec
+    )
+    return sparse_pb2.CreateSequenceResponse(
+        lease_id=sequence.lease_id, covered_block_count=len(sequence.slots)
     )
 
 
@@ -389,13 +390,8 @@ async def delete_sequence(
     node: Node, session: LiveSession, request: sparse_pb2.DeleteSequenceRequest
 ) -> sparse_pb2.DeleteSequenceResponse:
     """Ends a sequence; answers when no selection for it runs any more."""
-    hot_sets = sparse_convert.hot_sets(
-        request.hot_sets,
-        session.key_space.num_shards,
-        2 * inspect.limits(node.core).max_blocks_per_call,
-    )
     return sparse_pb2.DeleteSequenceResponse(
-        deleted=await node.sparse.delete(session, _sequence_id(request.sequence_id), hot_sets)
+        deleted=await node.sparse.delete(session, _sequence_id(request.sequence_id))
     )
 
 

@@ -12,9 +12,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import sparse_pb2
 from hotkv_server.rpc import convert
 from hotkv_server.runtime.session import LiveSession
-from hotkv_server.runtime.sparse import Created
 from hotkv_server.sparse.figures import MAX_LAYERS, LayerGrowth
-from hotkv_server.sparse.remembered import HotSets
 from hotkv_server.sparse.selection import PackedCentre, Selected, SelectRequest, SelectSpec
 from hotkv_sparse.config import SparseConfig
 
@@ -47,42 +45,9 @@ def _float32s(field: str, packed: bytes) -> F32:
     return np.frombuffer(packed, "<f4").astype(np.float32)
 
 
-def hot_sets(messages: Iterable[sparse_pb2.HotSet], num_shards: int, most: int) -> HotSets:
-    """Hot sets by layer and shard, at most `most` positions in all."""
-    sets: dict[tuple[int, int], I32] = {}
-    for m in messages:
-        _check_layer("hot_sets.layer_index", m.layer_index)
-        if not 0 <= m.shard_index < num_shards:
-            raise _invalid(
-                f"hot_sets.shard_index is {m.shard_index}; this key space has {num_shards} shards"
-            )
-        if (m.layer_index, m.shard_index) in sets:
-            raise _invalid(
-                f"hot_sets lists layer {m.layer_index} and shard {m.shard_index} twice; give "
-                "each one set"
-            )
-        values = positions("hot_sets.positions", m.positions, most)
-        most -= len(values)
-        # Each block counts where it comes first.
-        sets[m.layer_index, m.shard_index] = values[
-            np.sort(np.unique(values, return_index=True)[1])
-        ]
-    return sets
-
-
 def _check_layer(field: str, layer: int) -> None:
     if not 0 <= layer < MAX_LAYERS:
         raise _invalid(f"{field} is {layer}; allowed are 0 to {MAX_LAYERS - 1}")
-
-
-def hot_set_messages(sets: HotSets) -> list[sparse_pb2.HotSet]:
-    """Hot sets on the wire."""
-    return [
-        sparse_pb2.HotSet(
-            layer_index=layer, shard_index=shard, positions=values.astype("<i4").tobytes()
-        )
-        for (layer, shard), values in sets.items()
-    ]
 
 
 def select_spec(
@@ -147,16 +112,6 @@ def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:
         )
     except HotKVError as error:
         raise HotKVError(error.reason, error.message.replace("sparse.", "select.", 1)) from error
-
-
-def create_response(created: Created) -> sparse_pb2.CreateSequenceResponse:
-    """A sequence has begun."""
-    return sparse_pb2.CreateSequenceResponse(
-        lease_id=created.sequence.lease_id,
-        covered_block_count=len(created.sequence.slots),
-        hot_sets=hot_set_messages(created.recalled.hot_sets),
-        remembered_block_count=created.recalled.num_blocks,
-    )
 
 
 def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) -> SelectRequest:

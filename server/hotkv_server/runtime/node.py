@@ -117,7 +117,7 @@ class Node:
             self.ledger.moved,
             self.timings,
         )
-        self.removals = Removals(core, self.events, self.sparse.remembered, self._effects.run)
+        self.removals = Removals(core, self.events, self._effects.run)
         self.sessions = Sessions(
             core,
             devices,
@@ -277,7 +277,7 @@ class Node:
             self.history.turn(self.last_tick_s)
             async for _ in slices(incremental.expire(self.core, self.last_tick_s)):
                 self._effects.run()
-            await self.removals.forget_outlived(self.last_tick_s)
+            self.removals.forget_outlived(self.last_tick_s)
             await self.removals.keep_bounds(self.last_tick_s)
             self._persistence.turn()
             await self.ledger.turn(self.clerk)

@@ -19,7 +19,6 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.values import TenantShare
 from hotkv_server.runtime.events import EventHub
 from hotkv_server.runtime.slices import slices
-from hotkv_server.sparse.remembered import RememberedHotSets
 
 log = logging.getLogger(__name__)
 
@@ -30,19 +29,16 @@ KEEP_EVERY_S = 1.0
 
 
 class Removals:
-    """See the module. `remembered`: what sparse decode remembers of key spaces; `run_effects`
-    carries out what the core's decisions call for."""
+    """See the module. `run_effects` carries out what the core's decisions call for."""
 
     def __init__(
         self,
         core: CacheCore,
         events: EventHub,
-        remembered: RememberedHotSets,
         run_effects: Callable[[int], None],
     ) -> None:
         self._core = core
         self._events = events
-        self._remembered = remembered
         self._run_effects = run_effects
         self._keeping: Iterator[None] | None = None
         self._keep_at_s = 0.0
@@ -81,8 +77,6 @@ class Removals:
             # Removals are told of before anybody stores the blocks anew.
             is_clear = not has_more and self._core.counters.stored_blocks == num_stored
             self._run_effects(key_space_id if is_clear else 0)
-        async for _ in slices(self._remembered.forget(key_space_id)):
-            pass
         log.info("key space flushed key_space=%d blocks=%d", key_space_id, num_blocks)
         return num_blocks
 
@@ -125,18 +119,16 @@ class Removals:
                 return
             if self._core.catalog.has_blocks(number):
                 await self.flush(number)
-            if not await self._forget(number):
+            if not self._forget(number):
                 return
 
-    async def forget_outlived(self, now_s: float) -> None:
+    def forget_outlived(self, now_s: float) -> None:
         """Forgets key spaces without blocks that no session has had for long."""
         for number in list(itertools.islice(self._core.catalog.outlived(now_s), MAX_FORGOTTEN)):
-            await self._forget(number)
+            self._forget(number)
 
-    async def _forget(self, key_space_id: int) -> bool:
+    def _forget(self, key_space_id: int) -> bool:
         """Forgets a key space. False if a session has it, or it has a block, by now."""
-        async for _ in slices(self._remembered.forget(key_space_id)):
-            pass
         if not self._core.catalog.forget(key_space_id):
             return False
         self._events.forget_key_space(key_space_id)

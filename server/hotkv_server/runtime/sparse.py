@@ -25,22 +25,12 @@ from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.runtime.selections import Selections
 from hotkv_server.runtime.session import LiveSession
 from hotkv_server.sparse.figures import LayerFigures, LayerGrowth
-from hotkv_server.sparse.remembered import HotSets, Recalled, RememberedHotSets
 from hotkv_server.sparse.selection import SelectSpec
 from hotkv_server.sparse.sequences import HASH_BYTES, LiveSequence, SequenceBook
 
 I32 = NDArray[np.int32]
 MAX_SEQUENCES = 4096
 """Of one session."""
-REMEMBERED_BYTES = 32 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Created:
-    """A sequence, and what is remembered for its context."""
-
-    sequence: LiveSequence
-    recalled: Recalled
 
 
 @dataclass(slots=True)
@@ -50,7 +40,6 @@ class SparseCounters:
     reports: int = 0
     unknown_sequences: int = 0
     used_blocks: int = 0
-    recalled_hot_sets: int = 0
 
 
 class SparseDecode:
@@ -63,13 +52,12 @@ class SparseDecode:
             core.config.max_blocks_per_call // 2,
             Account(core.client_memory, HASH_BYTES),
         )
-        self.remembered = RememberedHotSets(REMEMBERED_BYTES)
         self.figures = LayerFigures()
         self.counters = SparseCounters()
         self.selections = Selections(core, arena, verifier, self._count_used)
 
     def __repr__(self) -> str:
-        return f"SparseDecode({self.sequences!r}, {self.remembered!r}, {self.selections!r})"
+        return f"SparseDecode({self.sequences!r}, {self.selections!r})"
 
     def close(self) -> None:
         """Ends the threads, after all sessions have closed."""
@@ -84,9 +72,8 @@ class SparseDecode:
         group_index: int,
         hashes: Words,
         spec: SelectSpec | None,
-    ) -> Created:
+    ) -> LiveSequence:
         """Creates a sequence over these blocks. The same call again finds the same sequence."""
-        key_space_id = session.record.key_space_id
         owner = self._core.owner(session.record)
         sequence, is_new = self.sequences.create(
             session.record.number, sequence_id, group_index, hashes, spec, owner
@@ -98,9 +85,7 @@ class SparseDecode:
                 self.sequences.pop(session.record.number, sequence_id)
                 raise
             self.selections.warm_up()
-        recalled = self.remembered.recall(key_space_id, group_index, hashes)
-        self.counters.recalled_hot_sets += is_new and len(recalled.hot_sets) > 0
-        return Created(sequence, recalled)
+        return sequence
 
     def append(
         self, session: LiveSession, sequence_id: str, first_position: int, hashes: Words
@@ -114,9 +99,9 @@ class SparseDecode:
             self._cover(session, sequence)
         return sequence
 
-    async def delete(self, session: LiveSession, sequence_id: str, hot_sets: HotSets) -> bool:
-        """Ends a sequence and remembers its hot sets; for places that `hot_sets` lacks, those that
-        the server kept. False if there is no such sequence."""
+    async def delete(self, session: LiveSession, sequence_id: str) -> bool:
+        """Ends a sequence; returns when no selection for it runs any more. False if there is no
+        such sequence."""
         sequence = self.sequences.pop(session.record.number, sequence_id)
         if sequence is None:
             return False
@@ -125,15 +110,8 @@ class SparseDecode:
             await asyncio.sleep(0)
         if not session.closing:
             self._count_used(session, sequence, sequence.take_used(time.monotonic()))
-        await asyncio.sleep(0)
         async with sequence.lock:
-            kept = {at: hot.recency() for at, hot in sequence.hot_sets.items()}
-        key_space_id = session.record.key_space_id
-        tenant = self._core.space.tenants.number(key_space_id)
-        self.remembered.remember(
-            key_space_id, sequence.group_index, sequence.hashes, {**kept, **hot_sets}, tenant
-        )
-        return True
+            return True
 
     def close_session(self, session: LiveSession, *, is_last: bool) -> None:
         """Ends the session's sequences, and drops the engine's figures if this was the engine's

@@ -138,8 +138,6 @@ def gauges(node: Node, counted: Census) -> dict[str, float]:
         "sparse_sequences": float(len(node.sparse.sequences)),
         "sparse_sequence_blocks": float(node.sparse.sequences.num_blocks),
         "sparse_selects_in_flight": float(len(node.sparse.selections)),
-        "sparse_remembered_contexts": float(len(node.sparse.remembered)),
-        "sparse_remembered_bytes": float(node.sparse.remembered.num_bytes),
         "notices_queued": float(max((s.notices.qsize() for s in node.sessions), default=0)),
         **tier_figures.gauges(node.tiers),
         **savings_figures.gauges(node.ledger),

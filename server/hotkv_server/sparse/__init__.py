@@ -1,2 +1,1 @@
-"""Sparse decode in the server: sequences, selections on behalf of clients, remembered hot sets,
-figures per layer."""
+"""Sparse decode in the server: sequences, selections on behalf of clients, figures per layer."""

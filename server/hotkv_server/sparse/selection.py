@@ -282,10 +282,6 @@ class KeptHotSet:
         self._has_begun = True
         return step
 
-    def recency(self) -> I32:
-        """Its blocks, most recently used first."""
-        return self._hot.recency()
-
 
 def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) -> Span:
     """The span to select from. Raises INVALID_FIELD if the sequence, with `num_covered` leading
