@@ -6,18 +6,20 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from demo.processes import Server, runtime_folder
 from hotkv.errors import HotKVError
 from hotkv_client.testing import PagedEngine
 from hotkv_sparse import SparseConfig
-from hotkv_vllm.sparse.offloading import DecodeMetadata, SparseOffloadingHandler
-from hotkv_vllm.sparse.offloading_manager import SparseOffloadingManager
-from hotkv_vllm.sparse.offloading_pages import ArrayPages, HostPages, ResidencyPages
+from hotkv_vllm.sparse.offloading import (
+    ArrayPages,
+    DecodeMetadata,
+    HostPages,
+    ResidencyPages,
+    SparseOffloadingHandler,
+    SparseOffloadingManager,
+)
 from hotkv_vllm.sparse.pool import LayerShape
-from hotkv_vllm.sparse.swaps import copy_blocks, merged
 from tests.server.test_life import wait_until
 
 T, H, G, D = 16, 2, 2, 32
@@ -284,43 +286,15 @@ def test_refusals_and_failed_stores() -> None:
     model.handler.close()
 
 
-@given(st.data(), st.sampled_from(["memcpy", "batch", "kernel", "auto"]))
-def test_copies_are_right_and_runs_are_merged(data: st.DataObject, method: str) -> None:
-    count = data.draw(st.integers(0, 30))
-    sources = np.array(
-        data.draw(st.lists(st.integers(0, 39), min_size=count, max_size=count)), np.int32
-    )
-    destinations = np.array(data.draw(st.permutations(range(40))), np.int32)[:count]
-    if data.draw(st.booleans()):
-        sources, destinations = np.sort(sources), np.sort(destinations)
-    source = np.random.default_rng(0).integers(0, 256, (40, 64), np.uint8)
-    destination = np.zeros((40, 64), np.uint8)
-    expected = destination.copy()
-    expected[destinations] = source[sources]
-    copy_blocks(source, destination, sources, destinations, method)
-    assert np.array_equal(destination, expected)
-    runs = merged(sources, destinations)
-    assert int(runs.counts.sum()) == count
-    for i in range(1, len(runs.counts)):
-        follows = runs.sources[i] == runs.sources[i - 1] + runs.counts[i - 1]
-        assert not (
-            follows and runs.destinations[i] == runs.destinations[i - 1] + runs.counts[i - 1]
-        )
-
-
 def test_copies_that_do_not_fit_are_refused() -> None:
-    blocks, none = np.zeros((4, 8), np.uint8), np.empty(0, np.int32)
-    for source, destination, rows, method, message in (
-        (blocks, blocks[:, :4], none, "auto", "destination is uint8"),
-        (blocks, np.zeros((4, 9), np.uint8), none, "auto", "must be equal"),
-        (
-            blocks,
-            blocks.copy(),
-            np.array([4], np.int32),
-            "auto",
-            "source blocks must be from 0 to 3",
-        ),
-        (blocks, blocks.copy(), none, "dma", "copy_method is 'dma'"),
-    ):
-        with pytest.raises(HotKVError, match=message):
-            copy_blocks(source, destination, rows, rows, method)
+    with pytest.raises(HotKVError, match="copy_method is 'dma'; use one of memcpy"):
+        ArrayPages(np.zeros((1, 4, 8), np.uint8), "dma")
+    pages, hot = ArrayPages(np.zeros((1, 4, 8), np.uint8)), np.zeros((5, 8), np.uint8)
+    for other in (hot[:, :4], hot.view(np.int8), np.zeros((8, 5), np.uint8).T):
+        with pytest.raises(HotKVError, match=r"pass contiguous uint8 \[blocks, 8\]"):
+            pages.load(0, np.zeros(1, np.int32), other, np.zeros(1, np.int32))
+    four, none = np.array([4], np.int32), np.array([-1], np.int32)
+    with pytest.raises(HotKVError, match="blocks must be from 0 to 3"):
+        pages.load(0, four, hot, four)
+    with pytest.raises(HotKVError, match="blocks must be from 0 to 4"):
+        pages.store(0, four - 1, hot, none)

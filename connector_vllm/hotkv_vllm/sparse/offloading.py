@@ -1,39 +1,401 @@
 """Sparse offloading under the names of vLLM's RFC #37263: host memory holds every block, hot slots
 those that are attended.
 
-`SparseOffloadingManager` (`offloading_manager`) is the scheduler's part: it says which blocks of a
-prefix matter, pins them while they are loaded, and gives out new blocks of host memory.
-`SparseOffloadingHandler` is the worker's part: one layer's step and the copies that it asks for.
-`BlockReprManager` (`pool`) keeps representations by host block. All three are thin: selection and
-hot sets are those of `hotkv_sparse`. Host memory is an array of this process or a residency of
-hotkv-server (`offloading_pages`).
+`SparseOffloadingManager` is the scheduler's part: it says which blocks of a prefix matter, pins
+them while they are loaded, and gives out new blocks of host memory. `SparseOffloadingHandler` is
+the worker's part: one layer's step and the copies that it asks for. `BlockReprManager` (`pool`)
+keeps representations by host block. All three are thin: selection and hot sets are those of
+`hotkv_sparse`. Host memory is an array of this process (`ArrayPages`) or a residency of
+hotkv-server (`ResidencyPages`).
 
-Always true: a block is attended only in a hot slot that holds its bytes; a new block stays
-in its hot slot until its copy in host memory is complete; a pinned host block is not given out
-again.
+Always true: a block is attended only in a hot slot that holds its bytes; a new block stays in its
+hot slot until its copy in host memory is complete; a pinned host block is not given out again; a
+block is ready only when its copy in host memory is complete.
 
-Shapes: Q query heads, H KV heads, D channels, T tokens of a block, C blocks of the context.
+Shapes: L layers, Q query heads, H KV heads, D channels, T tokens of a block, C blocks of the
+context, n blocks of one call, S blocks of the staging memory.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from hotkv.errors import HotKVError, Reason
-from hotkv_sparse import HotSet, SparseConfig, span
+from hotkv_client import BlockRun, ResidencyOpened, Session
+from hotkv_sparse import HotSet, SparseConfig, prepare, score, span
+from hotkv_sparse.config import COPY_METHODS
 from hotkv_sparse.selector import exact_log_mass, select_layer
-from hotkv_vllm.sparse.offloading_manager import NO_BLOCKS
-from hotkv_vllm.sparse.offloading_pages import HostPages
+from hotkv_vllm.sparse.page_copies import PageCopier
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
+NO_BLOCKS = np.empty(0, np.int32)
+
+
+# ---------------------------------------------------------------------------------------- scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpec:
+    """Pinned blocks of host memory, int32."""
+
+    blocks: I32
+
+
+class SparseOffloadingManager:
+    """Host blocks by hash. The representations are those that `representations` has, by host block.
+    One thread."""
+
+    def __init__(
+        self,
+        config: SparseConfig,
+        num_blocks: int,
+        block_tokens: int,
+        representations: BlockReprManager,
+    ) -> None:
+        self._config = config
+        self._block_tokens = block_tokens
+        self._reprs = representations
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._is_ready = np.zeros(num_blocks, np.bool_)
+        self._pins = np.zeros(num_blocks, np.int32)
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    def __repr__(self) -> str:
+        return (
+            f"SparseOffloadingManager(ready {int(self._is_ready.sum())}, free "
+            f"{len(self._free)}, pinned {int((self._pins > 0).sum())})"
+        )
+
+    def lookup_with_sparse(
+        self, block_hashes: Sequence[bytes], query: F32, layer_idx: int
+    ) -> tuple[I32, F32]:
+        """(selected_blocks, scores) of the longest prefix that is ready, for a query float32 [Q,
+        D].
+
+        `selected_blocks` int32 are host blocks in the context's order, `scores` float32 their share
+        of the attention mass, inf where a block is kept whatever its score. The mass of those is
+        estimated, too: no keys are at hand here.
+        """
+        rows = self._ready_prefix(block_hashes)
+        context_tokens = len(rows) * self._block_tokens
+        if not len(rows):
+            return NO_BLOCKS, np.empty(0, np.float32)
+        always = rows[span(self._config, context_tokens, self._block_tokens).always]
+        sources = self._reprs.sources(layer_idx)
+        name, source = next(iter(sources.items()))
+        kept = score(prepare(name, query, source.mu), source.pool, always)
+        log_mass = (
+            np.logaddexp.reduce(kept, axis=1) if len(always) else np.full(len(query), -np.inf)
+        )
+        selection = select_layer(
+            self._config,
+            layer_idx,
+            query,
+            sources,
+            rows,
+            log_mass.astype(np.float32),
+            context_tokens,
+            self._block_tokens,
+        )
+        return rows[selection.blocks], selection.weights
+
+    def _ready_prefix(self, block_hashes: Sequence[bytes]) -> I32:
+        rows = []
+        for block_hash in block_hashes:
+            block = self._block_of.get(block_hash)
+            if block is None or not self._is_ready[block]:
+                break
+            rows.append(block)
+        return np.array(rows, np.int32)
+
+    def prepare_sparse_load(self, selected_blocks: I32) -> LoadSpec:
+        """Pins the blocks until `complete_load`; INVALID_FIELD if one isn't ready."""
+        if not self._is_ready[selected_blocks].all():
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                "selected_blocks include some that are not ready; pass those of lookup_with_sparse",
+            )
+        np.add.at(self._pins, selected_blocks, 1)
+        return LoadSpec(selected_blocks)
+
+    def complete_load(self, selected_blocks: I32) -> None:
+        """Unpins blocks that were loaded or will not be."""
+        if not (self._pins[selected_blocks] > 0).all():
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                (
+                    "selected_blocks include some that are not pinned; call complete_load once for "
+                    "each load"
+                ),
+            )
+        np.subtract.at(self._pins, selected_blocks, 1)
+
+    def prepare_store(self, block_hashes: Sequence[bytes]) -> I32:
+        """Host blocks int32 for new blocks, which are not ready before `complete_store`; OVERLOADED
+        if there are too few."""
+        fresh = [block_hash for block_hash in block_hashes if block_hash not in self._block_of]
+        if len(fresh) > len(self._free):
+            raise HotKVError(
+                Reason.OVERLOADED,
+                (
+                    f"{len(fresh)} new blocks, {len(self._free)} free in host memory; give it more "
+                    "blocks"
+                ),
+            )
+        for block_hash in fresh:
+            block = self._free.pop()
+            self._block_of[block_hash], self._hash_of[block] = block, block_hash
+        return np.array([self._block_of[block_hash] for block_hash in block_hashes], np.int32)
+
+    def complete_store(self, new_blocks: I32, success: bool = True) -> None:
+        """Host memory holds `new_blocks`, or, without success, they are free again."""
+        for block in new_blocks.tolist():
+            if block not in self._hash_of:
+                raise HotKVError(
+                    Reason.INVALID_FIELD,
+                    f"block {block} was not reserved; pass blocks of prepare_store",
+                )
+        if success:
+            self._is_ready[new_blocks] = True
+            return
+        for block in new_blocks[~self._is_ready[new_blocks]].tolist():
+            del self._block_of[self._hash_of.pop(block)]
+            self._free.append(block)
+
+
+# -------------------------------------------------------------------------------------- host memory
+
+
+class HostPages(Protocol):
+    """Pages by layer and host block. One thread at a time."""
+
+    def read(self, layer_idx: int, blocks: I32) -> U8:
+        """Pages uint8 [n, page bytes] of blocks that are stored."""
+        ...
+
+    def load(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
+        """Copies pages of blocks [n] to `hot` uint8 [slots, page bytes]."""
+        ...
+
+    def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
+        """Copies pages of `hot` to blocks [n]. Raises what keeps them from being stored."""
+        ...
+
+
+class ArrayPages:
+    """Host memory of this process. `pages`: uint8 [L, blocks, page bytes], contiguous.
+
+    `copy_method`: as `SparseConfig.copy_method`. `memcpy` copies each run of blocks that is
+    contiguous on both sides, `batch` hands all blocks over in one call, `kernel` and `auto` run the
+    compiled loop of `PageCopier`.
+    """
+
+    def __init__(self, pages: U8, copy_method: str = "auto") -> None:
+        if copy_method not in COPY_METHODS:
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"copy_method is {copy_method!r}; use one of {', '.join(COPY_METHODS)}",
+            )
+        self._pages = pages
+        self._copy_method = copy_method
+        self._copier = PageCopier()
+
+    def __repr__(self) -> str:
+        return f"ArrayPages({self._pages.shape})"
+
+    def read(self, layer_idx: int, blocks: I32) -> U8:
+        pages: U8 = self._pages[layer_idx, blocks]
+        return pages
+
+    def load(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
+        self._copy(self._pages[layer_idx], hot, blocks, slots)
+
+    def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
+        self._copy(hot, self._pages[layer_idx], slots, blocks)
+
+    def _copy(self, source: U8, destination: U8, sources: I32, destinations: I32) -> None:
+        """Copies rows of `source` to rows of `destination`, both contiguous uint8 [blocks, page
+        bytes]. Raises INVALID_FIELD if they don't fit."""
+        size = self._pages.shape[2]
+        for pages, rows in ((source, sources), (destination, destinations)):
+            if (
+                pages.dtype != np.uint8
+                or pages.shape[1:] != (size,)
+                or not pages.flags.c_contiguous
+            ):
+                raise HotKVError(
+                    Reason.INVALID_FIELD,
+                    f"pages are {pages.dtype} {list(pages.shape)}; pass contiguous uint8 [blocks, "
+                    f"{size}]",
+                )
+            if len(rows) and not 0 <= rows.min() <= rows.max() < len(pages):
+                raise HotKVError(Reason.INVALID_FIELD, f"blocks must be from 0 to {len(pages) - 1}")
+        if self._copy_method == "batch":
+            destination[destinations] = source[sources]
+        elif self._copy_method == "memcpy":
+            broken = (np.diff(sources) != 1) | (np.diff(destinations) != 1)
+            edges = [0, *(np.flatnonzero(broken) + 1).tolist(), len(sources)]
+            for first, last in itertools.pairwise(edges):
+                if first < last:
+                    start, to, count = int(sources[first]), int(destinations[first]), last - first
+                    destination[to : to + count] = source[start : start + count]
+        else:
+            self._copier.copy(
+                destination.ctypes.data + destinations.astype(np.int64) * size,
+                source.ctypes.data + sources.astype(np.int64) * size,
+                size,
+            )
+
+
+@dataclass(slots=True)
+class _Staged:
+    """A block on its way to the server: its place in the staging memory, and the layers that are
+    there."""
+
+    place: int
+    layers: set[int] = field(default_factory=set)
+
+
+class ResidencyPages:
+    """A residency of hotkv-server: pages are read where the server's arena is mapped, without a
+    call; a block is stored once all layers have given their page of it, and read from then on only
+    as long as the server pins it.
+
+    `memory` uint8 [L, S, page bytes]: the engine's memory that `session` has registered, in which
+    blocks wait for their store; a server's slot has the pages of a block's layers in this order.
+    `layers`: indices of layers, in that order.
+    """
+
+    def __init__(
+        self, session: Session, memory: U8, layers: Sequence[int], timeout_s: float = 30.0
+    ) -> None:
+        arena = session.arena()
+        if arena is None or not session.has_residency:
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                "session has no arena to read; connect it to a hotkv-server of this node",
+            )
+        self._session, self._arena, self._memory = session, arena, memory
+        self._place_of = {layer: place for place, layer in enumerate(layers)}
+        self._timeout_s = timeout_s
+        self._copier = PageCopier()
+        self._opened: dict[str, ResidencyOpened] = {}
+        self._names: dict[int, tuple[str, int, bytes]] = {}
+        self._offsets: dict[int, int] = {}
+        self._staged: dict[int, _Staged] = {}
+        self._free = list(range(memory.shape[1] - 1, -1, -1))
+        self._num_stores = 0
+
+    def __repr__(self) -> str:
+        return f"ResidencyPages({len(self._offsets)} blocks pinned, {len(self._staged)} staged)"
+
+    # ------------------------------------------------------------------------------------ sequences
+
+    def open(self, sequence_id: str, num_blocks: int) -> None:
+        """Reserves room for all blocks that a sequence may ever have. Raises HotKVError if the
+        server has none."""
+        answer = self._session.open_residency(sequence_id, {0: num_blocks})
+        self._opened[sequence_id] = answer.result(self._timeout_s)
+
+    def close(self, sequence_id: str) -> None:
+        """The server may forget the sequence's blocks."""
+        del self._opened[sequence_id]
+        self._session.close_residency(sequence_id)
+        for block in [block for block, name in self._names.items() if name[0] == sequence_id]:
+            del self._names[block]
+            self._offsets.pop(block, None)
+
+    def name(self, sequence_id: str, first: int, hashes: Sequence[bytes], blocks: I32) -> None:
+        """These host blocks are the sequence's from its block `first` on, by these names."""
+        for place, (block_hash, block) in enumerate(
+            zip(hashes, blocks.tolist(), strict=True), first
+        ):
+            self._names[block] = sequence_id, place, block_hash
+
+    # ---------------------------------------------------------------------------------------- pages
+
+    def read(self, layer_idx: int, blocks: I32) -> U8:
+        pages = np.empty((len(blocks), self._memory.shape[2]), np.uint8)
+        self.load(layer_idx, blocks, pages, np.arange(len(blocks), dtype=np.int32))
+        return pages
+
+    def load(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
+        source = np.array([self._address(layer_idx, block) for block in blocks.tolist()], np.int64)
+        page_bytes = self._memory.shape[2]
+        self._copier.copy(hot.ctypes.data + slots.astype(np.int64) * page_bytes, source, page_bytes)
+        # Pins are looked at behind the copies.
+        for sequence_id in {self._names[block][0] for block in blocks.tolist()}:
+            if not self._arena.holds(self._opened[sequence_id]):
+                raise HotKVError(
+                    Reason.UNKNOWN_RESIDENCY,
+                    f"the server no longer keeps blocks of {sequence_id}; compute it anew",
+                )
+
+    def _address(self, layer_idx: int, block: int) -> int:
+        place, page_bytes = self._place_of[layer_idx], self._memory.shape[2]
+        staged = self._staged.get(block)
+        if staged is not None:
+            return int(self._memory[place, staged.place].ctypes.data)
+        return int(self._arena.memory.ctypes.data) + self._offsets[block] + place * page_bytes
+
+    def store(self, layer_idx: int, blocks: I32, hot: U8, slots: I32) -> None:
+        for block, slot in zip(blocks.tolist(), slots.tolist(), strict=True):
+            staged = self._staged.get(block)
+            if staged is None:
+                if not self._free:
+                    raise HotKVError(
+                        Reason.OVERLOADED,
+                        f"all {self._memory.shape[1]} blocks of the staging memory are taken; wait "
+                        "for the stores of other layers, or give it more",
+                    )
+                staged = self._staged[block] = _Staged(self._free.pop())
+            self._memory[self._place_of[layer_idx], staged.place] = hot[slot]
+            staged.layers.add(layer_idx)
+        complete = [
+            block
+            for block in blocks.tolist()
+            if len(self._staged[block].layers) == len(self._place_of)
+        ]
+        # Neighbours of a sequence go together.
+        for _, run in itertools.groupby(
+            enumerate(sorted(complete, key=lambda block: self._names[block][:2])),
+            lambda one: (self._names[one[1]][0], self._names[one[1]][1] - one[0]),
+        ):
+            self._send([block for _, block in run])
+
+    def _send(self, blocks: list[int]) -> None:
+        """Stores neighbours into their residency, and takes in where the server pins them."""
+        sequence_id, first, _ = self._names[blocks[0]]
+        names = [self._names[block][2] for block in blocks]
+        places = np.array([self._staged[block].place for block in blocks], np.int32)
+        self._num_stores += 1
+        call, runs = f"{sequence_id}-{self._num_stores}", [BlockRun(0, names, places, depth=first)]
+        stored = self._session.store(call, call, runs, self._timeout_s, residency_id=sequence_id)
+        stored.result(self._timeout_s)
+        pinned = self._session.extend_residency(sequence_id, 0, first, names)
+        offsets = pinned.result(self._timeout_s).offsets.tolist()
+        for block, offset in zip(blocks, offsets, strict=True):
+            if offset < 0:
+                raise HotKVError(
+                    Reason.UNKNOWN_RESIDENCY,
+                    f"the server has not stored blocks of {sequence_id}; store them again",
+                )
+            self._offsets[block] = offset
+            self._free.append(self._staged.pop(block).place)
+
+
+# ------------------------------------------------------------------------------------------- worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +442,7 @@ class SparseOffloadingHandler:
     """Hot slots of every layer, cut into one region per sequence, and the copies between them and
     host memory.
 
-    `host`: pages of all blocks (`offloading_pages`). `hot`: uint8 [layers, slots, page bytes].
+    `host`: pages of all blocks. `hot`: uint8 [layers, slots, page bytes].
     `keys_of(pages)`: unpacked keys float32 [n, T, H, D] of pages uint8 [n, page bytes].
     `slots_per_sequence` is what a hot set may hold. Decides in the caller's thread; copies run in
     one of its own, in the order they were given.
