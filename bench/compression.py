@@ -89,13 +89,13 @@ def blocks_of(floats: NDArray[np.float32]) -> tuple[Codes, int]:
 class Run:
     """Blocks of one size, one after the other, and a room for each."""
 
-    def __init__(self, content: Codes, size: int, room: int, functions: Any = None) -> None:
+    def __init__(self, content: Codes, size: int, room: int) -> None:
         self.content, self.room, count = content, room, len(content) // size
         self.begins, self.sizes = np.arange(count, dtype=np.int64) * size, _full(count, size)
         self.places, self.rooms = np.arange(count, dtype=np.int64) * room, _full(count, room)
         self.staged, self.back = np.zeros(count * room, np.uint8), np.zeros_like(content)
-        self.encoder = Codec(content, self.staged, functions)
-        self.decoder = Codec(self.back, self.staged, functions)
+        self.encoder = Codec(content, self.staged)
+        self.decoder = Codec(self.back, self.staged)
 
     def encode(self, rows: slice = slice(None)) -> Int64s:
         """Bytes of the forms."""

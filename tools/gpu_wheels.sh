@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Collects in DIR the wheels that bench/gpu/check.sh wants on a machine without a network: CPython 3.12, Linux, x86-64.
-# torch, CuPy and numpy are not among them: the machine has those. PIP: another pip than that of python3.
+# torch, CuPy, numpy and numba are not among them: the machine has those. PIP: another pip than that of python3.
 set -euo pipefail
 
 LIMIT_MIB=40   # what is carried to such a machine is often bounded, and the source goes with it

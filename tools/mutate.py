@@ -124,7 +124,6 @@ TESTS: dict[str, str] = {
         f"tests/core/test_pins.py tests/core/test_retention.py {CORE}"
     ),
     "server/hotkv_server/core/kernels.py": KERNELS,
-    "server/hotkv_server/core/reference.py": KERNELS,
     "server/hotkv_server/core/index.py": f"tests/core/test_index.py {CORE}",
     "server/hotkv_server/core/slabs.py": f"tests/core/test_slabs.py {CORE}",
     "server/hotkv_server/core/restore.py": f"tests/core/test_restore.py {CORE}",

@@ -21,7 +21,6 @@ import torch
 from bench.gpu.shape import Shape
 from bench.gpu.sides import Cuda, MadeUp, Side
 from demo.processes import SHM, Child, Server
-from hotkv import native
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout
@@ -45,9 +44,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 class GpuServer(Server):
-    """A server with the device, in a folder as `demo.processes.Server`. Where numba is missing,
-    check values are off: without it they take longer than the copies.
-    """
+    """A server with the device, in a folder as `demo.processes.Server`."""
 
     def __init__(self, side: Side, folder: Path, arena_bytes: int, *flags: str) -> None:
         self.arena_bytes = arena_bytes
@@ -70,7 +67,6 @@ class GpuServer(Server):
             "--arena.slab-bytes",
             str(min(arena_bytes // 16, 64 * MIB)),
         ]
-        command += [] if native.available() else ["--integrity.check", "off"]
         self._child = Child("hotkv-server", [*command, *flags], folder / "hotkv-server.log", {})
 
     def __enter__(self) -> "GpuServer":

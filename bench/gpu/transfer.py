@@ -29,7 +29,6 @@ from bench.gpu.shape import Shape
 from bench.gpu.sides import Side, find_side
 from bench.report import median
 from demo.processes import ends_cleanly, runtime_folder
-from hotkv import native
 from hotkv_client.tables import table
 
 PAGES = (64 << 10, 16 << 10, 4 << 10, 256 << 10, 2 << 20)
@@ -161,7 +160,6 @@ def report(
     details: dict[str, object] = {
         "device": side.name,
         "made_up": side.is_made_up,
-        "has_numba": native.available(),
         "operation_bytes": op_bytes,
         "seconds": {f"{layout} {size}": times.seconds for (layout, size), times in found.items()},
         "ratios": {f"{layout} {size}": times.ratios() for (layout, size), times in found.items()},

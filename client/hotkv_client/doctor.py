@@ -211,7 +211,7 @@ def versions(host: Host) -> Finding:
     said = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     if not found["numba"]:
         return Finding(
-            "versions", WARN, f"{said}; without numba copies and lookups are slower",
+            "versions", BAD, f"{said}; without numba no server starts, and clients look up slower",
             "pip install 'hotkv[server]'",
         )  # fmt: skip
     return Finding("versions", GOOD, said)

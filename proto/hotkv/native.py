@@ -1,8 +1,9 @@
-"""Whether compiled kernels can be used.
+"""Loads compiled kernels.
 
-Modules named `kernels` import numba at their top, so they are imported through `load`, on first use
-and never at import: numba takes a second to load, clients may do without it, and vLLM's CPU kernel
-scan must run before it. Every kernel has a numpy reference.
+Modules named `kernels` import numba at their top, so they are imported by name, on first use and
+never at import: numba takes a second to load, clients may do without it, and vLLM's CPU kernel scan
+must run before it. Clients and the sparse library call `load` and compute in numpy without numba.
+The server calls `require`.
 """
 
 import functools
@@ -20,8 +21,24 @@ def available() -> bool:
     )
 
 
+def why_unavailable() -> str:
+    """Returns what keeps a server from using kernels, and what to do."""
+    if os.environ.get("HOTKV_DISABLE_NUMBA"):
+        return "HOTKV_DISABLE_NUMBA is set: the server does not run without kernels, unset it"
+    return "numba is not installed: the server needs its extra, pip install 'hotkv[server]'"
+
+
 @functools.cache
 def load(module_name: str) -> ModuleType | None:
     """The kernel module, compiled or read from numba's disk cache; None if kernels can't be
     used. Takes seconds the first time."""
     return importlib.import_module(module_name) if available() else None
+
+
+def require(module_name: str) -> ModuleType:
+    """Loads a kernel module that the caller can't do without. Takes seconds the first time. Raises
+    ImportError if kernels can't be used."""
+    kernels = load(module_name)
+    if kernels is None:
+        raise ImportError(why_unavailable())
+    return kernels

@@ -71,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     simulate = commands.add_parser("simulate", help="say what a cache would have hit in a trace")
     simulation.add_arguments(simulate)
     known, flags = parser.parse_known_args(arguments)
+    if known.command != "arenas" and not native.available():
+        sys.exit(f"hotkv-server: {native.why_unavailable()}")
     if known.command == "run":
         return _run(known, flags)
     if known.command == "tiers":
@@ -86,13 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _compile() -> int:
     for name in KERNELS:
-        if native.load(name) is None:
-            print(
-                "hotkv-server: numba is not installed or HOTKV_DISABLE_NUMBA is set: there is "
-                "nothing to compile",
-                file=sys.stderr,
-            )
-            return 1
+        native.require(name)
     return 0
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import hotkv
-from hotkv import native
 from hotkv_server import systemd
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
@@ -228,7 +227,7 @@ def say_ready(settings: Settings, opened: Opened, listeners: Listeners, started_
     """Logs it and tells systemd."""
     log.info(
         "ready version=%s socket=%s arena_bytes=%d filled_bytes=%d huge_bytes=%d copy_threads=%d "
-        "http_port=%s tcp_port=%s kernels=%s start_s=%.2f",
+        "http_port=%s tcp_port=%s start_s=%.2f",
         hotkv.__version__,
         settings.grpc_socket,
         settings.arena.bytes,
@@ -237,7 +236,6 @@ def say_ready(settings: Settings, opened: Opened, listeners: Listeners, started_
         settings.copy_.num_threads,
         listeners.http.port if listeners.http else "none",
         listeners.rpc.tcp_port or "none",
-        native.available(),
         time.monotonic() - started_s,
     )
     systemd.notify("READY=1")

@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hotkv.errors import HotKVError, Reason
 from hotkv.results import BlockResult
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import reference as core_references
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.reader_words import no_readers
@@ -50,7 +49,6 @@ class CacheWorld(RuleBasedStateMachine):
         ),
         capacity=st.sampled_from([7, 60]),
         share=st.sampled_from([0.25, 1.0]),
-        reference=st.booleans(),
         policy=st.sampled_from(sorted(POLICIES)),
     )
     def start(
@@ -59,7 +57,6 @@ class CacheWorld(RuleBasedStateMachine):
         sizes: tuple[int, int],
         capacity: int,
         share: float,
-        reference: bool,
         policy: str,
     ) -> None:
         config = CoreConfig(
@@ -77,9 +74,7 @@ class CacheWorld(RuleBasedStateMachine):
         self.readers: dict[tuple[str, str], Any] = {}
         self.all_readers: list[Any] = []
         self.num_stores = 0
-        self.policy, self.reference = policy, reference
-        if reference:
-            self.use_references()
+        self.policy = policy
         self.now_s = 100.0
         self.whole = (1 << num_shards) - 1
         self.num_shards = num_shards
@@ -93,11 +88,6 @@ class CacheWorld(RuleBasedStateMachine):
             (ks, group, number) for ks in (1, 2) for group in (0, 1) for number in range(NUM_HASHES)
         ]
         self.model = CacheModel(self.core, {key: self.sizes[key[1]] for key in keys})
-
-    def use_references(self) -> None:
-        space = self.core.space
-        space.index._kernels = space.pool._kernels = space.chains._kernels = core_references
-        space.index.table._kernels = None
 
     def call(self, function: Callable[[], T], *reasons: Reason) -> T | None:
         """Calls the core. With `reasons` it must refuse for one of them; in either case, what
@@ -228,8 +218,6 @@ class CacheWorld(RuleBasedStateMachine):
         )
         self.core.space.index.unverified[:] = False
         self.core.residencies.grace.until_s = self.now_s + self.core.config.residency_grace_s
-        if self.reference:
-            self.use_references()
         assert restored.blocks == len(self.model.ready) and set(restored.dropped) <= {"unfinished"}
         self.model.restart(self.core, self.now_s)
         self.readers = {}

@@ -1,7 +1,6 @@
 """Leaves first, through the whole core: no block is evicted before one behind it in its chain."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from hotkv import table
-from hotkv_server.core import kernels, reference
+from hotkv_server.core import kernels
 from tests.core.support import words_of
 from tests.core.test_retention import Cache
 
@@ -123,9 +122,8 @@ def test_what_counts_as_in_use_is_not_kept_beyond_that() -> None:
     assert space.policy.heat(entries).max() < 1e6
 
 
-@pytest.mark.parametrize("path", [reference, kernels], ids=["reference", "kernels"])
 @given(data=st.data())
-def test_a_chain_goes_back_as_far_as_its_links_hold(path: Any, data: st.DataObject) -> None:
+def test_a_chain_goes_back_as_far_as_its_links_hold(data: st.DataObject) -> None:
     """Links are hints: of entries that are gone, or are others by now, none counts."""
     words = {
         table.W_PARENT: st.integers(0, 7),
@@ -160,5 +158,5 @@ def test_a_chain_goes_back_as_far_as_its_links_hold(path: Any, data: st.DataObje
         expected.append(parent)
         at = parent
     out = np.zeros(most, np.uint32)
-    count = int(path.ancestors(records, 7, out))
+    count = int(kernels.ancestors(records, 7, out))
     assert out[:count].tolist() == expected

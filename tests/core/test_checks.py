@@ -16,9 +16,9 @@ from hotkv_server.integrity.sums import (
     MAX_SUM_THREADS,
     SumThreads,
     add_sums,
-    add_sums_reference,
     holds,
 )
+from tests.oracles import sums as oracle
 
 SLOT = 8192
 ENTRIES = np.arange(4, dtype=np.uint32)
@@ -56,7 +56,7 @@ def test_kernel_and_reference_agree(seed: int, num_bytes: int, stride: int, shif
     offsets = np.arange(4, dtype=np.int64) * SLOT + shift
     kernel, reference = np.zeros(4, np.uint64), np.zeros(4, np.uint64)
     add_sums(region(memory), offsets, num_bytes, 1, np.full(4, stride), kernel)
-    add_sums_reference(region(memory), offsets, num_bytes, 1, np.full(4, stride), reference)
+    oracle.add_sums(region(memory), offsets, num_bytes, 1, np.full(4, stride), reference)
     assert kernel.tolist() == reference.tolist()
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hotkv_server.core.policies import duel, kernels, reference
+from hotkv_server.core.policies import duel, kernels
 from hotkv_server.core.policies.duel import (
     CONTENDERS,
     EPOCH_S,
@@ -18,8 +18,10 @@ from hotkv_server.core.policies.duel import (
     Contender,
     Duel,
 )
+from hotkv_server.core.policies.ghosts import spread
+from hotkv_server.core.policies.hotness import DEPTH_STEP
 from hotkv_server.core.policies.protocol import Keys
-from hotkv_server.core.policies.reference import DEPTH_STEP
+from tests.oracles import policies as oracle
 
 KEEPS_THE_OLDER = Contender(10_000.0, recency=-1.0)
 HOLDING = [number for number, contender in enumerate(CONTENDERS) if contender.hold_s]
@@ -136,7 +138,7 @@ def test_kernels_equal_references(seed: int, capacity: int, data: st.DataObject)
     at once."""
     rng = np.random.default_rng(seed)
     one, two = Duel(capacity), Duel(capacity)
-    two._kernels = reference
+    two._kernels = oracle
     now_s = 0.0
     for _ in range(data.draw(st.integers(1, 12))):
         now_s += data.draw(STEPS_S)
@@ -175,7 +177,7 @@ def test_the_sample_follows_the_size_of_the_cache(sizes: list[int], seed: int) -
             in_sample = {
                 key
                 for key in held
-                if int(reference.spread(np.array([key], np.uint64))[0]) & 0xFFFF_FFFF
+                if int(spread(np.array([key], np.uint64))[0]) & 0xFFFF_FFFF
                 < cache.share * (1 << 32)
             }
             assert held_by(cache, index) == (in_sample if cache.share <= share else set())
@@ -320,7 +322,7 @@ def test_contenders_fit_the_shadows() -> None:
     starts."""
     assert len(CONTENDERS) <= 16 and len(set(CONTENDERS)) == len(CONTENDERS)
     assert Duel(10).winner == CONTENDERS[0]
-    assert reference.LEAK == LEAK
+    assert kernels.LEAK == LEAK and kernels.DEPTH_STEP == DEPTH_STEP
 
 
 @given(

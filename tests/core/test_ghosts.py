@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hotkv_server.core.policies import reference
-from hotkv_server.core.policies.ghosts import WAYS, GhostTable
+from hotkv_server.core.policies.ghosts import WAYS, GhostTable, spread
+from tests.oracles import policies as oracle
 
 POOL = np.random.default_rng(0).integers(0, 1 << 64, 60, np.uint64)
 POSITIONS = st.lists(st.integers(0, len(POOL) - 1), unique=True, max_size=20)
@@ -16,7 +16,7 @@ POSITIONS = st.lists(st.integers(0, len(POOL) - 1), unique=True, max_size=20)
 
 def buckets_of(table: GhostTable) -> list[int]:
     """The bucket of each key of the pool."""
-    high = (reference.spread(POOL) >> np.uint64(32)).tolist()
+    high = (spread(POOL) >> np.uint64(32)).tolist()
     return [int(half) * len(table.tags) >> 32 for half in high]
 
 
@@ -26,8 +26,8 @@ class GhostMachine(RuleBasedStateMachine):
 
     @initialize(num_ghosts=st.sampled_from([1, 2, 5, 16, 60, 200]))
     def start(self, num_ghosts: int) -> None:
-        self.table, self.reference = GhostTable(num_ghosts), GhostTable(num_ghosts)
-        self.reference._kernels = reference
+        self.table, self.twin = GhostTable(num_ghosts), GhostTable(num_ghosts)
+        self.twin._kernels = oracle
         self.naive: dict[int, tuple[int, int]] = {}
         self.num_remembered = 0
         crowds = Counter(buckets_of(self.table))
@@ -46,7 +46,7 @@ class GhostMachine(RuleBasedStateMachine):
         values = [self.num_remembered + i + 1 for i in range(len(positions))]
         gone, expected_gone = (
             table.remember(POOL[positions], np.array(values, np.uint64))
-            for table in (self.table, self.reference)
+            for table in (self.table, self.twin)
         )
         assert gone.tolist() == expected_gone.tolist()
         assert before + Counter(values) - self.kept() == Counter(gone.tolist()), (
@@ -60,7 +60,7 @@ class GhostMachine(RuleBasedStateMachine):
     def take(self, positions: list[int]) -> None:
         before = self.kept()
         found, values = self.table.take(POOL[positions])
-        expected_found, expected_values = self.reference.take(POOL[positions])
+        expected_found, expected_values = self.twin.take(POOL[positions])
         assert (found.tolist(), values.tolist()) == (
             expected_found.tolist(),
             expected_values.tolist(),
@@ -82,9 +82,7 @@ class GhostMachine(RuleBasedStateMachine):
         if hasattr(self, "table"):
             self.table.check_invariants()
             for name in ("tags", "values", "_ages"):
-                assert np.array_equal(getattr(self.table, name), getattr(self.reference, name)), (
-                    name
-                )
+                assert np.array_equal(getattr(self.table, name), getattr(self.twin, name)), name
             assert len(self.table) <= self.table.tags.size
 
 

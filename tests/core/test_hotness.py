@@ -12,10 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from hotkv.retention import MAX_PRIORITY, NO_RETENTION, Retention
-from hotkv_server.core.policies import Hotness, queue, reference
+from hotkv_server.core.policies import Hotness, queue
 from hotkv_server.core.policies.duel import CONTENDERS, LEAK, Contender, Duel
 from hotkv_server.core.policies.hotness import DEPTH_STEP, GHOSTS_PER_BLOCK, KEPT_S, TICKS_PER_S
 from hotkv_server.core.policies.protocol import Entries, Keys
+from tests.oracles import policies as oracle
 
 CAPACITY = 12
 TOLERANCE = 2e-5
@@ -42,13 +43,9 @@ class DefinitionMachine(RuleBasedStateMachine):
     """Blocks of one chain each: c is log2 of the sum of all uses, each halved after each memory,
     whatever left and came back between."""
 
-    @initialize(contender=st.sampled_from(CONTENDERS), kernels=st.booleans())
-    def start(self, contender: Contender, kernels: bool) -> None:
+    @initialize(contender=st.sampled_from(CONTENDERS))
+    def start(self, contender: Contender) -> None:
         self.policy = make_hotness(CAPACITY, contender)
-        if not kernels:
-            self.policy._kernels = self.policy._ghosts._kernels = self.policy.duel._kernels = (
-                reference
-            )
         self.memory_s = contender.memory_s
         self.now_s = 1000.0
         self.entry_of: dict[int, int] = {}
@@ -251,15 +248,11 @@ def test_a_queue_is_in_order_while_nothing_is_used(seed: int, contender: Contend
         resident -= set(victims)
 
 
-@given(data=st.data(), contender=st.sampled_from(CONTENDERS), kernels=st.booleans())
-def test_a_head_is_never_colder_than_its_tail(
-    data: st.DataObject, contender: Contender, kernels: bool
-) -> None:
+@given(data=st.data(), contender=st.sampled_from(CONTENDERS))
+def test_a_head_is_never_colder_than_its_tail(data: st.DataObject, contender: Contender) -> None:
     """Whole chains are stored, used, evicted from the tail and brought back; ghosts may have
     forgotten any of them."""
     policy = make_hotness(80, contender)
-    if not kernels:
-        policy._kernels = reference
     chains = [list(range(1, 41)), list(range(41, 61)), [61], [62, 63]]
     resident = dict.fromkeys(range(len(chains)), 0)
     now_s = 0.0
@@ -377,7 +370,7 @@ def test_kernels_equal_references(seed: int, contender: Contender) -> None:
     rng = np.random.default_rng(seed)
     capacity = 40
     pair = (make_hotness(capacity, contender), make_hotness(capacity, contender))
-    pair[1]._kernels = pair[1]._ghosts._kernels = pair[1].duel._kernels = reference
+    pair[1]._kernels = pair[1]._ghosts._kernels = pair[1].duel._kernels = oracle
     key_of: dict[int, int] = {}
     now_s = 0.0
     for num_uses in range(1, 41):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from hotkv import native
 from hotkv.keys import MAX_GROUPS, Representation
 from hotkv.results import BlockResult
 from hotkv.table import SLOT_ALIGN
@@ -17,7 +18,6 @@ from hotkv_server.core import (
     books,
     incremental,
     rebalancing,
-    reference,
     removal,
     room,
     slab_choice,
@@ -29,6 +29,7 @@ from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
 from hotkv_server.runtime import slices as slices_module
 from hotkv_server.runtime.slices import slices
 from tests.core.support import evict_all, make_key_space, make_table, words_of
+from tests.oracles import table as oracle
 
 NUM_SLOTS = 32
 MEDDLING = st.lists(
@@ -285,13 +286,13 @@ def test_what_is_swept_is_not_refilled() -> None:
 
 
 def test_slots_in_slabs_are_found_as_by_the_reference() -> None:
-    kernels = pytest.importorskip("hotkv_server.core.kernels")
+    kernels = native.require("hotkv_server.core.kernels")
     random = np.random.default_rng(0)
     for slab_bytes in (SLOT_ALIGN, 3 * SLOT_ALIGN, 1 << 22, (1 << 22) + SLOT_ALIGN):
         offsets, slabs = random.integers(0, 50 * slab_bytes, 300), random.random(50) < 0.5
         found, expected = np.empty(300, np.bool_), np.empty(300, np.bool_)
         kernels.lie_in(offsets, slab_bytes, slabs, found)
-        reference.lie_in(offsets, slab_bytes, slabs, expected)
+        oracle.lie_in(offsets, slab_bytes, slabs, expected)
         assert np.array_equal(found, expected)
 
 

@@ -17,10 +17,10 @@ from hotkv.table import (
     hash_prefixes,
     hash_words,
 )
-from hotkv_server.core import reference
 from hotkv_server.core.chains import Chains
 from hotkv_server.core.index import BlockIndex
 from tests.core.support import make_table
+from tests.oracles import table as oracle
 
 SALTS = {1: [0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321], 2: [3]}
 GROUPS = [
@@ -57,8 +57,8 @@ class Entry:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Every change goes to an index with kernels and to one without; the tables must be equal byte
-    by byte."""
+    """Every change goes to an index with kernels and to one with numpy references; the tables must
+    be equal byte by byte."""
 
     @initialize(
         hash_bytes=st.sampled_from([8, 16, 20, 32]),
@@ -68,7 +68,7 @@ class IndexMachine(RuleBasedStateMachine):
     def start(self, hash_bytes: int, num_buckets: int, capacity: int) -> None:
         self.hash_bytes, self.num_buckets, self.capacity = hash_bytes, num_buckets, capacity
         self.indexes = [BlockIndex(make_table(capacity, num_buckets)) for _ in range(2)]
-        self.indexes[1]._kernels = reference
+        self.indexes[1]._kernels = oracle
         self.indexes[1].table._kernels = None
         for index in self.indexes:
             for key_space_id, salts in SALTS.items():
@@ -287,9 +287,7 @@ class IndexMachine(RuleBasedStateMachine):
             )
 
 
-TestIndexMachine = pytest.mark.skipif(
-    not native.available(), reason="compares with the kernels, which need numba"
-)(IndexMachine.TestCase)
+TestIndexMachine = IndexMachine.TestCase
 
 
 @given(data=st.data(), hash_bytes=st.integers(8, 32), count=st.integers(0, 5))
@@ -330,11 +328,9 @@ def test_a_block_may_be_pinned_more_often_than_any_small_counter_holds() -> None
 def test_what_a_locked_bucket_holds_is_not_believed(how: str) -> None:
     """A writer that died inside a change leaves an odd sequence number: its bucket is a miss,
     others go on."""
-    if how == "kernel" and not native.available():
-        pytest.skip("needs numba")
     index = BlockIndex(make_table(8, num_buckets=4))
     if how == "reference":
-        index._kernels, index.table._kernels = reference, None
+        index.table._kernels = None
     index.add_key_space(2, SALTS[2])
     hashes = [
         crafted_hash(home, 4, tag=home, tail=1, salt=SALTS[2][0], hash_bytes=16)
@@ -360,11 +356,9 @@ def test_what_a_locked_bucket_holds_is_not_believed(how: str) -> None:
 def test_what_went_past_a_full_bucket_is_counted_until_it_goes(how: str) -> None:
     """Ten blocks of one home: three are in the next bucket, which a search visits as long as one of
     them is there."""
-    if how == "kernel" and not native.available():
-        pytest.skip("needs numba")
     index = BlockIndex(make_table(12, num_buckets=4))
     if how == "reference":
-        index._kernels, index.table._kernels = reference, None
+        index.table._kernels = None
     index.add_key_space(2, SALTS[2])
     words = hash_words(
         b"".join(
@@ -425,9 +419,7 @@ def test_short_files_are_refused() -> None:
 def test_kernels_have_the_constants_of_the_table() -> None:
     """A kernel compiles its constants in, so it has its own; numba would not see those of another
     file change."""
-    kernels = native.load("hotkv.kernels")
-    if kernels is None:
-        pytest.skip("numba is not there")
+    kernels = native.require("hotkv.kernels")
     both = {name for name in vars(kernels) if name.isupper() and hasattr(table, name)}
     assert {"MAX_PROBE_BUCKETS", "WAYS"} <= both
     assert all(getattr(kernels, name) == getattr(table, name) for name in both)

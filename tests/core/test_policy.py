@@ -8,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hotkv import native
 from hotkv_server.core.policies import LRU, POLICIES, demoted, queue
 from hotkv_server.testing.policy_contract import (
     PolicyWorld,
@@ -18,12 +17,6 @@ from hotkv_server.testing.policy_contract import (
 )
 
 
-@pytest.fixture(params=["kernels", pytest.param("references", marks=pytest.mark.long)])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "references":
-        monkeypatch.setattr(native, "load", lambda name: None)
-
-
 @pytest.fixture(params=["large queues", "small queues"])
 def queues(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "small queues":
@@ -31,7 +24,7 @@ def queues(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(queue, "SWEEP_ENTRIES", 17)
 
 
-@pytest.mark.usefixtures("kernels", "queues")
+@pytest.mark.usefixtures("queues")
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1 << 32))
@@ -39,14 +32,13 @@ def test_contract(name: str, seed: int) -> None:
     check_policy(POLICIES[name], seed=seed)
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("num_blocks", [1, 2, 50])
 def test_leaves_go_first(name: str, num_blocks: int) -> None:
     check_leaves_go_first(POLICIES[name], num_blocks)
 
 
-@pytest.mark.usefixtures("kernels", "queues")
+@pytest.mark.usefixtures("queues")
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("num_blocks", [1, 2, 50])
 def test_demoted_go_first(name: str, num_blocks: int) -> None:

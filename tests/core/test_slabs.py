@@ -10,9 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hotkv import native
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import reference
 from hotkv_server.core.slabs import SlabPool, aligned
+from tests.oracles import table as oracle
 
 SLAB = 4 * SLOT_ALIGN
 SIZES = [1, SLOT_ALIGN, SLOT_ALIGN + 1, 3 * SLOT_ALIGN, SLAB, SLAB + 1, 2 * SLAB + SLOT_ALIGN]
@@ -259,7 +260,7 @@ def test_slabs_kept_for_reuse_go_back_where_they_are_not_used(size: int) -> None
 def test_slots_are_counted_as_by_the_reference(data: st.DataObject, change: int) -> None:
     """Of slabs that came to 0 both say which; also where a slab is of another size, or has fewer
     slots used than are freed."""
-    kernels = pytest.importorskip("hotkv_server.core.kernels")
+    kernels = native.require("hotkv_server.core.kernels")
     owner = np.array(
         data.draw(st.lists(st.sampled_from([SLOT_ALIGN] * 5 + [SLAB]), min_size=4, max_size=4)),
         np.int64,
@@ -267,7 +268,7 @@ def test_slots_are_counted_as_by_the_reference(data: st.DataObject, change: int)
     used = np.array(data.draw(st.lists(st.integers(0, 3), min_size=4, max_size=4)), np.int64)
     offsets = SLOT_ALIGN * np.array(data.draw(st.lists(st.integers(0, 15), max_size=8)), np.int64)
     answers = []
-    for module in (kernels, reference):
+    for module in (kernels, oracle):
         counts, emptied = used.copy(), np.full(len(offsets), -1, np.int64)
         count = module.count_slots(counts, owner, offsets, SLAB, SLOT_ALIGN, change, emptied)
         answers.append((count, counts.tolist(), sorted(emptied[: max(0, count)].tolist())))

@@ -13,7 +13,7 @@ from hotkv import native
 from hotkv.layout import Recipe
 from hotkv_server.dataplane import host
 from hotkv_server.dataplane.engine import CopyJob, Outcome
-from hotkv_server.dataplane.host import HostCopyEngine, copy_reference
+from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import BlockCopies, CopyPlan, Region
 
 GUARD = 0xA5
@@ -38,13 +38,7 @@ SIZES = [
     4097,
     70_001,
 ]
-HOWS = [
-    pytest.param(
-        "streamed", marks=pytest.mark.skipif(not native.available(), reason="needs numba")
-    ),
-    pytest.param("plain", marks=pytest.mark.skipif(not native.available(), reason="needs numba")),
-    "reference",
-]
+HOWS = ["streamed", "plain"]
 
 
 class Memories:
@@ -63,10 +57,7 @@ class Memories:
             Region(memory.ctypes.data, len(memory), "memory") for memory in (self.dst, self.src)
         ]
         plan = CopyPlan(*regions, to, at, sizes)
-        if how == "reference":
-            copy_reference(plan.share(start, end, plan.num_runs))
-            return
-        kernels: Any = native.load("hotkv.kernels")
+        kernels = native.require("hotkv.kernels")
         kernels.copy_runs(
             plan.dst.address, plan.src.address, to, at, sizes, start, end, how == "streamed"
         )
@@ -153,7 +144,7 @@ def test_jobs_of_eight_mib_and_more_are_streamed(
 ) -> None:
     assert host.STREAMED_JOB_BYTES == 8 << 20
     kernels, ends = Kernels(), []
-    monkeypatch.setattr(native, "load", lambda name: kernels)
+    monkeypatch.setattr(native, "require", lambda name: kernels)
     memories, size = Memories(9 << 20), (8 << 20) - less
     regions = [
         Region(memory.ctypes.data, len(memory), "memory") for memory in (memories.dst, memories.src)
@@ -170,7 +161,6 @@ def test_jobs_of_eight_mib_and_more_are_streamed(
     memories.check(halves)
 
 
-@pytest.mark.skipif(not native.available(), reason="needs numba")
 def test_a_large_job_has_every_byte() -> None:
     """Streamed by the engine itself, on several threads, in runs that no line divides."""
     rng = np.random.default_rng(8)
@@ -258,8 +248,6 @@ def test_blocks_are_copied_as_their_recipe_says(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "MIN_PIECE_BYTES", piece_bytes)
         patch.setattr(host, "STREAMED_JOB_BYTES", 0 if how == "streamed" else end**2)
-        if how == "reference":
-            patch.setattr(native, "load", lambda name: None)
         engine = HostCopyEngine(1)
         engine.submit(CopyJob([plan], lambda *outcome: ends.append(outcome), None))
         engine.close()

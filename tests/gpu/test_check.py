@@ -175,7 +175,7 @@ def test_bytes_and_copies_are_answered_in_two_minutes_and_all_in_nine() -> None:
 
 
 def test_the_wheels_are_those_that_a_server_needs() -> None:
-    """But for what the machine has, numba, and what only tiers need."""
+    """But for numpy and numba, which the machine has, and what only tiers need."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["server"]]
     needed = {re.split(r"[>=<;\[]", one)[0] for one in wanted}

@@ -1,7 +1,7 @@
 """Engines on a real GPU through the real server: round trips of bytes, order, and cleanup after
 either is killed.
 
-Needs torch, grpcio and what the server needs; no vLLM, numba, hypothesis. HOTKV_MADE_UP_GPU=1 runs
+Needs torch, grpcio and what the server needs; no vLLM, hypothesis. HOTKV_MADE_UP_GPU=1 runs
 it over a made-up device.
 """
 

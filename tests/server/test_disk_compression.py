@@ -129,7 +129,7 @@ def test_an_encoded_block_that_changed_on_the_disk_is_a_miss(place: Tiered) -> N
     place.fill(chain, content)
     for _ in range(6):
         place.fill(hashes(CHAIN))
-    used, room = encode("reference", np.ascontiguousarray(content[:, 7]).reshape(-1), ROOM_BYTES)
+    used, room = encode(np.ascontiguousarray(content[:, 7]).reshape(-1), ROOM_BYTES)
     assert 0 < used < ROOM_BYTES
     slabs = np.memmap(place.folder / "disk" / "slabs", np.uint8, "r+")
     at = slabs.tobytes().find(room.tobytes())

@@ -106,7 +106,7 @@ FAULTS: dict[str, tuple[Fault, str, str, str]] = {
     "no server": (
         lambda host: host.remove("run/hotkv/grpc.sock"), "sockets", WARN, "systemctl start"
     ),
-    "no numba": (lambda host: host.versions.pop("numba"), "versions", WARN, "pip install"),
+    "no numba": (lambda host: host.versions.pop("numba"), "versions", BAD, "pip install"),
     "an old vLLM": (
         lambda host: host.versions.update(vllm="0.19.1"), "vLLM", BAD, "pip install 'vllm==0.33.*'"
     ),

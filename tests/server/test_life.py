@@ -491,7 +491,6 @@ def test_reason_of_an_unknown_session_is_not_found(own_server: Server, engine: M
 def test_a_server_that_is_ready_has_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba names each kernel that it reads or compiles. The first store of a new installation took
     seconds for the last of them."""
-    pytest.importorskip("numba")
     monkeypatch.setenv("NUMBA_DEBUG_CACHE", "1")
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as running:

@@ -178,7 +178,6 @@ def test_a_drain_waits_as_long_as_the_setting_says(folder: Path) -> None:
 @pytest.mark.long
 def test_a_long_start_says_what_it_is_at(folder: Path, tmp_path: Path) -> None:
     """Kernels that nobody has compiled yet."""
-    pytest.importorskip("numba")
     command = [sys.executable, "-m", "hotkv_server", "run", "--runtime-dir", str(folder / "run")]
     command += ["--arena.dir", str(folder / "arena"), *ARENA]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
@@ -246,6 +245,33 @@ def test_variables_of_others_are_none_of_the_servers() -> None:
         "HOTKV_ARENA__BYTES",
     )
     assert sources.wrong_variables(Settings, dict.fromkeys(others, "1")) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "code", "words"),
+    [
+        (
+            {},
+            "sys.modules['numba'] = None",
+            "numba is not installed: the server needs its extra, pip install 'hotkv[server]'",
+        ),
+        (
+            {"HOTKV_DISABLE_NUMBA": "1"},
+            "",
+            "HOTKV_DISABLE_NUMBA is set: the server does not run without kernels, unset it",
+        ),
+    ],
+)
+@pytest.mark.parametrize("arguments", ["run", "run --check", "compile", "simulate --trace x"])
+def test_without_numba_nothing_starts(
+    arguments: str, environment: dict[str, str], code: str, words: str
+) -> None:
+    program = f"import sys; {code}\nfrom hotkv_server.cli import main; main({arguments.split()})"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, timeout=60, env=os.environ | environment,
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr == f"hotkv-server: {words}\n"
 
 
 def test_a_broken_file_is_named(folder: Path, tmp_path: Path) -> None:

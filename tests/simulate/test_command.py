@@ -39,9 +39,9 @@ def simulate(*arguments: str | Path, **environment: str) -> subprocess.Completed
     )
 
 
-def results(*arguments: str | Path, **environment: str) -> list[dict[str, Any]]:
+def results(*arguments: str | Path) -> list[dict[str, Any]]:
     """Rows of a run that went well; standard output holds nothing else."""
-    done = simulate(*arguments, "--json", **environment)
+    done = simulate(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert set(answer) == {"results"}
@@ -156,15 +156,6 @@ def test_defaults_are_all_policies(trace: Path) -> None:
     rows = results("--trace", trace)
     assert [row["policy"] for row in rows[: len(POLICIES)]] == list(POLICIES)
     assert sorted({row["capacity_percent"] for row in rows}) == [1, 2, 5, 10, 20]
-
-
-def test_without_numba(trace: Path) -> None:
-    """The numpy references find the same."""
-    arguments = ("--trace", trace, "--capacity-percent", "5")
-    compiled, reference = results(*arguments), results(*arguments, HOTKV_DISABLE_NUMBA="1")
-    assert [(row["policy"], row["hit_rate"]) for row in compiled] == [
-        (row["policy"], row["hit_rate"]) for row in reference
-    ]
 
 
 def test_plot(trace: Path, tmp_path: Path) -> None:

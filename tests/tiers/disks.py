@@ -18,11 +18,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hotkv import native
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.testing.faulty_disk import EVERYWHERE, Fault, FaultyDisk
 from hotkv_server.testing.tier_contract import ARENA_BYTES, Rig
-from hotkv_server.tiers.disk import reference
 from hotkv_server.tiers.disk.block_io import FileIO
 from hotkv_server.tiers.disk.slab_file import SlabFile
 from hotkv_server.tiers.disk.staged import Staged
@@ -39,16 +37,6 @@ def memory(num_bytes: int) -> NDArray[np.uint8]:
 def region(of: NDArray[np.uint8]) -> Region:
     """The array as an arena."""
     return Region(of.ctypes.data, len(of), "arena")
-
-
-def moves(name: str) -> Any:
-    """The module of kernels, or their reference."""
-    if name == "reference":
-        return reference
-    kernels = native.load("hotkv_server.tiers.disk.kernels")
-    if kernels is None:
-        pytest.skip("numba is not there")
-    return kernels
 
 
 @contextlib.contextmanager
@@ -117,17 +105,15 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0
 class Disk:
     """A disk tier whose disk is faulty, over an arena of `arena_bytes` and a file of as many.
 
-    `name`: of the module that moves blocks; empty for the one that the tier chooses. `stages`: what
-    makes its staging memory.
+    `stages`: what makes its staging memory.
     """
 
-    def __init__(self, folder: Path, *, name: str = "", direct: bool = True,
+    def __init__(self, folder: Path, *, direct: bool = True,
                  arena_bytes: int = ARENA_BYTES, num_bytes: int = 0,
                  stages: Callable[[Region], Staged] = Staged, **options: Any) -> None:  # fmt: skip
-        by = moves(name) if name else None
         self.memory = memory(arena_bytes)
         self.file = SlabFile.open(folder, num_bytes or arena_bytes, direct=direct)
-        self.io, arena = FaultyDisk(FileIO(self.file.fd, by)), region(self.memory)
+        self.io, arena = FaultyDisk(FileIO(self.file.fd)), region(self.memory)
         self.staged = stages(arena)
         self.tier = DiskTier(arena, self.file, io=self.io, staged=self.staged, **options)
 

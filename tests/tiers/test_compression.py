@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hotkv import native
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.tiers.compression import form, reference
+from hotkv_server.tiers.compression import form, kernels
 from hotkv_server.tiers.compression.codec import Codec
+from tests.oracles import compression as oracle
 
 GROUP_BYTES, TILE_BYTES = form.GROUP_BYTES, form.TILE_VALUES * form.VALUE_BYTES
 LARGEST_BYTES = 2 * TILE_BYTES + 5 * GROUP_BYTES
@@ -22,19 +22,6 @@ ODD = np.array(
     [0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7FFF, 0x7F7F], np.uint16
 )
 """Zeros, denormals, infinities, NaNs of several kinds, the largest value."""
-
-
-def functions(name: str) -> Any:
-    """The module of kernels, or their reference."""
-    if name == "reference":
-        return reference
-    kernels = native.load("hotkv_server.tiers.compression.kernels")
-    if kernels is None:
-        pytest.skip("numba is not there")
-    return kernels
-
-
-BOTH = pytest.mark.parametrize("name", ["kernels", "reference"])
 
 
 def keys_and_values(num_bytes: int, seed: int, odd_share: float = 0.0) -> Any:
@@ -51,18 +38,25 @@ def keys_and_values(num_bytes: int, seed: int, odd_share: float = 0.0) -> Any:
     return values.view(np.uint8)
 
 
-def encode(name: str, block: Any, room_bytes: int) -> tuple[int, Any]:
+def codec_by(by: Any, block: Any, room: Any) -> Codec:
+    """A codec that calls the functions of a module: kernels, or their reference."""
+    codec = Codec(block, room)
+    codec._kernels = by
+    return codec
+
+
+def encode(block: Any, room_bytes: int, by: Any = kernels) -> tuple[int, Any]:
     room = np.full(room_bytes, 0xA5, np.uint8)
     zero, size = np.zeros(1, np.int64), np.array([len(block)], np.int64)
-    codec = Codec(block, room, functions(name))
+    codec = codec_by(by, block, room)
     (used,) = codec.encode(zero, size, zero, np.array([room_bytes], np.int64)).tolist()
     return used, room
 
 
-def decode(name: str, room: Any, num_bytes: int) -> tuple[int, Any]:
+def decode(room: Any, num_bytes: int) -> tuple[int, Any]:
     block = np.full(num_bytes, 0x5A, np.uint8)
     zero, size = np.zeros(1, np.int64), np.array([num_bytes], np.int64)
-    codec = Codec(block, room, functions(name))
+    codec = Codec(block, room)
     (is_sound,) = codec.decode(zero, size, zero, np.array([len(room)], np.int64)).tolist()
     return is_sound, block
 
@@ -77,21 +71,19 @@ def test_blocks_come_back_and_kernels_agree_with_the_reference(
     num_bytes: int, seed: int, share: float
 ) -> None:
     block = keys_and_values(num_bytes, seed, share)
-    forms = {name: encode(name, block, all_escapes(num_bytes)) for name in
-             ("kernels", "reference")}  # fmt: skip
-    assert forms["kernels"][0] == forms["reference"][0] > 0
-    assert np.array_equal(forms["kernels"][1], forms["reference"][1])
-    assert not forms["kernels"][1][forms["kernels"][0] :].any()
-    for name in forms:
-        is_sound, back = decode(name, forms["reference"][1], num_bytes)
-        assert is_sound and np.array_equal(back, block)
+    used, room = encode(block, all_escapes(num_bytes))
+    expected_used, expected = encode(block, all_escapes(num_bytes), oracle)
+    assert used == expected_used > 0
+    assert np.array_equal(room, expected)
+    assert not room[used:].any()
+    is_sound, back = decode(room, num_bytes)
+    assert is_sound and np.array_equal(back, block)
 
 
-@BOTH
-def test_every_value_comes_back(name: str) -> None:
+def test_every_value_comes_back() -> None:
     block = np.random.default_rng(1).permutation(1 << 16).astype(np.uint16).view(np.uint8)
-    used, room = encode(name, block, all_escapes(len(block)))
-    is_sound, back = decode(name, room[:used], len(block))
+    used, room = encode(block, all_escapes(len(block)))
+    is_sound, back = decode(room[:used], len(block))
     assert is_sound and np.array_equal(back, block)
 
 
@@ -123,18 +115,17 @@ def naive(room: bytes, num_values: int) -> list[int]:
 @given(seed=st.integers(0, 1000), share=st.sampled_from([0.001, 0.1]))
 def test_the_form_is_what_is_written_down(seed: int, share: float) -> None:
     block = keys_and_values(TILE_BYTES + 3 * GROUP_BYTES, seed, share)
-    _, room = encode("reference", block, all_escapes(len(block)))
+    _, room = encode(block, all_escapes(len(block)))
     assert naive(room.tobytes(), len(block) // 2) == block.view(np.uint16).tolist()
 
 
-@BOTH
 @given(pages=st.integers(1, 40), seed=st.integers(0, 100))
 @settings(max_examples=20)
-def test_rooms_hold_keys_and_values_and_have_no_old_bytes(name: str, pages: int, seed: int) -> None:
+def test_rooms_hold_keys_and_values_and_have_no_old_bytes(pages: int, seed: int) -> None:
     block = keys_and_values(pages * SLOT_ALIGN, seed)
     room_bytes = form.room_bytes(len(block))
     assert not room_bytes % SLOT_ALIGN
-    used, room = encode(name, block, room_bytes)
+    used, room = encode(block, room_bytes)
     assert 0 < used <= room_bytes and not room[used:].any()
 
 
@@ -144,9 +135,8 @@ def test_a_block_of_smollm2_takes_three_quarters() -> None:
     assert num_bytes / form.room_bytes(num_bytes) >= 1.30
 
 
-@BOTH
 @pytest.mark.parametrize("kind", ["random", "float32", "float16", "fp8"])
-def test_other_bytes_do_not_fit(name: str, kind: str) -> None:
+def test_other_bytes_do_not_fit(kind: str) -> None:
     rng, num_bytes = np.random.default_rng(3), 16 * SLOT_ALIGN
     block = {
         "random": rng.integers(0, 256, num_bytes, np.uint8),
@@ -157,26 +147,24 @@ def test_other_bytes_do_not_fit(name: str, kind: str) -> None:
         | rng.integers(0, 8, num_bytes, np.uint8)
         | rng.integers(0, 2, num_bytes, np.uint8) << 7,
     }[kind]
-    assert encode(name, block, form.room_bytes(num_bytes))[0] == 0
+    assert encode(block, form.room_bytes(num_bytes))[0] == 0
 
 
-@BOTH
-def test_a_form_fits_its_room_to_the_byte(name: str) -> None:
+def test_a_form_fits_its_room_to_the_byte() -> None:
     block = keys_and_values(4 * SLOT_ALIGN, 5, 0.01)
-    used, room = encode(name, block, all_escapes(len(block)))
-    assert encode(name, block, used)[0] == used
-    assert encode(name, block, used - 1)[0] == 0
-    assert encode(name, block, 0)[0] == 0
-    assert decode(name, room[:used], len(block))[0] == 1
-    assert decode(name, room[: used - 1], len(block))[0] == 0
+    used, room = encode(block, all_escapes(len(block)))
+    assert encode(block, used)[0] == used
+    assert encode(block, used - 1)[0] == 0
+    assert encode(block, 0)[0] == 0
+    assert decode(room[:used], len(block))[0] == 1
+    assert decode(room[: used - 1], len(block))[0] == 0
 
 
-@BOTH
 @pytest.mark.parametrize("num_bytes", [0, 2, GROUP_BYTES - 2, GROUP_BYTES + 2])
-def test_odd_sizes_are_refused(name: str, num_bytes: int) -> None:
+def test_odd_sizes_are_refused(num_bytes: int) -> None:
     block, room = keys_and_values(GROUP_BYTES * 2, 1)[:num_bytes], np.zeros(8192, np.uint8)
-    assert encode(name, block, 8192)[0] == 0
-    assert decode(name, room, num_bytes)[0] == 0
+    assert encode(block, 8192)[0] == 0
+    assert decode(room, num_bytes)[0] == 0
 
 
 class Guarded:
@@ -206,7 +194,7 @@ class Guarded:
 
 
 GOOD_BYTES = TILE_BYTES + 2 * GROUP_BYTES
-_, GOOD = encode("reference", keys_and_values(GOOD_BYTES, 7, 0.02), all_escapes(GOOD_BYTES))
+_, GOOD = encode(keys_and_values(GOOD_BYTES, 7, 0.02), all_escapes(GOOD_BYTES))
 HEADS = form.HEAD_BYTES + 2 * form.TILE_BYTES
 ESCAPES = form.escapes_at(GOOD_BYTES // 2)
 NUM_ESCAPES = int(GOOD[16:24].view("<i8")[0])
@@ -238,11 +226,11 @@ def test_malformed_forms_stay_in_their_memory(
             spoiled[at] = byte
     num_bytes = GOOD_BYTES + grown * GROUP_BYTES
     answers = []
-    for name in ("kernels", "reference"):
+    for by in (kernels, oracle):
         guarded = Guarded()
         room, block = guarded.array(spoiled), guarded.array(np.zeros(num_bytes, np.uint8))
         columns = [np.array([number], np.int64) for number in (0, num_bytes, 0, len(spoiled))]
-        (is_sound,) = Codec(block, room, functions(name)).decode(*columns).tolist()
+        (is_sound,) = codec_by(by, block, room).decode(*columns).tolist()
         guarded.check()
         assert np.array_equal(room, spoiled)
         answers.append((is_sound, block.tobytes() if is_sound else b""))
@@ -258,44 +246,40 @@ def test_malformed_forms_stay_in_their_memory(
     (HEADS - 8, (NUM_ESCAPES + 1).to_bytes(4, "little")),
     (ESCAPES + 3 * NUM_ESCAPES - 3, b"\xff\xff"),
 ])  # fmt: skip
-@BOTH
-def test_each_part_of_a_form_is_checked(name: str, at: int, bytes_: bytes) -> None:
+def test_each_part_of_a_form_is_checked(at: int, bytes_: bytes) -> None:
     guarded = Guarded()
     # No room behind the last escape.
     spoiled = guarded.array(GOOD[: ESCAPES + 3 * NUM_ESCAPES])
-    assert decode(name, spoiled, GOOD_BYTES)[0] == 1
+    assert decode(spoiled, GOOD_BYTES)[0] == 1
     spoiled[at : at + len(bytes_)] = np.frombuffer(bytes_, np.uint8)
-    assert decode(name, spoiled, GOOD_BYTES)[0] == 0
+    assert decode(spoiled, GOOD_BYTES)[0] == 0
     guarded.check()
 
 
-@BOTH
-def test_odd_begins_are_refused(name: str) -> None:
+def test_odd_begins_are_refused() -> None:
     block, room = np.zeros(GROUP_BYTES + 2, np.uint8), np.zeros(8192, np.uint8)
     columns = [np.array([number], np.int64) for number in (1, GROUP_BYTES, 0, 8192)]
-    assert Codec(block, room, functions(name)).encode(*columns).tolist() == [0]
-    assert encode(name, block[:GROUP_BYTES], 8192)[0] > 0
-    _, form_of_zeros = encode(name, block[:GROUP_BYTES], 8192)
+    assert Codec(block, room).encode(*columns).tolist() == [0]
+    assert encode(block[:GROUP_BYTES], 8192)[0] > 0
+    _, form_of_zeros = encode(block[:GROUP_BYTES], 8192)
     block[:] = 7
-    assert Codec(block, form_of_zeros, functions(name)).decode(*columns).tolist() == [0]
+    assert Codec(block, form_of_zeros).decode(*columns).tolist() == [0]
     assert (block == 7).all()
 
 
-@BOTH
-def test_short_rooms_are_refused(name: str) -> None:
+def test_short_rooms_are_refused() -> None:
     guarded = Guarded()
     for length in (0, 1, 7, 8, 23, 24, 63, HEADS, ESCAPES - 1):
         room = guarded.array(GOOD[:length])
-        assert decode(name, room, GOOD_BYTES)[0] == 0
+        assert decode(room, GOOD_BYTES)[0] == 0
         block = keys_and_values(GOOD_BYTES, 7)
         zero, size = np.zeros(1, np.int64), np.array([GOOD_BYTES], np.int64)
-        codec = Codec(block, room, functions(name))
+        codec = Codec(block, room)
         assert codec.encode(zero, size, zero, np.array([length], np.int64)).tolist() == [0]
     guarded.check()
 
 
-@BOTH
-def test_blocks_of_a_batch_have_their_own_results(name: str) -> None:
+def test_blocks_of_a_batch_have_their_own_results() -> None:
     rng, size = np.random.default_rng(9), 8 * SLOT_ALIGN
     room = form.room_bytes(size)
     blocks = np.concatenate(
@@ -304,17 +288,12 @@ def test_blocks_of_a_batch_have_their_own_results(name: str) -> None:
     begins, places = np.arange(3) * size, np.array([2, 0, 1]) * room
     sizes, rooms = np.full(3, size, np.int64), np.full(3 * room, 7, np.uint8)
     room_sizes = np.full(3, room, np.int64)
-    codec = Codec(blocks, rooms, functions(name))
+    codec = Codec(blocks, rooms)
     used = codec.encode(begins, sizes, places, room_sizes)
     assert (used > 0).tolist() == [True, False, True]
     back = np.zeros(3 * size, np.uint8)
     rooms[:8] = 0
-    found = Codec(back, rooms, functions(name)).decode(begins, sizes, places, room_sizes)
+    found = Codec(back, rooms).decode(begins, sizes, places, room_sizes)
     assert found.tolist() == [1, 0, 1]
     for i in (0, 2):
         assert np.array_equal(back[i * size :][:size], blocks[i * size :][:size])
-
-
-def test_without_numba_the_reference_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "load", lambda name: None)
-    assert "reference" in repr(Codec(np.empty(0, np.uint8), np.empty(0, np.uint8)))

@@ -23,7 +23,7 @@ from hotkv_server.tiers.compression.stager import encoded_key
 from hotkv_server.tiers.protocol import Blocks, Codes, Read, Shown, Write
 from hotkv_server.tiers.seals import seal
 from tests.tiers.support import quickest_s
-from tests.tiers.test_compression import functions, keys_and_values
+from tests.tiers.test_compression import keys_and_values
 
 SLOT_BYTES = 8 * SLOT_ALIGN
 ROOM_BYTES = room_bytes(SLOT_BYTES)
@@ -115,10 +115,6 @@ def test_contract_over_memory(content: Callable[[int], Any]) -> None:
 @pytest.mark.parametrize("staging_slots, threads", [(1, 1), (2, 3)])
 def test_contract_with_little_staging(staging_slots: int, threads: int) -> None:
     check_tier(rigs(staging_slots=staging_slots, threads=threads), seed=2)
-
-
-def test_contract_without_numba() -> None:
-    check_tier(rigs(functions=functions("reference")), seed=3)
 
 
 @pytest.mark.parametrize("content", [compressible, mixed])

@@ -23,7 +23,6 @@ from hotkv_server.tiers.disk.staged import Staged
 from hotkv_server.tiers.protocol import Blocks, Codes, Read, Write
 from hotkv_server.tiers.seals import seal
 from tests.tiers.disks import Disk, disk, shm_folder, wait_until
-from tests.tiers.test_compression import functions
 from tests.tiers.test_compression_tier import (
     ARENA_BYTES,
     ROOM_BYTES,
@@ -40,17 +39,15 @@ STORED, FAILED, UNFIT = int(Write.STORED), int(Write.FAILED), int(Write.UNFIT)
 def encoding(
     folder: Path,
     *,
-    by: str = "",
     staging_rooms: int = 32,
     content: Callable[[int], Any] = mixed,
     **options: Any,
 ) -> Iterator[tuple[Disk, Bench]]:
     """A disk over slots that can be encoded, with staging memory for so many of them, and a bench.
-    `by`: what encodes, of `functions`. All staging memory is free at the end."""
-    chosen = functions(by) if by else None
+    All staging memory is free at the end."""
 
     def stages(arena: Region) -> Staged:
-        return Staged(arena, staging_rooms * ROOM_BYTES, chosen)
+        return Staged(arena, staging_rooms * ROOM_BYTES)
 
     with disk(folder, arena_bytes=ARENA_BYTES, stages=stages, **options) as made:
         yield (
@@ -98,13 +95,9 @@ def test_contract(tmp_path: Path, direct: bool, content: Callable[[int], Any]) -
             check_tier(rigs(folder, content=content, direct=False), seed=2)
 
 
-@pytest.mark.parametrize("name", ["kernels", "reference"])
 @pytest.mark.parametrize("num_threads, staging_rooms", [(1, 2), (8, 17)])
-def test_contract_by_each_twin_with_little_staging(
-    tmp_path: Path, name: str, num_threads: int, staging_rooms: int
-) -> None:
-    options = {"num_threads": num_threads, "staging_rooms": staging_rooms}
-    check_tier(rigs(tmp_path, name=name, by=name, **options), seed=3)
+def test_contract_with_little_staging(tmp_path: Path, num_threads: int, staging_rooms: int) -> None:
+    check_tier(rigs(tmp_path, num_threads=num_threads, staging_rooms=staging_rooms), seed=3)
 
 
 def test_encoded_blocks_take_fewer_bytes_and_say_so(tmp_path: Path) -> None:
@@ -190,7 +183,7 @@ def test_encoded_blocks_outlive_the_tier(tmp_path: Path) -> None:
     with encoding(tmp_path) as (_, bench):
         stored(bench, [1, 2, 3])
         kept = bench.seals, bench.stored_bytes
-    with encoding(tmp_path, by="reference") as (_, bench):
+    with encoding(tmp_path) as (_, bench):
         again = Bench(bench.rig, *kept)
         again.check_read([1, 2, 3], [7, 8, 9])
 

@@ -31,9 +31,8 @@ STORED, FULL, FAILED = int(Write.STORED), int(Write.FULL), int(Write.FAILED)
 
 
 @pytest.mark.parametrize("num_threads", [1, 8])
-@pytest.mark.parametrize("name", ["kernels", "reference"])
 @pytest.mark.parametrize("direct", [True, False])
-def test_contract(tmp_path: Path, direct: bool, name: str, num_threads: int) -> None:
+def test_contract(tmp_path: Path, direct: bool, num_threads: int) -> None:
     count = iter(range(1000))
 
     @contextlib.contextmanager
@@ -42,7 +41,7 @@ def test_contract(tmp_path: Path, direct: bool, name: str, num_threads: int) -> 
             folder = tmp_path / str(next(count))
             if not direct:
                 folder = stack.enter_context(shm_folder())
-            made = stack.enter_context(disk(folder, name=name, direct=direct,
+            made = stack.enter_context(disk(folder, direct=direct,
                                             num_threads=num_threads))  # fmt: skip
             assert made.file.is_direct == direct
             yield made.rig()

@@ -65,11 +65,7 @@ def own_server(arena_bytes: int, shared_memory: Path = SHARED_MEMORY) -> Iterato
 
 def _environment() -> dict[str, str]:
     """Without the settings of a server in use."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("HOTKV_") or name == "HOTKV_DISABLE_NUMBA"
-    }
+    return {name: value for name, value in os.environ.items() if not name.startswith("HOTKV_")}
 
 
 def _die_with_parent() -> None:

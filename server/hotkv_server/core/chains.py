@@ -9,7 +9,6 @@ import numpy as np
 
 from hotkv import native, table
 from hotkv.table import RESERVED_FLAG, Words
-from hotkv_server.core import reference
 from hotkv_server.core.index import BlockIndex
 from hotkv_server.core.values import Entries
 
@@ -20,7 +19,7 @@ class Chains:
     def __init__(self, index: BlockIndex) -> None:
         self._index = index
         self._records = index.table.records
-        self._kernels = native.load("hotkv_server.core.kernels") or reference
+        self._kernels = native.require("hotkv_server.core.kernels")
 
     def __repr__(self) -> str:
         return f"Chains({self._index!r})"

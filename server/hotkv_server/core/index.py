@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from hotkv import native, table
 from hotkv.keys import MAX_GROUPS
 from hotkv.table import RESERVED_FLAG, SLOT_ALIGN, BlockTable, Words
-from hotkv_server.core import reference
 from hotkv_server.core.values import KEY_SPACE_ROWS, MAX_REPRESENTATIONS, Entries, Int64s
 
 Keys = NDArray[np.uint64]
@@ -42,7 +41,7 @@ class BlockIndex:
         # Untouched pages of it take no memory: a group that some key space has takes 64 KiB,
         # however many key spaces come and go.
         self._salts = np.zeros((MAX_GROUPS + MAX_REPRESENTATIONS, KEY_SPACE_ROWS), np.uint64)
-        self._kernels = native.load("hotkv_server.core.kernels") or reference
+        self._kernels = native.require("hotkv_server.core.kernels")
 
     def back(self, num_entries: int) -> None:
         """So many entries have memory in the table now, no fewer than are in use; until the first

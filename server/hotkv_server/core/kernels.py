@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernels that write the block table, and those of index and pool. Import through
-`hotkv.native.load`; `reference` has the same functions in numpy.
+`hotkv.native.require`. `tests/oracles/table.py` has the same functions in numpy.
 
 Always true: the server is the table's one writer; records and buckets are laid out as `hotkv.table`
 says. A free entry number holds the next free one in its record, in place of the slot's offset.

@@ -11,7 +11,6 @@ import numpy as np
 
 from hotkv import native
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import reference
 from hotkv_server.core.arrays import distinct
 from hotkv_server.core.free_slots import FreeSlots
 from hotkv_server.core.pool_figures import PoolFigures, SlabClassStats, figures_of
@@ -96,7 +95,7 @@ class SlabPool:
         # slot counts in its first slab.
         self._owner = np.full(self.num_slabs, FREE if is_backed else ABSENT, np.int64)
         self._used = np.zeros(self.num_slabs, np.int64)
-        self._kernels = native.load("hotkv_server.core.kernels") or reference
+        self._kernels = native.require("hotkv_server.core.kernels")
         self.floors = SlabFloors(slab_bytes, self.lent_slabs, lambda: self.num_free_slabs)
 
     def __repr__(self) -> str:

@@ -4,15 +4,13 @@ Jobs are cut into pieces that all threads share. Owners take turns; jobs of one 
 order. A job may be cancelled between pieces.
 """
 
-import ctypes
 import threading
 import time
-from typing import Any
 
 from hotkv import native
 from hotkv_server.dataplane.engine import CopyJob
 from hotkv_server.dataplane.fair_queue import FairQueue
-from hotkv_server.dataplane.plan import BlockCopies, CopyPlan, Plan, num_shares
+from hotkv_server.dataplane.plan import BlockCopies, Plan, num_shares
 
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 4 << 20, 16 << 20
 """Large enough that the overhead of a piece does not count, small enough that a cancel takes effect
@@ -27,7 +25,7 @@ class HostCopyEngine:
     the core admits."""
 
     def __init__(self, num_threads: int) -> None:
-        self._kernels: Any = native.load("hotkv.kernels")
+        self._kernels = native.require("hotkv.kernels")
         self._queue: FairQueue[tuple[CopyJob, Plan, int, int]] = FairQueue()
         # When each thread began its piece; 0 while it waits for one.
         self._begun_s = [0.0] * num_threads
@@ -102,9 +100,7 @@ class HostCopyEngine:
 
     def _copy(self, plan: Plan, at: int, whole: int, *, streaming: bool) -> None:
         """The share `at` of `whole` equal ones."""
-        if self._kernels is None:
-            copy_reference(plan.share(at, at + 1, whole))
-        elif isinstance(plan, BlockCopies):
+        if isinstance(plan, BlockCopies):
             recipe, part = plan.recipe, plan.part(at, at + 1, whole)
             self._kernels.copy_blocks(
                 plan.engine.address,
@@ -124,14 +120,3 @@ class HostCopyEngine:
             self._kernels.copy_runs(
                 share.dst.address, share.src.address, *arrays, 0, share.num_runs, streaming
             )
-
-
-def copy_reference(plan: CopyPlan) -> None:
-    """Reference of `kernels.copy_runs`, and of `copy_blocks` for a share of blocks: one memmove a
-    run; ctypes gives the GIL up during each."""
-    dst, src = (
-        (plan.dst_offsets + plan.dst.address).tolist(),
-        (plan.src_offsets + plan.src.address).tolist(),
-    )
-    for to_address, from_address, count in zip(dst, src, plan.num_bytes.tolist(), strict=True):
-        ctypes.memmove(to_address, from_address, count)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernel of `sums`, which describes it and has the reference. Load it by `hotkv.native.load`,
-never at import time."""
+"""Numba kernel of `sums`. Load it by `hotkv.native.require`, never at import time.
+`tests/oracles/sums.py` has the same in numpy."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """Sums over the bytes of slots, from which check values are made.
 
-Kernel and numpy reference give the same sums. Bytes are read without the GIL, and only read.
+Bytes are read without the GIL, and only read.
 """
 
 import itertools
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from hotkv import native
@@ -17,21 +16,13 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.check_values import Int64s, Sums, agree, strides_of
 from hotkv_server.integrity.evidence import Evidence
 
-LINE_BYTES = 64
 MAX_SUM_THREADS = 8
 PART_BYTES = 32 << 20
 """Slots of fewer than two such parts are read by one thread."""
-REFERENCE_PART_LINES = 1 << 14
-"""Lines that the reference reads at a time: 1 MiB, and a few times that for what it computes."""
-_PHASE_STEP = 37
 _SALTS = np.array(
     [(0x2545_F491 * (2 * i + 1) + 0x9E37_79B9 * i * i) & 0xFFFF_FFFF for i in range(16)], np.uint32
 )
-_LINE_FACTOR, _FACTOR, _SEED_FACTOR = (
-    np.uint64(0x9E37_79B9_7F4A_7C15),
-    np.uint64(0xD6E8_FEB8_6659_FD93),
-    0xA076_1D64_78BD_642F,
-)
+_SEED_FACTOR = 0xA076_1D64_78BD_642F
 
 
 def add_sums(
@@ -47,15 +38,12 @@ def add_sums(
         int(offsets.min()) < 0 or int(offsets.max()) + num_bytes > memory.num_bytes
     ):
         raise ValueError(f"checks leave {memory.name} of {memory.num_bytes} bytes")
-    kernels = native.load("hotkv_server.integrity.kernels")
-    if kernels is None:
-        add_sums_reference(memory, offsets, num_bytes, shard, strides, sums)
-    else:
-        offsets, strides = (
-            np.ascontiguousarray(offsets, np.int64),
-            np.ascontiguousarray(strides, np.int64),
-        )
-        kernels.add_sums(memory.address, offsets, num_bytes, _seed(shard), strides, _SALTS, sums)
+    kernels = native.require("hotkv_server.integrity.kernels")
+    offsets, strides = (
+        np.ascontiguousarray(offsets, np.int64),
+        np.ascontiguousarray(strides, np.int64),
+    )
+    kernels.add_sums(memory.address, offsets, num_bytes, _seed(shard), strides, _SALTS, sums)
 
 
 class SumThreads:
@@ -105,45 +93,6 @@ class SumThreads:
 def _seed(shard: int) -> np.uint64:
     """A number that makes the sums of equal shards differ."""
     return np.uint64((shard + 1) * _SEED_FACTOR & 0xFFFF_FFFF_FFFF_FFFF)
-
-
-def add_sums_reference(
-    memory: Region, offsets: Int64s, num_bytes: int, shard: int, strides: Int64s, sums: Sums
-) -> None:
-    """`add_sums` in plain numpy."""
-    if not num_bytes:
-        return
-    num_lines = -(-num_bytes // LINE_BYTES)
-    for stride in np.unique(strides).tolist():
-        first = np.arange(0, num_lines, stride)
-        lines = first + (first // stride * _PHASE_STEP) % stride
-        lines = np.append(lines[lines < num_lines - 1], num_lines - 1)
-        mine = np.flatnonzero(strides == stride)
-        part_slots = max(1, REFERENCE_PART_LINES // len(lines))
-        for part in (mine[i : i + part_slots] for i in range(0, len(mine), part_slots)):
-            words = _words(memory, offsets[part], lines, num_bytes) + _SALTS
-            total = (words[..., ::2].astype(np.uint64) * words[..., 1::2].astype(np.uint64)).sum(
-                axis=2, dtype=np.uint64
-            )
-            total = (
-                total ^ ((lines.astype(np.uint64) + np.uint64(1)) * _LINE_FACTOR) ^ _seed(shard)
-            ) * _FACTOR
-            sums[part] += ((total ^ (total >> np.uint64(32))) * _FACTOR).sum(
-                axis=1, dtype=np.uint64
-            )
-
-
-def _words(memory: Region, offsets: Int64s, lines: Int64s, num_bytes: int) -> NDArray[np.uint32]:
-    """uint32 [slots, lines, 16] of the slots at `offsets`; the last of `lines` is their last one,
-    filled up with zeros."""
-    view, tail = memory.array(), num_bytes - int(lines[-1]) * LINE_BYTES
-    found = np.zeros((len(offsets), len(lines), LINE_BYTES), np.uint8)
-    if len(lines) > 1:
-        found[:, :-1] = sliding_window_view(view, LINE_BYTES)[
-            offsets[:, None] + lines[:-1] * LINE_BYTES
-        ]
-    found[:, -1, :tail] = sliding_window_view(view, tail)[offsets + lines[-1] * LINE_BYTES]
-    return found.view(np.uint32)
 
 
 def holds(memory: Region, evidence: Evidence) -> NDArray[np.bool_]:

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotkv_server.core.policies import reference
-from hotkv_server.core.policies.ghosts import GhostTable
+from hotkv_server.core.policies.ghosts import GhostTable, spread
 from hotkv_server.core.policies.protocol import Keys
 from hotkv_server.ledger.buckets import Buckets
 from hotkv_server.ledger.shadow import MakePolicy, Shadow
@@ -92,7 +91,7 @@ class Forecast:
 
     def observe(self, demand: Demand, capacity_bytes: int, now_s: float, minute: int) -> None:
         """Notes a request that came while the arena had `capacity_bytes`."""
-        low = reference.spread(demand.keys) & LOW_32
+        low = spread(demand.keys) & LOW_32
         now_missed, more_missed = self._serve(demand, low, capacity_bytes, now_s)
         tokens = demand.block_tokens
         self.sums.add(
@@ -150,7 +149,7 @@ class Forecast:
         self.shadow_share /= 2
         for shadow in self._shadows:
             keys = shadow.keys
-            shadow.drop(keys[(reference.spread(keys) & LOW_32) >= _threshold(self.shadow_share)])
+            shadow.drop(keys[(spread(keys) & LOW_32) >= _threshold(self.shadow_share)])
 
     def outlook(self, seconds: float, capacity_bytes: int, minute: int) -> Outlook:
         """What was learnt in the last `seconds`, as `Buckets.since`."""
@@ -184,7 +183,7 @@ class Forecast:
         self._seen.check_invariants()
         for shadow in self._shadows:
             shadow.check_invariants()
-            low = reference.spread(shadow.keys) & LOW_32
+            low = spread(shadow.keys) & LOW_32
             assert (low < _threshold(self.shadow_share)).all(), "a key is not in the sample"
 
 

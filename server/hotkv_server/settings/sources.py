@@ -19,8 +19,8 @@ from pydantic_core import PydanticUndefined
 CLOSE_RATIO = 0.85
 """How alike a wrong name and the one that was meant are; HOTKV_VENV is not HOTKV_EVENTS."""
 PREFIX = "HOTKV_"
-OTHERS = frozenset({"HOTKV_TARGET", "HOTKV_DISABLE_NUMBA"})
-"""Variables of the command `hotkv` and of all that loads kernels."""
+OTHERS = frozenset({"HOTKV_TARGET"})
+"""Variables of the command `hotkv`."""
 OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_(TCP|UDP)\w*)?$")
 BINARY_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 

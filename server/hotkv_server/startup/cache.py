@@ -22,9 +22,9 @@ MAX_BLOCKS_PER_CALL = 1 << 17
 def load_kernels(settings: Settings) -> None:
     """Loads kernels, and compiles those that are in no cache: else the first store would wait for
     seconds."""
-    native.load("hotkv.kernels")
+    native.require("hotkv.kernels")
     if settings.integrity.stride:
-        native.load("hotkv_server.integrity.kernels")
+        native.require("hotkv_server.integrity.kernels")
 
 
 def open_cache(

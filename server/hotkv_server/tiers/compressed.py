@@ -16,7 +16,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,14 +81,13 @@ class CompressedTier:
         staging_bytes: int,
         threads: int = NUM_THREADS,
         *,
-        functions: Any = None,
         close_wait_s: float = CLOSE_WAIT_S,
     ) -> None:
         """`inner_factory` makes the tier below over the staging memory as its arena, given it and
         the descriptor of its file; this tier closes both. `staging_bytes`: a multiple of
-        SLOT_ALIGN; blocks of more than that are FAILED. `functions`: see `Codec`. Takes the memory,
-        and loads kernels, which takes seconds the first time. Raises OSError if memory is short;
-        ValueError if the core chooses places in the tier below."""
+        SLOT_ALIGN; blocks of more than that are FAILED. Takes the memory, and loads kernels,
+        which takes seconds the first time. Raises OSError if memory is short; ValueError if the
+        core chooses places in the tier below."""
         self._memory = open_staging(staging_bytes)
         staging = Region(self._memory.address, staging_bytes, "staging")
         self._close_wait_s = close_wait_s
@@ -102,7 +100,7 @@ class CompressedTier:
             self._inner.close()
             self._memory.close()
             raise ValueError("a compressed tier needs one below it that places by itself")
-        self._stager = Stager(arena, staging, self._inner.forget, functions)
+        self._stager = Stager(arena, staging, self._inner.forget)
         self._queue = PieceQueue(staging_bytes)
         self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv import native
-from hotkv_server.core.policies import reference
+from hotkv_server.core.policies.ghosts import spread
 from hotkv_server.core.policies.protocol import Keys
 
 EPOCH_S = 60.0
@@ -108,7 +108,7 @@ class Duel:
         self._hits = np.zeros(len(contenders), np.int64)
         self._scores = np.zeros(len(contenders))
         self._epoch_ends_s = -np.inf
-        self._kernels = native.load("hotkv_server.core.policies.kernels") or reference
+        self._kernels = native.require("hotkv_server.core.policies.kernels")
 
     def __repr__(self) -> str:
         return (
@@ -192,7 +192,7 @@ class Duel:
     def _thin_out(self) -> None:
         """Takes keys that are not in the sample out of all shadows."""
         left_out = (
-            (reference.spread(self._keys) & np.uint64(0xFFFF_FFFF)) >= int(self.share * (1 << 32))
+            (spread(self._keys) & np.uint64(0xFFFF_FFFF)) >= int(self.share * (1 << 32))
         ) | (self._keys == 0)
         self._keys[left_out], self._holders[left_out] = 0, 0
         leaves = self._trees.shape[1] // 2

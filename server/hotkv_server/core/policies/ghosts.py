@@ -12,13 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv import native
-from hotkv_server.core.policies import reference
 from hotkv_server.core.policies.protocol import Keys
 
 WAYS = 8
 ROOM = 2
 """Places for each ghost."""
+MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 Values = NDArray[np.uint64]
+
+
+def spread(keys: Keys) -> Keys:
+    """Mixes all bits of keys: the high half chooses a bucket, the low half is tag and sample."""
+    mixed: Keys = (keys ^ (keys >> np.uint64(31))) * MULTIPLIER
+    return mixed ^ (mixed >> np.uint64(29))
 
 
 class GhostTable:
@@ -34,7 +40,7 @@ class GhostTable:
         self.values = np.zeros((buckets, WAYS), np.uint64)
         self._ages = np.zeros((buckets, WAYS), np.uint32)
         self._next_age = 1
-        self._kernels = native.load("hotkv_server.core.policies.kernels") or reference
+        self._kernels = native.require("hotkv_server.core.policies.kernels")
 
     def __len__(self) -> int:
         return int((self.tags != 0).sum())

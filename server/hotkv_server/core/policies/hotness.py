@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from hotkv import native
 from hotkv.retention import NO_RETENTION, Retention
-from hotkv_server.core.policies import reference
 from hotkv_server.core.policies.demoted import DemotedEntries, others
 from hotkv_server.core.policies.duel import Duel
 from hotkv_server.core.policies.ghosts import GhostTable
@@ -51,7 +50,7 @@ class Hotness:
         self._latest = 0
         self._demoted = DemotedEntries(self._state)
         self.duel = Duel(capacity)
-        self._kernels = native.load("hotkv_server.core.policies.kernels") or reference
+        self._kernels = native.require("hotkv_server.core.policies.kernels")
 
     def __repr__(self) -> str:
         return f"Hotness({self._num_known} entries, {self._ghosts!r}, {self.duel!r})"

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the policies. Import through `hotkv.native.load`; `reference` has the same
-functions in numpy.
+"""Numba kernels of the policies. Import through `hotkv.native.require`. `tests/oracles/policies.py`
+has the same functions in numpy.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ LIFT = 1e15
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _spread(key: Any) -> Any:
-    """Mixes all bits of a key: the high half chooses a bucket, the low half is tag and sample."""
+    """Mixes all bits of a key. Equals `ghosts.spread`."""
     mixed = (key ^ (key >> np.uint64(31))) * MULTIPLIER
     return mixed ^ (mixed >> np.uint64(29))
 

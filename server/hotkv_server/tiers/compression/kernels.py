@@ -1,6 +1,7 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that encode and decode blocks, without the GIL. Load by `hotkv.native.load`;
-`reference` has the same functions in Python, `form` says what they make.
+"""Numba kernels that encode and decode blocks, without the GIL. Load by
+`hotkv.native.require`. `form` defines the bytes that they make; `tests/oracles/compression.py` has
+the same functions in numpy.
 
 Always true: nothing outside a block and its room is touched, whatever the room has. Numba's cache
 does not see changes of `form`: change this file too.
@@ -307,7 +308,13 @@ def _decode(rooms: Any, place: Any, room: Any, values: Any, first: Any, num_valu
 def encode_many(
     blocks: Any, begins: Any, sizes: Any, rooms: Any, places: Any, room_sizes: Any, results: Any
 ) -> None:
-    """See `reference.encode_many`."""
+    """Encodes the `sizes[i]` bytes at `begins[i]` of `blocks` (uint8) to the room of
+    `room_sizes[i]` bytes at `places[i]` of `rooms` (uint8); columns int64 [n].
+
+    Results int64 [n]: bytes of the encoded form, zeros behind it up to the end of its room; 0 if it
+    does not fit its room, its size is no multiple of GROUP_BYTES, or its begin is odd: then the
+    room's bytes are undefined. `blocks` is at an even address; all rows lie in the arrays.
+    """
     values, counts = blocks.view(np.uint16), np.empty(256, np.int64)
     for i in range(sizes.shape[0]):
         results[i] = 0
@@ -327,7 +334,12 @@ def encode_many(
 def decode_many(
     rooms: Any, places: Any, room_sizes: Any, blocks: Any, begins: Any, sizes: Any, results: Any
 ) -> None:
-    """See `reference.decode_many`."""
+    """Decodes what `encode_many` made, arguments as there; whatever the room has, reads nothing
+    beyond it and writes nothing beyond the block.
+
+    Results int64 [n]: 1, or 0 if the room does not have the encoded form of a block of this size:
+    then the block's bytes are undefined.
+    """
     values = blocks.view(np.uint16)
     for i in range(sizes.shape[0]):
         results[i] = 0

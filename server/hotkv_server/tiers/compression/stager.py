@@ -7,7 +7,6 @@ extent. A row has as much room there as in its slot, so it can be asked for in e
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,17 +31,16 @@ def encoded_key(key: bytes) -> bytes:
 
 class Stager:
     """See the module. Thread-safe for pieces that differ. `forget`: removes keys from the tier
-    below; called for those whose bytes are no encoded form. `functions`: see `Codec`."""
+    below; called for those whose bytes are no encoded form."""
 
     def __init__(
         self,
         arena: Region,
         staging: Region,
         forget: Callable[[Sequence[bytes]], None],
-        functions: Any = None,
     ) -> None:
         self._slots, self._staged = arena.array(), staging.array()
-        self._codec = Codec(self._slots, self._staged, functions)
+        self._codec = Codec(self._slots, self._staged)
         self._forget = forget
 
     def __repr__(self) -> str:

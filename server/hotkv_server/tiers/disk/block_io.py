@@ -3,12 +3,11 @@
 Always true: nothing here decides what a result means; that is the tier's.
 """
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from hotkv import native
-from hotkv_server.tiers.disk import reference
 from hotkv_server.tiers.protocol import Int64s
 
 
@@ -17,31 +16,30 @@ class BlockIO(Protocol):
     nothing."""
 
     def read_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Reads blocks to memory; arrays and result int64 [n], as `reference.read_many`."""
+        """Reads blocks to memory; arrays and result int64 [n], as `kernels.read_many`."""
 
     def write_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
-        """Writes blocks from memory; arrays and result int64 [n], as `reference.write_many`."""
+        """Writes blocks from memory; arrays and result int64 [n], as `kernels.write_many`."""
 
 
 class FileIO:
-    """Block I/O of a descriptor, by `moves`, a module with the functions of `reference`: the
-    kernels, if numba is there. The first use of the kernels takes seconds."""
+    """Block I/O of a descriptor. Loads kernels, which takes seconds the first time."""
 
-    def __init__(self, fd: int, moves: Any = None) -> None:
+    def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._moves = moves or native.load("hotkv_server.tiers.disk.kernels") or reference
+        self._kernels = native.require("hotkv_server.tiers.disk.kernels")
 
     def __repr__(self) -> str:
-        return f"FileIO({self._fd}, {self._moves.__name__})"
+        return f"FileIO({self._fd})"
 
     def read_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
         """See `BlockIO`."""
         results = np.empty(len(sizes), np.int64)
-        self._moves.read_many(self._fd, addresses, offsets, sizes, results)
+        self._kernels.read_many(self._fd, addresses, offsets, sizes, results)
         return results
 
     def write_many(self, addresses: Int64s, offsets: Int64s, sizes: Int64s) -> Int64s:
         """See `BlockIO`."""
         results = np.empty(len(sizes), np.int64)
-        self._moves.write_many(self._fd, addresses, offsets, sizes, results)
+        self._kernels.write_many(self._fd, addresses, offsets, sizes, results)
         return results

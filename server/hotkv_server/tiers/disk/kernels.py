@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernels that move blocks between memory and a file, and seal them, without the GIL. Load by
-`hotkv.native.load`; `reference` has the same functions in Python.
+`hotkv.native.require`.
 
 Always true: a block's result is its own. One that fails does not keep the next from being moved.
 
@@ -68,7 +68,13 @@ def _pwrite(typingctx: Any, fd: Any, address: Any, num_bytes: Any, offset: Any) 
 
 @numba.njit(_MOVE_MANY, nogil=True, cache=True)
 def read_many(fd: Any, addresses: Any, offsets: Any, sizes: Any, results: Any) -> None:
-    """See `reference.read_many`."""
+    """Reads `sizes[i]` bytes at `offsets[i]` of the file to memory at `addresses[i]`; all int64
+    [n].
+
+    Results int64 [n]: bytes read, fewer than asked for only at the end of the file; -errno if it
+    failed, whatever was read before that. A read that stops between multiples of SLOT_ALIGN is at
+    the end of the file; direct I/O would refuse to go on from there.
+    """
     for i in range(sizes.shape[0]):
         done = 0
         while done < sizes[i]:
@@ -86,7 +92,12 @@ def read_many(fd: Any, addresses: Any, offsets: Any, sizes: Any, results: Any) -
 
 @numba.njit(_MOVE_MANY, nogil=True, cache=True)
 def write_many(fd: Any, addresses: Any, offsets: Any, sizes: Any, results: Any) -> None:
-    """See `reference.write_many`."""
+    """Writes `sizes[i]` bytes of memory at `addresses[i]` to `offsets[i]` of the file; all int64
+    [n].
+
+    Results int64 [n]: bytes written, fewer than asked for only if the file takes no more without
+    saying why; -errno if it failed, whatever was written before that.
+    """
     for i in range(sizes.shape[0]):
         done = 0
         while done < sizes[i]:
@@ -202,7 +213,8 @@ def _folded(typingctx: Any, one: Any, other: Any) -> Any:
     types.void(_INPUTS, _INPUTS, types.uint64[:, ::1], types.uint64[::1]), nogil=True, cache=True
 )
 def seal_many(addresses: Any, sizes: Any, secrets: Any, seals: Any) -> None:
-    """See `reference.seal_many`."""
+    """Seals of `sizes[i]` bytes of memory at `addresses[i]`, more than 240, both int64 [n]: as
+    `tiers.seals.seal` gives them. `secrets` uint64 [n, 24]: of `tiers.seals.secrets`."""
     sums = np.empty(8, np.uint64)
     at_sums = np.uint64(sums.ctypes.data)
     for i in range(sizes.shape[0]):

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from hotkv import native
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.compression.stager import encoded_key
-from hotkv_server.tiers.disk import reference
 from hotkv_server.tiers.disk.block_io import BlockIO
 from hotkv_server.tiers.disk.calls import Call, Piece
 from hotkv_server.tiers.disk.slab_file import SlabFile
 from hotkv_server.tiers.disk.staged import Staged, packed
 from hotkv_server.tiers.protocol import Int64s, Read, Seals, Write
+from hotkv_server.tiers.seals import secrets
 
 FULL_CODES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class BlockMover:
         self._file = file
         self._io = io
         self._staged = staged
-        self._moves = native.load("hotkv_server.tiers.disk.kernels") or reference
+        self._kernels = native.require("hotkv_server.tiers.disk.kernels")
 
     def __repr__(self) -> str:
         return f"BlockMover({self._file!r}, {self._staged!r})"
@@ -176,5 +176,5 @@ class BlockMover:
             keys = [call.blocks.keys[row] for row in rows.numbers.tolist()]
             if rows.is_encoded:
                 keys = [encoded_key(key) for key in keys]
-            self._moves.seal_many(addresses, rows.stored, reference.secrets(keys), seals)
+            self._kernels.seal_many(addresses, rows.stored, secrets(keys), seals)
         return seals

@@ -9,7 +9,6 @@ that neither encodes nor finds encoded blocks has none.
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -23,14 +22,11 @@ STAGING_BYTES = 64 << 20
 
 
 class Staged:
-    """See the module. `functions`: as of `Codec`. Thread-safe."""
+    """See the module. Thread-safe."""
 
-    def __init__(
-        self, arena: Region, num_bytes: int = STAGING_BYTES, functions: Any = None
-    ) -> None:
+    def __init__(self, arena: Region, num_bytes: int = STAGING_BYTES) -> None:
         self.num_bytes = num_bytes
         self._arena = arena
-        self._functions = functions
         self._extents = Extents(num_bytes)
         self._changed = threading.Condition()
         self._memory: FileMapping | None = None
@@ -54,7 +50,7 @@ class Staged:
             if self._memory is not None or self._is_closed:
                 return
             memory = open_staging(self.num_bytes)
-            self._codec = Codec(self._arena.array(), memory.array(), self._functions)
+            self._codec = Codec(self._arena.array(), memory.array())
             self._memory = memory
 
     def parts(self, rooms: Int64s, *, is_write: bool) -> Iterator[slice]:

@@ -1,7 +1,5 @@
-"""Reference of `kernels`, and what is used without numba: the same functions in numpy.
-
-Always true: same results and same bytes as the kernels.
-"""
+"""Numpy references of `hotkv_server.tiers.compression.kernels`: same arguments, same results, same
+bytes."""
 
 import numpy as np
 
@@ -28,13 +26,7 @@ def encode_many(
     blocks: Codes, begins: Int64s, sizes: Int64s, rooms: Codes, places: Int64s,
     room_sizes: Int64s, results: Int64s,
 ) -> None:  # fmt: skip
-    """Encodes the `sizes[i]` bytes at `begins[i]` of `blocks` (uint8) to the room of
-    `room_sizes[i]` bytes at `places[i]` of `rooms` (uint8); columns int64 [n].
-
-    Results int64 [n]: bytes of the encoded form, zeros behind it up to the end of its room; 0 if it
-    does not fit its room, its size is no multiple of GROUP_BYTES, or its begin is odd: then the
-    room's bytes are undefined. `blocks` is at an even address; all rows lie in the arrays.
-    """
+    """Reference of `kernels.encode_many`."""
     for i, (begin, size, place, room_size) in enumerate(
         zip(begins.tolist(), sizes.tolist(), places.tolist(), room_sizes.tolist(), strict=True)
     ):
@@ -46,12 +38,7 @@ def decode_many(
     rooms: Codes, places: Int64s, room_sizes: Int64s, blocks: Codes, begins: Int64s,
     sizes: Int64s, results: Int64s,
 ) -> None:  # fmt: skip
-    """Decodes what `encode_many` made, arguments as there; whatever the room has, reads nothing
-    beyond it and writes nothing beyond the block.
-
-    Results int64 [n]: 1, or 0 if the room does not have the encoded form of a block of this size:
-    then the block's bytes are undefined.
-    """
+    """Reference of `kernels.decode_many`."""
     for i, (place, room_size, begin, size) in enumerate(
         zip(places.tolist(), room_sizes.tolist(), begins.tolist(), sizes.tolist(), strict=True)
     ):

@@ -1,4 +1,4 @@
-"""Numpy references of `kernels`: same arguments, same results."""
+"""Numpy references of `hotkv_server.core.kernels`: same arguments, same results."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -222,23 +222,3 @@ def release(records: Words, entries: Words, free_head: int) -> int:
         return free_head
     records[entries, W_OFFSET] = np.concatenate(([free_head], entries[:-1]))
     return int(entries[-1])
-
-
-def ancestors(records: Words, entry: int, out: Words) -> int:
-    """Reference of `kernels.ancestors`."""
-    for count in range(len(out)):
-        child = records[entry]
-        parent = records[child[W_PARENT]]
-        same_chain = (
-            parent[W_KEY_SPACE] == child[W_KEY_SPACE]
-            and parent[W_GROUP_STATE] & 0xFFFF == child[W_GROUP_STATE] & 0xFFFF
-        )
-        if (
-            not child[W_PARENT]
-            or parent[W_GROUP_STATE] >> 16 != STATE_READY
-            or not same_chain
-            or parent[W_DEPTH] + 1 != child[W_DEPTH]
-        ):
-            return count
-        entry = out[count] = child[W_PARENT]
-    return len(out)

@@ -1,21 +1,15 @@
-"""Numpy references of `kernels`: same arguments, same results."""
+"""Numpy references of `hotkv_server.core.policies.kernels`: same arguments, same results."""
 
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
-WAYS = 8
-DEPTH_STEP = 4e-6
-LEAK = 1e-3
+from hotkv_server.core.policies.duel import LEAK
+from hotkv_server.core.policies.ghosts import WAYS, spread
+from hotkv_server.core.policies.hotness import DEPTH_STEP
+
 LIFT = 1e15
-
-
-def spread(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mixes all bits of keys: the high half chooses a bucket, the low half is tag and sample."""
-    mixed: NDArray[np.uint64] = (keys ^ (keys >> np.uint64(31))) * MULTIPLIER
-    return mixed ^ (mixed >> np.uint64(29))
 
 
 def _buckets(mixed: NDArray[np.uint64], num_buckets: int) -> NDArray[np.int64]:
