@@ -103,7 +103,7 @@ proto: $(PROTO_VENV)/.stamp ## generates the wire's code anew
 	$(PROTO_VENV)/bin/python tools/protos.py
 
 bench: $(STAMPS)/dev ## every benchmark of bench/, tables on the terminal
-	@set -e; for script in lookup transfer tiers footprint core status restart soak sparse_speed sparse_engine sparse_quality sparse_needles estimate residency e2e; do echo "== bench/$$script.py"; $(BIN)/python -m bench.$$script; done
+	@set -e; for script in lookup transfer tiers footprint core status restart soak sparse_speed sparse_engine sparse_quality sparse_needles residency e2e; do echo "== bench/$$script.py"; $(BIN)/python -m bench.$$script; done
 
 dist: $(STAMPS)/dev ## builds sdist and wheel into dist/, and checks each in an empty environment
 	$(BIN)/python -m tools.check_dist

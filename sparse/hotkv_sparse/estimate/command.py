@@ -2,7 +2,6 @@
 h200`."""
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -10,16 +9,15 @@ from pathlib import Path
 
 from hotkv.errors import HotKVError
 from hotkv_sparse.config import SparseConfig
-from hotkv_sparse.estimate.devices import DEVICES, Device, device_named
+from hotkv_sparse.estimate.devices import DEVICES, HERE, Device, device_named
 from hotkv_sparse.estimate.figures import refuse
-from hotkv_sparse.estimate.here import measure_here
+from hotkv_sparse.estimate.memory import memory
 from hotkv_sparse.estimate.models import MODELS, Model, model_named, read_config
 from hotkv_sparse.estimate.plan import DTYPE_BYTES, Mode, Plan, default_sparse
-from hotkv_sparse.estimate.report import as_json, as_text, sized
+from hotkv_sparse.estimate.report import as_json, as_text
 from hotkv_sparse.formats import FORMATS
 
 USAGE_ERROR = 2
-HERE = "here"
 _USUAL_PLAN = Plan(tokens=1)
 
 
@@ -28,8 +26,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     flags = argparse.ArgumentParser(
         prog="python -m hotkv_sparse.estimate",
         description=(
-            "Sizes hardware for a context: device and host memory, time to first token, time per "
-            "token, largest batch. Each figure is printed with its formula."
+            "Estimates the memory of a context: device and host memory, largest batch. Each "
+            "figure is printed with its formula. It estimates no times."
         ),
     )
     what = flags.add_mutually_exclusive_group(required=True)
@@ -42,7 +40,10 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--device",
         required=True,
         metavar="NAME",
-        help=f"one of {', '.join(DEVICES)}, or {HERE}: this machine, measured in a second",
+        help=f"one of {', '.join(DEVICES)}, or {HERE}: this machine",
+    )
+    flags.add_argument(
+        "--device-memory", type=float, metavar="GIB", help="in place of the table's figure"
     )
     flags.add_argument(
         "--mode",
@@ -51,33 +52,9 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="only this one; may be repeated (default: all)",
     )
     flags.add_argument("--json", action="store_true", help="print JSON instead of text")
-    _add_device_flags(flags.add_argument_group("the device, in place of the table's figures"))
     _add_plan_flags(flags.add_argument_group("the case"))
     _add_sparse_flags(flags.add_argument_group("sparse decode, as in hotkv.sparse"))
     return flags.parse_args(arguments)
-
-
-def _add_device_flags(flags: argparse._ArgumentGroup) -> None:
-    flags.add_argument("--device-memory", type=float, metavar="GIB")
-    flags.add_argument("--bandwidth", type=float, metavar="GB/S", help="of device memory")
-    flags.add_argument("--tflops", type=float, help="dense, in the dtype of the model")
-    flags.add_argument("--link", type=float, metavar="GB/S", help="from host memory, one way")
-    flags.add_argument(
-        "--link-ratio", type=float, metavar="SHARE", help="share of the link that copies reach"
-    )
-    flags.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="FIELD=NUMBER",
-        help="any other figure of the device: " + ", ".join(_other_fields()),
-    )
-
-
-def _other_fields() -> list[str]:
-    named = {"name", "source", "memory_bytes", "bandwidth", "flops", "link", "link_ratio"}
-    found = [item.name for item in dataclasses.fields(Device) if item.type is float]
-    return [name for name in found if name not in named]
 
 
 def _add_plan_flags(flags: argparse._ArgumentGroup) -> None:
@@ -125,24 +102,11 @@ def _add_sparse_flags(flags: argparse._ArgumentGroup) -> None:
     flags.add_argument("--sink-tokens", type=int, default=sparse.sink_tokens)
     flags.add_argument("--recent-tokens", type=int, default=sparse.recent_tokens)
     flags.add_argument("--dense-layers", type=int, nargs="*", default=list(sparse.dense_layers))
-    flags.add_argument("--max-correction-blocks", type=int, default=sparse.max_correction_blocks)
     flags.add_argument(
         "--hot-sets", type=float, default=usual.hot_sets, help="hot set over budget, in blocks"
     )
     flags.add_argument(
-        "--hit-ratio",
-        type=float,
-        default=usual.hit_ratio,
-        help="share of a step's choice that is hot already",
-    )
-    flags.add_argument(
         "--representations", choices=("device", "host"), default="device", help="where they lie"
-    )
-    flags.add_argument(
-        "--pulls",
-        choices=("serial", "overlapped"),
-        default="serial",
-        help="whether a step waits for its corrections",
     )
 
 
@@ -159,36 +123,17 @@ def model_of(chosen: argparse.Namespace) -> Model:
 
 
 def device_of(chosen: argparse.Namespace) -> Device:
-    """The device with what the command line replaces of it; INVALID_FIELD."""
-    changes: dict[str, object] = {}
-    for name, given, scale in (
-        ("memory_bytes", chosen.device_memory, float(1 << 30)),
-        ("bandwidth", chosen.bandwidth, 1e9),
-        ("flops", chosen.tflops, 1e12),
-        ("link", chosen.link, 1e9),
-        ("link_ratio", chosen.link_ratio, 1.0),
-    ):
-        if given is not None:
-            changes[name] = given * scale
-    if "memory_bytes" in changes:
-        changes["memory_bytes"] = _whole("device-memory", changes["memory_bytes"])
-    for assignment in chosen.set:
-        name, _, value = assignment.partition("=")
-        if name not in _other_fields():
-            raise refuse("set", assignment, f"use FIELD=NUMBER, of {', '.join(_other_fields())}")
-        try:
-            changes[name] = float(value)
-        except ValueError:
-            raise refuse("set", assignment, "use a number after =") from None
-    device = measure_here() if chosen.device == HERE else device_named(chosen.device)
-    return device.with_(changes)
+    """The device, with the memory that the command line gives it; INVALID_FIELD."""
+    device = device_named(chosen.device)
+    if chosen.device_memory is None:
+        return device
+    return device.with_memory(_bytes("device-memory", chosen.device_memory))
 
 
-def _whole(name: str, value: object) -> int:
-    assert isinstance(value, float)
-    if not 0 < value < 1e18:
-        raise refuse(name, value / (1 << 30), "use GiB above 0")
-    return int(value)
+def _bytes(name: str, gib: float) -> int:
+    if not 0 < gib * (1 << 30) < 1e18:
+        raise refuse(name, gib, "use GiB above 0")
+    return int(gib * (1 << 30))
 
 
 def plan_of(chosen: argparse.Namespace) -> Plan:
@@ -204,20 +149,17 @@ def plan_of(chosen: argparse.Namespace) -> Plan:
             sink_tokens=chosen.sink_tokens,
             recent_tokens=chosen.recent_tokens,
             dense_layers=tuple(chosen.dense_layers),
-            max_correction_blocks=chosen.max_correction_blocks,
             min_context_tokens=0,
         ),
         hot_sets=chosen.hot_sets,
-        hit_ratio=chosen.hit_ratio,
         representations_on_host=chosen.representations == "host",
-        pulls_overlap=chosen.pulls == "overlapped",
         chunk_tokens=chosen.chunk_tokens,
         staging_layers=chosen.staging_layers,
         tensor_parallel=chosen.tensor_parallel,
         dtype=chosen.dtype,
         weight_bits=chosen.weight_bits,
         memory_ratio=chosen.memory_ratio,
-        host_memory_bytes=None if host is None else _whole("host-memory", host * (1 << 30)),
+        host_memory_bytes=None if host is None else _bytes("host-memory", host),
     )
 
 
@@ -228,11 +170,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model, plan = model_of(chosen), plan_of(chosen)
         plan.check(model)
         device = device_of(chosen)
-        modes = [
-            sized(model, device, plan, mode)
+        modes = {
+            mode: memory(model, device, plan, mode)
             for mode in Mode
             if chosen.mode is None or mode.value in chosen.mode
-        ]
+        }
     except HotKVError as error:
         print(error.message, file=sys.stderr)
         return USAGE_ERROR

@@ -13,7 +13,7 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`unit`: bytes, s, tokens/s, or a plural noun that is counted. `formula`: how `value` is made,
+    """`unit`: bytes, or a plural noun that is counted. `formula`: how `value` is made,
     with its numbers filled in."""
 
     value: float
@@ -23,13 +23,7 @@ class Figure:
     def __str__(self) -> str:
         if self.unit == "bytes":
             return human_bytes(self.value)
-        if self.unit == "s":
-            return human_seconds(self.value)
-        return (
-            f"{self.value:,.4g} {self.unit}"
-            if self.value < 1000
-            else f"{self.value:,.0f} {self.unit}"
-        )
+        return f"{self.value:,.0f} {self.unit}"
 
 
 def figures_of(owner: "DataclassInstance") -> dict[str, Figure]:
@@ -45,19 +39,6 @@ def human_bytes(value: float) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} {_BINARY[-1]}"
-
-
-def human_seconds(value: float) -> str:
-    """In s, ms or us, three digits."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if abs(value) >= scale or not value:
-            return f"{value / scale:.3g} {unit}" if value / scale < 1000 else f"{value:,.0f} s"
-    return f"{value / 1e-6:.3g} us"
-
-
-def rate(bytes_per_s: float) -> str:
-    """A bandwidth in GB/s, decimal as data sheets have it."""
-    return f"{bytes_per_s / 1e9:,.4g} GB/s"
 
 
 def refuse(name: str, value: object, fix: str) -> HotKVError:

@@ -67,12 +67,6 @@ class Model:
         layers = self.layers * self.layer_parameters
         return layers + matrices * self.embedding_parameters + self.hidden
 
-    @property
-    def step_parameters(self) -> int:
-        """Parameters that a decode step reads: all but an embedding of its own, of which it reads
-        single rows."""
-        return self.layers * self.layer_parameters + self.embedding_parameters + self.hidden
-
     def kv_token_bytes(self, element_bytes: int) -> int:
         """Keys and values of a token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_size * element_bytes

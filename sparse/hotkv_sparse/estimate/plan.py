@@ -1,8 +1,7 @@
 """The case to be sized: context, batch, budget, and where things lie.
 
 A `Plan` is checked when it is made, and against the model by `check`; every refusal names the field
-and the fix. Blocks and tokens that a request has on the device are counted here, once, for memory
-and time alike.
+and the fix. Blocks that a request has on the device are counted here.
 """
 
 import dataclasses
@@ -17,11 +16,6 @@ from hotkv_sparse.estimate.models import Model
 from hotkv_sparse.formats import head_bytes
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-HIT_RATIO = 0.93
-"""Share of a step's choice that a hot set of 2K holds already, at 10 % (trials with SmolLM2).
-SmolLM2 over four requests had .914 (docs/sparse.md)."""
-MAX_STEPS = 1 << 20
-"""Steps of a prefill that are summed up."""
 
 
 class Mode(enum.Enum):
@@ -45,13 +39,12 @@ class Plan:
     """INVALID_FIELD if a value makes no sense.
 
     `tokens`: the context of a request. `batch`: requests that decode together. `sparse`: budget,
-    scorer, sinks, recent window, corrections and dense layers, as operators set them. `hot_sets`:
-    blocks of the hot set over blocks of the budget. `hit_ratio`: share of a step's choice that is
-    hot already. `representations_on_host`: the device reads them over the link. `pulls_overlap`:
-    corrections move while other work runs. `chunk_tokens`: tokens of a prefill step
-    (max_num_batched_tokens). `staging_layers`: layers of context that a prefill of mode `RESIDENT`
-    assembles at a time; two overlap copy and attention. `memory_ratio`: share of the device that
-    vLLM may use (gpu_memory_utilization). `host_memory_bytes`: None: as much as it takes.
+    scorer, sinks, recent window and dense layers, as operators set them. `hot_sets`: blocks of the
+    hot set over blocks of the budget. `representations_on_host`: they take no device
+    memory. `chunk_tokens`: tokens of a prefill step (max_num_batched_tokens). `staging_layers`:
+    layers of context that a prefill of mode `RESIDENT` assembles at a time; two overlap copy and
+    attention. `memory_ratio`: share of the device that vLLM may use (gpu_memory_utilization).
+    `host_memory_bytes`: None: as much as it takes.
     """
 
     tokens: int
@@ -59,9 +52,7 @@ class Plan:
     block_tokens: int = 16
     sparse: SparseConfig = field(default_factory=default_sparse)
     hot_sets: float = USUAL_SETS
-    hit_ratio: float = HIT_RATIO
     representations_on_host: bool = False
-    pulls_overlap: bool = False
     chunk_tokens: int = 8192
     staging_layers: int = 2
     tensor_parallel: int = 1
@@ -74,16 +65,12 @@ class Plan:
         for name in ("tokens", "batch", "block_tokens", "chunk_tokens", "staging_layers"):
             check_count(name, getattr(self, name))
         check_count("tensor_parallel", self.tensor_parallel)
-        if self.tokens > MAX_STEPS * self.chunk_tokens:
-            raise refuse("tokens", self.tokens, f"use at most {MAX_STEPS} times chunk_tokens")
         if self.host_memory_bytes is not None:
             check_count("host_memory_bytes", self.host_memory_bytes)
         check_number("hot_sets", self.hot_sets)
         if self.hot_sets < 1.0:
             raise refuse("hot_sets", self.hot_sets, "use 1 or more: a hot set holds the budget")
         check_number("memory_ratio", self.memory_ratio, most=1.0)
-        if not 0.0 <= self.hit_ratio <= 1.0:
-            raise refuse("hit_ratio", self.hit_ratio, "use a share from 0 to 1")
         if self.dtype not in DTYPE_BYTES:
             raise refuse("dtype", self.dtype, f"use one of {', '.join(DTYPE_BYTES)}")
         if self.weight_bits not in (0, 4, 8, 16, 32):
@@ -139,25 +126,6 @@ class Plan:
         included, at most the context."""
         hot = max(math.ceil(self.hot_sets * self.budget_blocks), self.always_blocks)
         return min(hot, self.context_blocks)
-
-    @property
-    def is_whole(self) -> bool:
-        """True if the budget covers the context, so that nothing is chosen."""
-        return self.budget_blocks >= self.context_blocks or (
-            self.tokens < self.sparse.min_context_tokens
-        )
-
-    def attended_tokens(self, mode: Mode) -> int:
-        """Tokens that a sparse layer attends to."""
-        if mode is Mode.DENSE or self.is_whole:
-            return self.tokens
-        return min(self.hot_blocks * self.block_tokens, self.tokens)
-
-    def missing_blocks(self) -> float:
-        """Blocks of a step's choice that are not hot yet, per layer and request."""
-        if self.is_whole:
-            return 0.0
-        return (1 - self.hit_ratio) * max(0, self.budget_blocks - self.always_blocks)
 
     # ----------------------------------------------------------------------- share of one device
 
