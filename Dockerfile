@@ -19,8 +19,8 @@ COPY client client
 COPY server server
 COPY connector_vllm connector_vllm
 RUN case "$VARIANT" in \
-      cpu) extras=server,events,cluster,s3,otel ;; \
-      cuda12|cuda13) extras="server,events,cluster,s3,otel,$VARIANT" ;; \
+      cpu) extras=server,events,s3,otel ;; \
+      cuda12|cuda13) extras="server,events,s3,otel,$VARIANT" ;; \
       *) echo "VARIANT is $VARIANT; allowed are cpu, cuda12 and cuda13" >&2; exit 1 ;; \
     esac \
  && python -m venv /opt/hotkv \

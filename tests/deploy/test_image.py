@@ -43,7 +43,7 @@ def test_the_dockerfile_fits_the_project() -> None:
         dict(step.split("=") for name, step in final.steps if name == "ARG")["VERSION"]
         == hotkv.__version__
     )
-    extras = {"server", "events", "cluster", "s3", "otel", "cuda12", "cuda13"}
+    extras = {"server", "events", "s3", "otel", "cuda12", "cuda13"}
     assert extras <= project["optional-dependencies"].keys() and all(
         extra in build.last("RUN") + str(build.steps) for extra in extras
     )
@@ -77,6 +77,6 @@ def test_variants_choose_extras(tmp_path: Path, variant: str) -> None:
         text=True,
         cwd=tmp_path,
     )
-    common = "server,events,cluster,s3,otel"
+    common = "server,events,s3,otel"
     expected = {"cpu": f"{common}\n", "cuda13": f"{common},cuda13\n", "rocm": ""}[variant]
     assert (done.stdout, done.returncode) == (expected, int(variant == "rocm")), done.stderr

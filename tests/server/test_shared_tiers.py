@@ -377,7 +377,6 @@ def test_a_server_that_leaves_only_its_disk_drops_what_was_flushed_meanwhile(
 def test_what_one_node_stores_in_a_cluster_another_loads(
     nodes: tuple[SharingNode, SharingNode], tmp_path: Path
 ) -> None:
-    pytest.importorskip("glide_sync", reason="glide speaks to clusters")
     from tests.tiers.cluster_support import running as running_cluster
 
     with running_cluster(tmp_path / "cluster") as cluster:

@@ -195,7 +195,6 @@ def test_a_store_that_others_use_is_left_as_it_was(
 def test_a_cluster_is_tried_and_left_as_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("glide_sync", reason="glide speaks to clusters")
     from tests.tiers.cluster_support import running as running_cluster
 
     with running_cluster(tmp_path / "cluster") as cluster:

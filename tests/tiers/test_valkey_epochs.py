@@ -178,7 +178,9 @@ def test_a_flush_between_two_parts_refuses_the_whole_call(
     server.client.mset(dict.fromkeys(keys, b"x"))
     with tier_over(f"127.0.0.1:{proxy.port}", connections=1) as (node_b, _):
         assert probe(node_b, keys, {NAME: now}) == [Read.FOUND] * len(keys)
-        first = b"".join(command(b"EXISTS", one) for one in keys[:PART_KEYS]) + get(NAME)
+        first = b"".join(command(b"EXISTS", one) for one in keys[:PART_KEYS]) + b"".join(
+            get(NAME).pieces
+        )
         dam = Dam(len(first))
         proxy.on_command = dam
         done: list[list[int]] = []

@@ -25,12 +25,7 @@ class ValkeySettings(BaseModel, extra="forbid", hide_input_in_errors=True):
             "servers, with commas in between."
         )
     )
-    cluster: bool = Field(
-        False,
-        description=(
-            "Whether the address is that of a cluster, which needs hotkv[cluster] and is slower."
-        ),
-    )
+    cluster: bool = Field(False, description="Whether the address is that of a cluster.")
     user: str = Field("", description="Its ACL user. Empty: the default user.")
     password_file: Path | None = Field(
         None,

@@ -71,10 +71,6 @@ def check_tiers(settings: Settings) -> None:
             from hotkv_server.tiers.s3 import bucket
 
             bucket.check_installed()
-        if settings.tiers.valkey is not None and settings.tiers.valkey.cluster:
-            from hotkv_server.tiers.valkey import cluster_client
-
-            cluster_client.check_installed()
     except MissingError as error:
         raise StartError(f"tiers: {error}") from error
     except ImportError as missing:

@@ -36,7 +36,7 @@ from hotkv_server.tiers import epoch_numbers
 from hotkv_server.tiers.protocol import NO_EPOCH
 from hotkv_server.tiers.remote.errors import LostError
 from hotkv_server.tiers.valkey.errors import unusable
-from hotkv_server.tiers.valkey.resp import ErrorReply, Reply, command
+from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply, command
 
 GRACE_S = 5.0
 """How long a server that has just started is not trusted with epochs older than it. Nodes that have
@@ -75,7 +75,7 @@ class StoreClock:
             return epoch_numbers.begun(self._started_us) if is_young else 0
 
 
-INFO_SERVER = command(b"INFO", b"server")
+INFO_SERVER = Command(b"", (command(b"INFO", b"server"),))
 
 
 def now_us(reply: Reply) -> int:
@@ -106,25 +106,26 @@ def epoch_key(fingerprint: str) -> bytes:
     return b"hotkv/1/%b/epoch" % fingerprint.encode()
 
 
-def get(fingerprint: str) -> bytes:
+def get(fingerprint: str) -> Command:
     """The command that reads an epoch."""
-    return command(b"GET", epoch_key(fingerprint))
+    return Command.of(epoch_key(fingerprint), b"GET")
 
 
-def begin(fingerprint: str, now_us: int) -> bytes:
+def begin(fingerprint: str, now_us: int) -> Command:
     """The command that begins an epoch where none is. `now_us`: microseconds of the wall clock."""
-    return command(b"SET", epoch_key(fingerprint), b"%d" % epoch_numbers.begun(now_us), b"NX")
+    begun = b"%d" % epoch_numbers.begun(now_us)
+    return Command.of(epoch_key(fingerprint), b"SET", begun, b"NX")
 
 
-def raise_(fingerprint: str, by: int) -> bytes:
+def raise_(fingerprint: str, by: int) -> Command:
     """The command that raises an epoch."""
-    return command(b"INCRBY", epoch_key(fingerprint), b"%d" % by)
+    return Command.of(epoch_key(fingerprint), b"INCRBY", b"%d" % by)
 
 
-def remove(fingerprint: str) -> bytes:
+def remove(fingerprint: str) -> Command:
     """The command that takes an epoch away. A server that is full refuses INCR but not this, and a
     flush must count there too."""
-    return command(b"UNLINK", epoch_key(fingerprint))
+    return Command.of(epoch_key(fingerprint), b"UNLINK")
 
 
 def parsed_or_none(reply: Reply) -> int | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hotkv_server.security.path_checks import UnsafeError, check_private_key
 from hotkv_server.settings.valkey import ValkeySettings
 from hotkv_server.tiers.remote.errors import LostError, UnusableError, quoted
-from hotkv_server.tiers.valkey.errors import unusable
+from hotkv_server.tiers.valkey.errors import STANDALONE, unusable
 from hotkv_server.tiers.valkey.resp import ErrorReply, Reply, command
 
 MAX_SECRET_BYTES = 4096
@@ -19,6 +19,7 @@ CHECK_KEY = b"hotkv/1/check"
 """Under which nothing is: asking for it shows whether the server answers this user."""
 ROLE_CODES = {b"replica": "READONLY", b"slave": "READONLY"}
 MODE_CODES = {b"cluster": "MOVED", b"sentinel": "SENTINEL"}
+MODE_CODES_IN_CLUSTER = {b"standalone": STANDALONE, b"sentinel": "SENTINEL"}
 
 Ask = Callable[[Sequence[bytes], float], list[Reply]]
 """Sends commands and returns their replies, until a time of time.monotonic."""
@@ -52,8 +53,10 @@ def read_login(settings: ValkeySettings) -> Login | None:
     return Login(settings.user or DEFAULT_USER, password)
 
 
-def greet(ask: Ask, login: Login | None, database: int, until_s: float) -> None:
-    """Logs in, chooses the database and looks whether keys can be asked for. Raises StoreError."""
+def greet(ask: Ask, login: Login | None, settings: ValkeySettings, until_s: float) -> None:
+    """Logs in, chooses the database and looks whether keys can be asked for. Raises StoreError.
+    A server of a cluster is not asked for keys, and may be a replica: the map of slots says which
+    server has which keys."""
     words = [b"HELLO", b"3"]
     if login is not None:
         words += [b"AUTH", login.user.encode(), login.password]
@@ -67,8 +70,10 @@ def greet(ask: Ask, login: Login | None, database: int, until_s: float) -> None:
     elif not isinstance(hello, dict):
         raise LostError("answers HELLO with what is no answer to it")
     else:
-        _check_kind(hello)
-    asked = [command(b"SELECT", b"%d" % database)] if database else []
+        _check_kind(hello, settings)
+    if settings.cluster:
+        return
+    asked = [command(b"SELECT", b"%d" % settings.database)] if settings.database else []
     for reply in ask([*asked, command(b"EXISTS", CHECK_KEY)], until_s):
         _check(reply)
 
@@ -96,9 +101,12 @@ def _check(reply: Reply) -> None:
         raise unusable(reply.code) or UnusableError(f"refuses: {quoted(reply.text)}")
 
 
-def _check_kind(hello: "dict[bytes, Reply]") -> None:
+def _check_kind(hello: "dict[bytes, Reply]", settings: ValkeySettings) -> None:
     mode, role = hello.get(b"mode"), hello.get(b"role")
-    for said, codes in ((mode, MODE_CODES), (role, ROLE_CODES)):
+    wrong = [(mode, MODE_CODES_IN_CLUSTER if settings.cluster else MODE_CODES)]
+    if not settings.cluster:
+        wrong.append((role, ROLE_CODES))
+    for said, codes in wrong:
         error = unusable(codes.get(said, "")) if isinstance(said, bytes) else None
         if error is not None:
             raise error

@@ -7,7 +7,7 @@ into the memory that is given for it. Of what a server sends, nothing grows with
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from hotkv_server.tiers.remote.errors import LostError, quoted
 
@@ -16,8 +16,8 @@ MAX_REPLY_BYTES = 1 << 16
 """Longest string in a reply that is not a block's value."""
 MAX_SKIPPED_BYTES = 64 << 20
 """Longest string that is skipped. To read past a longer one takes longer than to connect anew."""
-MAX_ITEMS = 1024
-"""Most members of an array, map or set, which are of no use here beyond HELLO's answer."""
+MAX_ITEMS = 1 << 14
+"""Most members of an array, map or set: as many as a cluster has slots."""
 MAX_DEPTH = 8
 BUFFER_BYTES = 1 << 14
 BESIDE_VALUE_BYTES = 128
@@ -66,6 +66,18 @@ def command(*words: bytes) -> bytes:
     return b"".join(
         (b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in words))
     )
+
+
+class Command(NamedTuple):
+    """A command about one key. `pieces`: its bytes, in their order."""
+
+    key: bytes
+    pieces: tuple[bytes | memoryview, ...]
+
+    @classmethod
+    def of(cls, key: bytes, name: bytes, *words: bytes) -> "Command":
+        """The command `name`, of the key and words behind it."""
+        return cls(key, (command(name, key, *words),))
 
 
 class Replies:

@@ -1,61 +1,50 @@
-"""What calls of a tier are on the wire of one Valkey or Redis server: pipelines over a connection.
+"""Calls of a tier as commands to a Valkey or Redis server, or to a cluster of them.
 
-Always true, besides what `Client` says: after a method, the connection is behind the last reply, so
-each reply belongs to the command that was sent for it.
+Always true, besides what `Client` says: after a method all replies have been read, so each reply
+belongs to the command that was sent for it.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from hotkv_server.settings.valkey import ValkeySettings
 from hotkv_server.tiers.epoch_numbers import raised
 from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Read, Seals, Shown, Write
 from hotkv_server.tiers.remote.errors import LostError, quoted
 from hotkv_server.tiers.valkey import epochs, values
+from hotkv_server.tiers.valkey.connection import Pipe
 from hotkv_server.tiers.valkey.errors import FULL_CODES, Errors, unusable
-from hotkv_server.tiers.valkey.greeting import greet, read_login
-from hotkv_server.tiers.valkey.resp import ErrorReply, Replies, Reply, command
-from hotkv_server.tiers.valkey.stream import Stream, connect
+from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply
 from hotkv_server.tiers.valkey.ttl import ttl_ms
 
 
 class RespClient:
-    """See the module and `Client`. Connects when it is made."""
+    """See the module and `Client`."""
 
-    def __init__(
-        self, settings: ValkeySettings, until_s: float, clock: epochs.StoreClock | None = None
-    ) -> None:
-        """`clock`: what all connections to the server know of its start."""
-        login = read_login(settings)
-        self._clock = clock or epochs.StoreClock()
-        self._says_info = True
-        self._ttl_s = settings.ttl_s
-        self._stream: Stream = connect(settings, until_s)
-        self._replies = Replies(self._stream)
+    def __init__(self, pipe: Pipe, ttl_s: float, clock: epochs.StoreClock) -> None:
+        """`pipe`: this closes it. `clock`: what all connections to the server know of its
+        start."""
+        self._pipe = pipe
+        self._clock = clock
+        self._says_info = pipe.has_one_clock
+        self._ttl_s = ttl_s
         self._head = memoryview(bytearray(values.HEAD_BYTES))
-        try:
-            greet(self._ask, login, settings.database, until_s)
-        except BaseException:
-            self.close()
-            raise
 
     def __repr__(self) -> str:
-        return f"RespClient({self._stream!r})"
+        return f"RespClient({self._pipe!r})"
 
     def is_fresh(self) -> bool:
         """See `Client`."""
-        return self._replies.is_empty and self._stream.is_quiet()
+        return self._pipe.is_fresh()
 
     def probe(
         self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
     ) -> Epochs:
         """See `Client`."""
-        asked = [command(b"EXISTS", key) for key in keys]
-        self._send(asked + [epochs.get(name) for name in expected], until_s)
+        self._send_before_epochs([Command.of(key, b"EXISTS") for key in keys], expected, until_s)
         errors = Errors()
         settled = codes.copy()
         for at in range(len(keys)):
-            reply = self._replies.next(until_s)
+            reply = self._pipe.next(until_s)
             if isinstance(reply, ErrorReply):
                 errors.add(reply.code)
             elif reply in (0, 1):
@@ -76,9 +65,7 @@ class RespClient:
         until_s: float,
     ) -> Epochs:
         """See `Client`."""
-        asked = [command(b"GET", key) for key in keys]
-        # The order is what makes a flush count: see `epochs`.
-        self._send(asked + [epochs.get(name) for name in expected], until_s)
+        self._send_before_epochs([Command.of(key, b"GET") for key in keys], expected, until_s)
         errors = Errors()
         # Nothing counts before the epochs have been seen.
         settled = codes.copy() if expected else codes
@@ -102,22 +89,22 @@ class RespClient:
         until_s: float,
     ) -> None:
         """See `Client`."""
-        pieces: list[bytes | memoryview] = []
-        sealed = []
+        commands, sealed = [], []
         for key, slot, depth in zip(keys, slots, depths, strict=True):
             head, seal = values.head(key, slot)
             sealed.append(seal)
             ttl = b"%d" % ttl_ms(self._ttl_s, depth)
-            pieces += (
+            pieces = (
                 b"*6\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n%b"
                 % (len(key), key, len(head) + len(slot), head),
                 slot,
                 b"\r\n$2\r\nNX\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl),
             )
-        self._stream.send(pieces, until_s)
+            commands.append(Command(key, pieces))
+        self._pipe.send(commands, until_s)
         errors = Errors()
         for at, seal in enumerate(sealed):
-            reply = self._replies.next(until_s)
+            reply = self._pipe.next(until_s)
             if isinstance(reply, ErrorReply):
                 codes[at] = Write.FULL if reply.code in FULL_CODES else Write.FAILED
                 errors.add(reply.code)
@@ -133,7 +120,7 @@ class RespClient:
         """See `Client`."""
         if not keys:
             return
-        for reply in self._ask([command(b"UNLINK", key) for key in keys], until_s):
+        for reply in self._ask([Command.of(key, b"UNLINK") for key in keys], until_s):
             if not isinstance(reply, int | ErrorReply):
                 raise LostError(f"answers UNLINK with {_shown(reply)}")
 
@@ -182,22 +169,27 @@ class RespClient:
 
     def close(self) -> None:
         """See `Client`."""
-        self._stream.close()
+        self._pipe.close()
 
     def _info(self, until_s: float) -> Reply:
-        """What the server says of itself; nothing if this user may not ask."""
+        """What the server says of itself; None if it is a cluster, or if this user may not ask."""
         if not self._says_info:
             return None
         (reply,) = self._ask([epochs.INFO_SERVER], until_s)
         self._says_info = not isinstance(reply, ErrorReply)
         return reply
 
-    def _send(self, commands: Iterable[bytes], until_s: float) -> None:
-        self._stream.send([b"".join(commands)], until_s)
+    def _send_before_epochs(
+        self, commands: Sequence[Command], expected: Epochs, until_s: float
+    ) -> None:
+        """Sends commands whose replies `_changed` follows. The order is what makes a flush count:
+        see `epochs`."""
+        asked = [epochs.get(name) for name in expected] if self._pipe.keeps_order else []
+        self._pipe.send([*commands, *asked], until_s)
 
-    def _ask(self, commands: Sequence[bytes], until_s: float) -> list[Reply]:
-        self._send(commands, until_s)
-        return [self._replies.next(until_s) for _ in commands]
+    def _ask(self, commands: Sequence[Command], until_s: float) -> list[Reply]:
+        self._pipe.send(commands, until_s)
+        return [self._pipe.next(until_s) for _ in commands]
 
     def _value(self, key: bytes, slot: memoryview, errors: Errors, until_s: float) -> Read:
         judged = Read.CORRUPT
@@ -207,7 +199,7 @@ class RespClient:
             judged = values.judge_head(self._head, value_bytes, len(slot))
             return slot if judged == Read.FOUND else None
 
-        reply = self._replies.value(self._head, place, until_s)
+        reply = self._pipe.value(self._head, place, until_s)
         if reply is None:
             return Read.ABSENT
         if isinstance(reply, ErrorReply):
@@ -218,7 +210,9 @@ class RespClient:
         return judged
 
     def _changed(self, expected: Epochs, errors: Errors, until_s: float) -> Epochs:
-        replies = {name: self._replies.next(until_s) for name in expected}
+        if not self._pipe.keeps_order:
+            self._pipe.send([epochs.get(name) for name in expected], until_s)
+        replies = {name: self._pipe.next(until_s) for name in expected}
         errors.check()
         now = {name: epochs.parsed(reply) for name, reply in replies.items()}
         # NO_EPOCH is nobody's, also if it was expected.

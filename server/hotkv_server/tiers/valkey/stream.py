@@ -82,14 +82,14 @@ class Stream:
         self._socket.settimeout(left_s)
 
 
-def connect(settings: ValkeySettings, until_s: float) -> Stream:
+def connect(settings: ValkeySettings, address: tuple[str, int] | None, until_s: float) -> Stream:
     """Connects as the settings say. Raises LostError, LateError, or UnusableError if files of the
-    settings can't be used."""
+    settings can't be used. `address`: host and port; None for the Unix socket."""
     left_s = max(until_s - time.monotonic(), 1e-3)
     # The context first: what is wrong with files on this side is no matter of the server's.
     context = _tls_context(settings) if settings.tls else None
     try:
-        if settings.unix_path:
+        if address is None:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 sock.settimeout(left_s)
@@ -98,7 +98,7 @@ def connect(settings: ValkeySettings, until_s: float) -> Stream:
                 sock.close()
                 raise
             return Stream(sock)
-        sock = socket.create_connection(settings.host_and_port, left_s)
+        sock = socket.create_connection(address, left_s)
     except OSError as error:
         raise _words(error) from error
     try:
@@ -107,7 +107,7 @@ def connect(settings: ValkeySettings, until_s: float) -> Stream:
         if context is None:
             return Stream(sock)
         sock.settimeout(max(until_s - time.monotonic(), 1e-3))
-        name = settings.server_name or settings.host_and_port[0]
+        name = settings.server_name or address[0]
         return Stream(context.wrap_socket(sock, server_hostname=name))
     except OSError as error:
         sock.close()

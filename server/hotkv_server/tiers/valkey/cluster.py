@@ -1,0 +1,211 @@
+"""Connections to a cluster of Valkey or Redis servers, each of which has some of the hash slots.
+
+A command goes to the server that has the slot of its key. A server that has given the slot away
+says so (MOVED, or ASK while it moves keys one by one), and the command is sent again to the server
+that it names, over a connection of its own on which nothing else waits.
+
+Always true: there is a connection to each server that has slots, so one that is away takes the
+whole cluster away, as batches have keys of all servers. The map of slots is as one of the servers
+has shown it; after MOVED it is asked for again before more commands are sent.
+"""
+
+import binascii
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from hotkv_server.settings.valkey import ValkeySettings
+from hotkv_server.tiers.remote.errors import LostError, StoreError, UnusableError
+from hotkv_server.tiers.valkey.connection import Connection
+from hotkv_server.tiers.valkey.errors import INCOMPLETE, INCOMPLETE_CODES, STANDALONE, unusable
+from hotkv_server.tiers.valkey.greeting import CHECK_KEY
+from hotkv_server.tiers.valkey.resp import Bulk, Command, ErrorReply, Place, Reply, command
+
+NUM_SLOTS = 1 << 14
+MAX_REDIRECTS = 5
+ASKING = command(b"ASKING")
+CLUSTER_SLOTS = command(b"CLUSTER", b"SLOTS")
+Address = tuple[str, int]
+T = TypeVar("T")
+
+
+class ClusterPipe:
+    """See the module and `Pipe`. Connects when it is made."""
+
+    keeps_order = False
+    has_one_clock = False
+
+    def __init__(self, settings: ValkeySettings, until_s: float) -> None:
+        self._settings = settings
+        self._servers: dict[Address, Connection] = {}
+        self._detours: dict[Address, Connection] = {}
+        self._owners: list[Address] = []
+        # By slot, the place of its server in `_owners`; -1 if none has it.
+        self._owner_of = np.full(NUM_SLOTS, -1, np.int16)
+        self._is_outdated = False
+        # Commands whose replies were not read, and the connections they went to.
+        self._sent: deque[tuple[Command, Connection | None]] = deque()
+        try:
+            self._find(until_s)
+            self.send([Command.of(CHECK_KEY, b"EXISTS")], until_s)
+            reply = self.next(until_s)
+            if isinstance(reply, ErrorReply):
+                raise unusable(reply.code) or UnusableError(f"refuses: {reply.code}")
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"ClusterPipe({len(self._servers)} servers, {len(self._detours)} detours)"
+
+    def is_fresh(self) -> bool:
+        """See `Pipe`."""
+        return all(one.is_fresh() for one in (*self._servers.values(), *self._detours.values()))
+
+    def send(self, commands: Sequence[Command], until_s: float) -> None:
+        """See `Pipe`."""
+        assert not self._sent, "replies were not read"
+        if self._is_outdated:
+            self._learn(next(iter(self._servers.values())), until_s)
+        by_server: dict[Address, list[Command]] = {}
+        for one in commands:
+            at = self._owner_of[slot_of(one.key)]
+            if at < 0:
+                self._sent.append((one, None))
+                continue
+            owner = self._owners[at]
+            by_server.setdefault(owner, []).append(one)
+            self._sent.append((one, self._servers[owner]))
+        for owner, its in by_server.items():
+            self._servers[owner].send(its, until_s)
+
+    def next(self, until_s: float) -> Reply:
+        """See `Pipe`."""
+        return self._receive(lambda connection: connection.next(until_s), until_s)
+
+    def value(self, head: memoryview, place: Place, until_s: float) -> Bulk | ErrorReply | None:
+        """See `Pipe`."""
+        return self._receive(lambda connection: connection.value(head, place, until_s), until_s)
+
+    def close(self) -> None:
+        """See `Pipe`."""
+        for one in (*self._servers.values(), *self._detours.values()):
+            one.close()
+
+    def _receive(self, read: Callable[[Connection], T], until_s: float) -> T | ErrorReply:
+        """Reads the next reply, and follows redirects. An error that says that no server has the
+        slot becomes INCOMPLETE."""
+        sent, connection = self._sent.popleft()
+        if connection is None:
+            self._is_outdated = True
+            return ErrorReply(INCOMPLETE.encode())
+        reply: T | ErrorReply = read(connection)
+        for _ in range(MAX_REDIRECTS):
+            if not isinstance(reply, ErrorReply) or reply.code not in ("MOVED", "ASK"):
+                break
+            self._is_outdated |= reply.code == "MOVED"
+            address = _named(reply, connection)
+            if address not in self._detours:
+                self._detours[address] = Connection(self._settings, address, until_s)
+            connection = self._detours[address]
+            if reply.code == "ASK":
+                (asking,) = connection.ask([ASKING], until_s)
+                if isinstance(asking, ErrorReply):
+                    return asking
+            connection.send([sent], until_s)
+            reply = read(connection)
+        if isinstance(reply, ErrorReply) and reply.code in INCOMPLETE_CODES:
+            return ErrorReply(INCOMPLETE.encode())
+        return reply
+
+    def _find(self, until_s: float) -> None:
+        """Learns the map of slots from the first server of the settings that tells it. Each of them
+        has an even share of the time, so one that hangs does not hide the others."""
+        seeds = self._settings.hosts_and_ports
+        for at, address in enumerate(seeds, 1):
+            now_s = time.monotonic()
+            seed_until_s = now_s + (until_s - now_s) / (len(seeds) - at + 1)
+            try:
+                seed = Connection(self._settings, address, seed_until_s)
+            except StoreError:
+                if at == len(seeds):
+                    raise
+                continue
+            self._detours[address] = seed
+            return self._learn(seed, until_s)
+
+    def _learn(self, teller: Connection, until_s: float) -> None:
+        """Asks a server for the map of slots, connects to servers that are new in it, and closes
+        the connections to those that no longer have slots."""
+        (reply,) = teller.ask([CLUSTER_SLOTS], until_s)
+        if isinstance(reply, ErrorReply):
+            raise unusable(reply.code) or unusable(STANDALONE) or LostError("is no cluster")
+        owner_of = np.full(NUM_SLOTS, -1, np.int16)
+        owners: dict[Address, int] = {}
+        for first, last, address in (_range(part, teller) for part in _list(reply)):
+            owner_of[first : last + 1] = owners.setdefault(address, len(owners))
+        for address in self._servers.keys() - owners.keys():
+            self._servers.pop(address).close()
+        for address in owners.keys() - self._servers.keys():
+            if address in self._detours:
+                self._servers[address] = self._detours.pop(address)
+            else:
+                self._servers[address] = self._connected(address, until_s)
+        while self._detours:
+            self._detours.popitem()[1].close()
+        self._owners, self._owner_of, self._is_outdated = list(owners), owner_of, False
+
+    def _connected(self, address: Address, until_s: float) -> Connection:
+        """Connects to a server that has slots."""
+        try:
+            return Connection(self._settings, address, until_s)
+        except LostError as error:
+            host, port = address
+            raise UnusableError(
+                f"is a cluster of which a server is away: {host}:{port} {error}"
+            ) from error
+
+
+def slot_of(key: bytes) -> int:
+    """Returns the hash slot of a key. Only the first {…} in it counts, if it is not empty."""
+    begin = key.find(b"{")
+    end = key.find(b"}", begin + 1)
+    tag = key[begin + 1 : end] if begin >= 0 and end > begin + 1 else key
+    return binascii.crc_hqx(tag, 0) % NUM_SLOTS
+
+
+def _named(reply: ErrorReply, asked: Connection) -> Address:
+    """Returns the server to which `MOVED slot host:port` or `ASK slot host:port` points."""
+    host, _, port = reply.text.rpartition(b" ")[2].rpartition(b":")
+    if not port.isdigit() or len(port) > 5:
+        raise LostError("redirects to what is no server")
+    return _address(host, int(port), asked)
+
+
+def _range(part: Reply, teller: Connection) -> tuple[int, int, Address]:
+    """Returns a range of slots, first and last, and its server, from a member of the reply to
+    CLUSTER SLOTS."""
+    first, last, primary, *_ = [*_list(part), None, None, None]
+    host, port, *_ = [*_list(primary), None, None]
+    numbers = [one for one in (first, last, port) if isinstance(one, int)]
+    if len(numbers) < 3 or not 0 <= numbers[0] <= numbers[1] < NUM_SLOTS:
+        raise LostError("has a map of slots that can't be")
+    return numbers[0], numbers[1], _address(host, numbers[2], teller)
+
+
+def _address(host: Reply, port: int, teller: Connection) -> Address:
+    """Returns a server's address. A server that does not know its own host leaves it out: then it
+    is the one under which it was asked."""
+    if isinstance(host, bytes) and host:
+        return host.decode("ascii", "replace"), port
+    assert teller.address is not None, "a server of a cluster is reached over TCP"
+    return teller.address[0], port
+
+
+def _list(reply: Reply) -> list[Reply]:
+    if not isinstance(reply, list):
+        raise LostError("has a map of slots that can't be")
+    return reply
