@@ -23,6 +23,7 @@ from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.results import BlockResult
 from hotkv.table import SLOT_ALIGN, BlockTable, TableGeometry, Words
+from hotkv_server.core.books import finished
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig, HashList, Run
@@ -87,7 +88,9 @@ class Bench:
         times_s = [time.perf_counter()]
         core.lookup(1, [HashList(0, hashes)])
         times_s.append(time.perf_counter())
-        core.begin_store(session, "t", "l", [Run(0, hashes)], 0, 0.0, self.now_s)
+        runs = [Run(0, hashes)]
+        finished(core.make_room(session, "l", runs, self.now_s))
+        core.begin_store(session, "t", "l", runs, 0, 0.0, self.now_s)
         times_s.append(time.perf_counter())
         (results,) = core.end_store(session, "t", True, self.now_s)
         core.take_effects()

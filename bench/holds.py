@@ -22,6 +22,7 @@ from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.retention import Retention
 from hotkv.table import SLOT_ALIGN, Words
 from hotkv_server.core import incremental
+from hotkv_server.core.books import finished
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.census import take
 from hotkv_server.core.values import HashList, LoadPositions, Run
@@ -54,8 +55,7 @@ class Hold:
 
 
 class RetentionPins:
-    """Runs operations and notes how long each holds the loop. The core's `makes_room` is False, as
-    in the daemon."""
+    """Runs operations and notes how long each holds the loop."""
 
     def __init__(
         self, core: CacheCore, session: int, now_s: float, new_hashes: Callable[[int], Words]
@@ -107,8 +107,7 @@ class RetentionPins:
         runs, lease_id = [Run(0, hashes)], f"store {self._num_stores}"
         self._num_stores += 1
         self.now_s += 0.2
-        key_space_id = self.core.sessions.record(session).key_space_id
-        self.parts(f"{name}: room", incremental.make_room(self.core, key_space_id, runs))
+        self.parts(f"{name}: room", self.core.make_room(session, lease_id, runs, self.now_s))
         self.once(
             f"{name}: begin",
             lambda: self.core.begin_store(session, lease_id, lease_id, runs, 0, 0.0, self.now_s),
@@ -138,7 +137,6 @@ def operations(
     """All operations, one after the other, over a core whose slots of SLOT_ALIGN bytes are all in
     use; it is empty afterwards."""
     holds = RetentionPins(core, session, now_s, new_hashes)
-    core.space.room.at_insert = False
     hashes = holds.fill(session, MAX_BLOCKS_PER_CALL)
     _reads(holds, hashes)
     _background(holds)
@@ -227,8 +225,7 @@ def _flushes(holds: RetentionPins) -> None:
     holds.parts("flush of leased blocks", incremental.flush(core, other_id))
     holds.parts("end of a session with flushed blocks", incremental.end_leases(core, other))
     reserved = [Run(0, holds.new_hashes(MAX_STORED_BLOCKS))]
-    for _ in incremental.make_room(core, other_id, reserved):
-        pass
+    finished(core.make_room(other, "dies", reserved, holds.now_s))
     core.begin_store(other, "dies", "dies", reserved, 0, 0.0, holds.now_s)
     holds.once(
         "death of a session that stores: copy",

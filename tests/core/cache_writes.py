@@ -25,7 +25,7 @@ from tests.core.cache_model import (
     no_room_left,
     reserve_allowed,
 )
-from tests.core.support import words_of
+from tests.core.support import begin_store, reserve, words_of
 
 
 class WriteRules(CacheWorld):
@@ -60,7 +60,7 @@ class WriteRules(CacheWorld):
         existing = self.model.leases.get((engine, lease_id))
         runs, named = self.make_runs(self.joined(data, lists, existing), depth)
         reservation = self.call(
-            lambda: self.core.reserve(session, lease_id, runs, ttl_s, self.now_s),
+            lambda: reserve(self.core, session, lease_id, runs, ttl_s, self.now_s),
             *self.write_refusals(engine, existing, named),
         )
         if reservation:
@@ -192,7 +192,8 @@ class WriteRules(CacheWorld):
             ),
         )
         slots = self.call(
-            lambda: self.core.begin_store(
+            lambda: begin_store(
+                self.core,
                 session,
                 transfer_id,
                 lease_id,

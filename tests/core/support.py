@@ -8,12 +8,15 @@ import numpy as np
 
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
+from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import HEADER, BlockTable, TableGeometry, Words, hash_words
 from hotkv_server.core import incremental
+from hotkv_server.core.books import finished
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.reader_words import ReaderMemory
 from hotkv_server.core.restore import Restored, restore
+from hotkv_server.core.values import Reservation, Run, SlotRun
 
 
 def make_table(capacity: int, num_buckets: int = 0, arena_bytes: int = 1 << 30) -> BlockTable:
@@ -66,6 +69,39 @@ def taken_over(
     used = None if last_used_s is None else np.full(len(records), last_used_s)
     numbers = {number: number for number in old.key_spaces}
     return core, restore(core, records, numbers, used, now_s, old_marks)
+
+
+def reserve(
+    core: CacheCore,
+    session: int,
+    lease_id: str,
+    runs: list[Run],
+    ttl_s: float,
+    now_s: float,
+    retention: Retention = NO_RETENTION,
+) -> Reservation:
+    """Makes room, then reserves, as a node does."""
+    finished(core.make_room(session, lease_id, runs, now_s, retention))
+    return core.reserve(session, lease_id, runs, ttl_s, now_s, retention)
+
+
+def begin_store(
+    core: CacheCore,
+    session: int,
+    transfer_id: str,
+    lease_id: str,
+    runs: list[Run],
+    shard_index: int,
+    ttl_s: float,
+    now_s: float,
+    retention: Retention = NO_RETENTION,
+    residency_id: str = "",
+) -> list[SlotRun]:
+    """Makes room, then begins a store, as a node does."""
+    finished(core.make_room(session, lease_id, runs, now_s, retention, residency_id))
+    return core.begin_store(
+        session, transfer_id, lease_id, runs, shard_index, ttl_s, now_s, retention, residency_id
+    )
 
 
 def expire(core: CacheCore, now_s: float) -> int:

@@ -9,7 +9,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.histogram import AGES_S
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig, HashList, Run
-from tests.core.support import expire, make_table, words_of
+from tests.core.support import begin_store, expire, make_table, words_of
 
 SLOT_BYTES, SLOTS = 1 << 14, 4
 GROUPS = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (SLOT_BYTES,)),)
@@ -29,7 +29,7 @@ class Ages:
         """Each block begins a chain of its own."""
         for number in numbers:
             name, run = str(number), Run(0, words_of([number]))
-            self.core.begin_store(self.session.number, name, name, [run], 0, 60.0, now_s)
+            begin_store(self.core, self.session.number, name, name, [run], 0, 60.0, now_s)
             self.core.end_store(self.session.number, name, True, now_s)
 
     def use(self, numbers: range, now_s: float) -> None:

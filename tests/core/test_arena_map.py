@@ -16,7 +16,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.slabs import ABSENT, FREE
 from hotkv_server.core.values import CoreConfig, HashList, Run
-from tests.core.support import evict, make_key_space, make_table, words_of
+from tests.core.support import begin_store, evict, make_key_space, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 11
@@ -99,7 +99,7 @@ def test_a_map_is_what_each_entry_says(
             evict(core, session.key_space_id, group, words)
         else:
             group = session.representations[0] if what == "represent" else group
-            core.begin_store(session.number, name, name, [Run(group, words)], 0, 0.0, now_s)
+            begin_store(core, session.number, name, name, [Run(group, words)], 0, 0.0, now_s)
             if what != "reserve":
                 core.end_store(session.number, name, True, now_s)
         core.take_effects()

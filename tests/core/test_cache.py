@@ -12,7 +12,7 @@ from hotkv_server.core.values import HashList, Run
 from tests.core.cache_machine import MAX_BLOCKS, NUMBERS
 from tests.core.cache_reads import ReadRules
 from tests.core.cache_residencies import ResidencyRules
-from tests.core.support import evict, evict_all, flush, words_of
+from tests.core.support import begin_store, evict, evict_all, flush, reserve, words_of
 
 
 class CacheMachine(ReadRules, ResidencyRules):
@@ -86,19 +86,19 @@ class CacheMachine(ReadRules, ResidencyRules):
             (lambda: core.touch(999, [], now_s), Reason.UNKNOWN_SESSION),
             (lambda: core.touch(session, [HashList(2, one)], now_s), Reason.INVALID_FIELD),
             (lambda: core.release(999, "a"), Reason.UNKNOWN_SESSION),
-            (lambda: core.reserve(999, "z", [], 0.0, now_s), Reason.UNKNOWN_SESSION),
-            (lambda: core.reserve(session, "z", [no_group], 0.0, now_s), Reason.INVALID_FIELD),
-            (lambda: core.reserve(session, "z", [too_many], 0.0, now_s), Reason.TOO_LARGE),
+            (lambda: reserve(core, 999, "z", [], 0.0, now_s), Reason.UNKNOWN_SESSION),
+            (lambda: reserve(core, session, "z", [no_group], 0.0, now_s), Reason.INVALID_FIELD),
+            (lambda: reserve(core, session, "z", [too_many], 0.0, now_s), Reason.TOO_LARGE),
             (
-                lambda: core.reserve(session, "z", [Run(0, one, depth=-1)], 0.0, now_s),
+                lambda: reserve(core, session, "z", [Run(0, one, depth=-1)], 0.0, now_s),
                 Reason.INVALID_FIELD,
             ),
-            (lambda: core.reserve(session, "", [Run(0, one)], 0.0, now_s), Reason.INVALID_FIELD),
+            (lambda: reserve(core, session, "", [Run(0, one)], 0.0, now_s), Reason.INVALID_FIELD),
             (lambda: core.begin_load(999, "z", "a", []), Reason.UNKNOWN_SESSION),
             (lambda: core.begin_load(session, "", "a", []), Reason.INVALID_FIELD),
             (lambda: core.begin_load(session, "z", "never", []), Reason.UNKNOWN_LEASE),
-            (lambda: core.begin_store(999, "z", "a", [], 0, 0.0, now_s), Reason.UNKNOWN_SESSION),
-            (lambda: core.begin_store(session, "", "a", [], 0, 0.0, now_s), Reason.INVALID_FIELD),
+            (lambda: begin_store(core, 999, "z", "a", [], 0, 0.0, now_s), Reason.UNKNOWN_SESSION),
+            (lambda: begin_store(core, session, "", "a", [], 0, 0.0, now_s), Reason.INVALID_FIELD),
             (
                 lambda: core.open_session("", "rank", self.key_spaces[0], now_s),
                 Reason.INVALID_FIELD,
@@ -111,21 +111,21 @@ class CacheMachine(ReadRules, ResidencyRules):
             calls += [
                 (lambda: core.acquire(session, "z", [], -1.0, now_s), Reason.INVALID_FIELD),
                 (
-                    lambda: core.reserve(session, "z", [Run(0, one)], -1.0, now_s),
+                    lambda: reserve(core, session, "z", [Run(0, one)], -1.0, now_s),
                     Reason.INVALID_FIELD,
                 ),
                 (
-                    lambda: core.begin_store(session, "z", "z", [no_group], 0, 0.0, now_s),
+                    lambda: begin_store(core, session, "z", "z", [no_group], 0, 0.0, now_s),
                     Reason.INVALID_FIELD,
                 ),
                 (
-                    lambda: core.begin_store(
-                        session, "z", "z", [Run(0, one)], self.num_shards, 0.0, now_s
+                    lambda: begin_store(
+                        core, session, "z", "z", [Run(0, one)], self.num_shards, 0.0, now_s
                     ),
                     Reason.INVALID_FIELD,
                 ),
                 (
-                    lambda: core.begin_store(session, "z", "z", [Run(0, one)], -1, 0.0, now_s),
+                    lambda: begin_store(core, session, "z", "z", [Run(0, one)], -1, 0.0, now_s),
                     Reason.INVALID_FIELD,
                 ),
             ]

@@ -14,7 +14,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
 from tests.core.cache_model import snapshot
-from tests.core.support import expire, make_key_space, make_table, words_of
+from tests.core.support import begin_store, expire, make_key_space, make_table, reserve, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 6
@@ -37,7 +37,7 @@ class Burst:
         """Results of one store; the notices that it caused are noted first, as a client would read
         them."""
         name = f"store {numbers[0]}"
-        self.core.begin_store(self.session, name, name, [Run(0, words_of(numbers))], 0, 0.0, now_s)
+        begin_store(self.core, self.session, name, name, [Run(0, words_of(numbers))], 0, 0.0, now_s)
         self.evicted += [
             self.rows[row.tobytes()] for notice in self.core.take_effects() for row in notice.hashes
         ]
@@ -125,10 +125,10 @@ def test_a_block_is_found_only_when_every_shard_is_written(
         for rank in range(num_sessions)
     ]
     run = [Run(0, words_of(range(4)))]
-    core.reserve(sessions[0], "lease", run, 0.0, 0.0)
+    reserve(core, sessions[0], "lease", run, 0.0, 0.0)
     for shard in range(num_shards):
         assert not core.lookup(1, [HashList(0, words_of(range(4)))])[0].any()
-        core.begin_store(sessions[shard], "store", "lease", run, shard, 0.0, 0.0)
+        begin_store(core, sessions[shard], "store", "lease", run, shard, 0.0, 0.0)
         result = core.end_store(sessions[shard], "store", True, 0.0)[0]
         assert set(result.tolist()) == {
             BlockResult.STORED if shard == num_shards - 1 else BlockResult.WRITTEN
@@ -145,8 +145,8 @@ def test_a_block_that_is_reserved_and_then_stored_twice_in_a_call_is_copied_once
         "engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0
     ).number
     run = [Run(0, words_of([1, 2, 1]))]
-    core.reserve(session, "lease", run, 0.0, 0.0)
-    slots = core.begin_store(session, "store", "lease", run, 0, 0.0, 0.0)
+    reserve(core, session, "lease", run, 0.0, 0.0)
+    slots = begin_store(core, session, "store", "lease", run, 0, 0.0, 0.0)
     assert slots[0].positions.tolist() == [0, 1]
     results = core.end_store(session, "store", True, 0.0)[0].tolist()
     assert (
@@ -165,16 +165,16 @@ def test_leases_do_not_cross_key_spaces_of_one_engine_id() -> None:
         for name, size in (("a", SLOT_ALIGN), ("b", SLAB))
     )
     hashes = words_of(range(3))
-    core.reserve(one.number, "write", [Run(0, hashes)], 0.0, 0.0)
+    reserve(core, one.number, "write", [Run(0, hashes)], 0.0, 0.0)
     core.acquire(one.number, "read", [HashList(0, hashes)], 0.0, 0.0)
     before = snapshot(core)
     calls: list[tuple[Callable[[], object], Reason]] = [
         (
-            lambda: core.reserve(two.number, "write", [Run(0, hashes)], 0.0, 0.0),
+            lambda: reserve(core, two.number, "write", [Run(0, hashes)], 0.0, 0.0),
             Reason.DUPLICATE_ID,
         ),
         (
-            lambda: core.begin_store(two.number, "t", "write", [Run(0, hashes)], 0, 0.0, 0.0),
+            lambda: begin_store(core, two.number, "t", "write", [Run(0, hashes)], 0, 0.0, 0.0),
             Reason.DUPLICATE_ID,
         ),
         (

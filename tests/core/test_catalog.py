@@ -16,7 +16,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.catalog import FORGET_S, MAX_KEY_SPACES, weight_bytes
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import KEY_SPACE_ROWS, CoreConfig, HashList, Run, TenantShare
-from tests.core.support import flush, make_table, words_of
+from tests.core.support import begin_store, flush, make_table, words_of
 
 ARENA, SLAB = 1 << 20, 1 << 16
 GROUPS = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),)
@@ -48,7 +48,7 @@ def make_room(
 
 
 def store(core: CacheCore, session: int, numbers: range) -> None:
-    core.begin_store(session, "t", "l", [Run(0, words_of(numbers))], 0, 0.0, 0.0)
+    begin_store(core, session, "t", "l", [Run(0, words_of(numbers))], 0, 0.0, 0.0)
     core.end_store(session, "t", True, 0.0)
 
 

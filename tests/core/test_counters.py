@@ -16,7 +16,15 @@ from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
-from tests.core.support import evict, expire, flush, make_key_space, make_table, words_of
+from tests.core.support import (
+    begin_store,
+    evict,
+    expire,
+    flush,
+    make_key_space,
+    make_table,
+    words_of,
+)
 
 NUM_SLOTS = 4
 NUMBERS = st.lists(st.integers(0, 7), min_size=1, max_size=6)
@@ -92,7 +100,7 @@ class Counted:
 
     def begin(self, numbers: list[int]) -> None:
         transfer, runs = self.name(), [Run(0, words_of(numbers))]
-        self.core.begin_store(self.session, transfer, transfer, runs, 0, 0.0, self.now_s)
+        begin_store(self.core, self.session, transfer, transfer, runs, 0, 0.0, self.now_s)
         self.take_evicted()
         self.stores.append(transfer)
 
@@ -146,7 +154,7 @@ def test_a_block_that_another_call_of_the_lease_writes_is_not_written_twice() ->
     cache = Counted()
     runs = [Run(0, words_of([1, 2]))]
     for transfer, num_slots in (("first", 2), ("second", 0)):
-        (slots,) = cache.core.begin_store(cache.session, transfer, "w", runs, 0, 0.0, 0.0)
+        (slots,) = begin_store(cache.core, cache.session, transfer, "w", runs, 0, 0.0, 0.0)
         assert len(slots.positions) == num_slots
     assert (
         cache.core.end_store(cache.session, "second", True, 0.0)[0].tolist()

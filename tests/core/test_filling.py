@@ -26,7 +26,7 @@ from hotkv_server.memory.mapping import COLLAPSE_BYTES, FileMapping
 from hotkv_server.memory.pinning import ArenaPinner
 from hotkv_server.runtime.recovery import _prefault_claimed
 from hotkv_server.testing.device import FakeRuntime
-from tests.core.support import make_key_space, make_table, words_of
+from tests.core.support import begin_store, make_key_space, make_table, words_of
 
 REST = 12345
 ARENA = 3 * COLLAPSE_BYTES + REST
@@ -308,7 +308,7 @@ def test_the_core_waits_for_what_comes_and_evicts_for_the_rest() -> None:
     ).number
 
     def stored(name: str, numbers: range) -> int:
-        slots = core.begin_store(session, name, name, [Run(0, words_of(numbers))], 0, 0.0, 1.0)
+        slots = begin_store(core, session, name, name, [Run(0, words_of(numbers))], 0, 0.0, 1.0)
         core.end_store(session, name, True, 1.0)
         core.check_invariants()
         return len(slots[0].entries)

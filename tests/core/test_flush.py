@@ -15,7 +15,15 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.policies.protocol import Keys
 from hotkv_server.core.values import CoreConfig, Entries, HashList, LoadPositions, Run
-from tests.core.support import evict, flush, make_key_space, make_table, words_of
+from tests.core.support import (
+    begin_store,
+    evict,
+    flush,
+    make_key_space,
+    make_table,
+    reserve,
+    words_of,
+)
 
 NUM_SLOTS = 24
 NUMBERS = st.lists(st.integers(0, NUM_SLOTS - 1), min_size=1, max_size=8, unique=True)
@@ -41,7 +49,7 @@ def store(
     core: CacheCore, session: int, numbers: list[int], retention: Retention = NO_RETENTION
 ) -> list[int]:
     name = f"store {numbers[0]}"
-    core.begin_store(session, name, name, [Run(0, words_of(numbers))], 0, 0.0, 1.0, retention)
+    begin_store(core, session, name, name, [Run(0, words_of(numbers))], 0, 0.0, 1.0, retention)
     results: list[int] = core.end_store(session, name, True, 1.0)[0].tolist()
     return results
 
@@ -74,8 +82,8 @@ def test_what_is_pinned_stays_as_it_is_until_its_last_lease_ends(
         slots[f"lease {name}"] = set(offsets.tolist())
         core.end_load(session, f"load {name}", True)
     if writing:
-        core.begin_store(
-            session, "writing", "writing", [Run(0, words_of([50, 51, 52]))], 0, 0.0, 1.0
+        begin_store(
+            core, session, "writing", "writing", [Run(0, words_of([50, 51, 52]))], 0, 0.0, 1.0
         )
     # Making room for what is being written may have evicted some.
     gone = {row.tobytes() for notice in core.take_effects() for row in notice.hashes}
@@ -93,8 +101,8 @@ def test_what_is_pinned_stays_as_it_is_until_its_last_lease_ends(
         # Blocks of before may be stored anew, beside their old slots.
         numbers = [*everything[:2], *range(fresh, fresh + NUM_SLOTS)]
         fresh += NUM_SLOTS
-        run = core.begin_store(
-            session, "s", f"w {fresh}", [Run(0, words_of(numbers))], 0, 0.0, 2.0
+        run = begin_store(
+            core, session, "s", f"w {fresh}", [Run(0, words_of(numbers))], 0, 0.0, 2.0
         )[0]
         assert not set(run.offsets.tolist()) & set().union(*slots.values()), (
             "a slot under a lease was given away"
@@ -118,11 +126,11 @@ def test_what_is_pinned_stays_as_it_is_until_its_last_lease_ends(
 
 def test_what_is_reserved_never_becomes_ready() -> None:
     core, session = filled(2)
-    core.reserve(session, "later", [Run(0, words_of([5, 6]))], 0.0, 1.0)
+    reserve(core, session, "later", [Run(0, words_of([5, 6]))], 0.0, 1.0)
     assert flush(core, 1) == 2
     # Nobody writes them, so others may store them at once.
     assert store(core, session, [5]) == [BlockResult.STORED]
-    core.begin_store(session, "t", "later", [Run(0, words_of([5, 6]))], 0, 0.0, 2.0)
+    begin_store(core, session, "t", "later", [Run(0, words_of([5, 6]))], 0, 0.0, 2.0)
     assert core.end_store(session, "t", True, 2.0)[0].tolist() == [
         BlockResult.PRESENT,
         BlockResult.NO_SPACE,
@@ -133,9 +141,9 @@ def test_what_is_reserved_never_becomes_ready() -> None:
 def test_a_block_that_half_the_ranks_have_written_never_becomes_ready() -> None:
     core, session = filled(0, num_shards=2)
     run = Run(0, words_of([1]))
-    core.begin_store(session, "rank 0", "lease", [run], 0, 0.0, 1.0)
+    begin_store(core, session, "rank 0", "lease", [run], 0, 0.0, 1.0)
     assert core.end_store(session, "rank 0", True, 1.0)[0].tolist() == [BlockResult.WRITTEN]
-    core.begin_store(session, "rank 1", "lease", [run], 1, 0.0, 1.0)
+    begin_store(core, session, "rank 1", "lease", [run], 1, 0.0, 1.0)
     assert flush(core, 1) == 0
     assert core.end_store(session, "rank 1", True, 1.0)[0].tolist() == [BlockResult.ABORTED]
     assert not found(core, [1])
@@ -149,7 +157,7 @@ def test_other_key_spaces_keep_theirs() -> None:
         "other", "rank", make_key_space("two", SLOT_ALIGN, SLOT_ALIGN), 0.0
     ).number
     store(core, other, [0, 1], KEPT)
-    core.begin_store(other, "t", "t", [Run(0, words_of([7]))], 0, 0.0, 1.0)
+    begin_store(core, other, "t", "t", [Run(0, words_of([7]))], 0, 0.0, 1.0)
     assert flush(core, 1) == 3
     assert core.end_store(other, "t", True, 1.0)[0].tolist() == [BlockResult.STORED]
     assert found(core, [0, 1, 7], 2) == [0, 1, 7]
@@ -177,6 +185,6 @@ def test_only_blocks_that_made_room_count_as_evicted(monkeypatch: pytest.MonkeyP
     assert flush(core, 1) == 5
     assert told == [(5, False)]
     told.clear()
-    core.reserve(session, "a", [Run(0, words_of([9]))], 10.0, 1.0)
+    reserve(core, session, "a", [Run(0, words_of([9]))], 10.0, 1.0)
     core.release(session, "a")
     assert told == [(1, False)]

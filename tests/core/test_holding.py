@@ -9,14 +9,13 @@ import pytest
 from hotkv.results import BlockResult
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import incremental
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.copies import Copies
 from hotkv_server.core.moves import Moves
 from hotkv_server.core.policies import Hotness
 from hotkv_server.core.policies.duel import Contender, Duel
 from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
-from tests.core.support import make_key_space, make_table, words_of
+from tests.core.support import begin_store, make_key_space, make_table, words_of
 
 NUM_SLOTS = 24
 SLAB = 4 * SLOT_ALIGN
@@ -34,12 +33,10 @@ class Store:
 
 class Place:
     """A core of 24 slots whose policy is settled: it holds blocks for five seconds after a use.
-    `makes_room`: as in `CoreConfig`; a daemon makes room in parts before each store. `guaranteed`:
-    slots by tenant. The last of `contenders` has won."""
+    `guaranteed`: slots by tenant. The last of `contenders` has won."""
 
     def __init__(
         self,
-        makes_room: bool,
         guaranteed: Mapping[str, int] | None = None,
         contenders: tuple[Contender, ...] = (HOLDING,),
     ) -> None:
@@ -51,7 +48,6 @@ class Place:
             SLAB,
             100,
             max_blocks_per_call=1000,
-            makes_room=makes_room,
             tenants=shares,
         )
         policy = Hotness(100)
@@ -79,13 +75,7 @@ class Place:
         self.num_stores += 1
         record = self.records[tenant]
         name, runs = f"store {self.num_stores}", [Run(group, words_of(numbers))]
-        if not self.core.config.makes_room:
-            keep_at_s = now_s if retention == NO_RETENTION else None
-            for _ in incremental.make_room(
-                self.core, record.key_space_id, runs, keep_at_s=keep_at_s
-            ):
-                pass
-        self.core.begin_store(record.number, name, name, runs, 0, 0.0, now_s, retention)
+        begin_store(self.core, record.number, name, name, runs, 0, 0.0, now_s, retention)
         results = self.core.end_store(record.number, name, True, now_s)[0].tolist()
         self.core.check_invariants()
         assert set(results) <= {BlockResult.STORED, BlockResult.NO_SPACE}
@@ -103,9 +93,9 @@ class Place:
         return [number for number, is_there in zip(numbers, mask, strict=True) if is_there]
 
 
-@pytest.fixture(params=[True, False], ids=["simulator", "daemon"])
-def place(request: pytest.FixtureRequest) -> Place:
-    return Place(request.param)
+@pytest.fixture
+def place() -> Place:
+    return Place()
 
 
 def test_what_was_just_used_stays_and_the_rest_is_refused(place: Place) -> None:
@@ -147,10 +137,9 @@ def test_nothing_is_refused_while_slot_sizes_share_the_arena(place: Place) -> No
     assert place.store(list(range(50, 66)), 1.0).refused == []
 
 
-@pytest.mark.parametrize("makes_room", [True, False], ids=["simulator", "daemon"])
-def test_a_guarantee_is_a_claim_on_what_others_hold(makes_room: bool) -> None:
+def test_a_guarantee_is_a_claim_on_what_others_hold() -> None:
     """Beyond it a tenant waits as all do."""
-    place = Place(makes_room, {"late": 12, "early": 8})
+    place = Place({"late": 12, "early": 8})
     assert place.store(list(range(24)), 0.0, tenant="early").refused == []
     late = list(range(100, 116))
     done = place.store(late, 1.0, tenant="late")
@@ -159,11 +148,10 @@ def test_a_guarantee_is_a_claim_on_what_others_hold(makes_room: bool) -> None:
     assert place.store(late[12:], 6.5, tenant="late").stored == late[12:]
 
 
-@pytest.mark.parametrize("makes_room", [True, False], ids=["simulator", "daemon"])
 @pytest.mark.parametrize("cause", ["another size", "tiers", "representations"])
-def test_what_may_not_hold_is_left_at_once(makes_room: bool, cause: str) -> None:
+def test_what_may_not_hold_is_left_at_once(cause: str) -> None:
     """Without its holding the winner would be worse than others are."""
-    place = Place(makes_room, contenders=(Contender(120.0), Contender(30.0), HOLDING))
+    place = Place(contenders=(Contender(120.0), Contender(30.0), HOLDING))
     space, duel = place.core.space, place.duel
     assert place.store(list(range(16)), 0.0).refused == []
     assert duel.winner == HOLDING and space.policy.figures()["hold_s"] == HOLD_S

@@ -14,7 +14,7 @@ from hotkv_server.core.leases import write_weight
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
 from tests.core.cache_model import snapshot
-from tests.core.support import make_key_space, make_table, words_of
+from tests.core.support import begin_store, make_key_space, make_table, reserve, words_of
 
 SLAB = 4 * SLOT_ALIGN
 
@@ -31,7 +31,7 @@ def make_core(num_shards: int = 1, **config: int) -> tuple[CacheCore, int]:
 
 
 def stored(core: CacheCore, session: int, numbers: range) -> None:
-    core.begin_store(session, "s", "s", [Run(0, words_of(numbers))], 0, 0.0, 0.0)
+    begin_store(core, session, "s", "s", [Run(0, words_of(numbers))], 0, 0.0, 0.0)
     core.end_store(session, "s", True, 0.0)
 
 
@@ -77,27 +77,27 @@ def test_the_id_of_a_write_lease_does_not_answer_for_other_blocks() -> None:
     """Ranks that join name what the first call named, or less of it."""
     core, session = make_core(2)
     first = [Run(0, words_of([0, 1, 2])), Run(1, words_of([0]))]
-    core.reserve(session, "id", first, 0.0, 0.0)
+    reserve(core, session, "id", first, 0.0, 0.0)
     for other in (
         [Run(0, words_of([3]))],
         [Run(0, words_of([0, 1, 3]))],
         [*first, Run(1, words_of([1]))],
     ):
-        refused(core, lambda runs=other: core.reserve(session, "id", runs, 0.0, 0.0))  # type: ignore[misc]
-        refused(core, lambda runs=other: core.begin_store(session, "t", "id", runs, 1, 0.0, 0.0))  # type: ignore[misc]
+        refused(core, lambda runs=other: reserve(core, session, "id", runs, 0.0, 0.0))  # type: ignore[misc]
+        refused(core, lambda runs=other: begin_store(core, session, "t", "id", runs, 1, 0.0, 0.0))  # type: ignore[misc]
     refused(core, lambda: core.acquire(session, "id", [HashList(0, words_of([0]))], 0.0, 0.0))
-    same = core.reserve(session, "id", first, 0.0, 0.0)
+    same = reserve(core, session, "id", first, 0.0, 0.0)
     assert {value for row in same.results for value in row.tolist()} == {BlockResult.RESERVED}
-    less = core.reserve(session, "id", [Run(0, words_of([2, 0]))], 0.0, 0.0)
+    less = reserve(core, session, "id", [Run(0, words_of([2, 0]))], 0.0, 0.0)
     assert less.results[0].tolist() == [BlockResult.RESERVED] * 2
 
 
 def test_a_rank_may_bring_representations_that_the_first_did_not_name() -> None:
     """Each rank sends those that it could build; the blocks come all the same."""
     core, session = make_core(2)
-    core.reserve(session, "id", [Run(0, words_of([0, 1]))], 0.0, 0.0)
+    reserve(core, session, "id", [Run(0, words_of([0, 1]))], 0.0, 0.0)
     runs = [Run(0, words_of([0, 1])), Run(MAX_GROUPS, words_of([0, 1]))]
-    results = core.reserve(session, "id", runs, 0.0, 0.0).results
+    results = reserve(core, session, "id", runs, 0.0, 0.0).results
     assert [row.tolist() for row in results] == [
         [BlockResult.RESERVED] * 2,
         [BlockResult.NO_SPACE] * 2,
@@ -108,13 +108,13 @@ def test_blocks_that_write_leases_list_are_bounded() -> None:
     """Also those that have no slots of their own: present ones."""
     core, session = make_core(2, client_memory_bytes=3 * write_weight(4, 2))
     for shard in range(2):
-        core.begin_store(session, "s", "s", [Run(0, words_of(range(4)))], shard, 0.0, 0.0)
+        begin_store(core, session, "s", "s", [Run(0, words_of(range(4)))], shard, 0.0, 0.0)
         core.end_store(session, "s", True, 0.0)
-    core.reserve(session, "id", [Run(0, words_of(range(4)))], 0.0, 0.0)
+    reserve(core, session, "id", [Run(0, words_of(range(4)))], 0.0, 0.0)
     more = [Run(0, words_of(range(4)))] * 2
     refused(
         core,
-        lambda: core.reserve(session, "other", more, 0.0, 0.0),
+        lambda: reserve(core, session, "other", more, 0.0, 0.0),
         Reason.OVERLOADED,
         "runs: .*bytes of lists of leases",
     )
@@ -134,7 +134,7 @@ def test_the_id_of_a_transfer_in_flight_is_taken() -> None:
     )
     refused(
         core,
-        lambda: core.begin_store(session, "t", "w", [Run(0, words_of([9]))], 0, 0.0, 0.0),
+        lambda: begin_store(core, session, "t", "w", [Run(0, words_of([9]))], 0, 0.0, 0.0),
         match=taken,
     )
     core.end_load(session, "t", True)

@@ -28,7 +28,7 @@ from hotkv_server.core.policies.queue import ColdQueue, Highest
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
 from hotkv_server.runtime import slices as slices_module
 from hotkv_server.runtime.slices import slices
-from tests.core.support import evict_all, make_key_space, make_table, words_of
+from tests.core.support import begin_store, evict_all, make_key_space, make_table, reserve, words_of
 from tests.oracles import table as oracle
 
 NUM_SLOTS = 32
@@ -59,16 +59,13 @@ class Meddler:
     """A core, and calls that come between. `began`: the turn in which the last store of a block of
     the first key space began."""
 
-    def __init__(
-        self, policy: str = "lru", *, makes_room: bool = True, num_slots: int = NUM_SLOTS
-    ) -> None:
+    def __init__(self, policy: str = "lru", num_slots: int = NUM_SLOTS) -> None:
         config = CoreConfig(
             num_slots * SLOT_ALIGN,
             4 * SLOT_ALIGN,
             100,
             unadmitted_share=1.0,
             held_share=1.0,
-            makes_room=makes_room,
         )
         self.core = CacheCore(config, make_table(100), POLICIES[policy](100))
         self.session = self.core.open_session(
@@ -86,12 +83,8 @@ class Meddler:
         self.num_calls += 1
         name = f"store {self.num_calls}"
         run = [Run(0, words_of(numbers))]
-        # As the runtime does: room is made by steps of its own, and the call comes in the same
-        # turn.
-        for _ in incremental.make_room(self.core, 1, run):
-            pass
-        (slots,) = self.core.begin_store(
-            self.session, name, name, run, 0, 0.0, float(self.num_calls)
+        (slots,) = begin_store(
+            self.core, self.session, name, name, run, 0, 0.0, float(self.num_calls)
         )
         self.writing[name] = [numbers[at] for at in slots.positions.tolist()]
         for number in self.writing[name]:
@@ -120,7 +113,7 @@ class Meddler:
                 core.touch(self.session, hashes, float(self.num_calls))
             case "other":
                 name = f"other {self.num_calls} {number} {self.turn}"
-                core.begin_store(self.other, name, name, [Run(0, words_of([number]))], 0, 0.0, 1.0)
+                begin_store(core, self.other, name, name, [Run(0, words_of([number]))], 0, 0.0, 1.0)
                 core.end_store(self.other, name, True, 1.0)
         core.take_effects()
 
@@ -200,7 +193,7 @@ def test_what_goes_before_its_turn_is_left_alone(num_steps: int) -> None:
     pinned=st.lists(st.integers(0, 30), max_size=6), group=st.integers(0, 1),
     start=st.integers(0, 60), count=st.integers(1, NUM_SLOTS),
 )  # fmt: skip
-def test_room_made_before_is_the_room_that_a_call_makes(
+def test_a_call_evicts_nothing_once_room_was_made(
     policy: str,
     stored: list[tuple[bool, int]],
     pinned: list[int],
@@ -208,34 +201,21 @@ def test_room_made_before_is_the_room_that_a_call_makes(
     start: int,
     count: int,
 ) -> None:
-    """The same blocks are reserved, and the same others are there afterwards, whether room was made
-    before or by the call."""
-    answers = []
-    for makes_room in (True, False):
-        world = Meddler(policy, makes_room=makes_room)
-        run = [Run(group, words_of(list(range(start, start + count))))]
-        for other, number in stored:
-            session, key_space_id = (world.other, 2) if other else (world.session, 1)
-            earlier, name = [Run(0, words_of([number]))], f"{other} {number} {world.num_calls}"
-            world.num_calls += 1
-            for _ in incremental.make_room(world.core, key_space_id, earlier):
-                pass
-            world.core.begin_store(session, name, name, earlier, 0, 0.0, float(world.num_calls))
-            world.core.end_store(session, name, True, float(world.num_calls))
-        world.core.acquire(world.session, "pinned", [HashList(0, words_of(pinned))], 0.0, 1.0)
-        for _ in incremental.make_room(world.core, 1, run):
-            world.core.check_invariants()
-        if not makes_room:
-            evicted = world.core.space.removal.evicted_blocks
-        (results,) = world.core.reserve(world.session, "new", run, 0.0, 50.0).results
-        assert makes_room or world.core.space.removal.evicted_blocks == evicted, (
-            "room was made by the call"
-        )
+    world = Meddler(policy)
+    run = [Run(group, words_of(list(range(start, start + count))))]
+    for other, number in stored:
+        session = world.other if other else world.session
+        earlier, name = [Run(0, words_of([number]))], f"{other} {number} {world.num_calls}"
+        world.num_calls += 1
+        begin_store(world.core, session, name, name, earlier, 0, 0.0, float(world.num_calls))
+        world.core.end_store(session, name, True, float(world.num_calls))
+    world.core.acquire(world.session, "pinned", [HashList(0, words_of(pinned))], 0.0, 1.0)
+    for _ in world.core.make_room(world.session, "new", run, 50.0):
         world.core.check_invariants()
-        answers.append(
-            (results.tolist(), world.found(list(range(31))), world.found(list(range(31)), 2))
-        )
-    assert answers[0] == answers[1]
+    evicted = world.core.space.removal.evicted_blocks
+    world.core.reserve(world.session, "new", run, 0.0, 50.0)
+    assert world.core.space.removal.evicted_blocks == evicted
+    world.core.check_invariants()
 
 
 @given(between=MEDDLING, group=st.integers(0, 1), count=st.integers(1, 12))
@@ -244,17 +224,17 @@ def test_whatever_comes_between_there_is_room_in_the_end(
 ) -> None:
     """As long as not too much is pinned or being written: a quarter of the slots is asked for, and
     calls between take few."""
-    world = Meddler(makes_room=False, num_slots=4 * NUM_SLOTS)
+    world = Meddler(num_slots=4 * NUM_SLOTS)
     for start in range(0, 90, 9):
         world.end(world.begin(list(range(start + 200, start + 209))))
     world.core.take_effects()
     calls = iter([(what, number) for what, number in between if what not in ("begin", "other")])
     run = [Run(group, words_of(list(range(100, 100 + count))))]
-    for _ in incremental.make_room(world.core, 1, run):
+    for _ in world.core.make_room(world.session, "new", run, 50.0):
         world.core.check_invariants()
         for _, (what, number) in zip(range(2), calls, strict=False):
             world.call(what, number)
-    (results,) = world.core.reserve(world.session, "new", run, 0.0, 50.0).results
+    (results,) = reserve(world.core, world.session, "new", run, 0.0, 50.0).results
     assert set(results.tolist()) == {BlockResult.RESERVED}
     world.core.check_invariants()
 
@@ -297,13 +277,13 @@ def test_slots_in_slabs_are_found_as_by_the_reference() -> None:
 
 
 def test_what_a_run_has_stays_while_room_is_made_for_its_rest() -> None:
-    world = Meddler(makes_room=False, num_slots=8)
+    world = Meddler(num_slots=8)
     for number in range(8):
         world.end(world.begin([number]))
     run = [Run(0, words_of([0, 1, 2, 20, 21, 22]))]
-    for _ in incremental.make_room(world.core, 1, run):
+    for _ in world.core.make_room(world.session, "new", run, 50.0):
         assert world.found([0, 1, 2]) == [0, 1, 2]
-    (results,) = world.core.reserve(world.session, "new", run, 0.0, 50.0).results
+    (results,) = reserve(world.core, world.session, "new", run, 0.0, 50.0).results
     assert results.tolist() == [BlockResult.PRESENT] * 3 + [BlockResult.RESERVED] * 3
 
 
@@ -320,7 +300,7 @@ def test_entries_without_memory_are_not_used() -> None:
     for limit, name in ((5, "a"), (8, "b")):
         core.back_entries(limit)
         run = [Run(0, words_of(list(range(limit * 100, limit * 100 + 12))))]
-        core.begin_store(session, name, name, run, 0, 0.0, 1.0)
+        begin_store(core, session, name, name, run, 0, 0.0, 1.0)
         results = core.end_store(session, name, True, 1.0)[0].tolist()
         assert (
             results.count(BlockResult.STORED) == limit and core.space.index.num_numbers <= limit + 1
@@ -355,14 +335,13 @@ def test_others_are_served_between_slices(
 def test_room_for_representations_keeps_their_blocks() -> None:
     """Of those that are there already: one whose block goes while it is kept would keep its slot
     for ever."""
-    core = CacheCore(
-        CoreConfig(8 * SLOT_ALIGN, 4 * SLOT_ALIGN, 100, makes_room=False), make_table(100), LRU(100)
-    )
+    core = CacheCore(CoreConfig(8 * SLOT_ALIGN, 4 * SLOT_ALIGN, 100), make_table(100), LRU(100))
     kind = Representation(0, "rot2u", 1, (SLOT_ALIGN,))
     session = core.open_session(
         "engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0, (kind,)
     ).number
-    core.begin_store(
+    begin_store(
+        core,
         session,
         "t",
         "l",
@@ -372,9 +351,8 @@ def test_room_for_representations_keeps_their_blocks() -> None:
         0.0,
     )
     core.end_store(session, "t", True, 0.0)
-    for _ in incremental.make_room(
-        core, 1, [Run(MAX_GROUPS, words_of(range(4))), Run(0, words_of(range(10, 14)))]
-    ):
+    runs = [Run(MAX_GROUPS, words_of(range(4))), Run(0, words_of(range(10, 14)))]
+    for _ in core.make_room(session, "new", runs, 0.0):
         core.check_invariants()
     core.check_invariants()
     assert core.lookup(1, [HashList(0, words_of(range(4)))])[0].all()

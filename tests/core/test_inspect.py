@@ -16,7 +16,7 @@ from hotkv_server.core import inspect
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.values import CoreConfig, HashList, Run
-from tests.core.support import evict, make_key_space, make_table, words_of
+from tests.core.support import begin_store, evict, make_key_space, make_table, words_of
 
 SERVER = Path(hotkv_server.__file__).parent
 OUTER = [
@@ -37,7 +37,7 @@ class Cache:
         self.session = self.core.open_session("engine", "rank", space, 0.0, (kind,)).number
 
     def store(self, lease_id: str, run: Run, now_s: float = 1.0, *, ends: bool = True) -> None:
-        self.core.begin_store(self.session, lease_id, lease_id, [run], 0, 0.0, now_s)
+        begin_store(self.core, self.session, lease_id, lease_id, [run], 0, 0.0, now_s)
         if ends:
             self.core.end_store(self.session, lease_id, True, now_s)
 
@@ -78,7 +78,7 @@ def test_the_key_spaces_with_most_blocks_are_told_in_their_order() -> None:
     ]
     for session, count in zip(others, (0, 3, 1), strict=True):
         run = Run(0, words_of(range(count)))
-        cache.core.begin_store(session.number, f"{count}", f"{count}", [run], 0, 0.0, 1.0)
+        begin_store(cache.core, session.number, f"{count}", f"{count}", [run], 0, 0.0, 1.0)
         cache.core.end_store(session.number, f"{count}", True, 1.0)
     told = inspect.key_spaces(cache.core, census(cache.core), 2)
     assert [(one.number, one.num_blocks) for one in told] == [(3, 3), (4, 1)]

@@ -21,7 +21,7 @@ from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import FIRST_MOVE, BoolMask, CoreConfig, HashList, Run
 from hotkv_server.core.write_gate import Offered
-from tests.core.support import evict, flush, make_key_space, make_table, words_of
+from tests.core.support import begin_store, evict, flush, make_key_space, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_HASHES = 12
@@ -81,7 +81,7 @@ class LowerMachine(RuleBasedStateMachine):
         self.now_s += 1.0
         name, session = f"store {self.num_calls}", self.sessions[space]
         runs = [Run(group, words_of(numbers), depth=depth)]
-        slots = self.core.begin_store(session, name, name, runs, 0, 0.0, self.now_s)
+        slots = begin_store(self.core, session, name, name, runs, 0, 0.0, self.now_s)
         for run in slots:
             for position, offset in zip(run.positions.tolist(), run.offsets.tolist(), strict=True):
                 self.slots[offset] = self.content(space, group, numbers[position])
@@ -357,7 +357,7 @@ def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
 
     def store(number: int) -> None:
         name = f"store {number}"
-        core.begin_store(session, name, name, [Run(0, words_of([number]))], 0, 0.0, 1.0)
+        begin_store(core, session, name, name, [Run(0, words_of([number]))], 0, 0.0, 1.0)
         core.end_store(session, name, True, 1.0)
 
     def taken(num_bytes: int) -> list[int]:
@@ -413,7 +413,7 @@ def test_the_gate_is_told_what_is_before_each_block() -> None:
     def store(numbers: list[int], parent: int | None, depth: int) -> None:
         name, root = f"store {numbers}", None if parent is None else words_of([parent])[0]
         runs = [Run(0, words_of(numbers), root, depth)]
-        core.begin_store(session, name, name, runs, 0, 0.0, 1.0)
+        begin_store(core, session, name, name, runs, 0, 0.0, 1.0)
         core.end_store(session, name, True, 1.0)
 
     def written() -> list[tuple[object, ...]]:
@@ -467,7 +467,7 @@ def test_a_key_space_is_known_as_long_as_it_has_a_block_below() -> None:
     session = core.open_session("e", "worker", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN), 0.0)
     number, lower = session.number, core.lower
     assert lower is not None
-    core.begin_store(number, "s", "s", [Run(0, words_of([1]))], 0, 0.0, 1.0)
+    begin_store(core, number, "s", "s", [Run(0, words_of([1]))], 0, 0.0, 1.0)
     core.end_store(number, "s", True, 1.0)
     (move,) = lower.down.begin(core.space.index.ready_blocks())
     lower.down.end(move, np.ones(1, np.bool_), np.ones(1, np.uint64), 1.0)

@@ -31,7 +31,7 @@ from hotkv_server.memory.state import (
     write_state,
 )
 from hotkv_server.runtime.recovery import take_over
-from tests.core.support import make_key_space, words_of
+from tests.core.support import begin_store, make_key_space, words_of
 
 SLAB, ARENA, CAPACITY = 1 << 16, 1 << 20, 64
 KEY_SPACES = [make_key_space(name, SLOT_ALIGN, SLOT_ALIGN) for name in ("one", "two")]
@@ -58,7 +58,7 @@ class Start:
 
     def store(self, key_space: KeySpace, numbers: range) -> None:
         session = self.core.open_session("e", "rank", key_space, 0.0).number
-        self.core.begin_store(session, "t", "l", [Run(0, words_of(numbers))], 0, 0.0, 1.0)
+        begin_store(self.core, session, "t", "l", [Run(0, words_of(numbers))], 0, 0.0, 1.0)
         self.core.end_store(session, "t", True, 1.0)
 
     def found(self, key_space: KeySpace, numbers: range) -> list[bool]:

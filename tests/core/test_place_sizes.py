@@ -15,7 +15,7 @@ from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.restore import Below, Restored, restore_below
 from hotkv_server.core.space import Space
 from hotkv_server.core.values import CoreConfig, Entries, HashList, KeySpaceRecord, Run
-from tests.core.support import evict, make_key_space, make_table, words_of
+from tests.core.support import begin_store, evict, make_key_space, make_table, words_of
 from tests.core.test_lower import encoded_bytes
 from tests.core.test_restore import damage
 
@@ -91,7 +91,7 @@ class Node:
     def store(self, group: int, numbers: list[int]) -> None:
         name = f"{group} {numbers}"
         runs = [Run(group, words_of(numbers))]
-        self.core.begin_store(self.session, name, name, runs, 0, 0.0, 1.0)
+        begin_store(self.core, self.session, name, name, runs, 0, 0.0, 1.0)
         self.core.end_store(self.session, name, True, 1.0)
 
     def write(self, unfit: list[int]) -> Entries:

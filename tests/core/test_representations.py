@@ -12,19 +12,21 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_GROUPS, Representation
 from hotkv.results import BlockResult
 from hotkv.table import RESERVED_FLAG, SLOT_ALIGN
-from hotkv_server.core import census, incremental
+from hotkv_server.core import census
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.catalog import MAX_REPRESENTATIONS
 from hotkv_server.core.policies import LRU, POLICIES
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
 from tests.core.cache_model import snapshot
 from tests.core.support import (
+    begin_store,
     evict,
     evict_all,
     expire,
     flush,
     make_key_space,
     make_table,
+    reserve,
     taken_over,
     words_of,
 )
@@ -67,7 +69,6 @@ class RepresentationMachine(RuleBasedStateMachine):
         ),
         capacity=st.sampled_from([9, 60]),
         policy=st.sampled_from(sorted(POLICIES)),
-        makes_room=st.booleans(),
     )
     def start(
         self,
@@ -76,8 +77,6 @@ class RepresentationMachine(RuleBasedStateMachine):
         sizes: tuple[int, int],
         capacity: int,
         policy: str,
-        *,
-        makes_room: bool,
     ) -> None:
         config = CoreConfig(
             NUM_SLABS * SLAB,
@@ -85,7 +84,6 @@ class RepresentationMachine(RuleBasedStateMachine):
             capacity,
             lease_ttl_s=10.0,
             unadmitted_share=1.0,
-            makes_room=makes_room,
         )
         self.core = CacheCore(config, make_table(capacity), POLICIES[policy](capacity))
         self.num_shards, self.policy = num_shards, policy
@@ -148,13 +146,6 @@ class RepresentationMachine(RuleBasedStateMachine):
         self.core.check_invariants()
 
     # Stores
-
-    def make_room(self, runs: list[Run]) -> None:
-        """As the runtime does, where the core leaves it to others."""
-        for _ in (
-            incremental.make_room(self.core, 1, runs) if not self.core.config.makes_room else ()
-        ):
-            self.core.space.check_invariants()
 
     @rule(
         engine=st.integers(0, 1),
@@ -223,9 +214,8 @@ class RepresentationMachine(RuleBasedStateMachine):
 
     def begin(self, name: str, write: Write, shard: int, before: set[Key]) -> None:
         deciding = name not in self.writes
-        self.make_room(write.runs)
-        slots = self.core.begin_store(
-            write.session, f"{name}-{shard}", name, write.runs, shard, 0.0, self.now_s
+        slots = begin_store(
+            self.core, write.session, f"{name}-{shard}", name, write.runs, shard, 0.0, self.now_s
         )
         results = self.core.transfers._transfers[write.session, f"{name}-{shard}"].results  # type: ignore[union-attr]
         self.settle(makes_room=deciding)
@@ -437,7 +427,7 @@ class RepresentationMachine(RuleBasedStateMachine):
         calls = [
             lambda: self.core.lookup(1, [HashList(group, one)]),
             lambda: self.core.acquire(session, "x", [HashList(group, one)], 0.0, self.now_s),
-            lambda: self.core.reserve(session, "x", [Run(group, one)], 0.0, self.now_s),
+            lambda: reserve(self.core, session, "x", [Run(group, one)], 0.0, self.now_s),
             lambda: self.core.touch(session, [HashList(MAX_GROUPS, one)], self.now_s),
             lambda: evict(self.core, 1, MAX_GROUPS, one),
         ]
@@ -484,7 +474,7 @@ class Cases:
     def begin(self, name: str, *runs: tuple[int, list[int]]) -> None:
         self.now_s += 1.0
         made = [Run(group, words_of(numbers)) for group, numbers in runs]
-        self.core.begin_store(self.session, name, name, made, 0, 0.0, self.now_s)
+        begin_store(self.core, self.session, name, name, made, 0, 0.0, self.now_s)
 
     def end(self, name: str) -> list[set[int]]:
         results = [

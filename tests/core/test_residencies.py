@@ -19,7 +19,15 @@ from hotkv_server.core.residency_bound import slot_cost
 from hotkv_server.core.restore import restore
 from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.integrity.evidence import condemn
-from tests.core.support import evict, expire, flush, make_key_space, make_table, words_of
+from tests.core.support import (
+    begin_store,
+    evict,
+    expire,
+    flush,
+    make_key_space,
+    make_table,
+    words_of,
+)
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 16
@@ -53,7 +61,7 @@ class Place:
     ) -> list[int]:
         self.num_stores += 1
         name, runs = f"store {self.num_stores}", [Run(group, words_of(numbers), depth=depth)]
-        self.core.begin_store(session, name, name, runs, 0, 0.0, 1.0, residency_id=residency_id)
+        begin_store(self.core, session, name, name, runs, 0, 0.0, 1.0, residency_id=residency_id)
         results = self.core.end_store(session, name, True, 1.0)[0].tolist()
         self.core.take_effects()
         self.core.check_invariants()
@@ -155,7 +163,7 @@ def test_representations_are_promised_and_pinned_with_their_blocks() -> None:
     group = place.core.sessions.record(session).representations[0]
     name = "s"
     runs = [Run(0, words_of([1, 2])), Run(group, words_of([1, 2]))]
-    place.core.begin_store(session, name, name, runs, 0, 0.0, 1.0, residency_id="r")
+    begin_store(place.core, session, name, name, runs, 0, 0.0, 1.0, residency_id="r")
     place.core.end_store(session, name, True, 1.0)
     place.core.check_invariants()
     assert bound.pinned_bytes == 2 * (SLOT_ALIGN + SLAB)
@@ -387,8 +395,8 @@ def test_scattered_pins_of_one_slot_size_leave_slabs_to_another() -> None:
     group = session.representations[0]
     for number in range(16):
         runs = [Run(0, words_of([number]), None, number), Run(group, words_of([number]))]
-        place.core.begin_store(
-            session.number, "s", "s", runs, 0, 0.0, 2.0 + number, residency_id="r"
+        begin_store(
+            place.core, session.number, "s", "s", runs, 0, 0.0, 2.0 + number, residency_id="r"
         )
         results = place.core.end_store(session.number, "s", True, 2.0 + number)
         place.core.take_effects()

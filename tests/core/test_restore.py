@@ -19,7 +19,15 @@ from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.restore import restore
 from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.integrity.check_values import strides_of
-from tests.core.support import evict_all, make_key_space, make_table, taken_over, words_of
+from tests.core.support import (
+    begin_store,
+    evict_all,
+    make_key_space,
+    make_table,
+    reserve,
+    taken_over,
+    words_of,
+)
 
 SLAB, NUM_SLABS, CAPACITY = 4 * SLOT_ALIGN, 12, 40
 KEY_SPACE = make_key_space("one", SLOT_ALIGN, 2 * SLOT_ALIGN)
@@ -36,7 +44,7 @@ def filled() -> CacheCore:
         Run(1, words_of(range(6))),
         Run(session.representations[0], words_of(range(4))),
     ]
-    core.begin_store(session.number, "t", "l", runs, 0, 0.0, 1.0)
+    begin_store(core, session.number, "t", "l", runs, 0, 0.0, 1.0)
     core.end_store(
         session.number,
         "t",
@@ -44,7 +52,7 @@ def filled() -> CacheCore:
         1.0,
         [np.arange(len(run.hashes), dtype=np.uint64) for run in runs],
     )
-    core.reserve(session.number, "m", [Run(0, words_of([20, 21]))], 0.0, 2.0)
+    reserve(core, session.number, "m", [Run(0, words_of([20, 21]))], 0.0, 2.0)
     return core
 
 
@@ -94,7 +102,8 @@ def test_what_tenants_hold_is_counted_after_a_start() -> None:
         session = core.open_session(
             tenant, "rank", dataclasses.replace(KEY_SPACE, tenant=tenant), 0.0
         ).number
-        core.begin_store(
+        begin_store(
+            core,
             session,
             "t",
             "l",
@@ -164,7 +173,7 @@ def test_a_damaged_table_gives_a_consistent_cache(data: st.DataObject) -> None:
     core.check_invariants()
     session = core.open_session("f", "rank", KEY_SPACE, 5.0, (KIND,)).number
     core.acquire(session, "r", [HashList(0, words_of(range(30)))], 0.0, 5.0)
-    core.begin_store(session, "t", "l", [Run(0, words_of(range(50)))], 0, 0.0, 6.0)
+    begin_store(core, session, "t", "l", [Run(0, words_of(range(50)))], 0, 0.0, 6.0)
     core.end_store(session, "t", True, 6.0)
     core.check_invariants()
 
@@ -233,7 +242,7 @@ def test_shards_that_are_written_apart_make_one_check_value(order: tuple[int, in
     run = Run(0, words_of([3, 1, 2]))
     for shard in order:
         sums = np.array([1, 2, 3], np.uint64) * np.uint64(1000**shard)
-        core.begin_store(session, f"t{shard}", "l", [run], shard, 0.0, 1.0)
+        begin_store(core, session, f"t{shard}", "l", [run], shard, 0.0, 1.0)
         results = core.end_store(session, f"t{shard}", True, 1.0, [sums])
     assert results[0].tolist() == [BlockResult.STORED] * 3
     entries = core.space.index.find(1, 0, run.hashes)

@@ -14,7 +14,7 @@ from hotkv_server.core import hint_actions
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig, HashList, Run
-from tests.core.support import evict, expire, make_key_space, make_table, words_of
+from tests.core.support import begin_store, evict, expire, make_key_space, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLOTS = 64
@@ -62,8 +62,16 @@ class Cache:
         self._number_of |= {
             row.tobytes(): number for row, number in zip(hashes, chain[start:], strict=True)
         }
-        self.core.begin_store(
-            self.session, name, name, [Run(0, hashes, parent, start)], 0, 0.0, self.now_s, retention
+        begin_store(
+            self.core,
+            self.session,
+            name,
+            name,
+            [Run(0, hashes, parent, start)],
+            0,
+            0.0,
+            self.now_s,
+            retention,
         )
         self.read_notices()
         results: list[int] = self.core.end_store(self.session, name, True, self.now_s)[0].tolist()

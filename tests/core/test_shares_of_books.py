@@ -19,7 +19,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.leases import read_weight
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.values import MAX_TRANSFERS, CoreConfig, HashList, Run, TenantShare
-from tests.core.support import evict, make_key_space, make_table, words_of
+from tests.core.support import begin_store, evict, make_key_space, make_table, reserve, words_of
 
 SLAB = 4 * SLOT_ALIGN
 ARENA = 64 * SLAB
@@ -43,7 +43,7 @@ def session(core: CacheCore, engine: str, tenant: str = "") -> int:
 
 
 def store(core: CacheCore, number: int, numbers: list[int], name: str) -> None:
-    core.begin_store(number, name, name, [Run(0, words_of(numbers))], 0, 0.0, 0.0)
+    begin_store(core, number, name, name, [Run(0, words_of(numbers))], 0, 0.0, 0.0)
     core.end_store(number, name, True, 0.0)
 
 
@@ -78,7 +78,7 @@ def test_nobody_takes_all_leases(tenants: bool) -> None:
     assert most(acquire(2)) == (25 if tenants else 12)
     core.check_invariants()
     with pytest.raises(HotKVError, match="leases are held by this client"):
-        core.reserve(sessions[0], "w", [Run(0, words_of([5]))], 0.0, 0.0)
+        reserve(core, sessions[0], "w", [Run(0, words_of([5]))], 0.0, 0.0)
     core.release(sessions[0], "0-0")
     core.check_invariants()
 

@@ -244,18 +244,6 @@ def test_figures_of_a_pool() -> None:
     assert pool.figures().stranded_bytes == 3 * SLAB
 
 
-@pytest.mark.parametrize("size", [SLOT_ALIGN, SLAB + 1])
-def test_slabs_kept_for_reuse_go_back_where_they_are_not_used(size: int) -> None:
-    pool = SlabPool(4 * SLAB, SLAB)
-    slots = pool.allocate(size, 8)
-    first = np.sort(slots[pool.slab_of(slots) == 0])
-    pool.free(size, first, for_reuse=True)
-    pool.free(size, slots[pool.slab_of(slots) > 0][:1])
-    assert len(pool.allocate(size, 1)) == 1
-    pool.check_invariants()
-    assert pool.num_free_slabs == (3 if size == SLOT_ALIGN else 2)
-
-
 @given(data=st.data(), change=st.sampled_from([1, -1]))
 def test_slots_are_counted_as_by_the_reference(data: st.DataObject, change: int) -> None:
     """Of slabs that came to 0 both say which; also where a slab is of another size, or has fewer

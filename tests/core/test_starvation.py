@@ -17,7 +17,7 @@ from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig, HashList, Run
-from tests.core.support import expire, make_table, words_of
+from tests.core.support import begin_store, expire, make_table, words_of
 
 SLAB_UNITS = 16
 """Attention slots in a slab: they are one unit, SLOT_ALIGN, each."""
@@ -63,8 +63,8 @@ class Model:
         session = self.session.number
         self.core.acquire(session, f"read {name}", self.hashes(blocks), 1.0, now_s)
         self.core.release(session, f"read {name}")
-        self.core.begin_store(
-            session, name, name, [Run(0, self.hashes(blocks)[0].hashes)], 0, 1.0, now_s
+        begin_store(
+            self.core, session, name, name, [Run(0, self.hashes(blocks)[0].hashes)], 0, 1.0, now_s
         )
         self.core.end_store(session, name, True, now_s)
         self.core.take_effects()

@@ -8,7 +8,7 @@ from hotkv.table import SLOT_ALIGN
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import LRU
 from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run, TenantShare
-from tests.core.support import expire, make_key_space, make_table, words_of
+from tests.core.support import begin_store, expire, make_key_space, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLOTS = 32
@@ -34,7 +34,7 @@ class Place:
             name, "rank", key_space or make_key_space(name, SLOT_ALIGN, SLOT_ALIGN), 0.0
         ).number
         runs = [Run(group, words_of(range(first, first + count)), None, 0) for group in (0, 1)]
-        self.core.begin_store(session, "store", "store", runs, 0, TTL_S, 0.0)
+        begin_store(self.core, session, "store", "store", runs, 0, TTL_S, 0.0)
         assert all(
             (results == 1).all() for results in self.core.end_store(session, "store", True, 0.0)
         )

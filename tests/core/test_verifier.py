@@ -15,7 +15,7 @@ from hotkv_server.integrity import verifier
 from hotkv_server.integrity.sums import add_sums
 from hotkv_server.integrity.verifier import Case, Verifier
 from hotkv_server.runtime.persistence import UseNotes
-from tests.core.support import evict, flush, make_key_space, make_table, words_of
+from tests.core.support import begin_store, evict, flush, make_key_space, make_table, words_of
 
 SLAB, NUM_SLABS, CAPACITY = 4 * SLOT_ALIGN, 6, 40
 
@@ -37,8 +37,8 @@ class Arena:
 
     def store(self, numbers: range) -> None:
         name = f"s{numbers.start}"
-        slots = self.core.begin_store(
-            self.session, name, name, [Run(0, words_of(numbers))], 0, 0.0, 1.0
+        slots = begin_store(
+            self.core, self.session, name, name, [Run(0, words_of(numbers))], 0, 0.0, 1.0
         )
         sums = np.zeros(len(slots[0].offsets), np.uint64)
         add_sums(
@@ -181,8 +181,8 @@ def test_what_went_with_a_condemned_block_is_not_looked_at(
         "e", "rank", make_key_space("one", SLOT_ALIGN - 100, SLOT_ALIGN), 2.0, (kind,)
     )
     group = session.representations[0]
-    slots = arena.core.begin_store(
-        session.number, "r", "r", [Run(group, words_of(range(10)))], 0, 0.0, 2.0
+    slots = begin_store(
+        arena.core, session.number, "r", "r", [Run(group, words_of(range(10)))], 0, 0.0, 2.0
     )
     sums = np.zeros(10, np.uint64)
     add_sums(arena.region, slots[0].offsets, SLOT_ALIGN, 0, np.ones(10, np.int64), sums)

@@ -28,7 +28,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.policies import POLICIES
 from hotkv_server.core.values import CoreConfig, Run
 from hotkv_server.runtime.node import Node
-from tests.core.support import flush, make_key_space, make_table, words_of
+from tests.core.support import begin_store, flush, make_key_space, make_table, words_of
 from tests.server.support import block_ids, hashes
 
 Make = Callable[..., PagedEngine]
@@ -184,7 +184,7 @@ def test_a_caller_that_leaves_changes_nothing() -> None:
             CoreConfig(64 * SLOT_ALIGN, SLOT_ALIGN, 200), make_table(200), POLICIES["lru"](200)
         )
         session = core.open_session("e", "worker", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN), 0.0)
-        core.begin_store(session.number, "s", "s", [Run(0, words_of(range(40)))], 0, 0.0, 0.0)
+        begin_store(core, session.number, "s", "s", [Run(0, words_of(range(40)))], 0, 0.0, 0.0)
         core.end_store(session.number, "s", True, 0.0)
         going, ended = asyncio.Event(), []
 

@@ -22,7 +22,7 @@ from hotkv_server.metrics import in_seconds
 from hotkv_server.runtime import stats
 from hotkv_server.runtime.node import Node
 from hotkv_vllm.counter_help import COUNTERS, exported
-from tests.core.support import make_key_space, words_of
+from tests.core.support import begin_store, make_key_space, words_of
 from tests.programs import program
 from tools.metrics_reference import NoCopies, families
 
@@ -126,7 +126,7 @@ def test_a_long_census_is_that_of_the_scrape_before(
             # The count that was begun goes on behind.
             await asyncio.sleep(0.01)
             run = Run(0, words_of(range(first, first + 10)))
-            core.begin_store(session.number, f"{first}", f"{first}", [run], 0, 60.0, 1.0)
+            begin_store(core, session.number, f"{first}", f"{first}", [run], 0, 60.0, 1.0)
             core.end_store(session.number, f"{first}", True, 2.0)
         memory.remove()
         return seen

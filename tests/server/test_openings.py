@@ -24,7 +24,7 @@ from hotkv_server.memory.state import ServerState, read_state, write_state
 from hotkv_server.rpc import event_convert, space_convert
 from hotkv_server.rpc.warm_service import WarmStartService
 from hotkv_server.runtime.node import Node
-from tests.core.support import hash_of, words_of
+from tests.core.support import begin_store, hash_of, words_of
 
 SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
 KIND = Representation(0, "rot2u", 1, (100,))
@@ -180,8 +180,8 @@ def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(
         spaces = [replace(SPACE, model=name) for name in "mnop"]
         with node.events.feeds.reader() as feed:
             first = await node.sessions.open("e", "tool", spaces[0], "test")
-            node.core.begin_store(
-                first.record.number, "t", "l", [Run(0, words_of(range(3)))], 0, 0.0, 0.0
+            begin_store(
+                node.core, first.record.number, "t", "l", [Run(0, words_of(range(3)))], 0, 0.0, 0.0
             )
             node.core.end_store(first.record.number, "t", True, 0.0)
             await node.sessions.close(first)

@@ -26,7 +26,7 @@ from hotkv_server.runtime.events import (
     stored_events,
 )
 from hotkv_server.runtime.node import Node
-from tests.core.support import make_key_space, words_of
+from tests.core.support import begin_store, make_key_space, words_of
 
 NUM_BLOCKS = 12
 KEY_SPACE = make_key_space("sliced", SLOT_ALIGN, SLOT_ALIGN)
@@ -44,7 +44,7 @@ def test_while_a_key_space_is_flushed_others_store_in_it(
     async def scenario() -> None:
         memory = NodeMemory.open(tmp_path, 1 << 20, 1 << 16, 64, 1, prefault=False)
         node = Node(
-            CacheCore(CoreConfig(1 << 20, 1 << 16, 64, makes_room=False), memory.table, LRU(64)),
+            CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, LRU(64)),
             memory,
             None,
         )  # type: ignore[arg-type]
@@ -56,9 +56,7 @@ def test_while_a_key_space_is_flushed_others_store_in_it(
 
         def store(number: int) -> None:
             run = [Run(0, words_of([number]))]
-            for _ in incremental.make_room(node.core, 1, run):
-                pass
-            node.core.begin_store(session, "t", f"l {number} {turns}", run, 0, 0.0, 1.0)
+            begin_store(node.core, session, "t", f"l {number} {turns}", run, 0, 0.0, 1.0)
             results = node.core.end_store(session, "t", True, 1.0)
             node.events.publish(
                 stored_events(1, KEY_SPACE, run, [RunContent(np.empty(0, np.int32))], results)
@@ -123,7 +121,7 @@ def test_a_lowered_bound_is_looked_at_again_only_after_blocks_were_let_go(
         node = Node(CacheCore(config, memory.table, LRU(64)), memory, None)  # type: ignore[arg-type]
         session = (await node.sessions.open("engine", "rank", KEY_SPACE, "test")).record.number
         runs = [Run(0, words_of(range(NUM_BLOCKS)))]
-        node.core.begin_store(session, "t", "l", runs, 0, 0.0, 1.0)
+        begin_store(node.core, session, "t", "l", runs, 0, 0.0, 1.0)
         node.core.end_store(session, "t", True, 1.0)
         index = node.core.space.index
         blocks = index.ready_blocks()

@@ -11,7 +11,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.values import Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.sums import add_sums
-from tests.core.support import words_of
+from tests.core.support import begin_store, words_of
 
 
 def quickest_s(call: Callable[[], object], times: int) -> float:
@@ -36,7 +36,7 @@ def store_blocks(
     """Stores blocks of group 0 as a session does in one call, each with bytes of its own."""
     now_s, memory = time.monotonic(), arena.array()
     runs = [Run(0, words_of(blocks))]
-    (slots,) = core.begin_store(session, name, name, runs, 0, 0.0, now_s)
+    (slots,) = begin_store(core, session, name, name, runs, 0, 0.0, now_s)
     for position, offset in zip(slots.positions.tolist(), slots.offsets.tolist(), strict=True):
         memory[offset : offset + SLOT_ALIGN] = content(blocks[position])
     sums = np.zeros(len(slots.offsets), np.uint64)

@@ -49,7 +49,7 @@ class Arrivals:
         """Begins to bring in the blocks at these positions of each list, from a tier that places
         them by itself: as many as find a slot; None for none. `slot_bytes`: of a group.
 
-        Room is made as for a store: in parts before the call if the core does not make it itself.
+        Room is made before, as for a store.
         """
         if not self._moves.may_begin(key_space_id):
             return None

@@ -25,6 +25,17 @@ Parts = Generator[None, None, T]
 """Long work: it yields between its parts and returns its result. Between two parts anything else
 may be called."""
 
+
+def finished(parts: Parts[T]) -> T:
+    """Does all parts at once, and returns the result."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
 PART_ENTRIES = 1 << 16
 """Entry numbers that one part of long work looks at: a few milliseconds."""
 EVICTED_PER_PART = 1 << 12
@@ -46,16 +57,13 @@ class Books:
     def __repr__(self) -> str:
         return f"Books({self.index!r}, {self.pool!r})"
 
-    def free_slots(self, parts: list[Words], *, for_reuse: bool = False) -> None:
-        """Frees the slots of removed records, given in parts of one key space and slot size.
-
-        `for_reuse`: as in `SlabPool.free`.
-        """
+    def free_slots(self, parts: list[Words]) -> None:
+        """Frees the slots of removed records, given in parts of one key space and slot size."""
         for rows in parts:
             slot_bytes = int(rows[0, table.W_SIZE]) * table.SLOT_ALIGN
             offsets = rows[:, table.W_OFFSET].astype(np.int64) * table.SLOT_ALIGN
             self.tenants.count(int(rows[0, table.W_KEY_SPACE]), -len(rows) * slot_bytes)
-            self.pool.free(slot_bytes, offsets, for_reuse=for_reuse)
+            self.pool.free(slot_bytes, offsets)
 
     def free_numbers(self) -> int:
         """Entries that may still be inserted."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hotkv.keys import KeySpace, Representation
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable
+from hotkv_server.core.books import Parts
 from hotkv_server.core.cache_books import make_books
 from hotkv_server.core.leases import Lease, ReadLease, WriteLease
 from hotkv_server.core.loads import Loads
@@ -173,6 +174,37 @@ class CacheCore:
         in the order asked, -1 for a block that is not pinned or not verified."""
         return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
 
+    def make_room(
+        self,
+        session_number: int,
+        lease_id: str,
+        runs: Sequence[Run],
+        now_s: float,
+        retention: Retention = NO_RETENTION,
+        residency_id: str = "",
+    ) -> Parts[None]:
+        """Makes room for what `reserve` or `begin_store` is about to reserve, right after the last
+        part; no part if little is to be done.
+
+        Does nothing for runs that these would refuse, and for a lease that exists, which has its
+        room. What the runs name stays. `residency_id`: whose promise the call uses.
+        """
+        session = self.sessions.record(session_number)
+        if self.draining or self.leases.get(session.engine_id, lease_id) is not None:
+            return
+        residency = self.residencies.book.named(session, residency_id)
+        may_refuse = residency is None and retention == NO_RETENTION
+        yield from self._reservations.make_room(
+            session.key_space_id,
+            runs,
+            has_promise=residency is not None,
+            keep_at_s=now_s if may_refuse else None,
+        )
+
+    def make_room_above(self, key_space_id: int, runs: Sequence[Run]) -> Parts[None]:
+        """The same for blocks that are about to come up from a tier."""
+        yield from self._reservations.make_room(key_space_id, runs)
+
     def reserve(
         self,
         session_number: int,
@@ -182,8 +214,8 @@ class CacheCore:
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> Reservation:
-        """Reserves slots for blocks that are neither ready nor in flight. The first call under a
-        lease id decides; later ones join.
+        """Reserves slots for blocks that are neither ready nor in flight, as far as there is room.
+        The first call under a lease id decides; later ones join.
 
         A call that joins and names blocks that the first did not is refused. A representation is
         reserved if its block is ready or reserved under this lease; whatever the order of runs,

@@ -76,7 +76,6 @@ def make_books(
         policy,
         config.tenants,
         is_backed=config.is_backed,
-        makes_room=config.makes_room,
     )
     moves = Moves(space)
     arrivals = Arrivals(moves)

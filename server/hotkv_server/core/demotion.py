@@ -7,11 +7,10 @@ block is ready below only when the tier has said that it is stored. It stays pin
 until the tier reads it no more; a place is not given away while it is written.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from hotkv import table
+from hotkv_server.core.books import Parts
 from hotkv_server.core.index import Keys
 from hotkv_server.core.moves import Move, MoveCounters, Moves, by_group, joined
 from hotkv_server.core.place_sizes import PlaceSizes
@@ -107,7 +106,7 @@ class Demotion:
             missing[at] = self._below.index.find(key_space_id, group, hashes) == 0
         return missing
 
-    def make_room(self, entries: Entries, *, is_plain: bool = False) -> Iterator[None]:
+    def make_room(self, entries: Entries, *, is_plain: bool = False) -> Parts[None]:
         """Makes room below for a move of these blocks, in parts; no part if there is room already.
         `begin` follows right after the last one, of those that are still ready."""
         wanted: dict[int, tuple[int, int]] = {}
@@ -122,8 +121,8 @@ class Demotion:
 
     def begin(self, entries: Entries, *, is_plain: bool = False) -> list[Move]:
         """Begins to move ready blocks of host memory that are not below, as many as find a place; a
-        move for each key space. What is colder below than these makes room. `is_plain`: to places
-        as large as their slots."""
+        move for each key space. `make_room` comes before. `is_plain`: to places as large as their
+        slots."""
         moves = []
         entries = entries[self.lacks(entries)]
         for key_space_id in np.unique(self._host.index.key_spaces(entries)).tolist():

@@ -18,8 +18,7 @@ from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.leases import Lease, WriteLease, num_listed
 from hotkv_server.core.residency import Residency
 from hotkv_server.core.sessions import check_named
-from hotkv_server.core.space import MAX_REFRESHED
-from hotkv_server.core.values import Entries, HashList, Run
+from hotkv_server.core.values import Entries, HashList
 
 LEASED_BLOCKS = 1 << 16
 """Blocks that the leases of one part list, unless a single one lists more."""
@@ -140,68 +139,6 @@ def use(
         part = HashList(hash_list.group_index, hash_list.hashes[start : start + BLOCKS])
         if session_number in core.sessions:
             core.hold(session_number, part, now_s + retention.ttl_s)
-
-
-def make_room(
-    core: CacheCore,
-    key_space_id: int,
-    runs: Sequence[Run],
-    *,
-    has_promise: bool = False,
-    keep_at_s: float | None = None,
-) -> Iterator[None]:
-    """Makes room for those blocks of the runs that are not there, as reserving them would; no part
-    if little is to be done.
-
-    For a core whose `makes_room` is False: the runs are reserved right after the last step. Does
-    nothing for runs that the core would refuse. `has_promise`, `keep_at_s`: as in `Space.insert`.
-    """
-    record, index = core.catalog.record(key_space_id), core.space.index
-    wanted: dict[tuple[int, int], int] = {}
-    kept: list[Entries] = []
-    for run in runs:
-        if not record.has(run.group_index):
-            return
-        words = index.find(key_space_id, run.group_index, run.hashes)
-        if run.group_index >= MAX_GROUPS:
-            blocks = index.find(key_space_id, record.block_group(run.group_index), run.hashes)
-            kept.append(blocks[table.is_ready(blocks)])
-        kept.append(
-            core.space.chains.ending_with(
-                key_space_id, record.block_group(run.group_index), run.parent, MAX_REFRESHED
-            )
-        )
-        kept.append(words[table.is_ready(words)])
-        kind = (record.shape(run.group_index).slot_bytes, int(run.group_index >= MAX_GROUPS))
-        wanted[kind] = wanted.get(kind, 0) + int(np.count_nonzero(words == 0))
-    staying = np.concatenate(kept) if kept else np.empty(0, np.uint32)
-    generations = index.table.records[staying, table.W_GENERATION]
-    for (slot_bytes, is_kind), count in wanted.items():
-        making = core.space.make_room(
-            key_space_id,
-            is_kind * MAX_GROUPS,
-            slot_bytes,
-            count,
-            has_promise=has_promise,
-            keep_at_s=keep_at_s,
-        )
-        while True:
-            if len(staying):
-                same = (
-                    index.table.records[staying, table.W_GENERATION] == generations
-                ) & index.is_ready(staying)
-                staying, generations = staying[same], generations[same]
-            index.pin(staying, 1)
-            has_more = next(making, _END) is not _END
-            index.pin(staying, -1)
-            # A pinned representation was not freed if its block was evicted meanwhile.
-            core.space.removal.reap(staying)
-            if not has_more:
-                break
-            yield
-
-
-_END = object()
 
 
 def _named(core: CacheCore, key_space_id: int, group_index: int, hashes: table.Words) -> Entries:

@@ -55,8 +55,8 @@ class Promotion:
         """Begins to move blocks that are ready below into host memory, as many as find a slot; None
         for none. `groups`: lists in chain order, also of blocks that are there already.
 
-        A slot has the size of its group's, whatever that of the place is. Room is made as for a
-        store: in parts before the call if the core does not make it itself.
+        A slot has the size of its group's, whatever that of the place is. Room is made before, as
+        for a store.
         """
         if not self._moves.may_begin(key_space_id):
             return None

@@ -66,11 +66,8 @@ class Removal:
         self._representations.drop(rest)
         return count + len(rest)
 
-    def evict_blocks(self, entries: Entries, *, for_reuse: bool = False) -> int:
-        """Evicts blocks that the caller knows to be evictable; returns how many.
-
-        `for_reuse`: as in `SlabPool.free`.
-        """
+    def evict_blocks(self, entries: Entries) -> int:
+        """Evicts blocks that the caller knows to be evictable; returns how many."""
         if len(entries):
             keys = self.index.mixed(entries)
             if self.now_s:
@@ -79,7 +76,7 @@ class Removal:
             self._books.policy.forget(entries, keys, evicted=True)
             parts = self.index.remove(entries, keys)
             self._give_notice(parts, keys)
-            self._books.free_slots(parts, for_reuse=for_reuse)
+            self._books.free_slots(parts)
             self._representations.follow(parts)
             self.evicted_blocks += len(entries)
         return len(entries)

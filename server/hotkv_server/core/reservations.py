@@ -5,6 +5,8 @@ first call under a lease id decides which blocks it owns, for all shards; every 
 owned by one write lease; a block that is ready or in flight is never reserved again.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +17,7 @@ from hotkv.results import BlockResult
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import RESERVED_FLAG
 from hotkv_server.core.arrays import first_occurrences, rows
+from hotkv_server.core.books import Parts
 from hotkv_server.core.cache_books import CacheBooks
 from hotkv_server.core.index import Keys
 from hotkv_server.core.leases import ReadLease, WriteLease, lifetime_s, write_weight
@@ -31,6 +34,8 @@ from hotkv_server.core.values import (
     SessionRecord,
 )
 
+_END = object()
+
 
 class Reservations:
     """Acts on the write leases in the lease book."""
@@ -38,6 +43,60 @@ class Reservations:
     def __init__(self, books: CacheBooks, uses: Uses) -> None:
         self._books = books
         self._uses = uses
+
+    def make_room(
+        self,
+        key_space_id: int,
+        runs: Sequence[Run],
+        *,
+        has_promise: bool = False,
+        keep_at_s: float | None = None,
+    ) -> Parts[None]:
+        """As `CacheCore.make_room`, for whatever brings these blocks in. `has_promise`,
+        `keep_at_s`: as in `Room.make`."""
+        record, space = self._books.catalog.record(key_space_id), self._books.space
+        index = space.index
+        wanted: dict[tuple[int, int], int] = {}
+        kept: list[Entries] = []
+        for run in runs:
+            if not record.has(run.group_index):
+                return
+            words = index.find(key_space_id, run.group_index, run.hashes)
+            block_group = record.block_group(run.group_index)
+            if run.group_index >= MAX_GROUPS:
+                blocks = index.find(key_space_id, block_group, run.hashes)
+                kept.append(blocks[table.is_ready(blocks)])
+            kept.append(
+                space.chains.ending_with(key_space_id, block_group, run.parent, MAX_REFRESHED)
+            )
+            kept.append(words[table.is_ready(words)])
+            kind = (record.shape(run.group_index).slot_bytes, int(run.group_index >= MAX_GROUPS))
+            wanted[kind] = wanted.get(kind, 0) + int(np.count_nonzero(words == 0))
+        staying = np.concatenate(kept) if kept else np.empty(0, np.uint32)
+        generations = index.table.records[staying, table.W_GENERATION]
+        for (slot_bytes, is_kind), count in wanted.items():
+            making = space.make_room(
+                key_space_id,
+                is_kind * MAX_GROUPS,
+                slot_bytes,
+                count,
+                has_promise=has_promise,
+                keep_at_s=keep_at_s,
+            )
+            while True:
+                if len(staying):
+                    same = (
+                        index.table.records[staying, table.W_GENERATION] == generations
+                    ) & index.is_ready(staying)
+                    staying, generations = staying[same], generations[same]
+                index.pin(staying, 1)
+                has_more = next(making, _END) is not _END
+                index.pin(staying, -1)
+                # A pinned representation was not freed if its block was evicted meanwhile.
+                space.removal.reap(staying)
+                if not has_more:
+                    break
+                yield
 
     def reserve(
         self,
@@ -212,7 +271,6 @@ class Reservations:
             run.depth + wanted,
             lease.number,
             has_promise=has_promise,
-            keep_at_s=None if has_promise or lease.retention != NO_RETENTION else now_s,
         )
         index.pin(staying, -1)
         words[wanted[: len(entries)]] = entries

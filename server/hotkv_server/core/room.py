@@ -25,13 +25,11 @@ that grows, more often."""
 
 class Room:
     """Makes room in one tier. `coming_bytes`: of the arena, what gets memory within moments, less
-    what was refused for it. `at_insert`: room is made by the insert that needs it, so slabs that
-    are emptied for its slot size stay with that size. `may_keep`: False for a tier, and above one:
+    what was refused for it. `may_keep`: False for a tier, and above one:
     tiers get only what had room here."""
 
-    def __init__(self, books: Books, removal: Removal, *, at_insert: bool) -> None:
+    def __init__(self, books: Books, removal: Removal) -> None:
         self.coming_bytes = 0
-        self.at_insert = at_insert
         self.may_keep = True
         self._books, self._pool, self._tenants = books, books.pool, books.tenants
         self._removal = removal
@@ -200,8 +198,7 @@ class Room:
 
         yield from policy.sweep(slot_bytes, count, may_go)
         return self._removal.evict_blocks(
-            policy.victims(slot_bytes, count, may_go, keep_at_s=keep_at_s),
-            for_reuse=self.at_insert and slot_bytes > 0,
+            policy.victims(slot_bytes, count, may_go, keep_at_s=keep_at_s)
         )
 
     def _evict_for(
@@ -229,8 +226,7 @@ class Room:
             # Each of them may be evicted, but perhaps not all.
             sizes = books.representations.bytes_with(victims)
             victims = victims[self._tenants.within(books.owners(victims), sizes, taker)]
-            for_reuse = self.at_insert and slot_bytes > 0
-            if not self._removal.evict_blocks(victims, for_reuse=for_reuse):
+            if not self._removal.evict_blocks(victims):
                 break
             evicted += len(victims)
         return evicted

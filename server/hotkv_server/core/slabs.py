@@ -33,7 +33,6 @@ class _SlabClass:
     __slots__ = (
         "_slab_bytes",
         "free",
-        "keeps_emptied",
         "num_slabs",
         "slabs_per_slot",
         "slot_bytes",
@@ -47,7 +46,6 @@ class _SlabClass:
         self.free = FreeSlots()
         self.num_slabs = 0
         # True while slabs that were emptied for reuse are still here.
-        self.keeps_emptied = False
         self._slab_bytes = slab_bytes
 
     def num_slots(self) -> int:
@@ -181,28 +179,16 @@ class SlabPool:
             pass
         taken = c.free.take(num_slots)
         self._count(c, taken, 1)
-        if c.keeps_emptied:
-            c.keeps_emptied = False
-            emptied = (self._owner == c.slot_bytes) & (self._used == 0)
-            if c.slabs_per_slot > 1:
-                # The further slabs of a slot count no use.
-                emptied &= np.isin(np.arange(self.num_slabs), self.slab_of(c.free.all()))
-            self._give_back(c, np.flatnonzero(emptied))
         return taken
 
-    def free(self, slot_bytes: int, offsets: Int64s, *, for_reuse: bool = False) -> None:
-        """Frees slots, which must be in use and of this size.
-
-        `for_reuse`: the caller allocates slots of this size next, so emptied slabs stay with it
-        until then.
-        """
+    def free(self, slot_bytes: int, offsets: Int64s) -> None:
+        """Frees slots, which must be in use and of this size."""
         if not len(offsets):
             return
         c = self._class(slot_bytes)
         emptied = self._count(c, offsets, -1)
         c.free.add(offsets)
-        c.keeps_emptied |= bool(len(emptied)) and for_reuse
-        if len(emptied) and not for_reuse:
+        if len(emptied):
             self._give_back(c, emptied)
 
     def _count(self, c: _SlabClass, offsets: Int64s, change: int) -> Int64s:
@@ -317,6 +303,6 @@ class SlabPool:
             assert int(self._used[mine].sum()) == c.num_slots() - len(c.free), (
                 "used slots miscounted"
             )
-            if c.slabs_per_slot == 1 and not c.keeps_emptied:
+            if c.slabs_per_slot == 1:
                 assert np.all(self._used[mine] > 0), "an empty slab was not given back"
         assert np.all(self._used[self._owner < 0] == 0), "a slab that is not lent has used slots"

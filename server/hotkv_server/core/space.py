@@ -3,20 +3,19 @@
 Always true: an entry of the index owns exactly one slot of the pool and no slot is owned twice. The
 parts are modules of their own, over the same `books`: `removal` evicts and flushes, `room` decides
 what is evicted for whom, `rebalancing` moves slabs between slot sizes. Evict on allocate: room is
-made only when it is needed. Making room can take long, so `make_room` does it in parts; a caller
-that cannot wait for all of it asks for it before it inserts (`makes_room` False), else `insert`
-does it in one go. Representations are entries too, but nothing is decided by them: see
-`representations`.
+made only when it is needed, by `make_room`, right before the `insert` that needs it. Making room
+can take long, so it goes in parts. Representations are entries too, but nothing is decided by them:
+see `representations`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from hotkv.keys import MAX_GROUPS
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable, Words
-from hotkv_server.core.books import Books
+from hotkv_server.core.books import Books, Parts
 from hotkv_server.core.chains import Chains
 from hotkv_server.core.index import BlockIndex, Keys
 from hotkv_server.core.policies.protocol import Policy
@@ -44,7 +43,7 @@ class Space:
     def __init__(
         self, block_table: BlockTable, arena_bytes: int, slab_bytes: int, policy: Policy,
         shares: Mapping[str, TenantShare] = _NO_SHARES,
-        *, is_backed: bool = True, makes_room: bool = True,
+        *, is_backed: bool = True,
     ) -> None:  # fmt: skip
         self.index = BlockIndex(block_table)
         self.origins = np.zeros(block_table.geometry.capacity + 1, np.uint8)
@@ -56,7 +55,7 @@ class Space:
         self.books = Books(self.index, self.pool, self.tenants, policy)
         self.representations = self.books.representations
         self.removal = Removal(self.books)
-        self.room = Room(self.books, self.removal, at_insert=makes_room)
+        self.room = Room(self.books, self.removal)
 
     def __repr__(self) -> str:
         return f"Space({self.index!r}, {self.pool!r})"
@@ -89,31 +88,18 @@ class Space:
         lease: int,
         *,
         has_promise: bool = False,
-        keep_at_s: float | None = None,
     ) -> Entries:
-        """Reserves slots for keys that are not in the index; as many as possible, from the first
+        """Reserves slots for keys that are not in the index; as many as find room, from the first
         on.
 
-        Evicts for them if this space makes room; else only if the tenant's burst bound asks for it.
-        While the arena grows, fewer are reserved: see `grow`; not if `has_promise`, for blocks that
-        a residency was promised room for. `keep_at_s`: as in `Policy.victims`, if the policy
-        `may_keep`; tell `decline` of the keys that are left out.
+        Evicts only if the tenant's burst bound asks for it: `make_room` comes before. While the
+        arena grows, fewer are reserved: see `grow`; not if `has_promise`, for blocks that a
+        residency was promised room for. Tell `decline` of the keys that are left out.
         """
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
             hashes = hashes[: len(hashes) - self.room.refuse_coming(size, len(hashes))]
         hashes = hashes[: self.room.within_bound(taker, size, len(hashes))]
-        if self.room.at_insert:
-            is_block = group_index < MAX_GROUPS
-            for _ in self.room.make(
-                size,
-                len(hashes),
-                taker,
-                is_block=is_block,
-                has_promise=has_promise,
-                keep_at_s=keep_at_s if self.may_keep(size) else None,
-            ):
-                pass
         offsets = self.pool.allocate(size, min(len(hashes), self.books.free_numbers()))
         n = len(offsets)
         entries = self.index.insert(
@@ -132,9 +118,9 @@ class Space:
         *,
         has_promise: bool = False,
         keep_at_s: float | None = None,
-    ) -> Iterator[None]:
+    ) -> Parts[None]:
         """Makes room for an `insert` of `count` keys, in parts; no part if there is room already or
-        little to do."""
+        little to do. `keep_at_s`: as in `Policy.victims`, if the policy `may_keep`."""
         size, taker = aligned(slot_bytes), self.tenants.number(key_space_id)
         if not has_promise:
             count -= self.room.coming_slots(size, count)

@@ -48,7 +48,6 @@ class CoreConfig:
     for encoded blocks, see `place_sizes`; None if it is to encode none.
     `tenants`: shares by name; a tenant that is not named has none of its own and no bound.
     `is_backed`: False if the arena has no memory yet; `CacheCore.grow` says how much has.
-    `makes_room`: False if room is made before each reservation, see `incremental.make_room`.
     """
 
     arena_bytes: int
@@ -68,7 +67,6 @@ class CoreConfig:
     encoded_bytes: Callable[[int], int] | None = None
     tenants: Mapping[str, TenantShare] = field(default_factory=dict)
     is_backed: bool = True
-    makes_room: bool = True
 
 
 @dataclass(frozen=True, slots=True)

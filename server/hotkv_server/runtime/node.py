@@ -191,23 +191,12 @@ class Node:
         residency_id: str = "",
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """Makes room for what this call is about to reserve or store, in this turn of the loop; a
-        lease that exists has its room. Others are served meanwhile. `residency_id`: whose promise
-        the call uses."""
-        residency = self.core.residencies.book.named(session.record, residency_id)
-        is_first = self.core.leases.get(session.record.engine_id, lease_id) is None
-        can_refuse = residency is None and retention == NO_RETENTION
-        if is_first and not self.core.config.makes_room and not self.core.draining:
-            async for _ in slices(
-                incremental.make_room(
-                    self.core,
-                    session.record.key_space_id,
-                    runs,
-                    has_promise=residency is not None,
-                    keep_at_s=time.monotonic() if can_refuse else None,
-                )
-            ):
-                self._effects.run()
+        """Makes room for what this call is about to reserve or store, in this turn of the loop, as
+        `CacheCore.make_room`. Others are served meanwhile."""
+        number, now_s = session.record.number, time.monotonic()
+        making = self.core.make_room(number, lease_id, runs, now_s, retention, residency_id)
+        async for _ in slices(making):
+            self._effects.run()
 
     def reserve(
         self,

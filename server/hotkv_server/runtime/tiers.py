@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hotkv_server.core import incremental
 from hotkv_server.core.arrays import rows
 from hotkv_server.core.cache import CacheCore
 from hotkv_server.core.moves import Move
@@ -284,9 +283,8 @@ class Tiers:
             ]
             if not runs or self._up_bytes >= self._most_bytes:
                 continue
-            if not self._core.config.makes_room:
-                async for _ in slices(incremental.make_room(self._core, key_space_id, runs)):
-                    self._tell()
+            async for _ in slices(self._core.make_room_above(key_space_id, runs)):
+                self._tell()
             if not source.breaker.take_turn():
                 continue
             move = source.begin_up(key_space_id, groups, time.monotonic())

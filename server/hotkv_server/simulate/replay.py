@@ -6,8 +6,9 @@ request finds present stay until its own are stored; all clocks are the trace's;
 before the next one begins.
 """
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,6 +18,7 @@ from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.table import SLOT_ALIGN, BlockTable, TableGeometry, Words
 from hotkv_server.core.arrivals import Arrivals
+from hotkv_server.core.books import finished
 from hotkv_server.core.lower import LowerTier
 from hotkv_server.core.moves import Moves
 from hotkv_server.core.policies import Policy
@@ -76,6 +78,18 @@ class Tier:
         entries = entries[entries != 0]
         self.space.policy.demote(entries, self.space.index.mixed(entries), now_s)
 
+    @contextlib.contextmanager
+    def staying(self, entries: Entries) -> Iterator[None]:
+        """Evicts none of these while room is made."""
+        self.space.index.pin(entries, 1)
+        yield
+        self.space.index.pin(entries, -1)
+
+    def make_room(self, count: int, keep_at_s: float | None = None) -> None:
+        """Makes room for so many blocks."""
+        making = self.space.make_room(KEY_SPACE, GROUP, SLOT_ALIGN, count, keep_at_s=keep_at_s)
+        finished(making)
+
     def store(self, hashes: Words, entries: Entries, num_held: int, now_s: float) -> int:
         """Uses those of a request's blocks, in chain order, that are present, and stores as many of
         the others as fit; returns how many.
@@ -93,11 +107,9 @@ class Tier:
             space.touch(present, now_s)
         if not len(absent):
             return 0
-        space.index.pin(present, 1)
-        fresh = space.insert(
-            KEY_SPACE, GROUP, fresh_hashes, SLOT_ALIGN, absent, LEASE, keep_at_s=now_s
-        )
-        space.index.pin(present, -1)
+        with self.staying(present):
+            self.make_room(len(absent), now_s)
+        fresh = space.insert(KEY_SPACE, GROUP, fresh_hashes, SLOT_ALIGN, absent, LEASE)
         space.publish(fresh, now_s)
         space.decline(
             KEY_SPACE, GROUP, fresh_hashes[len(fresh) :], len(present) + len(fresh), now_s
@@ -154,6 +166,9 @@ class TwoTiers:
         return prefix
 
     def _bring_up(self, hashes: Words, now_s: float) -> None:
+        here = self.first.find(hashes)
+        with self.first.staying(here[here != 0]):
+            self.first.make_room(int(np.count_nonzero(here == 0)))
         move = self.lower.up.begin(KEY_SPACE, [HashList(GROUP, hashes)], now_s)
         if move is not None:
             self.num_hits += len(move)
@@ -167,7 +182,9 @@ class TwoTiers:
         self.first.space.chains.link(KEY_SPACE, GROUP, entries, None)
         down.waiting.add(entries[entries != 0])
         while len(down.waiting):
-            for move in down.begin(down.take(self.first.space.pool.capacity_bytes, now_s)):
+            taken = down.take(self.first.space.pool.capacity_bytes, now_s)
+            finished(down.make_room(taken))
+            for move in down.begin(taken):
                 self.num_writes += len(move)
                 seals = np.zeros(len(move), np.uint64)
                 down.end(move, np.ones(len(move), np.bool_), seals, now_s)

@@ -48,7 +48,6 @@ def open_cache(
         encoded_bytes=encoded_bytes(settings),
         tenants=tenant_shares(settings.security),
         is_backed=False,
-        makes_room=False,
     )
     policy = POLICIES[settings.policy](config.capacity)
     core = CacheCore(
