@@ -210,10 +210,14 @@ def versions(host: Host) -> Finding:
     found = {name: host.version_of(name) for name in ("hotkv", "grpcio", "protobuf", "numba")}
     said = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     if not found["numba"]:
+        # uvloop comes with the server alone.
+        has_server = host.version_of("uvloop") is not None
         return Finding(
-            "versions", BAD, f"{said}; without numba no server starts, and clients look up slower",
+            "versions",
+            BAD if has_server else WARN,
+            f"{said}; without numba no server starts, and clients look up slower",
             "pip install 'hotkv[server]'",
-        )  # fmt: skip
+        )
     return Finding("versions", GOOD, said)
 
 

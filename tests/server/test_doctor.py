@@ -17,6 +17,7 @@ VERSIONS = {
     "grpcio": "1.71.2",
     "protobuf": "5.29",
     "numba": "0.61",
+    "uvloop": "0.20",
     "vllm": "0.33.0",
 }
 
@@ -107,6 +108,10 @@ FAULTS: dict[str, tuple[Fault, str, str, str]] = {
         lambda host: host.remove("run/hotkv/grpc.sock"), "sockets", WARN, "systemctl start"
     ),
     "no numba": (lambda host: host.versions.pop("numba"), "versions", BAD, "pip install"),
+    "no numba on a client": (
+        lambda host: [host.versions.pop(name) for name in ("numba", "uvloop")],
+        "versions", WARN, "pip install",
+    ),
     "an old vLLM": (
         lambda host: host.versions.update(vllm="0.19.1"), "vLLM", BAD, "pip install 'vllm==0.33.*'"
     ),
