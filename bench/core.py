@@ -23,10 +23,10 @@ from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.results import BlockResult
 from hotkv.table import SLOT_ALIGN, BlockTable, TableGeometry, Words
-from hotkv_server.core.books import finished
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.books import finished
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.values import CoreConfig, HashList, Run
 
 SIZES = (100_000, 1_000_000, 10_000_000)
 PROMPT_SIZE = 1_000_000

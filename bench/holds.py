@@ -3,7 +3,7 @@ points at which others are served.
 
 `operations` goes over a full core of `bench.core`. Each operation is what the runtime does for one
 call, at the largest size that a call may have, or in the background; work done in parts counts part
-by part, as `runtime.slices` takes them. Processor time is what counts, because on a machine that
+by part, as `node.slices` takes them. Processor time is what counts, because on a machine that
 does other things the clock measures those; a part is kept from the event loop for as long on an
 idle one.
 """
@@ -21,18 +21,18 @@ from hotkv.keys import KeySpace
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.retention import Retention
 from hotkv.table import SLOT_ALIGN, Words
-from hotkv_server.core import incremental
-from hotkv_server.core.books import finished
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.census import take
-from hotkv_server.core.values import HashList, LoadPositions, Run
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room import incremental
+from hotkv_server.cache.room.books import finished
+from hotkv_server.cache.table.census import take
+from hotkv_server.cache.values import HashList, LoadPositions, Run
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.events.drive import removed_events
 from hotkv_server.integrity.verifier import Verifier
-from hotkv_server.rpc.convert import MAX_LOADED_BLOCKS, MAX_STORED_BLOCKS
-from hotkv_server.runtime.events import removed_events
-from hotkv_server.runtime.persistence import USE_PARTS, UseNotes
+from hotkv_server.node.persistence import USE_PARTS, UseNotes
 from hotkv_server.startup.cache import MAX_BLOCKS_PER_CALL
 from hotkv_server.startup.process import SWITCH_INTERVAL_S
+from hotkv_server.wire.convert import MAX_LOADED_BLOCKS, MAX_STORED_BLOCKS
 
 FLUSHED_BLOCKS = 1 << 18
 MAX_TENSORS = 4096

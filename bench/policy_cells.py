@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.report import parser, print_report
-from hotkv_server.core.policies import POLICIES
+from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.simulate.replay import replay
 from hotkv_server.simulate.trace import Trace, load_trace
 from tests.simulate.traces import MAKERS, write_trace

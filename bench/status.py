@@ -21,17 +21,17 @@ from bench.report import median, parser, print_report
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import inspect
-from hotkv_server.core.arena_map import draw
-from hotkv_server.ledger.accounts import MAX_ACCOUNTS, Account
-from hotkv_server.ledger.columns import Usage
+from hotkv_server.cache import inspect
+from hotkv_server.cache.room.arena_map import draw
+from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS, Account
+from hotkv_server.ledger.book.columns import Usage
+from hotkv_server.ledger.live_history import NUM_SAMPLES, STEP_S
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.pages.replies import Reply
-from hotkv_server.runtime.live_history import NUM_SAMPLES, STEP_S
-from hotkv_server.runtime.node import Node
-from hotkv_server.runtime.session import LiveSession
-from hotkv_server.runtime.status_figures import as_json_values, read_status
+from hotkv_server.node.node import Node
+from hotkv_server.node.session import LiveSession
 from hotkv_server.startup import process
+from hotkv_server.told.pages.replies import Reply
+from hotkv_server.told.status import as_json_values, read_status
 
 TARGET_MS = 10.0
 NUM_SESSIONS = 1000

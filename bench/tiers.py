@@ -36,14 +36,14 @@ from demo.processes import ends_cleanly
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.table import Words
-from hotkv_server.core.catalog import Catalog
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.restore import Below, restore_below
-from hotkv_server.core.space import Space
+from hotkv_server.cache.catalog import Catalog
+from hotkv_server.cache.restore.restore import Below, restore_below
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.space import Space
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.memory.lower import LowerMemory
 from hotkv_server.tiers.disk.slab_file import SlabFile
 from hotkv_server.tiers.disk.tier import BATCH_BYTES, DiskTier
+from hotkv_server.tiers.drive.records import LowerMemory
 from hotkv_server.tiers.protocol import Blocks, Read, Write
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

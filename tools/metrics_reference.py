@@ -15,13 +15,13 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from hotkv.counters import SPARSE_COUNTERS
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.values import CoreConfig
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.values import CoreConfig
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.metric_help import HELP_BY_TOPIC, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
-from hotkv_server.metrics import NodeCollector, in_seconds
-from hotkv_server.runtime.node import Node
+from hotkv_server.node.node import Node
+from hotkv_server.told.metric_help import HELP_BY_TOPIC, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
+from hotkv_server.told.metrics import NodeCollector, in_seconds
 from hotkv_vllm.counter_help import COUNTERS, exported
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"

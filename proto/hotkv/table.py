@@ -1,8 +1,8 @@
 """The shared block table: binary format, and probing it.
 
 Owns the format of the file in which the server publishes its index; the server is its only writer
-(`hotkv_server.core.index`), any process that holds the descriptor reads it without a call. What a
-reader learns is a *hint*: taking a lease makes it binding.
+(`hotkv_server.cache.table.index`), any process that holds the descriptor reads it without a call.
+What a reader learns is a *hint*: taking a lease makes it binding.
 
 File: header (4096 bytes), buckets, records; all words little-endian uint32.
   bucket, 64 bytes: sequence number, overflow count, 7 tags, 7 entry words. An entry word is the

@@ -19,8 +19,8 @@ USAGE_ERROR = 2
 KERNELS = (
     "hotkv.kernels",
     "hotkv_sparse.kernels",
-    "hotkv_server.core.kernels",
-    "hotkv_server.core.policies.kernels",
+    "hotkv_server.cache.table.kernels",
+    "hotkv_server.cache.room.policies.kernels",
     "hotkv_server.tiers.compression.kernels",
     "hotkv_server.tiers.disk.kernels",
     "hotkv_server.integrity.kernels",
@@ -94,7 +94,7 @@ def _compile() -> int:
 
 def _check_tiers(options: argparse.Namespace, flags: list[str]) -> int:
     try:
-        from hotkv_server import tier_check
+        from hotkv_server.tiers import check as tier_check
     except ImportError as missing:
         _exit_without_extra(missing)
     return tier_check.run(options, flags)

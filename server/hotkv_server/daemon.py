@@ -19,12 +19,11 @@ from hotkv_server import systemd
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.start import CudaError, CudaPart, look_in_background, open_part
+from hotkv_server.ledger.drive import LiveLedger
 from hotkv_server.memory.arena import ARENA_FILE, NodeMemory
 from hotkv_server.memory.limits import allocated_bytes
-from hotkv_server.rpc.server import RpcServer
-from hotkv_server.runtime.health import keep_checking
-from hotkv_server.runtime.ledger import LiveLedger
-from hotkv_server.runtime.node import STALLED_WORK_S, Node
+from hotkv_server.node.health import keep_checking
+from hotkv_server.node.node import STALLED_WORK_S, Node
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError, process
 from hotkv_server.startup.arena import open_memory
@@ -34,8 +33,9 @@ from hotkv_server.startup.places import lock_runtime_dir
 from hotkv_server.startup.preflight import check_start
 from hotkv_server.startup.progress import KERNELS, Progress
 from hotkv_server.startup.reload import Reloader
-from hotkv_server.startup.tiers import LowerPart, make_tiers, open_lower
-from hotkv_server.startup.tracing import open_tracing
+from hotkv_server.tiers.start import LowerPart, make_tiers, open_lower
+from hotkv_server.tracing.start import open_tracing
+from hotkv_server.wire.server import RpcServer
 
 if TYPE_CHECKING:
     from hotkv_server.events.publisher import ZmqPublisher

@@ -14,11 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hotkv.errors import HotKVError, Reason
 from hotkv.results import BlockResult
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.reader_words import no_readers
-from hotkv_server.core.slabs import aligned
-from hotkv_server.core.values import CoreConfig
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.slabs import aligned
+from hotkv_server.cache.table.reader_words import no_readers
+from hotkv_server.cache.values import CoreConfig
 from tests.core.cache_model import GARBAGE, NUM_HASHES, CacheModel, Key, ModelLease, snapshot
 from tests.core.support import make_key_space, make_table, taken_over
 

@@ -14,16 +14,16 @@ import numpy as np
 from hotkv import table
 from hotkv.results import BlockResult
 from hotkv.table import RESERVED_FLAG
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.index import BlockIndex
-from hotkv_server.core.pin_budget import PinBudget
-from hotkv_server.core.pins import RetentionPins
-from hotkv_server.core.policies.queue import Highest
-from hotkv_server.core.residency import ResidentGroup
-from hotkv_server.core.slabs import ABSENT
-from hotkv_server.core.space import Space
-from hotkv_server.core.tenants import TenantBook
-from hotkv_server.core.values import HashList
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.leases.pin_budget import PinBudget
+from hotkv_server.cache.leases.retentions import RetentionPins
+from hotkv_server.cache.room.policies.queue import Highest
+from hotkv_server.cache.room.slabs import ABSENT
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.room.tenants import TenantBook
+from hotkv_server.cache.table.index import BlockIndex
+from hotkv_server.cache.values import HashList
+from hotkv_server.residency.book.residency import ResidentGroup
 from tests.core.support import words_of
 
 Key = tuple[int, int, int]
@@ -311,7 +311,7 @@ def values(thing: object) -> object:
     if isinstance(thing, Highest):
         return thing.number
     if isinstance(thing, RetentionPins | PinBudget) or type(thing).__module__.startswith(
-        "hotkv_server.core.policies"
+        "hotkv_server.cache.room.policies"
     ):
         return {name: values(value) for name, value in vars(thing).items()}
     return (

@@ -5,8 +5,8 @@ import numpy as np
 from hypothesis.stateful import precondition, rule
 
 from hotkv.errors import Reason
-from hotkv_server.core.pin_budget import most_pinned
-from hotkv_server.core.values import HashList, LoadPositions
+from hotkv_server.cache.leases.pin_budget import most_pinned
+from hotkv_server.cache.values import HashList, LoadPositions
 from tests.core.cache_machine import (
     LEASE_IDS,
     NUM_SLABS,

@@ -13,10 +13,10 @@ from hypothesis.stateful import invariant, precondition, rule
 from hotkv import words
 from hotkv.errors import Reason
 from hotkv.results import BlockResult
-from hotkv_server.core.pin_budget import most_pinned
-from hotkv_server.core.reader_words import Uint64s
-from hotkv_server.core.residency_bound import slot_cost
-from hotkv_server.core.values import OpenedResidency
+from hotkv_server.cache.leases.pin_budget import most_pinned
+from hotkv_server.cache.table.reader_words import Uint64s
+from hotkv_server.cache.values import OpenedResidency
+from hotkv_server.residency.book.bound import slot_cost
 from tests.core.cache_machine import NUM_SLABS, NUMBERS, RESIDENCY_IDS, SLAB
 from tests.core.cache_model import Key, ModelResidency
 from tests.core.cache_writes import WriteRules

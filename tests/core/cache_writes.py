@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from hotkv.errors import Reason
 from hotkv.results import BlockResult
-from hotkv_server.core.transfers import StoreTransfer
-from hotkv_server.core.values import Run, SlotRun
+from hotkv_server.cache.leases.transfers import StoreTransfer
+from hotkv_server.cache.values import Run, SlotRun
 from tests.core.cache_machine import (
     LEASE_IDS,
     NUMBERS,

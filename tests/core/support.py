@@ -10,13 +10,13 @@ from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import HEADER, BlockTable, TableGeometry, Words, hash_words
-from hotkv_server.core import incremental
-from hotkv_server.core.books import finished
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.reader_words import ReaderMemory
-from hotkv_server.core.restore import Restored, restore
-from hotkv_server.core.values import Reservation, Run, SlotRun
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.restore.restore import Restored, restore
+from hotkv_server.cache.room import incremental
+from hotkv_server.cache.room.books import finished
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.table.reader_words import ReaderMemory
+from hotkv_server.cache.values import Reservation, Run, SlotRun
 
 
 def make_table(capacity: int, num_buckets: int = 0, arena_bytes: int = 1 << 30) -> BlockTable:

@@ -4,11 +4,11 @@ import pytest
 
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
-from hotkv_server.core import inspect
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.histogram import AGES_S
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.cache import inspect
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.histogram import AGES_S
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.values import CoreConfig, HashList, Run
 from tests.core.support import begin_store, expire, make_table, words_of
 
 SLOT_BYTES, SLOTS = 1 << 14, 4

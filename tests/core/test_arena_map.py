@@ -10,12 +10,12 @@ from hypothesis import given, settings
 
 from hotkv.keys import Representation
 from hotkv.table import SLOT_ALIGN, STATE_READY
-from hotkv_server.core import arena_map
-from hotkv_server.core.arena_map import ArenaMap, draw
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.slabs import ABSENT, FREE
-from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room import arena_map
+from hotkv_server.cache.room.arena_map import ArenaMap, draw
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.slabs import ABSENT, FREE
+from hotkv_server.cache.values import CoreConfig, HashList, Run
 from tests.core.support import begin_store, evict, make_key_space, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN

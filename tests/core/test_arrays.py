@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from hotkv_server.core.arrays import first_occurrences, rows
+from hotkv_server.cache.arrays import first_occurrences, rows
 
 FEW_WORDS = st.lists(st.sampled_from([0, 1]), min_size=8, max_size=8)
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 
 from hotkv.errors import HotKVError, Reason
-from hotkv_server.runtime import broadcast as feed_module
-from hotkv_server.runtime.broadcast import Feeds
+from hotkv_server.node import broadcast as feed_module
+from hotkv_server.node.broadcast import Feeds
 
 
 @dataclass(frozen=True)

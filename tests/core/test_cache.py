@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 
 from hotkv.errors import Reason
-from hotkv_server.core.values import HashList, Run
+from hotkv_server.cache.values import HashList, Run
 from tests.core.cache_machine import MAX_BLOCKS, NUMBERS
 from tests.core.cache_reads import ReadRules
 from tests.core.cache_residencies import ResidencyRules

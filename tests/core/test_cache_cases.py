@@ -10,9 +10,9 @@ from hypothesis import given
 from hotkv.errors import HotKVError, Reason
 from hotkv.results import BlockResult
 from hotkv.table import RESERVED_FLAG, SLOT_ALIGN
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import LRU
-from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run
 from tests.core.cache_model import snapshot
 from tests.core.support import begin_store, expire, make_key_space, make_table, reserve, words_of
 

@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hotkv.errors import HotKVError, Reason
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace, Representation
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.catalog import FORGET_S, MAX_KEY_SPACES, weight_bytes
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.values import KEY_SPACE_ROWS, CoreConfig, HashList, Run, TenantShare
+from hotkv_server.cache.catalog import FORGET_S, MAX_KEY_SPACES, weight_bytes
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.values import KEY_SPACE_ROWS, CoreConfig, HashList, Run, TenantShare
 from tests.core.support import begin_store, flush, make_table, words_of
 
 ARENA, SLAB = 1 << 20, 1 << 16

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from hotkv import table
-from hotkv_server.core import kernels
+from hotkv_server.cache.table import kernels
 from tests.core.support import words_of
 from tests.core.test_retention import Cache
 

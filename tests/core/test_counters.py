@@ -13,9 +13,9 @@ from hypothesis import given, settings
 
 from hotkv.results import BlockResult
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run
 from tests.core.support import (
     begin_store,
     evict,

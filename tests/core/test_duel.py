@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hotkv_server.core.policies import duel, kernels
-from hotkv_server.core.policies.duel import (
+from hotkv_server.cache.room.policies import duel, kernels
+from hotkv_server.cache.room.policies.duel import (
     CONTENDERS,
     EPOCH_S,
     HOLD_MARGIN,
@@ -18,9 +18,9 @@ from hotkv_server.core.policies.duel import (
     Contender,
     Duel,
 )
-from hotkv_server.core.policies.ghosts import spread
-from hotkv_server.core.policies.hotness import DEPTH_STEP
-from hotkv_server.core.policies.protocol import Keys
+from hotkv_server.cache.room.policies.ghosts import spread
+from hotkv_server.cache.room.policies.hotness import DEPTH_STEP
+from hotkv_server.cache.room.policies.protocol import Keys
 from tests.oracles import policies as oracle
 
 KEEPS_THE_OLDER = Contender(10_000.0, recency=-1.0)

@@ -15,8 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hotkv_server.core import epoch_book
-from hotkv_server.core.epoch_book import (
+from hotkv_server.tiers.book import epochs as epoch_book
+from hotkv_server.tiers.book.epochs import (
     ASK_EVERY_S,
     CONFIRMED_S,
     IDLE_EVERY_S,

@@ -15,16 +15,16 @@ import pytest
 
 from demo.processes import runtime_folder
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.values import CoreConfig, Run
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.values import CoreConfig, Run
 from hotkv_server.memory import arena as arena_module
 from hotkv_server.memory import limits
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.filling import NOTE, NOTE_MAGIC, RESERVE_BYTES, Filling, read_note
 from hotkv_server.memory.mapping import COLLAPSE_BYTES, FileMapping
 from hotkv_server.memory.pinning import ArenaPinner
-from hotkv_server.runtime.recovery import _prefault_claimed
+from hotkv_server.node.recovery import _prefault_claimed
 from hotkv_server.testing.device import FakeRuntime
 from tests.core.support import begin_store, make_key_space, make_table, words_of
 

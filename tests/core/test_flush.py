@@ -11,10 +11,10 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.results import BlockResult
 from hotkv.retention import Retention
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import LRU
-from hotkv_server.core.policies.protocol import Keys
-from hotkv_server.core.values import CoreConfig, Entries, HashList, LoadPositions, Run
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.room.policies.protocol import Keys
+from hotkv_server.cache.values import CoreConfig, Entries, HashList, LoadPositions, Run
 from tests.core.support import (
     begin_store,
     evict,

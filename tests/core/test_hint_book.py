@@ -10,10 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hotkv.hints import Status
 from hotkv.table import Words
-from hotkv_server.core.hint_book import HintBook, HintLimits, TenantHints
-from hotkv_server.core.hint_sessions import MAX_OTHERS, MAX_OTHERS_BYTES, RECENT_S, HintSessions
-from hotkv_server.core.prefixes import Chains, chain_keys, common_blocks
-from hotkv_server.core.values import Outcome
+from hotkv_server.cache.table.prefixes import Chains, chain_keys, common_blocks
+from hotkv_server.cache.values import Outcome
+from hotkv_server.hints.book.outcomes import HintBook, HintLimits, TenantHints
+from hotkv_server.hints.book.sessions import MAX_OTHERS, MAX_OTHERS_BYTES, RECENT_S, HintSessions
 
 LIMITS = HintLimits(
     sessions=4, session_bytes=32 * 40, outcomes=6, actions_per_s=2.0, burst_actions=5, tracked=3,

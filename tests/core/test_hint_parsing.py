@@ -11,7 +11,7 @@ from hotkv import hints
 from hotkv.hints import Action, ActionType, Hints, Rejection, Target, read
 from hotkv.retention import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
 from hotkv.v1 import hints_pb2
-from hotkv_server.rpc import hint_convert
+from hotkv_server.hints import messages as hint_convert
 
 
 def envelope(*actions: Any, **fields: Any) -> dict[str, Any]:

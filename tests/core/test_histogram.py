@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_server.core.histogram import AGES_S, SECONDS, SIZES_BYTES, Histogram
+from hotkv_server.cache.histogram import AGES_S, SECONDS, SIZES_BYTES, Histogram
 
 VALUES = st.lists(
     st.one_of(st.floats(0, 1e6), st.sampled_from([*SECONDS, *AGES_S])), min_size=0, max_size=40

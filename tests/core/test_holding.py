@@ -9,12 +9,12 @@ import pytest
 from hotkv.results import BlockResult
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.copies import Copies
-from hotkv_server.core.moves import Moves
-from hotkv_server.core.policies import Hotness
-from hotkv_server.core.policies.duel import Contender, Duel
-from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import Hotness
+from hotkv_server.cache.room.policies.duel import Contender, Duel
+from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
+from hotkv_server.tiers.book.copies import Copies
+from hotkv_server.tiers.book.moves import Moves
 from tests.core.support import begin_store, make_key_space, make_table, words_of
 
 NUM_SLOTS = 24

@@ -12,10 +12,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from hotkv.retention import MAX_PRIORITY, NO_RETENTION, Retention
-from hotkv_server.core.policies import Hotness, queue
-from hotkv_server.core.policies.duel import CONTENDERS, LEAK, Contender, Duel
-from hotkv_server.core.policies.hotness import DEPTH_STEP, GHOSTS_PER_BLOCK, KEPT_S, TICKS_PER_S
-from hotkv_server.core.policies.protocol import Entries, Keys
+from hotkv_server.cache.room.policies import Hotness, queue
+from hotkv_server.cache.room.policies.duel import CONTENDERS, LEAK, Contender, Duel
+from hotkv_server.cache.room.policies.hotness import (
+    DEPTH_STEP,
+    GHOSTS_PER_BLOCK,
+    KEPT_S,
+    TICKS_PER_S,
+)
+from hotkv_server.cache.room.policies.protocol import Entries, Keys
 from tests.oracles import policies as oracle
 
 CAPACITY = 12

@@ -14,20 +14,14 @@ from hotkv import native
 from hotkv.keys import MAX_GROUPS, Representation
 from hotkv.results import BlockResult
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import (
-    books,
-    incremental,
-    rebalancing,
-    removal,
-    room,
-    slab_choice,
-)
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import LRU, POLICIES
-from hotkv_server.core.policies.queue import ColdQueue, Highest
-from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
-from hotkv_server.runtime import slices as slices_module
-from hotkv_server.runtime.slices import slices
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room import books, incremental, rebalancing, removal, slab_choice
+from hotkv_server.cache.room import making as room
+from hotkv_server.cache.room.policies import LRU, POLICIES
+from hotkv_server.cache.room.policies.queue import ColdQueue, Highest
+from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run
+from hotkv_server.node import slices as slices_module
+from hotkv_server.node.slices import slices
 from tests.core.support import begin_store, evict_all, make_key_space, make_table, reserve, words_of
 from tests.oracles import table as oracle
 
@@ -266,7 +260,7 @@ def test_what_is_swept_is_not_refilled() -> None:
 
 
 def test_slots_in_slabs_are_found_as_by_the_reference() -> None:
-    kernels = native.require("hotkv_server.core.kernels")
+    kernels = native.require("hotkv_server.cache.table.kernels")
     random = np.random.default_rng(0)
     for slab_bytes in (SLOT_ALIGN, 3 * SLOT_ALIGN, 1 << 22, (1 << 22) + SLOT_ALIGN):
         offsets, slabs = random.integers(0, 50 * slab_bytes, 300), random.random(50) < 0.5

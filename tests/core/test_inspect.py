@@ -1,4 +1,4 @@
-"""Answers of `core.inspect`: they agree with the books, they are copies, and outer parts ask in no
+"""Answers of `cache.inspect`: they agree with the books, they are copies, and outer parts ask in no
 other way.
 """
 
@@ -12,10 +12,10 @@ import pytest
 import hotkv_server
 from hotkv.keys import MAX_GROUPS, Representation
 from hotkv.table import SLOT_ALIGN, STATE_READY, STATE_RESERVED
-from hotkv_server.core import inspect
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import LRU
-from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.cache import inspect
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.values import CoreConfig, HashList, Run
 from tests.core.support import begin_store, evict, make_key_space, make_table, words_of
 
 SERVER = Path(hotkv_server.__file__).parent

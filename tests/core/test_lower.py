@@ -14,13 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hotkv import table
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import incremental
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.moves import Move
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.space import Space
-from hotkv_server.core.values import FIRST_MOVE, BoolMask, CoreConfig, HashList, Run
-from hotkv_server.core.write_gate import Offered
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room import incremental
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.values import FIRST_MOVE, BoolMask, CoreConfig, HashList, Run
+from hotkv_server.tiers.book.moves import Move
+from hotkv_server.tiers.book.write_gate import Offered
 from tests.core.support import begin_store, evict, flush, make_key_space, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN

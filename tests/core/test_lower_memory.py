@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotkv_server.memory.lower import LowerMemory
 from hotkv_server.memory.state import ServerState, write_state
 from hotkv_server.settings.tiers import DiskSettings, TierSettings
+from hotkv_server.tiers.drive.records import LowerMemory
 
 MIB, GIB = 1 << 20, 1 << 30
 

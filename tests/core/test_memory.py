@@ -14,9 +14,9 @@ import pytest
 from hotkv import table
 from hotkv.keys import KeySpace
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.values import CoreConfig, Run
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.values import CoreConfig, Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory import arena as arena_module
@@ -30,7 +30,7 @@ from hotkv_server.memory.state import (
     read_state,
     write_state,
 )
-from hotkv_server.runtime.recovery import take_over
+from hotkv_server.node.recovery import take_over
 from tests.core.support import begin_store, make_key_space, words_of
 
 SLAB, ARENA, CAPACITY = 1 << 16, 1 << 20, 64

@@ -6,11 +6,11 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import pins as holds_module
-from hotkv_server.core.index import BlockIndex
-from hotkv_server.core.pins import RetentionPins
-from hotkv_server.core.tenants import TenantBook
-from hotkv_server.core.values import Entries
+from hotkv_server.cache.leases import retentions as holds_module
+from hotkv_server.cache.leases.retentions import RetentionPins
+from hotkv_server.cache.room.tenants import TenantBook
+from hotkv_server.cache.table.index import BlockIndex
+from hotkv_server.cache.values import Entries
 from tests.core.support import make_table, words_of
 
 NUM_ENTRIES = 24

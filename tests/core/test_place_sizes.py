@@ -8,13 +8,13 @@ from hypothesis import given, settings
 
 from hotkv import table
 from hotkv.table import SLOT_ALIGN, Words
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.catalog import Catalog
-from hotkv_server.core.place_sizes import MIN_TRIED, RETRY_BLOCKS, PlaceSizes
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.restore import Below, Restored, restore_below
-from hotkv_server.core.space import Space
-from hotkv_server.core.values import CoreConfig, Entries, HashList, KeySpaceRecord, Run
+from hotkv_server.cache.catalog import Catalog
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.restore.restore import Below, Restored, restore_below
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.values import CoreConfig, Entries, HashList, KeySpaceRecord, Run
+from hotkv_server.tiers.book.place_sizes import MIN_TRIED, RETRY_BLOCKS, PlaceSizes
 from tests.core.support import begin_store, evict, make_key_space, make_table, words_of
 from tests.core.test_lower import encoded_bytes
 from tests.core.test_restore import damage

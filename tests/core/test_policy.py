@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hotkv_server.core.policies import LRU, POLICIES, demoted, queue
+from hotkv_server.cache.room.policies import LRU, POLICIES, demoted, queue
 from hotkv_server.testing.policy_contract import (
     PolicyWorld,
     check_demoted_go_first,

@@ -12,11 +12,11 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_GROUPS, Representation
 from hotkv.results import BlockResult
 from hotkv.table import RESERVED_FLAG, SLOT_ALIGN
-from hotkv_server.core import census
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.catalog import MAX_REPRESENTATIONS
-from hotkv_server.core.policies import LRU, POLICIES
-from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
+from hotkv_server.cache.catalog import MAX_REPRESENTATIONS
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import LRU, POLICIES
+from hotkv_server.cache.table import census
+from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run
 from tests.core.cache_model import snapshot
 from tests.core.support import (
     begin_store,

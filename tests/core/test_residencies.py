@@ -11,14 +11,14 @@ from hotkv.results import BlockResult
 from hotkv.retention import Retention
 from hotkv.table import SLOT_ALIGN
 from hotkv.words import GENERATION, LATEST, MAX_SESSION_WORD
-from hotkv_server.core import incremental
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import LRU
-from hotkv_server.core.reader_words import ReaderMemory, ReaderWords, no_readers
-from hotkv_server.core.residency_bound import slot_cost
-from hotkv_server.core.restore import restore
-from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.restore.restore import restore
+from hotkv_server.cache.room import incremental
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.table.reader_words import ReaderMemory, ReaderWords, no_readers
+from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.integrity.evidence import condemn
+from hotkv_server.residency.book.bound import slot_cost
 from tests.core.support import (
     begin_store,
     evict,

@@ -14,10 +14,10 @@ from hotkv import table
 from hotkv.keys import Representation
 from hotkv.results import BlockResult
 from hotkv.table import SLOT_ALIGN, Words
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.restore import restore
-from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.restore.restore import restore
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.integrity.check_values import strides_of
 from tests.core.support import (
     begin_store,

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hotkv.results import BlockResult
 from hotkv.retention import MAX_TTL_S, NO_RETENTION, Retention
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import hint_actions
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.values import CoreConfig, HashList, Run
+from hotkv_server.hints.book import actions as hint_actions
 from tests.core.support import begin_store, evict, expire, make_key_space, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN

@@ -9,9 +9,9 @@ import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 
-from hotkv_server.core.copies import MAX_TRIES, OLD, Copies
-from hotkv_server.core.moves import Move
-from hotkv_server.core.values import HashList
+from hotkv_server.cache.values import HashList
+from hotkv_server.tiers.book.copies import MAX_TRIES, OLD, Copies
+from hotkv_server.tiers.book.moves import Move
 from tests.core.support import words_of
 from tests.core.test_lower import GARBAGE, GROUPS, NUMBERS, SPACES, Content, LowerMachine
 

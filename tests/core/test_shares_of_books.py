@@ -14,11 +14,11 @@ from hypothesis import given
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import KeySpace
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import incremental
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.leases import read_weight
-from hotkv_server.core.policies import LRU
-from hotkv_server.core.values import MAX_TRANSFERS, CoreConfig, HashList, Run, TenantShare
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.leases.leases import read_weight
+from hotkv_server.cache.room import incremental
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.values import MAX_TRANSFERS, CoreConfig, HashList, Run, TenantShare
 from tests.core.support import begin_store, evict, make_key_space, make_table, reserve, words_of
 
 SLAB = 4 * SLOT_ALIGN

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hotkv import native
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core.slabs import SlabPool, aligned
+from hotkv_server.cache.room.slabs import SlabPool, aligned
 from tests.oracles import table as oracle
 
 SLAB = 4 * SLOT_ALIGN
@@ -248,7 +248,7 @@ def test_figures_of_a_pool() -> None:
 def test_slots_are_counted_as_by_the_reference(data: st.DataObject, change: int) -> None:
     """Of slabs that came to 0 both say which; also where a slab is of another size, or has fewer
     slots used than are freed."""
-    kernels = native.require("hotkv_server.core.kernels")
+    kernels = native.require("hotkv_server.cache.table.kernels")
     owner = np.array(
         data.draw(st.lists(st.sampled_from([SLOT_ALIGN] * 5 + [SLAB]), min_size=4, max_size=4)),
         np.int64,

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import removal
-from hotkv_server.core.census import take
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.slabs import aligned
-from hotkv_server.core.space import Space
+from hotkv_server.cache.room import removal
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.slabs import aligned
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.table.census import take
 from tests.core.cache_model import no_room_left
 from tests.core.support import make_table, words_of
 

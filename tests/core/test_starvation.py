@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.values import CoreConfig, HashList, Run
 from tests.core.support import begin_store, expire, make_table, words_of
 
 SLAB_UNITS = 16

@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from hotkv_server.core.leases import WriteLease
+from hotkv_server.cache.leases.leases import WriteLease
 
 NUM_BLOCKS = 5
 

@@ -10,13 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_GROUPS
 from hotkv.table import SLOT_ALIGN, Words
-from hotkv_server.core import burst_bounds
-from hotkv_server.core.burst_bounds import keep_bounds
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.slabs import aligned
-from hotkv_server.core.space import Space
-from hotkv_server.core.tenants import TenantBook
-from hotkv_server.core.values import Entries, TenantShare
+from hotkv_server.cache.room import burst_bounds
+from hotkv_server.cache.room.burst_bounds import keep_bounds
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.slabs import aligned
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.room.tenants import TenantBook
+from hotkv_server.cache.values import Entries, TenantShare
 from tests.core.support import make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN

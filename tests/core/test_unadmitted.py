@@ -5,9 +5,9 @@ import pytest
 
 from hotkv.keys import KeySpace
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import LRU
-from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run, TenantShare
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run, TenantShare
 from tests.core.support import begin_store, expire, make_key_space, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN

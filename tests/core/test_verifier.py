@@ -7,14 +7,14 @@ import pytest
 from hotkv.errors import HotKVError
 from hotkv.keys import Representation
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.values import CoreConfig, Entries, HashList, LoadPositions, Run
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.values import CoreConfig, Entries, HashList, LoadPositions, Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity import verifier
 from hotkv_server.integrity.sums import add_sums
 from hotkv_server.integrity.verifier import Case, Verifier
-from hotkv_server.runtime.persistence import UseNotes
+from hotkv_server.node.persistence import UseNotes
 from tests.core.support import begin_store, evict, flush, make_key_space, make_table, words_of
 
 SLAB, NUM_SLABS, CAPACITY = 4 * SLOT_ALIGN, 6, 40

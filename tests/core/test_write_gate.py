@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from hotkv_server.core import write_gate
-from hotkv_server.core.values import BoolMask
-from hotkv_server.core.write_gate import DAY_S, EARLY_TOKENS, SLOT_S, Offered, WriteGate
+from hotkv_server.cache.values import BoolMask
+from hotkv_server.tiers.book import write_gate
+from hotkv_server.tiers.book.write_gate import DAY_S, EARLY_TOKENS, SLOT_S, Offered, WriteGate
 
 BLOCK_TOKENS, BLOCK_BYTES = 512, 4096
 EARLY = EARLY_TOKENS // BLOCK_TOKENS

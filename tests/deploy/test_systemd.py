@@ -9,7 +9,7 @@ import pytest
 
 from hotkv_server.daemon import BROKEN_STATUS, STOP_S
 from hotkv_server.memory import limits
-from hotkv_server.runtime.health import CHECK_S
+from hotkv_server.node.health import CHECK_S
 from hotkv_server.settings import load_settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

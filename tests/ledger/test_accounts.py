@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotkv.misses import Miss
-from hotkv_server.ledger.accounts import OTHERS, Account, Accounts
-from hotkv_server.ledger.buckets import NUM_HOURS, NUM_MINUTES, Buckets
-from hotkv_server.ledger.columns import REASONS, Columns, Usage
+from hotkv_server.ledger.book.accounts import OTHERS, Account, Accounts
+from hotkv_server.ledger.book.buckets import NUM_HOURS, NUM_MINUTES, Buckets
+from hotkv_server.ledger.book.columns import REASONS, Columns, Usage
 
 COLUMNS = Columns(["disk", "valkey"])
 MAX_ACCOUNTS = 5

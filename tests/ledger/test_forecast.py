@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.ledger.forecast import GIB, MAX_SEEN, Demand, Forecast, step_bytes
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.ledger.book.forecast import GIB, MAX_SEEN, Demand, Forecast, step_bytes
 from hotkv_server.simulate.bounds import unbounded
 from hotkv_server.simulate.replay import replay
 from hotkv_server.simulate.trace import Trace, load_trace, make_trace

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 
 from hotkv.misses import Miss
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.ledger import pack
-from hotkv_server.ledger.accounts import Account, Accounts
-from hotkv_server.ledger.columns import Columns, Usage
-from hotkv_server.ledger.forecast import GIB, Demand, Forecast
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.ledger.book import pack
+from hotkv_server.ledger.book.accounts import Account, Accounts
+from hotkv_server.ledger.book.columns import Columns, Usage
+from hotkv_server.ledger.book.forecast import GIB, Demand, Forecast
 
 MINUTE = 29_000_000
 ONE, TWO = Account("blue", "small", "00ff", "a"), Account("", "large", "11ff", "b")

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hotkv_server.core.policies import LRU, POLICIES
-from hotkv_server.ledger.shadow import Shadow
+from hotkv_server.cache.room.policies import LRU, POLICIES
+from hotkv_server.ledger.book.shadow import Shadow
 from hotkv_server.simulate.replay import replay
 from hotkv_server.simulate.trace import make_trace
 from tests.simulate.traces import regular_turns

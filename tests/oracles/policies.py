@@ -1,13 +1,13 @@
-"""Numpy references of `hotkv_server.core.policies.kernels`: same arguments, same results."""
+"""Numpy references of `hotkv_server.cache.room.policies.kernels`: same arguments, same results."""
 
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_server.core.policies.duel import LEAK
-from hotkv_server.core.policies.ghosts import WAYS, spread
-from hotkv_server.core.policies.hotness import DEPTH_STEP
+from hotkv_server.cache.room.policies.duel import LEAK
+from hotkv_server.cache.room.policies.ghosts import WAYS, spread
+from hotkv_server.cache.room.policies.hotness import DEPTH_STEP
 
 LIFT = 1e15
 

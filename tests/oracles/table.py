@@ -1,4 +1,4 @@
-"""Numpy references of `hotkv_server.core.kernels`: same arguments, same results."""
+"""Numpy references of `hotkv_server.cache.table.kernels`: same arguments, same results."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from hotkv.table import (
     mix,
     mix_prefixes,
 )
-from hotkv_server.core.values import KEY_SPACE_ROWS
+from hotkv_server.cache.values import KEY_SPACE_ROWS
 
 Mixed = NDArray[np.uint64]
 

@@ -16,16 +16,16 @@ import pytest
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, warm_pb2, warm_pb2_grpc
-from hotkv_server.rpc import audit as audit_module
-from hotkv_server.rpc.audit import MAX_REFUSED_PER_S, AuditLog, arguments
-from hotkv_server.rpc.guests import Guests
-from hotkv_server.rpc.interceptor import EdgeInterceptor
-from hotkv_server.rpc.throttle import LineBound, Pace
 from hotkv_server.security.identity import Peer
 from hotkv_server.settings import Settings
 from hotkv_server.settings.security import SecuritySettings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.preflight import check_audit
+from hotkv_server.wire.guard import audit as audit_module
+from hotkv_server.wire.guard.audit import MAX_REFUSED_PER_S, AuditLog, arguments
+from hotkv_server.wire.guard.guests import Guests
+from hotkv_server.wire.guard.interceptor import EdgeInterceptor
+from hotkv_server.wire.guard.throttle import LineBound, Pace
 
 EVICT = "/hotkv.v1.AdminService/Evict"
 REQUEST = admin_pb2.EvictRequest(all=True)

@@ -17,17 +17,17 @@ from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.order import NO_ORDER, DeviceMark, DeviceOrder, OrderKind
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import LRU
-from hotkv_server.core.values import CoreConfig
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.values import CoreConfig
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.device.devices import NO_DEVICES, Devices, uuid_text
 from hotkv_server.device.runtime import DeviceError
 from hotkv_server.memory import sigbus
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.runtime.engine_memory import EngineMemory, check_handles, open_engine_memory
-from hotkv_server.runtime.node import Node
-from hotkv_server.runtime.order import SessionOrder
+from hotkv_server.node.engine_memory import EngineMemory, check_handles, open_engine_memory
+from hotkv_server.node.node import Node
+from hotkv_server.node.order import SessionOrder
 from hotkv_server.testing.device import FakeRuntime
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
 from tests.server.devices_support import until

@@ -15,13 +15,13 @@ from hotkv.keys import KeySpace
 from hotkv.layout import FENCE_HANDLE, FENCE_WORDS, Layout, MemoryHandle, PageTensor
 from hotkv.results import BlockResult
 from hotkv.table import hash_words
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import LRU
-from hotkv_server.core.values import CoreConfig, Run
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.values import CoreConfig, Run
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.runtime.node import Node
-from hotkv_server.runtime.session import LiveSession
+from hotkv_server.node.node import Node
+from hotkv_server.node.session import LiveSession
 
 KEY_SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
 LAYOUT = Layout(0, 1, (MemoryHandle("kv", 4096),), (PageTensor(0, "kv", 0, 4096, 4096, 0),))

@@ -24,10 +24,10 @@ from hotkv_client import (
 from hotkv_client.admin import AdminClient
 from hotkv_client.tables import show_flush
 from hotkv_client.testing import PagedEngine
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.values import CoreConfig, Run
-from hotkv_server.runtime.node import Node
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.values import CoreConfig, Run
+from hotkv_server.node.node import Node
 from tests.core.support import begin_store, flush, make_key_space, make_table, words_of
 from tests.server.support import block_ids, hashes
 

@@ -26,8 +26,8 @@ from hotkv.errors import HotKVError, SessionLostError
 from hotkv_client import BlockRun, GroupHashes, LoadRun, TransferStatus, cli
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
-from hotkv_server.http_endpoint import HttpServer
-from hotkv_server.runtime.health import CHECK_S, STALLED_S, Health
+from hotkv_server.node.health import CHECK_S, STALLED_S, Health
+from hotkv_server.told.http_endpoint import HttpServer
 from tests.daemons import ForkedChild
 from tests.server.support import block_ids, hashes
 from tests.server.test_life import wait_until
@@ -130,7 +130,7 @@ def test_a_broken_invariant_ends_the_server_and_costs_only_what_it_touched(folde
         assert server.exit_status() == BROKEN_STATUS
         assert isinstance(future.exception(60), SessionLostError | HotKVError)
         log = server.log.read_text()
-        assert "CRITICAL hotkv_server.runtime.health an invariant broke in" in log
+        assert "CRITICAL hotkv_server.node.health an invariant broke in" in log
         assert f"state=reserved key_space=1 group=0 hash={lost[0].hex()[:16]}" in log
     with Server(folder, "16MiB", "--arena.slab-bytes", "64KiB") as again:
         again.wait_ready()
@@ -149,8 +149,8 @@ def test_a_broken_invariant_ends_the_server_and_costs_only_what_it_touched(folde
 @pytest.mark.parametrize("where", ["timer", "call"])
 def test_a_broken_invariant_is_seen_wherever_it_comes_up(folder: Path, where: str) -> None:
     point = {
-        "timer": "hotkv_server.core.leases:LeaseBook.expired",
-        "call": "hotkv_server.core.index:BlockIndex.probe",
+        "timer": "hotkv_server.cache.leases.leases:LeaseBook.expired",
+        "call": "hotkv_server.cache.table.index:BlockIndex.probe",
     }[where]
     with FaultyServer(folder, point, "assert") as server:
         server.wait_ready()
@@ -178,7 +178,7 @@ def test_a_broken_invariant_is_seen_wherever_it_comes_up(folder: Path, where: st
         ("hotkv_server.integrity.verifier:Verifier.next_batch", "die", "scrubber has died"),
         ("hotkv_server.dataplane.host:HostCopyEngine._copy", "die", "a copy thread has died"),
         ("hotkv_server.events.publisher:ZmqPublisher._send", "die", "the event publisher has died"),
-        ("hotkv_server.rpc.guests:Guests.end_late", "die", "the end of guests has died"),
+        ("hotkv_server.wire.guard.guests:Guests.end_late", "die", "the end of guests has died"),
     ],
 )
 def test_what_has_died_is_named(
@@ -290,7 +290,7 @@ def test_a_loop_that_hangs_fails_every_probe(folder: Path) -> None:
     manager = Manager(folder / "notify")
     with FaultyServer(
         folder,
-        "hotkv_server.core.leases:LeaseBook.expired",
+        "hotkv_server.cache.leases.leases:LeaseBook.expired",
         "hang",
         environment=manager.environment,
     ) as server:

@@ -10,16 +10,17 @@ import pytest
 from hotkv.hints import Action, ActionType, Hints, Rejection, Status
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import SLOT_ALIGN, Words
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import LRU
-from hotkv_server.core.values import CoreConfig, Outcome
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.values import CoreConfig, Outcome
+from hotkv_server.hints import drive as hints_module
+from hotkv_server.hints import work as hint_work
+from hotkv_server.hints.drive import HintDesk
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.runtime import hint_work, slices
-from hotkv_server.runtime import hints as hints_module
-from hotkv_server.runtime.hints import HintDesk
-from hotkv_server.runtime.node import Node
-from hotkv_server.runtime.reports import Report
-from hotkv_server.runtime.session import LiveSession
+from hotkv_server.node import slices
+from hotkv_server.node.node import Node
+from hotkv_server.node.reports import Report
+from hotkv_server.node.session import LiveSession
 from tests.core.support import make_key_space, words_of
 
 KEY_SPACE = make_key_space("turns", SLOT_ALIGN, SLOT_ALIGN)

@@ -40,7 +40,7 @@ from hotkv_client import (
 )
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
-from hotkv_server.http_endpoint import MAX_CONNECTIONS, HttpServer
+from hotkv_server.told.http_endpoint import MAX_CONNECTIONS, HttpServer
 from tests.server.support import FULL, NUM_BLOCKS, PAGE_BYTES, block_ids, hashes
 from tests.server.test_life import wait_until
 from tests.server.test_service import http_port
@@ -445,7 +445,7 @@ def unary_stream_of(channel: grpc.Channel) -> Any:
 def test_the_oldest_guest_goes_for_a_new_one() -> None:
     """Streams that name no session, and watchers of health, were held for ever, and took the place
     of all calls."""
-    from hotkv_server.rpc import guests
+    from hotkv_server.wire.guard import guests
 
     async def scenario() -> None:
         told: list[str] = []
@@ -510,7 +510,7 @@ def test_calls_that_are_nobodys_end_for_new_ones(server: Server) -> None:
 
 def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
     """The servicer of grpcio-health-checking holds a lock while it writes."""
-    from hotkv_server.rpc.health import HealthService
+    from hotkv_server.wire.health import HealthService
 
     async def scenario() -> None:
         service, serving = HealthService(), health_pb2.HealthCheckResponse

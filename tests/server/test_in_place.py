@@ -18,16 +18,17 @@ from hotkv.keys import KeySpace
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.table import Words, hash_words
 from hotkv.v1 import cache_pb2, residency_pb2, session_pb2
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import LRU
-from hotkv_server.core.values import CoreConfig, HashList, Run
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.values import CoreConfig, HashList, Run
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.rpc import calls, residency_calls
-from hotkv_server.rpc.session_calls import SessionCalls
-from hotkv_server.rpc.throttle import Pace
-from hotkv_server.runtime.node import Node
-from hotkv_server.runtime.session import LiveSession
+from hotkv_server.node.node import Node
+from hotkv_server.node.session import LiveSession
+from hotkv_server.residency import calls as residency_calls
+from hotkv_server.wire import calls
+from hotkv_server.wire.guard.throttle import Pace
+from hotkv_server.wire.session.calls import SessionCalls
 
 NUM_BLOCKS = 8
 KEY_SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)

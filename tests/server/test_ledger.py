@@ -22,8 +22,8 @@ from hotkv_client import BlockRun, GroupHashes, LoadEnd, LoadRun, RequestReport,
 from hotkv_client.admin import AdminClient
 from hotkv_client.savings_tables import show_savings
 from hotkv_client.testing import PagedEngine
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.ledger import pack
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.ledger.book import pack
 from hotkv_server.simulate.bounds import unbounded
 from hotkv_server.simulate.replay import replay
 from hotkv_server.simulate.trace import load_trace

@@ -12,16 +12,16 @@ from hotkv.keys import KeySpace
 from hotkv.misses import Miss
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.table import BlockTable, TableGeometry
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.values import CoreConfig
-from hotkv_server.ledger import pack
-from hotkv_server.ledger.accounts import MAX_ACCOUNTS
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.values import CoreConfig
+from hotkv_server.ledger import drive as ledger
+from hotkv_server.ledger.book import pack
+from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS
+from hotkv_server.ledger.drive import LiveLedger
 from hotkv_server.memory.clerk import Clerk
-from hotkv_server.runtime import ledger
-from hotkv_server.runtime.ledger import LiveLedger
-from hotkv_server.runtime.reports import LoadEnd, Report
-from hotkv_server.runtime.session import LiveSession
+from hotkv_server.node.reports import LoadEnd, Report
+from hotkv_server.node.session import LiveSession
 from tests.server.support import FULL
 
 ARENA_BYTES, SLAB_BYTES, CAPACITY = 1 << 20, 1 << 16, 64

@@ -13,7 +13,7 @@ import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv_client import BlockRun
-from hotkv_server.runtime.health import Health
+from hotkv_server.node.health import Health
 from hotkv_server.testing import tasks_told
 from tests.server.support import FULL, GroupsEngine, block_ids, hashes
 from tests.server.test_life import wait_until

@@ -13,14 +13,14 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from hotkv.counters import SPARSE_COUNTERS
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.values import CoreConfig, Run
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.values import CoreConfig, Run
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.metric_help import HELP, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
-from hotkv_server.metrics import in_seconds
-from hotkv_server.runtime import stats
-from hotkv_server.runtime.node import Node
+from hotkv_server.node.node import Node
+from hotkv_server.told import stats
+from hotkv_server.told.metric_help import HELP, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
+from hotkv_server.told.metrics import in_seconds
 from hotkv_vllm.counter_help import COUNTERS, exported
 from tests.core.support import begin_store, make_key_space, words_of
 from tests.programs import program

@@ -14,16 +14,17 @@ from hotkv.errors import HotKVError
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace, Representation
 from hotkv.v1 import cache_pb2, warm_pb2
-from hotkv_server.core import catalog
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import LRU
-from hotkv_server.core.values import CoreConfig, Run, TenantShare
+from hotkv_server.cache import catalog
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.values import CoreConfig, Run, TenantShare
+from hotkv_server.events import messages as event_convert
 from hotkv_server.memory import arena
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.state import ServerState, read_state, write_state
-from hotkv_server.rpc import event_convert, space_convert
-from hotkv_server.rpc.warm_service import WarmStartService
-from hotkv_server.runtime.node import Node
+from hotkv_server.node.node import Node
+from hotkv_server.warm_start.service import WarmStartService
+from hotkv_server.wire import space_convert
 from tests.core.support import begin_store, hash_of, words_of
 
 SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)

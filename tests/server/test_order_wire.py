@@ -31,7 +31,7 @@ from hotkv_client import (
 from hotkv_client import OrderKind as ClientOrderKind
 from hotkv_client.testing import PagedEngine
 from hotkv_client.types import TransferStatus
-from hotkv_server.rpc import space_convert
+from hotkv_server.wire import space_convert
 from tests.server.test_life import wait_until
 
 Make = Callable[..., PagedEngine]

@@ -19,9 +19,8 @@ from vllm.distributed.kv_events import (
 )
 
 from hotkv.results import BlockResult
-from hotkv_server.core.values import EvictionNotice, Run
-from hotkv_server.events.publisher import ZmqPublisher, _Topic, binds
-from hotkv_server.runtime.events import (
+from hotkv_server.cache.values import EvictionNotice, Run
+from hotkv_server.events.drive import (
     BlocksRemoved,
     BlocksStored,
     Event,
@@ -30,6 +29,7 @@ from hotkv_server.runtime.events import (
     removed_events,
     stored_events,
 )
+from hotkv_server.events.publisher import ZmqPublisher, _Topic, binds
 from tests.core.support import hash_of, make_key_space, words_of
 
 MIB = 1 << 20

@@ -37,7 +37,7 @@ from hotkv_client import (
 )
 from hotkv_client.channels import admin_target
 from hotkv_client.testing import PagedEngine
-from hotkv_server.rpc.errors import CODES
+from hotkv_server.wire.errors import CODES
 from tests.server.refusals import reason_of, refused, state, stored
 
 __all__ = ["stored"]

@@ -48,7 +48,7 @@ sys.exit(main())
 """Has the file say how large the arena is."""
 SLOW_TO_OPEN = """
 import asyncio, sys
-from hotkv_server.runtime.sessions import Sessions
+from hotkv_server.node.sessions import Sessions
 made = Sessions.__init__
 def slowed(self, *parts):
     made(self, *parts)

@@ -16,9 +16,9 @@ import pytest
 from demo.processes import Server, runtime_folder
 from hotkv_client import GroupHashes
 from hotkv_client.testing import PagedEngine
-from hotkv_server.core.write_gate import DAY_S, SLOT_S, WriteGate
 from hotkv_server.settings import Settings, load_settings
 from hotkv_server.startup.reload import Reloader
+from hotkv_server.tiers.book.write_gate import DAY_S, SLOT_S, WriteGate
 from tests.server.guarded import store
 from tests.server.test_life import wait_until
 

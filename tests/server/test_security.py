@@ -43,7 +43,7 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.testing import PagedEngine
-from hotkv_server.core.catalog import MAX_KEY_SPACES_OF_TENANT
+from hotkv_server.cache.catalog import MAX_KEY_SPACES_OF_TENANT
 from hotkv_server.security.tickets import TTL_S
 from tests.server import guarded as support
 from tests.server.certificates import Authority

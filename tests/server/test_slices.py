@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import burst_bounds, incremental
-from hotkv_server.core.books import Books
-from hotkv_server.core.burst_bounds import keep_bounds
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import LRU
-from hotkv_server.core.removal import Removal
-from hotkv_server.core.values import CoreConfig, HashList, Run, TenantShare
-from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.runtime import removals, slices
-from hotkv_server.runtime.events import (
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room import burst_bounds, incremental
+from hotkv_server.cache.room.books import Books
+from hotkv_server.cache.room.burst_bounds import keep_bounds
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.room.removal import Removal
+from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
+from hotkv_server.events.drive import (
     BlocksRemoved,
     BlocksStored,
     KeySpaceCleared,
     RunContent,
     stored_events,
 )
-from hotkv_server.runtime.node import Node
+from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.node import removals, slices
+from hotkv_server.node.node import Node
 from tests.core.support import begin_store, make_key_space, words_of
 
 NUM_BLOCKS = 12

@@ -18,8 +18,8 @@ from hotkv.v1 import session_pb2, sparse_pb2, sparse_pb2_grpc
 from hotkv_client import GroupHashes, SelectConfig
 from hotkv_client._sparse_wire import _select_message
 from hotkv_client.admin import AdminClient
-from hotkv_server.rpc.errors import CODES
-from hotkv_server.rpc.sparse_convert import _config
+from hotkv_server.sparse.messages import _config
+from hotkv_server.wire.errors import CODES
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres, LayerCentre
 from tests.server.refusals import fill, reason_of

@@ -20,20 +20,21 @@ import hotkv_server
 from demo.processes import Server, runtime_folder
 from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.values import CoreConfig
-from hotkv_server.http_endpoint import HttpServer
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.values import CoreConfig
+from hotkv_server.ledger.live_history import NUM_SAMPLES, STEP_S, LiveHistory
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.pages import routes
-from hotkv_server.pages.replies import Request
-from hotkv_server.pages.routes import Routes
-from hotkv_server.pages.savings import MAX_KEPT
-from hotkv_server.runtime import status_figures, survey
-from hotkv_server.runtime.live_history import NUM_SAMPLES, STEP_S, LiveHistory
-from hotkv_server.runtime.node import Node
-from hotkv_server.runtime.status_figures import as_json_values, read_status
+from hotkv_server.node.node import Node
 from hotkv_server.security.page_access import PageAccess
+from hotkv_server.told import status as status_figures
+from hotkv_server.told import survey
+from hotkv_server.told.http_endpoint import HttpServer
+from hotkv_server.told.pages import routes
+from hotkv_server.told.pages.replies import Request
+from hotkv_server.told.pages.routes import Routes
+from hotkv_server.told.pages.savings import MAX_KEPT
+from hotkv_server.told.status import as_json_values, read_status
 from tests.core.support import make_key_space
 from tests.server.page_support import Traffic, get, listed, status_of
 from tests.server.support import hashes
@@ -401,7 +402,7 @@ def test_an_answer_that_can_not_be_made_is_told_to_the_log(
         http.close()
 
     asyncio.run(scenario())
-    (record,) = [one for one in caplog.records if one.name == "hotkv_server.http_endpoint"]
+    (record,) = [one for one in caplog.records if one.name == "hotkv_server.told.http_endpoint"]
     assert record.exc_info and record.exc_info[0] is ZeroDivisionError
     node.memory.remove()
 

@@ -30,14 +30,15 @@ from hotkv.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_client import BlockRun, GroupHashes, LoadRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
-from hotkv_server.rpc import calls, traced_calls
-from hotkv_server.runtime import tracing
-from hotkv_server.runtime.tracing import Tracing
 from hotkv_server.settings import Settings, load_settings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.preflight import check_start
-from hotkv_server.startup.tracing import check_tracing, open_tracing
 from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
+from hotkv_server.tracing import calls as traced_calls
+from hotkv_server.tracing import drive as tracing
+from hotkv_server.tracing.drive import Tracing
+from hotkv_server.tracing.start import check_tracing, open_tracing
+from hotkv_server.wire import calls
 from tests.server.support import hashes
 from tests.server.test_life import wait_until
 from tests.wire.test_traces import Recorded

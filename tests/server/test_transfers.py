@@ -274,13 +274,13 @@ def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
     from hotkv.keys import KeySpace
     from hotkv.layout import Layout, MemoryHandle, PageTensor
     from hotkv.table import hash_words
-    from hotkv_server.core.cache import CacheCore
-    from hotkv_server.core.policies import LRU
-    from hotkv_server.core.values import CoreConfig, Run
+    from hotkv_server.cache.core import CacheCore
+    from hotkv_server.cache.room.policies import LRU
+    from hotkv_server.cache.values import CoreConfig, Run
     from hotkv_server.dataplane.host import HostCopyEngine
     from hotkv_server.memory.arena import NodeMemory
-    from hotkv_server.runtime import transfer as transfer_module
-    from hotkv_server.runtime.node import Node
+    from hotkv_server.node import transfer as transfer_module
+    from hotkv_server.node.node import Node
 
     async def scenario() -> None:
         memory = NodeMemory.open(tmp_path / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)
@@ -323,13 +323,13 @@ def test_a_load_that_cannot_be_verified_fails_and_ends(
     from hotkv.keys import KeySpace
     from hotkv.layout import Layout, MemoryHandle, PageTensor
     from hotkv.table import hash_words
-    from hotkv_server.core.cache import CacheCore
-    from hotkv_server.core.policies import LRU
-    from hotkv_server.core.values import CoreConfig, HashList, LoadPositions, Run
+    from hotkv_server.cache.core import CacheCore
+    from hotkv_server.cache.room.policies import LRU
+    from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run
     from hotkv_server.dataplane.engine import Outcome
     from hotkv_server.dataplane.host import HostCopyEngine
     from hotkv_server.memory.arena import NodeMemory
-    from hotkv_server.runtime.node import Node
+    from hotkv_server.node.node import Node
 
     async def scenario() -> None:
         memory = NodeMemory.open(tmp_path / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)

@@ -16,7 +16,7 @@ from hotkv.keys import token_block_hashes
 from hotkv_client import cli
 from hotkv_client.admin import AdminClient
 from hotkv_client.warm_start import CALL_BLOCKS, _calls
-from hotkv_server.core.hottest import Warmth
+from hotkv_server.warm_start.book import Warmth
 from tests.server.support import PATIENT, hashes
 from tests.server.test_shared_tiers import CHAIN, SharingNode, node
 from tests.tiers.valkey_support import Server as Valkey

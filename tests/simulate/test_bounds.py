@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hotkv_server.core.policies import POLICIES
+from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.simulate.bounds import clairvoyant, unbounded
 from hotkv_server.simulate.replay import replay
 from hotkv_server.simulate.trace import make_trace

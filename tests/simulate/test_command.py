@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hotkv_server.core.policies import POLICIES
+from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.simulate import plot
 from hotkv_server.simulate.report import Row
 from tests import daemons

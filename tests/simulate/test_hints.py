@@ -5,7 +5,7 @@ import math
 import numpy as np
 from hypothesis import given, settings
 
-from hotkv_server.core.policies import LRU
+from hotkv_server.cache.room.policies import LRU
 from hotkv_server.simulate.hints import LONG_PAUSE_S, derive_hints
 from hotkv_server.simulate.replay import replay
 from hotkv_server.simulate.trace import Trace, make_trace

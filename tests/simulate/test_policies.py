@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from hotkv_server.core.policies import POLICIES, Hotness
-from hotkv_server.core.policies.duel import CONTENDERS, Duel
+from hotkv_server.cache.room.policies import POLICIES, Hotness
+from hotkv_server.cache.room.policies.duel import CONTENDERS, Duel
 from hotkv_server.simulate.bounds import clairvoyant
 from hotkv_server.simulate.hints import derive_hints
 from hotkv_server.simulate.replay import replay

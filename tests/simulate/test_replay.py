@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hotkv_server.core.policies import POLICIES, Hotness, Policy
-from hotkv_server.core.policies.duel import CONTENDERS
+from hotkv_server.cache.room.policies import POLICIES, Hotness, Policy
+from hotkv_server.cache.room.policies.duel import CONTENDERS
 from hotkv_server.simulate.bounds import unbounded
 from hotkv_server.simulate.replay import (
     BLOCK_TOKENS,

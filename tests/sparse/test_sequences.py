@@ -9,9 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotkv.errors import HotKVError, Reason
 from hotkv.table import Words, hash_words
-from hotkv_server.core.bounds import FLOOR_SHARE, FairBound
-from hotkv_server.sparse.selection import PackedCentre, SelectSpec
-from hotkv_server.sparse.sequences import (
+from hotkv_server.cache.room.bounds import FLOOR_SHARE, FairBound
+from hotkv_server.sparse.book.selection import PackedCentre, SelectSpec
+from hotkv_server.sparse.book.sequences import (
     SEQUENCE_BLOCKS,
     TOUCH_INTERVAL_S,
     LiveSequence,

@@ -12,8 +12,8 @@ import hotkv_sparse
 from hotkv.counters import SPARSE_COUNTERS
 from hotkv.errors import HotKVError
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.sparse.figures import LayerFigures, LayerGrowth
-from hotkv_server.sparse.selection import (
+from hotkv_server.sparse.book.figures import LayerFigures, LayerGrowth
+from hotkv_server.sparse.book.selection import (
     KeptHotSet,
     PackedCentre,
     SelectRequest,

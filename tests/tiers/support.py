@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.values import Run
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.values import Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.sums import add_sums
 from tests.core.support import begin_store, words_of

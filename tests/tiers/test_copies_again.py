@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core.copies import MAX_TRIES
-from hotkv_server.runtime import tier_copies
 from hotkv_server.testing.memory_tier import MemoryStore
+from hotkv_server.tiers.book.copies import MAX_TRIES
+from hotkv_server.tiers.drive import copies as tier_copies
 from tests.core.support import evict, words_of
 from tests.tiers import test_shared_runtime
 from tests.tiers.test_shared_runtime import BLOCKS, SharedNode, nodes, until

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_server.core.epoch_book import EpochBook, Record, Standing
-from hotkv_server.memory.epoch_notes import EPOCHS_FILE, EpochNotes, NotesFolder, text_of
+from hotkv_server.tiers.book.epochs import EpochBook, Record, Standing
+from hotkv_server.tiers.drive.epoch_notes import EPOCHS_FILE, EpochNotes, NotesFolder, text_of
 
 FP, OTHER = "aa", "bb"
 standings = st.builds(Standing, st.integers(0, 2**62), st.booleans(), st.booleans())

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from hotkv.keys import KeySpace
-from hotkv_server.core.values import HashList
-from hotkv_server.runtime import tier_copies
-from hotkv_server.runtime.effects import Effects
-from hotkv_server.runtime.events import (
+from hotkv_server.cache.values import HashList
+from hotkv_server.events.drive import (
     DISK_TIER,
     BlocksRemoved,
     BlocksStored,
@@ -21,9 +19,11 @@ from hotkv_server.runtime.events import (
     EventHub,
     KeySpaceCleared,
 )
-from hotkv_server.runtime.health import Health
-from hotkv_server.runtime.moved_events import MovedEvents, moved_events
+from hotkv_server.node.effects import Effects
+from hotkv_server.node.health import Health
 from hotkv_server.testing.memory_tier import MemoryStore
+from hotkv_server.tiers.drive import copies as tier_copies
+from hotkv_server.tiers.drive.events import MovedEvents, moved_events
 from hotkv_server.tiers.protocol import Medium
 from tests.core.support import evict, flush, words_of
 from tests.tiers.test_runtime import BLOCKS, Setup

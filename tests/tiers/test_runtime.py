@@ -11,20 +11,22 @@ from typing import Any
 import numpy as np
 
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import room
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import LRU
-from hotkv_server.core.space import Space
-from hotkv_server.core.values import CoreConfig, HashList
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room import making as room
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.values import CoreConfig, HashList
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
-from hotkv_server.runtime import breaker, slices, tier_lookups
-from hotkv_server.runtime.epochs import Epochs
-from hotkv_server.runtime.health import Health
-from hotkv_server.runtime.tier_below import TierBelow
-from hotkv_server.runtime.tier_reads import TRIED_S
-from hotkv_server.runtime.tiers import Tiers, moving_bytes
+from hotkv_server.node import slices
+from hotkv_server.node.health import Health
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
+from hotkv_server.tiers.drive import breaker
+from hotkv_server.tiers.drive import lookups as tier_lookups
+from hotkv_server.tiers.drive.below import TierBelow
+from hotkv_server.tiers.drive.epochs import Epochs
+from hotkv_server.tiers.drive.reads import TRIED_S
+from hotkv_server.tiers.drive.tiers import Tiers, moving_bytes
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
 from tests.tiers.support import content, store_blocks
 

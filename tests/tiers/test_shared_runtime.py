@@ -13,22 +13,24 @@ import numpy as np
 import pytest
 
 from hotkv.table import SLOT_ALIGN
-from hotkv_server.core import epoch_book
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import LRU
-from hotkv_server.core.space import Space
-from hotkv_server.core.values import CoreConfig, HashList
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import LRU
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.values import CoreConfig, HashList
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
-from hotkv_server.memory.epoch_notes import EpochNotes, NotesFolder
-from hotkv_server.runtime import breaker, tier_copies, tier_shared
-from hotkv_server.runtime.epochs import EpochRelay, Epochs
-from hotkv_server.runtime.health import Health
-from hotkv_server.runtime.tier_below import TierBelow
-from hotkv_server.runtime.tier_shared import TierShared
-from hotkv_server.runtime.tiers import Tiers, moving_bytes
+from hotkv_server.node.health import Health
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
 from hotkv_server.testing.shared_memory_tier import SharedMemoryTier
+from hotkv_server.tiers.book import epochs as epoch_book
+from hotkv_server.tiers.drive import breaker
+from hotkv_server.tiers.drive import copies as tier_copies
+from hotkv_server.tiers.drive import shared as tier_shared
+from hotkv_server.tiers.drive.below import TierBelow
+from hotkv_server.tiers.drive.epoch_notes import EpochNotes, NotesFolder
+from hotkv_server.tiers.drive.epochs import EpochRelay, Epochs
+from hotkv_server.tiers.drive.shared import TierShared
+from hotkv_server.tiers.drive.tiers import Tiers, moving_bytes
 from tests.core.support import evict, flush, make_key_space, make_table, words_of
 from tests.tiers.support import content, store_blocks
 

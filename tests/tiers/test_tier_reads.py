@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hotkv_client.status_tables import tier_rows
-from hotkv_server.runtime.tier_reads import READ_BOUNDS_S, RECENT, TierReads
+from hotkv_server.tiers.drive.reads import READ_BOUNDS_S, RECENT, TierReads
 
 
 def test_quantiles_and_the_rate_are_of_the_last_reads_and_sums_of_all() -> None:

@@ -25,8 +25,8 @@ from hotkv_client import BlockRun, _admin_wire
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_server.dataplane.cuda.values import Direction, Method
-from hotkv_server.rpc import convert, device_report
-from hotkv_server.rpc.errors import CODES
+from hotkv_server.wire import convert, device_report
+from hotkv_server.wire.errors import CODES
 from tests.server.support import block_ids, hashes
 
 ROOT = Path(__file__).resolve().parents[2]

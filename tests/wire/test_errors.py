@@ -9,7 +9,7 @@ from demo.processes import Server, runtime_folder
 from hotkv.errors import RETRYABLE, HotKVError, Reason
 from hotkv.v1 import cache_pb2, cache_pb2_grpc, errors_pb2
 from hotkv_client import _answers
-from hotkv_server.rpc import errors
+from hotkv_server.wire import errors
 
 google = pytest.importorskip("google.rpc", reason="googleapis-common-protos is not installed")
 from google.rpc import error_details_pb2, status_pb2  # noqa: E402

@@ -8,7 +8,7 @@ import pytest
 
 from hotkv import table
 from hotkv.table import BlockTable, hash_prefixes
-from hotkv_server.core.index import BlockIndex
+from hotkv_server.cache.table.index import BlockIndex
 from tests.wire import foreign_client
 from tests.wire.table_reader import (
     GROUP,

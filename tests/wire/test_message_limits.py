@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given, settings
 
 from hotkv.v1 import cache_pb2, session_pb2
-from hotkv_server.rpc import message_limits
+from hotkv_server.wire.guard import message_limits
 from tests.server.refusals import fill
 
 KIND = session_pb2.ConnectRequest.DESCRIPTOR

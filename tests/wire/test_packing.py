@@ -12,8 +12,8 @@ from hotkv.keys import MAX_HASH_BYTES, MIN_HASH_BYTES
 from hotkv.misses import SAID_BY_ENGINES, Miss
 from hotkv.v1 import session_pb2
 from hotkv_client import LoadEnd, RequestReport, _answers, _report_wire, _wire
-from hotkv_server.rpc import convert, report_convert
-from hotkv_server.rpc.errors import detail
+from hotkv_server.wire import convert, report_convert
+from hotkv_server.wire.errors import detail
 
 HASH_BYTES = st.integers(MIN_HASH_BYTES, MAX_HASH_BYTES)
 

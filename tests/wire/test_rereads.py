@@ -22,7 +22,7 @@ from hotkv.table import (
     hash_words,
     probe_reference,
 )
-from hotkv_server.core.index import BlockIndex
+from hotkv_server.cache.table.index import BlockIndex
 from tests.core.support import make_table
 from tests.core.test_index import crafted_hash
 

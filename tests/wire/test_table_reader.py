@@ -13,7 +13,7 @@ import pytest
 
 from hotkv import native
 from hotkv.table import SLOT_ALIGN, BlockTable, TableGeometry, hash_words
-from hotkv_server.core.index import BlockIndex
+from hotkv_server.cache.table.index import BlockIndex
 from tests.wire import table_reader
 from tests.wire.table_reader import (
     GROUP,

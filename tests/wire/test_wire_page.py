@@ -6,22 +6,16 @@ from pathlib import Path
 from hotkv import hints, keys, layout, traces, versions, words
 from hotkv.errors import RETRYABLE, Reason
 from hotkv.v1 import errors_pb2, session_pb2
-from hotkv_server.core import residency_book
-from hotkv_server.core.values import CoreConfig
-from hotkv_server.rpc import (
-    calls,
-    convert,
-    descriptors,
-    hint_convert,
-    message_limits,
-    server,
-    session_outbox,
-    session_service,
-    space_convert,
-)
-from hotkv_server.rpc.errors import CODES
-from hotkv_server.runtime import sessions, transfers
+from hotkv_server.cache.values import CoreConfig
+from hotkv_server.hints import messages as hint_convert
+from hotkv_server.node import sessions, transfers
+from hotkv_server.residency.book import register as residency_book
 from hotkv_server.security import tickets
+from hotkv_server.wire import calls, convert, descriptors, server, space_convert
+from hotkv_server.wire.errors import CODES
+from hotkv_server.wire.guard import message_limits
+from hotkv_server.wire.session import outbox as session_outbox
+from hotkv_server.wire.session import service as session_service
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "wire.md").read_text()

@@ -21,8 +21,8 @@ import msgspec
 import zmq
 
 from hotkv.keys import KeySpace
+from hotkv_server.events.drive import BlocksStored, Event
 from hotkv_server.events.wire import RANK, AllBlocksCleared, KVEventBatch, Translator
-from hotkv_server.runtime.events import BlocksStored, Event
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hotkv.groups import GroupKind
 from hotkv.keys import KeySpace
-from hotkv_server.runtime.events import BlocksRemoved, BlocksStored, Event, KeySpaceCleared
+from hotkv_server.events.drive import BlocksRemoved, BlocksStored, Event, KeySpaceCleared
 from hotkv_server.tiers.protocol import Medium
 
 MEDIA = {

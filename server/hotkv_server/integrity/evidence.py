@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.values import Entries
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.values import Entries
 from hotkv_server.integrity.check_values import Int64s, Sums
 
 

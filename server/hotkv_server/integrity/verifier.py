@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv import table
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.values import Entries, SlotRun
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.values import Entries, SlotRun
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.evidence import Evidence, condemn, evidence
 from hotkv_server.integrity.sums import holds

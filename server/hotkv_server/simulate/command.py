@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from hotkv_server.core.policies import POLICIES
+from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.simulate.bounds import clairvoyant, next_uses, unbounded
 from hotkv_server.simulate.hints import derive_hints
 from hotkv_server.simulate.plot import PlotError, check_plot, write_plot

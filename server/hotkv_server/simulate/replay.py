@@ -17,15 +17,15 @@ import numpy as np
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.table import SLOT_ALIGN, BlockTable, TableGeometry, Words
-from hotkv_server.core.arrivals import Arrivals
-from hotkv_server.core.books import finished
-from hotkv_server.core.lower import LowerTier
-from hotkv_server.core.moves import Moves
-from hotkv_server.core.policies import Policy
-from hotkv_server.core.space import Space
-from hotkv_server.core.values import Entries, HashList, KeySpaceRecord
+from hotkv_server.cache.room.books import finished
+from hotkv_server.cache.room.policies import Policy
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.values import Entries, HashList, KeySpaceRecord
 from hotkv_server.simulate.hints import Hints
 from hotkv_server.simulate.trace import Int64s, Trace
+from hotkv_server.tiers.book.arrivals import Arrivals
+from hotkv_server.tiers.book.lower import LowerTier
+from hotkv_server.tiers.book.moves import Moves
 
 MakePolicy = Callable[[int], Policy]
 """Makes a policy for entry numbers 1 to the given capacity."""

@@ -4,15 +4,15 @@ import functools
 import os
 from collections.abc import Iterable
 
-from hotkv_server.core.values import TenantShare
-from hotkv_server.rpc.server import Endpoints
-from hotkv_server.rpc.tls import TlsFiles
+from hotkv_server.cache.values import TenantShare
 from hotkv_server.security.identity import AccessControl, Proofs, Tenant
 from hotkv_server.security.page_access import PageAccess, read_token
 from hotkv_server.security.path_checks import UnsafeError
 from hotkv_server.settings import Settings
 from hotkv_server.settings.security import SecuritySettings, TlsSettings
 from hotkv_server.startup import StartError
+from hotkv_server.wire.guard.tls import TlsFiles
+from hotkv_server.wire.server import Endpoints
 
 
 def tenant_shares(security: SecuritySettings) -> dict[str, TenantShare]:

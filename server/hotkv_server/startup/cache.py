@@ -1,19 +1,19 @@
 """Makes the core from the settings and fills it with what an earlier server has left."""
 
 from hotkv import native
-from hotkv_server.core.cache import CacheCore
-from hotkv_server.core.policies import POLICIES
-from hotkv_server.core.reader_words import ReaderMemory
-from hotkv_server.core.values import CoreConfig
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.table.reader_words import ReaderMemory
+from hotkv_server.cache.values import CoreConfig
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.runtime.persistence import state_of
-from hotkv_server.runtime.recovery import take_over
+from hotkv_server.node.persistence import state_of
+from hotkv_server.node.recovery import take_over
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.access import tenant_shares
-from hotkv_server.startup.tiers import LowerPart, encoded_bytes, take_over_lower
+from hotkv_server.tiers.start import LowerPart, encoded_bytes, take_over_lower
 
 MAX_BLOCKS_PER_CALL = 1 << 17
 """The event loop serves nobody else during a call: some 20 ms to find so many."""

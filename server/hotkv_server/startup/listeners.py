@@ -12,10 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from hotkv.keys import KeySpace
-from hotkv_server.http_endpoint import HttpServer
-from hotkv_server.rpc.descriptors import DescriptorServer
-from hotkv_server.rpc.server import Endpoints, RpcServer
-from hotkv_server.runtime.node import Node
+from hotkv_server.node.node import Node
 from hotkv_server.security.identity import AccessControl
 from hotkv_server.security.path_checks import UnsafeError
 from hotkv_server.security.tickets import Tickets
@@ -28,6 +25,9 @@ from hotkv_server.startup.access import (
     make_endpoints,
     make_page_access,
 )
+from hotkv_server.told.http_endpoint import HttpServer
+from hotkv_server.wire.descriptors import DescriptorServer
+from hotkv_server.wire.server import Endpoints, RpcServer
 
 if TYPE_CHECKING:
     from hotkv_server.events.publisher import ZmqPublisher

@@ -6,7 +6,6 @@ Always true: the second server on one runtime directory refuses.
 from pathlib import Path
 
 from hotkv_server.memory.arena import FILES, LOCK_FILE, BusyError, lock_file
-from hotkv_server.memory.epoch_notes import EPOCHS_FILE
 from hotkv_server.security.path_checks import (
     UnsafeError,
     check_arena_dir,
@@ -17,6 +16,7 @@ from hotkv_server.security.path_checks import (
 )
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
+from hotkv_server.tiers.drive.epoch_notes import EPOCHS_FILE
 
 
 def lock_runtime_dir(directory: Path) -> int:

@@ -17,7 +17,6 @@ from hotkv.table import TableGeometry
 from hotkv_server.device import start as device_start
 from hotkv_server.memory import limits, readers
 from hotkv_server.memory.arena import ARENA_FILE, LOCK_FILE, TABLE_FILE
-from hotkv_server.rpc.server import MAX_SOCKET_PATH_BYTES
 from hotkv_server.security.path_checks import UnsafeError
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
@@ -25,8 +24,9 @@ from hotkv_server.startup.access import make_access_control, make_endpoints, mak
 from hotkv_server.startup.arena import placer
 from hotkv_server.startup.listeners import check_publisher
 from hotkv_server.startup.places import check_places, lock_runtime_dir
-from hotkv_server.startup.tiers import check_tiers
-from hotkv_server.startup.tracing import check_tracing
+from hotkv_server.tiers.start import check_tiers
+from hotkv_server.tracing.start import check_tracing
+from hotkv_server.wire.server import MAX_SOCKET_PATH_BYTES
 
 
 def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:

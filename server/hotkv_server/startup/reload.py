@@ -11,8 +11,7 @@ from typing import Any
 
 from hotkv.errors import HotKVError, Reason
 from hotkv_server import logs
-from hotkv_server.rpc.server import RpcServer
-from hotkv_server.runtime.node import Node
+from hotkv_server.node.node import Node
 from hotkv_server.security.identity import AccessControl
 from hotkv_server.security.path_checks import UnsafeError
 from hotkv_server.settings import Settings
@@ -25,6 +24,7 @@ from hotkv_server.startup.access import (
 )
 from hotkv_server.startup.listeners import Listeners
 from hotkv_server.startup.preflight import check_settings
+from hotkv_server.wire.server import RpcServer
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_server import cli
-from hotkv_server.memory import lower
-from hotkv_server.runtime import health, node, persistence
+from hotkv_server.node import health, node, persistence
 from hotkv_server.tiers.disk.block_io import FileIO
 from hotkv_server.tiers.disk.tier import DiskTier
+from hotkv_server.tiers.drive import records as lower
 
 LOOK_S = 0.05
 STALLED_S, CLOSE_WAIT_S = 1.5, 1.0

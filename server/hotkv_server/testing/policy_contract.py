@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hotkv.retention import NO_RETENTION, Retention
-from hotkv_server.core.policies.protocol import Entries, Keys, Policy
+from hotkv_server.cache.room.policies.protocol import Entries, Keys, Policy
 
 MakePolicy = Callable[[int], Policy]
 """Makes a policy for entry numbers 1 to the given capacity."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from hotkv_server import cli
 from hotkv_server.dataplane.host import HostCopyEngine
-from hotkv_server.rpc import calls
+from hotkv_server.wire import calls
 
 
 def command(file: Path, times: float, wait_s: float) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_server import cli, daemon
-from hotkv_server.runtime.health import Health
+from hotkv_server.node.health import Health
 
 
 def command(file: Path) -> list[str]:

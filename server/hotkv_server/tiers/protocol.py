@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_server.core.epoch_book import NO_EPOCH as NO_EPOCH
+from hotkv_server.tiers.book.epochs import NO_EPOCH as NO_EPOCH
 
 Int64s = NDArray[np.int64]
 Seals = NDArray[np.uint64]

@@ -1,0 +1,352 @@
+"""The core: sessions, key spaces, leases and transfers over one space of slots.
+
+Every method is a decision: it checks its arguments, changes the books and returns a result; what
+others must be told is in `take_effects`. A call that raises has changed nothing. No clock, no I/O,
+no locks: one owner calls it, with `now_s`.
+
+Always true: an acknowledged block is found by the very next lookup; a pinned slot is never evicted,
+and when its block is flushed it stays as it is; a lease that ends during a copy keeps its slots
+until the copy ends; a block becomes ready only when every shard is written.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.keys import KeySpace, Representation
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv.table import BlockTable
+from hotkv_server.cache.cache_books import make_books
+from hotkv_server.cache.leases.leases import Lease, ReadLease, WriteLease
+from hotkv_server.cache.leases.loads import Loads
+from hotkv_server.cache.leases.read_leases import ReadLeases
+from hotkv_server.cache.leases.stores import Stores
+from hotkv_server.cache.leases.uses import Uses
+from hotkv_server.cache.room.books import Parts
+from hotkv_server.cache.room.policies.protocol import Policy
+from hotkv_server.cache.room.reservations import Reservations
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.table.reader_words import ReaderMemory
+from hotkv_server.cache.values import (
+    BoolMask,
+    CoreConfig,
+    Entries,
+    EvictionNotice,
+    Grant,
+    HashList,
+    Int64s,
+    KeySpaceRecord,
+    LoadPositions,
+    Reservation,
+    Run,
+    SessionRecord,
+    SlotRun,
+)
+from hotkv_server.integrity.check_values import Sums
+
+
+class CacheCore:
+    """A node's cache: its books, and the parts that act on them. See the module for its rules."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        block_table: BlockTable,
+        policy: Policy,
+        readers: ReaderMemory | None = None,
+        below: Space | None = None,
+    ) -> None:
+        books = make_books(config, block_table, policy, readers, below)
+        self.config = config
+        self.counters = books.counters
+        self.space = books.space
+        self.catalog = books.catalog
+        self.sessions = books.sessions
+        self.retention_pins = books.retention_pins
+        self.client_memory = books.client_memory
+        self.leases = books.leases
+        self.transfers = books.transfers
+        self.residencies = books.residencies
+        self.moves, self.arrivals = books.moves, books.arrivals
+        self.lower, self.copies = books.lower, books.copies
+        self._read_leases = ReadLeases(books)
+        self._uses = Uses(books)
+        self._loads = Loads(books, self._read_leases)
+        self._reservations = Reservations(books, self._uses)
+        self._stores = Stores(books, self._reservations, self._uses)
+
+    def __repr__(self) -> str:
+        return (
+            f"CacheCore({len(self.sessions)} sessions, {len(self.leases)} leases, "
+            f"{len(self.transfers)} transfers, {self.residencies.book!r}, {self.space!r})"
+        )
+
+    def grow(self, num_bytes: int, coming_bytes: int = 0) -> None:
+        """As `Space.grow`. Never shrinks it."""
+        self.space.grow(num_bytes, coming_bytes)
+
+    def back_entries(self, num_entries: int) -> None:
+        """So many entries have memory in the block table now; until the first call all have."""
+        self.space.index.back(num_entries)
+
+    # Sessions and key spaces
+
+    @property
+    def draining(self) -> bool:
+        """True while nothing new begins."""
+        return self.sessions.draining
+
+    @draining.setter
+    def draining(self, on: bool) -> None:
+        self.sessions.draining = on
+
+    def open_session(
+        self,
+        engine_id: str,
+        role: str,
+        key_space: KeySpace,
+        now_s: float,
+        representations: tuple[Representation, ...] = (),
+    ) -> SessionRecord:
+        """Opens a session; its key space and representations are registered on first sight."""
+        self.space.removal.now_s = now_s
+        return self.sessions.open(engine_id, role, key_space, now_s, representations)
+
+    def close_session(self, number: int, now_s: float) -> None:
+        """Ends a session whose transfers have ended, and its leases; none if it is unknown."""
+        if number not in self.sessions:
+            return
+        assert not self.transfers.of_session(number), "session closed with transfers in flight"
+        for lease in self.leases.of_session(number):
+            self.end_lease(lease)
+        for residency in self.residencies.begin_ending(self.sessions.record(number)):
+            self.residencies.close(residency)
+        self.sessions.close(number, now_s)
+
+    @property
+    def key_spaces(self) -> dict[int, KeySpaceRecord]:
+        """Those that are known, by number."""
+        return self.catalog.records
+
+    def key_space(self, number: int) -> KeySpace:
+        """The key space with this number. Raises UNKNOWN_KEY_SPACE."""
+        return self.catalog.record(number).key_space
+
+    def owner(self, session: SessionRecord) -> str:
+        """As `SessionBook.owner`."""
+        return self.sessions.owner(session)
+
+    # Lookup and uses
+
+    def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
+        """Which blocks are ready, one mask a list. A hint: nothing is pinned or touched."""
+        return self._uses.lookup(key_space_id, groups)
+
+    def touch(
+        self,
+        session_number: int,
+        groups: list[HashList],
+        now_s: float,
+        retention: Retention = NO_RETENTION,
+    ) -> None:
+        """Notes that the engine used these blocks from its own device cache; keeps them as
+        `retention` asks."""
+        self._uses.touch(self.sessions.record(session_number), groups, now_s, retention)
+
+    def hold(self, session_number: int, hash_list: HashList, until_s: float) -> None:
+        """Pins those of the blocks that are ready until then, as far as the budget allows; a touch
+        has checked the list before."""
+        self._uses.hold(self.sessions.record(session_number), hash_list, until_s)
+
+    # Leases
+
+    def acquire(
+        self, session_number: int, lease_id: str, groups: list[HashList], ttl_s: float, now_s: float
+    ) -> Grant:
+        """Pins those blocks that are ready. The same call again returns the same grant; the id with
+        other blocks is refused."""
+        session = self.sessions.record(session_number)
+        return self._read_leases.acquire(session, lease_id, groups, ttl_s, now_s)
+
+    def slot_offsets(self, session_number: int, lease_id: str) -> tuple[Int64s, ...]:
+        """Slot offsets of the blocks of a read lease, which stay while it lasts: one array a group
+        in the order asked, -1 for a block that is not pinned or not verified."""
+        return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
+
+    def make_room(
+        self,
+        session_number: int,
+        lease_id: str,
+        runs: Sequence[Run],
+        now_s: float,
+        retention: Retention = NO_RETENTION,
+        residency_id: str = "",
+    ) -> Parts[None]:
+        """Makes room for what `reserve` or `begin_store` is about to reserve, right after the last
+        part; no part if little is to be done.
+
+        Does nothing for runs that these would refuse, and for a lease that exists, which has its
+        room. What the runs name stays. `residency_id`: whose promise the call uses.
+        """
+        session = self.sessions.record(session_number)
+        if self.draining or self.leases.get(session.engine_id, lease_id) is not None:
+            return
+        residency = self.residencies.book.named(session, residency_id)
+        may_refuse = residency is None and retention == NO_RETENTION
+        yield from self._reservations.make_room(
+            session.key_space_id,
+            runs,
+            has_promise=residency is not None,
+            keep_at_s=now_s if may_refuse else None,
+        )
+
+    def make_room_above(self, key_space_id: int, runs: Sequence[Run]) -> Parts[None]:
+        """The same for blocks that are about to come up from a tier."""
+        yield from self._reservations.make_room(key_space_id, runs)
+
+    def reserve(
+        self,
+        session_number: int,
+        lease_id: str,
+        runs: list[Run],
+        ttl_s: float,
+        now_s: float,
+        retention: Retention = NO_RETENTION,
+    ) -> Reservation:
+        """Reserves slots for blocks that are neither ready nor in flight, as far as there is room.
+        The first call under a lease id decides; later ones join.
+
+        A call that joins and names blocks that the first did not is refused. A representation is
+        reserved if its block is ready or reserved under this lease; whatever the order of runs,
+        blocks come first. `retention`: of the first call; holds for blocks that are ready at once,
+        for others when they become so.
+        """
+        session = self.sessions.record(session_number)
+        return self._reservations.reserve(session, lease_id, runs, ttl_s, now_s, retention)
+
+    def release(self, session_number: int, lease_id: str) -> bool:
+        """Ends a lease; during copies it takes effect when they end. False if there is none."""
+        session = self.sessions.record(session_number)
+        lease = self.leases.get(session.engine_id, lease_id)
+        if lease is None:
+            self.leases.check_not_foreign(session, lease_id)
+            return False
+        self.end_lease(lease)
+        return True
+
+    def end_lease(self, lease: Lease) -> None:
+        """Ends a lease that is in the book; during copies it takes effect when they end."""
+        if isinstance(lease, ReadLease):
+            self._read_leases.end(lease)
+        else:
+            self._reservations.end(lease)
+
+    # Transfers
+
+    def begin_load(
+        self, session_number: int, transfer_id: str, lease_id: str, runs: list[LoadPositions]
+    ) -> list[SlotRun]:
+        """Starts a load under a read lease; returns the slots to copy from."""
+        session = self.sessions.record(session_number)
+        return self._loads.begin(session, transfer_id, lease_id, runs)
+
+    def end_load(self, session_number: int, transfer_id: str, succeeded: bool) -> None:
+        """The copy of a load has ended and touches nothing any more."""
+        self._loads.end(session_number, transfer_id, succeeded)
+
+    def begin_store(
+        self,
+        session_number: int,
+        transfer_id: str,
+        lease_id: str,
+        runs: list[Run],
+        shard_index: int,
+        ttl_s: float,
+        now_s: float,
+        retention: Retention = NO_RETENTION,
+        residency_id: str = "",
+    ) -> list[SlotRun]:
+        """Starts a store and reserves its blocks; returns the slots to copy to. A residency that is
+        open pins what is ready and verified now, and what this store makes ready."""
+        session = self.sessions.record(session_number)
+        residency = self.residencies.book.named(session, residency_id) if residency_id else None
+        return self._stores.begin(
+            session, transfer_id, lease_id, runs, shard_index, ttl_s, now_s, retention, residency
+        )
+
+    def end_store(
+        self,
+        session_number: int,
+        transfer_id: str,
+        succeeded: bool,
+        now_s: float,
+        sums: Sequence[Sums] = (),
+    ) -> list[NDArray[np.uint8]]:
+        """The copy of a store has ended; publishes the blocks that have every shard written.
+        Returns BlockResult values, one array a run.
+
+        A representation whose block is not ready by now is not kept: ABORTED. `sums`: for check
+        values, of the bytes that were copied, one array a run in the order of `begin_store`; or
+        none.
+        """
+        return self._stores.end(session_number, transfer_id, succeeded, now_s, sums)
+
+    # For operators
+
+    def abort(self, lease: WriteLease) -> None:
+        """Aborts a write lease: nothing that it reserves ever becomes ready."""
+        self._stores.abort(lease)
+
+    def flush(self, entries: Entries) -> None:
+        """Forgets ready blocks of a key space: the very next lookup finds none of them.
+
+        Pinned ones too: a block can still be loaded under the lease that was promised it.
+        """
+        self.retention_pins.let_go(entries)
+        self.space.removal.flush(entries)
+        self.counters.flushed_blocks += len(entries)
+
+    def take_effects(self) -> list[EvictionNotice]:
+        """Returns what others must be told since the last call."""
+        self.counters.evicted_blocks = self.space.removal.evicted_blocks
+        return self.space.removal.take_effects()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if any book disagrees with another. Linear in capacity."""
+        self.space.check_invariants()
+        self.catalog.check_invariants([s.key_space_id for s in self.sessions.records.values()])
+        _check_copies(self)
+        self.retention_pins.check_invariants()
+        self.leases.check_invariants()
+        self.transfers.check_invariants()
+        self._read_leases.check_invariants(_other_pins(self))
+        self.residencies.check_invariants(self.sessions.records)
+        self._reservations.check_invariants()
+        if self.lower is not None:
+            self.lower.check_invariants()
+        self.moves.check_invariants()
+        _check_kinds(self)
+
+
+def _check_copies(core: CacheCore) -> None:
+    """Raises AssertionError if leases miscount their copies."""
+    for lease in core.leases.all():
+        assert lease.num_copies == core.transfers.count(lease), "copies miscounted"
+        assert not lease.released or lease.num_copies, "a released lease without copies was kept"
+
+
+def _other_pins(core: CacheCore) -> Int64s:
+    """Pins by entry number that are neither leases' nor kept as a request has asked."""
+    return core.residencies.pins.all() + core.moves.pins()
+
+
+def _check_kinds(core: CacheCore) -> None:
+    """Raises AssertionError unless each representation belongs to the group of its block."""
+    for entry in core.space.representations.ready():
+        (key_space_id, _), (kind, group), _ = core.space.index.keys(
+            np.append(entry, core.space.representations.of(entry))
+        )
+        assert core.catalog.record(int(key_space_id)).block_group(int(kind)) == group, (
+            "a representation belongs to another group"
+        )

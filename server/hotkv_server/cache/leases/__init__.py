@@ -1,0 +1,1 @@
+"""Leases, retentions, loads and stores: who holds which entries, and until when. Pure."""

@@ -1,0 +1,330 @@
+"""Read and write leases: who holds which entries, and until when.
+
+Always true: every lease has an owning engine, the session that took it, and an expiry; a lease with
+running copies is never settled, however late it is; an entry that a read lease pins is unpinned
+exactly once, and one that a write lease reserves is published or dropped exactly once. A lease
+knows which blocks it was asked for, so that its id answers for no others. Leases count for their
+`owner`, by number and by `weight` in bytes, see `bounds`. This module keeps the books;
+`read_leases` and `reservations` act on them.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv_server.cache.room.bounds import Account, FairBound
+from hotkv_server.cache.table.index import Keys
+from hotkv_server.cache.values import (
+    FIRST_MOVE,
+    BoolMask,
+    CoreConfig,
+    Entries,
+    HashList,
+    SessionRecord,
+)
+from hotkv_server.integrity.check_values import Sums
+
+LEASE_BYTES = 1024
+LIST_BYTES = 192
+"""Bytes that a lease takes by itself, and each list of blocks in it."""
+
+
+def content_of(groups: Sequence[HashList]) -> int:
+    """64 bits of the groups and hashes that a call names, in their order. Two calls share them by
+    chance with odds of 2⁻⁶⁴."""
+    return hash(tuple((g.group_index, g.hashes.tobytes()) for g in groups))
+
+
+@dataclass(slots=True)
+class ReadLease:
+    """Pins ready entries. `groups`: per queried group, (group index, entry number per asked hash, 0
+    if not pinned).
+
+    `content`: of the call that took it, see `content_of`.
+    """
+
+    engine_id: str
+    owner: str
+    lease_id: str
+    number: int
+    session_number: int
+    key_space_id: int
+    expires_s: float
+    groups: list[tuple[int, Entries]]
+    content: int
+    pinned_bytes: int
+    weight: int
+    admitted: bool = False
+    """True once a load has started under it: its request has been admitted by the engine."""
+    num_copies: int = 0
+    released: bool = False
+
+    def entries(self) -> Entries:
+        """All pinned entries."""
+        listed = (
+            np.concatenate([entries for _, entries in self.groups])
+            if self.groups
+            else np.empty(0, np.uint32)
+        )
+        pinned: Entries = listed[listed != 0]
+        return pinned
+
+
+@dataclass(slots=True)
+class WriteLease:
+    """Owns reserved entries until each is published or dropped. Its first call decides which blocks
+    it owns, for all ranks.
+
+    `listed`: mixed keys of the blocks that the first call named. `entries`: entry numbers still
+    reserved. `shards_seen`: bitmask of shards whose store has ended. `parts`: entries that copies
+    have written, and the sums of the bytes written.
+    """
+
+    engine_id: str
+    owner: str
+    lease_id: str
+    number: int
+    session_number: int
+    key_space_id: int
+    expires_s: float
+    listed: Keys
+    weight: int
+    retention: Retention = NO_RETENTION
+    entries: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
+    parts: list[tuple[Entries, Sums]] = field(default_factory=list)
+    shards_seen: int = 0
+    num_copies: int = 0
+    released: bool = False
+
+    def names(self, keys: Keys) -> bool:
+        """True if the first call named all these blocks."""
+        return np.array_equal(keys, self.listed) or bool(np.isin(keys, self.listed).all())
+
+    def add_sums(self, entries: Entries, sums: Sums) -> None:
+        """Notes the sums [n] of the bytes that a copy has written to entries [n], each once."""
+        if not len(entries):
+            return
+        order = np.argsort(entries)
+        self.parts.append((entries[order], sums[order]))
+
+    def sums_with(self, entries: Entries, sums: Sums, complete: BoolMask) -> Sums:
+        """As `add_sums`; returns the sums over all copies of the complete entries."""
+        if not self.parts and complete.all():
+            # The usual case of one shard: no later copy will ask for them.
+            return sums
+        self.add_sums(entries, sums)
+        return self.sums_of(entries[complete])
+
+    def sums_of(self, entries: Entries) -> Sums:
+        """Sums [n] over all copies of entries [n]."""
+        total = np.zeros(len(entries), np.uint64)
+        for written, sums in self.parts:
+            at = (
+                np.minimum(np.searchsorted(written, entries), len(written) - 1)
+                if len(written)
+                else np.empty(0, np.int64)
+            )
+            total += (
+                np.where(written[at] == entries, sums[at], np.uint64(0))
+                if len(written)
+                else np.uint64(0)
+            )
+        return total
+
+
+Lease = ReadLease | WriteLease
+
+
+def num_listed(lease: Lease) -> int:
+    """How many blocks a lease was asked for."""
+    return (
+        sum(len(entries) for _, entries in lease.groups)
+        if isinstance(lease, ReadLease)
+        else len(lease.listed)
+    )
+
+
+def read_weight(num_lists: int, num_blocks: int) -> int:
+    """About how many bytes a read lease takes that was asked for so many blocks, found or not."""
+    return LEASE_BYTES + LIST_BYTES * num_lists + 4 * num_blocks
+
+
+def write_weight(num_blocks: int, num_shards: int) -> int:
+    """Most bytes, about, that a write lease takes that was asked for so many blocks: keys and
+    entries, and entries and sums per shard."""
+    return LEASE_BYTES + (12 + 12 * num_shards) * num_blocks
+
+
+def lifetime_s(config: CoreConfig, ttl_s: float) -> float:
+    """How long a lease lives that was asked for with `ttl_s`, 0 for the default."""
+    if ttl_s < 0:
+        raise HotKVError(Reason.INVALID_FIELD, "ttl_ms is negative; give 0 for the default")
+    return min(ttl_s or config.lease_ttl_s, config.max_lease_ttl_s)
+
+
+class LeaseBook:
+    """All live leases, by engine and id, by session, and by number."""
+
+    def __init__(self, max_leases: int, memory: Account) -> None:
+        self.bound = FairBound(max_leases)
+        self.memory = memory
+        self._by_key: dict[tuple[str, str], Lease] = {}
+        self._by_number: dict[int, Lease] = {}
+        self._by_session: dict[int, dict[int, Lease]] = {}
+        # How many engines have a lease with this id.
+        self._num_with_id: Counter[str] = Counter()
+        self._next_number = 1
+        # No lease expires before.
+        self._next_end_s = math.inf
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __repr__(self) -> str:
+        return f"LeaseBook({len(self._by_key)} leases)"
+
+    def next_number(self) -> int:
+        """A number for a new lease: below FIRST_MOVE, and not that of another lease in the book."""
+        while self._next_number in self._by_number or self._next_number == 0:
+            self._next_number = (self._next_number + 1) % FIRST_MOVE
+        number = self._next_number
+        self._next_number = (number + 1) % FIRST_MOVE
+        return number
+
+    def add(self, lease: Lease) -> None:
+        """Takes a lease in, and counts it for its owner."""
+        key = (lease.engine_id, lease.lease_id)
+        assert key not in self._by_key, "lease id in use"
+        self._by_key[key] = lease
+        self._by_number[lease.number] = lease
+        self._by_session.setdefault(lease.session_number, {})[lease.number] = lease
+        self._num_with_id[lease.lease_id] += 1
+        self._next_end_s = min(self._next_end_s, lease.expires_s)
+        self.bound.take(lease.owner, 1)
+        self.memory.take(lease.owner, lease.weight)
+
+    def remove(self, lease: Lease) -> None:
+        """Forgets a lease that has ended."""
+        del self._by_key[lease.engine_id, lease.lease_id]
+        del self._by_number[lease.number]
+        of_session = self._by_session[lease.session_number]
+        del of_session[lease.number]
+        if not of_session:
+            del self._by_session[lease.session_number]
+        self._num_with_id[lease.lease_id] -= 1
+        if not self._num_with_id[lease.lease_id]:
+            del self._num_with_id[lease.lease_id]
+        self.bound.give(lease.owner, 1)
+        self.memory.give(lease.owner, lease.weight)
+
+    def get(self, engine_id: str, lease_id: str) -> Lease | None:
+        """The engine's lease with this id."""
+        return self._by_key.get((engine_id, lease_id))
+
+    def of_call(self, session: SessionRecord, lease_id: str) -> Lease | None:
+        """The lease that a call joins; None if the id is new. Raises DUPLICATE_ID if the engine
+        uses the id under another key space."""
+        if not lease_id:
+            raise HotKVError(
+                Reason.INVALID_FIELD, "lease_id is empty; choose an id that is unique in the engine"
+            )
+        lease = self.get(session.engine_id, lease_id)
+        if lease is not None and lease.key_space_id != session.key_space_id:
+            raise HotKVError(
+                Reason.DUPLICATE_ID,
+                f"lease_id {lease_id!r} is in use under another key space; choose a new id",
+            )
+        return lease
+
+    def live(self, session: SessionRecord, lease_id: str) -> Lease:
+        """The lease that a call works under. Raises FOREIGN_LEASE or UNKNOWN_LEASE."""
+        lease = self.get(session.engine_id, lease_id)
+        if lease is not None and lease.key_space_id != session.key_space_id:
+            raise HotKVError(
+                Reason.FOREIGN_LEASE,
+                f"lease_id {lease_id!r} belongs to another key space than this session",
+            )
+        if lease is not None and not lease.released:
+            return lease
+        self.check_not_foreign(session, lease_id)
+        raise HotKVError(
+            Reason.UNKNOWN_LEASE,
+            f"lease_id {lease_id!r} is unknown, released or expired; acquire it again",
+        )
+
+    def check_not_foreign(self, session: SessionRecord, lease_id: str) -> None:
+        """Raises FOREIGN_LEASE if another engine has a lease with this id."""
+        if self._num_with_id.get(lease_id, 0) > ((session.engine_id, lease_id) in self._by_key):
+            raise HotKVError(
+                Reason.FOREIGN_LEASE, f"lease_id {lease_id!r} belongs to another engine"
+            )
+
+    def renew(self, engine_id: str, lease_id: str, expires_s: float) -> ReadLease | None:
+        """Lets the engine's read lease expire no earlier than then; None if it has ended."""
+        lease = self.get(engine_id, lease_id)
+        if not isinstance(lease, ReadLease) or lease.released:
+            return None
+        lease.expires_s = max(lease.expires_s, expires_s)
+        return lease
+
+    def check_count(self, owner: str) -> None:
+        """Raises OVERLOADED unless the owner may have one more lease."""
+        if not self.bound.room(owner):
+            raise HotKVError(
+                Reason.OVERLOADED,
+                f"lease_id: {self.bound.refusal(owner, 'leases')}; release some first",
+            )
+
+    def check_room(self, owner: str, field: str, weight: int) -> None:
+        """Raises OVERLOADED unless the owner may have one more lease of this weight."""
+        if weight > self.memory.room(owner):
+            refusal = self.memory.refusal(owner, "bytes of lists of leases")
+            raise HotKVError(Reason.OVERLOADED, f"{field}: {refusal}; release some first")
+
+    def all(self) -> list[Lease]:
+        """All leases in the book."""
+        return list(self._by_key.values())
+
+    def of_session(self, session_number: int) -> list[Lease]:
+        """Leases that a session took."""
+        return list(self._by_session.get(session_number, {}).values())
+
+    def expired(self, now_s: float) -> list[Lease]:
+        """Leases whose time is up, released or not."""
+        if now_s < self._next_end_s:
+            return []
+        # Late leases count too: one with running copies stays.
+        self._next_end_s = min(
+            (lease.expires_s for lease in self._by_key.values()), default=math.inf
+        )
+        return [lease for lease in self._by_key.values() if lease.expires_s <= now_s]
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the books disagree."""
+        everything = list(self._by_key.items())
+        assert all(
+            key == (lease.engine_id, lease.lease_id) and self._by_number[lease.number] is lease
+            for key, lease in everything
+        )
+        assert (
+            len(self._by_number) == len(everything) == sum(map(len, self._by_session.values()))
+        ), "leases miscounted"
+        assert all(
+            self._by_session[lease.session_number][lease.number] is lease for _, lease in everything
+        ), "leases of sessions disagree"
+        assert self._num_with_id == Counter(lease.lease_id for _, lease in everything), (
+            "lease ids miscounted"
+        )
+        assert all(lease.expires_s >= self._next_end_s for _, lease in everything), (
+            "a lease expires unseen"
+        )
+        self.bound.check(Counter(lease.owner for _, lease in everything))
+        listed: Counter[str] = Counter()
+        for _, lease in everything:
+            listed[lease.owner] += lease.weight
+        self.memory.check(listed)

@@ -1,0 +1,182 @@
+"""Read leases: pinning blocks that are ready, saying where they lie, and unpinning them.
+
+Owns how many bytes each tenant pins without a load. Always true: an entry has one pin from each
+read lease that lists it; a pinned entry keeps its slot, whatever happens to its block; leases
+without a load pin no more than `unadmitted_share` of what is surely their tenant's.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv import table
+from hotkv.errors import HotKVError, Reason
+from hotkv.keys import MAX_GROUPS
+from hotkv_server.cache.cache_books import CacheBooks
+from hotkv_server.cache.leases.leases import ReadLease, content_of, lifetime_s, read_weight
+from hotkv_server.cache.sessions import check_named
+from hotkv_server.cache.values import Entries, Grant, HashList, Int64s, SessionRecord
+
+
+class ReadLeases:
+    """Acts on the read leases in the lease book."""
+
+    def __init__(self, books: CacheBooks) -> None:
+        self._books = books
+        # Per tenant: bytes that leases without a load pin.
+        self._unadmitted: dict[int, int] = {}
+
+    def acquire(
+        self,
+        session: SessionRecord,
+        lease_id: str,
+        groups: list[HashList],
+        ttl_s: float,
+        now_s: float,
+    ) -> Grant:
+        """As `CacheCore.acquire`."""
+        books = self._books
+        indices = [g.group_index for g in groups]
+        num_blocks = sum(len(g.hashes) for g in groups)
+        record = books.catalog.record(session.key_space_id)
+        check_named(record, indices, num_blocks, books.config.max_blocks_per_call)
+        if len(set(indices)) != len(indices):
+            raise HotKVError(
+                Reason.INVALID_FIELD, "groups lists a group twice; give each group one list"
+            )
+        existing, content = books.leases.of_call(session, lease_id), content_of(groups)
+        if existing is not None:
+            if (
+                not isinstance(existing, ReadLease)
+                or existing.released
+                or existing.content != content
+            ):
+                raise HotKVError(
+                    Reason.DUPLICATE_ID,
+                    f"lease_id {lease_id!r} is in use for another call; choose a new id",
+                )
+            return _grant(existing, now_s)
+        owner = books.sessions.owner(session)
+        books.sessions.check_takes_new("grants no new leases")
+        books.leases.check_count(owner)
+        ttl_s, weight = lifetime_s(books.config, ttl_s), read_weight(len(groups), num_blocks)
+        books.leases.check_room(owner, "groups", weight)
+        pinned, pinned_bytes = self._within_budget(session.key_space_id, groups)
+        lease = ReadLease(
+            session.engine_id,
+            owner,
+            lease_id,
+            books.leases.next_number(),
+            session.number,
+            session.key_space_id,
+            now_s + ttl_s,
+            pinned,
+            content,
+            pinned_bytes,
+            weight,
+        )
+        books.leases.add(lease)
+        self._count_unadmitted(lease, pinned_bytes)
+        books.space.index.pin(lease.entries(), 1)
+        for group_index, entries in pinned:
+            self._note_use(group_index, entries, now_s)
+        return Grant(tuple(entries != 0 for _, entries in pinned), ttl_s)
+
+    def _within_budget(
+        self, key_space_id: int, groups: list[HashList]
+    ) -> tuple[list[tuple[int, Entries]], int]:
+        """Per list the entries to pin, 0 for a block that is not ready or beyond the tenant's
+        budget; and their bytes."""
+        index, tenants = self._books.space.index, self._books.space.tenants
+        tenant = tenants.number(key_space_id)
+        budget = int(
+            self._books.config.unadmitted_share * tenants.surely_bytes(tenant)
+        ) - self._unadmitted.get(tenant, 0)
+        budget = min(budget, self._books.pin_budget.for_others)
+        pinned: list[tuple[int, Entries]] = []
+        total = 0
+        for g in groups:
+            words = index.find(key_space_id, g.group_index, g.hashes)
+            entries = np.where(table.is_ready(words), words, 0).astype(np.uint32)
+            upto = total + np.cumsum(np.where(entries != 0, index.slot_bytes(entries), 0))
+            entries[upto > budget] = 0
+            total = int(upto[upto <= budget].max(initial=total))
+            pinned.append((g.group_index, entries))
+        return pinned, total
+
+    def _note_use(self, group_index: int, entries: Entries, now_s: float) -> None:
+        """Counts hits and misses of one list; blocks that are pinned are used."""
+        counters, found = self._books.counters, entries[entries != 0]
+        if group_index < MAX_GROUPS:
+            self._books.space.touch(found, now_s)
+            self._books.offer_used(found)
+            counters.acquired_blocks += len(found)
+            counters.missed_blocks += len(entries) - len(found)
+        else:
+            counters.acquired_representations += len(found)
+            counters.missed_representations += len(entries) - len(found)
+
+    def slot_offsets(self, session: SessionRecord, lease_id: str) -> tuple[Int64s, ...]:
+        """As `CacheCore.slot_offsets`."""
+        lease = self._books.leases.live(session, lease_id)
+        if not isinstance(lease, ReadLease):
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"lease_id {lease_id!r} is a write lease; only blocks under a read lease stay "
+                "where they are",
+            )
+        index = self._books.space.index
+        return tuple(
+            np.where((e != 0) & ~index.unverified[e], index.offsets(e), -1) for _, e in lease.groups
+        )
+
+    def admit(self, lease: ReadLease) -> None:
+        """A load begins under the lease: its bytes count for the budget no longer."""
+        if not lease.admitted:
+            lease.admitted = True
+            self._count_unadmitted(lease, -lease.pinned_bytes)
+
+    def end(self, lease: ReadLease) -> None:
+        """Ends a lease that is in the book; during copies it takes effect when they end."""
+        lease.released = True
+        if lease.num_copies:
+            return
+        self._books.space.index.pin(lease.entries(), -1)
+        self._books.space.removal.reap(lease.entries())
+        if not lease.admitted:
+            self._count_unadmitted(lease, -lease.pinned_bytes)
+        self._books.leases.remove(lease)
+
+    def _count_unadmitted(self, lease: ReadLease, num_bytes: int) -> None:
+        tenant = self._books.space.tenants.number(lease.key_space_id)
+        self._unadmitted[tenant] = self._unadmitted.get(tenant, 0) + num_bytes
+        self._books.pin_budget.unadmitted_bytes += num_bytes
+
+    def check_invariants(self, others: NDArray[np.int64]) -> None:
+        """Raises AssertionError if pins or budgets disagree with the leases. Linear in capacity.
+
+        `others` [capacity + 1]: pins by entry number that are neither leases' nor holds'.
+        """
+        index, tenants = self._books.space.index, self._books.space.tenants
+        pins = others.copy()
+        unadmitted: dict[int, int] = {}
+        for lease in self._books.leases.all():
+            if isinstance(lease, ReadLease):
+                np.add.at(pins, lease.entries(), 1)
+                tenant = tenants.number(lease.key_space_id)
+                waiting = 0 if lease.admitted else lease.pinned_bytes
+                unadmitted[tenant] = unadmitted.get(tenant, 0) + waiting
+        np.add.at(pins, self._books.retention_pins.entries(), 1)
+        assert np.array_equal(pins, index.pins), "pins and read leases disagree"
+        assert all(
+            unadmitted.get(tenant, 0) == count for tenant, count in self._unadmitted.items()
+        ), "unadmitted bytes miscounted"
+        assert self._books.pin_budget.unadmitted_bytes == sum(unadmitted.values()), (
+            "unadmitted bytes of all tenants miscounted"
+        )
+
+
+def _grant(lease: ReadLease, now_s: float) -> Grant:
+    """The answer that a lease once gave, with what is left of its life."""
+    return Grant(
+        tuple(entries != 0 for _, entries in lease.groups), max(0.0, lease.expires_s - now_s)
+    )

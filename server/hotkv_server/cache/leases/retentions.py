@@ -1,0 +1,152 @@
+"""Retention pins: entries that requests asked to keep for a time, pinned until it is over.
+
+Always true: an entry is held once, until the latest time that was asked for; a held entry has
+exactly one pin from here; held bytes never exceed the budget, nor a tenant's held bytes its share
+of it; an entry that does not fit is not held. Holds belong to nobody: they outlive the session that
+asked.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hotkv_server.cache.leases.pin_budget import PinBudget
+from hotkv_server.cache.room.tenants import TenantBook
+from hotkv_server.cache.table.index import BlockIndex
+from hotkv_server.cache.values import Entries
+
+PART_ENTRIES = 1 << 18
+"""Entries that one part looks at: a millisecond or two."""
+
+
+class RetentionPins:
+    """End of each entry's hold: float64 by entry number, seconds of `now_s`, 0 for none. No hold
+    ends before `_next_end_s`."""
+
+    def __init__(
+        self, index: BlockIndex, tenants: TenantBook, share: float, budget: PinBudget | None = None
+    ) -> None:
+        self._budget = budget or PinBudget(tenants)
+        self._index = index
+        self._tenants = tenants
+        self._share = share
+        # Memory comes with the first hold of an entry nearby.
+        self._until_s = np.zeros(index.capacity + 1, np.float64)
+        self._num_held = 0
+        self._bytes_of: dict[int, int] = {}
+        self._next_end_s = np.inf
+        # As `_next_end_s`, of holds that began since `expire` did.
+        self._next_new_end_s = np.inf
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the slots that are held."""
+        return self._budget.held_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        """Most bytes that may be held: a share of the arena as far as it has memory. Only grows."""
+        return int(self._share * self._tenants.capacity_bytes)
+
+    def __len__(self) -> int:
+        return self._num_held
+
+    def __repr__(self) -> str:
+        return f"RetentionPins({len(self)} entries, {self.held_bytes}/{self.budget_bytes} B)"
+
+    def hold(self, entries: Entries, until_s: float) -> int:
+        """Holds ready entries of one tenant until then, from the first on as far as the budget
+        goes; returns how many of them are held."""
+        entries = distinct(entries)
+        is_known = self._until_s[entries] > 0
+        known, fresh = entries[is_known], entries[~is_known]
+        self._until_s[known] = np.maximum(self._until_s[known], until_s)
+        sizes = np.cumsum(self._index.slot_bytes(fresh))
+        fitting = fresh[: int(np.searchsorted(sizes, self._room_bytes(fresh), side="right"))]
+        if len(fitting):
+            self._index.pin(fitting, 1)
+            self._until_s[fitting] = until_s
+            self._next_end_s, self._next_new_end_s = (
+                min(self._next_end_s, until_s),
+                min(self._next_new_end_s, until_s),
+            )
+            self._count(self._tenant(fitting), len(fitting), int(sizes[len(fitting) - 1]))
+        return len(known) + len(fitting)
+
+    def _count(self, tenant: int, num_entries: int, num_bytes: int) -> None:
+        self._num_held += num_entries
+        self._budget.held_bytes += num_bytes
+        self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + num_bytes
+
+    def _tenant(self, entries: Entries) -> int:
+        """The tenant of the first entry; all are of one."""
+        return (
+            int(self._tenants.of(self._index.key_spaces(entries[:1]))[0])
+            if self._tenants.is_used
+            else 0
+        )
+
+    def _room_bytes(self, fresh: Entries) -> int:
+        """Bytes that may still be held for the tenant of these entries."""
+        room_bytes = min(self.budget_bytes - self.held_bytes, self._budget.for_others)
+        if not self._tenants.is_used or not len(fresh):
+            return room_bytes
+        tenant = self._tenant(fresh)
+        bound = int(self._share * self._tenants.surely_bytes(tenant))
+        return min(room_bytes, max(0, bound - self._bytes_of.get(tenant, 0)))
+
+    def expire(self, now_s: float) -> Iterator[None]:
+        """Ends holds whose time is over, in parts: anything else may be called between two."""
+        if now_s < self._next_end_s:
+            return
+        soonest_s, self._next_new_end_s = np.inf, np.inf
+        for start in range(0, self._index.num_numbers, PART_ENTRIES):
+            part = self._until_s[start : min(start + PART_ENTRIES, self._index.num_numbers)]
+            held = start + np.flatnonzero(part)
+            self._end(held[self._until_s[held] <= now_s].astype(np.uint32))
+            soonest_s = min(soonest_s, float(part.min(where=part > 0, initial=np.inf)))
+            yield
+        self._next_end_s = min(soonest_s, self._next_new_end_s)
+
+    def let_go(self, entries: Entries) -> None:
+        """Ends the holds of these entries at once; skips entries that are not held."""
+        if self._num_held:
+            self._end(distinct(entries[self._until_s[entries] > 0]))
+
+    def _end(self, entries: Entries) -> None:
+        if not len(entries):
+            return
+        self._index.pin(entries, -1)
+        self._until_s[entries] = 0.0
+        sizes = self._index.slot_bytes(entries)
+        owners = (
+            self._tenants.of(self._index.key_spaces(entries))
+            if self._tenants.is_used
+            else np.zeros(len(entries), np.int64)
+        )
+        for tenant in np.unique(owners).tolist():
+            mine = owners == tenant
+            self._count(tenant, -int(np.count_nonzero(mine)), -int(sizes[mine].sum()))
+
+    def entries(self) -> Entries:
+        """All held entries, in rising order. Linear in capacity."""
+        return np.flatnonzero(self._until_s).astype(np.uint32)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the books disagree. Linear in capacity."""
+        held = self.entries()
+        assert len(held) == self._num_held, "held entries miscounted"
+        assert self.held_bytes == int(self._index.slot_bytes(held).sum()) <= self.budget_bytes, (
+            "held bytes miscounted"
+        )
+        assert sum(self._bytes_of.values()) == self.held_bytes, "held bytes of tenants miscounted"
+        assert np.all(self._index.pins[held] > 0), "a held entry is not pinned"
+        assert np.all(self._until_s[held] >= self._next_end_s), "a hold ends unseen"
+
+
+def distinct(entries: Entries) -> Entries:
+    """Drops entries that were listed before; the others stay in order."""
+    ordered = np.sort(entries)
+    if not np.any(ordered[1:] == ordered[:-1]):
+        return entries
+    return entries[np.sort(np.unique(entries, return_index=True)[1])]

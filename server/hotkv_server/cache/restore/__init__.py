@@ -1,0 +1,1 @@
+"""Takes over the block table of an earlier server. Pure."""

@@ -1,0 +1,354 @@
+"""Restoring: a new core takes over the block table of an old one, however that one ended.
+
+Always true: only ready entries come back, each under its own key and in its own slot, and those
+that are detached for readers of the arena (`restore_kept`); a record that contradicts the key
+spaces, the arena or another entry is dropped, never guessed at. The records of the old table are
+read, its buckets are not; the new table is another file, so a restore that is killed has changed
+nothing. Bytes of slots are not read here: every entry comes back as not verified.
+
+One word of an old record says whether to trust it: a server marks a record ready after everything
+else in it is written, and clears the mark before its slot is used again. So a kill leaves no entry
+ready that is not whole.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv import table
+from hotkv.keys import MAX_GROUPS
+from hotkv.table import SLOT_ALIGN, Words
+from hotkv_server.cache.arrays import distinct
+from hotkv_server.cache.catalog import Catalog
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.restore.kept import keep_for_readers, kept_rows, link_detached
+from hotkv_server.cache.room.burst_bounds import keep_bounds
+from hotkv_server.cache.room.slabs import aligned
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.values import BoolMask, Entries, Int64s
+from hotkv_server.tiers.book.place_sizes import EncodedBytes
+
+ADMIT_PARTS = 64
+"""Blocks come back in so many parts, those used longest ago first."""
+
+
+class Restorable(Protocol):
+    """A space and the catalog of its key spaces: a core, or a tier below it."""
+
+    @property
+    def space(self) -> Space:
+        """Where entries come back."""
+
+    @property
+    def catalog(self) -> Catalog:
+        """The key spaces, with their representations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """The space of a tier below. `encoded_bytes`: of places that an earlier server may have given
+    to encoded blocks, see `place_sizes`; None if it encoded none."""
+
+    space: Space
+    catalog: Catalog
+    encoded_bytes: EncodedBytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Columns of old records: groups uint32 [n]; bytes of slots and where they begin, int64 [n]."""
+
+    groups: Entries
+    sizes: Int64s
+    offsets: Int64s
+
+    @staticmethod
+    def of(old: Words, rows: Int64s) -> "Shapes":
+        """Those of some records."""
+        return Shapes(
+            _groups(old, rows),
+            old[rows, table.W_SIZE].astype(np.int64) * SLOT_ALIGN,
+            old[rows, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN,
+        )
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+
+@dataclass(slots=True)
+class Restored:
+    """How many blocks and representations came back, and what was dropped, by reason.
+
+    `kept`: entries that the old server's residencies had pinned. `lost_readers`: one of them could
+    not be kept, so that none is, and readers have been told. `encoded`: blocks in places that are
+    smaller than their slots.
+    """
+
+    kept: int = 0
+    lost_readers: bool = False
+    blocks: int = 0
+    encoded: int = 0
+    representations: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def drop(self, reason: str, count: int) -> None:
+        """Counts dropped records for a reason."""
+        if count:
+            self.dropped[reason] = self.dropped.get(reason, 0) + count
+
+
+def restore(
+    core: CacheCore,
+    old: Words,
+    key_spaces: Mapping[int, int],
+    last_used_s: NDArray[np.float64] | None,
+    now_s: float,
+    marks: NDArray[np.uint8] | None = None,
+) -> Restored:
+    """Fills an empty core from the records [n, 18] of an old table.
+
+    `key_spaces`: number in the old table to number in this core, whose catalog knows them with
+    their representations in the old order. `last_used_s` float64 [n] by old entry number, in
+    seconds of `now_s`, nan for entries that are newer; None if it is not known. `marks` by old
+    entry number: 1 for what the old server's residencies had pinned; None if its table has none.
+    """
+    assert not core.space.index.num_entries, "restored into a core that is in use"
+    report = Restored()
+    states = old[:, table.W_GROUP_STATE] >> np.uint32(16)
+    pinned = kept_rows(core, states, marks)
+    is_kept = np.zeros(len(old), np.bool_)
+    is_kept[pinned] = True
+    stays = (states == table.STATE_READY) | is_kept
+    report.drop("unfinished", int(((states != 0) & ~stays).sum()))
+    rows = np.flatnonzero(stays)
+    numbers = _new_numbers(old[rows, table.W_KEY_SPACE], key_spaces)
+    good = _well_shaped(core, Shapes.of(old, rows), numbers)
+    rows, numbers = _kept(report, "misshapen", rows, numbers, good)
+    rows, numbers = _kept(report, "overlapping", rows, numbers, _apart(core, Shapes.of(old, rows)))
+    new_of = np.zeros(len(old), np.uint32)
+    is_ready = states[rows] == table.STATE_READY
+    link_detached(core, old, rows[~is_ready], numbers[~is_ready], new_of)
+    _link_entries(core, old, rows[is_ready], numbers[is_ready], new_of)
+    came = rows[new_of[rows] != 0]
+    report.drop("duplicate or beyond capacity", len(rows) - len(came))
+    for size in distinct(old[came, table.W_SIZE]).tolist():
+        here = came[old[came, table.W_SIZE] == size]
+        core.space.pool.claim(
+            size * SLOT_ALIGN, old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
+        )
+    ready = came[states[came] == table.STATE_READY]
+    _publish(core, old, ready, new_of, last_used_s, now_s, report)
+    report.kept, report.lost_readers = keep_for_readers(core, new_of[pinned])
+    deque(keep_bounds(core.space.books, core.space.removal), 0)
+    return report
+
+
+def restore_below(
+    below: Below, old: Words, key_spaces: Mapping[int, int], now_s: float
+) -> Restored:
+    """Fills the empty space of a tier from the records [n, 18] of its old table, as `restore` does.
+    Its seals are compared whenever a block is read."""
+    assert not below.space.index.num_entries, "restored into a tier that is in use"
+    report = Restored()
+    states = old[:, table.W_GROUP_STATE] >> np.uint32(16)
+    report.drop("unfinished", int(((states != 0) & (states != table.STATE_READY)).sum()))
+    rows = np.flatnonzero(states == table.STATE_READY)
+    rows = rows[_groups(old, rows) < MAX_GROUPS]
+    numbers = _new_numbers(old[rows, table.W_KEY_SPACE], key_spaces)
+    good = _well_shaped(below, Shapes.of(old, rows), numbers, below.encoded_bytes)
+    rows, numbers = _kept(report, "misshapen", rows, numbers, good)
+    rows, numbers = _kept(report, "overlapping", rows, numbers, _apart(below, Shapes.of(old, rows)))
+    new_of = np.zeros(len(old), np.uint32)
+    report.encoded = _link_entries(below, old, rows, numbers, new_of)
+    came = rows[new_of[rows] != 0]
+    report.drop("duplicate or beyond capacity", len(rows) - len(came))
+    for size in distinct(old[came, table.W_SIZE]).tolist():
+        here = came[old[came, table.W_SIZE] == size]
+        offsets = old[here, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
+        below.space.pool.claim(size * SLOT_ALIGN, offsets)
+    came = came[np.argsort(old[came, table.W_DEPTH], kind="stable")]
+    words = np.ascontiguousarray(old[came, table.W_CHECK : table.W_CHECK + 2])
+    below.space.publish(new_of[came], now_s, checks=words.view(np.uint64)[:, 0])
+    parents = old[came, table.W_PARENT]
+    known = np.where(parents < len(old), new_of[np.minimum(parents, len(old) - 1)], 0)
+    below.space.chains.set_parents(new_of[came], known)
+    report.blocks = len(came)
+    return report
+
+
+def _kept(
+    report: Restored, reason: str, rows: Int64s, numbers: Entries, good: BoolMask
+) -> tuple[Int64s, Entries]:
+    report.drop(reason, int((~good).sum()))
+    return rows[good], numbers[good]
+
+
+def _new_numbers(old_numbers: Entries, key_spaces: Mapping[int, int]) -> Entries:
+    """Per entry the key space's number in the new core, 0 if it has none."""
+    known = np.array(sorted(key_spaces.items()), np.int64).reshape(-1, 2)
+    if not len(known):
+        return np.zeros(len(old_numbers), np.uint32)
+    places = np.minimum(known[:, 0].searchsorted(old_numbers), len(known) - 1)
+    found = np.where(known[places, 0] == old_numbers, known[places, 1], 0)
+    return found.astype(np.uint32)
+
+
+def _groups(old: Words, rows: Int64s) -> Entries:
+    groups: Entries = old[rows, table.W_GROUP_STATE] & np.uint32(0xFFFF)
+    return groups
+
+
+def _by_kind(numbers: Entries, groups: Entries) -> Iterator[tuple[int, int, Int64s]]:
+    """The pairs of key space and group that occur, each with its places in ascending order. Costs
+    one sort, however many pairs there are."""
+    if not len(numbers):
+        return
+    pairs = numbers.astype(np.uint64) << np.uint64(16) | groups
+    order = np.argsort(pairs, kind="stable")
+    begins = np.flatnonzero(np.diff(pairs[order], prepend=pairs[order[0]] ^ np.uint64(1)))
+    for here in np.split(order, begins[1:]):
+        pair = int(pairs[here[0]])
+        yield pair >> 16, pair & 0xFFFF, here
+
+
+def _well_shaped(
+    core: Restorable, shapes: Shapes, numbers: Entries, encoded_bytes: EncodedBytes | None = None
+) -> BoolMask:
+    """Which records have a known shape, a slot size that belongs to it, and a slot inside the arena
+    where slots of that size lie. A size belongs to a shape if it is that of its slots, or a smaller
+    one that `encoded_bytes` gives."""
+    good, pool = np.zeros(len(shapes), np.bool_), core.space.pool
+    in_slab, slabs = shapes.offsets % pool.slab_bytes, pool.slab_of(shapes.offsets)
+    for number, group, here in _by_kind(numbers, shapes.groups):
+        if not number or not core.catalog.record(number).has(group):
+            continue
+        slot_bytes = aligned(core.catalog.record(number).shape(group).slot_bytes)
+        encoded = slot_bytes if encoded_bytes is None else encoded_bytes(slot_bytes)
+        for size in {slot_bytes, min(encoded, slot_bytes)}:
+            good[here] |= (
+                (shapes.sizes[here] == size)
+                & (in_slab[here] % size == 0)
+                & (in_slab[here] // size < max(1, pool.slab_bytes // size))
+                & (slabs[here] - -size // pool.slab_bytes <= pool.num_slabs)
+            )
+    return good
+
+
+def _apart(core: Restorable, shapes: Shapes) -> BoolMask:
+    """Which records share no byte with another, and no slab with a slot of another size. Of records
+    that do, none is right for certain."""
+    offsets, sizes = shapes.offsets, shapes.sizes
+    order = np.argsort(offsets)
+    ends = np.maximum.accumulate((offsets + sizes)[order])
+    good = np.ones(len(shapes), np.bool_)
+    touching = np.flatnonzero(offsets[order][1:] < ends[:-1])
+    good[order[touching]] = good[order[touching + 1]] = False
+    pool = core.space.pool
+    first, last = pool.slab_of(offsets), pool.slab_of(offsets + sizes - 1)
+    smallest, largest = (
+        np.full(pool.num_slabs, np.iinfo(np.int64).max),
+        np.zeros(pool.num_slabs, np.int64),
+    )
+    for step in range(int((last - first).max(initial=0)) + 1):
+        spans = first + step <= last
+        np.minimum.at(smallest, first[spans] + step, sizes[spans])
+        np.maximum.at(largest, first[spans] + step, sizes[spans])
+    mixed = np.concatenate(([0], np.cumsum((largest > 0) & (smallest != largest))))
+    good &= mixed[last + 1] == mixed[first]
+    return good
+
+
+def _link_entries(
+    core: Restorable, old: Words, rows: Int64s, numbers: Entries, new_of: Entries
+) -> int:
+    """Makes reserved entries for records. A record that finds no place, or whose key is there
+    already, stays 0 in `new_of`. Returns how many have places smaller than slots of their shape."""
+    index, groups, num_smaller = core.space.index, _groups(old, rows), 0
+    for number, group, places in _by_kind(numbers, groups):
+        here = rows[places]
+        hashes = np.ascontiguousarray(old[here, :8])
+        mixed = index.mixed_hashes(number, group, hashes)
+        if len(distinct(mixed)) != len(mixed):
+            _, unique = np.unique(mixed, return_index=True)
+            here, hashes = here[unique], np.ascontiguousarray(hashes[unique])
+        slot_bytes = aligned(core.catalog.record(number).shape(group).slot_bytes)
+        sizes = old[here, table.W_SIZE].astype(np.int64) * SLOT_ALIGN
+        for size in distinct(sizes).tolist():
+            rows_of, of_size = here[sizes == size], np.ascontiguousarray(hashes[sizes == size])
+            offsets = old[rows_of, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
+            depths = old[rows_of, table.W_DEPTH].astype(np.int64)
+            entries = index.insert(number, group, of_size, offsets, size, depths, 0)
+            core.space.tenants.count(number, len(entries) * size)
+            new_of[rows_of[: len(entries)]] = entries
+            num_smaller += len(entries) if size < slot_bytes else 0
+    return num_smaller
+
+
+def _publish(
+    core: CacheCore,
+    old: Words,
+    came: Int64s,
+    new_of: Entries,
+    last_used_s: NDArray[np.float64] | None,
+    now_s: float,
+    report: Restored,
+) -> None:
+    """Makes blocks ready, then the representations whose block came back; drops the others."""
+    space, index = core.space, core.space.index
+    checks = np.ascontiguousarray(old[came, table.W_CHECK : table.W_CHECK + 2]).view(np.uint64)[
+        :, 0
+    ]
+    is_block = _groups(old, came) < MAX_GROUPS
+    used_s = (
+        np.full(len(came), now_s)
+        if last_used_s is None
+        else np.minimum(np.nan_to_num(last_used_s[came], nan=now_s), now_s)
+    )
+    order = np.lexsort((old[came, table.W_DEPTH], used_s))
+    for part in np.array_split(
+        order[is_block[order]], ADMIT_PARTS if last_used_s is not None else 1
+    ):
+        if len(part):
+            part = part[np.argsort(old[came[part], table.W_DEPTH], kind="stable")]
+            space.publish(new_of[came[part]], float(used_s[part].max()), checks=checks[part])
+    blocks = came[is_block]
+    parents = old[blocks, table.W_PARENT]
+    space.chains.set_parents(
+        new_of[blocks], np.where(parents < len(old), new_of[np.minimum(parents, len(old) - 1)], 0)
+    )
+    kinds, kind_checks = came[~is_block], checks[~is_block]
+    links = np.minimum(old[kinds, table.W_REPRESENTATION], len(old) - 1)
+    good = (links == old[kinds, table.W_REPRESENTATION]) & _linked(core, old, kinds, links, new_of)
+    space.representations.publish(new_of[kinds[good]], new_of[links[good]], kind_checks[good])
+    space.removal.drop(new_of[kinds[~good]])
+    index.unverified[new_of[came]] = True
+    index.unverified[new_of[kinds[~good]]] = False
+    report.blocks, report.representations = len(blocks), int(good.sum())
+    core.counters.restored_blocks += len(blocks)
+    report.drop("representation without its block", int((~good).sum()))
+
+
+def _linked(
+    core: CacheCore, old: Words, kinds: Int64s, links: Entries, new_of: Entries
+) -> BoolMask:
+    """Which representations have a block that came back, has their key and names them; `links`: the
+    records that they name."""
+    numbers, groups, hashes = core.space.index.keys(new_of[kinds])
+    expected = [
+        core.catalog.record(number).block_group(group)
+        for number, group in zip(numbers.tolist(), groups.tolist(), strict=True)
+    ]
+    linked = new_of[links]
+    block_numbers, block_groups, block_hashes = core.space.index.keys(linked)
+    good: BoolMask = (
+        (linked != 0)
+        & (old[links, table.W_REPRESENTATION] == kinds)
+        & (numbers == block_numbers)
+        & (block_groups == np.array(expected, np.uint32))
+        & (hashes == block_hashes).all(axis=1)
+    )
+    return good

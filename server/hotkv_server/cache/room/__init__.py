@@ -1,0 +1,1 @@
+"""Slots: the pool, its tenants and policies, and how room is made. Pure."""

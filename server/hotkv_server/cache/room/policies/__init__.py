@@ -1,0 +1,19 @@
+"""Eviction policies, by the names that settings and the simulator use."""
+
+from collections.abc import Callable
+
+from hotkv_server.cache.room.policies.arc import ARC
+from hotkv_server.cache.room.policies.hotness import Hotness
+from hotkv_server.cache.room.policies.lru import LRU
+from hotkv_server.cache.room.policies.protocol import Policy
+from hotkv_server.cache.room.policies.s3fifo import S3FIFO
+
+POLICIES: dict[str, Callable[[int], Policy]] = {
+    "hotness": Hotness,
+    "lru": LRU,
+    "arc": ARC,
+    "s3fifo": S3FIFO,
+}
+"""Each makes a policy for entry numbers 1 to the given capacity."""
+
+__all__ = ["ARC", "LRU", "POLICIES", "S3FIFO", "Hotness", "Policy"]

@@ -1,0 +1,156 @@
+"""ARC: two lists, used once and used again, whose shares follow the hits among ghosts of each.
+
+Source: Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003. Where
+the paper moves one block at a time, here all blocks of a call see the shares as they were before
+it.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv_server.cache.room.policies.demoted import others
+from hotkv_server.cache.room.policies.ghosts import GhostTable
+from hotkv_server.cache.room.policies.lru import Stamps
+from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
+from hotkv_server.cache.room.policies.queue import ColdQueue
+
+ONCE, AGAIN = 1, 2
+
+
+class ARC:
+    """`_list` uint8 [capacity + 1]: ONCE, AGAIN, or 0 for an entry that it does not know.
+    `_target`: blocks that ONCE should hold."""
+
+    def __init__(self, capacity: int) -> None:
+        self._stamps = Stamps(capacity)
+        self._list = np.zeros(capacity + 1, np.uint8)
+        self._num = {ONCE: 0, AGAIN: 0}
+        self._ghosts = GhostTable(capacity)
+        self._num_ghosts = {ONCE: 0, AGAIN: 0}
+        self._target = 0.0
+        self._queues: dict[tuple[int, int], ColdQueue] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"ARC(once={self._num[ONCE]}, again={self._num[AGAIN]}, "
+            f"target={self._target:.0f}, ghosts={self._num_ghosts})"
+        )
+
+    def admit(
+        self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        found, values = self._ghosts.take(keys)
+        once, again = int((values == ONCE).sum()), int((values == AGAIN).sum())
+        if once:
+            self._target += once * max(1.0, self._num_ghosts[AGAIN] / self._num_ghosts[ONCE])
+        if again:
+            self._target -= again * max(1.0, self._num_ghosts[ONCE] / self._num_ghosts[AGAIN])
+        self._num_ghosts[ONCE] -= once
+        self._num_ghosts[AGAIN] -= again
+        self._num[AGAIN] += int(found.sum())
+        self._num[ONCE] += int((~found).sum())
+        self._target = min(max(self._target, 0.0), float(self._num[ONCE] + self._num[AGAIN]))
+        self._list[entries] = np.where(found, AGAIN, ONCE)
+        self._stamps.use(entries, now_s, retention.ttl_s)
+
+    def touch(
+        self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        promoted = int((self._list[np.unique(entries)] == ONCE).sum())
+        self._num[ONCE] -= promoted
+        self._num[AGAIN] += promoted
+        self._list[entries] = AGAIN
+        self._stamps.use(entries, now_s, retention.ttl_s)
+
+    def refresh(self, entries: Entries, now_s: float) -> None:
+        self._stamps.use(entries, now_s)
+
+    def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
+        self._stamps.demote(entries)
+
+    def decline(
+        self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        """Never happens: this policy keeps nothing for later."""
+
+    def allow_keeping(self, allowed: bool) -> None:
+        """Changes nothing: see `decline`."""
+
+    def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
+        lists = self._list[entries]
+        for number in (ONCE, AGAIN):
+            self._num[number] -= int((lists == number).sum())
+        if evicted:
+            gone = self._ghosts.remember(keys[lists != 0], lists[lists != 0].astype(np.uint64))
+            for number in (ONCE, AGAIN):
+                self._num_ghosts[number] += int((lists == number).sum()) - int(
+                    (gone == number).sum()
+                )
+        self._list[entries] = 0
+        self._stamps.clear(entries)
+
+    def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
+        """Does nothing: which list gives up a block is known only when one is evicted."""
+        return iter(())
+
+    def victims(
+        self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
+    ) -> Entries:
+        first = self._stamps.demoted.take(count, evictable)
+        rest = self._victims(slot_bytes, count - len(first), others(evictable, first))
+        return np.concatenate((first, rest))
+
+    def _victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
+        excess = max(0, self._num[ONCE] - int(self._target))
+        chosen = self._take(slot_bytes, ONCE, min(count, excess), evictable)
+        chosen = np.concatenate(
+            (chosen, self._take(slot_bytes, AGAIN, count - len(chosen), evictable))
+        )
+        if len(chosen) == count:
+            return chosen
+        rest = self._take(
+            slot_bytes,
+            ONCE,
+            count - len(chosen),
+            others(evictable, chosen),
+        )
+        return np.concatenate((chosen, rest))
+
+    def _take(self, slot_bytes: int, number: int, count: int, evictable: Evictable) -> Entries:
+        return self._queue(slot_bytes, number).take(
+            count, lambda entries: evictable(entries) & (self._list[entries] == number)
+        )
+
+    def _queue(self, slot_bytes: int, number: int) -> ColdQueue:
+        if (slot_bytes, number) not in self._queues:
+
+            def members(first: int, stop: int) -> Entries:
+                return (np.flatnonzero(self._list[first:stop] == number) + first).astype(np.uint32)
+
+            self._queues[slot_bytes, number] = ColdQueue(
+                self._stamps.state, self._stamps.highest, members, self.heat
+            )
+        return self._queues[slot_bytes, number]
+
+    def heat(self, entries: Entries) -> NDArray[np.float64]:
+        return self._stamps.stamp_s[entries]
+
+    def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
+        return self._stamps.used_s(entries)
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "once_blocks": float(self._num[ONCE]),
+            "again_blocks": float(self._num[AGAIN]),
+            "once_target_blocks": self._target,
+        }
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if counts disagree."""
+        values = self._ghosts.values[self._ghosts.tags != 0]
+        for number in (ONCE, AGAIN):
+            assert self._num[number] == int((self._list == number).sum()), "list miscounted"
+            assert self._num_ghosts[number] == int((values == number).sum()), "ghosts miscounted"

@@ -1,0 +1,131 @@
+"""Least recently used: by time stamps in an array."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv_server.cache.room.policies.demoted import DemotedEntries, others
+from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
+from hotkv_server.cache.room.policies.queue import ColdQueue, Highest
+
+STEP_S = 1e-7
+"""Between the stamps of two blocks of one touch; above the spacing of float64 near 2e8 seconds."""
+DEMOTED_S = 2e8
+"""Taken from the stamp of an entry that is demoted: more than any stamp."""
+
+
+class Stamps:
+    """A time stamp per entry, 0 for none, negative for one that is `demoted`; strictly rising from
+    use to use, and from the tail of a chain to its head."""
+
+    def __init__(self, capacity: int) -> None:
+        self.highest = Highest()
+        self.stamp_s = np.zeros(capacity + 1, np.float64)
+        self._latest_s = 0.0
+        self.demoted = DemotedEntries(self.state)
+
+    @property
+    def state(self) -> NDArray[np.uint64]:
+        """The stamps' bits."""
+        return self.stamp_s.view(np.uint64)
+
+    def use(self, entries: Entries, now_s: float, ttl_s: float = 0.0) -> None:
+        """Stamps entries in chain order as used until `ttl_s` after now; a stamp never falls."""
+        self.highest.add(entries)
+        start_s = max(now_s, self._latest_s)
+        stamps = start_s + np.arange(len(entries), 0, -1) * STEP_S
+        self._latest_s = start_s + (len(entries) + 1) * STEP_S
+        self.stamp_s[entries] = np.maximum(self.stamp_s[entries], stamps + ttl_s)
+
+    def demote(self, entries: Entries) -> None:
+        """Marks stamped entries as demoted, the tail of their chain first."""
+        entries = entries[self.stamp_s[entries] > 0]
+        self.stamp_s[entries] -= DEMOTED_S
+        self.demoted.add(entries[::-1])
+
+    def restore(self, entries: Entries) -> None:
+        """Undoes the demotion of entries, for a policy that doesn't stamp uses."""
+        demoted = entries[self.stamp_s[entries] < 0]
+        self.stamp_s[demoted] += DEMOTED_S
+
+    def used_s(self, entries: Entries) -> NDArray[np.float64]:
+        """The stamps as they were given."""
+        stamp_s = self.stamp_s[entries]
+        return np.where(stamp_s < 0, stamp_s + DEMOTED_S, stamp_s)
+
+    def clear(self, entries: Entries) -> None:
+        self.stamp_s[entries] = 0.0
+
+    def members(self, first: int, stop: int) -> Entries:
+        """Stamped entries in a range of numbers."""
+        return (self.stamp_s[first:stop].nonzero()[0] + first).astype(np.uint32)
+
+
+class LRU:
+    """Evicts the least recently used first. Priorities mean nothing here; a time to live counts as
+    use until then."""
+
+    def __init__(self, capacity: int) -> None:
+        self._stamps = Stamps(capacity)
+        self._queues: dict[int, ColdQueue] = {}
+
+    def __repr__(self) -> str:
+        return f"LRU(queued={sum(len(q) for q in self._queues.values())})"
+
+    def admit(
+        self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        self._stamps.use(entries, now_s, retention.ttl_s)
+
+    def touch(
+        self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        self._stamps.use(entries, now_s, retention.ttl_s)
+
+    def refresh(self, entries: Entries, now_s: float) -> None:
+        self._stamps.use(entries, now_s)
+
+    def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
+        self._stamps.demote(entries)
+
+    def decline(
+        self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        """Never happens: this policy keeps nothing for later."""
+
+    def allow_keeping(self, allowed: bool) -> None:
+        """Changes nothing: see `decline`."""
+
+    def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
+        self._stamps.clear(entries)
+
+    def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
+        return self._queue(slot_bytes).sweep(count, evictable)
+
+    def victims(
+        self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
+    ) -> Entries:
+        first = self._stamps.demoted.take(count, evictable)
+        rest = self._queue(slot_bytes).take(count - len(first), others(evictable, first))
+        return np.concatenate((first, rest))
+
+    def _queue(self, slot_bytes: int) -> ColdQueue:
+        if slot_bytes not in self._queues:
+            self._queues[slot_bytes] = ColdQueue(
+                self._stamps.state, self._stamps.highest, self._stamps.members, self.heat
+            )
+        return self._queues[slot_bytes]
+
+    def heat(self, entries: Entries) -> NDArray[np.float64]:
+        return self._stamps.stamp_s[entries]
+
+    def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
+        return self._stamps.used_s(entries)
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def check_invariants(self) -> None:
+        """Nothing here can disagree."""

@@ -1,0 +1,159 @@
+"""S3-FIFO: a small queue for newcomers, a main queue with second chances, and ghosts that go
+straight to main.
+
+Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. Newcomers get a
+tenth of the blocks.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv_server.cache.room.policies.demoted import others
+from hotkv_server.cache.room.policies.ghosts import GhostTable
+from hotkv_server.cache.room.policies.lru import Stamps
+from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
+from hotkv_server.cache.room.policies.queue import ColdQueue
+
+SMALL, MAIN = 1, 2
+SMALL_SHARE = 0.1
+MAX_USES = 3
+USES_TO_STAY = 2
+"""Uses in the small queue that bring a block to main."""
+
+
+class S3FIFO:
+    """`_queue_of` uint8 [capacity + 1]: SMALL, MAIN, or 0 for an entry that it does not know.
+    `_uses` since the last look at the entry."""
+
+    def __init__(self, capacity: int) -> None:
+        self._stamps = Stamps(capacity)
+        self._queue_of = np.zeros(capacity + 1, np.uint8)
+        self._uses = np.zeros(capacity + 1, np.uint8)
+        self._num = {SMALL: 0, MAIN: 0}
+        self._ghosts = GhostTable(capacity)
+        self._queues: dict[tuple[int, int], ColdQueue] = {}
+        self._now_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"S3FIFO(small={self._num[SMALL]}, main={self._num[MAIN]}, {self._ghosts!r})"
+
+    def admit(
+        self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        found, _ = self._ghosts.take(keys)
+        self._queue_of[entries] = np.where(found, MAIN, SMALL)
+        self._num[MAIN] += int(found.sum())
+        self._num[SMALL] += int((~found).sum())
+        self._uses[entries] = 0
+        self._now_s = now_s
+        self._stamps.use(entries, now_s, retention.ttl_s)
+
+    def touch(
+        self, entries: Entries, keys: Keys, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        self._now_s = now_s
+        self._uses[entries] = np.minimum(MAX_USES, self._uses[entries] + 1)
+        self._stamps.restore(entries)
+
+    def refresh(self, entries: Entries, now_s: float) -> None:
+        """Does nothing but to undo demotions: only the order of arrival counts here."""
+        self._stamps.restore(entries)
+
+    def demote(self, entries: Entries, keys: Keys, now_s: float) -> None:
+        self._uses[entries] = 0
+        self._stamps.demote(entries)
+
+    def decline(
+        self, keys: Keys, depth: int, now_s: float, retention: Retention = NO_RETENTION
+    ) -> None:
+        """Never happens: this policy keeps nothing for later."""
+
+    def allow_keeping(self, allowed: bool) -> None:
+        """Changes nothing: see `decline`."""
+
+    def forget(self, entries: Entries, keys: Keys, *, evicted: bool) -> None:
+        queue_of = self._queue_of[entries]
+        for number in (SMALL, MAIN):
+            self._num[number] -= int((queue_of == number).sum())
+        if evicted:
+            leaving = keys[queue_of == SMALL]
+            self._ghosts.remember(leaving, np.zeros(len(leaving), np.uint64))
+        self._queue_of[entries] = 0
+        self._stamps.clear(entries)
+
+    def sweep(self, slot_bytes: int, count: int, evictable: Evictable) -> Iterator[None]:
+        """Does nothing: which list gives up a block is known only when one is evicted."""
+        return iter(())
+
+    def victims(
+        self, slot_bytes: int, count: int, evictable: Evictable, *, keep_at_s: float | None = None
+    ) -> Entries:
+        first = self._stamps.demoted.take(count, evictable)
+        rest = self._victims(slot_bytes, count - len(first), others(evictable, first))
+        return np.concatenate((first, rest))
+
+    def _victims(self, slot_bytes: int, count: int, evictable: Evictable) -> Entries:
+        chosen: Entries = np.empty(0, np.uint32)
+        exhausted = {SMALL: False, MAIN: False}
+        while len(chosen) < count and not all(exhausted.values()):
+            taken_small = int((self._queue_of[chosen] == SMALL).sum())
+            crowded = self._num[SMALL] - taken_small > SMALL_SHARE * (
+                self._num[SMALL] + self._num[MAIN] - len(chosen)
+            )
+            number = SMALL if (crowded and not exhausted[SMALL]) or exhausted[MAIN] else MAIN
+            looked_at = self._take(slot_bytes, number, count - len(chosen), evictable, chosen)
+            exhausted[number] = not len(looked_at)
+            stay = self._uses[looked_at] >= (USES_TO_STAY if number == SMALL else 1)
+            self._stay(looked_at[stay], number)
+            if stay.any():
+                exhausted[MAIN] = False
+            chosen = np.concatenate((chosen, looked_at[~stay]))
+        return chosen
+
+    def _take(
+        self, slot_bytes: int, number: int, count: int, evictable: Evictable, chosen: Entries
+    ) -> Entries:
+        def may_go(entries: Entries) -> NDArray[np.bool_]:
+            here: NDArray[np.bool_] = self._queue_of[entries] == number
+            return evictable(entries) & here & ~np.isin(entries, chosen)
+
+        return self._queue(slot_bytes, number).take(count, may_go)
+
+    def _stay(self, entries: Entries, number: int) -> None:
+        """Gives a second chance: the entry moves to the end of the main queue."""
+        self._uses[entries] = 0 if number == SMALL else self._uses[entries] - 1
+        self._num[number] -= len(entries)
+        self._num[MAIN] += len(entries)
+        self._queue_of[entries] = MAIN
+        self._stamps.use(entries, self._now_s)
+
+    def _queue(self, slot_bytes: int, number: int) -> ColdQueue:
+        if (slot_bytes, number) not in self._queues:
+
+            def members(first: int, stop: int) -> Entries:
+                return (np.flatnonzero(self._queue_of[first:stop] == number) + first).astype(
+                    np.uint32
+                )
+
+            self._queues[slot_bytes, number] = ColdQueue(
+                self._stamps.state, self._stamps.highest, members, self.heat
+            )
+        return self._queues[slot_bytes, number]
+
+    def heat(self, entries: Entries) -> NDArray[np.float64]:
+        return self._stamps.stamp_s[entries]
+
+    def last_used_s(self, entries: Entries) -> NDArray[np.float64]:
+        """When entries came into their queue; this policy knows no later time."""
+        return self._stamps.used_s(entries)
+
+    def figures(self) -> dict[str, float]:
+        return {"small_blocks": float(self._num[SMALL]), "main_blocks": float(self._num[MAIN])}
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if counts disagree."""
+        for number in (SMALL, MAIN):
+            assert self._num[number] == int((self._queue_of == number).sum()), "queue miscounted"

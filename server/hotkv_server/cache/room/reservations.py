@@ -1,0 +1,337 @@
+"""Reservations: which blocks a write lease owns until each is published or dropped.
+
+Owns nothing: the lease book has the write leases, the index the reserved entries. Always true: the
+first call under a lease id decides which blocks it owns, for all shards; every reserved entry is
+owned by one write lease; a block that is ready or in flight is never reserved again.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv import table
+from hotkv.errors import HotKVError, Reason
+from hotkv.keys import MAX_GROUPS
+from hotkv.results import BlockResult
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv.table import RESERVED_FLAG
+from hotkv_server.cache.arrays import first_occurrences, rows
+from hotkv_server.cache.cache_books import CacheBooks
+from hotkv_server.cache.leases.leases import ReadLease, WriteLease, lifetime_s, write_weight
+from hotkv_server.cache.leases.uses import Uses
+from hotkv_server.cache.room.books import Parts
+from hotkv_server.cache.room.space import MAX_REFRESHED
+from hotkv_server.cache.sessions import check_named
+from hotkv_server.cache.table.index import Keys
+from hotkv_server.cache.table.representations import blocks_first
+from hotkv_server.cache.values import (
+    Entries,
+    Int64s,
+    KeySpaceRecord,
+    Reservation,
+    Run,
+    SessionRecord,
+)
+
+_END = object()
+
+
+class Reservations:
+    """Acts on the write leases in the lease book."""
+
+    def __init__(self, books: CacheBooks, uses: Uses) -> None:
+        self._books = books
+        self._uses = uses
+
+    def make_room(
+        self,
+        key_space_id: int,
+        runs: Sequence[Run],
+        *,
+        has_promise: bool = False,
+        keep_at_s: float | None = None,
+    ) -> Parts[None]:
+        """As `CacheCore.make_room`, for whatever brings these blocks in. `has_promise`,
+        `keep_at_s`: as in `Room.make`."""
+        record, space = self._books.catalog.record(key_space_id), self._books.space
+        index = space.index
+        wanted: dict[tuple[int, int], int] = {}
+        kept: list[Entries] = []
+        for run in runs:
+            if not record.has(run.group_index):
+                return
+            words = index.find(key_space_id, run.group_index, run.hashes)
+            block_group = record.block_group(run.group_index)
+            if run.group_index >= MAX_GROUPS:
+                blocks = index.find(key_space_id, block_group, run.hashes)
+                kept.append(blocks[table.is_ready(blocks)])
+            kept.append(
+                space.chains.ending_with(key_space_id, block_group, run.parent, MAX_REFRESHED)
+            )
+            kept.append(words[table.is_ready(words)])
+            kind = (record.shape(run.group_index).slot_bytes, int(run.group_index >= MAX_GROUPS))
+            wanted[kind] = wanted.get(kind, 0) + int(np.count_nonzero(words == 0))
+        staying = np.concatenate(kept) if kept else np.empty(0, np.uint32)
+        generations = index.table.records[staying, table.W_GENERATION]
+        for (slot_bytes, is_kind), count in wanted.items():
+            making = space.make_room(
+                key_space_id,
+                is_kind * MAX_GROUPS,
+                slot_bytes,
+                count,
+                has_promise=has_promise,
+                keep_at_s=keep_at_s,
+            )
+            while True:
+                if len(staying):
+                    same = (
+                        index.table.records[staying, table.W_GENERATION] == generations
+                    ) & index.is_ready(staying)
+                    staying, generations = staying[same], generations[same]
+                index.pin(staying, 1)
+                has_more = next(making, _END) is not _END
+                index.pin(staying, -1)
+                # A pinned representation was not freed if its block was evicted meanwhile.
+                space.removal.reap(staying)
+                if not has_more:
+                    break
+                yield
+
+    def reserve(
+        self,
+        session: SessionRecord,
+        lease_id: str,
+        runs: list[Run],
+        ttl_s: float,
+        now_s: float,
+        retention: Retention = NO_RETENTION,
+        *,
+        has_promise: bool = False,
+    ) -> Reservation:
+        """As `CacheCore.reserve`. `has_promise`: as in `Space.insert`."""
+        books = self._books
+        record = books.catalog.record(session.key_space_id)
+        lease, listed = self._of_call(session, record, lease_id, runs)
+        ttl_s = lifetime_s(books.config, ttl_s)
+        deciding = lease is None
+        if lease is None:
+            lease = self._new_lease(session, lease_id, record, listed, now_s + ttl_s, retention)
+        answers = {
+            at: self._reserve_run(lease, record, runs[at], deciding, now_s, has_promise)
+            for at in blocks_first([r.group_index for r in runs])
+        }
+        if deciding and (len(lease.entries) or record.key_space.num_shards > 1):
+            books.leases.add(lease)
+        return Reservation(
+            tuple(answers[at][0] for at in range(len(runs))),
+            tuple(answers[at][1] for at in range(len(runs))),
+            max(0.0, lease.expires_s - now_s),
+        )
+
+    def _of_call(
+        self, session: SessionRecord, record: KeySpaceRecord, lease_id: str, runs: list[Run]
+    ) -> tuple[WriteLease | None, Keys]:
+        """The lease that a call joins, None if it decides; and the mixed keys of its blocks.
+        Raises unless the call may do so."""
+        books = self._books
+        check_named(
+            record,
+            [run.group_index for run in runs],
+            sum(len(run.hashes) for run in runs),
+            books.config.max_blocks_per_call,
+        )
+        if any(run.depth < 0 or run.depth + len(run.hashes) >= 1 << 31 for run in runs):
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                "runs.depth is negative or too large; it counts blocks from the start of the "
+                "prompt",
+            )
+        lease = books.leases.of_call(session, lease_id)
+        if lease is None:
+            books.sessions.check_takes_new("grants no new leases")
+            books.leases.check_count(books.sessions.owner(session))
+        if isinstance(lease, ReadLease):
+            raise HotKVError(
+                Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is a read lease; choose a new id"
+            )
+        listed = self._listed(session.key_space_id, runs)
+        if lease is not None and not lease.names(listed):
+            raise HotKVError(
+                Reason.DUPLICATE_ID,
+                f"lease_id {lease_id!r} is in use for other blocks; choose a new id",
+            )
+        return lease, listed
+
+    def _listed(self, key_space_id: int, runs: list[Run]) -> Keys:
+        """Mixed keys of all blocks of the runs, one after the other; representations left out."""
+        index = self._books.space.index
+        keys = [
+            index.mixed_hashes(key_space_id, run.group_index, run.hashes)
+            for run in runs
+            if run.group_index < MAX_GROUPS
+        ]
+        if len(keys) == 1:
+            return keys[0]
+        return np.concatenate(keys) if keys else np.empty(0, np.uint64)
+
+    def _new_lease(
+        self,
+        session: SessionRecord,
+        lease_id: str,
+        record: KeySpaceRecord,
+        listed: Keys,
+        expires_s: float,
+        retention: Retention,
+    ) -> WriteLease:
+        """A lease that is not in the book yet. Raises OVERLOADED."""
+        leases, owner = self._books.leases, self._books.sessions.owner(session)
+        weight = write_weight(len(listed), record.key_space.num_shards)
+        leases.check_room(owner, "runs", weight)
+        return WriteLease(
+            session.engine_id,
+            owner,
+            lease_id,
+            leases.next_number(),
+            session.number,
+            session.key_space_id,
+            expires_s,
+            listed,
+            weight,
+            retention,
+        )
+
+    def _reserve_run(
+        self,
+        lease: WriteLease,
+        record: KeySpaceRecord,
+        run: Run,
+        deciding: bool,
+        now_s: float,
+        has_promise: bool,
+    ) -> tuple[NDArray[np.uint8], Entries]:
+        """BlockResult values and entry numbers of one run."""
+        index, is_block = self._books.space.index, run.group_index < MAX_GROUPS
+        words = index.find(lease.key_space_id, run.group_index, run.hashes)
+        results, present = np.full(len(words), BlockResult.NO_SPACE, np.uint8), words[:0]
+        if words.any():
+            ready, reserved = table.is_ready(words), words >= RESERVED_FLAG
+            words &= ~RESERVED_FLAG
+            mine = reserved & (index.owners(words) == lease.number)
+            results[ready], results[reserved], results[mine] = (
+                BlockResult.PRESENT,
+                BlockResult.IN_FLIGHT,
+                BlockResult.RESERVED,
+            )
+            present = words[ready]
+            if is_block:
+                self._books.counters.in_flight_blocks += int((reserved & ~mine).sum())
+        if len(present) and is_block:
+            self._uses.note(present, lease.retention, now_s)
+            self._books.counters.present_blocks += len(present)
+        absent = np.flatnonzero(words == 0)
+        if deciding and len(absent):
+            wanted = absent[first_occurrences(rows(run.hashes, absent))]
+            if len(wanted) < len(absent):
+                # A hash listed twice is reserved once; the second is in flight.
+                results[absent] = BlockResult.IN_FLIGHT
+                results[wanted] = BlockResult.NO_SPACE
+            self._insert(lease, record, run, wanted, present, results, words, now_s, has_promise)
+        return results, words
+
+    def _insert(
+        self,
+        lease: WriteLease,
+        record: KeySpaceRecord,
+        run: Run,
+        wanted: Int64s,
+        present: Entries,
+        results: NDArray[np.uint8],
+        words: Entries,
+        now_s: float,
+        has_promise: bool,
+    ) -> None:
+        """Reserves the wanted places of a run, as many as find room, and writes them into `results`
+        and `words`. `present`: entries of the run that are ready."""
+        space, index = self._books.space, self._books.space.index
+        block_group = record.block_group(run.group_index)
+        # While room is made, the run's ready blocks stay, and those before them in the chain.
+        chain = space.chains.ending_with(record.number, block_group, run.parent, MAX_REFRESHED)
+        staying = np.concatenate((chain, present))
+        is_block = run.group_index < MAX_GROUPS
+        if not is_block:
+            wanted, blocks = self._representable(lease, record, run, wanted, results)
+            staying = np.concatenate((staying, space.representations.of(present), blocks))
+        index.pin(staying, 1)
+        entries = space.insert(
+            lease.key_space_id,
+            run.group_index,
+            rows(run.hashes, wanted),
+            record.shape(run.group_index).slot_bytes,
+            run.depth + wanted,
+            lease.number,
+            has_promise=has_promise,
+        )
+        index.pin(staying, -1)
+        words[wanted[: len(entries)]] = entries
+        results[wanted[: len(entries)]] = BlockResult.RESERVED
+        lease.entries = np.concatenate((lease.entries, entries))
+        if is_block:
+            space.chains.link(lease.key_space_id, run.group_index, words, run.parent)
+            self._books.counters.no_space_blocks += len(wanted) - len(entries)
+            left = rows(run.hashes, wanted[len(entries) :])
+            depth = run.depth + len(words) - len(left)
+            space.decline(lease.key_space_id, run.group_index, left, depth, now_s, lease.retention)
+
+    def _representable(
+        self,
+        lease: WriteLease,
+        record: KeySpaceRecord,
+        run: Run,
+        wanted: Int64s,
+        results: NDArray[np.uint8],
+    ) -> tuple[Int64s, Entries]:
+        """The wanted representations whose block is ready or reserved under this lease, and the
+        blocks that are ready.
+
+        If another lease is writing the block, the result says so.
+        """
+        index = self._books.space.index
+        words = index.find(
+            lease.key_space_id, record.block_group(run.group_index), run.hashes[wanted]
+        )
+        ready, reserved = table.is_ready(words), words >= RESERVED_FLAG
+        mine = reserved & (index.owners(words & ~RESERVED_FLAG) == lease.number)
+        results[wanted[reserved & ~mine]] = BlockResult.IN_FLIGHT
+        return wanted[ready | mine], words[ready]
+
+    def drop(self, entries: Entries) -> None:
+        """Removes reserved entries that will not be written."""
+        if not len(entries):
+            return
+        space = self._books.space
+        self._books.counters.aborted_blocks += int((~space.representations.among(entries)).sum())
+        space.removal.drop(entries)
+
+    def end(self, lease: WriteLease) -> None:
+        """Ends a lease that is in the book; during copies it takes effect when they end."""
+        lease.released = True
+        if lease.num_copies:
+            return
+        self.drop(lease.entries)
+        self._books.leases.remove(lease)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if write leases, moves and reserved entries disagree. Linear in
+        capacity."""
+        index, owned = self._books.space.index, [self._books.moves.reserved()]
+        for lease in self._books.leases.all():
+            if isinstance(lease, WriteLease):
+                owned.append(lease.entries)
+                assert np.all(index.owners(lease.entries) == lease.number), (
+                    "a write lease owns an entry that is not its own"
+                )
+        reserved = np.flatnonzero(index.states() == table.STATE_RESERVED)
+        assert np.array_equal(np.sort(np.concatenate(owned)), reserved), (
+            "reserved entries and write leases disagree"
+        )

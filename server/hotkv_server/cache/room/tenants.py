@@ -1,0 +1,216 @@
+"""What each tenant has of the arena, and what may be evicted for whom.
+
+Always true: a tenant with a burst bound never holds more than it, but for what it held when the
+bound was lowered, which only shrinks; no block is evicted for another
+tenant while its owner holds no more than its guarantee, with one exception. A guarantee is a claim,
+too: room for what a tenant takes within its own comes first from tenants that are beyond theirs. If
+its slot size gets no slab so, because each has a block that is guaranteed, slabs are emptied all
+the same: a tenant that loses blocks this way is below its guarantee, and takes as much back from
+tenants that are not. Bytes are those of slots, whatever their state: reserved, ready or detached,
+blocks and representations.
+"""
+
+import enum
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.errors import HotKVError, Reason
+from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Int64s, TenantShare
+
+
+class Payers(enum.Enum):
+    """Whose blocks may be evicted for a tenant's new ones: those of others beyond their guarantees;
+    its own as well; anybody's."""
+
+    OTHERS = enum.auto()
+    ALL = enum.auto()
+    ANYBODY = enum.auto()
+
+
+_NO_BOUND = np.iinfo(np.int64).max // 2
+
+
+class TenantBook:
+    """Bytes by tenant and by key space. `is_used`: False if no shares are configured; then there is
+    one tenant, of everything.
+
+    `capacity_bytes`: of the arena as far as it has memory; `arena_bytes`: of all of it.
+    """
+
+    def __init__(self, shares: Mapping[str, TenantShare], arena_bytes: int) -> None:
+        self.is_used = bool(shares)
+        self.capacity_bytes = self.arena_bytes = arena_bytes
+        self._names = [*shares]
+        self._guaranteed, self._set_burst = self._checked(shares.values())
+        self._burst = self._set_burst.copy()
+        self.used = np.zeros(len(shares), np.int64)
+        self._of_key_space = np.zeros(KEY_SPACE_ROWS, np.int64)
+        self._bytes: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        uses = zip(self._names, self.used.tolist(), strict=True)
+        return f"TenantBook({', '.join(f'{name}: {used}' for name, used in uses)})"
+
+    def _checked(self, shares: Iterable[TenantShare]) -> tuple[Int64s, Int64s]:
+        """Guarantees and bounds. Raises INVALID_FIELD."""
+        listed = list(shares)
+        guaranteed = np.array([share.guaranteed_bytes for share in listed], np.int64)
+        burst = np.array([share.burst_bytes or _NO_BOUND for share in listed], np.int64)
+        if np.any(guaranteed < 0) or np.any(burst < guaranteed):
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                "tenants: guaranteed_bytes must be from 0 to burst_bytes, where that is given",
+            )
+        if (total := int(guaranteed.sum())) > self.arena_bytes:
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"tenants: their guaranteed_bytes are {total} together; the arena has "
+                f"{self.arena_bytes}",
+            )
+        return guaranteed, burst
+
+    def check_shares(self, shares: Mapping[str, TenantShare]) -> None:
+        """Changes nothing. Raises INVALID_FIELD for what `share_out` would not take: guarantees
+        that the arena does not hold, the first shares, none at all."""
+        if bool(shares) != self.is_used:
+            raise HotKVError(
+                Reason.INVALID_FIELD, "tenants: the first and the last one need a restart"
+            )
+        self._checked(shares.values())
+
+    def share_out(self, shares: Mapping[str, TenantShare]) -> None:
+        """Takes other shares from now on. A tenant that is not named has none of its own and no
+        bound. What a tenant holds beyond its bound is that of `over_bound`. Raises as
+        `check_shares`."""
+        self.check_shares(shares)
+        names = [*self._names, *(name for name in shares if name not in self._names)]
+        guaranteed, burst = self._checked(shares.get(name, TenantShare()) for name in names)
+        self.used = np.append(self.used, np.zeros(len(names) - len(self._names), np.int64))
+        self._names, self._guaranteed, self._set_burst = names, guaranteed, burst
+        self._burst = np.maximum(burst, self.used)
+
+    def add_key_space(self, number: int, tenant: str) -> None:
+        """Notes the tenant of a key space. A tenant that has no share configured has no guarantee
+        and no bound of its own."""
+        if not self.is_used:
+            return
+        if tenant not in self._names:
+            self._names.append(tenant)
+            self._guaranteed = np.append(self._guaranteed, 0)
+            self._burst = np.append(self._burst, _NO_BOUND)
+            self._set_burst = np.append(self._set_burst, _NO_BOUND)
+            self.used = np.append(self.used, 0)
+        self._of_key_space[number % KEY_SPACE_ROWS] = self._names.index(tenant)
+
+    def number(self, key_space_id: int) -> int:
+        """The tenant of a key space, as its place in the book."""
+        return int(self._of_key_space[key_space_id % KEY_SPACE_ROWS]) if self.is_used else 0
+
+    def of(self, key_spaces: NDArray[np.uint32]) -> Int64s:
+        """Tenant of each key space number [n]."""
+        return self._of_key_space[key_spaces % KEY_SPACE_ROWS]
+
+    def count(self, key_space_id: int, num_bytes: int) -> None:
+        """Counts so many bytes more for a key space; less, if negative."""
+        self._bytes[key_space_id] = self._bytes.get(key_space_id, 0) + num_bytes
+        if not self._bytes[key_space_id]:
+            del self._bytes[key_space_id]
+        if self.is_used:
+            tenant = self.number(key_space_id)
+            self.used[tenant] += num_bytes
+            if self._burst[tenant] > self._set_burst[tenant]:
+                self._burst[tenant] = max(self._set_burst[tenant], self.used[tenant])
+
+    def bytes_of(self, key_space_id: int) -> int:
+        """Bytes that a key space holds."""
+        return self._bytes.get(key_space_id, 0)
+
+    def usage(self) -> dict[str, tuple[int, TenantShare]]:
+        """Bytes that each tenant holds, and its share."""
+        bounds = (0 if burst == _NO_BOUND else burst for burst in self._set_burst.tolist())
+        shares = (
+            TenantShare(guaranteed, burst)
+            for guaranteed, burst in zip(self._guaranteed.tolist(), bounds, strict=True)
+        )
+        return dict(zip(self._names, zip(self.used.tolist(), shares, strict=True), strict=True))
+
+    def burst_bytes(self, tenant: int) -> int:
+        """Most bytes that the tenant may hold."""
+        return int(self._burst[tenant]) if self.is_used else self.arena_bytes
+
+    def room_bytes(self, tenant: int) -> int:
+        """Bytes that the tenant may still take under its burst bound."""
+        return max(0, int(self._burst[tenant] - self.used[tenant]))
+
+    def surely_bytes(self, tenant: int) -> int:
+        """Bytes that the tenant could have if all others took their guarantees. Bounds what it may
+        pin."""
+        if not self.is_used:
+            return self.capacity_bytes
+        others = int(self._guaranteed.sum() - self._guaranteed[tenant])
+        return max(0, int(min(self._burst[tenant], self.capacity_bytes - others)))
+
+    def kept_for_others(self, tenant: int, share: float, taken: Mapping[int, int]) -> int:
+        """Bytes that the other tenants have taken, or a share of their guarantees if that is
+        more."""
+        others = {*range(len(self._guaranteed)), *taken} - {tenant}
+        return sum(
+            max(
+                taken.get(other, 0),
+                int(share * self._guaranteed[other]) if other < len(self._guaranteed) else 0,
+            )
+            for other in others
+        )
+
+    def may_give(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
+        """Which entries with these owners [n] may each be evicted, alone, for one of tenant
+        `taker`; `sizes` [n]: bytes that are freed with them."""
+        allowed: BoolMask = (owners == taker) | (
+            self.used[owners] - sizes >= self._guaranteed[owners]
+        )
+        return allowed
+
+    def within(self, owners: Int64s, sizes: Int64s, taker: int) -> BoolMask:
+        """Which of these entries may be evicted for one of `taker`, in this order: none takes its
+        owner below the guarantee."""
+        allowed: BoolMask = owners == taker
+        for owner in np.unique(owners[~allowed]).tolist():
+            here = owners == owner
+            allowed[here] = np.cumsum(sizes[here]) <= self.used[owner] - self._guaranteed[owner]
+        return allowed
+
+    def may_claim(self, taker: int, more_bytes: int) -> bool:
+        """Returns True if a tenant stays within its guarantee with so many bytes more: then others
+        give first."""
+        return self.is_used and bool(self.used[taker] + more_bytes <= self._guaranteed[taker])
+
+    def portions(self, taker: int, slot_bytes: int, count: int) -> tuple[int, ...]:
+        """The steps in which room is made for so many slots, each a total: first what the tenant
+        may claim, then all."""
+        claimed = (
+            int(self._guaranteed[taker] - self.used[taker]) // slot_bytes if self.is_used else 0
+        )
+        return (claimed, count) if 0 < claimed < count else (count,)
+
+    def over_bound(self) -> list[tuple[int, int]]:
+        """Tenants that hold more than their burst bound, and by how many bytes: after a restart
+        with another configuration, or new shares."""
+        excess = self.used - self._set_burst
+        return [(tenant, int(excess[tenant])) for tenant in np.flatnonzero(excess > 0).tolist()]
+
+    def excess_bytes(self, tenant: int) -> int:
+        """Bytes that a tenant holds beyond its burst bound; less than 0 for room."""
+        return int(self.used[tenant] - self._set_burst[tenant])
+
+    def check(self, used_by_key_space: Mapping[int, int]) -> None:
+        """Raises AssertionError if bytes are miscounted or a bound is broken."""
+        assert self._bytes == used_by_key_space, "bytes of key spaces miscounted"
+        if not self.is_used:
+            return
+        counted = np.zeros(len(self.used), np.int64)
+        for number, num_bytes in used_by_key_space.items():
+            counted[self.number(number)] += num_bytes
+        assert np.array_equal(counted, self.used), "bytes of tenants miscounted"
+        assert np.all(self.used <= self._burst), "a tenant is beyond its burst bound"

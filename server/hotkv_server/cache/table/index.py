@@ -1,0 +1,313 @@
+"""The block index: the one writer of the shared block table, and what the server alone knows of
+each entry.
+
+Always true: an entry number is free, reserved, ready or detached; a key has at most one entry that
+is reserved or ready; only ready entries can be found by readers. Entries are rows of arrays, never
+Python objects. Nothing here evicts or allocates slots.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv import native, table
+from hotkv.keys import MAX_GROUPS
+from hotkv.table import RESERVED_FLAG, SLOT_ALIGN, BlockTable, Words
+from hotkv_server.cache.values import KEY_SPACE_ROWS, MAX_REPRESENTATIONS, Entries, Int64s
+
+Keys = NDArray[np.uint64]
+
+
+class BlockIndex:
+    """Entries by key. `num_entries`: those that are not free, at most `limit`: so many records have
+    memory. `num_unpins`: calls that gave pins back.
+
+    `unverified`, by entry number: its bytes must be compared with its check value before they are
+    loaded. It came back from an old table, or it did not agree and a lease keeps it. `_salts`
+    [group, row of the key space]: mixed into hashes.
+    """
+
+    def __init__(self, block_table: BlockTable) -> None:
+        self.table = block_table
+        self.capacity = block_table.geometry.capacity
+        self.pins = np.zeros(self.capacity + 1, np.uint32)
+        self.unverified = np.zeros(self.capacity + 1, np.bool_)
+        self.num_entries = self.num_unpins = 0
+        self.limit = self.capacity
+        self._num_backed = 0
+        # Free numbers: a chain through the records' offsets from `_free_head`, 0 for none, and all
+        # from `_next_unused` on.
+        self._free_head = 0
+        self._next_unused = 1
+        # Untouched pages of it take no memory: a group that some key space has takes 64 KiB,
+        # however many key spaces come and go.
+        self._salts = np.zeros((MAX_GROUPS + MAX_REPRESENTATIONS, KEY_SPACE_ROWS), np.uint64)
+        self._kernels = native.require("hotkv_server.cache.table.kernels")
+
+    def back(self, num_entries: int) -> None:
+        """So many entries have memory in the table now, no fewer than are in use; until the first
+        call all have."""
+        assert num_entries >= self.num_entries, "entries in use have lost their memory"
+        # Pages of the pins come now, a few at a time, and not with the first lease of many blocks.
+        self.pins[self._num_backed + 1 : num_entries + 1] += np.uint32(0)
+        self.limit, self._num_backed = num_entries, max(num_entries, self._num_backed)
+
+    def __repr__(self) -> str:
+        return f"BlockIndex({self.num_entries}/{self.capacity} entries)"
+
+    def add_key_space(self, key_space_id: int, salts: list[int], first_group: int = 0) -> None:
+        """Declares salts of a key space's groups, from `first_group` on."""
+        self._salts[first_group : first_group + len(salts), key_space_id % KEY_SPACE_ROWS] = salts
+
+    def _salt(self, key_space_id: int, group_index: int) -> int:
+        return int(self._salts[group_index, key_space_id % KEY_SPACE_ROWS])
+
+    def find(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
+        """Entry words [n]: 0 for a miss, high bit set while reserved. `hashes`: [n, 8] words."""
+        return self.table.find(
+            hashes, self._salt(key_space_id, group_index), key_space_id, group_index
+        )[0]
+
+    def probe(self, key_space_id: int, group_index: int, hashes: Words) -> Entries:
+        """Entry words [n] by tag alone, as readers of the table see them. Faster than `find`, and
+        a hint."""
+        return self.table.probe(hashes.view(np.uint64)[:, 0], self._salt(key_space_id, group_index))
+
+    def insert(
+        self,
+        key_space_id: int,
+        group_index: int,
+        hashes: Words,
+        offsets: Int64s,
+        slot_bytes: int,
+        depths: Int64s,
+        lease_number: int,
+    ) -> Entries:
+        """Adds reserved entries for keys that are not in the index; from the first on, until the
+        index is full."""
+        count = min(len(hashes), self.limit - self.num_entries)
+        entries = np.empty(count, np.uint32)
+        fitted, self._free_head, self._next_unused = self._kernels.insert(
+            self.table.buckets,
+            self.table.records,
+            hashes,
+            offsets,
+            depths,
+            np.uint64(self._salt(key_space_id, group_index)),
+            lease_number,
+            key_space_id,
+            group_index,
+            slot_bytes // SLOT_ALIGN,
+            self._free_head,
+            self._next_unused,
+            entries,
+        )
+        self.num_entries += fitted
+        return entries[:fitted]
+
+    def owners(self, entries: Entries) -> NDArray[np.uint32]:
+        """Number of the write lease of each reserved entry; meaningless for others."""
+        owners: NDArray[np.uint32] = self.table.records[entries, table.W_CHECK]
+        return owners
+
+    def mark_written(self, entries: Entries, mark: int) -> NDArray[np.uint32]:
+        """Adds `mark` to the shard masks of reserved entries and returns the masks, which are the
+        upper half of the check value."""
+        masks = np.empty(len(entries), np.uint32)
+        self._kernels.mark_written(self.table.records, entries, mark, masks)
+        return masks
+
+    def publish(self, entries: Entries, keys: Keys, checks: NDArray[np.uint64]) -> None:
+        """Makes reserved entries ready: every reader finds them now. `keys`: of `mixed`."""
+        done = int(
+            self._kernels.publish(self.table.buckets, self.table.records, keys, entries, checks)
+        )
+        assert done == len(entries), "published an entry that is not in the table"
+
+    def remove(self, entries: Entries, keys: Keys) -> list[Words]:
+        """Removes reserved or ready entries and frees their numbers; returns their records, in
+        `parts`."""
+        rows = self._unlink(entries, keys)
+        self._release(entries)
+        return self.parts(rows)
+
+    def parts(self, rows: Words) -> list[Words]:
+        """Splits records [n, 18] into parts of one key space, group and slot size."""
+        if not len(rows) or self._kernels.is_uniform(rows):
+            return [rows] if len(rows) else []
+        owners = rows[:, [table.W_KEY_SPACE, table.W_GROUP_STATE, table.W_SIZE]] & np.array(
+            [0xFFFF_FFFF, 0xFFFF, 0xFFFF_FFFF], np.uint32
+        )
+        _, part_of = np.unique(owners, axis=0, return_inverse=True)
+        return [np.ascontiguousarray(rows[part_of == part]) for part in range(part_of.max() + 1)]
+
+    def detach(self, entries: Entries) -> None:
+        """Takes ready or reserved entries out of the table; their numbers and slots stay taken
+        until `remove_detached`."""
+        self._unlink(entries, self.mixed(entries), table.STATE_DETACHED)
+        self.table.records[entries, table.W_REPRESENTATION] = 0
+
+    def remove_detached(self, entries: Entries) -> None:
+        """Removes detached entries and frees their numbers."""
+        assert np.all(self._states_of(entries) == table.STATE_DETACHED), (
+            "dropped an entry that is in the table"
+        )
+        self.table.records[entries, table.W_GROUP_STATE] = 0
+        self._release(entries)
+
+    def _unlink(self, entries: Entries, keys: Keys, state: int = 0) -> Words:
+        rows = np.empty((len(entries), table.RECORD_WORDS), np.uint32)
+        done = int(
+            self._kernels.unlink(
+                self.table.buckets, self.table.records, keys, entries, rows, np.uint32(state)
+            )
+        )
+        assert done == len(entries), "removed an entry that is not in the table"
+        return rows
+
+    def _release(self, entries: Entries) -> None:
+        self._free_head = int(self._kernels.release(self.table.records, entries, self._free_head))
+        self.unverified[entries] = False
+        self.num_entries -= len(entries)
+
+    def pin(self, entries: Entries, change: int) -> None:
+        """Adds `change` (1 or -1) to the pins of entries; an entry listed twice counts twice."""
+        self.num_unpins += change < 0
+        good = self._kernels.add_pins(self.pins, entries, change)
+        assert good, "pin given back twice"
+
+    def evictable(self, entries: Entries, slot_bytes: int = 0) -> NDArray[np.bool_]:
+        """Which entries [n] are ready and not pinned, and of this slot size if one is given."""
+        out = np.empty(len(entries), np.bool_)
+        self._kernels.evictable(
+            self.table.records, self.pins, entries, slot_bytes // SLOT_ALIGN, out
+        )
+        return out
+
+    def offsets(self, entries: Entries) -> Int64s:
+        """Slot offsets in bytes."""
+        offsets: Int64s = self.table.records[entries, table.W_OFFSET].astype(np.int64) * SLOT_ALIGN
+        return offsets
+
+    def slot_bytes(self, entries: Entries) -> Int64s:
+        """Slot sizes in bytes, rounded up to SLOT_ALIGN."""
+        sizes: Int64s = self.table.records[entries, table.W_SIZE].astype(np.int64) * SLOT_ALIGN
+        return sizes
+
+    def depths(self, entries: Entries) -> Int64s:
+        """Blocks that are before each in its sequence."""
+        depths: Int64s = self.table.records[entries, table.W_DEPTH].astype(np.int64)
+        return depths
+
+    def checks(self, entries: Entries) -> NDArray[np.uint64]:
+        """Check values of ready entries; 0 for none."""
+        words = np.ascontiguousarray(self.table.records[entries, table.W_CHECK : table.W_CHECK + 2])
+        return words.view(np.uint64)[:, 0]
+
+    @property
+    def num_numbers(self) -> int:
+        """Entry numbers that were ever used are below this."""
+        return self._next_unused
+
+    def states(self, first: int = 0, end: int | None = None) -> NDArray[np.uint32]:
+        """States of the entry numbers from `first` to `end` that were ever used: 0 for a free one,
+        STATE_RESERVED, STATE_READY or STATE_DETACHED."""
+        upto = self._next_unused if end is None else min(end, self._next_unused)
+        return self.table.records[first:upto, table.W_GROUP_STATE] >> np.uint32(16)
+
+    def is_ready(self, entries: Entries) -> NDArray[np.bool_]:
+        """Which entries [n] are ready."""
+        ready: NDArray[np.bool_] = self._states_of(entries) == table.STATE_READY
+        return ready
+
+    def can_be_read(self, entries: Entries) -> NDArray[np.bool_]:
+        """Which entries [n] are ready or detached: their slots hold whole blocks."""
+        return np.isin(self._states_of(entries), (table.STATE_READY, table.STATE_DETACHED))
+
+    def _states_of(self, entries: Entries) -> NDArray[np.uint32]:
+        states: NDArray[np.uint32] = self.table.records[entries, table.W_GROUP_STATE]
+        return states >> np.uint32(16)
+
+    def ready_blocks(
+        self, key_space_id: int = 0, first: int = 0, end: int | None = None
+    ) -> Entries:
+        """Ready entries from `first` to `end` that are blocks, of one key space if given."""
+        upto = self._next_unused if end is None else min(end, self._next_unused)
+        records = self.table.records[first:upto]
+        states = records[:, table.W_GROUP_STATE]
+        is_block = states & np.uint32(0xFFFF) < MAX_GROUPS
+        mask = (states >> np.uint32(16) == table.STATE_READY) & is_block
+        if key_space_id:
+            mask &= records[:, table.W_KEY_SPACE] == key_space_id
+        return (first + np.flatnonzero(mask)).astype(np.uint32)
+
+    def keys(self, entries: Entries) -> tuple[NDArray[np.uint32], NDArray[np.uint32], Words]:
+        """Key space ids [n], group indices [n] and hash words [n, 8] of entries."""
+        rows = self.table.records[entries]
+        return (
+            rows[:, table.W_KEY_SPACE],
+            rows[:, table.W_GROUP_STATE] & np.uint32(0xFFFF),
+            np.ascontiguousarray(rows[:, :8]),
+        )
+
+    def key_spaces(self, entries: Entries) -> NDArray[np.uint32]:
+        """Key space ids [n] of entries."""
+        key_spaces: NDArray[np.uint32] = self.table.records[entries, table.W_KEY_SPACE]
+        return key_spaces
+
+    def mixed(self, entries: Entries) -> Keys:
+        """Keys of entries, uint64 [n]: hash mixed with key space and group, as in the table."""
+        out = np.empty(len(entries), np.uint64)
+        self._kernels.mixed_keys(self.table.records, self._salts, entries, out)
+        return out
+
+    def mixed_hashes(self, key_space_id: int, group_index: int, hashes: Words) -> Keys:
+        """As `mixed`, from hashes [n, 8] that need not be in the index."""
+        return table.mix(hashes, self._salt(key_space_id, group_index))
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if table, states and free numbers disagree. Linear in capacity."""
+        _check_buckets(self, self.states())
+        _check_numbers(self, self.states())
+
+
+def _check_numbers(index: BlockIndex, states: NDArray[np.uint32]) -> None:
+    """Raises AssertionError unless the chain of free numbers has exactly the entries that are free,
+    unused as they must be."""
+    free: list[int] = []
+    number = index._free_head
+    while number and len(free) <= index.capacity:
+        free.append(number)
+        number = int(index.table.records[number, table.W_OFFSET])
+    assert np.array_equal(np.sort(free), 1 + np.flatnonzero(states[1:] == 0)), (
+        "the chain of free numbers is broken"
+    )
+    assert index.num_entries == len(states) - 1 - len(free), "entries miscounted"
+    assert np.all(index.pins[free] == 0), "a free entry is pinned"
+    assert not np.any(index.unverified[np.flatnonzero(states == table.STATE_RESERVED)]), (
+        "a reserved entry counts as not verified"
+    )
+    assert not np.any(index.unverified[free]), "a free entry counts as not verified"
+
+
+def _check_buckets(index: BlockIndex, states: NDArray[np.uint32]) -> None:
+    """Raises AssertionError unless buckets name exactly the entries that are reserved or ready."""
+    buckets = index.table.buckets
+    words = buckets[:, table.ENTRIES :].reshape(-1)
+    linked = words[words != 0]
+    numbers = linked & ~RESERVED_FLAG
+    detached = np.flatnonzero(states == table.STATE_DETACHED)
+    assert len(np.unique(numbers)) == len(numbers) == index.num_entries - len(detached), (
+        "entries linked twice or miscounted"
+    )
+    assert np.all(index.pins[detached] > 0), "a detached entry that nobody reads was kept"
+    is_reserved = linked >= RESERVED_FLAG
+    expected = np.where(is_reserved, table.STATE_RESERVED, table.STATE_READY)
+    assert np.all(states[numbers] == expected), "state and flag differ"
+    assert np.all(buckets[:, table.SEQ] % 2 == 0), "a bucket was left locked"
+    homes = table.home_buckets(index.mixed(numbers), len(buckets))
+    at = np.flatnonzero(words != 0) // table.WAYS
+    distance = (at - homes) % len(buckets)
+    overflow = np.zeros(len(buckets), np.int64)
+    for home, steps in zip(homes[distance > 0], distance[distance > 0], strict=True):
+        overflow[(home + np.arange(steps)) % len(buckets)] += 1
+    assert np.array_equal(overflow, buckets[:, table.OVERFLOW]), "overflow counts are wrong"

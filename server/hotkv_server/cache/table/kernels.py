@@ -1,0 +1,369 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Numba kernels that write the block table, and those of index and pool. Import through
+`hotkv.native.require`. `tests/oracles/table.py` has the same functions in numpy.
+
+Always true: the server is the table's one writer; records and buckets are laid out as `hotkv.table`
+says. A free entry number holds the next free one in its record, in place of the slot's offset.
+`mixed`: 64-bit keys of entries.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+from numba.types import UniTuple, int64, uint32, uint64
+
+from hotkv.kernels import (
+    ENTRIES,
+    MAX_PROBE_BUCKETS,
+    OVERFLOW,
+    READ_WORDS,
+    RESERVED_FLAG,
+    SEQ,
+    TAGS,
+    WAYS,
+    home_bucket,
+    mix,
+    prefetch,
+    row_prefix,
+    store32,
+)
+from hotkv_server.cache.values import KEY_SPACE_ROWS
+
+CHECK, KEY_SPACE, GROUP_STATE, OFFSET, SIZE, GENERATION, PARENT, DEPTH, REPRESENTATION = (
+    8,
+    10,
+    11,
+    12,
+    13,
+    14,
+    15,
+    16,
+    17,
+)
+SLOT_ALIGN = 4096
+RESERVED, READY = 1, 2
+LOW_HALF = np.uint64(0xFFFF_FFFF)
+KEY_SPACE_MASK = np.uint32(KEY_SPACE_ROWS - 1)
+AHEAD = 8
+
+
+@numba.njit(
+    "void(uint32[:, ::1], uint64[:, ::1], uint32[::1], uint64[::1])", nogil=True, cache=True
+)
+def mixed_keys(records: Any, salts: Any, entries: Any, out: Any) -> None:
+    """Mixed keys of entries."""
+    for i in range(entries.shape[0]):
+        if i + AHEAD < entries.shape[0]:
+            prefetch(records, np.int64(entries[i + AHEAD]))
+        entry = entries[i]
+        out[i] = mix(
+            row_prefix(records, entry),
+            salts[
+                records[entry, GROUP_STATE] & np.uint32(0xFFFF),
+                records[entry, KEY_SPACE] & KEY_SPACE_MASK,
+            ],
+        )
+
+
+@numba.njit(
+    "void(uint32[:, ::1], uint32[::1], uint32[::1], uint32, boolean[::1])", nogil=True, cache=True
+)
+def evictable(records: Any, pins: Any, entries: Any, size: Any, out: Any) -> None:
+    """Which entries are ready and not pinned, and of this size in units of SLOT_ALIGN unless it is
+    0."""
+    for i in range(entries.shape[0]):
+        entry = entries[i]
+        is_ready = records[entry, GROUP_STATE] >> np.uint32(16) == READY
+        out[i] = is_ready and pins[entry] == 0 and (size == 0 or records[entry, SIZE] == size)
+
+
+@numba.njit("boolean(uint32[::1], uint32[::1], int64)", nogil=True, cache=True)
+def add_pins(pins: Any, entries: Any, change: Any) -> bool:
+    """Adds `change` to the pins of each entry; returns False if one would fall below 0."""
+    good = True
+    for i in range(entries.shape[0]):
+        good &= change > 0 or pins[entries[i]] > 0
+        pins[entries[i]] += np.uint32(change)
+    return good
+
+
+@numba.njit(
+    "int64(int64[::1], int64[::1], int64[:], int64, int64, int64, int64[::1])",
+    nogil=True,
+    cache=True,
+)
+def count_slots(
+    used: Any, owner: Any, offsets: Any, slab_bytes: Any, slot_bytes: Any, change: Any, emptied: Any
+) -> int:
+    """Adds `change` to the used slots of each offset's slab. Returns how many slabs came to 0;
+    `emptied` [offsets] begins with them.
+
+    Returns -1, with nothing changed, if a slab is not lent to this size; -2 if one fell below 0.
+    """
+    for i in range(offsets.shape[0]):
+        if owner[offsets[i] // slab_bytes] != slot_bytes:
+            return -1
+    num_emptied, below = 0, False
+    for i in range(offsets.shape[0]):
+        slab = offsets[i] // slab_bytes
+        used[slab] += change
+        if used[slab] == 0:
+            emptied[num_emptied] = slab
+            num_emptied += 1
+        below |= used[slab] < 0
+    return -2 if below else num_emptied
+
+
+@numba.njit("void(int64[:], int64, boolean[::1], boolean[::1])", nogil=True, cache=True)
+def lie_in(offsets: Any, slab_bytes: Any, slabs: Any, out: Any) -> None:
+    """Which offsets lie in one of these slabs."""
+    shift = 0
+    while slab_bytes >> shift > 1:
+        shift += 1
+    is_power = slab_bytes == 1 << shift
+    for i in range(offsets.shape[0]):
+        # A division takes ten times as long.
+        out[i] = slabs[offsets[i] >> shift if is_power else offsets[i] // slab_bytes]
+
+
+@numba.njit(nogil=True, cache=True)
+def _open_way(buckets: Any, home: Any) -> Any:
+    """Finds the first bucket from `home` on with room: bucket, way and distance; way -1 for
+    none."""
+    num_buckets = buckets.shape[0]
+    bucket = home
+    for distance in range(MAX_PROBE_BUCKETS):
+        for way in range(WAYS):
+            if buckets[bucket, ENTRIES + way] == 0:
+                return bucket, way, distance
+        bucket = bucket + 1 if bucket + 1 < num_buckets else 0
+    return bucket, -1, MAX_PROBE_BUCKETS
+
+
+@numba.njit(nogil=True, cache=True)
+def _count_overflow(buckets: Any, home: Any, distance: Any, change: Any) -> None:
+    for d in range(distance):
+        passed = (home + d) % buckets.shape[0]
+        seq = buckets[passed, SEQ]
+        store32(buckets, passed, SEQ, seq + np.uint32(1))
+        buckets[passed, OVERFLOW] += np.uint32(change)
+        store32(buckets, passed, SEQ, seq + np.uint32(2))
+
+
+@numba.njit(
+    UniTuple(int64, 3)(
+        uint32[:, ::1],
+        uint32[:, ::1],
+        READ_WORDS,
+        int64[:],
+        int64[:],
+        uint64,
+        uint32,
+        uint32,
+        uint32,
+        uint32,
+        int64,
+        int64,
+        uint32[::1],
+    ),
+    nogil=True,
+    cache=True,
+)
+def insert(
+    buckets: Any,
+    records: Any,
+    hashes: Any,
+    offsets: Any,
+    depths: Any,
+    salt: Any,
+    lease: Any,
+    key_space: Any,
+    group: Any,
+    size: Any,
+    free_head: Any,
+    next_unused: Any,
+    entries: Any,
+) -> Any:
+    """Links reserved entries for keys that are not in the table, their numbers in `entries`, until
+    one does not fit.
+
+    Returns how many fitted, and the new head of the free numbers and first number never used.
+    """
+    for i in range(entries.shape[0]):
+        if i + AHEAD < entries.shape[0]:
+            prefetch(
+                buckets, home_bucket(mix(row_prefix(hashes, i + AHEAD), salt), buckets.shape[0])
+            )
+        mixed = mix(row_prefix(hashes, i), salt)
+        home = home_bucket(mixed, buckets.shape[0])
+        bucket, way, distance = _open_way(buckets, home)
+        if way < 0:
+            return i, free_head, next_unused
+        if free_head != 0:
+            entry = free_head
+            free_head = np.int64(records[entry, OFFSET])
+        else:
+            entry = next_unused
+            next_unused += 1
+        _count_overflow(buckets, home, distance, 1)
+        seq = buckets[bucket, SEQ]
+        store32(buckets, bucket, SEQ, seq + np.uint32(1))
+        for word in range(8):
+            records[entry, word] = hashes[i, word]
+        records[entry, CHECK] = lease
+        records[entry, CHECK + 1] = np.uint32(0)
+        records[entry, KEY_SPACE] = key_space
+        records[entry, GROUP_STATE] = group | np.uint32(RESERVED << 16)
+        records[entry, OFFSET] = np.uint32(offsets[i] // SLOT_ALIGN)
+        records[entry, SIZE] = size
+        records[entry, GENERATION] += np.uint32(1)
+        records[entry, PARENT] = np.uint32(0)
+        records[entry, DEPTH] = np.uint32(depths[i])
+        records[entry, REPRESENTATION] = np.uint32(0)
+        buckets[bucket, TAGS + way] = np.uint32(mixed & LOW_HALF)
+        buckets[bucket, ENTRIES + way] = np.uint32(entry) | RESERVED_FLAG
+        store32(buckets, bucket, SEQ, seq + np.uint32(2))
+        entries[i] = np.uint32(entry)
+    return entries.shape[0], free_head, next_unused
+
+
+@numba.njit(nogil=True, cache=True, inline="always")
+def _locate(buckets: Any, mixed: Any, entry: Any) -> Any:
+    num_buckets = buckets.shape[0]
+    bucket = home_bucket(mixed, num_buckets)
+    for distance in range(MAX_PROBE_BUCKETS):
+        for way in range(WAYS):
+            if (buckets[bucket, ENTRIES + way] & ~RESERVED_FLAG) == entry:
+                return bucket, way, distance
+        bucket = bucket + 1 if bucket + 1 < num_buckets else 0
+    return -1, -1, -1
+
+
+@numba.njit("void(uint32[:, ::1], uint32[::1], uint32)", nogil=True, cache=True)
+def link(records: Any, entries: Any, first: Any) -> None:
+    """Notes which entry comes before each of a chain, 0 for none; `first` comes before the
+    first."""
+    before = first
+    for i in range(entries.shape[0]):
+        if entries[i] != 0:
+            records[entries[i], PARENT] = before
+        before = entries[i]
+
+
+@numba.njit("void(uint32[:, ::1], uint32[::1], uint32, uint32[::1])", nogil=True, cache=True)
+def mark_written(records: Any, entries: Any, mark: Any, masks: Any) -> None:
+    """Adds `mark` to the shard mask of each reserved entry, which is the upper half of its check
+    value; `masks` gets the results."""
+    for i in range(entries.shape[0]):
+        records[entries[i], CHECK + 1] |= mark
+        masks[i] = records[entries[i], CHECK + 1]
+
+
+@numba.njit(
+    "int64(uint32[:, ::1], uint32[:, ::1], uint64[::1], uint32[::1], uint64[::1])",
+    nogil=True,
+    cache=True,
+)
+def publish(buckets: Any, records: Any, mixed: Any, entries: Any, checks: Any) -> int:
+    """Makes reserved entries ready, with their check values; returns how many were found."""
+    done = 0
+    for i in range(mixed.shape[0]):
+        if i + AHEAD < mixed.shape[0]:
+            prefetch(buckets, home_bucket(mixed[i + AHEAD], buckets.shape[0]))
+        bucket, way, _ = _locate(buckets, mixed[i], entries[i])
+        if bucket < 0:
+            continue
+        seq = buckets[bucket, SEQ]
+        store32(buckets, bucket, SEQ, seq + np.uint32(1))
+        records[entries[i], CHECK] = np.uint32(checks[i] & LOW_HALF)
+        records[entries[i], CHECK + 1] = np.uint32(checks[i] >> np.uint64(32))
+        # Behind all else of the record: what a kill leaves ready is whole.
+        store32(
+            records,
+            entries[i],
+            GROUP_STATE,
+            (records[entries[i], GROUP_STATE] & np.uint32(0xFFFF)) | np.uint32(READY << 16),
+        )
+        buckets[bucket, ENTRIES + way] = entries[i]
+        store32(buckets, bucket, SEQ, seq + np.uint32(2))
+        done += 1
+    return done
+
+
+@numba.njit(
+    "int64(uint32[:, ::1], uint32[:, ::1], uint64[::1], uint32[::1], uint32[:, ::1], uint32)",
+    nogil=True,
+    cache=True,
+)
+def unlink(buckets: Any, records: Any, mixed: Any, entries: Any, rows: Any, state: Any) -> int:
+    """Takes entries out of the table and gives them another state, 0 for free; `rows` gets their
+    records as they were. Returns how many were found.
+
+    A server that is killed must never leave a detached entry as a free one, hence one write.
+    """
+    done = 0
+    for i in range(mixed.shape[0]):
+        if i + AHEAD < mixed.shape[0]:
+            prefetch(buckets, home_bucket(mixed[i + AHEAD], buckets.shape[0]))
+        entry = entries[i]
+        for word in range(records.shape[1]):
+            rows[i, word] = records[entry, word]
+        bucket, way, distance = _locate(buckets, mixed[i], entry)
+        if bucket < 0:
+            continue
+        seq = buckets[bucket, SEQ]
+        store32(buckets, bucket, SEQ, seq + np.uint32(1))
+        buckets[bucket, ENTRIES + way] = np.uint32(0)
+        buckets[bucket, TAGS + way] = np.uint32(0)
+        group = records[entry, GROUP_STATE] & np.uint32(0xFFFF)
+        records[entry, GROUP_STATE] = group | state << np.uint32(16) if state else np.uint32(0)
+        store32(buckets, bucket, SEQ, seq + np.uint32(2))
+        _count_overflow(buckets, home_bucket(mixed[i], buckets.shape[0]), distance, -1)
+        done += 1
+    return done
+
+
+@numba.njit("boolean(uint32[:, ::1])", nogil=True, cache=True)
+def is_uniform(rows: Any) -> bool:
+    """Returns True if all records are of one key space, group and slot size."""
+    for i in range(1, rows.shape[0]):
+        different = (rows[i, KEY_SPACE] ^ rows[0, KEY_SPACE]) | (rows[i, SIZE] ^ rows[0, SIZE])
+        if different | ((rows[i, GROUP_STATE] ^ rows[0, GROUP_STATE]) & np.uint32(0xFFFF)):
+            return False
+    return True
+
+
+@numba.njit("int64(uint32[:, ::1], uint32[::1], int64)", nogil=True, cache=True)
+def release(records: Any, entries: Any, free_head: Any) -> int:
+    """Puts entry numbers at the head of the free ones; returns the new head."""
+    for i in range(entries.shape[0]):
+        records[entries[i], OFFSET] = np.uint32(free_head)
+        free_head = np.int64(entries[i])
+    return free_head
+
+
+@numba.njit("int64(uint32[:, ::1], uint32, uint32[::1])", nogil=True, cache=True)
+def ancestors(records: Any, entry: Any, out: Any) -> int:
+    """Ready entries before a block in its chain, nearest first, as far as links hold and `out` is
+    long; returns how many."""
+    count = 0
+    while count < out.shape[0]:
+        parent = records[entry, PARENT]
+        # The link is a hint: the number may have another block by now.
+        if (
+            parent == 0
+            or records[parent, GROUP_STATE] >> np.uint32(16) != READY
+            or records[parent, KEY_SPACE] != records[entry, KEY_SPACE]
+        ):
+            break
+        if records[parent, GROUP_STATE] & np.uint32(0xFFFF) != records[
+            entry, GROUP_STATE
+        ] & np.uint32(0xFFFF):
+            break
+        if records[parent, DEPTH] + np.uint32(1) != records[entry, DEPTH]:
+            break
+        out[count] = parent
+        count += 1
+        entry = parent
+    return count

@@ -1,0 +1,240 @@
+"""Events for routers and tools: blocks that became ready, and blocks that were removed, each in one
+medium.
+
+Always true: a block's `BlocksStored` comes after it is ready, `BlocksRemoved` after it can't be
+found any more in that medium; those of one block and medium come in the order in which it was
+stored and removed; the blocks of one `BlocksStored` are one unbroken run of a chain, so that its
+token ids are exactly theirs. Publishing never waits: a reader that is too slow loses events and is
+told so.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.keys import MAX_GROUPS, KeySpace
+from hotkv.results import BlockResult
+from hotkv.table import Words
+from hotkv_server.cache.values import EvictionNotice, Run
+from hotkv_server.node.broadcast import Feeds
+from hotkv_server.tiers.protocol import Medium
+
+ExtraKey = str | bytes | tuple[str, int]
+"""An adapter's name or a cache salt; a digest of prompt embeddings; a multi-modal input and the
+place of its first token."""
+DISK_TIER = "disk"
+"""Name of the tier below host memory."""
+KEY_BYTES = 64
+"""About the memory of an extra key, besides its characters."""
+BlockExtraKeys = tuple[ExtraKey, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunContent:
+    """An engine's description of a run for events, besides its hashes.
+
+    `token_ids` int32 [blocks · block_tokens], empty if it sent none. `extra_keys`: one entry a
+    block, or none at all.
+    """
+
+    token_ids: NDArray[np.int32]
+    lora_name: str = ""
+    extra_keys: tuple[BlockExtraKeys, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """About its memory."""
+        keys = [key for keys in self.extra_keys if keys for key in keys]
+        texts = sum(KEY_BYTES + len(key[0] if isinstance(key, tuple) else key) for key in keys)
+        return int(self.token_ids.nbytes) + len(self.lora_name) + texts + 8 * len(self.extra_keys)
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """An unbroken run of blocks became ready. `parent` [8] words or None at the root and after a
+    move between tiers; `depth` of the first block. `tier`: its name, empty for host memory."""
+
+    key_space_id: int
+    group_index: int
+    hashes: Words
+    parent: Words | None
+    depth: int
+    content: RunContent
+    medium: Medium = Medium.CPU
+    tier: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.hashes.nbytes) + self.content.num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    """Blocks were removed. `hashes`: words [n, 8], in no order. `tier`: as in `BlocksStored`."""
+
+    key_space_id: int
+    group_index: int
+    hashes: Words
+    medium: Medium = Medium.CPU
+    tier: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.hashes.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpaceCleared:
+    """All blocks of the key space were removed, in every medium. `removed`: those that were in host
+    memory or below it until now."""
+
+    key_space_id: int
+    removed: tuple[BlocksRemoved, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(event.num_bytes for event in self.removed)
+
+
+Event = BlocksStored | BlocksRemoved | KeySpaceCleared
+
+
+@dataclass(frozen=True, slots=True)
+class TimedEvent:
+    """An event with its time, seconds since 1970, and its key space. The server may have forgotten
+    the key space when the event is read."""
+
+    unix_time_s: float
+    event: Event
+    key_space: KeySpace
+
+    @property
+    def num_bytes(self) -> int:
+        return self.event.num_bytes
+
+
+class EventPublisher(Protocol):
+    """Takes events out of the node. Called on the event loop; nothing here blocks."""
+
+    published_events: int
+    """Events sent since the start."""
+    lost_events: int
+    """Events that found no room since the start."""
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of events that wait to be sent."""
+
+    def add_key_space(self, number: int, key_space: KeySpace) -> None:
+        """Declares a key space, before its first event."""
+
+    def forget_key_space(self, number: int) -> None:
+        """Ends a key space, after its last event; it may be declared anew under another number."""
+
+    def publish(self, unix_time_s: float, events: Sequence[Event]) -> None:
+        """Queues events, in order; drops them if there is no room."""
+
+    def settle(self) -> None:
+        """Tells readers of losses that they have not been told of. Called now and then."""
+
+
+class EventHub:
+    """Sends events to the publisher, if there is one, and to feeds."""
+
+    def __init__(self, publisher: EventPublisher | None = None) -> None:
+        self.publisher = publisher
+        self.feeds: Feeds[TimedEvent] = Feeds()
+        self._key_spaces: dict[int, KeySpace] = {}
+
+    def __repr__(self) -> str:
+        return f"EventHub({self.publisher!r}, {self.feeds!r})"
+
+    @property
+    def is_heard(self) -> bool:
+        """True if anybody would see an event."""
+        return self.publisher is not None or len(self.feeds) > 0
+
+    def add_key_space(self, number: int, key_space: KeySpace) -> None:
+        """Registers a key space the first time it is seen, and tells subscribers to drop blocks
+        that they remember from an earlier server."""
+        self._key_spaces[number] = key_space
+        if self.publisher is not None:
+            self.publisher.add_key_space(number, key_space)
+        self.publish([KeySpaceCleared(number)])
+
+    def forget_key_space(self, number: int) -> None:
+        """Ends a key space that the server has forgotten; it has no blocks. Passes over one that
+        nobody was told of."""
+        if self._key_spaces.pop(number, None) is not None and self.publisher is not None:
+            self.publisher.forget_key_space(number)
+
+    def publish(self, events: Sequence[Event]) -> None:
+        """Sends events out, in order."""
+        if events and self.is_heard:
+            now_s = time.time()
+            if self.publisher is not None:
+                self.publisher.publish(now_s, events)
+            self.feeds.put(
+                TimedEvent(now_s, event, self._key_spaces[event.key_space_id]) for event in events
+            )
+
+
+def stored_events(
+    key_space_id: int,
+    key_space: KeySpace,
+    runs: Sequence[Run],
+    contents: Sequence[RunContent],
+    results: Sequence[NDArray[np.uint8]],
+) -> list[Event]:
+    """An event for each unbroken run of blocks that a store has made ready; none for
+    representations."""
+    events: list[Event] = []
+    for run, content, values in zip(runs, contents, results, strict=True):
+        if run.group_index >= MAX_GROUPS:
+            continue
+        block_tokens = key_space.groups[run.group_index].block_tokens
+        edges = np.diff(np.concatenate(([0], values == BlockResult.STORED, [0])).astype(np.int8))
+        for first, end in zip(
+            np.flatnonzero(edges == 1).tolist(), np.flatnonzero(edges == -1).tolist(), strict=True
+        ):
+            # Copies: a view would keep the whole message in memory, and count as the view's bytes
+            # only.
+            tokens = content.token_ids[first * block_tokens : end * block_tokens].copy()
+            part = RunContent(tokens, content.lora_name, content.extra_keys[first:end])
+            parent = run.hashes[first - 1].copy() if first else run.parent
+            events.append(
+                BlocksStored(
+                    key_space_id,
+                    run.group_index,
+                    run.hashes[first:end].copy(),
+                    parent,
+                    run.depth + first,
+                    part,
+                )
+            )
+    return events
+
+
+def removed_events(
+    notices: Sequence[EvictionNotice],
+    flushed_key_space_id: int,
+    below: Sequence[EvictionNotice] = (),
+) -> list[Event]:
+    """Events of evictions from host memory and from the tier below; for a flushed key space one
+    event."""
+    removed = [BlocksRemoved(one.key_space_id, one.group_index, one.hashes) for one in notices]
+    removed += [
+        BlocksRemoved(one.key_space_id, one.group_index, one.hashes, Medium.DISK, DISK_TIER)
+        for one in below
+    ]
+    if not flushed_key_space_id:
+        return list(removed)
+    cleared = KeySpaceCleared(
+        flushed_key_space_id,
+        tuple(event for event in removed if event.key_space_id == flushed_key_space_id),
+    )
+    return [*(event for event in removed if event.key_space_id != flushed_key_space_id), cleared]

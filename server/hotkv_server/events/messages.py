@@ -1,0 +1,87 @@
+"""What is streamed to those who watch, on the wire: events, and requests that engines report."""
+
+from hotkv.v1 import admin_pb2, cache_pb2, events_pb2
+from hotkv_server.events.drive import (
+    BlockExtraKeys,
+    BlocksRemoved,
+    BlocksStored,
+    KeySpaceCleared,
+    TimedEvent,
+)
+from hotkv_server.node.reports import WatchedReport
+from hotkv_server.tiers.protocol import Medium
+from hotkv_server.wire.convert import unpadded
+
+MEDIA = {
+    Medium.CPU: events_pb2.MEDIUM_CPU,
+    Medium.DISK: events_pb2.MEDIUM_DISK,
+    Medium.REMOTE: events_pb2.MEDIUM_REMOTE,
+}
+
+
+def event(item: TimedEvent) -> events_pb2.Event:
+    """One change on the wire."""
+    value, key_space = item.event, item.key_space
+    message = events_pb2.Event(
+        key_space_id=value.key_space_id, unix_time_ms=int(item.unix_time_s * 1000)
+    )
+    match value:
+        case BlocksStored(hashes=words, content=content):
+            stored = message.stored
+            stored.group_index, stored.depth, stored.lora_name = (
+                value.group_index,
+                value.depth,
+                content.lora_name,
+            )
+            stored.hashes, stored.token_ids = (
+                unpadded(words, key_space.hash_bytes),
+                content.token_ids.tobytes(),
+            )
+            stored.parent_hash = (
+                b""
+                if value.parent is None
+                else unpadded(value.parent.reshape(1, 8), key_space.hash_bytes)
+            )
+            stored.block_count = len(words)
+            stored.block_token_count = key_space.groups[value.group_index].block_tokens
+            stored.medium, stored.tier = MEDIA[value.medium], value.tier
+            stored.extra_keys.extend(_extra_keys_message(keys) for keys in content.extra_keys)
+        case BlocksRemoved(hashes=words):
+            message.removed.group_index, message.removed.block_count = value.group_index, len(words)
+            message.removed.hashes = unpadded(words, key_space.hash_bytes)
+            message.removed.medium, message.removed.tier = MEDIA[value.medium], value.tier
+        case KeySpaceCleared():
+            message.cleared.SetInParent()
+    return message
+
+
+def _extra_keys_message(keys: BlockExtraKeys) -> cache_pb2.BlockExtraKeys:
+    message = cache_pb2.BlockExtraKeys()
+    for key in keys or ():
+        match key:
+            case str():
+                message.keys.add(text=key)
+            case bytes():
+                message.keys.add(digest=key)
+            case (identity, offset):
+                message.keys.add(
+                    multi_modal=cache_pb2.MultiModalKey(identifier=identity, offset=offset)
+                )
+    return message
+
+
+def is_of_host(item: TimedEvent) -> bool:
+    """Whether the event is of blocks in host memory, and so also for those that know no tiers."""
+    return isinstance(item.event, KeySpaceCleared) or item.event.medium is Medium.CPU
+
+
+def watched_request(value: WatchedReport) -> admin_pb2.WatchedRequest:
+    """One reported request on the wire."""
+    return admin_pb2.WatchedRequest(
+        key_space_id=value.key_space_id,
+        hashes=unpadded(value.report.hashes, value.hash_bytes),
+        prompt_token_count=value.report.prompt_tokens,
+        device_hit_token_count=value.report.device_hit_tokens,
+        hit_token_count=value.report.hit_tokens,
+        unix_time_ms=int(value.unix_time_s * 1000),
+    )

@@ -1,0 +1,28 @@
+"""WatchRequests: the requests that engines report, as they come."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from hotkv.v1 import admin_pb2
+from hotkv_server.events import messages as event_convert
+from hotkv_server.node.node import Node
+from hotkv_server.node.reports import WatchedReport
+from hotkv_server.wire.streams import stream
+
+
+def watch_requests(
+    node: Node, request: admin_pb2.WatchRequestsRequest, context: Any
+) -> AsyncIterator[admin_pb2.WatchRequestsResponse]:
+    """Streams reports of one key space, or of all if the request names none."""
+
+    def message(value: WatchedReport) -> admin_pb2.WatchedRequest | None:
+        if request.key_space_id not in (0, value.key_space_id):
+            return None
+        return event_convert.watched_request(value)
+
+    def response(
+        requests: list[admin_pb2.WatchedRequest], lost: int
+    ) -> admin_pb2.WatchRequestsResponse:
+        return admin_pb2.WatchRequestsResponse(requests=requests, lost_request_count=lost)
+
+    return stream(context, node, request.key_space_id, node.reports.watched, message, response)

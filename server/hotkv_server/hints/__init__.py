@@ -1,0 +1,1 @@
+"""Hints of routers: what they ask for, and what comes of it."""

@@ -1,0 +1,1 @@
+"""Keeps what hints have come to, and acts on blocks in parts. Pure."""

@@ -1,0 +1,134 @@
+"""What actions of hints do to blocks, in parts: each generator does one part a step.
+
+Owns nothing. A part takes milliseconds; between two steps anything else may be called, and blocks
+that are gone by then are passed over.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hotkv import table
+from hotkv.groups import GroupSpec
+from hotkv.keys import KeySpace
+from hotkv.retention import Retention
+from hotkv.table import Words
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.leases.retentions import distinct
+from hotkv_server.cache.values import Entries, HashList
+
+BLOCKS = 1 << 12
+
+
+@dataclass(slots=True)
+class Done:
+    """What was done. `num_blocks`: meant; `num_there`: of them ready in host memory; `num_done`:
+    for which it was done."""
+
+    num_blocks: int = 0
+    num_there: int = 0
+    num_done: int = 0
+
+
+Parts = Generator[None, None, Done]
+
+
+def lists_of(key_space: KeySpace, hashes: Words, start: int, stop: int) -> list[HashList]:
+    """The blocks of each group that have tokens of the hash blocks [start, stop) of a chain."""
+    lists = []
+    for index, group in enumerate(key_space.groups):
+        first, end, step = _blocks(group, key_space.hash_block_tokens, start, stop, len(hashes))
+        if first < end:
+            chosen = hashes[(first + 1) * step - 1 : end * step : step]
+            lists.append(HashList(index, np.ascontiguousarray(chosen)))
+    return lists
+
+
+def _blocks(
+    group: GroupSpec, hash_block_tokens: int, start: int, stop: int, num_hashes: int
+) -> tuple[int, int, int]:
+    step = group.block_tokens // hash_block_tokens
+    return start // step, min(-(-stop // step), num_hashes // step), step
+
+
+def keep(
+    core: CacheCore,
+    key_space_id: int,
+    lists: list[HashList],
+    retention: Retention,
+    came_s: float,
+    now_s: float,
+    *,
+    is_use: bool,
+) -> Parts:
+    """Retains the blocks, and pins them if `retention` says so, as far as the budget goes, until
+    its time to live is over, which began at `came_s`. `is_use`: False if the use was noted already,
+    with the retention."""
+    done = Done()
+    left_s = max(0.0, came_s + retention.ttl_s - now_s) if retention.ttl_s else 0.0
+    use = replace(retention, ttl_s=left_s, pin=False)
+    for one in lists:
+        done.num_blocks += len(one.hashes)
+        starts = range(0, len(one.hashes), BLOCKS)
+        # The head last: it is to be the hotter.
+        for start in reversed(starts) if is_use else ():
+            entries, _ = _ready(core, key_space_id, one, start)
+            core.space.touch(entries, now_s, use)
+            yield
+        for start in starts:
+            entries, num_again = _ready(core, key_space_id, one, start)
+            done.num_blocks -= num_again
+            done.num_there += len(entries)
+            num_kept = len(entries)
+            if retention.pin:
+                num_kept = core.retention_pins.hold(entries, came_s + retention.ttl_s)
+                core.counters.held_blocks += num_kept
+            done.num_done += num_kept
+            yield
+    return done
+
+
+def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: float) -> Parts:
+    """Gives blocks up: they are evicted before others, tails first. What a tier below has, too,
+    leaves host memory at once; the rest is offered to it."""
+    done = Done()
+    for one in lists:
+        done.num_blocks += len(one.hashes)
+        # The tails first: what is demoted first is evicted first.
+        for start in reversed(range(0, len(one.hashes), BLOCKS)):
+            entries, num_again = _ready(core, key_space_id, one, start)
+            done.num_blocks -= num_again
+            done.num_there += len(entries)
+            done.num_done += len(entries)
+            core.retention_pins.let_go(entries)
+            if core.lower is not None and len(entries):
+                lacks = core.lower.down.lacks(entries)
+                core.lower.down.waiting.add(entries[lacks])
+                core.space.removal.evict(entries[~lacks])
+                entries = entries[core.space.index.is_ready(entries)]
+            core.space.policy.demote(entries, core.space.index.mixed(entries), now_s)
+            yield
+    return done
+
+
+def count(core: CacheCore, key_space_id: int, lists: list[HashList]) -> Done:
+    """How many of the blocks are ready in host memory."""
+    done = Done()
+    core.key_space(key_space_id)
+    for one in lists:
+        words = core.space.index.find(key_space_id, one.group_index, one.hashes)
+        done.num_blocks += len(words)
+        done.num_there += int(np.count_nonzero(table.is_ready(words)))
+    done.num_done = done.num_there
+    return done
+
+
+def _ready(core: CacheCore, key_space_id: int, one: HashList, start: int) -> tuple[Entries, int]:
+    """The blocks of one part that are ready in host memory, each once, in their order; and how many
+    were named again. Raises UNKNOWN_KEY_SPACE."""
+    core.key_space(key_space_id)
+    words = core.space.index.find(key_space_id, one.group_index, one.hashes[start : start + BLOCKS])
+    named: Entries = words[table.is_ready(words)]
+    entries = distinct(named)
+    return entries, len(named) - len(entries)

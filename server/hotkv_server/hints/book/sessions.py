@@ -1,0 +1,147 @@
+"""Sessions that routers have named, each with the chain of its latest prompt in each key space, and
+the prompts of requests without a session.
+
+Of one tenant. Always true: there are at most `most_sessions` with `most_bytes` of chains; the one
+that was used longest ago goes first; prompts without a session have a bound of their own, over all
+key spaces, and an end; nothing here holds a block.
+"""
+
+import math
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hotkv.table import Words
+from hotkv_server.cache.table.prefixes import ChainKeys, chain_keys, common_blocks
+
+MAX_OTHERS = 128
+"""Latest prompts without a session that are remembered."""
+MAX_OTHERS_BYTES = 1 << 20
+RECENT_S = 600.0
+"""A prompt without a session is taken for one that may come again for so long."""
+
+
+@dataclass(slots=True)
+class HintSession:
+    """A session. `chains`: hashes [n, 8] words of its latest prompt, by key space. `keys`: of the
+    same memory, what tells its blocks apart. `message_id`: of the hints of the request that used it
+    last, at `used_s`; `before_s`: when requests of other messages did."""
+
+    session_id: str
+    used_s: float
+    chains: dict[int, Words] = field(default_factory=dict)
+    keys: dict[int, ChainKeys] = field(default_factory=dict)
+    message_id: str = ""
+    before_s: float = -math.inf
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(chain.nbytes for chain in self.chains.values())
+
+    def use(self, message_id: str, now_s: float) -> None:
+        """A request with these hints uses the session; empty for none."""
+        if not message_id or message_id != self.message_id:
+            self.before_s = self.used_s
+        self.message_id, self.used_s = message_id, now_s
+
+    def used_beside_s(self, message_id: str) -> float:
+        """When a request that is no sample of this message last used the session."""
+        return self.before_s if message_id and message_id == self.message_id else self.used_s
+
+
+class HintSessions:
+    """See the module. `num_bytes`: of sessions; `other_bytes`: of prompts without one.
+    `num_dropped`: sessions that were forgotten for others."""
+
+    def __init__(self, most_sessions: int, most_bytes: int) -> None:
+        self._most_sessions = most_sessions
+        self._most_bytes = most_bytes
+        self._by_id: OrderedDict[str, HintSession] = OrderedDict()
+        self._others: deque[tuple[float, int, ChainKeys]] = deque()
+        self.num_bytes = 0
+        self.other_bytes = 0
+        self.num_dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __repr__(self) -> str:
+        return f"HintSessions({len(self)}, {self.num_bytes} B)"
+
+    def get(self, session_id: str) -> HintSession | None:
+        """The session of that name."""
+        return self._by_id.get(session_id)
+
+    def use(
+        self,
+        session_id: str,
+        key_space_id: int,
+        hashes: Words,
+        now_s: float,
+        message_id: str = "",
+    ) -> None:
+        """A request of the session has this prompt, and hints of this message. A prompt that is
+        larger than what all sessions may have is cut."""
+        session = self._by_id.pop(session_id, None) or HintSession(session_id, -math.inf)
+        self.num_bytes -= session.num_bytes
+        session.use(message_id, now_s)
+        chain = np.ascontiguousarray(hashes[: self._most_bytes // 32])
+        session.chains[key_space_id] = chain
+        session.keys[key_space_id] = chain.view(np.uint64)[:, 0]
+        self._by_id[session_id] = session
+        self.num_bytes += session.num_bytes
+        while len(self._by_id) > self._most_sessions or self.num_bytes > self._most_bytes:
+            _, dropped = self._by_id.popitem(last=False)
+            self.num_bytes -= dropped.num_bytes
+            self.num_dropped += 1
+
+    def use_without(self, key_space_id: int, hashes: Words, now_s: float) -> None:
+        """A request without a session has this prompt, which may share blocks with others."""
+        if not len(hashes):
+            return
+        keys = chain_keys(hashes)
+        self._others.append((now_s, key_space_id, keys))
+        self.other_bytes += keys.nbytes
+        while len(self._others) > MAX_OTHERS or self.other_bytes > MAX_OTHERS_BYTES:
+            self._drop_other()
+        self.forget_others(now_s)
+
+    def forget_others(self, now_s: float) -> None:
+        """Forgets prompts without a session that are too old to come again."""
+        while self._others and self._others[0][0] < now_s - RECENT_S:
+            self._drop_other()
+
+    def _drop_other(self) -> None:
+        self.other_bytes -= self._others.popleft()[2].nbytes
+
+    def end(self, session_id: str) -> None:
+        """Forgets a session."""
+        ended = self._by_id.pop(session_id, None)
+        if ended is not None:
+            self.num_bytes -= ended.num_bytes
+
+    def shared_blocks(self, key_space_id: int, hashes: Words, session_id: str, now_s: float) -> int:
+        """How many blocks of a chain, from the first on, others may use again: other sessions, and
+        requests without a session of late. `session_id`: whose the chain is, or empty.
+
+        A prompt without a session of which the chain is a continuation counts as its own.
+        """
+        keys, shared = chain_keys(hashes), 0
+        for name, one in self._by_id.items():
+            if name != session_id and key_space_id in one.chains:
+                shared = common_blocks(one.keys[key_space_id], keys, shared)
+        for used_s, number, other in self._others:
+            if number == key_space_id and used_s >= now_s - RECENT_S:
+                common = common_blocks(other, keys, shared)
+                if common < len(other):
+                    shared = common
+        return shared
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if bytes are miscounted or a bound is broken."""
+        assert self.num_bytes == sum(one.num_bytes for one in self._by_id.values()), "miscounted"
+        assert len(self._by_id) <= self._most_sessions and self.num_bytes <= self._most_bytes
+        assert self.other_bytes == sum(keys.nbytes for _, _, keys in self._others), "miscounted"
+        assert len(self._others) <= MAX_OTHERS and self.other_bytes <= MAX_OTHERS_BYTES
+        assert all(one.chains for one in self._by_id.values()), "a session without a chain"

@@ -1,0 +1,200 @@
+"""Hints of routers as they come: with requests, at their end, and without one.
+
+Always true: an action that can't be done has an outcome with a reason; what a tenant asks is
+within its budget, and touches blocks of its own key spaces only; a session of another tenant is
+missing, as one that never was. On the event loop only.
+"""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from hotkv.errors import HotKVError
+from hotkv.hints import NO_HINTS, Action, ActionType, Hints, Rejection, Status
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.values import Outcome
+from hotkv_server.hints.book.outcomes import HintBook, TenantHints
+from hotkv_server.hints.work import HintWork, Origin
+from hotkv_server.node.effects import Effects
+from hotkv_server.node.slices import Breaks
+from hotkv_server.tiers.drive.tiers import Tiers
+
+END_DELAY_S = 1.0
+"""What is to be done at the end of a request waits so long: its last blocks are stored by then."""
+MAX_WAITING_BYTES = 32 << 20
+"""Of the chains of ended requests that wait for this, of all tenants. Beyond it nothing is done."""
+BYTES_OF_ENDED = 8 << 10
+"""About what one of them takes besides its chain."""
+
+
+class HintDesk:
+    """See the module. `num_actions`: since the start, by status as they first came to."""
+
+    def __init__(self, core: CacheCore, tiers: Tiers | None, effects: Effects) -> None:
+        self._core = core
+        self._work = HintWork(core, tiers, effects, self._spawn)
+        self.book = HintBook()
+        self.num_actions: dict[Status, int] = dict.fromkeys(Status, 0)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tried: set[int] = set()
+        self._waiting_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"HintDesk({self.book!r}, {len(self._tasks)} under way)"
+
+    async def close(self) -> None:
+        """Ends what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # What comes in
+
+    def scheduled(
+        self,
+        origin: Origin,
+        device_hit_tokens: int,
+        hit_tokens: int,
+        tokens_per_s: float,
+        hints: Hints = NO_HINTS,
+    ) -> None:
+        """A request was scheduled: notes its prompt, and which actions its hit proves right. Of
+        tenants that name no sessions and give no `hints` nothing is noted."""
+        if origin.hashes is None or not len(origin.hashes):
+            return
+        now_s = time.monotonic()
+        if origin.session_id or hints:
+            tenant = self.book.tenant(origin.tenant, now_s)
+        elif (known := self.book.known(origin.tenant)) is not None:
+            tenant = known
+        else:
+            return
+        block_tokens = self._core.key_space(origin.key_space_id).hash_block_tokens
+        tenant.hit(
+            origin.key_space_id,
+            origin.hashes,
+            device_hit_tokens // block_tokens,
+            hit_tokens // block_tokens,
+            block_tokens / tokens_per_s if tokens_per_s else 0.0,
+        )
+        if origin.session_id:
+            tenant.sessions.use(
+                origin.session_id, origin.key_space_id, origin.hashes, now_s, hints.message_id
+            )
+        else:
+            tenant.sessions.use_without(origin.key_space_id, origin.hashes, now_s)
+
+    async def act(self, origin: Origin, hints: Hints, *, has_ended: bool = False) -> list[Outcome]:
+        """Does what hints ask; returns the outcomes so far. `has_ended`: the request that brought
+        them; what was deferred until then is done."""
+        if not hints:
+            return []
+        now_s = time.monotonic()
+        tenant = self.book.tenant(origin.tenant, now_s)
+        outcomes: list[Outcome] = []
+        later = hints.split(origin.session_id)[1].actions if origin.is_running else ()
+        breaks = Breaks()
+        for action in hints.actions:
+            await breaks.between()
+            known = tenant.outcomes.get((hints.message_id, action.action_id))
+            session_id = _session_of(action, origin)
+            outcome = tenant.begin(
+                Outcome(hints.message_id, action.action_id, action.kind.value, session_id, now_s)
+            )
+            if outcome is None:
+                assert known is not None, "an action that came before has an outcome"
+                outcomes.append(known)
+                if has_ended and _may_end(known):
+                    await self._try(tenant, origin, action, known)
+                continue
+            if not tenant.may_act(now_s):
+                tenant.settle(outcome, Status.REJECTED, "too many actions of this tenant")
+            elif action in later:
+                tenant.settle(outcome, Status.DEFERRED, "it waits for the end of its request")
+            else:
+                await self._try(tenant, origin, action, outcome)
+            self.num_actions[outcome.status] += 1
+            outcomes.append(outcome)
+        # After the actions: a rejection never takes the place of one under the same id.
+        return [self._reject(tenant, hints, one, now_s) for one in hints.rejected] + outcomes
+
+    async def _try(
+        self, tenant: TenantHints, origin: Origin, action: Action, outcome: Outcome
+    ) -> None:
+        if id(outcome) in self._tried:
+            return
+        self._tried.add(id(outcome))
+        try:
+            await self._work.do(tenant, origin, action, outcome)
+        except HotKVError as error:
+            # Its key space was forgotten meanwhile.
+            tenant.settle(outcome, Status.MISSING, error.message)
+        finally:
+            self._tried.discard(id(outcome))
+
+    def ended(self, origin: Origin, hints: Hints) -> None:
+        """A request has ended: what was to wait for that is done once its blocks are stored."""
+        if origin.hashes is None:
+            return
+        now_s = time.monotonic()
+        if origin.session_id and len(origin.hashes):
+            sessions = self.book.tenant(origin.tenant, now_s).sessions
+            sessions.use(
+                origin.session_id, origin.key_space_id, origin.hashes, now_s, hints.message_id
+            )
+        if not hints:
+            return
+        num_bytes = origin.hashes.nbytes + BYTES_OF_ENDED
+        if self._waiting_bytes + num_bytes > MAX_WAITING_BYTES:
+            tenant = self.book.tenant(origin.tenant, now_s)
+            for one in tenant.outcomes.values():
+                if one.message_id == hints.message_id and _may_end(one):
+                    tenant.settle(one, Status.REJECTED, "too many requests have ended")
+            return
+        self._spawn(self._end_later(origin, hints, now_s), num_bytes)
+
+    async def _end_later(self, origin: Origin, hints: Hints, came_s: float) -> None:
+        await asyncio.sleep(END_DELAY_S)
+        tenant = self.book.tenant(origin.tenant, time.monotonic())
+        session = tenant.sessions.get(origin.session_id)
+        if session is not None and session.used_beside_s(hints.message_id) > came_s:
+            for one in tenant.outcomes.values():
+                is_release = one.kind == ActionType.RELEASE.value
+                if is_release and one.message_id == hints.message_id and _may_end(one):
+                    tenant.settle(one, Status.REJECTED, "the session has gone on")
+        await self.act(origin, hints, has_ended=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], num_bytes: int = 0) -> None:
+        self._waiting_bytes += num_bytes
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(lambda task: self._is_done(task, num_bytes))
+
+    def _is_done(self, task: "asyncio.Task[None]", num_bytes: int) -> None:
+        self._tasks.discard(task)
+        self._waiting_bytes -= num_bytes
+        if not task.cancelled() and (error := task.exception()) is not None:
+            asyncio.get_running_loop().call_exception_handler(
+                {"message": "a hint broke", "exception": error}
+            )
+
+    def _reject(self, tenant: TenantHints, hints: Hints, one: Rejection, now_s: float) -> Outcome:
+        outcome = Outcome(hints.message_id, one.action_id, one.kind, "", now_s)
+        if tenant.begin(outcome) is None:
+            return tenant.outcomes[hints.message_id, one.action_id]
+        tenant.settle(outcome, Status.REJECTED, one.reason)
+        self.num_actions[Status.REJECTED] += 1
+        return outcome
+
+
+def _session_of(action: Action, origin: Origin) -> str:
+    """The session that an action means; a release without one means that of its request."""
+    if action.kind is ActionType.RELEASE:
+        return action.target.session_id or origin.session_id
+    return action.target.session_id
+
+
+def _may_end(outcome: Outcome) -> bool:
+    """Whether an action waits for the end of its request."""
+    return outcome.status is Status.DEFERRED and outcome.kind != ActionType.PREFETCH.value

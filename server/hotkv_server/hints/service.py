@@ -1,0 +1,95 @@
+"""HintService: routers send hints without a request, and ask what has come of them.
+
+Always true: a peer acts for a tenant only with a proof, as for a session; it sees and reaches what
+is that tenant's, and for all else the answer is as if it were not there.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.v1 import hints_pb2, hints_pb2_grpc
+from hotkv_server.cache import inspect
+from hotkv_server.hints import messages as hint_convert
+from hotkv_server.hints.work import Origin
+from hotkv_server.node.node import Node
+from hotkv_server.security.identity import AccessControl, Peer
+from hotkv_server.wire import convert
+from hotkv_server.wire.errors import answer
+
+DEFAULT_PAGE = 100
+MAX_PAGE = 1000
+Asking = hints_pb2.SendHintsRequest | hints_pb2.GetHintOutcomesRequest
+Identify = Callable[[Any, Any], Peer]
+"""What the peer of a call has proven, given its request and its context. Raises HotKVError."""
+
+
+class HintService(hints_pb2_grpc.HintServiceServicer):
+    """See hints.proto."""
+
+    def __init__(self, node: Node, access: AccessControl, identify: Identify) -> None:
+        self._node = node
+        self._access = access
+        self._identify = identify
+
+    def _admit(self, request: Asking, context: Any) -> str:
+        """The tenant that the peer may act for. Raises UNAUTHENTICATED or NOT_ALLOWED."""
+        tenant = convert.name("tenant", request.tenant)
+        self._access.admit(self._identify(request, context), tenant)
+        return tenant
+
+    async def SendHints(
+        self, request: hints_pb2.SendHintsRequest, context: Any
+    ) -> hints_pb2.SendHintsResponse:
+        async def call() -> hints_pb2.SendHintsResponse:
+            tenant = self._admit(request, context)
+            hints = hint_convert.envelope(request.kv_hints)
+            found = await self._node.hints.act(self._origin(tenant, request), hints)
+            return hints_pb2.SendHintsResponse(
+                outcomes=hint_convert.outcomes(found, tenant, time.monotonic())
+            )
+
+        return await answer(self._node, context, call)
+
+    def _origin(self, tenant: str, request: hints_pb2.SendHintsRequest) -> Origin:
+        if not request.hashes:
+            return Origin(tenant)
+        number, core = request.key_space_id, self._node.core
+        if number not in core.key_spaces or core.key_space(number).tenant != tenant:
+            raise HotKVError(
+                Reason.UNKNOWN_KEY_SPACE,
+                f"key_space_id is {number}; this tenant has no such key space here",
+            )
+        hashes = convert.hashes("hashes", request.hashes, core.key_space(number).hash_bytes)
+        most = inspect.limits(core).max_blocks_per_call
+        if len(hashes) > most:
+            raise HotKVError(
+                Reason.TOO_LARGE, f"hashes has {len(hashes)} hashes; at most {most} are accepted"
+            )
+        return Origin(tenant, number, hashes)
+
+    async def GetHintOutcomes(
+        self, request: hints_pb2.GetHintOutcomesRequest, context: Any
+    ) -> hints_pb2.GetHintOutcomesResponse:
+        async def call() -> hints_pb2.GetHintOutcomesResponse:
+            tenant = self._admit(request, context)
+            known = self._node.hints.book.known(tenant)
+            if known is None:
+                return hints_pb2.GetHintOutcomesResponse(next_cursor=max(0, request.cursor))
+            # A server that was restarted counts from the beginning.
+            cursor = request.cursor if request.cursor <= known.last_sequence else 0
+            found = known.since(cursor, request.message_id, page_size(request.page_size))
+            return hints_pb2.GetHintOutcomesResponse(
+                outcomes=hint_convert.outcomes(found, tenant, time.monotonic()),
+                next_cursor=found[-1].sequence if found else cursor,
+            )
+
+        return await answer(self._node, context, call)
+
+
+def page_size(asked: int) -> int:
+    """How many outcomes an answer has at most. Raises INVALID_FIELD."""
+    if not 0 <= asked <= MAX_PAGE:
+        raise HotKVError(Reason.INVALID_FIELD, f"page_size is {asked}; allowed are 0 to {MAX_PAGE}")
+    return asked or DEFAULT_PAGE

@@ -1,0 +1,315 @@
+"""Does one action of a hint at a time: finds its blocks, keeps them, gives them up, or has them
+fetched, and settles its outcome.
+
+Always true: blocks that others may use again are not given up; a tenant's prefetches stay within
+their share of the arena. On the event loop only; long work is done in slices.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hotkv.errors import HotKVError
+from hotkv.hints import Action, ActionType, Status, Target
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv.table import Words
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.values import HashList, Outcome
+from hotkv_server.hints.book import actions as hint_actions
+from hotkv_server.hints.book.actions import Done
+from hotkv_server.hints.book.outcomes import TenantHints
+from hotkv_server.node.effects import Effects
+from hotkv_server.node.slices import Breaks, slices
+from hotkv_server.tiers.drive.tiers import Tiers
+
+PREFETCH_SHARE = 1 / 16
+"""Share of the arena that the prefetches of one tenant may be bringing in at a time."""
+PREFETCH_BLOCKS = 256
+"""Hash blocks of a chain that are brought in together, the first ones first."""
+PREFETCH_PAUSE_S = 0.05
+BLOCKS_PER_ACTION = 4096
+"""An action of so many hash blocks counts as one more in the tenant's budget."""
+MAX_PREFETCHES = 64
+"""Prefetches of one tenant at a time."""
+Spawn = Callable[[Coroutine[Any, Any, None]], None]
+"""Runs work in the background."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A chain of hash blocks [n, 8] words in one key space, and of it what is meant: the hash
+    blocks [start, stop)."""
+
+    key_space_id: int
+    hashes: Words
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Whose hints these are. `hashes`, `session_id`: of the request, None and empty without one.
+    `noted`: the retention with which its use was noted already. `is_running`: it has not ended."""
+
+    tenant: str
+    key_space_id: int = 0
+    hashes: Words | None = None
+    session_id: str = ""
+    noted: Retention = NO_RETENTION
+    is_running: bool = False
+
+
+class Blocks:
+    """The blocks that actions mean, and work on them in slices."""
+
+    def __init__(self, core: CacheCore, effects: Effects) -> None:
+        self.core = core
+        self._effects = effects
+
+    def prompts(self, tenant: TenantHints, origin: Origin, target: Target) -> list[Prompt]:
+        """The chains that a target means, cut to its range, in key spaces that are there."""
+        chains: list[tuple[int, Words]] = []
+        if target.session_id:
+            session = tenant.sessions.get(target.session_id)
+            chains = list(session.chains.items()) if session is not None else []
+        elif origin.hashes is not None:
+            chains = [(origin.key_space_id, origin.hashes)]
+        found = []
+        for number, hashes in chains:
+            try:
+                step = self.core.key_space(number).hash_block_tokens
+            except HotKVError:
+                continue
+            start = target.start_tokens // step
+            end = target.end_tokens
+            stop = len(hashes) if end is None else min(len(hashes), -(-end // step))
+            if start < stop:
+                found.append(Prompt(number, hashes, start, stop))
+        return found
+
+    def lists(self, prompt: Prompt, *, whole: bool = False) -> list[HashList]:
+        """The blocks of a prompt. `whole`: only those that begin in it."""
+        space = self.core.key_space(prompt.key_space_id)
+        start = prompt.start
+        if whole:
+            step = max(group.block_tokens for group in space.groups) // space.hash_block_tokens
+            start = -(-start // step) * step
+        return hint_actions.lists_of(space, prompt.hashes, start, prompt.stop)
+
+    async def run(self, parts: hint_actions.Parts) -> Done:
+        """Does an action in slices; others are served meanwhile."""
+        done = Done()
+
+        def steps() -> Iterator[None]:
+            nonlocal done
+            done = yield from parts
+
+        async for _ in slices(steps()):
+            self._effects.run()
+        return done
+
+    async def count(self, prompts: list[Prompt]) -> Done:
+        """How many blocks of prompts are ready in host memory; others are served meanwhile."""
+        done, breaks = Done(), Breaks()
+        for one in prompts:
+            for whole in self.lists(one):
+                for start in range(0, len(whole.hashes), hint_actions.BLOCKS):
+                    hashes = whole.hashes[start : start + hint_actions.BLOCKS]
+                    part = [HashList(whole.group_index, hashes)]
+                    found = hint_actions.count(self.core, one.key_space_id, part)
+                    done.num_blocks += found.num_blocks
+                    done.num_done += found.num_done
+                    await breaks.between()
+        return done
+
+
+class HintWork:
+    """See the module. `tiers`: None without any. `spawn`: as long as the desk is open."""
+
+    def __init__(
+        self, core: CacheCore, tiers: Tiers | None, effects: Effects, spawn: Spawn
+    ) -> None:
+        self._core = core
+        self._tiers = tiers
+        self._spawn = spawn
+        self.blocks = Blocks(core, effects)
+
+    async def do(
+        self, tenant: TenantHints, origin: Origin, action: Action, outcome: Outcome
+    ) -> None:
+        target = Target(outcome.session_id, action.target.start_tokens, action.target.end_tokens)
+        prompts = self.blocks.prompts(tenant, origin, target)
+        if not prompts:
+            tenant.settle(outcome, Status.MISSING, _why_none(tenant, origin, target))
+            return
+        num_blocks = sum(one.stop - one.start for one in prompts)
+        if not tenant.may_act(time.monotonic(), num_blocks / BLOCKS_PER_ACTION):
+            tenant.settle(outcome, Status.REJECTED, "too many blocks in this tenant's actions")
+            return
+        match action.kind:
+            case ActionType.RETAIN | ActionType.PIN:
+                await self._keep(tenant, origin, action, outcome, prompts)
+            case ActionType.DEMOTE | ActionType.RELEASE:
+                await self._give_up(tenant, origin, action, outcome, prompts)
+            case ActionType.PREFETCH:
+                await self._begin_prefetch(tenant, action, outcome, prompts)
+        for one in prompts:
+            tenant.track(outcome, one.key_space_id, one.hashes, one.start, one.stop)
+
+    async def _keep(
+        self,
+        tenant: TenantHints,
+        origin: Origin,
+        action: Action,
+        outcome: Outcome,
+        prompts: list[Prompt],
+    ) -> None:
+        is_noted = not outcome.session_id and _covers(origin.noted, action.retention)
+        outcome.num_blocks = outcome.num_done = lacking = 0
+        for one in prompts:
+            lists = self.blocks.lists(one)
+            done = await self.blocks.run(
+                hint_actions.keep(
+                    self._core, one.key_space_id, lists, action.retention, outcome.came_s,
+                    time.monotonic(), is_use=not (is_noted and action.target == Target()),
+                )
+            )  # fmt: skip
+            _add(outcome, done)
+            lacking += done.num_blocks - done.num_there
+        if outcome.num_done < outcome.num_blocks - lacking:
+            reason = "the share of memory for pinned blocks is full"
+            status = Status.CLIPPED if outcome.num_done else Status.REJECTED
+            tenant.settle(outcome, status, reason)
+        elif lacking and origin.is_running and not outcome.session_id:
+            reason = "blocks that are not there yet are kept when they are stored"
+            tenant.settle(outcome, Status.DEFERRED, reason)
+        else:
+            self._settle_there(tenant, outcome, action.clipped)
+
+    def _settle_there(self, tenant: TenantHints, outcome: Outcome, clipped: str) -> None:
+        """Settles an action that was done for all blocks that are there."""
+        if not outcome.num_done:
+            tenant.settle(outcome, Status.MISSING, "none of the blocks is in host memory")
+        elif outcome.num_done < outcome.num_blocks:
+            reason = f"{outcome.num_blocks - outcome.num_done} of the blocks are not there"
+            tenant.settle(outcome, Status.CLIPPED, "; ".join(filter(None, (clipped, reason))))
+        else:
+            tenant.settle(outcome, Status.CLIPPED if clipped else Status.ACCEPTED, clipped)
+
+    async def _give_up(
+        self,
+        tenant: TenantHints,
+        origin: Origin,
+        action: Action,
+        outcome: Outcome,
+        prompts: list[Prompt],
+    ) -> None:
+        num_shared, own = 0, outcome.session_id or origin.session_id
+        for one in prompts:
+            shared = tenant.sessions.shared_blocks(
+                one.key_space_id, one.hashes, own, outcome.came_s
+            )
+            start = max(one.start, shared)
+            num_shared += start - one.start if start < one.stop else one.stop - one.start
+            if start < one.stop:
+                cut = Prompt(one.key_space_id, one.hashes, start, one.stop)
+                lists = self.blocks.lists(cut, whole=True)
+                _add(
+                    outcome,
+                    await self.blocks.run(
+                        hint_actions.demote(self._core, one.key_space_id, lists, outcome.came_s)
+                    ),
+                )
+        if action.kind is ActionType.RELEASE and outcome.session_id:
+            tenant.sessions.end(outcome.session_id)
+        if num_shared:
+            reason = f"{num_shared} blocks are kept, which others share"
+            tenant.settle(outcome, Status.CLIPPED, reason)
+        else:
+            self._settle_there(tenant, outcome, action.clipped)
+
+    async def _begin_prefetch(
+        self, tenant: TenantHints, action: Action, outcome: Outcome, prompts: list[Prompt]
+    ) -> None:
+        _add(outcome, await self.blocks.count(prompts))
+        if outcome.num_done == outcome.num_blocks:
+            tenant.settle(outcome, Status.ACCEPTED, "all blocks are in host memory")
+        elif self._tiers is None:
+            self._settle_there(tenant, outcome, "there is no tier below host memory")
+        elif tenant.num_prefetches >= MAX_PREFETCHES:
+            tenant.settle(outcome, Status.REJECTED, "too many prefetches of this tenant")
+        else:
+            tenant.num_prefetches += 1
+            tenant.settle(outcome, Status.DEFERRED, "blocks are being brought in")
+            self._spawn(self._prefetch(tenant, action, outcome, prompts))
+
+    def _prefetch_bound(self) -> int:
+        return int(PREFETCH_SHARE * self._core.config.arena_bytes)
+
+    async def _prefetch(
+        self, tenant: TenantHints, action: Action, outcome: Outcome, prompts: list[Prompt]
+    ) -> None:
+        until_s, breaks = outcome.came_s + action.deadline_s, Breaks()
+        try:
+            for one in prompts:
+                for start in range(one.start, one.stop, PREFETCH_BLOCKS):
+                    part = Prompt(
+                        one.key_space_id,
+                        one.hashes,
+                        start,
+                        min(start + PREFETCH_BLOCKS, one.stop),
+                    )
+                    await self._prefetch_part(tenant, part, until_s)
+                    await breaks.between()
+            found = await self.blocks.count(prompts)
+            outcome.num_blocks, outcome.num_done = found.num_blocks, found.num_done
+        except HotKVError as error:
+            tenant.settle(outcome, Status.MISSING, error.message)
+            return
+        finally:
+            tenant.num_prefetches -= 1
+        late = "" if time.monotonic() < until_s else "the deadline has passed"
+        if late and outcome.num_done < outcome.num_blocks:
+            status = Status.CLIPPED if outcome.num_done else Status.REJECTED
+            tenant.settle(outcome, status, late)
+        else:
+            self._settle_there(tenant, outcome, action.clipped)
+
+    async def _prefetch_part(self, tenant: TenantHints, part: Prompt, until_s: float) -> None:
+        assert self._tiers is not None
+        lists = self.blocks.lists(part)
+        groups = self._core.key_space(part.key_space_id).groups
+        num_bytes = sum(len(one.hashes) * groups[one.group_index].slot_bytes for one in lists)
+        while tenant.prefetch_bytes and (
+            tenant.prefetch_bytes + num_bytes > self._prefetch_bound()
+        ):
+            if time.monotonic() >= until_s:
+                return
+            await asyncio.sleep(PREFETCH_PAUSE_S)
+        tenant.prefetch_bytes += num_bytes
+        try:
+            await self._tiers.prefetch(part.key_space_id, lists, until_s)
+        finally:
+            tenant.prefetch_bytes -= num_bytes
+
+
+def _covers(noted: Retention, asked: Retention) -> bool:
+    """Whether a use with this retention was also one as is asked for."""
+    return noted != NO_RETENTION and noted.priority >= asked.priority and noted.ttl_s >= asked.ttl_s
+
+
+def _add(outcome: Outcome, done: Done) -> None:
+    outcome.num_blocks += done.num_blocks
+    outcome.num_done += done.num_done
+
+
+def _why_none(tenant: TenantHints, origin: Origin, target: Target) -> str:
+    if target.session_id and tenant.sessions.get(target.session_id) is None:
+        return "there is no session of this name"
+    if not target.session_id and origin.hashes is None:
+        return "the action names no session, and came without a request"
+    if target.start_tokens or target.end_tokens is not None:
+        return "the range begins behind the last whole block"
+    return "the prompt is shorter than a block"

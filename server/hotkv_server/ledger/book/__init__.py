@@ -1,0 +1,1 @@
+"""Sums up what the cache has brought, and forecasts what a larger one would. Pure."""

@@ -1,0 +1,118 @@
+"""A shadow cache: which of some keys a cache of a given size would hold under the node's policy.
+
+Keys and no bytes. Always true: what the held keys would take is within the limit that the last call
+named; a key is held once. A request uses the keys that are held and then stores the rest, as in
+`hotkv_server.simulate`; its own keys are not evicted for it, and what finds no room is declined.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv_server.cache.room.policies import Policy
+from hotkv_server.cache.room.policies.protocol import Entries, Keys
+
+MakePolicy = Callable[[int], Policy]
+"""Makes a policy for entry numbers 1 to the given capacity."""
+QUEUE = 1
+"""All keys wait in one queue of the policy, whatever their size."""
+
+
+class Shadow:
+    """See the module. Holds at most `max_keys`."""
+
+    def __init__(self, make_policy: MakePolicy, max_keys: int) -> None:
+        self.used_bytes = 0
+        self._policy = make_policy(max_keys)
+        self._entries: dict[int, int] = {}
+        self._keys = np.zeros(max_keys + 1, np.uint64)
+        self._bytes = np.zeros(max_keys + 1, np.int64)
+        self._is_pinned = np.zeros(max_keys + 1, np.bool_)
+        self._free = list(range(max_keys, 0, -1))
+
+    def __repr__(self) -> str:
+        return f"Shadow({len(self)} keys, {self.used_bytes} bytes)"
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def keys(self) -> Keys:
+        """The keys that are held."""
+        return np.fromiter(self._entries, np.uint64, len(self._entries))
+
+    def serve(
+        self, keys: Keys, key_bytes: int, limit_bytes: int, now_s: float, *, may_keep: bool = False
+    ) -> int:
+        """Serves a request for these different keys [n], in chain order. Returns how many of the
+        first were held, up to the first that was not. `may_keep`: the policy may keep others and
+        leave out some of these."""
+        names = keys.tolist()
+        found = np.array([self._entries.get(name, 0) for name in names], np.uint32)
+        held = found[found != 0]
+        if len(held):
+            self._policy.touch(held, self._keys[held], now_s)
+        absent = np.flatnonzero(found == 0)
+        num_hits = int(absent[0]) if len(absent) else len(keys)
+        self._is_pinned[held] = True
+        keep_at_s = now_s if may_keep else None
+        self._make_room(len(absent) * key_bytes, key_bytes, limit_bytes, keep_at_s)
+        self._is_pinned[held] = False
+        room = max(0, limit_bytes - self.used_bytes) // key_bytes
+        num_stored = min(room, len(self._free), len(absent))
+        self._store(keys[absent[:num_stored]], key_bytes, now_s)
+        if num_stored < len(absent):
+            self._policy.decline(keys[absent[num_stored:]], len(held) + num_stored, now_s)
+        return num_hits
+
+    def drop(self, keys: Keys) -> None:
+        """Forgets keys that are held."""
+        gone = np.array([self._entries[key] for key in keys.tolist()], np.uint32)
+        self._remove(gone, evicted=False)
+
+    def _make_room(
+        self, more_bytes: int, key_bytes: int, limit_bytes: int, keep_at_s: float | None
+    ) -> None:
+        """Evicts until `more_bytes` fit, or nothing may go any more. `keep_at_s`: as in
+        `Policy.victims`."""
+
+        def evictable(entries: Entries) -> NDArray[np.bool_]:
+            return ~self._is_pinned[entries]
+
+        while (
+            short := max(
+                -(-(self.used_bytes + more_bytes - limit_bytes) // key_bytes),
+                more_bytes // key_bytes - len(self._free),
+            )
+        ) > 0:
+            victims = self._policy.victims(QUEUE, short, evictable, keep_at_s=keep_at_s)
+            if not len(victims):
+                return
+            self._remove(victims, evicted=True)
+
+    def _store(self, keys: Keys, key_bytes: int, now_s: float) -> None:
+        if not len(keys):
+            return
+        entries = np.array([self._free.pop() for _ in range(len(keys))], np.uint32)
+        self._keys[entries], self._bytes[entries] = keys, key_bytes
+        self._entries.update(zip(keys.tolist(), entries.tolist(), strict=True))
+        self.used_bytes += len(keys) * key_bytes
+        self._policy.admit(entries, keys, now_s)
+
+    def _remove(self, entries: Entries, *, evicted: bool) -> None:
+        keys = self._keys[entries]
+        self._policy.forget(entries, keys, evicted=evicted)
+        for key in keys.tolist():
+            del self._entries[key]
+        self._free.extend(entries.tolist())
+        self.used_bytes -= int(self._bytes[entries].sum())
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the books disagree."""
+        entries = np.array(list(self._entries.values()), np.int64)
+        assert len(set(entries.tolist())) == len(entries), "two keys have one entry"
+        assert not set(self._free) & set(entries.tolist()), "a free entry is held"
+        assert self.used_bytes == int(self._bytes[entries].sum()), "bytes miscounted"
+        assert self._keys[entries].tolist() == list(self._entries), "an entry has another key"
+        self._policy.check_invariants()

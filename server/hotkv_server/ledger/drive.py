@@ -1,0 +1,326 @@
+"""The live ledger: takes in reports and transfers, lets the forecast follow, and writes all down.
+
+Always true: counting a request takes no call and no wait; the forecast, which takes longer, follows
+on the node's timer, from a bounded list whose oldest entries go first; what was counted is in the
+ledger's file some SAVE_S later, so a kill loses that much. A file that can't be used makes a fresh
+ledger and one line in the log, never a failed start. On the event loop; the file is written by a
+clerk.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hotkv.groups import PREFIX_CLOSED
+from hotkv.misses import Miss
+from hotkv.retention import NO_RETENTION
+from hotkv.table import Words
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.policies.protocol import Keys
+from hotkv_server.ledger.book import pack
+from hotkv_server.ledger.book.accounts import Account, Accounts
+from hotkv_server.ledger.book.buckets import Values
+from hotkv_server.ledger.book.columns import HOST_TIER, Usage
+from hotkv_server.ledger.book.forecast import Demand, Forecast, Outlook
+from hotkv_server.ledger.book.outcome import counted_group, note_outcome
+from hotkv_server.ledger.file import read_ledger, save_ledger
+from hotkv_server.memory.clerk import Clerk
+from hotkv_server.node.reports import LoadEnd, Report
+from hotkv_server.node.session import LiveSession
+from hotkv_server.node.slices import slices
+
+log = logging.getLogger(__name__)
+
+SAVE_S = 2.0
+CLOSE_S = 5.0
+SEEN_S = 30.0
+"""How often the file gets what the forecast has seen anew: half a megabyte, of which the last
+seconds matter little."""
+MAX_FOLLOWING = 1024
+MAX_FOLLOWING_BLOCKS = 1 << 18
+"""Requests, and their blocks, that wait for the forecast: 2 MiB of keys."""
+MAX_OPEN_LOADS = 4096
+"""Requests with a load whose end may still be reported, of all engines."""
+FINGERPRINT_DIGITS = 16
+DEFAULT_POLICY = "hotness"
+
+
+@dataclass(frozen=True, slots=True)
+class Savings:
+    """What was counted: `rows`, the one used last first, and what a larger cache would bring."""
+
+    rows: list[tuple[Account, Usage]]
+    total: Usage
+    outlook: Outlook
+    began_unix_s: float
+    num_folded: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenLoad:
+    """What a request's account was credited for a load that has not ended."""
+
+    account: Account
+    usage: Usage
+
+
+class LiveLedger:
+    """See the module. `directory`: of the file; None for a ledger that ends with the process.
+    `tiers`: names in the order of their numbers in `Space.origins`. `taken_back_s`: saved seconds
+    that failed loads have taken back since this server started."""
+
+    def __init__(
+        self,
+        core: CacheCore,
+        directory: Path | None = None,
+        tiers: Sequence[str] = (),
+        policy: str = DEFAULT_POLICY,
+    ) -> None:
+        self._core = core
+        self._directory = directory
+        self._tiers = (HOST_TIER, *tiers)
+        kept = _read(directory)
+        minute = _minute()
+        self.accounts = Accounts(pack.columns_for(tiers, kept), minute)
+        self.forecast = Forecast(POLICIES[policy], minute)
+        if kept is not None:
+            pack.put_back(kept, self.accounts, self.forecast)
+        self._folded_before = self.accounts.num_folded
+        self.num_lost = 0
+        self.taken_back_s = 0.0
+        self._grown = np.zeros(len(self.accounts.columns))
+        self._following: deque[tuple[Demand, float]] = deque()
+        self._following_blocks = 0
+        self._loads: OrderedDict[tuple[str, int], _OpenLoad] = OrderedDict()
+        self._is_changed = False
+        self._saved_s = self._seen_s = time.monotonic()
+        self._seen = (self.forecast.seen(), self.forecast.seen_share)
+        self._saving: Future[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"LiveLedger({self.accounts!r}, {len(self._following)} reports to follow)"
+
+    # What happens
+
+    def report(self, session: LiveSession, report: Report) -> None:
+        """Counts a request that an engine has scheduled."""
+        outcome = note_outcome(
+            self._core,
+            session.record.key_space_id,
+            report.hashes,
+            report.prompt_tokens,
+            report.device_hit_tokens,
+            report.hit_tokens,
+            report.miss,
+        )
+        usage = Usage(
+            requests=1,
+            prompt_tokens=report.prompt_tokens,
+            device_hit_tokens=report.device_hit_tokens,
+            saved_s=report.saved_s,
+            waited_s=report.wait_s,
+            hit_tokens={self._tiers[at]: count for at, count in outcome.hit_tokens.items()},
+            missed_tokens=outcome.missed_tokens,
+        )
+        account = _account(session)
+        self._count(account, usage)
+        if report.report_id and outcome.hit_tokens:
+            self._loads[session.secret_id, report.report_id] = _OpenLoad(account, usage)
+            if len(self._loads) > MAX_OPEN_LOADS:
+                self._loads.popitem(last=False)
+        self._follow(session, report)
+
+    def load_ended(self, session: LiveSession, end: LoadEnd) -> None:
+        """Counts how long a request waited for its load. If it failed, takes its hit and what that
+        saved back."""
+        was = self._loads.pop((session.secret_id, end.report_id), None)
+        if was is None or not end.failed:
+            # A request may load again after it was preempted.
+            self._count(_account(session), Usage(waited_s=end.wait_s))
+            return
+        hits = was.usage.hit_tokens
+        self._count(
+            was.account,
+            Usage(
+                saved_s=-was.usage.saved_s,
+                waited_s=end.wait_s,
+                failed_loads=1,
+                hit_tokens={tier: -count for tier, count in hits.items()},
+                missed_tokens={Miss.FAILED_LOAD: sum(hits.values())},
+            ),
+        )
+
+    def moved(self, session: LiveSession, loaded_bytes: int, stored_bytes: int) -> None:
+        """Counts the bytes of a transfer."""
+        if loaded_bytes or stored_bytes:
+            usage = Usage(loaded_bytes=loaded_bytes, stored_bytes=stored_bytes)
+            self._count(_account(session), usage)
+
+    def _count(self, account: Account, usage: Usage) -> None:
+        values = self.accounts.columns.values(usage)
+        self.accounts.add(account, values, _minute())
+        self._grown += np.maximum(values, 0.0)
+        self.taken_back_s += max(-usage.saved_s, 0.0)
+        self._is_changed = True
+
+    # The forecast follows
+
+    def _follow(self, session: LiveSession, report: Report) -> None:
+        key_space, number = session.key_space, session.record.key_space_id
+        group = key_space.groups[counted_group(key_space)]
+        step = group.block_tokens // key_space.hash_block_tokens
+        demand = Demand(
+            _keys(report.hashes[step - 1 :: step], key_space.fingerprint),
+            report.prompt_tokens,
+            group.block_tokens,
+            _block_bytes(self._core, number, group.block_tokens),
+            report.hit_tokens // group.block_tokens,
+            report.retention == NO_RETENTION and self._core.space.may_keep(group.slot_bytes),
+        )
+        self._following.append((demand, time.monotonic()))
+        self._following_blocks += len(demand.keys)
+        while len(self._following) > MAX_FOLLOWING or self._following_blocks > MAX_FOLLOWING_BLOCKS:
+            oldest, _ = self._following.popleft()
+            self._following_blocks -= len(oldest.keys)
+            self.num_lost += 1
+
+    def follow(self) -> Iterator[None]:
+        """Shows the forecast what was reported until now, a request at a time. What comes between
+        two of them waits, so that this ends however many come."""
+        capacity_bytes = self._core.space.pool.capacity_bytes
+        for _ in range(len(self._following)):
+            if not self._following:
+                # Many small ones have made way for a large one.
+                return
+            demand, now_s = self._following.popleft()
+            self._following_blocks -= len(demand.keys)
+            self.forecast.observe(demand, capacity_bytes, now_s, _minute())
+            self._is_changed = True
+            yield
+
+    async def turn(self, clerk: Clerk) -> None:
+        """One turn of the timer: the forecast follows, and if it is time the clerk writes all
+        down."""
+        async for _ in slices(self.follow()):
+            pass
+        now_s = time.monotonic()
+        is_writing = self._saving is not None and not self._saving.done()
+        if self._directory is None or not self._is_changed or is_writing:
+            return
+        if now_s >= self._saved_s + SAVE_S:
+            self._saved_s, self._is_changed = now_s, False
+            if now_s >= self._seen_s + SEEN_S:
+                self._note_seen()
+            directory, pieces = self._directory, self._pieces()
+            self._saving = clerk.do(lambda: _save(directory, pieces))
+
+    async def close(self) -> None:
+        """Waits for a write that is under way, for CLOSE_S at most."""
+        if self._saving is not None:
+            await asyncio.wait([asyncio.wrap_future(self._saving)], timeout=CLOSE_S)
+
+    def save(self) -> None:
+        """Writes all down. Blocks."""
+        for _ in self.follow():
+            pass
+        self._note_seen()
+        if self._directory is not None:
+            _save(self._directory, self._pieces())
+
+    def _note_seen(self) -> None:
+        self._seen_s = time.monotonic()
+        self._seen = (self.forecast.seen(), self.forecast.seen_share)
+
+    def _pieces(self) -> list[bytes]:
+        return pack.pack(self.accounts, self.forecast, *self._seen)
+
+    # What is asked
+
+    def savings(self, since_s: float = 0.0, *, has_rows: bool = True) -> Savings:
+        """What was counted in the last seconds, as `Buckets.since`; 0 for all. `has_rows`: False
+        for sums alone, which take less time."""
+        minute, columns = _minute(), self.accounts.columns
+        rows = self.accounts.since(since_s, minute) if has_rows else []
+        return Savings(
+            [(account, columns.usage(values)) for account, values in rows],
+            columns.usage(self.accounts.total.since(since_s, minute)),
+            self.outlook(since_s),
+            self.accounts.began_minute * 60.0,
+            self.accounts.num_folded,
+            self._core.space.pool.capacity_bytes,
+        )
+
+    def outlook(self, since_s: float) -> Outlook:
+        """What a larger cache would bring, by the requests of the last seconds; 0 for all."""
+        return self.forecast.outlook(since_s, self._core.space.pool.capacity_bytes, _minute())
+
+    def minutes(self) -> Values:
+        """What was counted in each of the last minutes, as `Buckets.minutes`."""
+        return self.accounts.total.minutes(_minute())
+
+    @property
+    def num_folded(self) -> int:
+        """Rows that were joined with others since this server started."""
+        return self.accounts.num_folded - self._folded_before
+
+    @property
+    def grown(self) -> Usage:
+        """What was counted since this server started, with what was taken back later: it never
+        falls, as Prometheus asks of counters."""
+        return self.accounts.columns.usage(self._grown)
+
+    @property
+    def total(self) -> Usage:
+        """All that was ever counted, here and by the servers before."""
+        return self.accounts.columns.usage(self.accounts.total.total)
+
+
+def _minute() -> int:
+    return int(time.time() // 60)
+
+
+def _account(session: LiveSession) -> Account:
+    key_space = session.key_space
+    fingerprint = key_space.fingerprint.hex()[:FINGERPRINT_DIGITS]
+    return Account(key_space.tenant, key_space.model, fingerprint, session.record.engine_id)
+
+
+def _keys(hashes: Words, fingerprint: bytes) -> Keys:
+    """Keys uint64 [n] of blocks of a key space, the same after a restart."""
+    salt = np.uint64(int.from_bytes(fingerprint[:8], "little"))
+    keys: Keys = np.ascontiguousarray(hashes[:, :2]).view(np.uint64)[:, 0] ^ salt
+    return keys
+
+
+def _block_bytes(core: CacheCore, key_space_id: int, block_tokens: int) -> int:
+    """What so many tokens of a prompt take of the arena: of all groups in which a hit needs every
+    block, or else of the counted one. Others store few blocks of a prompt."""
+    groups = core.key_space(key_space_id).groups
+    closed = [group for group in groups if group.kind in PREFIX_CLOSED] or [groups[0]]
+    return sum(group.slot_bytes * block_tokens // group.block_tokens for group in closed)
+
+
+def _read(directory: Path | None) -> pack.Kept | None:
+    """What an earlier server has left; None for nothing that can be used."""
+    try:
+        content = None if directory is None else read_ledger(directory, pack.MAX_BYTES)
+        return None if content is None else pack.unpack(content)
+    except (OSError, pack.PackError) as error:
+        log.warning("ledger begins anew: its file can't be used: %s", error)
+        return None
+
+
+def _save(directory: Path, pieces: list[bytes]) -> None:
+    try:
+        save_ledger(directory, pack.seal(pieces))
+    except OSError as error:
+        log.warning("ledger not saved: %s", error)

@@ -1,0 +1,234 @@
+"""Health: starts and watches every loop of the server, and watches its threads, under their names.
+
+A loop is begun in one way: `async for _ in health.turns(name, pause_s)`, or `run` for work that has
+no turns. Both watch the task, so a loop that nobody watches can't be written by leaving a line out.
+
+Always true: a part that has died stays named; a part that stalls is named for as long as it does;
+while any is named the server says that it does not serve, and its watchdog is not fed. A broken
+invariant of the core is final: its answers no longer count, so nothing is granted or kept any more
+and the process ends; the next server relies on what memory holds, not on these books. On the event
+loop only.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.inspect import story
+from hotkv_server.cache.table.index import BlockIndex
+
+log = logging.getLogger(__name__)
+
+CHECK_S = 0.5
+STALLED_S = 10.0
+MAX_STORIES = 8
+BOOKS = ("hotkv_server.core", "hotkv.table")
+"""Modules whose assertions are invariants of the cache; any other fails only its call."""
+BOOKS_PART, LOOK_PART = "the books", "the look at all others"
+"""Names of what is no sign: the cache's books, and the look itself."""
+ENTRY_NAMES = ("entry", "entries", "bad")
+"""Names of variables of the core that hold entries of the index."""
+
+
+def _never(now_s: float) -> float:
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """A sign of life. `stalled_s`: given the time, how long the part has been stuck; 0 if it works
+    or waits for work."""
+
+    name: str
+    is_alive: Callable[[], bool]
+    stalled_s: Callable[[float], float]
+    limit_s: float
+
+
+class Health:
+    """See the module. `broken` is set with the first broken invariant, which `breach` names."""
+
+    def __init__(self) -> None:
+        self.breach = ""
+        self.broken = asyncio.Event()
+        self._signs: list[Sign] = []
+        self._faults: dict[str, Callable[[], str]] = {}
+        self._problems: dict[str, str] = {}
+        self._stalled: frozenset[str] = frozenset()
+        self._checked_s: float | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __repr__(self) -> str:
+        found = "; ".join(self._problems.values())
+        return f"Health({len(self._signs)} signs, {found or 'all well'})"
+
+    def watch(
+        self,
+        name: str,
+        is_alive: Callable[[], bool],
+        stalled_s: Callable[[float], float] = _never,
+        limit_s: float = STALLED_S,
+    ) -> None:
+        """Watches a part from now on."""
+        self._signs.append(Sign(name, is_alive, stalled_s, limit_s))
+
+    def watch_fault(self, name: str, fault: Callable[[], str]) -> None:
+        """Watches a part that reports its own fault; empty while all is well."""
+        self._faults[name] = fault
+
+    def run(
+        self,
+        name: str,
+        work: Coroutine[Any, Any, None],
+        stalled_s: Callable[[float], float] = _never,
+        limit_s: float = STALLED_S,
+    ) -> "asyncio.Task[None]":
+        """Starts work that must not end, and watches it until it is cancelled."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        self.watch(name, lambda: not task.done(), stalled_s, limit_s)
+        return task
+
+    async def turns(
+        self, name: str, pause_s: float, limit_s: float = STALLED_S
+    ) -> AsyncIterator[None]:
+        """Yields for ever, after a pause each time, and watches the running task as the loop
+        `name`. A turn, the body of the caller's loop, that lasts longer than `limit_s` is stuck.
+
+        A loop may return: then it is watched no more. One that raises has died. A turn must not
+        wait for a place that may hang, such as a tier or a file: it starts a task for that.
+        """
+        task = asyncio.current_task()
+        assert task is not None, "only a task has turns"
+        begun_s = 0.0
+        sign = Sign(
+            name,
+            lambda: not task.done(),
+            lambda now_s: now_s - begun_s if begun_s else 0.0,
+            limit_s,
+        )
+        self._signs.append(sign)
+        self._tasks.add(task)
+
+        def ended(done: "asyncio.Task[Any]") -> None:
+            if not done.cancelled() and done.exception() is None:
+                self._signs.remove(sign)
+            self._ended(done)
+
+        task.add_done_callback(ended)
+        while True:
+            await asyncio.sleep(pause_s)
+            begun_s = time.monotonic()
+            yield
+            begun_s = 0.0
+
+    def knows(self, task: "asyncio.Task[Any]") -> bool:
+        """Whether a task that runs is watched."""
+        return task in self._tasks
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("task died name=%s", task.get_name(), exc_info=error)
+            self.note(f"the {task.get_name()}", error)
+
+    def check(self, now_s: float) -> None:
+        """Checks all signs. A stall counts when it is seen twice: a process that was stopped for a
+        while comes back at once."""
+        found = {sign.name: f"{sign.name} has died" for sign in self._signs if not sign.is_alive()}
+        found |= {name: said for name, fault in self._faults.items() if (said := fault())}
+        times_s = {sign.name: sign.stalled_s(now_s) for sign in self._signs}
+        stalled = {sign.name for sign in self._signs if times_s[sign.name] > sign.limit_s}
+        for name in sorted(stalled & self._stalled - found.keys()):
+            found[name] = f"{name} has been stuck for {times_s[name]:.0f} s"
+        if bool(found) != bool(self._problems):
+            log.log(
+                logging.ERROR if found else logging.INFO,
+                "health problems=%s",
+                "; ".join(found.values()) or "none",
+            )
+        self._problems, self._stalled, self._checked_s = found, frozenset(stalled), now_s
+
+    def problems(self, now_s: float) -> tuple[str, ...]:
+        """Problems that keep the server from serving, a sentence each; none if all is well."""
+        return tuple(said for said in self.by_component(now_s).values() if said)
+
+    def by_component(self, now_s: float) -> dict[str, str]:
+        """The problem of each part that is watched, by its name; empty if it works."""
+        late_s = 0.0 if self._checked_s is None else now_s - self._checked_s
+        return {
+            BOOKS_PART: f"an invariant broke in {self.breach}" if self.breach else "",
+            **{sign.name: "" for sign in self._signs},
+            **dict.fromkeys(self._faults, ""),
+            **self._problems,
+            LOOK_PART: f"nobody has looked for {late_s:.0f} s" if late_s > STALLED_S else "",
+        }
+
+    # Broken invariants
+
+    def note(self, where: str, error: BaseException) -> None:
+        """Takes note of an unexpected exception that was logged. An assertion of the core breaks
+        the server for good."""
+        if not isinstance(error, AssertionError) or not is_of_the_books(error):
+            return
+        log.critical("an invariant broke in %s: %s; the server ends", where, error)
+        self.breach = self.breach or f"{where}: {error}"
+        self.broken.set()
+        for line in stories(error):
+            log.critical("the books say of it: %s", line)
+
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """The event loop's exception handler: logs and notes errors of callbacks."""
+        loop.default_exception_handler(context)
+        error = context.get("exception")
+        if isinstance(error, BaseException):
+            self.note(str(context.get("message", "a callback")), error)
+
+
+def _frames(error: BaseException) -> Iterator[TracebackType]:
+    at = error.__traceback__
+    while at is not None:
+        yield at
+        at = at.tb_next
+
+
+def is_of_the_books(error: BaseException) -> bool:
+    """True if the exception came through the core or the block table."""
+    return any(
+        str(at.tb_frame.f_globals.get("__name__", "")).startswith(BOOKS) for at in _frames(error)
+    )
+
+
+def stories(error: BaseException) -> list[str]:
+    """Lines about the entries that the failing calls had in hand, innermost first; at most
+    MAX_STORIES."""
+    index: BlockIndex | None = None
+    found: dict[int, None] = {}
+    for at in reversed(list(_frames(error))):
+        values = at.tb_frame.f_locals
+        for name in ENTRY_NAMES:
+            value = values.get(name)
+            if isinstance(value, int | np.ndarray) and np.asarray(value).dtype.kind in "iu":
+                found.update(dict.fromkeys(int(entry) for entry in np.ravel(value)[:MAX_STORIES]))
+        owner = values.get("self")
+        owner = owner.space if isinstance(owner, CacheCore) else owner
+        owner = owner if isinstance(owner, BlockIndex) else getattr(owner, "index", None)
+        index = owner if isinstance(owner, BlockIndex) else index
+    return [] if index is None else [story(index, entry) for entry in list(found)[:MAX_STORIES]]
+
+
+async def keep_checking(health: Health, tell: Callable[[], Awaitable[None]]) -> None:
+    """Checks all signs every CHECK_S, and awaits `tell` after each check. Runs until it is
+    cancelled."""
+    while True:
+        health.check(time.monotonic())
+        await tell()
+        await asyncio.sleep(CHECK_S)

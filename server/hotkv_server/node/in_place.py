@@ -1,0 +1,93 @@
+"""Leased blocks that a client reads in place, through its own mapping of the arena.
+
+Always true: a client learns no offset of a block that came back from an old server before its bytes
+have been compared and agree; the call that asks compares first, on a thread. A block that does not
+agree is condemned and is not granted. Each lease is compared once at a time, however many calls ask
+for it.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.errors import HotKVError, Reason
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.leases.leases import ReadLease
+from hotkv_server.cache.values import BoolMask
+from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.node.session import LiveSession
+
+
+@dataclass(frozen=True, slots=True)
+class InPlaceGrant:
+    """A lease's grant to a reader of the arena: one mask and one array of slot offsets a group, -1
+    for blocks that are not granted."""
+
+    pinned: tuple[BoolMask, ...]
+    offsets: tuple[NDArray[np.int64], ...]
+    ttl_s: float
+
+
+class InPlace:
+    """See the module. `tell` is called when blocks have been condemned. On the event loop only."""
+
+    def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:
+        self._core = core
+        self._verifier = verifier
+        self._tell = tell
+        # By lease number.
+        self._comparing: dict[int, asyncio.Task[None]] = {}
+
+    def __repr__(self) -> str:
+        return f"InPlace({len(self._comparing)} leases being compared)"
+
+    def grant(
+        self, session: LiveSession, lease_id: str
+    ) -> "InPlaceGrant | asyncio.Task[InPlaceGrant]":
+        """The grant of the session's read lease, at once if all of it has been compared. The task
+        raises UNKNOWN_LEASE if the lease ends meanwhile.
+        """
+        offsets = self._core.slot_offsets(session.record.number, lease_id)
+        lease = self._core.leases.get(session.record.engine_id, lease_id)
+        assert isinstance(lease, ReadLease), "only read leases have offsets"
+        if not self._core.space.index.unverified[lease.entries()].any():
+            return _granted(lease, offsets)
+        return asyncio.create_task(self._compared(session, lease))
+
+    async def _compared(self, session: LiveSession, lease: ReadLease) -> InPlaceGrant:
+        if lease.number not in self._comparing:
+            comparing = asyncio.create_task(self._compare(lease))
+            self._comparing[lease.number] = comparing
+            session.num_reads += 1
+
+            def ended(_: "asyncio.Task[None]") -> None:
+                del self._comparing[lease.number]
+                session.num_reads -= 1
+                session.settled.set()
+
+            comparing.add_done_callback(ended)
+        # Shielded: what reads the arena runs to its end even if the client leaves.
+        await asyncio.shield(self._comparing[lease.number])
+        if lease.released or self._core.leases.get(lease.engine_id, lease.lease_id) is not lease:
+            raise HotKVError(
+                Reason.UNKNOWN_LEASE,
+                f"lease_id {lease.lease_id!r} was released or has expired while its blocks "
+                "were compared; acquire again",
+            )
+        return _granted(lease, self._core.slot_offsets(session.record.number, lease.lease_id))
+
+    async def _compare(self, lease: ReadLease) -> None:
+        if len(await self._verifier.compare(lease.entries())):
+            self._tell()
+
+
+def _granted(lease: ReadLease, offsets: tuple[NDArray[np.int64], ...]) -> InPlaceGrant:
+    return InPlaceGrant(
+        tuple(found >= 0 for found in offsets),
+        offsets,
+        max(0.0, lease.expires_s - time.monotonic()),
+    )

@@ -1,0 +1,274 @@
+"""The node: the core, its memory and its copy engine, driven by one event loop.
+
+Puts the parts together and owns the timer and the drain. Every method runs on the event loop and
+none blocks it but `save_use`: bytes are moved by the copy engine's threads (`transfers`), mappings
+are made on threads (`sessions`).
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.errors import Reason
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room import incremental
+from hotkv_server.cache.values import Run
+from hotkv_server.dataplane.engine import CopyEngine
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.device.devices import NO_DEVICES, Devices
+from hotkv_server.events.drive import EventHub, EventPublisher
+from hotkv_server.hints.drive import HintDesk
+from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.ledger.drive import LiveLedger
+from hotkv_server.ledger.live_history import LiveHistory
+from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.memory.clerk import Clerk
+from hotkv_server.node.effects import Effects
+from hotkv_server.node.health import Health
+from hotkv_server.node.in_place import InPlace
+from hotkv_server.node.lag import LoopLag
+from hotkv_server.node.persistence import Persistence
+from hotkv_server.node.removals import Removals
+from hotkv_server.node.reports import Reports
+from hotkv_server.node.session import Drain, LiveSession
+from hotkv_server.node.sessions import Sessions
+from hotkv_server.node.slices import slices
+from hotkv_server.node.timings import Timings
+from hotkv_server.node.transfers import Transfers
+from hotkv_server.residency.drive import Residencies
+from hotkv_server.sparse.drive import SparseDecode
+from hotkv_server.tiers.drive.epochs import Flushed
+from hotkv_server.tiers.drive.events import MovedEvents
+from hotkv_server.tiers.drive.tiers import Tiers
+from hotkv_server.told.survey import LiveSurvey
+from hotkv_server.tracing.drive import Tracing
+
+log = logging.getLogger(__name__)
+
+TIMER_S = 0.2
+STALLED_TIMER_S = 5.0
+DEFAULT_DRAIN_S = 10.0
+"""As the setting's default."""
+STALLED_WORK_S = 60.0
+"""Far above what a piece of work on a thread may take, also on a machine that swaps."""
+
+
+class Node:
+    """See the module. Whoever made `copy_engine` and `publisher` closes them."""
+
+    def __init__(
+        self,
+        core: CacheCore,
+        memory: NodeMemory,
+        copy_engine: CopyEngine,
+        publisher: EventPublisher | None = None,
+        verifier: Verifier | None = None,
+        devices: Devices = NO_DEVICES,
+        tiers: Tiers | None = None,
+        ledger: LiveLedger | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self.core = core
+        self.memory = memory
+        self.copy_engine = copy_engine
+        self.devices = devices
+        self.tiers = tiers
+        self.tracing = tracing
+        if tiers is not None and tracing is not None:
+            tiers.trace(tracing)
+        self.started_s = self.last_tick_s = time.monotonic()
+        self.refusals: Counter[Reason] = Counter()
+        self.health = Health()
+        self.lag = LoopLag()
+        self.timings = Timings()
+        self.drained = asyncio.Event()
+        self.drain_timeout_s = DEFAULT_DRAIN_S
+        self._drain_timer: asyncio.TimerHandle | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._flushes: set[asyncio.Task[int]] = set()
+        arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
+        self.verifier = verifier or Verifier(core, arena)
+        self.events = EventHub(publisher)
+        self.ledger = ledger or LiveLedger(core)
+        self.history = LiveHistory(core, self.ledger, self.lag)
+        self.survey = LiveSurvey(core)
+        self._effects = Effects(core, self.events, lambda: self.sessions, self.drained)
+        self.hints = HintDesk(core, tiers, self._effects)
+        self.reports = Reports(core, self.hints, self.ledger.report)
+        self.clerk = Clerk("files")
+        self._persistence = Persistence(core, memory, self.clerk)
+        self.in_place = InPlace(core, self.verifier, self._effects.run)
+        self.residencies = Residencies(core, self.verifier, self._effects.run)
+        self.sparse = SparseDecode(core, memory.arena.array(), self.verifier)
+        self.transfers = Transfers(
+            core,
+            arena,
+            copy_engine,
+            self.verifier,
+            self.events,
+            self.health,
+            self._effects.run,
+            self.ledger.moved,
+            self.timings,
+        )
+        self.removals = Removals(core, self.events, self._effects.run)
+        self.sessions = Sessions(
+            core,
+            devices,
+            self.events,
+            self.sparse,
+            self.removals,
+            self._persistence.save_state,
+            self._meet,
+            self._effects.run,
+        )
+
+    def __repr__(self) -> str:
+        return f"Node({len(self.sessions)} sessions, {self.core!r})"
+
+    def start(self, scrub_bytes_per_s: float = 0.0) -> None:
+        """Starts the timer, and the scrubber unless it may read nothing."""
+        self.lag.start()
+        self.residencies.start()
+        if self.tiers is not None:
+            moved = MovedEvents(self.core, self.events, self._effects.run)
+            self.tiers.start(self.health, self._effects.run, self.removals.flush, moved.publish)
+        self._persistence.start()
+        for number, record in self.core.key_spaces.items():
+            self.events.add_key_space(number, record.key_space)
+        self._tasks.append(asyncio.create_task(self._tick(), name="timer"))
+        self.health.watch("the thread that writes files", self.clerk.is_alive)
+        self.health.watch("the thread that looks at the loop", self.lag.is_alive)
+        selections = self.sparse.selections
+        self.health.watch("selection threads", lambda: True, selections.stalled_s, STALLED_WORK_S)
+        if scrub_bytes_per_s and self.core.config.check_stride:
+            scrub = self.verifier.scrub(scrub_bytes_per_s, self._effects.run)
+            stalled_s = self.verifier.stalled_s
+            self._tasks.append(self.health.run("scrubber", scrub, stalled_s, STALLED_WORK_S))
+
+    async def close(self) -> None:
+        """Closes all sessions and stops the timer."""
+        await self.sessions.close_all()
+        await self.hints.close()
+        if self.tiers is not None:
+            await self.tiers.close()
+        self.survey.close()
+        await self._persistence.close()
+        await self.ledger.close()
+        self.sparse.close()
+        self.transfers.close()
+        self.lag.close()
+        for task in self._tasks:
+            task.cancel()
+
+    def save_use(self) -> None:
+        """Writes down for the next server when blocks were last used, and the ledger. Blocks."""
+        self._persistence.save_use()
+        self.ledger.save()
+
+    @property
+    def epoch(self) -> int:
+        return self.memory.table.geometry.epoch
+
+    @property
+    def has_tenants(self) -> bool:
+        """True if sessions must not learn of each other across tenants."""
+        return bool(self.core.config.tenants)
+
+    # Room for stores
+
+    async def make_room(
+        self,
+        session: LiveSession,
+        lease_id: str,
+        runs: Sequence[Run],
+        residency_id: str = "",
+        retention: Retention = NO_RETENTION,
+    ) -> None:
+        """Makes room for what this call is about to reserve or store, in this turn of the loop, as
+        `CacheCore.make_room`. Others are served meanwhile."""
+        number, now_s = session.record.number, time.monotonic()
+        making = self.core.make_room(number, lease_id, runs, now_s, retention, residency_id)
+        async for _ in slices(making):
+            self._effects.run()
+
+    def reserve(
+        self,
+        session: LiveSession,
+        lease_id: str,
+        runs: list[Run],
+        ttl_s: float,
+        retention: Retention = NO_RETENTION,
+    ) -> tuple[list[NDArray[np.uint8]], float]:
+        """As CacheCore.reserve, and tells of what was evicted for it."""
+        reservation = self.core.reserve(
+            session.record.number, lease_id, runs, ttl_s, time.monotonic(), retention
+        )
+        self._effects.run()
+        return list(reservation.results), reservation.ttl_s
+
+    async def _meet(self, key_space_id: int) -> None:
+        if self.tiers is not None:
+            await self.tiers.epochs.meet(key_space_id)
+
+    async def flush(self, key_space_id: int) -> Flushed:
+        """As `Removals.flush`, also in tiers: no node finds a block of it afterwards. A caller that
+        is cancelled changes nothing."""
+        self.core.key_space(key_space_id)
+        if self.tiers is not None:
+            return await self.tiers.epochs.flush(key_space_id)
+        flushing = asyncio.create_task(self.removals.flush(key_space_id))
+        self._flushes.add(flushing)
+        flushing.add_done_callback(self._flushes.discard)
+        return Flushed(await asyncio.shield(flushing))
+
+    # Draining and time
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Takes no new work from now on; sets `drained` when all has ended or the time is up, which
+        is `drain_timeout_s` unless given. Called again, it can only end sooner."""
+        timeout_s = self.drain_timeout_s if timeout_s is None else timeout_s
+        loop = asyncio.get_running_loop()
+        if self._drain_timer is not None:
+            if self._drain_timer.when() <= loop.time() + timeout_s:
+                return
+            self._drain_timer.cancel()
+        self._drain_timer = loop.call_later(timeout_s, self.drained.set)
+        self.core.draining = True
+        self.drain_timeout_s = timeout_s
+        log.info(
+            "draining timeout_s=%.1f leases=%d transfers=%d",
+            timeout_s,
+            len(self.core.leases),
+            len(self.core.transfers),
+        )
+        for session in self.sessions:
+            session.notify(Drain(timeout_s))
+
+    def abandon(self) -> None:
+        """Grants and keeps nothing from now on: an invariant has broken. The process ends without
+        closing anything."""
+        self.core.draining = True
+        for session in self.sessions:
+            session.cancel_transfers()
+
+    async def _tick(self) -> None:
+        """Waits for no file and for no tier: one that hangs would stop leases from expiring, and
+        Health would end the server for it."""
+        async for _ in self.health.turns("timer", TIMER_S, STALLED_TIMER_S):
+            self.last_tick_s = time.monotonic()
+            self.history.turn(self.last_tick_s)
+            async for _ in slices(incremental.expire(self.core, self.last_tick_s)):
+                self._effects.run()
+            self.removals.forget_outlived(self.last_tick_s)
+            await self.removals.keep_bounds(self.last_tick_s)
+            self._persistence.turn()
+            await self.ledger.turn(self.clerk)
+            if self.events.publisher is not None:
+                self.events.publisher.settle()

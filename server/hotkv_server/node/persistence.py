@@ -1,0 +1,136 @@
+"""What the node writes down for the next server: its key spaces, and when blocks were last used.
+
+Always true: nothing is stored in host memory under a key space before the key space is written
+down beside the arena, since only that explains the blocks; one write runs at a time, and a write
+that has begun ends, whoever waits for it. A write that fails is logged: a restart then loses what
+it would have said. Tiers write down for themselves what lies in them.
+"""
+
+import asyncio
+import logging
+from concurrent.futures import Future
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.memory.clerk import Clerk
+from hotkv_server.memory.state import KnownKeySpace, ServerState
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 5.0
+USE_PARTS = 300
+"""Times of last use are written down once in so many turns of the timer."""
+
+
+def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
+    """The key spaces, without which the next server could not read the blocks."""
+    known = (
+        KnownKeySpace(number, record.key_space, record.representations)
+        for number, record in sorted(core.key_spaces.items())
+    )
+    return ServerState(slab_bytes, tuple(known))
+
+
+class UseNotes:
+    """Notes when blocks were last used, a part at a time, so that no turn of the event loop is
+    long."""
+
+    def __init__(self, core: CacheCore) -> None:
+        self._core = core
+        self._turn = 0
+        self._used_s = np.empty(0, np.float64)
+
+    def take(self, num_parts: int) -> NDArray[np.float64] | None:
+        """Notes another of `num_parts` parts. Returns all times after the last part, else None:
+        float64 by entry number, nan for entries that are no ready blocks."""
+        index = self._core.space.index
+        if not self._turn:
+            # Not filled in advance: it can have hundreds of megabytes.
+            self._used_s = np.empty(index.num_numbers, np.float64)
+        length = -(-len(self._used_s) // num_parts)
+        first, end = (
+            min(self._turn * length, len(self._used_s)),
+            min((self._turn + 1) * length, len(self._used_s)),
+        )
+        self._used_s[first:end] = np.nan
+        entries = index.ready_blocks(0, first, end)
+        self._used_s[entries] = self._core.space.policy.last_used_s(entries)
+        self._turn = (self._turn + 1) % num_parts
+        return None if self._turn else self._used_s
+
+
+class Persistence:
+    """See the module. On the event loop; files are written by a clerk."""
+
+    def __init__(self, core: CacheCore, memory: NodeMemory, clerk: Clerk) -> None:
+        self._core = core
+        self._memory = memory
+        self._clerk = clerk
+        self._notes = UseNotes(core)
+        # Revision of the catalog that is written down.
+        self._saved = core.catalog.revision
+        self._saving = asyncio.Lock()
+        self._saves: set[asyncio.Task[None]] = set()
+        self._noting: Future[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Persistence(revision {self._saved} of {self._core.catalog.revision})"
+
+    def start(self) -> None:
+        """Takes the present key spaces as written down: `recovery` has done so."""
+        self._saved = self._core.catalog.revision
+
+    async def close(self) -> None:
+        """Waits for writes of the state, for CLOSE_S at most."""
+        if self._saves:
+            await asyncio.wait(self._saves, timeout=CLOSE_S)
+
+    async def save_state(self) -> None:
+        """Writes the key spaces down if they have changed."""
+        if self._saved != self._core.catalog.revision:
+            await asyncio.shield(self._begin_save())
+
+    def _begin_save(self) -> "asyncio.Task[None]":
+        task = asyncio.create_task(self._write_state())
+        self._saves.add(task)
+        task.add_done_callback(self._saves.discard)
+        return task
+
+    async def _write_state(self) -> None:
+        async with self._saving:
+            revision = self._core.catalog.revision
+            if self._saved == revision:
+                return
+            state = state_of(self._core, self._memory.slab_bytes)
+            try:
+                await asyncio.wrap_future(self._clerk.do(lambda: self._memory.save_state(state)))
+                self._saved = revision
+            except OSError as error:
+                log.warning(
+                    "state not saved, a restart before it is will lose what is new: %s", error
+                )
+
+    def turn(self) -> None:
+        """One turn of the timer: notes a part of the times of last use, and has all written down
+        after the last part. Waits for no file."""
+        if self._noting is not None and not self._noting.done():
+            return
+        if (used_s := self._notes.take(USE_PARTS)) is not None:
+            self._noting = self._clerk.do(lambda: self._write_use(used_s))
+            if self._saved != self._core.catalog.revision and not self._saves:
+                self._begin_save()
+
+    def save_use(self) -> None:
+        """Writes down when blocks were last used, noted anew. Blocks."""
+        used_s = UseNotes(self._core).take(1)
+        assert used_s is not None
+        self._write_use(used_s)
+
+    def _write_use(self, used_s: NDArray[np.float64]) -> None:
+        try:
+            self._memory.save_use(used_s)
+        except OSError as error:
+            log.warning("times of last use not saved: %s", error)

@@ -1,0 +1,138 @@
+"""Removes blocks and key spaces on request, a part at a time.
+
+Always true: between two parts others are served, and subscribers have been told of all that was
+removed before. On the event loop only.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.keys import KeySpace, Representation
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room import incremental
+from hotkv_server.cache.room.burst_bounds import keep_bounds
+from hotkv_server.cache.values import TenantShare
+from hotkv_server.events.drive import EventHub
+from hotkv_server.node.slices import slices
+
+log = logging.getLogger(__name__)
+
+MAX_FORGOTTEN = 64
+"""Most key spaces that are forgotten in one turn of the timer, or for one session."""
+KEEPING_S = 0.1
+KEEP_EVERY_S = 1.0
+
+
+class Removals:
+    """See the module. `run_effects` carries out what the core's decisions call for."""
+
+    def __init__(
+        self,
+        core: CacheCore,
+        events: EventHub,
+        run_effects: Callable[[int], None],
+    ) -> None:
+        self._core = core
+        self._events = events
+        self._run_effects = run_effects
+        self._keeping: Iterator[None] | None = None
+        self._keep_at_s = 0.0
+        # Pins given back and blocks stored when all were looked at last: while these stay, no
+        # block comes to be evictable.
+        self._seen: tuple[int, int] | None = None
+
+    async def evict(
+        self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32]
+    ) -> tuple[int, int]:
+        """Evicts blocks, as `incremental.evict`. Returns how many were dropped and how many were
+        kept."""
+        return await self._evicted(incremental.evict(self._core, key_space_id, group_index, hashes))
+
+    async def evict_all(self, key_space_id: int) -> tuple[int, int]:
+        """Evicts all blocks of a key space, as `incremental.evict_all`. Returns as `evict`."""
+        return await self._evicted(incremental.evict_all(self._core, key_space_id))
+
+    async def _evicted(self, evicting: Iterator[tuple[int, int]]) -> tuple[int, int]:
+        dropped = kept = 0
+        async for counts, _ in slices(evicting):
+            dropped, kept = (
+                dropped + sum(count for count, _ in counts),
+                kept + sum(count for _, count in counts),
+            )
+            self._run_effects(0)
+        return dropped, kept
+
+    async def flush(self, key_space_id: int) -> int:
+        """Flushes a key space, as `incremental.flush`, and returns the number of blocks. Blocks
+        that others store meanwhile may be flushed, too."""
+        self._run_effects(0)
+        num_stored, num_blocks = self._core.counters.stored_blocks, 0
+        async for counts, has_more in slices(incremental.flush(self._core, key_space_id)):
+            num_blocks += sum(counts)
+            # Removals are told of before anybody stores the blocks anew.
+            is_clear = not has_more and self._core.counters.stored_blocks == num_stored
+            self._run_effects(key_space_id if is_clear else 0)
+        log.info("key space flushed key_space=%d blocks=%d", key_space_id, num_blocks)
+        return num_blocks
+
+    def share_out(self, shares: Mapping[str, TenantShare]) -> None:
+        """Gives tenants other shares, of room and of the catalog; `keep_bounds` evicts what they
+        have beyond theirs. Raises INVALID_FIELD."""
+        self._core.space.tenants.share_out(shares)
+        self._core.catalog.share_out(len(shares))
+        self._keeping, self._keep_at_s, self._seen = None, 0.0, None
+
+    async def keep_bounds(self, now_s: float) -> None:
+        """One turn of the timer: evicts what tenants have beyond a bound that was lowered, as far
+        as it is not in use, for KEEPING_S at most; the next turn goes on. Looks at all blocks again
+        KEEP_EVERY_S later, if some were let go meanwhile."""
+        space = self._core.space
+        if self._keeping is None:
+            let_go = (space.index.num_unpins, self._core.counters.stored_blocks)
+            if now_s < self._keep_at_s or let_go == self._seen or not space.tenants.over_bound():
+                return
+            self._keep_at_s, self._seen = now_s + KEEP_EVERY_S, let_go
+            self._keeping = keep_bounds(space.books, space.removal)
+        keeping, ends_s = self._keeping, time.monotonic() + KEEPING_S
+        async for _, has_more in slices(keeping):
+            self._run_effects(0)
+            if self._keeping is not keeping:
+                return
+            if not has_more:
+                self._keeping = None
+            elif time.monotonic() >= ends_s:
+                return
+
+    async def forget_for(
+        self, key_space: KeySpace, representations: tuple[Representation, ...]
+    ) -> None:
+        """Forgets key spaces, with their blocks, to make room for another one, as far as any may be
+        forgotten; opening a session says if not."""
+        for _ in range(0 if self._core.draining else MAX_FORGOTTEN):
+            number = self._core.catalog.surplus(key_space, representations)
+            if not number:
+                return
+            if self._core.catalog.has_blocks(number):
+                await self.flush(number)
+            if not self._forget(number):
+                return
+
+    def forget_outlived(self, now_s: float) -> None:
+        """Forgets key spaces without blocks that no session has had for long."""
+        for number in list(itertools.islice(self._core.catalog.outlived(now_s), MAX_FORGOTTEN)):
+            self._forget(number)
+
+    def _forget(self, key_space_id: int) -> bool:
+        """Forgets a key space. False if a session has it, or it has a block, by now."""
+        if not self._core.catalog.forget(key_space_id):
+            return False
+        self._events.forget_key_space(key_space_id)
+        log.info(
+            "key space forgotten key_space=%d known=%d", key_space_id, len(self._core.key_spaces)
+        )
+        return True

@@ -1,0 +1,223 @@
+"""Reports of engines: the requests that they have scheduled, and what those used.
+
+A report names the prompt by its hashes, never by its tokens. Which blocks a device hit used follows
+from the hit rule, so engines need not send hashes per group. A message of reports is accepted as a
+whole or not at all.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.groups import needed_blocks
+from hotkv.hints import NO_HINTS, Hints
+from hotkv.keys import KeySpace
+from hotkv.misses import Miss
+from hotkv.retention import NO_RETENTION, Retention
+from hotkv.table import Words
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room import incremental
+from hotkv_server.cache.values import HashList
+from hotkv_server.hints.drive import HintDesk
+from hotkv_server.hints.work import Origin
+from hotkv_server.node.broadcast import Feeds
+from hotkv_server.node.session import LiveSession
+from hotkv_server.node.slices import Breaks, slices
+
+MAX_PROMPT_TOKENS = 1 << 32
+"""Beyond any context. Sums over all reports stay numbers that 64 bits hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One scheduled request; see `hotkv.v1.RequestReport`. `hashes` [n, 8] words: of the prompt,
+    one for each full hash block."""
+
+    hashes: Words
+    prompt_tokens: int
+    device_hit_tokens: int
+    hit_tokens: int
+    age_s: float
+    retention: Retention
+    session_id: str = ""
+    hints: Hints = NO_HINTS
+    miss: Miss = Miss.UNKNOWN
+    saved_s: float = 0.0
+    wait_s: float = 0.0
+    report_id: int = 0
+
+    def check(self, key_space: KeySpace, max_blocks: int) -> None:
+        """Raises INVALID_FIELD if the numbers contradict each other, TOO_LARGE for more than
+        `max_blocks` hashes."""
+        if len(self.hashes) > max_blocks:
+            raise HotKVError(
+                Reason.TOO_LARGE,
+                f"requests.hashes has {len(self.hashes)} hashes; at most {max_blocks} are accepted",
+            )
+        if len(self.hashes) * key_space.hash_block_tokens > self.prompt_tokens:
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"requests.hashes has {len(self.hashes)} hashes of {key_space.hash_block_tokens} "
+                f"tokens each; prompt_token_count is {self.prompt_tokens}",
+            )
+        if not 0 <= self.device_hit_tokens <= self.hit_tokens <= self.prompt_tokens:
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"requests: device_hit_token_count {self.device_hit_tokens}, hit_token_count "
+                f"{self.hit_tokens} and "
+                f"prompt_token_count {self.prompt_tokens} must rise in this order, from 0",
+            )
+        if self.prompt_tokens > MAX_PROMPT_TOKENS:
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"requests.prompt_token_count is {self.prompt_tokens}; at most "
+                f"{MAX_PROMPT_TOKENS} are accepted",
+            )
+
+    def used_blocks(self, key_space: KeySpace) -> list[HashList]:
+        """The blocks that the device hit needed, a list for each group; with a retention, all
+        blocks of the prompt."""
+        lists, needs = [], needed_blocks(key_space.groups, self.device_hit_tokens)
+        for index, (group, needed) in enumerate(zip(key_space.groups, needs, strict=True)):
+            step = group.block_tokens // key_space.hash_block_tokens
+            hashes = np.ascontiguousarray(self.hashes[step - 1 :: step])
+            chosen = (
+                hashes if self.retention != NO_RETENTION else hashes[needed.start : needed.stop]
+            )
+            if len(chosen):
+                lists.append(HashList(index, chosen))
+        return lists
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that has ended; see `hotkv.v1.EndedRequest`. `hashes` [n, 8] words: of prompt and
+    answer."""
+
+    hashes: Words
+    session_id: str
+    hints: Hints
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnd:
+    """The end of a load whose request was reported; see `hotkv.v1.LoadEnd`."""
+
+    report_id: int
+    wait_s: float
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedReport:
+    """A report for watchers. `unix_time_s`: when the request came to its engine."""
+
+    key_space_id: int
+    hash_bytes: int
+    unix_time_s: float
+    report: Report
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.report.hashes.nbytes)
+
+
+@dataclass(slots=True)
+class ReportCounters:
+    """Sums over all reports since the start."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    device_hit_tokens: int = 0
+    hit_tokens: int = 0
+
+    def count(self, report: Report) -> None:
+        self.requests += 1
+        self.prompt_tokens += report.prompt_tokens
+        self.device_hit_tokens += report.device_hit_tokens
+        self.hit_tokens += report.hit_tokens
+
+
+def nobody(session: LiveSession, report: Report) -> None:
+    """For a node whose reports nobody counts."""
+
+
+class Reports:
+    """All reports of a node: `counters` sums them up, `watched` hands them to watchers, `on_report`
+    is called with each one in its turn, `desk` does what they ask for."""
+
+    def __init__(
+        self,
+        core: CacheCore,
+        desk: HintDesk,
+        on_report: Callable[[LiveSession, Report], None] = nobody,
+    ) -> None:
+        self._core = core
+        self._desk = desk
+        self._on_report = on_report
+        self.counters = ReportCounters()
+        self.watched: Feeds[WatchedReport] = Feeds()
+
+    async def note(self, session: LiveSession, reports: Sequence[Report]) -> None:
+        """Touches the blocks that the requests used and pins those that they ask to keep. Raises
+        before anything is noted.
+
+        Others are served meanwhile; for them, requests are noted one after the other.
+        """
+        for report in reports:
+            report.check(session.key_space, self._core.config.max_blocks_per_call)
+        now_s, unix_time_s = time.monotonic(), time.time()
+        number, hash_bytes = session.record.key_space_id, session.key_space.hash_bytes
+        self.watched.put(
+            WatchedReport(number, hash_bytes, unix_time_s - report.age_s, report)
+            for report in reports
+        )
+        for report in reports:
+            self.counters.count(report)
+        async for _ in slices(self._uses(session, reports, now_s)):
+            pass
+        breaks = Breaks()
+        for report in reports:
+            origin = Origin(
+                session.key_space.tenant,
+                session.record.key_space_id,
+                report.hashes,
+                report.session_id,
+                report.retention,
+                is_running=True,
+            )
+            self._desk.scheduled(
+                origin,
+                report.device_hit_tokens,
+                report.hit_tokens,
+                session.prefill_tokens_per_s,
+                report.hints,
+            )
+            await self._desk.act(origin, report.hints)
+            await breaks.between()
+
+    def ended(self, session: LiveSession, requests: Sequence[Ended]) -> None:
+        """Takes up the hints of requests that have ended."""
+        for one in requests:
+            origin = Origin(
+                session.key_space.tenant,
+                session.record.key_space_id,
+                one.hashes,
+                one.session_id,
+                one.hints.retention(),
+            )
+            self._desk.ended(origin, one.hints)
+
+    def _uses(
+        self, session: LiveSession, reports: Sequence[Report], now_s: float
+    ) -> Iterator[None]:
+        for report in reports:
+            self._on_report(session, report)
+            for hash_list in report.used_blocks(session.key_space):
+                yield from incremental.use(
+                    self._core, session.record.number, hash_list, now_s, report.retention
+                )
+                yield

@@ -1,0 +1,253 @@
+"""The open sessions of a node: from opening, over registered memory, to the end.
+
+Always true: a key space is told of when it becomes known, and written down before anything of it is
+stored; a session that closes keeps its memory and leases until nothing touches them any more, and
+then gives all of it back. On the event loop; mappings are made on threads.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.keys import KeySpace, Representation
+from hotkv.layout import Layout
+from hotkv.order import NO_ORDER, DeviceOrder, OrderKind
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room import incremental
+from hotkv_server.device.devices import Devices
+from hotkv_server.events.drive import EventHub
+from hotkv_server.node.engine_memory import EngineMemory, check_handles, open_engine_memory
+from hotkv_server.node.removals import Removals
+from hotkv_server.node.session import LiveSession
+from hotkv_server.node.slices import slices
+from hotkv_server.sparse.drive import SparseDecode
+
+log = logging.getLogger(__name__)
+
+MAX_SESSIONS = 256
+
+
+class Sessions:
+    """See the module. Iterates over the open sessions. `save_state` writes new key spaces down;
+    `meet` lets tiers that nodes share say what they know of one; `run_effects` carries out what the
+    core's decisions call for."""
+
+    def __init__(
+        self,
+        core: CacheCore,
+        devices: Devices,
+        events: EventHub,
+        sparse: SparseDecode,
+        removals: Removals,
+        save_state: Callable[[], Awaitable[None]],
+        meet: Callable[[int], Awaitable[None]],
+        run_effects: Callable[[], None],
+    ) -> None:
+        self._core = core
+        self._devices = devices
+        self._events = events
+        self._sparse = sparse
+        self._removals = removals
+        self._save_state = save_state
+        self._meet = meet
+        self._run_effects = run_effects
+        self._open: dict[str, LiveSession] = {}
+
+    def __repr__(self) -> str:
+        return f"Sessions({len(self._open)} open)"
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[LiveSession]:
+        return iter(list(self._open.values()))
+
+    def get(self, secret_id: str) -> LiveSession:
+        """The open session with this secret id. Raises UNKNOWN_SESSION."""
+        session = self._open.get(secret_id)
+        if session is None or session.closing:
+            raise HotKVError(
+                Reason.UNKNOWN_SESSION,
+                "session_id is unknown or closed; open a session with SessionService.Connect",
+            )
+        return session
+
+    async def open(
+        self,
+        engine_id: str,
+        role: str,
+        key_space: KeySpace,
+        client_name: str,
+        representations: tuple[Representation, ...] = (),
+        *,
+        hears_evictions: bool = True,
+    ) -> LiveSession:
+        """Opens a session and writes its key space down. The holder of its secret id may use it.
+        Raises OVERLOADED, and as CacheCore.open_session."""
+        await self._removals.forget_for(key_space, representations)
+        if len(self._open) >= MAX_SESSIONS:
+            raise HotKVError(
+                Reason.OVERLOADED, f"{MAX_SESSIONS} sessions are open; close some first"
+            )
+        is_new = not self._core.catalog.knows(key_space)
+        record = self._core.open_session(
+            engine_id, role, key_space, time.monotonic(), representations
+        )
+        if is_new:
+            self._events.add_key_space(record.key_space_id, key_space)
+        session = LiveSession(
+            record, secrets.token_hex(16), self._core.key_space(record.key_space_id), client_name
+        )
+        session.hears_evictions = hears_evictions
+        self._open[session.secret_id] = session
+        try:
+            await self._save_state()
+            await self._meet(record.key_space_id)
+        except BaseException:
+            await self.close(session)
+            raise
+        log.info(
+            "session opened number=%d engine=%s role=%s key_space=%d",
+            record.number,
+            engine_id,
+            role,
+            record.key_space_id,
+        )
+        return session
+
+    async def declare(self, key_space: KeySpace) -> int:
+        """Makes a key space known that may have no session yet, and writes it down; returns its
+        number. Raises DRAINING, and as Catalog.register."""
+        self._core.sessions.check_takes_new("takes no new key spaces")
+        await self._removals.forget_for(key_space, ())
+        is_new = not self._core.catalog.knows(key_space)
+        number, _ = self._core.catalog.register(key_space, (), time.monotonic())
+        if is_new:
+            self._events.add_key_space(number, key_space)
+        await self._save_state()
+        await self._meet(number)
+        return number
+
+    async def close(self, session: LiveSession) -> None:
+        """Cancels its transfers, waits until nothing touches its memory, then gives everything
+        back."""
+        if session.closing:
+            return
+        session.closing = True
+        session.cancel_transfers()
+        while session.jobs or session.num_reads:
+            session.settled.clear()
+            await session.settled.wait()
+        if session.memory is not None and session.memory.waits_for_devices:
+            await asyncio.get_running_loop().run_in_executor(None, session.memory.close)
+            session.memory = None
+        session.release_memory()
+        async for _ in slices(incremental.end_residencies(self._core, session.record.number)):
+            pass
+        async for _ in slices(incremental.end_leases(self._core, session.record.number)):
+            pass
+        self._core.close_session(session.record.number, time.monotonic())
+        del self._open[session.secret_id]
+        engine_id = session.record.engine_id
+        is_last = all(other.record.engine_id != engine_id for other in self)
+        self._sparse.close_session(session, is_last=is_last)
+        if is_last:
+            self._core.residencies.book.forget_engine(engine_id)
+        self._run_effects()
+        log.info("session closed number=%d engine=%s", session.record.number, engine_id)
+
+    async def close_all(self) -> None:
+        """Closes every session."""
+        await asyncio.gather(*(self.close(session) for session in self))
+
+    async def register_memory(
+        self, session: LiveSession, layout: Layout, order: DeviceOrder = NO_ORDER
+    ) -> tuple[OrderKind, str]:
+        """Maps and opens the memory of a session. Its files' descriptors must have come over the
+        descriptor socket.
+
+        Returns how marks are made in this session, and, if less was taken than offered, the reason.
+        Raises INVALID_LAYOUT, INVALID_FIELD, DUPLICATE_ID, UNKNOWN_HANDLE, UNKNOWN_SESSION.
+        """
+        await self._prepare(session, layout)
+        _check_first(session, layout)
+        check_handles(layout, order, self._devices)
+        fds = session.take_files(
+            [handle.handle_id for handle in layout.handles if not handle.is_cuda]
+        )
+        memory = await self._open_memory(session, layout, order, fds)
+        if session.closing:
+            await asyncio.get_running_loop().run_in_executor(None, memory.close)
+            raise HotKVError(Reason.UNKNOWN_SESSION, "session_id was closed meanwhile")
+        session.memory = memory
+        log.info(
+            "memory registered session=%d bytes=%d huge_bytes=%d device_allocations=%d blocks=%d "
+            "layout=%s order=%s%s",
+            session.record.number,
+            layout.num_bytes,
+            memory.huge_bytes,
+            len(memory.allocations),
+            layout.num_blocks,
+            layout.name,
+            memory.order.kind.name.lower(),
+            f" because={memory.order.message!r}" if memory.order.message else "",
+        )
+        return memory.order.kind, memory.order.message
+
+    async def _prepare(self, session: LiveSession, layout: Layout) -> None:
+        """Checks the layout against the key space and makes its recipes. Raises INVALID_LAYOUT."""
+        try:
+            kinds = self._core.catalog.record(session.record.key_space_id)
+            representations = {
+                session.named(g): kinds.representation(g) for g in session.record.representations
+            }
+            # In a thread: thousands of tensors take a while.
+            await asyncio.to_thread(layout.prepare, session.key_space.groups, representations)
+        except ValueError as error:
+            raise HotKVError(Reason.INVALID_LAYOUT, f"layout.{error}") from error
+
+    async def _open_memory(
+        self, session: LiveSession, layout: Layout, order: DeviceOrder, fds: dict[str, int]
+    ) -> EngineMemory:
+        """As `open_engine_memory`, on a thread; if the call is cancelled, what is being opened is
+        closed again."""
+        loop = asyncio.get_running_loop()
+        opening = loop.run_in_executor(
+            None,
+            open_engine_memory,
+            layout,
+            order,
+            fds,
+            self._devices,
+            session.cancel_transfers,
+            session.key_space.tenant,
+        )
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # The session's stream has broken meanwhile.
+            opening.add_done_callback(
+                lambda done: (
+                    None if done.exception() else loop.run_in_executor(None, done.result().close)
+                )
+            )
+            raise
+
+
+def _check_first(session: LiveSession, layout: Layout) -> None:
+    """Raises if the session has memory already, or no link though the layout needs one."""
+    if session.memory is not None:
+        raise HotKVError(
+            Reason.DUPLICATE_ID,
+            "layout: the session has registered its memory; open another session for other memory",
+        )
+    if session.close_link is None and any(handle.is_cuda for handle in layout.handles):
+        raise HotKVError(
+            Reason.INVALID_LAYOUT,
+            "layout.handles: memory of a device needs the session's link, which tells the engine "
+            "when a dead server has let go of it; link it on the descriptor socket of a unix: "
+            "target first",
+        )

@@ -1,0 +1,1 @@
+"""Decides what residencies may hold, and pins it. Pure."""

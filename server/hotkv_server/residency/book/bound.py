@@ -1,0 +1,184 @@
+"""How much of the arena may be promised to residencies, and what is.
+
+Always true: what a tenant's residencies are promised and pin (each entry counted once) is within
+`residency.share` of what is surely the tenant's, and all together within that share of the arena,
+with every other tenant's guarantee counted as taken; and slabs are within reach of each slot size
+for all that it was promised (`slab_floors`). So evicting what is not pinned makes room for whatever
+was promised. A slot counts with its part of what its slab loses at the end.
+
+The bytes that holds and leases pin count, too, at the time a promise is made: see `pin_budget`.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from hotkv.errors import HotKVError, Reason
+from hotkv_server.cache.leases.pin_budget import PinBudget, most_pinned
+from hotkv_server.cache.room.slabs import SlabPool, aligned
+from hotkv_server.cache.room.tenants import TenantBook
+from hotkv_server.cache.values import Int64s
+
+
+def slot_cost(slot_bytes: int, slab_bytes: int) -> int:
+    """Bytes of the arena that a slot takes: its share of the slab, or the slabs that it spans."""
+    size = aligned(slot_bytes)
+    spans = -(-size // slab_bytes)
+    return -(-spans * slab_bytes // max(1, slab_bytes // size))
+
+
+def slots_of(sizes: Int64s) -> dict[int, int]:
+    """How many of the slots [n] have each size."""
+    if not len(sizes):
+        return {}
+    if (sizes == sizes[0]).all():
+        return {int(sizes[0]): len(sizes)}
+    found, counts = np.unique(sizes, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+
+
+class ResidencyBound:
+    """Bytes promised and pinned, by tenant. `share`: see the module."""
+
+    def __init__(
+        self, tenants: TenantBook, budget: PinBudget, share: float, pool: SlabPool
+    ) -> None:
+        self.promised_bytes = 0
+        self.pinned_bytes = 0
+        self._tenants = tenants
+        self._budget = budget
+        self._share = share
+        self._slab_bytes = pool.slab_bytes
+        self._floors = pool.floors
+        self._taken: dict[int, int] = {}
+        self._costs: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        return (
+            f"ResidencyBound({self.promised_bytes} B promised, {self.pinned_bytes} pinned of "
+            f"{self.bound_bytes})"
+        )
+
+    @property
+    def bound_bytes(self) -> int:
+        """Most that all residencies together may be promised and pin, as far as the arena has
+        memory."""
+        capacity = self._tenants.capacity_bytes
+        return min(int(self._share * capacity), most_pinned(capacity))
+
+    def cost(self, slot_bytes: int) -> int:
+        """As `slot_cost`."""
+        if slot_bytes not in self._costs:
+            self._costs[slot_bytes] = slot_cost(slot_bytes, self._slab_bytes)
+        return self._costs[slot_bytes]
+
+    def costs(self, slots: Mapping[int, int]) -> int:
+        """What so many slots by size take together."""
+        return sum(count * self.cost(size) for size, count in slots.items())
+
+    def promise(self, tenant: int, slots: Mapping[int, int], sign: int = 1) -> None:
+        """Counts slots by size as promised to a tenant; not any more, if `sign` is -1."""
+        more = sign * self.costs(slots)
+        self.promised_bytes += more
+        self._change(tenant, more, slots, sign)
+
+    def pin(self, tenant: int, sizes: Int64s, sign: int = 1) -> None:
+        """Counts slots of these sizes [n] as pinned for a tenant; not any more, if `sign` is
+        -1."""
+        slots = slots_of(sizes)
+        more = sign * self.costs(slots)
+        self.pinned_bytes += more
+        self._change(tenant, more, slots, sign)
+
+    def _change(self, tenant: int, more: int, slots: Mapping[int, int], sign: int) -> None:
+        for size, count in slots.items():
+            self._floors.add(size, sign * count)
+        self._budget.resident_bytes += more
+        self._taken[tenant] = self._taken.get(tenant, 0) + more
+        if not self._taken[tenant]:
+            del self._taken[tenant]
+
+    def taken_bytes(self, tenant: int) -> int:
+        """What the tenant's residencies are promised and pin."""
+        return self._taken.get(tenant, 0)
+
+    def room_bytes(self, tenant: int) -> int:
+        """What may be promised to the tenant now."""
+        room = self._most(tenant, self._tenants.capacity_bytes, self._taken)
+        return max(0, min(room - self.taken_bytes(tenant), self._budget.for_residencies))
+
+    def most_bytes(self, tenant: int) -> int:
+        """What may be promised to the tenant if nobody has anything and the whole arena has
+        memory."""
+        return max(0, self._most(tenant, self._tenants.arena_bytes, {}))
+
+    def _most(self, tenant: int, capacity_bytes: int, taken: dict[int, int]) -> int:
+        others = self._tenants.kept_for_others(tenant, self._share, taken)
+        bound = min(int(self._share * capacity_bytes), most_pinned(capacity_bytes))
+        return min(bound - others, int(self._share * self._tenants.burst_bytes(tenant)))
+
+    def check_ever(self, tenant: int, asked_bytes: int) -> None:
+        """Raises RESIDENCY_TOO_LARGE if so much may never be promised."""
+        most = self.most_bytes(tenant)
+        if asked_bytes > most:
+            needed = int(asked_bytes / self._share) + 1
+            raise HotKVError(
+                Reason.RESIDENCY_TOO_LARGE,
+                f"groups.block_count: this takes {asked_bytes} bytes of the arena, and at most "
+                f"{most} of its {self._tenants.arena_bytes} may ever be reserved for "
+                f"{'this tenant' if self._tenants.is_used else 'residencies'} "
+                f"(residency.share {self._share:g}): raise arena.bytes"
+                f"{' or the share of the tenant' if self._tenants.is_used else ''}, to "
+                f"{needed} bytes at least, or lower the longest request",
+            )
+
+    def check_room(self, tenant: int, slots: Mapping[int, int]) -> None:
+        """Raises NO_ROOM_FOR_RESIDENCY unless so many slots by size may be promised now."""
+        room, asked_bytes = self.room_bytes(tenant), self.costs(slots)
+        if asked_bytes <= room and not self._floors.would_fit(slots):
+            raise HotKVError(
+                Reason.NO_ROOM_FOR_RESIDENCY,
+                f"groups.block_count: this takes {asked_bytes} bytes of the arena, and {room} "
+                "could be reserved now, but what others pin lies in too many slabs of other slot "
+                "sizes; wait until some have ended",
+            )
+        if asked_bytes > room:
+            raise HotKVError(Reason.NO_ROOM_FOR_RESIDENCY, self._why(tenant, asked_bytes, room))
+
+    def _why(self, tenant: int, asked_bytes: int, room_bytes: int) -> str:
+        mine, budget = self.taken_bytes(tenant), self._budget
+        everybody = self.promised_bytes + self.pinned_bytes
+        whose = (
+            f"this tenant's residencies hold {mine}, all together {everybody}"
+            if self._tenants.is_used
+            else f"residencies hold {everybody}"
+        )
+        return (
+            f"groups.block_count: this takes {asked_bytes} bytes of the arena, and {room_bytes} "
+            f"can be reserved now: {whose} of {self.bound_bytes} (residency.share), other requests "
+            f"pin {budget.held_bytes + budget.unadmitted_bytes}; wait until some have ended"
+        )
+
+    def check(
+        self, promised: Mapping[int, int], pinned: Mapping[int, int], slots: Mapping[int, int]
+    ) -> None:
+        """Raises AssertionError if bytes by tenant, or all slots by size, are others, or beyond the
+        bound."""
+        self._floors.check(slots)
+        taken = {
+            tenant: promised.get(tenant, 0) + pinned.get(tenant, 0)
+            for tenant in {*promised, *pinned}
+        }
+        assert self._taken == {t: count for t, count in taken.items() if count}, (
+            "bytes of residencies miscounted"
+        )
+        assert (self.promised_bytes, self.pinned_bytes) == (
+            sum(promised.values()),
+            sum(pinned.values()),
+        ), "promised and pinned bytes mixed up"
+        assert self._budget.resident_bytes == sum(taken.values()) <= self.bound_bytes, (
+            "more is promised than there may be"
+        )
+        for tenant, count in taken.items():
+            most = self._most(tenant, self._tenants.capacity_bytes, self._taken)
+            assert count <= most, "a tenant is promised more than it may have"

@@ -1,0 +1,139 @@
+"""Pins of residencies: which entries they keep, and the marks of what readers may read.
+
+Always true: an entry has one pin from each position of a residency that names it; an entry that is
+pinned here, or kept by the grace, is marked before anybody is told where it lies, and no other is
+marked. A residency that pins what another has pinned already is promised less all the same; the
+entry counts once.
+"""
+
+import numpy as np
+
+from hotkv import table
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.table.grace import Grace
+from hotkv_server.cache.table.reader_words import Marks
+from hotkv_server.cache.values import Entries, Int64s
+from hotkv_server.residency.book.bound import ResidencyBound, slots_of
+from hotkv_server.residency.book.residency import Residency
+
+
+class ResidencyPins:
+    """See the module. `counts` uint32 by entry number: pins from residencies."""
+
+    def __init__(self, space: Space, bound: ResidencyBound, grace: Grace, marks: Marks) -> None:
+        # Memory comes with the first pin of an entry nearby.
+        self.counts = np.zeros(space.index.capacity + 1, np.uint32)
+        self._space = space
+        self._bound = bound
+        self._grace = grace
+        self._marks = marks
+        self._held: list[Entries] = []
+
+    def __repr__(self) -> str:
+        return f"ResidencyPins({self._bound.pinned_bytes} B)"
+
+    def representation_offsets(
+        self, residency: Residency, group_index: int, first_position: int, block_count: int
+    ) -> Int64s:
+        """Slot offsets of the representations that a residency pins with its blocks from
+        `first_position` on, -1 for none. Those of an earlier server count as none until they have
+        been compared with their check values."""
+        group, index = residency.groups[group_index], self._space.index
+        linked = group.linked_at(first_position + np.arange(block_count, dtype=np.int64))
+        is_known = (linked != 0) & ~index.unverified[linked]
+        offsets: Int64s = np.where(is_known, index.offsets(linked), -1)
+        return offsets
+
+    def pin(
+        self, residency: Residency, group_index: int, positions: Int64s, entries: Entries
+    ) -> None:
+        """Pins ready, verified blocks at rising positions, as many as the residency has left.
+        Positions that it has stay as they are."""
+        group = residency.groups.get(group_index)
+        if group is None or residency.is_closing or not len(positions):
+            return
+        _, known = group.rows(positions)
+        room = group.most - len(group.positions)
+        positions, entries = positions[~known][:room], entries[~known][:room]
+        group.add(positions, entries)
+        self._pin(residency, entries, group.block_bytes)
+
+    def pin_linked(self, residency: Residency, group_index: int, positions: Int64s) -> None:
+        """Pins the representations of those blocks that the residency has at these positions, each
+        if it is of a kind that the session declares; one a position."""
+        group = residency.groups.get(group_index)
+        if group is None or residency.is_closing or not group.kinds:
+            return
+        index, records = self._space.index, self._space.index.table.records
+        rows, known = group.rows(positions)
+        rows = rows[known]
+        rows = rows[(group.linked[rows] == 0) & index.is_ready(group.entries[rows])]
+        linked = self._space.representations.of(group.entries[rows])
+        kinds = records[linked, table.W_GROUP_STATE] & np.uint32(0xFFFF)
+        wanted = (linked != 0) & np.isin(kinds, list(group.kinds))
+        rows, linked = rows[wanted], linked[wanted]
+        group.link(rows, linked)
+        self._pin(residency, linked, group.kind_bytes)
+
+    def _pin(self, residency: Residency, entries: Entries, slot_bytes: int) -> None:
+        """Pins entries in slots of this size; as many are promised no longer."""
+        fresh = entries[self.counts[entries] == 0]
+        # Before anybody is told where they lie: a server that is killed leaves them marked.
+        self._marks[entries] = 1
+        np.add.at(self.counts, entries, np.uint32(1))
+        if np.any(self.counts[fresh] > 1):
+            fresh = np.unique(fresh)
+        self._space.index.pin(entries, 1)
+        self._bound.promise(residency.tenant, {slot_bytes: len(entries)}, -1)
+        self._bound.pin(residency.tenant, np.full(len(fresh), slot_bytes))
+
+    def unpin(self, tenant: int, entries: Entries) -> None:
+        """Takes one pin each from entries of a tenant's residency, and frees what was flushed
+        meanwhile."""
+        index, distinct = self._space.index, np.unique(entries)
+        np.subtract.at(self.counts, entries, np.uint32(1))
+        last = distinct[self.counts[distinct] == 0]
+        self._bound.pin(tenant, index.slot_bytes(last), -1)
+        self._marks[last[~self._grace.among(last)]] = 0
+        index.pin(entries, -1)
+        self._space.removal.reap(distinct)
+
+    def hold(self, entries: Entries) -> Entries:
+        """Pins entries, each once, that are compared with their check values before a residency may
+        pin them; returns them."""
+        if len(entries):
+            self._space.index.pin(entries, 1)
+            self._held.append(entries)
+        return entries
+
+    def let_go(self, entries: Entries) -> None:
+        """The entries of one `hold` have been compared, or will not be."""
+        self._held = [held for held in self._held if held is not entries]
+        self._space.index.pin(entries, -1)
+        self._space.removal.reap(entries)
+
+    def all(self) -> Int64s:
+        """Pins of each entry [capacity + 1], those of the grace among them. Linear in capacity."""
+        pins = self.counts.astype(np.int64)
+        for entries in (*self._held, self._grace.entries):
+            np.add.at(pins, entries, 1)
+        return pins
+
+    def check(self, counts: Int64s) -> tuple[dict[int, int], dict[int, int]]:
+        """Raises AssertionError unless pins are `counts` by entry number, and marks as they must
+        be. Returns bytes of arena by tenant, and slots by size."""
+        index = self._space.index
+        assert np.array_equal(counts, self.counts), "pins of residencies miscounted"
+        pinned = np.flatnonzero(counts).astype(np.uint32)
+        assert np.all(index.can_be_read(pinned)), "pins something that has no bytes"
+        marked = np.flatnonzero(self._marks).astype(np.uint32)
+        assert np.array_equal(marked, np.union1d(pinned, self._grace.entries)), (
+            "marks and pins of readers disagree"
+        )
+        owners = self._space.tenants.of(index.key_spaces(pinned))
+        sizes = index.slot_bytes(pinned)
+        by_tenant = {
+            int(tenant): self._bound.costs(slots_of(sizes[owners == tenant]))
+            for tenant in np.unique(owners)
+        }
+        return by_tenant, slots_of(sizes)

@@ -1,0 +1,344 @@
+"""Residencies: requests whose blocks stay in the arena as long as they run, for engines that read
+them there and keep no copy.
+
+Opening one reserves room; extending it, or storing into it, pins blocks and says where they lie.
+Always true: what is pinned and what is promised is within `ResidencyBound`; before anything is
+unpinned that its engine did not give back, the session's word has changed (`reader_words`).
+Residencies belong to their engine, as leases do, and end with the session that opened them; if the
+server drains they stay as they are, for the next server. `residency_pins` pins, `grace` keeps what
+an earlier server's residencies had.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+
+import numpy as np
+
+from hotkv import table
+from hotkv.errors import HotKVError, Reason
+from hotkv.table import Words
+from hotkv_server.cache.catalog import Catalog
+from hotkv_server.cache.room.slabs import aligned
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.sessions import SessionBook, check_named
+from hotkv_server.cache.table.grace import Grace
+from hotkv_server.cache.table.reader_words import Marks, ReaderWords
+from hotkv_server.cache.values import (
+    CoreConfig,
+    Entries,
+    Int64s,
+    KeySpaceRecord,
+    OpenedResidency,
+    SessionRecord,
+)
+from hotkv_server.residency.book.bound import ResidencyBound
+from hotkv_server.residency.book.pins import ResidencyPins
+from hotkv_server.residency.book.register import ResidencyBook
+from hotkv_server.residency.book.residency import Residency, ResidentGroup
+
+MAX_POSITION = 1 << 31
+
+
+class Residencies:
+    """See the module."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        space: Space,
+        catalog: Catalog,
+        sessions: SessionBook,
+        book: ResidencyBook,
+        bound: ResidencyBound,
+        words: ReaderWords,
+        marks: Marks,
+    ) -> None:
+        self.book = book
+        self.bound = bound
+        self.words = words
+        self.grace = Grace(space, words, marks)
+        self.pins = ResidencyPins(space, bound, self.grace, marks)
+        self._config = config
+        self._space = space
+        self._catalog = catalog
+        self._sessions = sessions
+
+    def __repr__(self) -> str:
+        return f"Residencies({self.book!r}, {self.bound!r}, {self.words!r}, {self.grace!r})"
+
+    # Opening
+
+    def open(
+        self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
+    ) -> OpenedResidency:
+        """Reserves room for so many blocks a group, and for their representations of the kinds that
+        the session declares. The same call again for an open residency gets the same answer.
+
+        Raises NO_ROOM_FOR_RESIDENCY or RESIDENCY_TOO_LARGE, among others; a refusal is noted for
+        operators and changes nothing else.
+        """
+        session = self._sessions.record(session_number)
+        record = self._catalog.record(session.key_space_id)
+        groups = _new_groups(session, record, num_blocks)
+        existing = self.book.of_call(session, residency_id)
+        if existing is not None:
+            if existing.asked != num_blocks:
+                raise HotKVError(
+                    Reason.DUPLICATE_ID,
+                    f"residency_id {residency_id!r} is open for other numbers of blocks; close it, "
+                    "or choose a new id",
+                )
+            return self._opened(existing)
+        self._sessions.check_takes_new("opens no residencies")
+        owner = self._sessions.owner(session)
+        residency = Residency(
+            session.engine_id, owner, residency_id, session.number, session.key_space_id,
+            self._space.tenants.number(session.key_space_id), now_s, dict(num_blocks), groups,
+        )  # fmt: skip
+        slots = residency.left()
+        asked_bytes = self.bound.costs(slots)
+        try:
+            self.bound.check_ever(residency.tenant, asked_bytes)
+            self.book.check_room(residency)
+            self.words.check_room(session.number)
+            self.bound.check_room(residency.tenant, slots)
+        except HotKVError as error:
+            room = self.bound.room_bytes(residency.tenant)
+            self.book.note_refusal(residency, asked_bytes, room, error.message, now_s)
+            raise
+        self.book.add(residency)
+        self.bound.promise(residency.tenant, slots)
+        return self._opened(residency)
+
+    def make_room(
+        self, session_number: int, residency_id: str, num_blocks: Mapping[int, int]
+    ) -> Iterator[None]:
+        """Makes room for opening a residency, in parts: slabs of the slot sizes that it needs. Does
+        nothing if there are enough, or the call would be refused anyway."""
+        session = self._sessions.record(session_number)
+        record = self._catalog.record(session.key_space_id)
+        slots: Counter[int] = Counter()
+        for group in _new_groups(session, record, num_blocks).values():
+            slots.update(group.left())
+        tenant = self._space.tenants.number(session.key_space_id)
+        is_new = self.book.named(session, residency_id) is None
+        if is_new and self.bound.costs(slots) <= self.bound.room_bytes(tenant):
+            yield from self._space.room.make_floors(slots, tenant)
+
+    def _opened(self, residency: Residency) -> OpenedResidency:
+        index, value = self.words.of_session(residency.session_number)
+        return OpenedResidency(residency.residency_id, index, value, self.words.generation)
+
+    # Pinning
+
+    def extend(
+        self,
+        session_number: int,
+        residency_id: str,
+        group_index: int,
+        first_position: int,
+        hashes: Words,
+        now_s: float,
+    ) -> Int64s:
+        """Pins those of the blocks that are ready and verified, with their representations; returns
+        the slot offset of each, -1 for a block that is not pinned.
+
+        A block that the residency has already keeps its offset, also if it was flushed meanwhile.
+        """
+        session = self._sessions.record(session_number)
+        _check_position(first_position, len(hashes))
+        residency, group = self._named(session, residency_id, group_index, len(hashes))
+        index = self._space.index
+        positions = first_position + np.arange(len(hashes), dtype=np.int64)
+        rows, known = group.rows(positions)
+        mine = group.entries[rows[known]]
+        if not np.array_equal(index.table.records[mine, :8], hashes[known]):
+            raise HotKVError(
+                Reason.DUPLICATE_ID,
+                f"hashes: residency {residency_id!r} has another block at one of these positions; "
+                "a position names one block",
+            )
+        fresh = np.flatnonzero(~known)
+        words = index.find(residency.key_space_id, group_index, hashes[fresh])
+        good = table.is_ready(words)
+        good[good] = ~index.unverified[words[good]]
+        fresh, words = fresh[good], words[good]
+        _check_most(group, len(fresh))
+        self.pins.pin(residency, group_index, positions[fresh], words)
+        self.pins.pin_linked(residency, group_index, positions)
+        self._space.touch(words, now_s)
+        offsets = np.full(len(hashes), -1, np.int64)
+        offsets[known] = np.where(index.unverified[mine], -1, index.offsets(mine))
+        offsets[fresh] = index.offsets(words)
+        return offsets
+
+    def _named(
+        self, session: SessionRecord, residency_id: str, group_index: int, num_blocks: int
+    ) -> tuple[Residency, ResidentGroup]:
+        """The residency and group of a call. Raises HotKVError."""
+        residency = self.book.live(session, residency_id)
+        if group_index not in residency.groups:
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"group_index is {group_index}; the residency was opened for groups "
+                f"{sorted(residency.groups)}",
+            )
+        if num_blocks > self._config.max_blocks_per_call:
+            raise HotKVError(
+                Reason.TOO_LARGE,
+                f"hashes: {num_blocks} blocks; at most {self._config.max_blocks_per_call} are "
+                "accepted in a call",
+            )
+        return residency, residency.groups[group_index]
+
+    # Comparing first
+
+    def begin_comparing(
+        self, session: SessionRecord, residency_id: str, group_index: int, hashes: Words
+    ) -> Entries:
+        """The ready blocks among these that have not been compared with their check values; pinned
+        until `pins.let_go`, which the caller owes."""
+        residency, _ = self._named(session, residency_id, group_index, len(hashes))
+        index = self._space.index
+        words = index.find(residency.key_space_id, group_index, hashes)
+        waiting = np.unique(words[table.is_ready(words)])
+        return self.pins.hold(waiting[index.unverified[waiting]])
+
+    # Ending
+
+    def begin_closing(self, residency: Residency) -> None:
+        """Gives the promise of a residency back; its id is free from now on. `give_back` does the
+        rest."""
+        if not residency.is_closing:
+            self.bound.promise(residency.tenant, residency.left(), -1)
+            residency.is_closing = True
+            self.book.begin_closing(residency)
+
+    def close(self, residency: Residency) -> None:
+        """Gives a residency back in one go. If its engine did not ask for it, its readers have been
+        told before."""
+        self.begin_closing(residency)
+        while not self.give_back(residency, MAX_POSITION):
+            pass
+
+    def give_back(self, residency: Residency, most: int) -> bool:
+        """Unpins up to `most` blocks of a residency that is closing; True if none is left and it is
+        gone."""
+        if residency.is_gone:
+            return True
+        for group in residency.groups.values():
+            if len(group.positions):
+                self.pins.unpin(residency.tenant, group.take(most))
+                break
+        if any(len(group.positions) for group in residency.groups.values()):
+            return False
+        self.book.remove(residency)
+        residency.is_gone = True
+        return True
+
+    def begin_ending(self, session: SessionRecord) -> list[Residency]:
+        """The residencies of a session that ends, to be given back: its readers have been told.
+
+        No residency if the server drains: all stay as they are, so that the next server can keep
+        them for their readers.
+        """
+        residencies = self.book.of_session(session.number)
+        if residencies and self._sessions.draining:
+            self.book.orphans.add(session.number)
+            return []
+        self.words.revoke(session.number)
+        for residency in residencies:
+            self.begin_closing(residency)
+        return residencies
+
+    def condemned(self, entries: Entries) -> None:
+        """These blocks do not agree with their check values: ends all residencies of sessions that
+        read one of them, whose readers have had other bytes than were stored."""
+        reading = {
+            residency.session_number for residency in self.book.all() if residency.reads(entries)
+        }
+        if self.grace.among(entries).any():
+            self.grace.revoke()
+        for number in reading:
+            self.words.revoke(number)
+            for residency in self.book.of_session(number):
+                self.close(residency)
+
+    def expire_grace(self, now_s: float) -> Iterator[None]:
+        """As `Grace.expire`."""
+        return self.grace.expire(now_s, self.pins.counts)
+
+    # Checking
+
+    def check_invariants(self, live_sessions: Collection[int]) -> None:
+        """Raises AssertionError if the books disagree. Linear in capacity."""
+        counts = np.zeros(len(self.pins.counts), np.int64)
+        promised: Counter[int] = Counter()
+        slots: Counter[int] = Counter()
+        for residency in self.book.all():
+            promised[residency.tenant] += self.bound.costs(residency.left())
+            slots.update(residency.left())
+            residency.check_invariants()
+            for entries in residency.pinned():
+                np.add.at(counts, entries, 1)
+        pinned, pinned_slots = self.pins.check(counts)
+        slots.update(pinned_slots)
+        self.bound.check(promised, pinned, slots)
+        sessions = {residency.session_number for residency in self.book.all()}
+        assert sessions - self.book.orphans <= set(live_sessions), "a residency is nobody's"
+        self.words.check_invariants({r.session_number for r in self.book.all() if not r.is_closing})
+        self.book.check_invariants()
+        self.grace.check_invariants()
+
+
+def _new_groups(
+    session: SessionRecord, record: KeySpaceRecord, num_blocks: Mapping[int, int]
+) -> dict[int, ResidentGroup]:
+    """Groups of a new residency, without a block. Raises INVALID_FIELD unless one may be opened for
+    them."""
+    check_named(record, num_blocks, 0, 0, only_blocks=True)
+    if not num_blocks or min(num_blocks.values()) < 1 or max(num_blocks.values()) >= MAX_POSITION:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            "groups.block_count must be from 1 to 2147483647, for one group at least",
+        )
+    return {group: _new_group(session, record, group, count) for group, count in num_blocks.items()}
+
+
+def _check_position(first_position: int, num_blocks: int) -> None:
+    if not 0 <= first_position < MAX_POSITION - num_blocks:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            "first_position is negative or too large; it counts blocks from the start of the "
+            "request",
+        )
+
+
+def _check_most(group: ResidentGroup, num_fresh: int) -> None:
+    """Raises INVALID_FIELD if the group would have more blocks than the residency was opened
+    for."""
+    count = len(group.positions) + num_fresh
+    if count > group.most:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"hashes: the residency was opened for {group.most} blocks of this group and would "
+            f"have {count}; open it for all that it will keep",
+        )
+
+
+def _new_group(
+    session: SessionRecord, record: KeySpaceRecord, group_index: int, count: int
+) -> ResidentGroup:
+    kinds = {
+        kind: aligned(record.shape(kind).slot_bytes)
+        for kind in session.representations
+        if record.block_group(kind) == group_index
+    }
+    largest = max(kinds.values(), default=0)
+    return ResidentGroup(
+        count,
+        aligned(record.shape(group_index).slot_bytes),
+        # One size, so that what is pinned is what was promised.
+        frozenset(kind for kind, slot_bytes in kinds.items() if slot_bytes == largest),
+        largest,
+    )

@@ -1,0 +1,99 @@
+"""Calls of residencies: message in, message out, on a session that maps the arena."""
+
+import asyncio
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.table import Words
+from hotkv.v1 import residency_pb2
+from hotkv_server.cache.values import HashList
+from hotkv_server.node.node import Node
+from hotkv_server.node.session import LiveSession
+from hotkv_server.residency.drive import Extended
+from hotkv_server.wire import convert
+from hotkv_server.wire.calls import unless_flushed
+
+
+def residency_id(text: str) -> str:
+    """The id of a residency, which operators are shown."""
+    return convert.name("residency_id", text)
+
+
+def _check_reads(session: LiveSession) -> None:
+    """Raises NOT_ALLOWED unless the session was given the arena."""
+    if not session.has_arena:
+        raise HotKVError(
+            Reason.NOT_ALLOWED,
+            "residency_id: this session was not given the arena, without which a residency is of "
+            "no use: it has no link, or its tenant may not map it",
+        )
+
+
+async def open_residency(
+    node: Node, session: LiveSession, request: residency_pb2.OpenResidencyRequest
+) -> residency_pb2.OpenResidencyResponse:
+    """Reserves room for a request."""
+    _check_reads(session)
+    convert.check_lists("groups", request.groups)
+    num_blocks = {session.group_index(g.group_index): g.block_count for g in request.groups}
+    if len(num_blocks) < len(request.groups):
+        raise HotKVError(Reason.INVALID_FIELD, "groups lists a group twice; list each once")
+    opened = await node.residencies.open(session, residency_id(request.residency_id), num_blocks)
+    return residency_pb2.OpenResidencyResponse(
+        residency_id=opened.residency_id,
+        word_index=opened.word_index,
+        word_value=opened.word_value,
+        generation=opened.generation,
+    )
+
+
+def extend_residency(
+    node: Node, session: LiveSession, request: residency_pb2.ExtendResidencyRequest
+) -> "residency_pb2.ExtendResidencyResponse | asyncio.Task[residency_pb2.ExtendResidencyResponse]":
+    """Pins blocks; answered later if they must be compared first, or a tier that nodes share must
+    confirm that they are of after all flushes."""
+    _check_reads(session)
+    group_index = session.group_index(request.group_index)
+    named = HashList(
+        group_index, convert.hashes("hashes", request.hashes, session.key_space.hash_bytes)
+    )
+
+    def extend(hashes: Words) -> "Extended | asyncio.Task[Extended]":
+        return node.residencies.extend(
+            session,
+            residency_id(request.residency_id),
+            group_index,
+            request.first_position,
+            hashes,
+        )
+
+    async def later() -> residency_pb2.ExtendResidencyResponse:
+        (may_be,) = await unless_flushed(node, session, [named])
+        extended = extend(may_be.hashes)
+        return _answer(await extended if isinstance(extended, asyncio.Task) else extended)
+
+    if node.tiers is not None and not node.tiers.epochs.may_serve(session.record.key_space_id):
+        return asyncio.create_task(later())
+    extended = extend(named.hashes)
+    if isinstance(extended, asyncio.Task):
+        return asyncio.create_task(_later(extended))
+    return _answer(extended)
+
+
+async def _later(extended: "asyncio.Task[Extended]") -> residency_pb2.ExtendResidencyResponse:
+    return _answer(await extended)
+
+
+def _answer(extended: Extended) -> residency_pb2.ExtendResidencyResponse:
+    offsets, representations = (found.astype("<i8").tobytes() for found in extended)
+    return residency_pb2.ExtendResidencyResponse(
+        offsets=offsets, representation_offsets=representations
+    )
+
+
+async def close_residency(
+    node: Node, session: LiveSession, request: residency_pb2.CloseResidencyRequest
+) -> residency_pb2.CloseResidencyResponse:
+    """Gives a residency back."""
+    return residency_pb2.CloseResidencyResponse(
+        closed=await node.residencies.close(session, residency_id(request.residency_id))
+    )

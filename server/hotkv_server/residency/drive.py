@@ -1,0 +1,109 @@
+"""Residencies of a node: the core's decisions, with blocks of an earlier server compared first.
+
+Always true: a client learns no offset of a block that came back from an old server before its bytes
+have been compared and agree; while they are compared the blocks are pinned, and the session that
+asks is not closed. A residency is given back in parts, and others are served between two. On the
+event loop only.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+
+from hotkv.table import Words
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room import incremental
+from hotkv_server.cache.values import Entries, Int64s, OpenedResidency
+from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.node.session import LiveSession
+from hotkv_server.node.slices import slices
+
+Extended = tuple[Int64s, Int64s]
+"""Slot offsets of blocks and of their representations."""
+
+
+class Residencies:
+    """See the module. `tell` is called when blocks have been evicted or condemned."""
+
+    def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:
+        self._core = core
+        self._verifier = verifier
+        self._tell = tell
+
+    def __repr__(self) -> str:
+        return f"Residencies({self._core.residencies!r})"
+
+    def start(self) -> None:
+        """From now on engines can come back: the grace of an earlier server's readers begins."""
+        grace = self._core.residencies.grace
+        if grace.is_on:
+            grace.until_s = time.monotonic() + self._core.config.residency_grace_s
+
+    async def open(
+        self, session: LiveSession, residency_id: str, num_blocks: Mapping[int, int]
+    ) -> OpenedResidency:
+        """As the core's, after making room, in this turn of the loop. Others are served
+        meanwhile."""
+        if not self._core.draining:
+            making = self._core.residencies.make_room(
+                session.record.number, residency_id, num_blocks
+            )
+            async for _ in slices(making):
+                self._tell()
+        return self._core.residencies.open(
+            session.record.number, residency_id, num_blocks, time.monotonic()
+        )
+
+    def extend(
+        self,
+        session: LiveSession,
+        residency_id: str,
+        group_index: int,
+        first_position: int,
+        hashes: Words,
+    ) -> "Extended | asyncio.Task[Extended]":
+        """As the core's, with the offsets of the blocks' representations; at once if all blocks
+        have been compared."""
+
+        def extended() -> Extended:
+            record, core = session.record, self._core.residencies
+            offsets = core.extend(
+                record.number, residency_id, group_index, first_position, hashes, time.monotonic()
+            )
+            residency = core.book.live(record, residency_id)
+            return offsets, core.pins.representation_offsets(
+                residency, group_index, first_position, len(hashes)
+            )
+
+        waiting = self._core.residencies.begin_comparing(
+            session.record, residency_id, group_index, hashes
+        )
+        if not len(waiting):
+            return extended()
+        session.num_reads += 1
+        comparing = asyncio.create_task(self._compare(session, waiting))
+        return asyncio.create_task(_after(comparing, extended))
+
+    async def _compare(self, session: LiveSession, entries: Entries) -> None:
+        try:
+            if len(await self._verifier.compare(entries)):
+                self._tell()
+        finally:
+            self._core.residencies.pins.let_go(entries)
+            session.num_reads -= 1
+            session.settled.set()
+
+    async def close(self, session: LiveSession, residency_id: str) -> bool:
+        """Gives a residency back. Returns False if there is none."""
+        residency = self._core.residencies.book.named(session.record, residency_id)
+        if residency is None:
+            return False
+        async for _ in slices(incremental.close_residency(self._core, residency)):
+            pass
+        return True
+
+
+async def _after(comparing: "asyncio.Task[None]", extended: Callable[[], Extended]) -> Extended:
+    # Shielded: what reads the arena runs to its end even if the client leaves.
+    await asyncio.shield(comparing)
+    return extended()

@@ -1,0 +1,1 @@
+"""Sequences, and selections over their representations. Pure."""

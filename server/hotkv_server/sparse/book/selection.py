@@ -1,0 +1,381 @@
+"""Selections by the server: the same functions as in engines, straight from representations in the
+arena.
+
+A `SelectSpec` says where in a slot a layer's representations lie; one that contradicts itself is
+refused when it is made, with the field of `hotkv.v1.SelectConfig`. Nothing is copied: a pool is a
+view of the arena whose rows are `SLOT_ALIGN` bytes apart, shifted to the layer's place in a slot,
+so that a slot's row is its offset over `SLOT_ALIGN`. The caller pins the slots. Runs on worker
+threads.
+
+Shapes: Q query heads, H KV heads, D channels, C covered blocks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.table import SLOT_ALIGN
+from hotkv_server.sparse.book.figures import MAX_LAYERS
+from hotkv_sparse.centre import TOKEN_FORMATS
+from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.formats import bytes_per_block, head_bytes, needs_axes, token_scorer
+from hotkv_sparse.hotset import HotSet
+from hotkv_sparse.moves import HotMap, Moves, Step
+from hotkv_sparse.scores import prepare, score
+from hotkv_sparse.selector import Source, select_layer
+from hotkv_sparse.topk import Selection, Span, span
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+U8 = NDArray[np.uint8]
+MAX_HEAD_SIZE = 4096
+MAX_KV_HEADS = 4096
+MAX_CONTEXT_BLOCKS = 1 << 18
+MAX_SCORES = 1 << 25
+"""Most scores of one selection, query heads times blocks: 128 MiB."""
+MAX_HOT_SLOTS = 1 << 22
+"""Most slots of one sequence's hot sets, over all layers and shards."""
+MAX_CENTRE_BYTES = 4 << 20
+"""Of one sequence's centres, over all layers: 128 layers with 8 KV heads of 128 channels have 512
+KiB."""
+
+
+def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
+    return HotKVError(reason, message)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCentre:
+    """A layer's `hotkv_sparse.centre.LayerCentre` that compares by value: `mu` little-endian
+    float32 [H of all shards, D]."""
+
+    mu: bytes
+    bias: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class SelectSpec:
+    """How to select for a sequence. `layer_indices` ascending; `hot_blocks` 0: no hot sets are
+    kept; `scale` None: 1 / sqrt(D).
+
+    `centres` by layer: those that the representations were made with. Nobody can check that here: a
+    kind's version is a hash.
+    """
+
+    config: SparseConfig
+    representation_group: int
+    layer_indices: tuple[int, ...]
+    kv_heads: int
+    head_size: int
+    block_tokens: int
+    num_shards: int
+    hot_blocks: int = 0
+    scale: float | None = None
+    centres: Mapping[int, PackedCentre] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        layers = self.layer_indices
+        if (
+            not layers
+            or sorted(set(layers)) != list(layers)
+            or not 0 <= layers[0] <= layers[-1] < MAX_LAYERS
+        ):
+            raise _invalid(
+                f"select.layer_indices must be layers from 0 to {MAX_LAYERS - 1}, ascending, "
+                "each once, and at least one"
+            )
+        for name, value, most in (
+            ("kv_head_count", self.kv_heads, MAX_KV_HEADS),
+            ("head_size", self.head_size, MAX_HEAD_SIZE),
+        ):
+            if not 1 <= value <= most:
+                raise _invalid(f"select.{name} is {value}; allowed are 1 to {most}")
+        if self.scale is not None and not (np.isfinite(self.scale) and self.scale > 0):
+            raise _invalid(
+                f"select.scale is {self.scale}; use a number above 0, or 0 for the usual one"
+            )
+        least = self.config.max_always_blocks(self.block_tokens) + 1
+        if self.hot_blocks and self.hot_blocks < least:
+            raise _invalid(
+                f"select.hot_block_count is {self.hot_blocks}; what is always kept and one "
+                "more "
+                f"take {least}, or use 0 for none"
+            )
+        if not 0 <= self.hot_blocks * len(layers) * self.num_shards <= MAX_HOT_SLOTS:
+            most = MAX_HOT_SLOTS // (len(layers) * self.num_shards)
+            raise _invalid(
+                f"select.hot_block_count is {self.hot_blocks}; allowed are 0 to {most} with "
+                "these layers",
+                Reason.TOO_LARGE,
+            )
+        self._check_scorers()
+        self._check_centres()
+
+    def _check_scorers(self) -> None:
+        for layer in self.layer_indices:
+            for name in self.config.scorers_of(layer):
+                if needs_axes(name):
+                    raise _invalid(
+                        f"select: layer {layer} is scored by {name}, whose axes only the engine "
+                        "has; select in the engine, or use another scorer"
+                    )
+
+    def _check_centres(self) -> None:
+        if self.centre_bytes > MAX_CENTRE_BYTES:
+            raise _invalid(
+                f"select.centres have {self.centre_bytes} bytes; at most {MAX_CENTRE_BYTES} "
+                "are "
+                "accepted",
+                Reason.TOO_LARGE,
+            )
+        shape = (self.num_shards * self.kv_heads, self.head_size)
+        for layer, centre in self.centres.items():
+            if layer not in self.layer_indices:
+                raise _invalid(
+                    f"select.centres.layer_index is {layer}; layer_indices are "
+                    f"{list(self.layer_indices)}"
+                )
+            if len(centre.mu) != 4 * shape[0] * shape[1]:
+                raise _invalid(
+                    f"select.centres.mu of layer {layer} has {len(centre.mu)} bytes; float32 "
+                    f"{list(shape)} takes {4 * shape[0] * shape[1]}"
+                )
+            if not np.isfinite(np.frombuffer(centre.mu, "<f4")).all():
+                raise _invalid(
+                    f"select.centres.mu of layer {layer} has values that are not finite; "
+                    "calibrate again"
+                )
+            for name, bias in centre.bias.items():
+                if name not in TOKEN_FORMATS:
+                    raise _invalid(
+                        f"select.centres.biases of layer {layer} name {name!r}; token formats "
+                        f"are {', '.join(TOKEN_FORMATS)}"
+                    )
+                if not np.isfinite(bias):
+                    raise _invalid(
+                        f"select.centres.biases of layer {layer} has {bias} for {name}; give a "
+                        "finite number"
+                    )
+
+    @cached_property
+    def centre_bytes(self) -> int:
+        """Bytes of all centres."""
+        return sum(len(centre.mu) for centre in self.centres.values())
+
+    def mu(self, layer: int, shard: int) -> F32 | None:
+        """The centre float32 [H, D] of a layer's keys in one shard; None: 0."""
+        centre = self.centres.get(layer)
+        if centre is None:
+            return None
+        mu_SHD = np.frombuffer(centre.mu, "<f4").reshape(
+            self.num_shards, self.kv_heads, self.head_size
+        )
+        mu_HD: F32 = mu_SHD[shard].astype(np.float32, copy=False)
+        return mu_HD
+
+    @cached_property
+    def places(self) -> dict[int, dict[str, int]]:
+        """Where in a shard's part of a slot the representations of a layer begin, in bytes, by
+        layer and format."""
+        places: dict[int, dict[str, int]] = {}
+        at = 0
+        for layer in self.layer_indices:
+            places[layer] = {}
+            for name in self.config.scorers_of(layer):
+                places[layer][name] = at
+                at += bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)
+        return places
+
+    @cached_property
+    def shard_bytes(self) -> int:
+        """Bytes of one shard's part of a slot."""
+        names = [name for layer in self.layer_indices for name in self.config.scorers_of(layer)]
+        return sum(
+            bytes_per_block(name, self.block_tokens, self.kv_heads, self.head_size)
+            for name in names
+        )
+
+    def check_slots(self, shard_bytes: tuple[int, ...]) -> None:
+        """Raises INVALID_FIELD if a representation has another size than this spec says."""
+        if any(size != self.shard_bytes for size in shard_bytes):
+            raise _invalid(
+                "select: layer_indices, scorers, kv_head_count and head_size make "
+                f"{self.shard_bytes} bytes a shard; the representation is "
+                f"declared with {list(shard_bytes)}"
+            )
+
+    def sources(self, arena: U8, layer: int, shard: int) -> dict[str, Source]:
+        """Views of the arena, by format; row r is the slot at r * SLOT_ALIGN."""
+        sources = {}
+        mu, bias = self.mu(layer, shard), self.centres[layer].bias if layer in self.centres else {}
+        for name, place in self.places[layer].items():
+            size = head_bytes(name, self.block_tokens, self.head_size)
+            shift = shard * self.shard_bytes + place
+            num_rows = max((len(arena) - shift - self.kv_heads * size) // SLOT_ALIGN + 1, 0)
+            shape, strides = (num_rows, self.kv_heads, size), (SLOT_ALIGN, size, 1)
+            pool = np.lib.stride_tricks.as_strided(arena[shift:], shape, strides, writeable=False)
+            sources[name] = Source(pool, mu if token_scorer(name) else None, bias.get(name))
+        return sources
+
+
+@dataclass(frozen=True, slots=True)
+class SelectRequest:
+    """One layer's query, float32 [Q, D]. `always_log_mass` float32 [Q], or None to have it
+    estimated."""
+
+    layer: int
+    shard: int
+    query: F32
+    context_tokens: int
+    always_log_mass: F32 | None = None
+
+
+NO_BLOCKS = np.empty(0, np.int32)
+NO_MAP = HotMap(0, NO_BLOCKS, NO_BLOCKS)
+NO_MOVES = Moves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """The blocks to attend to. If the server keeps the hot set: `evicted` blocks lose their slots,
+    then `load` is carried out."""
+
+    selection: Selection
+    map: HotMap = NO_MAP
+    load: Moves = NO_MOVES
+    evicted: I32 = field(default_factory=lambda: NO_BLOCKS)
+
+
+class KeptHotSet:
+    """A hot set that a client carries out. One thread at a time.
+
+    A block that is loaded may be one that the client has just filled: the recent ones are in host
+    memory only once they are stored.
+    """
+
+    def __init__(self, config: SparseConfig, num_blocks: int) -> None:
+        self._hot = HotSet(num_blocks, 0, config.cache_policy)
+        self._max_loads = config.max_correction_blocks
+        self._has_begun = False
+        self._num_complete = 0
+
+    def follow(self, where: Span, num_complete: int) -> I32:
+        """Follows the context to this span and so many complete blocks; the partial block gets a
+        slot. Returns the blocks that lose their slot for that."""
+        if (where, num_complete) == (self._hot.span, self._num_complete):
+            return NO_BLOCKS
+        growth = self._hot.extend(where, num_complete, num_complete)
+        self._hot.swapped_out(growth.swap_out, True)
+        self._num_complete = num_complete
+        return growth.new.victims
+
+    def step(self, selection: Selection) -> Step:
+        """Takes a selection in: whole the first time, at most `max_correction_blocks` more blocks
+        later."""
+        step = self._hot.step(
+            selection, self._max_loads if self._has_begun else len(selection.blocks)
+        )
+        self._has_begun = True
+        return step
+
+
+def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) -> Span:
+    """The span to select from. Raises INVALID_FIELD if the sequence, with `num_covered` leading
+    blocks, can't answer the request."""
+    if request.layer not in spec.places:
+        raise _invalid(
+            f"layer_index is {request.layer}; the sequence was created with layers "
+            f"{list(spec.layer_indices)}"
+        )
+    if not 0 <= request.shard < spec.num_shards:
+        raise _invalid(
+            f"shard_index is {request.shard}; this key space has {spec.num_shards} shards"
+        )
+    if not 1 <= request.context_tokens <= MAX_CONTEXT_BLOCKS * spec.block_tokens:
+        raise _invalid(
+            f"context_token_count is {request.context_tokens}; allowed are 1 to "
+            f"{MAX_CONTEXT_BLOCKS * spec.block_tokens}"
+        )
+    num_heads = len(request.query)
+    if not num_heads or num_heads % spec.kv_heads:
+        raise _invalid(
+            f"query has {num_heads} heads; it must have a multiple of the {spec.kv_heads} KV heads"
+        )
+    if request.always_log_mass is not None and len(request.always_log_mass) != num_heads:
+        raise _invalid(
+            f"always_log_mass has {len(request.always_log_mass)} values for {num_heads} query "
+            "heads; give one each, or none"
+        )
+    if request.always_log_mass is not None and not (request.always_log_mass < np.inf).all():
+        raise _invalid(
+            "always_log_mass has values that are no log mass; give finite ones, or -inf for nothing"
+        )
+    where = span(spec.config, request.context_tokens, spec.block_tokens)
+    if num_heads * where.count > MAX_SCORES:
+        raise _invalid(
+            f"query has {num_heads} heads for {where.count} blocks; at most {MAX_SCORES} "
+            "scores "
+            "are made",
+            Reason.TOO_LARGE,
+        )
+    if not np.isfinite(request.query).all():
+        raise _invalid("query has values that are not finite")
+    if where.first < where.last > num_covered:
+        raise _invalid(
+            f"context_token_count is {request.context_tokens}, but only {num_covered} leading "
+            "blocks are covered: store the others with "
+            "their representations and append them, or ask for less"
+        )
+    return where
+
+
+def select(
+    spec: SelectSpec,
+    arena: U8,
+    slots_C: NDArray[np.int64],
+    request: SelectRequest,
+    where: Span,
+    hot: KeptHotSet | None,
+) -> Selected:
+    """Selects for a request that was checked, and steps the hot set, if there is one. Blocks;
+    mostly without the GIL."""
+    rows_C = (slots_C // SLOT_ALIGN).astype(np.int32)
+    sources = spec.sources(arena, request.layer, request.shard)
+    log_mass = request.always_log_mass
+    if log_mass is None:
+        always = where.always
+        log_mass = _estimated_log_mass(
+            spec, sources, request.query, rows_C[always[always < len(rows_C)]]
+        )
+    evicted = (
+        NO_BLOCKS if hot is None else hot.follow(where, request.context_tokens // spec.block_tokens)
+    )
+    selection = select_layer(
+        spec.config,
+        request.layer,
+        request.query,
+        sources,
+        rows_C,
+        log_mass,
+        request.context_tokens,
+        spec.block_tokens,
+        scale=spec.scale,
+    )
+    if hot is None:
+        return Selected(selection)
+    step = hot.step(selection)
+    return Selected(selection, step.map, step.load, np.concatenate([evicted, step.load.victims]))
+
+
+def _estimated_log_mass(
+    spec: SelectSpec, sources: Mapping[str, Source], query_QD: F32, rows: I32
+) -> F32:
+    """Log mass float32 [Q] of these blocks by the first scorer; -inf if there are none."""
+    name, source = next(iter(sources.items()))
+    scores = score(prepare(name, query_QD, source.mu, spec.scale, source.bias), source.pool, rows)
+    log_mass: F32 = np.logaddexp.reduce(scores, axis=1, initial=-np.inf).astype(np.float32)
+    return log_mass

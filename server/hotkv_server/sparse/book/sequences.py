@@ -1,0 +1,267 @@
+"""The sequences of sessions: contexts that are being decoded, by the hashes of their complete
+blocks.
+
+Always true: a sequence belongs to one session and ends with it; the caller chooses its id, and
+creating or appending the same again changes nothing; numbers of sequences and of blocks are
+bounded, the latter for each owner too (`cache.room.bounds`). This module keeps the books;
+`sparse.drive` acts on them.
+"""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.table import Words
+from hotkv_server.cache.room.bounds import FairBound
+from hotkv_server.sparse.book.selection import KeptHotSet, SelectSpec
+
+I32 = NDArray[np.int32]
+HASH_BYTES = 32
+SEQUENCE_BLOCKS = 32
+"""Blocks that a sequence without any counts as: it takes a KiB."""
+TOUCH_INTERVAL_S = 1.0
+"""A block that a sequence keeps using counts as used once in this time."""
+
+
+def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
+    return HotKVError(reason, message)
+
+
+@dataclass(slots=True, eq=False)
+class LiveSequence:
+    """One context. `hashes` [n, 8] words; `created_blocks`: how many of them it was created with.
+
+    If the server selects (`spec`): `lease_id` pins the leading blocks; their representations are
+    `entries` and lie at `slots` int64, bytes in the arena; `lock` is held during a selection.
+    `used` bool [n]: blocks whose use has not been counted yet.
+    """
+
+    sequence_id: str
+    group_index: int
+    hashes: Words
+    spec: SelectSpec | None
+    created_blocks: int
+    owner: str = ""
+    lease_id: str = ""
+    entries: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+    slots: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    hot_sets: dict[tuple[int, int], KeptHotSet] = field(default_factory=dict)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    used: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    noted_s: float = -np.inf
+
+    def __repr__(self) -> str:
+        return (
+            f"LiveSequence({self.sequence_id!r}, {len(self.hashes)} blocks, {len(self.slots)} "
+            "covered)"
+        )
+
+    def weight(self, num_blocks: int) -> int:
+        """What it counts against the bound with so many blocks: these, and the rest of its memory
+        as blocks whose hashes take as much.
+
+        The entry, place and use of a block's representation take 13; a hot set takes 14 bytes a
+        slot and 6 a block of the context.
+        """
+        if self.spec is None:
+            return SEQUENCE_BLOCKS + num_blocks
+        num_hot_sets = (
+            len(self.spec.layer_indices) * self.spec.num_shards if self.spec.hot_blocks else 0
+        )
+        other_bytes = (
+            self.spec.centre_bytes
+            + 13 * num_blocks
+            + num_hot_sets * (14 * self.spec.hot_blocks + 6 * num_blocks)
+        )
+        return SEQUENCE_BLOCKS + num_blocks + -(-other_bytes // HASH_BYTES)
+
+    def hot_set(self, spec: SelectSpec, layer: int, shard: int) -> KeptHotSet | None:
+        """The hot set that the server keeps for a layer and shard, if it is to keep any."""
+        if not spec.hot_blocks:
+            return None
+        if (layer, shard) not in self.hot_sets:
+            self.hot_sets[layer, shard] = KeptHotSet(spec.config, spec.hot_blocks)
+        return self.hot_sets[layer, shard]
+
+    def use(self, positions: I32, now_s: float) -> I32:
+        """Notes that blocks were used; returns, in chain order, those whose use is due to be
+        counted: all since the last time."""
+        if len(self.used) < len(self.hashes):
+            self.used = np.concatenate(
+                [self.used, np.zeros(len(self.hashes) - len(self.used), np.bool_)]
+            )
+        self.used[positions[positions < len(self.hashes)]] = True
+        return (
+            self.take_used(now_s)
+            if now_s >= self.noted_s + TOUCH_INTERVAL_S
+            else np.empty(0, np.int32)
+        )
+
+    def take_used(self, now_s: float) -> I32:
+        """Blocks whose use has not been counted yet, in chain order."""
+        self.noted_s = now_s
+        positions = np.flatnonzero(self.used).astype(np.int32)
+        self.used[:] = False
+        return positions
+
+
+class SequenceBook:
+    """All sequences, by session number and id."""
+
+    def __init__(self, max_sequences: int, max_sequence_blocks: int, bound: FairBound) -> None:
+        self.max_sequences = max_sequences
+        """Of one session."""
+        self.max_sequence_blocks = max_sequence_blocks
+        self.bound = bound
+        """Over all sequences, as they weigh: `LiveSequence.weight`."""
+        self.num_blocks = 0
+        self._sessions: dict[int, dict[str, LiveSequence]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(sequences) for sequences in self._sessions.values())
+
+    def __repr__(self) -> str:
+        return f"SequenceBook({len(self)} sequences, {self.num_blocks} blocks)"
+
+    def find(self, session_number: int, sequence_id: str) -> LiveSequence | None:
+        """The session's sequence with this id."""
+        return self._sessions.get(session_number, {}).get(sequence_id)
+
+    def get(self, session_number: int, sequence_id: str) -> LiveSequence:
+        """As `find`. Raises INVALID_FIELD if there is none."""
+        sequence = self.find(session_number, sequence_id)
+        if sequence is None:
+            raise _invalid(
+                f"sequence_id {sequence_id!r} is unknown in this session; create it first"
+            )
+        return sequence
+
+    def create(
+        self,
+        session_number: int,
+        sequence_id: str,
+        group_index: int,
+        hashes: Words,
+        spec: SelectSpec | None,
+        owner: str,
+    ) -> tuple[LiveSequence, bool]:
+        """Creates a sequence that counts for `owner`; returns it and True, or the one that the same
+        call made before and False."""
+        if not sequence_id:
+            raise _invalid("sequence_id is empty; choose an id that is unique in the session")
+        existing = self.find(session_number, sequence_id)
+        if existing is not None:
+            is_same = (existing.group_index, existing.created_blocks, existing.spec) == (
+                group_index,
+                len(hashes),
+                spec,
+            )
+            if not is_same or not np.array_equal(existing.hashes[: len(hashes)], hashes):
+                raise _invalid(
+                    f"sequence_id {sequence_id!r} is in use for another sequence; choose a new id",
+                    Reason.DUPLICATE_ID,
+                )
+            return existing, False
+        sequences = self._sessions.get(session_number, {})
+        if len(sequences) >= self.max_sequences:
+            raise _invalid(
+                f"sequence_id: the session has {self.max_sequences} sequences; delete some first",
+                Reason.OVERLOADED,
+            )
+        sequence = LiveSequence(sequence_id, group_index, hashes, spec, len(hashes), owner)
+        weight = sequence.weight(len(hashes))
+        self._check_room(owner, weight, len(hashes))
+        self._sessions.setdefault(session_number, sequences)[sequence_id] = sequence
+        self.num_blocks += len(hashes)
+        self.bound.take(owner, weight)
+        return sequence, True
+
+    def append(
+        self, session_number: int, sequence_id: str, first_position: int, hashes: Words
+    ) -> LiveSequence:
+        """Appends the blocks from `first_position` on; returns the sequence."""
+        sequence = self.get(session_number, sequence_id)
+        count = len(sequence.hashes)
+        if not 0 <= first_position <= count:
+            raise _invalid(
+                f"first_position is {first_position}; the sequence has {count} blocks, go on "
+                "at "
+                f"{count}"
+            )
+        known = min(count - first_position, len(hashes))
+        if not np.array_equal(
+            sequence.hashes[first_position : first_position + known], hashes[:known]
+        ):
+            raise _invalid(
+                "hashes differ from those of blocks that the sequence has already; create "
+                "another sequence"
+            )
+        fresh = hashes[known:]
+        growth = sequence.weight(count + len(fresh)) - sequence.weight(count)
+        self._check_room(sequence.owner, growth, count + len(fresh))
+        if len(fresh):
+            sequence.hashes = np.concatenate([sequence.hashes, fresh])
+            self.num_blocks += len(fresh)
+            self.bound.take(sequence.owner, growth)
+        return sequence
+
+    def _check_room(self, owner: str, num_more: int, num_blocks: int) -> None:
+        if num_blocks > self.max_sequence_blocks:
+            raise _invalid(
+                f"hashes: a sequence of {num_blocks} blocks; at most "
+                f"{self.max_sequence_blocks} "
+                "are accepted",
+                Reason.TOO_LARGE,
+            )
+        if num_more > self.bound.room(owner):
+            raise _invalid(
+                f"hashes: {num_more} blocks' worth of memory more; "
+                f"{self.bound.refusal(owner, 'of them')}",
+                Reason.OVERLOADED,
+            )
+
+    def pop(self, session_number: int, sequence_id: str) -> LiveSequence | None:
+        """Ends a sequence; None if there is none."""
+        sequences = self._sessions.get(session_number, {})
+        sequence = sequences.pop(sequence_id, None)
+        if sequence is not None:
+            self._ended(sequence)
+            if not sequences:
+                del self._sessions[session_number]
+        return sequence
+
+    def of_session(self, session_number: int) -> list[LiveSequence]:
+        """All sequences of a session."""
+        return list(self._sessions.get(session_number, {}).values())
+
+    def drop_session(self, session_number: int) -> None:
+        """Ends all sequences of a session."""
+        for sequence in self._sessions.pop(session_number, {}).values():
+            self._ended(sequence)
+
+    def _ended(self, sequence: LiveSequence) -> None:
+        self.num_blocks -= len(sequence.hashes)
+        self.bound.give(sequence.owner, sequence.weight(len(sequence.hashes)))
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the books disagree."""
+        everything = [
+            sequence for sequences in self._sessions.values() for sequence in sequences.values()
+        ]
+        assert self.num_blocks == sum(len(sequence.hashes) for sequence in everything), (
+            "blocks miscounted"
+        )
+        held: Counter[str] = Counter()
+        for sequence in everything:
+            held[sequence.owner] += sequence.weight(len(sequence.hashes))
+        self.bound.check(held)
+        assert all(
+            0 < len(sequences) <= self.max_sequences for sequences in self._sessions.values()
+        ), "too many sequences, or an empty session"
+        assert all(
+            s.created_blocks <= len(s.hashes) <= self.max_sequence_blocks for s in everything
+        ), "a sequence is too long"

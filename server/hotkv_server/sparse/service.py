@@ -1,0 +1,157 @@
+"""SparseService: the unary calls, and the stream of selections.
+
+Selections of one stream are made one after the other, and the next request is read when the answer
+has been sent: a client that does not read is not served. A refused request is answered, and the
+stream goes on. A stream belongs to a session: it ends if it names none within seconds, or when the
+session has ended.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.v1 import sparse_pb2, sparse_pb2_grpc
+from hotkv_server.cache.room.bounds import FairBound
+from hotkv_server.node.node import Node
+from hotkv_server.node.session import LiveSession
+from hotkv_server.sparse import messages as sparse_convert
+from hotkv_server.sparse.selections import spec_of
+from hotkv_server.wire import calls
+from hotkv_server.wire.errors import abort, answer, as_refusal, detail
+from hotkv_server.wire.guard.guests import Guests
+from hotkv_server.wire.guard.interceptor import Malformed
+from hotkv_server.wire.guard.throttle import Pace
+
+MAX_SELECT_STREAMS = 64
+FIRST_REQUEST_TIMEOUT_S = 10.0
+IDLE_CHECK_S = 5.0
+"""How often an idle stream checks that its session is still open."""
+
+
+class SparseService(sparse_pb2_grpc.SparseServiceServicer):
+    """See sparse.proto."""
+
+    def __init__(self, node: Node, pace: Pace, guests: Guests) -> None:
+        self._node = node
+        self._pace = pace
+        self._guests = guests
+        self._streams = FairBound(MAX_SELECT_STREAMS)
+
+    async def CreateSequence(
+        self, request: sparse_pb2.CreateSequenceRequest, context: Any
+    ) -> sparse_pb2.CreateSequenceResponse:
+        async def call() -> sparse_pb2.CreateSequenceResponse:
+            return calls.create_sequence(
+                self._node, self._node.sessions.get(request.session_id), request
+            )
+
+        return await answer(self._node, context, call)
+
+    async def AppendBlocks(
+        self, request: sparse_pb2.AppendBlocksRequest, context: Any
+    ) -> sparse_pb2.AppendBlocksResponse:
+        async def call() -> sparse_pb2.AppendBlocksResponse:
+            return calls.append_blocks(
+                self._node, self._node.sessions.get(request.session_id), request
+            )
+
+        return await answer(self._node, context, call)
+
+    async def DeleteSequence(
+        self, request: sparse_pb2.DeleteSequenceRequest, context: Any
+    ) -> sparse_pb2.DeleteSequenceResponse:
+        async def call() -> sparse_pb2.DeleteSequenceResponse:
+            return await calls.delete_sequence(
+                self._node, self._node.sessions.get(request.session_id), request
+            )
+
+        return await answer(self._node, context, call)
+
+    async def SelectBlocks(
+        self, request_iterator: AsyncIterator[sparse_pb2.SelectBlocksRequest], context: Any
+    ) -> AsyncIterator[sparse_pb2.SelectBlocksResponse]:
+        session: LiveSession | None = None
+        request: Any = None
+        try:
+            with self._guests.stay():
+                deadline_s = time.monotonic() + FIRST_REQUEST_TIMEOUT_S
+                while session is None:
+                    request = await _first(request_iterator, deadline_s)
+                    try:
+                        session = await self._session(request)
+                    except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
+                        yield self._refused(error, context)
+            owner = self._node.core.owner(session.record)
+            if not self._streams.room(owner):
+                raise HotKVError(
+                    Reason.OVERLOADED, self._streams.refusal(owner, "streams of selections")
+                )
+        except StopAsyncIteration:
+            return
+        except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
+            await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
+        assert session is not None, "abort raises"
+        self._streams.take(owner, 1)
+        try:
+            async for asked in _while_open(request, request_iterator, session):
+                try:
+                    response = await self._select(asked)
+                except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
+                    response = self._refused(error, context)
+                yield response
+        finally:
+            self._streams.give(owner, 1)
+
+    def _refused(self, error: Exception, context: Any) -> sparse_pb2.SelectBlocksResponse:
+        return sparse_pb2.SelectBlocksResponse(
+            error=detail(as_refusal(self._node, error, f"peer={context.peer()}"))
+        )
+
+    async def _session(self, request: sparse_pb2.SelectBlocksRequest | Malformed) -> LiveSession:
+        if isinstance(request, Malformed):
+            await self._pace.turn()
+            raise request.error()
+        return self._node.sessions.get(request.session_id)
+
+    async def _select(
+        self, request: sparse_pb2.SelectBlocksRequest | Malformed
+    ) -> sparse_pb2.SelectBlocksResponse:
+        session = await self._session(request)
+        assert not isinstance(request, Malformed)
+        sparse = self._node.sparse
+        sequence = sparse.sequences.get(session.record.number, request.sequence_id)
+        asked = sparse_convert.select_request(request, spec_of(sequence))
+        selected = await sparse.selections.select(session, sequence, asked)
+        return sparse_convert.select_response(selected)
+
+
+async def _first(requests: AsyncIterator[Any], deadline_s: float) -> Any:
+    """The next request of a stream without a session. Raises StopAsyncIteration, HotKVError."""
+    try:
+        return await asyncio.wait_for(anext(requests), max(0.0, deadline_s - time.monotonic()))
+    except asyncio.TimeoutError:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"no request of a session has come within {FIRST_REQUEST_TIMEOUT_S:g} s; open the "
+            "stream with the first selection",
+        ) from None
+
+
+async def _while_open(
+    first: Any, requests: AsyncIterator[Any], session: LiveSession
+) -> AsyncIterator[Any]:
+    """Requests until the client or the session ends."""
+    yield first
+    while True:
+        request = asyncio.ensure_future(anext(requests))
+        try:
+            while not (await asyncio.wait({request}, timeout=IDLE_CHECK_S))[0]:
+                if session.closing:
+                    return
+            yield request.result()
+        except StopAsyncIteration:
+            return
+        finally:
+            request.cancel()

@@ -1,0 +1,1 @@
+"""Decides what moves between host memory and tiers below. Pure."""

@@ -1,0 +1,142 @@
+"""Blocks that come into host memory from a tier: their slots, and who waits for them.
+
+Always true: a block is ready in host memory only when the tier has filled its slot with the very
+bytes that were stored. What has come stays pinned until `let_go`, so that whoever asked for it can
+lease it.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hotkv import table
+from hotkv.keys import MAX_GROUPS
+from hotkv_server.cache.arrays import first_occurrences, rows
+from hotkv_server.cache.table.index import Keys
+from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Entries, HashList, Int64s
+from hotkv_server.tiers.book.moves import Move, Moves, joined
+
+
+class Arrivals:
+    """Reserves slots for moves up, and makes ready what has come."""
+
+    def __init__(self, moves: Moves) -> None:
+        self._moves = moves
+        self._host = moves.host
+
+    def __repr__(self) -> str:
+        return f"Arrivals({self._moves!r})"
+
+    def absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
+        """Positions of blocks, one array a list, that are not in host memory, reserved ones
+        neither. None of representations."""
+        found = []
+        for one in groups:
+            if one.group_index >= MAX_GROUPS:
+                found.append(np.empty(0, np.int64))
+                continue
+            here = self._host.index.find(key_space_id, one.group_index, one.hashes)
+            found.append(np.flatnonzero(here == 0))
+        return found
+
+    def begin(
+        self,
+        key_space_id: int,
+        groups: list[HashList],
+        positions: list[Int64s],
+        slot_bytes: Callable[[int], int],
+    ) -> Move | None:
+        """Begins to bring in the blocks at these positions of each list, from a tier that places
+        them by itself: as many as find a slot; None for none. `slot_bytes`: of a group.
+
+        Room is made before, as for a store.
+        """
+        if not self._moves.may_begin(key_space_id):
+            return None
+        number, entries = self._moves.next_number(), []
+        for one, at in zip(groups, positions, strict=True):
+            words = self._host.index.find(key_space_id, one.group_index, rows(one.hashes, at))
+            at = at[words == 0]
+            at = at[first_occurrences(rows(one.hashes, at))] if len(at) else at
+            if len(at):
+                size = slot_bytes(one.group_index)
+                # Lists begin with a sequence, but for those of windows: what is later is a leaf.
+                entries.append(self.reserve(key_space_id, one, at, size, at, number))
+        coming = joined(entries)
+        none = np.empty(0, np.uint32)
+        return self._moves.add(number, key_space_id, True, coming, none) if len(coming) else None
+
+    def reserve(
+        self,
+        key_space_id: int,
+        listed: HashList,
+        positions: Int64s,
+        size: int,
+        depths: Int64s,
+        number: int,
+    ) -> Entries:
+        """Reserves slots of one size for a move, as many as find room, and links them to the blocks
+        of their list."""
+        index, group = self._host.index, listed.group_index
+        words = index.find(key_space_id, group, listed.hashes)
+        staying = words[table.is_ready(words)]
+        index.pin(staying, 1)
+        taken = self._host.insert(
+            key_space_id, group, rows(listed.hashes, positions), size, depths, number
+        )
+        index.pin(staying, -1)
+        words &= ~table.RESERVED_FLAG
+        words[positions[: len(taken)]] = taken
+        self._host.chains.link(key_space_id, group, words, None)
+        return taken
+
+    def end(self, move: Move, is_found: BoolMask, checks: Keys | None, now_s: float) -> Entries:
+        """The tier has ended a move up, and writes no slot of it any more. Returns what is ready
+        now, which stays pinned until `let_go`.
+
+        `is_found` [n]: whose slots hold the block. `checks` uint64 [n]: check values of those that
+        were found; None for none.
+        """
+        if len(move.forsaken):
+            forsaken, move.forsaken = move.forsaken, move.forsaken[:0]
+            self._host.index.pin(forsaken, -1)
+            self._host.removal.reap(forsaken)
+            return move.kept
+        good = is_found & ~move.is_void
+        came = move.entries[good]
+        self._host.publish(came, now_s, checks=None if checks is None else checks[good])
+        self._host.removal.drop(move.entries[~good])
+        self._host.index.pin(came, 1)
+        move.kept, move.entries = came, move.entries[:0]
+        return came
+
+    def forsake(self, move: Move) -> None:
+        """The tier of a move up hangs: its blocks may be stored, and brought in from elsewhere.
+        Their slots stay taken until `end`, as the tier may still write them."""
+        self._host.index.pin(move.entries, 1)
+        self._host.removal.forsake(move.entries)
+        move.forsaken, move.entries = joined([move.forsaken, move.entries]), move.entries[:0]
+
+    def let_go(self, move: Move) -> None:
+        """Nobody waits for the blocks of a move up any more that has ended."""
+        self._moves.remove(move)
+        self._host.index.pin(move.kept, -1)
+        self._host.removal.reap(move.kept)
+
+    def is_coming(self, key_space_id: int, group_index: int, hashes: table.Words) -> BoolMask:
+        """Which blocks [n] are on their way up."""
+        words = self._host.index.find(key_space_id, group_index, hashes)
+        is_reserved = words >= table.RESERVED_FLAG
+        owners = self._host.index.owners(words & ~table.RESERVED_FLAG)
+        coming: BoolMask = is_reserved & (owners >= FIRST_MOVE)
+        return coming
+
+    def numbers(self, key_space_id: int, groups: list[HashList]) -> set[int]:
+        """The moves that bring up a block of these lists."""
+        found: set[int] = set()
+        for one in groups:
+            words = self._host.index.find(key_space_id, one.group_index, one.hashes)
+            reserved = words[words >= table.RESERVED_FLAG] & ~table.RESERVED_FLAG
+            owners = self._host.index.owners(reserved)
+            found.update(owners[owners >= FIRST_MOVE].tolist())
+        return found

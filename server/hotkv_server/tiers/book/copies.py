@@ -1,0 +1,96 @@
+"""Copies of blocks of host memory for a tier that places them by itself.
+
+Blocks that were stored here go first, in their order. Behind them wait, in lanes, those that the
+tier may have already: what came from elsewhere, and what it has failed to take. Always true: a
+block stays pinned in host memory until the tier reads it no more; a copy that fails is tried again
+MAX_TRIES times at most, and only as long as the block is in host memory.
+"""
+
+import numpy as np
+
+from hotkv_server.cache.values import BoolMask, Entries
+from hotkv_server.tiers.book.moves import Move, Moves
+from hotkv_server.tiers.book.waiting import WaitingBlocks
+
+STORED, OLD = 0, 1
+"""Lanes of blocks that were stored here, and of those that came from elsewhere: from a disk, or
+from an earlier server. The lanes after these have what has failed once, twice and so on."""
+MAX_TRIES = 4
+
+
+class Copies:
+    """Begins and ends the copies for one tier."""
+
+    def __init__(self, moves: Moves) -> None:
+        self._moves = moves
+        self._host = moves.host
+        self._host.room.may_keep = False
+        index = moves.host.index
+        # What has not been compared since a restart is compared before it is copied.
+        old = [WaitingBlocks(index, takes_unverified=True) for _ in range(1 + MAX_TRIES)]
+        self.lanes = (WaitingBlocks(index), *old)
+        self._under_way: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        return f"Copies({', '.join(map(str, map(len, self.lanes)))} waiting)"
+
+    @property
+    def num_waiting(self) -> int:
+        """Blocks that wait in all lanes."""
+        return sum(map(len, self.lanes))
+
+    def add_stored(self, entries: Entries) -> None:
+        """Blocks were stored here, those of a chain in its order."""
+        self.lanes[STORED].add(entries)
+
+    def add_old(self, entries: Entries) -> None:
+        """Ready blocks came into host memory from elsewhere than the tier."""
+        self.lanes[OLD].add(entries)
+
+    def lane_to_do(self) -> int | None:
+        """The lane behind STORED in which blocks wait that have been tried most often; None if no
+        blocks do."""
+        lanes = range(len(self.lanes) - 1, STORED, -1)
+        return next((at for at in lanes if len(self.lanes[at])), None)
+
+    def take(self, num_bytes: int, lane: int = STORED) -> Entries:
+        """The next blocks of a lane, about so many bytes of slots, each once. They wait no
+        longer."""
+        waiting, parts = self.lanes[lane], [np.empty(0, np.uint32)]
+        while len(waiting) and num_bytes > 0:
+            parts.append(waiting.take(num_bytes))
+            num_bytes -= int(self._host.index.slot_bytes(parts[-1]).sum())
+        taken = np.concatenate(parts)
+        return taken[np.sort(np.unique(taken, return_index=True)[1])]
+
+    def begin(self, entries: Entries, lane: int = STORED) -> list[Move]:
+        """Begins to copy ready blocks; a move for each key space whose blocks may move. Those of
+        the others wait again."""
+        moves, key_spaces = [], self._host.index.key_spaces(entries)
+        for key_space_id in np.unique(key_spaces).tolist():
+            mine = entries[key_spaces == key_space_id]
+            if not self._moves.may_begin(key_space_id):
+                self.lanes[lane].add(mine)
+            else:
+                self._host.index.pin(mine, 1)
+                number, none = self._moves.next_number(), np.empty(0, np.uint32)
+                moves.append(self._moves.add(number, key_space_id, False, mine, none))
+                self._under_way[number] = lane
+        return moves
+
+    def end(self, move: Move, has_failed: BoolMask | None = None) -> int:
+        """The tier reads no slot of a move any more. `has_failed` [n]: which blocks to try again;
+        None for none. Returns how many of these are given up."""
+        index, lane = self._host.index, max(self._under_way.pop(move.number), OLD) + 1
+        num_given_up = 0
+        if has_failed is not None:
+            failed = move.entries[has_failed & ~move.is_void]
+            failed = failed[index.is_ready(failed)]
+            if lane < len(self.lanes):
+                self.lanes[lane].add(failed)
+            else:
+                num_given_up = len(failed)
+        self._moves.remove(move)
+        index.pin(move.entries, -1)
+        self._host.removal.reap(move.entries)
+        return num_given_up

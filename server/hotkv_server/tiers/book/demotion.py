@@ -1,0 +1,216 @@
+"""Moves down: blocks of host memory into a tier below, in the order in which they were stored.
+
+Blocks are written soon after they are stored, and not when they are evicted: a store that needs
+room never waits for a tier. What was not written then is offered again with each use. A block whose
+encoded form does not fit its place is moved once more, to one as large as its slot. Always true: a
+block is ready below only when the tier has said that it is stored. It stays pinned in host memory
+until the tier reads it no more; a place is not given away while it is written.
+"""
+
+import numpy as np
+
+from hotkv import table
+from hotkv_server.cache.room.books import Parts
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.table.index import Keys
+from hotkv_server.cache.values import BoolMask, Entries, KeySpaceRecord
+from hotkv_server.tiers.book.moves import Move, MoveCounters, Moves, by_group, joined
+from hotkv_server.tiers.book.place_sizes import PlaceSizes
+from hotkv_server.tiers.book.waiting import WaitingBlocks
+from hotkv_server.tiers.book.write_gate import Offered, WriteGate
+
+MAX_LOOKED = 1 << 14
+"""Waiting blocks that one look takes up: most of those that were used lie below already."""
+
+
+class Demotion:
+    """Begins and ends moves down, of what `gate` admits, to places of `sizes`. `waiting`: blocks
+    that were stored or used and may not be below."""
+
+    def __init__(
+        self,
+        moves: Moves,
+        below: Space,
+        gate: WriteGate,
+        sizes: PlaceSizes,
+        counters: MoveCounters,
+    ) -> None:
+        self._moves = moves
+        self._host = moves.host
+        self._below = below
+        self._sizes = sizes
+        self._counters = counters
+        self._block_tokens: dict[tuple[int, int], int] = {}
+        self.gate = gate
+        self.waiting = WaitingBlocks(moves.host.index)
+
+    def __repr__(self) -> str:
+        return f"Demotion({self.waiting!r}, {self.gate!r}, {self._moves!r})"
+
+    def add_key_space(self, record: KeySpaceRecord) -> None:
+        """Declares how many tokens and bytes a block of each of its groups has."""
+        self._sizes.add_key_space(record)
+        for group, spec in enumerate(record.key_space.groups):
+            self._block_tokens[record.number, group] = spec.block_tokens
+
+    def forget_key_space(self, record: KeySpaceRecord) -> None:
+        """Forgets a key space of which no block is in host memory or moves."""
+        self._sizes.forget_key_space(record)
+        for group in range(len(record.key_space.groups)):
+            del self._block_tokens[record.number, group]
+
+    def take(self, num_bytes: int, now_s: float) -> Entries:
+        """The next waiting blocks that are not below and may be written: about so many bytes of
+        slots, each block once. Looks at MAX_LOOKED of them."""
+        taken, num_looked = np.empty(0, np.uint32), 0
+        while len(self.waiting) and num_bytes > 0 and num_looked < MAX_LOOKED:
+            some = self.waiting.take(num_bytes)
+            num_looked += len(some) + 1
+            some = some[np.sort(np.unique(some, return_index=True)[1])]
+            some = some[self.lacks(some) & ~np.isin(some, taken)]
+            if len(some):
+                some = some[self.gate.admit(self._offered(some, taken), now_s)]
+            num_bytes -= int(self._host.index.slot_bytes(some).sum())
+            taken = np.concatenate((taken, some))
+        return taken
+
+    def _offered(self, entries: Entries, taken: Entries) -> Offered:
+        """Blocks as the gate looks at them; `taken`: that will be below first."""
+        index = self._host.index
+        key_spaces, groups, hashes = index.keys(entries)
+        records = index.table.records
+        parents = records[entries, table.W_PARENT]
+        parents = np.where(parents <= index.capacity, parents, 0).astype(np.uint32)
+        begins = np.append(True, parents[1:] != entries[:-1])
+        is_known = begins & (parents != 0) & index.is_ready(parents)
+        lies_below = np.isin(parents, taken)
+        lies_below[is_known] |= ~self.lacks(parents[is_known])
+        kinds = list(zip(key_spaces.tolist(), groups.tolist(), strict=True))
+        block_tokens = np.array([self._block_tokens.get(kind, 1) for kind in kinds], np.int64)
+        place_bytes = np.array([self._sizes.place_bytes(*kind) for kind in kinds], np.int64)
+        return Offered(
+            index.mixed(entries),
+            hashes,
+            place_bytes,
+            (records[entries, table.W_DEPTH].astype(np.int64) + 1) * block_tokens,
+            begins,
+            is_known & lies_below,
+            is_known & ~lies_below,
+        )
+
+    def lacks(self, entries: Entries) -> BoolMask:
+        """Which ready blocks [n] of host memory are neither below nor on their way there."""
+        missing = np.zeros(len(entries), np.bool_)
+        for key_space_id, group, at in by_group(self._host, entries):
+            hashes = self._host.index.keys(entries[at])[2]
+            missing[at] = self._below.index.find(key_space_id, group, hashes) == 0
+        return missing
+
+    def make_room(self, entries: Entries, *, is_plain: bool = False) -> Parts[None]:
+        """Makes room below for a move of these blocks, in parts; no part if there is room already.
+        `begin` follows right after the last one, of those that are still ready."""
+        wanted: dict[int, tuple[int, int]] = {}
+        for key_space_id, group, at in by_group(self._host, entries[self.lacks(entries)]):
+            size = self._size(key_space_id, group, is_plain=is_plain)
+            if self._below.pool.capacity_slots(size):
+                count = wanted.get(size, (0, 0))[1] + len(at)
+                # Tenants have no shares below: whose the blocks are does not matter.
+                wanted[size] = key_space_id, count
+        for size, (key_space_id, count) in wanted.items():
+            yield from self._below.make_room(key_space_id, 0, size, count)
+
+    def begin(self, entries: Entries, *, is_plain: bool = False) -> list[Move]:
+        """Begins to move ready blocks of host memory that are not below, as many as find a place; a
+        move for each key space. `make_room` comes before. `is_plain`: to places as large as their
+        slots."""
+        moves = []
+        entries = entries[self.lacks(entries)]
+        for key_space_id in np.unique(self._host.index.key_spaces(entries)).tolist():
+            if not self._moves.may_begin(key_space_id):
+                continue
+            mine = entries[self._host.index.key_spaces(entries) == key_space_id]
+            number = self._moves.next_number()
+            moving, places = [], []
+            for _, group, at in by_group(self._host, mine):
+                size = self._place_bytes(key_space_id, group, len(at), is_plain=is_plain)
+                some, taken = self._reserve_places(key_space_id, group, mine[at], size, number)
+                moving.append(some)
+                places.append(taken)
+            going = joined(moving)
+            self._counters.refused += len(mine) - len(going)
+            if len(going):
+                self._host.index.pin(going, 1)
+                moves.append(self._moves.add(number, key_space_id, False, going, joined(places)))
+        return moves
+
+    def _place_bytes(
+        self, key_space_id: int, group: int, num_blocks: int, *, is_plain: bool
+    ) -> int:
+        """Size of the places that so many blocks of a group get."""
+        size = self._size(key_space_id, group, is_plain=is_plain)
+        if size == self._sizes.slot_bytes(key_space_id, group) and not is_plain:
+            self._sizes.kept_plain(key_space_id, group, num_blocks)
+        return size
+
+    def _size(self, key_space_id: int, group: int, *, is_plain: bool) -> int:
+        of_kind = self._sizes.slot_bytes if is_plain else self._sizes.place_bytes
+        return of_kind(key_space_id, group)
+
+    def _reserve_places(
+        self, key_space_id: int, group: int, entries: Entries, size: int, number: int
+    ) -> tuple[Entries, Entries]:
+        """Reserves places for blocks of one group; returns those that have one, and the places."""
+        if not self._below.pool.capacity_slots(size):
+            return entries[:0], entries[:0]
+        depths = self._host.index.table.records[entries, table.W_DEPTH].astype(np.int64)
+        entries = entries[np.argsort(depths, kind="stable")]
+        hashes = self._host.index.keys(entries)[2]
+        taken = self._below.insert(key_space_id, group, hashes, size, np.sort(depths), number)
+        entries = entries[: len(taken)]
+        self._below.chains.set_parents(taken, self._parents(key_space_id, group, entries))
+        return entries, taken
+
+    def _parents(self, key_space_id: int, group: int, entries: Entries) -> Entries:
+        """The place of the block before each of these, 0 if it has none."""
+        parents = self._host.index.table.records[entries, table.W_PARENT]
+        parents = np.where(parents <= self._host.index.capacity, parents, 0).astype(np.uint32)
+        found = self._below.index.find(key_space_id, group, self._host.index.keys(parents)[2])
+        places: Entries = np.where(parents != 0, found & ~table.RESERVED_FLAG, 0).astype(np.uint32)
+        return places
+
+    def end(
+        self,
+        move: Move,
+        is_stored: BoolMask,
+        seals: Keys,
+        now_s: float,
+        is_unfit: BoolMask | None = None,
+    ) -> Entries:
+        """The tier has ended a move down, and reads no slot of it any more. `is_stored` [n]: what
+        it has said of each block; `seals` uint64 [n]. `is_unfit` [n]: whose encoded forms do not
+        fit their places; None for none. Returns those of them that the caller is to begin to move
+        plain: the gate has admitted them."""
+        self._moves.remove(move)
+        good = is_stored & ~move.is_void
+        place_bytes = self._below.index.slot_bytes(move.places)
+        more_bytes = self._host.index.slot_bytes(move.entries) - place_bytes
+        is_encoded, unfit = more_bytes > 0, np.zeros(len(move), np.bool_)
+        if is_unfit is not None:
+            unfit = is_unfit & is_encoded & ~is_stored
+        self._learn(move, is_stored & is_encoded, unfit)
+        self._counters.demoted += int(good.sum())
+        self._counters.encoded += int((good & is_encoded).sum())
+        self._below.publish(move.places[good], now_s, checks=seals[good])
+        self._below.removal.drop(move.places[~good])
+        self._host.index.pin(move.entries, -1)
+        self._host.removal.reap(move.entries)
+        again = unfit & ~move.is_void & self._host.index.is_ready(move.entries)
+        if again.any():
+            self.gate.add(int(more_bytes[again].sum()), now_s)
+        return move.entries[again]
+
+    def _learn(self, move: Move, is_encoded: BoolMask, is_unfit: BoolMask) -> None:
+        """Notes how many blocks of each group could be encoded. All places are still reserved."""
+        for key_space_id, group, at in by_group(self._below, move.places):
+            num_fitted, num_unfit = int(is_encoded[at].sum()), int(is_unfit[at].sum())
+            self._sizes.tried(key_space_id, group, num_fitted, num_fitted + num_unfit)

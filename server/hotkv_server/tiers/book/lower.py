@@ -1,0 +1,90 @@
+"""A tier below host memory in which the core chooses places: which blocks lie there, and which are
+on their way down or up.
+
+Owns a space of its own, with places for slots; `place_sizes` says how large they are. Always true:
+a place is not given away while a move reads or writes it; a block that is flushed while it moves is
+ready nowhere afterwards; what a tier loses costs the block there, and nothing else. Representations
+stay in host memory.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from hotkv import table
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.values import KeySpaceRecord
+from hotkv_server.tiers.book.arrivals import Arrivals
+from hotkv_server.tiers.book.demotion import Demotion
+from hotkv_server.tiers.book.moves import MoveCounters, Moves, joined
+from hotkv_server.tiers.book.place_sizes import EncodedBytes, PlaceSizes
+from hotkv_server.tiers.book.promotion import Promotion
+from hotkv_server.tiers.book.write_gate import WriteGate
+
+
+class LowerTier:
+    """See the module. `space`: of places below; `down` and `up` begin and end `moves`.
+    `write_bytes_per_day`: as of `WriteGate`; `encoded_bytes`: as of `PlaceSizes`."""
+
+    def __init__(
+        self,
+        moves: Moves,
+        arrivals: Arrivals,
+        space: Space,
+        write_bytes_per_day: int | None = None,
+        encoded_bytes: EncodedBytes | None = None,
+    ) -> None:
+        self.space = space
+        self.moves = moves
+        moves.host.room.may_keep = space.room.may_keep = False
+        self.counters = MoveCounters()
+        gate = WriteGate(write_bytes_per_day, space.index.capacity)
+        sizes = PlaceSizes(encoded_bytes)
+        self.down = Demotion(moves, space, gate, sizes, self.counters)
+        self.up = Promotion(moves, arrivals, space, sizes, self.counters)
+
+    def __repr__(self) -> str:
+        return f"LowerTier({self.space!r}, {self.moves!r})"
+
+    def add_key_space(self, record: KeySpaceRecord) -> None:
+        """Declares a key space to the space below."""
+        number, key_space = record.number, record.key_space
+        self.down.add_key_space(record)
+        self.space.tenants.add_key_space(number, key_space.tenant)
+        self.space.index.add_key_space(
+            number, [key_space.group_salt(group) for group in range(len(key_space.groups))]
+        )
+
+    def forget_key_space(self, record: KeySpaceRecord) -> None:
+        """Forgets a key space that has no blocks below."""
+        self.down.forget_key_space(record)
+
+    def has_blocks(self, key_space_id: int) -> bool:
+        """Whether a block of the key space lies below or moves."""
+        return bool(self.space.tenants.bytes_of(key_space_id)) or any(
+            move.key_space_id == key_space_id for move in self.moves
+        )
+
+    def flush(self, key_space_id: int, portion: int) -> Iterator[int]:
+        """Forgets what lies below of a key space, in parts of `portion` entry numbers; yields how
+        many blocks each had. Its moves must have been stopped."""
+        assert not self.moves.may_begin(key_space_id), "flushed while blocks may move"
+        for first in range(0, self.space.index.num_numbers, portion):
+            ready = self.space.index.ready_blocks(key_space_id, first, first + portion)
+            self.space.removal.flush(ready)
+            yield len(ready)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if the books disagree. Linear in capacity."""
+        self.space.check_invariants()
+        reserved, pins = [], np.zeros(self.space.index.capacity + 1, np.int64)
+        for move in self.moves:
+            if move.is_up:
+                np.add.at(pins, move.places, 1)
+            else:
+                reserved.append(move.places)
+        found = np.flatnonzero(self.space.index.states() == table.STATE_RESERVED)
+        assert np.array_equal(np.sort(joined(reserved)), found), (
+            "reserved places and moves down disagree"
+        )
+        assert np.array_equal(pins, self.space.index.pins), "pins below and moves up disagree"

@@ -1,0 +1,145 @@
+"""Moves between host memory and tiers that are under way.
+
+Always true: a block that moves is in one move only; one that is flushed meanwhile is void.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Entries, Int64s
+
+
+@dataclass(slots=True)
+class Move:
+    """Blocks of one key space on their way, one row each: `entries` in host memory, `places` of the
+    space below, none for a tier that places by itself. `is_void` [n]: flushed meanwhile. `kept`:
+    entries that came up and are pinned. `forsaken`: entries that nobody waits for, as the tier
+    hangs; their slots are the tier's until it answers."""
+
+    number: int
+    key_space_id: int
+    is_up: bool
+    entries: Entries
+    places: Entries
+    is_void: BoolMask
+    kept: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
+    forsaken: Entries = field(default_factory=lambda: np.empty(0, np.uint32))
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+@dataclass(slots=True)
+class MoveCounters:
+    """Blocks since the start. `encoded`: of those that went down; `refused`: for which there was no
+    place below; `lost`: that the tier could not give back whole."""
+
+    demoted: int = 0
+    encoded: int = 0
+    promoted: int = 0
+    refused: int = 0
+    lost: int = 0
+
+
+class Moves:
+    """The moves under way, from and to the space `host` of host memory."""
+
+    def __init__(self, host: Space) -> None:
+        self.host = host
+        self._under_way: dict[int, Move] = {}
+        self._stopped: Counter[int] = Counter()
+        self._next_number = FIRST_MOVE
+
+    def __repr__(self) -> str:
+        return f"Moves({len(self)} under way)"
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    def __iter__(self) -> Iterator[Move]:
+        return iter(self._under_way.values())
+
+    def next_number(self) -> int:
+        """A number for a new move: of 32 bits, and not that of another one under way."""
+        while self._next_number in self._under_way:
+            self._next_number = _after(self._next_number)
+        number, self._next_number = self._next_number, _after(self._next_number)
+        return number
+
+    def add(
+        self, number: int, key_space_id: int, is_up: bool, entries: Entries, places: Entries
+    ) -> Move:
+        """Notes a move that begins."""
+        void = np.zeros(len(entries), np.bool_)
+        move = self._under_way[number] = Move(number, key_space_id, is_up, entries, places, void)
+        return move
+
+    def remove(self, move: Move) -> None:
+        """Forgets a move."""
+        del self._under_way[move.number]
+
+    def may_begin(self, key_space_id: int) -> bool:
+        """Whether blocks of this key space may move."""
+        return not self._stopped[key_space_id]
+
+    @contextmanager
+    def stopped(self, key_space_id: int) -> Iterator[None]:
+        """No block of this key space begins to move while the context is open, and what moves as it
+        opens becomes ready nowhere."""
+        self.void(key_space_id)
+        self._stopped[key_space_id] += 1
+        try:
+            yield
+        finally:
+            self._stopped[key_space_id] -= 1
+            if not self._stopped[key_space_id]:
+                del self._stopped[key_space_id]
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if a move up has a slot that is not its own."""
+        for move in self:
+            owners = self.host.index.owners(move.entries)
+            assert not move.is_up or np.all(owners == move.number), "a move up has another's slot"
+
+    def void(self, key_space_id: int) -> None:
+        """What moves of this key space becomes ready nowhere."""
+        for move in self:
+            if move.key_space_id == key_space_id:
+                move.is_void[:] = True
+
+    def reserved(self) -> Entries:
+        """Entries of host memory that moves up have reserved."""
+        return joined([move.entries for move in self if move.is_up])
+
+    def pins(self) -> NDArray[np.int64]:
+        """Pins of moves in host memory, by entry number."""
+        counts = np.zeros(self.host.index.capacity + 1, np.int64)
+        for move in self:
+            np.add.at(counts, move.kept if move.is_up else move.entries, 1)
+            np.add.at(counts, move.forsaken, 1)
+        return counts
+
+
+def _after(number: int) -> int:
+    return number + 1 if number < 0xFFFF_FFFF else FIRST_MOVE
+
+
+def joined(parts: list[Entries]) -> Entries:
+    """Entries of all parts, in their order."""
+    return np.concatenate(parts) if parts else np.empty(0, np.uint32)
+
+
+def by_group(space: Space, entries: Entries) -> Iterator[tuple[int, int, Int64s]]:
+    """Key space, group and positions of each part of blocks that has one of each."""
+    if not len(entries):
+        return
+    key_spaces, groups, _ = space.index.keys(entries)
+    both = np.stack((key_spaces, groups), axis=1)
+    for key_space_id, group in np.unique(both, axis=0).tolist():
+        yield key_space_id, group, np.flatnonzero((key_spaces == key_space_id) & (groups == group))

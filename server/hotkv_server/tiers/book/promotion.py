@@ -1,0 +1,98 @@
+"""Moves up from a tier in which the core chooses places."""
+
+import numpy as np
+
+from hotkv import table
+from hotkv.keys import MAX_GROUPS
+from hotkv_server.cache.arrays import first_occurrences, rows
+from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.table.index import Keys
+from hotkv_server.cache.values import BoolMask, Entries, HashList, Int64s
+from hotkv_server.tiers.book.arrivals import Arrivals
+from hotkv_server.tiers.book.moves import Move, MoveCounters, Moves, joined
+from hotkv_server.tiers.book.place_sizes import PlaceSizes
+
+
+class Promotion:
+    """Begins and ends moves up from the space `below`."""
+
+    def __init__(
+        self,
+        moves: Moves,
+        arrivals: Arrivals,
+        below: Space,
+        sizes: PlaceSizes,
+        counters: MoveCounters,
+    ) -> None:
+        self._moves = moves
+        self._arrivals = arrivals
+        self._below = below
+        self._sizes = sizes
+        self._counters = counters
+
+    def __repr__(self) -> str:
+        return f"Promotion({self._moves!r})"
+
+    def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
+        """Positions of blocks, one array a list, that are ready below and not in host memory,
+        reserved ones neither."""
+        absent = self._arrivals.absent(key_space_id, groups)
+        return [
+            at[self.find(key_space_id, one, at) != 0] if len(at) else at
+            for one, at in zip(groups, absent, strict=True)
+        ]
+
+    def find(self, key_space_id: int, listed: HashList, positions: Int64s | None = None) -> Entries:
+        """Places of blocks that are ready below, 0 for others: of a list, or of those at these
+        positions. None of representations."""
+        hashes = listed.hashes if positions is None else rows(listed.hashes, positions)
+        if listed.group_index >= MAX_GROUPS:
+            return np.zeros(len(hashes), np.uint32)
+        words = self._below.index.find(key_space_id, listed.group_index, hashes)
+        return np.where(table.is_ready(words), words, 0).astype(np.uint32)
+
+    def begin(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
+        """Begins to move blocks that are ready below into host memory, as many as find a slot; None
+        for none. `groups`: lists in chain order, also of blocks that are there already.
+
+        A slot has the size of its group's, whatever that of the place is. Room is made before, as
+        for a store.
+        """
+        if not self._moves.may_begin(key_space_id):
+            return None
+        number = self._moves.next_number()
+        entries, places = [], []
+        for one, positions in zip(groups, self.wanted(key_space_id, groups), strict=True):
+            if not len(positions):
+                continue
+            positions = positions[first_occurrences(rows(one.hashes, positions))]
+            below = self.find(key_space_id, one, positions)
+            depths = self._below.index.table.records[below, table.W_DEPTH].astype(np.int64)
+            size = self._sizes.slot_bytes(key_space_id, one.group_index)
+            taken = self._arrivals.reserve(key_space_id, one, positions, size, depths, number)
+            entries.append(taken)
+            places.append(below[: len(taken)])
+        coming = joined(places)
+        if not len(coming):
+            return None
+        self._below.index.pin(coming, 1)
+        self._below.touch(coming, now_s)
+        return self._moves.add(number, key_space_id, True, joined(entries), coming)
+
+    def end(
+        self,
+        move: Move,
+        is_found: BoolMask,
+        is_lost: BoolMask,
+        checks: Keys | None,
+        now_s: float,
+    ) -> None:
+        """As `Arrivals.end`. `is_lost` [n]: whose places don't hold the block."""
+        places, is_void = move.places, move.is_void
+        self._counters.promoted += len(self._arrivals.end(move, is_found, checks, now_s))
+        self._below.index.pin(places, -1)
+        self._below.removal.reap(places)
+        gone = places[is_lost & ~is_found & ~is_void]
+        self._below.removal.flush(gone[self._below.index.is_ready(gone)])
+        self._counters.lost += len(gone)
+        move.places = places[:0]

@@ -1,0 +1,63 @@
+"""Blocks of host memory that wait to be copied to a tier, in the order in which they were stored or
+used."""
+
+from collections import deque
+
+import numpy as np
+
+from hotkv import table
+from hotkv_server.cache.table.index import BlockIndex
+from hotkv_server.cache.values import Entries, Int64s
+
+
+class WaitingBlocks:
+    """See the module. Those that are evicted meanwhile wait no longer; if more wait than the index
+    has entries, those that have waited longest are forgotten. `num_bytes`: of their slots.
+    `takes_unverified`: also those that have not been compared since a restart."""
+
+    def __init__(self, index: BlockIndex, *, takes_unverified: bool = False) -> None:
+        self._index = index
+        self._takes_unverified = takes_unverified
+        # Entries with their generations, and the sizes of their slots.
+        self._parts: deque[tuple[Entries, Entries, Int64s]] = deque()
+        self._num_entries = 0
+        self.num_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"WaitingBlocks({self._num_entries})"
+
+    def __len__(self) -> int:
+        return self._num_entries
+
+    def add(self, entries: Entries) -> None:
+        """Ready blocks, those of a chain in its order."""
+        if not len(entries):
+            return
+        generations = self._index.table.records[entries, table.W_GENERATION]
+        sizes = self._index.slot_bytes(entries)
+        self._parts.append((entries.copy(), generations.copy(), sizes))
+        self._num_entries += len(entries)
+        self.num_bytes += int(sizes.sum())
+        while self._num_entries > self._index.capacity:
+            forgotten, _, sizes = self._parts.popleft()
+            self._num_entries -= len(forgotten)
+            self.num_bytes -= int(sizes.sum())
+
+    def take(self, num_bytes: int) -> Entries:
+        """The next blocks that were added together, about so many bytes of slots; without those
+        that are gone, or not verified and not to be taken so. They wait no longer."""
+        entries, generations, sizes = self._parts[0]
+        count = max(1, int(np.searchsorted(np.cumsum(sizes), num_bytes, side="right")))
+        if count < len(entries):
+            self._parts[0] = entries[count:], generations[count:], sizes[count:]
+        else:
+            self._parts.popleft()
+        self._num_entries -= min(count, len(entries))
+        self.num_bytes -= int(sizes[:count].sum())
+        some, known = entries[:count], generations[:count]
+        same = self._index.table.records[some, table.W_GENERATION] == known
+        may_go = same & self._index.is_ready(some)
+        if not self._takes_unverified:
+            may_go &= ~self._index.unverified[some]
+        taken: Entries = some[may_go]
+        return taken

@@ -1,0 +1,204 @@
+"""The tier in which the core chooses places: blocks go down soon after they were stored, and come
+up when a lease asks for them. On the event loop only; the tier answers on threads of its own.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hotkv import table
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.values import BoolMask, Entries, HashList, Int64s
+from hotkv_server.events.drive import DISK_TIER
+from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.node.persistence import state_of
+from hotkv_server.node.slices import slices
+from hotkv_server.tiers.book.moves import Move
+from hotkv_server.tiers.drive.breaker import Breaker
+from hotkv_server.tiers.drive.epochs import Epochs
+from hotkv_server.tiers.drive.events import OnReady, nobody
+from hotkv_server.tiers.drive.reads import TierReads
+from hotkv_server.tiers.drive.records import LowerMemory
+from hotkv_server.tiers.drive.tasks import TierTasks, agreeing, blocks_of, future, on_loop
+from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Read, Seals, Tier, Write
+from hotkv_server.tracing.drive import Tracing
+
+if TYPE_CHECKING:
+    from hotkv.traces import Span
+
+NOTE_S = 10.0
+"""How often it is noted what was written: a server that is killed forgets at most so much."""
+PAUSE_S = 0.05
+"""Between two looks for blocks to move down."""
+MAX_DOWN_BYTES = 64 << 20
+"""Most bytes on their way down: their slots can't be evicted meanwhile."""
+
+
+class TierBelow:
+    """See the module. `tiers.book.lower` says what lies below; `tier` has its bytes. `epochs`: of
+    flushes here and of tiers that nodes share. `moving_bytes`: most that may be on their way down.
+    `memory`: whose records are written down; None for a tier that ends with the process."""
+
+    def __init__(
+        self,
+        core: CacheCore,
+        tier: Tier,
+        verifier: Verifier,
+        epochs: Epochs,
+        moving_bytes: int,
+        memory: LowerMemory | None = None,
+    ) -> None:
+        assert core.lower is not None, "a tier without places"
+        self.memory = memory
+        self.lower = core.lower
+        self.tier = tier
+        self.name = DISK_TIER
+        self.breaker = Breaker(tier, *([] if memory is None else [memory.stalled_s]))
+        self.reads = TierReads()
+        self.tracing: Tracing | None = None
+        self._core = core
+        self._verifier = verifier
+        self._epochs = epochs
+        self._most_bytes = min(MAX_DOWN_BYTES, moving_bytes)
+        self._down_bytes = 0
+        self._asked_revision = -1
+        self._noted: list[int] = []
+        self._note_at_s = 0.0
+        self._on_ready: OnReady = nobody
+
+    def __repr__(self) -> str:
+        return f"TierBelow({self.tier!r}, {self.lower!r})"
+
+    def start(self, tasks: TierTasks, tell: Callable[[], None], on_ready: OnReady = nobody) -> None:
+        """Starts moving blocks down. `tell` is called when blocks may have been removed."""
+        self._on_ready = on_ready
+        if self.memory is not None:
+            name = f"the thread that writes the records of {self.name}"
+            tasks.health.watch(name, self.memory.is_alive)
+        tasks.spawn(self._move_down(tasks, tell))
+
+    # Down
+
+    async def _move_down(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
+        down = self.lower.down
+        async for _ in tasks.turns(f"the moves to {self.name}", PAUSE_S):
+            is_known = self._keep_key_spaces() and self._epochs.are_seals_saved
+            if time.monotonic() >= self._note_at_s:
+                self.note_written()
+            if not len(down.waiting) or not is_known or not self.breaker.take_turn():
+                continue
+            entries = down.take(self._most_bytes - self._down_bytes, time.monotonic())
+            moves = await self._begin(entries, tell) if len(entries) else []
+            for move in moves:
+                tasks.spawn(self._write(move, tell))
+
+    def _keep_key_spaces(self) -> bool:
+        """Has key spaces that are new written down; returns whether all are. Without that the next
+        server could not tell whose a block is, so none goes down before."""
+        memory, revision = self.memory, self._core.catalog.revision
+        if memory is None:
+            return True
+        if self._asked_revision != revision:
+            memory.keep(revision, state_of(self._core, memory.slab_bytes))
+            self._asked_revision = revision
+        return memory.kept_revision == revision
+
+    def note_written(self) -> None:
+        """Has what the gate has admitted written down for the next server."""
+        now_s, wall_s = time.monotonic(), time.time()
+        found = self.lower.down.gate.written(now_s)
+        sizes = [size for _, size in found]
+        if self.memory is not None and sizes != self._noted:
+            self.memory.keep_written([(wall_s - age_s, size) for age_s, size in found])
+            self._noted = sizes
+        self._note_at_s = now_s + NOTE_S
+
+    async def _begin(
+        self, entries: Entries, tell: Callable[[], None], *, is_plain: bool = False
+    ) -> list[Move]:
+        """Begins to move blocks of host memory down, as far as they are still ready when there is
+        room for them."""
+        index, down = self._core.space.index, self.lower.down
+        generations = index.table.records[entries, table.W_GENERATION]
+        async for _ in slices(down.make_room(entries, is_plain=is_plain)):
+            tell()
+        same = index.table.records[entries, table.W_GENERATION] == generations
+        moves = down.begin(entries[same & index.is_ready(entries)], is_plain=is_plain)
+        tell()
+        return moves
+
+    async def _write(self, move: Move, tell: Callable[[], None]) -> None:
+        """Writes the blocks of a move. Only what agrees with its check value is written as such.
+        Those that can't be encoded are written again as they are."""
+        blocks = self.blocks(move)
+        self._down_bytes += blocks.total_bytes
+        ended: asyncio.Future[tuple[Codes, Seals]] = future()
+        good = await agreeing(self._core, self._verifier, move.entries, tell)
+        spans: list[Span] = []
+        if self.tracing is not None:
+            hashes = self._core.space.index.keys(move.entries)[2]
+            spans = self.tracing.begin_writes(hashes, self.name)
+        self.tier.write(blocks, on_loop(ended))
+        codes, seals = await ended
+        for span in spans:
+            span.end()
+        self._down_bytes -= blocks.total_bytes
+        is_stored = np.isin(codes, (Write.STORED, Write.PRESENT)) & good
+        going = move.places[is_stored & ~move.is_void]
+        is_unfit = (codes == Write.UNFIT) & good
+        again = self.lower.down.end(move, is_stored, seals, time.monotonic(), is_unfit)
+        if self.memory is not None:
+            self.memory.changed(going)
+        self._on_ready(going, Medium.DISK, DISK_TIER)
+        tell()
+        moves = await self._begin(again, tell, is_plain=True) if len(again) else []
+        for plain in moves:
+            await self._write(plain, tell)
+
+    # Up
+
+    async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
+        """What lies here is known; tiers that nodes share confirm that it may be loaded."""
+        if self.has_some(key_space_id, groups):
+            await self._epochs.confirm_all(key_space_id, until_s)
+
+    def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
+        """Whether a block of these lists lies here and not in host memory."""
+        return any(map(len, self.lower.up.wanted(key_space_id, groups)))
+
+    def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
+        """Positions of those blocks, one array a list; none unless they may be loaded."""
+        if not self._epochs.are_all_confirmed(key_space_id):
+            return [np.empty(0, np.int64) for _ in groups]
+        return self.lower.up.wanted(key_space_id, groups)
+
+    def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
+        """Which blocks are ready below and may be loaded, one mask a list."""
+        may = self._epochs.are_all_confirmed(key_space_id)
+        return [(self.lower.up.find(key_space_id, one) != 0) & may for one in groups]
+
+    def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
+        """Reserves slots for what lies here, as far as there is room."""
+        return self.lower.up.begin(key_space_id, groups, now_s)
+
+    def blocks(self, move: Move) -> Blocks:
+        """The rows of a move as the tier takes them."""
+        below = self.lower.space.index
+        prefix = self._epochs.disk_prefix(move.key_space_id)
+        blocks = blocks_of(self._core, move.entries, prefix)
+        return replace(
+            blocks,
+            places=below.offsets(move.places),
+            seals=below.checks(move.places),
+            stored_bytes=below.slot_bytes(move.places),
+        )
+
+    def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
+        """The tier has read; returns how many blocks it has lost."""
+        is_lost = np.isin(codes, (Read.CORRUPT, Read.ABSENT))
+        self.lower.up.end(move, codes == Read.FOUND, is_lost, checks, now_s)
+        return int(is_lost.sum())

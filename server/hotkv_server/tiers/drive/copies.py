@@ -1,0 +1,234 @@
+"""Copies blocks of host memory to a tier that other nodes share: what is stored here soon, and,
+slowly, what came from elsewhere or could not be copied.
+
+Always true: a block is written only under the epoch that the store has confirmed lately; what is
+written agrees with its check value. What the tier may have already is asked for first, so it costs
+no bytes. While something is known against the tier nothing is copied. On the event loop
+only; the tier answers on threads.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.values import Entries, Int64s
+from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.tiers.book.copies import OLD, STORED, Copies
+from hotkv_server.tiers.book.moves import Move
+from hotkv_server.tiers.drive.breaker import Breaker
+from hotkv_server.tiers.drive.epochs import Epochs
+from hotkv_server.tiers.drive.events import OnReady, nobody
+from hotkv_server.tiers.drive.tasks import (
+    TierTasks,
+    agreeing,
+    blocks_of,
+    future,
+    on_loop,
+    tier_keys,
+)
+from hotkv_server.tiers.protocol import Codes, Medium, Read, Seals, SharedTier, Write
+from hotkv_server.tracing.drive import Tracing
+
+if TYPE_CHECKING:
+    from hotkv.traces import Span
+
+PAUSE_S = 0.05
+LINGER_S, LARGE_LINGER_S = 1.0, 5.0
+"""Longest wait for more blocks to write with those that wait; the second for a tier that wants
+LARGE_BATCH_BYTES at a time, as its calls cost money."""
+LARGE_BATCH_BYTES = 8 << 20
+MAX_OUT_BYTES = 64 << 20
+"""Most bytes on their way there: their slots can't be evicted meanwhile."""
+LEARN_S = 1.0
+"""Longest wait for the epoch of what is to be written."""
+PROBE_S = 2.0
+"""Longest wait for what the tier says to have."""
+OLD_BYTES_PER_S = 64 << 20
+"""How much is written of what is no news, in the long run: many nodes may start together."""
+MIN_OLD_BYTES = 8 << 20
+"""Bytes of blocks that are asked for together, at least."""
+AGAIN_S = 1.0
+"""Wait after a copy that failed; twice as long with each further try."""
+WALKED_ENTRIES = 1 << 16
+"""Entries that are looked at in a turn for blocks of an earlier server."""
+
+
+class TierCopies:
+    """See the module. `moving_bytes`: most that may be on their way. `num_copied`: blocks that the
+    tier has, written or there already; `num_refused`: that it did not take in the end."""
+
+    def __init__(
+        self,
+        core: CacheCore,
+        tier: SharedTier,
+        breaker: Breaker,
+        epochs: Epochs,
+        verifier: Verifier,
+        moving_bytes: int,
+    ) -> None:
+        self.num_copied = self.num_refused = 0
+        self.on_ready: OnReady = nobody
+        self.tracing: Tracing | None = None
+        self._core = core
+        self._tier = tier
+        self._name = tier.facts().name
+        self._breaker = breaker
+        self._epochs = epochs
+        self._verifier = verifier
+        self._copies = Copies(core.moves)
+        core.copies.append(self._copies)
+        self._most_bytes = min(MAX_OUT_BYTES, moving_bytes)
+        self._out_bytes = 0
+        # When other blocks than those that were stored here have their turn.
+        self._old_at_s = 0.0
+        # Key spaces that an earlier server has left, and where its entries end.
+        self._left = deque(core.key_spaces)
+        self._num_left = core.space.index.num_numbers
+
+    def __repr__(self) -> str:
+        return f"TierCopies({self._copies!r})"
+
+    @property
+    def num_waiting(self) -> int:
+        """Blocks that wait to be copied."""
+        return self._copies.num_waiting
+
+    def start(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
+        """Starts copying. `tell` is called when blocks may have been condemned."""
+        tasks.spawn(self._copy_stored(tasks, tell))
+        tasks.spawn(self._copy_old(tasks, tell))
+        tasks.spawn(self._offer_left(tasks))
+
+    def offer_old(self, key_space_id: int, entries: Entries) -> None:
+        """Blocks came into host memory from elsewhere than the tier. They are copied if they are of
+        the epoch that is known."""
+        if self._epochs.get(self._name, key_space_id):
+            self._copies.add_old(entries)
+
+    async def _copy_stored(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
+        batch_bytes, last_s = self._tier.facts().batch_bytes, time.monotonic()
+        async for _ in tasks.turns(f"the copies to {self._name}", PAUSE_S):
+            waiting = self._copies.lanes[STORED]
+            linger_s = LINGER_S if batch_bytes < LARGE_BATCH_BYTES else LARGE_LINGER_S
+            is_due = time.monotonic() >= last_s + linger_s or waiting.num_bytes >= batch_bytes
+            if not len(waiting) or not is_due or self._breaker.is_open:
+                continue
+            last_s = time.monotonic()
+            entries = self._copies.take(self._most_bytes - self._out_bytes)
+            for move in self._copies.begin(entries) if len(entries) else ():
+                tasks.spawn(self._write(move, STORED, tell))
+
+    async def _copy_old(self, tasks: TierTasks, tell: Callable[[], None]) -> None:
+        """One batch at a time, while nothing that was stored here waits for room."""
+        batch_bytes = min(max(MIN_OLD_BYTES, self._tier.facts().batch_bytes), self._most_bytes)
+        batch: asyncio.Task[None] | None = None
+        async for _ in tasks.turns(f"the later copies to {self._name}", PAUSE_S):
+            lane = self._copies.lane_to_do()
+            is_busy = batch is not None and not batch.done()
+            if lane is None or is_busy:
+                continue
+            if time.monotonic() < self._old_at_s or self._breaker.is_open:
+                continue
+            entries = self._copies.take(min(batch_bytes, self._most_bytes - self._out_bytes), lane)
+            if len(entries):
+                batch = tasks.spawn(self._write_old(entries, lane, tell))
+
+    async def _write_old(self, entries: Entries, lane: int, tell: Callable[[], None]) -> None:
+        before_bytes = self._tier.figures().written_bytes
+        for move in self._copies.begin(entries, lane):
+            await self._write(move, lane, tell)
+        num_bytes = self._tier.figures().written_bytes - before_bytes
+        self._wait_with_old(num_bytes / OLD_BYTES_PER_S)
+
+    def _wait_with_old(self, wait_s: float) -> None:
+        self._old_at_s = max(self._old_at_s, time.monotonic() + wait_s)
+
+    async def _offer_left(self, tasks: TierTasks) -> None:
+        """Offers what an earlier server has left, a part at a time, once its epoch is known."""
+        first = 0
+        async for _ in tasks.turns(f"the blocks of before for {self._name}", PAUSE_S):
+            if not self._left:
+                return
+            key_space_id = self._left[0]
+            if key_space_id not in self._core.key_spaces:
+                self._left.popleft()
+                first = 0
+            elif not self._epochs.get(self._name, key_space_id):
+                self._left.rotate()
+                first = 0
+            elif not len(self._copies.lanes[OLD]):
+                end = min(first + WALKED_ENTRIES, self._num_left)
+                self.offer_old(
+                    key_space_id, self._core.space.index.ready_blocks(key_space_id, first, end)
+                )
+                first = end
+                if end == self._num_left:
+                    self._left.popleft()
+                    first = 0
+
+    async def _write(self, move: Move, lane: int, tell: Callable[[], None]) -> None:
+        """Writes those blocks of a move that the tier lacks and that agree with their check
+        values."""
+        num_bytes = int(self._core.space.index.slot_bytes(move.entries).sum())
+        self._out_bytes += num_bytes
+        codes = np.zeros(len(move), np.uint8)
+        try:
+            if lane != STORED:
+                codes[:] = await self._probed(move)
+            at = np.flatnonzero(codes == 0)
+            at = at[await agreeing(self._core, self._verifier, move.entries[at], tell)]
+            # Last: a flush may have begun meanwhile.
+            until_s = time.monotonic() + LEARN_S
+            if not await self._epochs.confirm(self._name, move.key_space_id, until_s):
+                codes[at] = Write.FAILED
+            elif len(at := at[~move.is_void[at]]):
+                codes[at] = await self._written(move, at)
+                is_new = np.isin(codes[at], (Write.STORED, Write.PRESENT)) & ~move.is_void[at]
+                self.on_ready(move.entries[at[is_new]], Medium.REMOTE, self._name)
+        finally:
+            self._out_bytes -= num_bytes
+            has_failed = codes == Write.FAILED
+            num_given_up = self._copies.end(move, has_failed)
+        if has_failed.any():
+            self._wait_with_old(AGAIN_S * 2 ** max(0, lane - OLD))
+        is_there = np.isin(codes, (Write.STORED, Write.PRESENT))
+        self.num_copied += int(is_there.sum())
+        num_again = int(has_failed.sum()) - num_given_up
+        self.num_refused += len(move) - int(is_there.sum()) - num_again
+
+    async def _probed(self, move: Move) -> Codes:
+        """PRESENT for those that the tier has, 0 for those that it lacks, else FAILED."""
+        codes = np.full(len(move), Write.FAILED, np.uint8)
+        until_s = time.monotonic() + PROBE_S
+        if await self._epochs.confirm(self._name, move.key_space_id, until_s):
+            ended: asyncio.Future[tuple[Codes]] = future()
+            _, groups, hashes = self._core.space.index.keys(move.entries)
+            prefix = self._epochs.prefix(self._name, move.key_space_id)
+            keys = tier_keys(prefix, groups.tolist(), hashes)
+            expected = self._epochs.expected(self._name, move.key_space_id)
+            self._tier.probe(keys, until_s, on_loop(ended), expected)
+            (found,) = await ended
+            codes[found == Read.FOUND] = Write.PRESENT
+            codes[found == Read.ABSENT] = 0
+        return codes
+
+    async def _written(self, move: Move, at: Int64s) -> Codes:
+        """Writes the rows `at` of a move."""
+        number, ended = move.key_space_id, future()
+        prefix = self._epochs.prefix(self._name, number)
+        expected = self._epochs.expected(self._name, number)
+        blocks = blocks_of(self._core, move.entries[at], prefix, expected)
+        spans: list[Span] = []
+        if self.tracing is not None:
+            hashes = self._core.space.index.keys(move.entries[at])[2]
+            spans = self.tracing.begin_writes(hashes, self._name)
+        self._tier.write(blocks, on_loop(ended))
+        answer: tuple[Codes, Seals] = await ended
+        for span in spans:
+            span.end()
+        return answer[0]

@@ -1,0 +1,142 @@
+"""The book of epochs in a small file that outlives the server.
+
+Always true: the file is replaced as a whole, and is on its disk when `write` returns. It lies
+wherever blocks lie that outlive the server, and removing those does not remove it. What files
+disagree on is not vouched for: then the blocks are flushed as soon as a store is reached.
+"""
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotkv_server.memory.state import replace_file
+from hotkv_server.tiers.book.epochs import EpochBook, Record, Standing
+
+log = logging.getLogger(__name__)
+
+EPOCHS_FILE = "epochs.json"
+FORMAT_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class NotesFolder:
+    """Where a file is. `has_blocks`: of an earlier server."""
+
+    path: Path
+    has_blocks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a file says."""
+
+    base: int
+    last: int
+    records: Mapping[str, Record]
+
+
+class EpochNotes:
+    """See the module. Without folders, the book ends with the process."""
+
+    def __init__(self, folders: Sequence[NotesFolder] = ()) -> None:
+        self._folders = tuple(folders)
+
+    def __repr__(self) -> str:
+        return f"EpochNotes({[str(one.path) for one in self._folders]})"
+
+    def read(self, stores: Sequence[str]) -> EpochBook:
+        """The book of an earlier server, for stores of these names. Blocks."""
+        read = [(one, _read(one.path / EPOCHS_FILE)) for one in self._folders]
+        contents = [content for _, content in read if content is not None]
+        # Blocks without a file are those of a server that wrote none.
+        is_complete = all(content is not None or not one.has_blocks for one, content in read)
+        names = {name for content in contents for name in content.records}
+        records = {name: _merged(name, contents, is_complete=is_complete) for name in names}
+        base = max((content.base for content in contents), default=0)
+        last = max((content.last for content in contents), default=0)
+        return EpochBook(stores, records, base, last)
+
+    def write(self, text: str) -> None:
+        """Replaces the files. From any thread, one at a time; blocks. Raises OSError, after it has
+        tried all folders."""
+        failed: OSError | None = None
+        for one in self._folders:
+            try:
+                replace_file(one.path / EPOCHS_FILE, [text], sync=True)
+            except OSError as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def discard(self, book: EpochBook) -> None:
+        """Removes the file of a server that leaves no blocks, unless a flush is untold. Blocks."""
+        if not any(s.is_untold for one in book.records.values() for s in one.stores.values()):
+            for one in self._folders:
+                (one.path / EPOCHS_FILE).unlink(missing_ok=True)
+
+
+def text_of(book: EpochBook) -> str:
+    """What is written down of a book."""
+    key_spaces = {
+        name: {
+            "local": record.local,
+            "stores": {
+                store: [standing.epoch, standing.is_vouched, standing.is_untold]
+                for store, standing in record.stores.items()
+            },
+        }
+        for name, record in book.records.items()
+    }
+    content = {"base": book.base, "last": book.last, "key_spaces": key_spaces}
+    return json.dumps({"format": FORMAT_VERSION, **content})
+
+
+def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Record:
+    """What all files together say of a key space."""
+    found = [content.records.get(name) or Record(content.base) for content in contents]
+    record = Record(max(one.local for one in found))
+    for store in {store for one in found for store in one.stores}:
+        standings = [one.stores.get(store, Standing()) for one in found]
+        epochs = {one.epoch for one in standings}
+        is_agreed = len(epochs) == 1 and all(one.is_vouched for one in standings)
+        record.stores[store] = Standing(
+            max(epochs), is_complete and is_agreed, any(one.is_untold for one in standings)
+        )
+    return record
+
+
+def _read(path: Path) -> _Content | None:
+    """What a file says; None if there is none that can be used."""
+    try:
+        content = json.loads(path.read_bytes())
+        if content["format"] != FORMAT_VERSION:
+            raise ValueError(f"format {content['format']!r}")
+        records = {_fingerprint(name): _record(one) for name, one in content["key_spaces"].items()}
+        return _Content(int(content["base"]), int(content["last"]), records)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.error(
+            "%s can't be used: flushes that stores were not told of are forgotten, and blocks that "
+            "are here are flushed when a store that nodes share is reached: %s %s",
+            path,
+            type(error).__name__,
+            error,
+        )
+        return None
+
+
+def _record(said: Mapping[str, Any]) -> Record:
+    stores = {
+        str(store): Standing(int(epoch), bool(is_vouched), bool(is_untold))
+        for store, (epoch, is_vouched, is_untold) in said["stores"].items()
+    }
+    return Record(int(said["local"]), stores)
+
+
+def _fingerprint(text: str) -> str:
+    """The text, if it may be a fingerprint. Raises ValueError."""
+    return bytes.fromhex(text).hex()

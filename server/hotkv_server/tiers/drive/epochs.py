@@ -1,0 +1,450 @@
+"""Works off the book of flushes: asks stores for epochs, has them raised, flushes here, saves.
+
+Always true: a flush is the node's own. Callers wait until it is done, and it goes on if they leave.
+One task decides (`tiers.book.epochs`). At most one piece of work of each kind is under way: a
+question and a raise for each store, one flush, one write. A write holds up only the disk's own
+moves and, for a bounded time, the answers of flushes. On the event loop only; tiers answer on
+threads.
+
+A store counts as away if something is known against it or it owes an answer, and this process has
+run all the while: one that was stopped asks again before it believes what it knows.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.memory.clerk import Clerk
+from hotkv_server.tiers.book.epochs import NO_EPOCH, TELL_S, EpochBook, Raise, Ticket
+from hotkv_server.tiers.drive.epoch_notes import EpochNotes, text_of
+from hotkv_server.tiers.drive.tasks import TierTasks, future, on_loop
+from hotkv_server.tiers.protocol import Epochs as EpochsOf
+from hotkv_server.tiers.protocol import SharedTier, Shown
+
+log = logging.getLogger(__name__)
+
+Flush = Callable[[int], Awaitable[int]]
+"""Flushes a key space in this node alone; returns the number of blocks."""
+
+TICK_S = 0.05
+IDLE_TURN_S = 1.0
+"""Between two looks at key spaces that are not in use."""
+ASK_S = 2.0
+"""When a question for epochs is given up."""
+SERVE_WAIT_S = 1.0
+"""Longest wait of a hit in host memory for a store that must confirm it."""
+MEET_S = 1.0
+"""How long a session that is opened waits for stores."""
+LATE_TICKS = 20
+"""A store that owes an answer for so many ticks is away."""
+GAP_S = 0.5
+"""After a tick that is so late, this process may have been stopped."""
+DEAF_TICKS = 30
+"""For so many ticks after that, nothing speaks against a store."""
+SAVE_AGAIN_S = 1.0
+NOTES = "disk"
+"""Named among the tiers that a flush is not in yet, if it can't be written down."""
+
+
+class EpochRelay:
+    """Given to a tier before there is a loop: passes on that it has met another epoch."""
+
+    def __init__(self) -> None:
+        self.hear: Callable[[str, int], None] = lambda fingerprint, epoch: None
+
+    def __call__(self, fingerprint: str, epoch: int) -> None:
+        self.hear(fingerprint, epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """What has become of a flush. `pending`: tiers that it is not in yet, and will be: until then
+    other nodes, or this one after a power loss, may find blocks of before there."""
+
+    num_blocks: int
+    pending: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Caller:
+    """Who waits for a flush."""
+
+    ticket: Ticket
+    done: "asyncio.Future[Flushed]"
+    num_blocks: int = 0
+
+
+class _Store:
+    """A shared tier as this module sees it."""
+
+    def __init__(self, tier: SharedTier, relay: EpochRelay) -> None:
+        self.tier = tier
+        self.relay = relay
+        self.name = tier.facts().name
+        self.is_away = self.is_raising = False
+        # The tick at which the question was sent that is under way.
+        self.asked_tick: int | None = None
+
+
+class Epochs:
+    """See the module. `stores`: shared tiers, each with what it was given as `on_epoch`."""
+
+    def __init__(
+        self,
+        core: CacheCore,
+        stores: Sequence[tuple[SharedTier, EpochRelay]] = (),
+        notes: EpochNotes | None = None,
+    ) -> None:
+        self._core = core
+        self._stores = {one.name: one for one in (_Store(*pair) for pair in stores)}
+        self._notes = notes or EpochNotes()
+        self.book: EpochBook = self._notes.read(list(self._stores))
+        self._callers: list[_Caller] = []
+        self._ticks = self._deaf_until = 0
+        self._ticked_s = now_s()
+        self._is_flushing = self._is_saving = False
+        self._save_at_s = 0.0
+        self._is_nudged = False
+        self._idle_at_s = 0.0
+        self._clerk = Clerk("epochs")
+        self._turned: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Epochs({self.book!r}, {len(self._callers)} flushes asked for)"
+
+    def start(self, tasks: TierTasks, flush: Flush) -> None:
+        """Begins to follow what other nodes flush, and to tell what an earlier server could not."""
+        self._tasks, self._flush = tasks, flush
+        loop = asyncio.get_running_loop()
+
+        def hear(fingerprint: str, epoch: int) -> None:
+            try:
+                loop.call_soon_threadsafe(self._look_at, fingerprint)
+            except RuntimeError:
+                # The loop has ended.
+                return
+
+        for store in self._stores.values():
+            store.relay.hear = hear
+        for fingerprint, record in self.book.records.items():
+            for name in [name for name in self._stores if record.stores[name].is_untold]:
+                log.warning(
+                    "tier=%s is told now of a flush of fingerprint=%s before the last start",
+                    name,
+                    fingerprint,
+                )
+        tasks.health.watch("the threads of epochs", self._clerk.is_alive)
+        tasks.spawn(self._run())
+
+    def discard(self) -> None:
+        """As `EpochNotes.discard`."""
+        self._notes.discard(self.book)
+
+    # Flushes
+
+    async def flush(self, key_space_id: int) -> Flushed:
+        """Flushes a key space, here and in shared tiers: none of its blocks of before is found
+        again. Takes CONFIRMED_S, as long as other nodes may go without asking. A store that does
+        not answer within TELL_S is told as soon as it does, by the next server if this one has
+        ended."""
+        ticket = self.book.flush(self.fingerprint(key_space_id), now_s())
+        caller = _Caller(ticket, future())
+        self._callers.append(caller)
+        self._nudge()
+        self._tasks.spawn(self._answer(caller))
+        return await asyncio.shield(caller.done)
+
+    async def _answer(self, caller: _Caller) -> None:
+        ticket, ended_s = caller.ticket, 0.0
+        while True:
+            pending = self.book.pending(ticket, now_s())
+            if self._tasks.is_closing:
+                pending = list(self._stores)
+            if pending is not None:
+                ended_s = ended_s or now_s()
+                if self.book.is_saved(ticket):
+                    break
+                if now_s() >= ended_s + TELL_S or self._tasks.is_closing:
+                    pending.append(NOTES)
+                    break
+            await self._turn(TICK_S)
+        self._callers.remove(caller)
+        if pending:
+            log.warning(
+                "flush of fingerprint=%s is not in tiers=%s yet, so blocks of before may be found "
+                "there; they are told as soon as they answer",
+                ticket.fingerprint,
+                ",".join(pending),
+            )
+        if not caller.done.done():
+            caller.done.set_result(Flushed(caller.num_blocks, tuple(pending)))
+
+    # Who may be served
+
+    def get(self, store: str, key_space_id: int) -> int:
+        """The epoch under which blocks lie in the store; NO_EPOCH if none may be read or written
+        now."""
+        return self.book.epoch(self.fingerprint(key_space_id), store)
+
+    def prefix(self, store: str, key_space_id: int) -> bytes:
+        """How keys of the key space's blocks in the store begin."""
+        fingerprint = self.fingerprint(key_space_id).encode()
+        return b"hotkv/1/%s/%d" % (fingerprint, self.get(store, key_space_id))
+
+    def expected(self, store: str, key_space_id: int) -> EpochsOf:
+        """What the store must still have when blocks have been read."""
+        return {self.fingerprint(key_space_id): self.get(store, key_space_id)}
+
+    def disk_prefix(self, key_space_id: int) -> bytes:
+        """What blocks of the key space are sealed with on the disk."""
+        fingerprint = self.fingerprint(key_space_id)
+        local = self.book.local(fingerprint)
+        # As servers have sealed that knew no flushes of their own.
+        return b"hotkv/1/" + fingerprint.encode() + (b"/%d" % local if local else b"")
+
+    @property
+    def are_seals_saved(self) -> bool:
+        """As of the book."""
+        return self.book.are_seals_saved
+
+    def is_confirmed(self, store: str, key_space_id: int) -> bool:
+        """Whether the store has confirmed lately that blocks of the key space that lie there are of
+        after all flushes."""
+        fingerprint = self.fingerprint(key_space_id)
+        has_epoch = self.book.epoch(fingerprint, store) != NO_EPOCH
+        return has_epoch and self.book.is_fresh(fingerprint, store, now_s())
+
+    def are_all_confirmed(self, key_space_id: int) -> bool:
+        """Whether all stores have confirmed lately that blocks of the key space that lie on this
+        node's disk are of after all flushes."""
+        fingerprint, at_s = self.fingerprint(key_space_id), now_s()
+        return all(self.book.is_fresh(fingerprint, name, at_s) for name in self._stores)
+
+    def may_serve(self, key_space_id: int) -> bool:
+        """Whether hits in host memory may be granted now. A store that is away does not hinder
+        them."""
+        fingerprint, at_s = self.fingerprint(key_space_id), now_s()
+        if not self._stores:
+            return True
+        self.book.use(fingerprint, at_s)
+        return not self.book.is_outdated(fingerprint) and all(
+            store.is_away or self.book.is_fresh(fingerprint, name, at_s)
+            for name, store in self._stores.items()
+        )
+
+    def must_ask(self, key_space_id: int) -> bool:
+        """Whether a store that answers has something to confirm first."""
+        fingerprint, at_s = self.fingerprint(key_space_id), now_s()
+        return any(
+            not store.is_away and not self.book.is_fresh(fingerprint, name, at_s)
+            for name, store in self._stores.items()
+        )
+
+    async def wait_to_serve(self, key_space_id: int) -> bool:
+        """As `may_serve`, after SERVE_WAIT_S at most in which stores confirm."""
+        until_s = now_s() + SERVE_WAIT_S
+        while not self.may_serve(key_space_id):
+            if not await self._ask_soon(until_s) or key_space_id not in self._core.key_spaces:
+                return False
+        return True
+
+    async def meet(self, key_space_id: int) -> None:
+        """Waits for stores to say which epoch the key space has, MEET_S at most: what is stored
+        before that is not vouched for."""
+        await self.confirm_all(key_space_id, time.monotonic() + MEET_S)
+
+    async def confirm(self, store: str, key_space_id: int, until_s: float) -> bool:
+        """As `is_confirmed`, after the store was asked if need be. `until_s`: of time.monotonic."""
+        until_s += now_s() - time.monotonic()
+        while key_space_id in self._core.key_spaces:
+            if self.is_confirmed(store, key_space_id):
+                self.book.use(self.fingerprint(key_space_id), now_s())
+                return True
+            self.book.use(self.fingerprint(key_space_id), now_s())
+            if self._stores[store].is_away or not await self._ask_soon(until_s):
+                return False
+        return False
+
+    async def confirm_all(self, key_space_id: int, until_s: float) -> None:
+        """Waits until then for `are_all_confirmed`. `until_s`: of time.monotonic."""
+        until_s += now_s() - time.monotonic()
+        while key_space_id in self._core.key_spaces and self.must_ask(key_space_id):
+            self.book.use(self.fingerprint(key_space_id), now_s())
+            if not await self._ask_soon(until_s):
+                return
+
+    async def settle(self, key_space_id: int, until_s: float) -> None:
+        """As `confirm_all`, and waits for a store that is away too, unless the tier knows what is
+        wrong: one that has just started is believed a few seconds later. For callers with
+        patience."""
+        until_s += now_s() - time.monotonic()
+        fingerprint = self.fingerprint(key_space_id)
+        while key_space_id in self._core.key_spaces and any(
+            not store.tier.problem() and not self.book.is_fresh(fingerprint, name, now_s())
+            for name, store in self._stores.items()
+        ):
+            self.book.use(fingerprint, now_s())
+            if not await self._ask_soon(until_s):
+                return
+
+    async def _ask_soon(self, until_s: float) -> bool:
+        """Waits for the next turn; False if it is late already."""
+        left_s = until_s - now_s()
+        if left_s <= 0 or self._tasks.is_closing:
+            return False
+        self._nudge()
+        await self._turn(left_s)
+        return True
+
+    def fingerprint(self, key_space_id: int) -> str:
+        """What stores know a key space by."""
+        return self._core.key_space(key_space_id).fingerprint.hex()
+
+    # The task
+
+    async def _run(self) -> None:
+        async for _ in self._tasks.turns("the book of flushes", TICK_S):
+            self._work()
+
+    def _nudge(self) -> None:
+        """Has the book worked off soon, and not only at the next tick."""
+        if not self._is_nudged:
+            self._is_nudged = True
+            asyncio.get_running_loop().call_soon(self._work)
+
+    def _work(self) -> None:
+        """Begins all that the book says is to be done."""
+        self._is_nudged = False
+        if self._tasks.is_closing:
+            return
+        at_s = now_s()
+        self._tick(at_s)
+        idle: list[str] = []
+        if at_s >= self._idle_at_s:
+            self._idle_at_s = at_s + IDLE_TURN_S
+            known = {self.fingerprint(number): number for number in self._core.key_spaces}
+            self.book.rest(known.keys(), at_s)
+            idle = [name for name, number in known.items() if self._has_blocks(number)]
+        for store in self._stores.values():
+            if store.asked_tick is None and (wanted := self.book.due(store.name, idle, at_s)):
+                store.asked_tick = self._ticks
+                self._tasks.spawn(self._ask(store, wanted, at_s))
+            if not store.is_raising and (one := self.book.begin_raise(store.name, at_s)):
+                store.is_raising = True
+                self._tasks.spawn(self._raise(store, one))
+        if not self._is_flushing and (fingerprint := self.book.begin_flush(at_s)):
+            self._is_flushing = True
+            self._tasks.spawn(self._flush_here(fingerprint))
+        is_unsaved = self.book.saved < self.book.revision
+        if is_unsaved and not self._is_saving and at_s >= self._save_at_s:
+            self._is_saving = True
+            self._tasks.spawn(self._save())
+
+    def _tick(self, at_s: float) -> None:
+        """Counts time in which this process has run, and looks which stores are away."""
+        if at_s >= self._ticked_s + GAP_S:
+            self._deaf_until = self._ticks + DEAF_TICKS
+            for store in self._stores.values():
+                store.is_away = False
+                store.asked_tick = None if store.asked_tick is None else self._ticks
+        elif at_s < self._ticked_s + TICK_S:
+            return
+        self._ticked_s = at_s
+        self._ticks += 1
+        if self._ticks < self._deaf_until:
+            return
+        for store in self._stores.values():
+            is_late = store.asked_tick is not None and self._ticks >= store.asked_tick + LATE_TICKS
+            if not store.is_away and (is_late or store.tier.problem()):
+                store.is_away = True
+                self._wake()
+
+    async def _ask(self, store: _Store, fingerprints: list[str], sent_s: float) -> None:
+        ended: asyncio.Future[tuple[Shown | None]] = future()
+        store.tier.epochs(fingerprints, time.monotonic() + ASK_S, on_loop(ended))
+        (shown,) = await ended
+        store.asked_tick = None
+        if shown is not None:
+            # One that has just started from an old copy is not reached yet.
+            store.is_away = any(0 < one < shown.restored_below for one in shown.epochs.values())
+            has_blocks = {name for name in shown.epochs if self._has_blocks(self._number(name))}
+            self.book.shown(store.name, shown.epochs, shown.restored_below, sent_s, has_blocks)
+        self._wake()
+
+    async def _raise(self, store: _Store, wanted: Raise) -> None:
+        ended: asyncio.Future[tuple[int | None]] = future()
+        store.tier.raise_epoch(wanted.fingerprint, wanted.floor, on_loop(ended))
+        (epoch,) = await ended
+        store.is_raising = False
+        if epoch is not None:
+            log.info(
+                "tier=%s has a new epoch of fingerprint=%s: %d",
+                store.name,
+                wanted.fingerprint,
+                epoch,
+            )
+        self.book.raised(store.name, wanted.fingerprint, epoch, now_s())
+        self._wake()
+
+    async def _flush_here(self, fingerprint: str) -> None:
+        """Flushes a key space in this node."""
+        is_done = False
+        try:
+            number = self._number(fingerprint)
+            is_asked = any(one.ticket.fingerprint == fingerprint for one in self._callers)
+            is_wanted = number and (is_asked or self._has_blocks(number))
+            num_blocks = await self._flush(number) if is_wanted else 0
+            for caller in self._callers:
+                caller.num_blocks += num_blocks * (caller.ticket.fingerprint == fingerprint)
+            is_done = True
+        finally:
+            self._is_flushing = False
+            if is_done:
+                self.book.flushed(fingerprint, now_s())
+            else:
+                self.book.broke(fingerprint)
+            self._wake()
+
+    async def _save(self) -> None:
+        revision, text = self.book.revision, text_of(self.book)
+        try:
+            await asyncio.wrap_future(self._clerk.do(lambda: self._notes.write(text)))
+            self.book.saved = revision
+        except OSError as error:
+            self._save_at_s = now_s() + SAVE_AGAIN_S
+            log.error("epochs not written down, so the next server may know of no flush: %s", error)
+        finally:
+            self._is_saving = False
+        self._wake()
+
+    def _look_at(self, fingerprint: str) -> None:
+        """A tier has met another epoch: it is asked now."""
+        self.book.doubt(fingerprint, now_s())
+        self._nudge()
+
+    def _wake(self) -> None:
+        """Something has changed."""
+        self._nudge()
+        if self._turned is not None and not self._turned.done():
+            self._turned.set_result(None)
+
+    async def _turn(self, wait_s: float) -> None:
+        """Waits until something has changed, or the time is up."""
+        if self._turned is None or self._turned.done():
+            self._turned = future()
+        await asyncio.wait([self._turned], timeout=wait_s)
+
+    def _number(self, fingerprint: str) -> int:
+        """The key space's number here; 0 if it is not known here."""
+        return self._core.catalog.number(bytes.fromhex(fingerprint))
+
+    def _has_blocks(self, number: int) -> bool:
+        return bool(number) and self._core.catalog.has_blocks(number)
+
+
+def now_s() -> float:
+    """Seconds that go on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

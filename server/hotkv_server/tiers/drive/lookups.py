@@ -1,0 +1,220 @@
+"""What lookups and operators are told of tiers: which blocks lie there, as far as it is worth to
+bring them in. Asks shared tiers for a bounded time. On the event loop only.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hotkv_server.cache.arrays import rows
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.values import BoolMask, HashList
+from hotkv_server.node.session import LiveSession
+from hotkv_server.tiers.drive.choice import Listed, both, count, either, needed, worth
+from hotkv_server.tiers.drive.epochs import Epochs
+from hotkv_server.tiers.drive.shared import TierShared
+from hotkv_server.tiers.drive.source import Source
+from hotkv_server.tiers.drive.tasks import TierTasks
+
+MAX_WAITING = 256
+"""Leases and lookups of one session that wait for tiers at a time; others get what is in host
+memory."""
+EXPLAIN_WAIT_S = 2.0
+"""Longest wait of an operator for shared tiers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lying:
+    """What lies in one tier of some lists: a mask a list. `is_up`: the tier can be read.
+    `bytes_per_s`: as of `TierReads`."""
+
+    name: str
+    masks: list[BoolMask]
+    is_up: bool
+    bytes_per_s: float
+
+
+class WaitingCalls:
+    """How many leases and lookups of each session wait for tiers."""
+
+    def __init__(self) -> None:
+        self._waiting: Counter[int] = Counter()
+
+    def __repr__(self) -> str:
+        return f"WaitingCalls({len(self)})"
+
+    def __len__(self) -> int:
+        return self._waiting.total()
+
+    def has_many(self, session: LiveSession) -> bool:
+        """Whether no more of them may wait."""
+        return self._waiting[session.record.number] >= MAX_WAITING
+
+    @contextlib.contextmanager
+    def counted(self, session: LiveSession) -> Iterator[None]:
+        """Counts a call of the session as waiting."""
+        number = session.record.number
+        self._waiting[number] += 1
+        try:
+            yield
+        finally:
+            self._waiting[number] -= 1
+            if not self._waiting[number]:
+                del self._waiting[number]
+
+
+class TierLookups:
+    """See the module. `sources`: in the order in which they are asked; `shared`: those of them that
+    must be asked."""
+
+    def __init__(
+        self,
+        core: CacheCore,
+        sources: Sequence[Source],
+        shared: Sequence[TierShared],
+        epochs: Epochs,
+        waiting: WaitingCalls,
+        tasks: TierTasks,
+        lookup_wait_s: float,
+    ) -> None:
+        self._core = core
+        self._sources = sources
+        self._shared = shared
+        self._epochs = epochs
+        self._waiting = waiting
+        self._tasks = tasks
+        self._lookup_wait_s = lookup_wait_s
+
+    def __repr__(self) -> str:
+        return f"TierLookups({self._sources!r})"
+
+    def lies_elsewhere(
+        self,
+        key_space_id: int,
+        groups: list[HashList],
+        ready: Sequence[BoolMask],
+        tokens_per_s: float = 0.0,
+    ) -> list[BoolMask]:
+        """Which blocks of a lookup are known to lie in a tier or on their way up, one mask a list.
+        `ready`: which are in host memory. `tokens_per_s`: prefill speed of the engine, 0 if it is
+        not known; of tiers from which blocks would come later than the engine computes them, none.
+        """
+        if all(mask.all() for mask in ready):
+            return [np.zeros(len(mask), np.bool_) for mask in ready]
+        # Of a tier that hangs nobody knows when it comes.
+        is_well = any(move.is_up for move in self._core.moves) and all(
+            one.breaker.lets_pass for one in self._sources
+        )
+        masks = [
+            self._core.arrivals.is_coming(key_space_id, one.group_index, one.hashes)
+            if is_well
+            else np.zeros(len(one.hashes), np.bool_)
+            for one in groups
+        ]
+        absent = self._core.arrivals.absent(key_space_id, groups)
+        lacking = [np.zeros(len(one.hashes), np.bool_) for one in groups]
+        for lack, positions in zip(lacking, absent, strict=True):
+            lack[positions] = True
+        sources = [one for one in self._sources if one.breaker.lets_pass]
+        found = []
+        for source in sources:
+            here = both(source.lies_here(key_space_id, groups), lacking)
+            source.reads.add_lookup(count(lacking), count(here))
+            lacking = [lack & ~lies for lack, lies in zip(lacking, here, strict=True)]
+            found.append(here)
+        at_hand = either(ready, masks)
+        taken = self._worth(key_space_id, groups, at_hand, sources, found, tokens_per_s)
+        for source, here, is_taken in zip(sources, found, taken, strict=True):
+            if is_taken:
+                masks = either(masks, here)
+            else:
+                source.reads.left_blocks += count(here)
+        return masks
+
+    def _worth(
+        self,
+        key_space_id: int,
+        groups: list[HashList],
+        at_hand: list[BoolMask],
+        sources: list[Source],
+        found: list[list[BoolMask]],
+        tokens_per_s: float,
+    ) -> list[bool]:
+        """From which sources it is worth to bring in what was found there."""
+        if not tokens_per_s or not any(map(count, found)):
+            return [True] * len(sources)
+        specs = self._core.key_space(key_space_id).groups
+        meant = [at for at, one in enumerate(groups) if one.group_index < len(specs)]
+        lists = [Listed(specs[groups[at].group_index], at_hand[at]) for at in meant]
+        now_s = time.monotonic()
+        offers = [
+            one.reads.offer([here[at] for at in meant], now_s)
+            for one, here in zip(sources, found, strict=True)
+        ]
+        return worth(lists, offers, tokens_per_s)
+
+    def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
+        """Whether only a shared tier knows if a block of these lists is there, or may be loaded
+        from the disk. False for a session of which many calls wait already, or that does not know
+        tiers, and without one."""
+        if self._tasks.is_closing or session is None or not session.knows_tiers:
+            return False
+        if self._waiting.has_many(session):
+            return False
+        key_space_id = session.record.key_space_id
+        if self._epochs.must_ask(key_space_id):
+            return any(
+                one.breaker.lets_pass and one.has_some(key_space_id, groups)
+                for one in self._sources
+            )
+        return any(
+            one.breaker.lets_pass and one.has_some(key_space_id, groups) for one in self._shared
+        )
+
+    async def ask(self, session: LiveSession, key_space_id: int, groups: list[HashList]) -> None:
+        """Waits until shared tiers have said what they have, or the time is up."""
+        until_s = time.monotonic() + self._lookup_wait_s
+        with self._waiting.counted(session):
+            await self._look(key_space_id, groups, until_s)
+
+    async def _look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
+        await asyncio.gather(*(one.look(key_space_id, groups, until_s) for one in self._sources))
+
+    async def find(self, key_space_id: int, groups: list[HashList]) -> list[Lying]:
+        """For operators: what lies in each tier. Asks shared tiers for what host memory lacks."""
+        until_s = time.monotonic() + EXPLAIN_WAIT_S
+        await self._look(key_space_id, groups, until_s)
+        return [
+            Lying(
+                one.name,
+                one.lies_here(key_space_id, groups),
+                one.breaker.lets_pass,
+                one.reads.bytes_per_s(),
+            )
+            for one in self._sources
+        ]
+
+    def hit(
+        self,
+        key_space_id: int,
+        groups: list[HashList],
+        ready: Sequence[BoolMask],
+        elsewhere: Sequence[BoolMask],
+    ) -> list[HashList]:
+        """Those of the blocks elsewhere that the longest hit of all needs."""
+        specs = self._core.key_space(key_space_id).groups
+        meant = [at for at, one in enumerate(groups) if one.group_index < len(specs)]
+        lists = [Listed(specs[groups[at].group_index], ready[at]) for at in meant]
+        wanted = needed(lists, [ready[at] | elsewhere[at] for at in meant])
+        return [
+            HashList(
+                groups[at].group_index,
+                rows(groups[at].hashes, np.flatnonzero(mask & elsewhere[at])),
+            )
+            for at, mask in zip(meant, wanted, strict=True)
+        ]

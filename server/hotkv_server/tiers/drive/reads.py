@@ -1,0 +1,89 @@
+"""How a tier answers: what lookups asked it for, and how long its reads took.
+
+Always true: memory is fixed. Quantiles and the rate are of the last RECENT reads, sums of all. On
+the event loop only.
+"""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from hotkv.costs import fitted
+from hotkv_server.cache.histogram import Histogram
+from hotkv_server.cache.values import BoolMask
+from hotkv_server.tiers.drive.choice import Offer
+
+RECENT = 1024
+COSTED = 16
+"""Reads from which costs are fitted: they follow the load."""
+READ_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
+"""Upper bounds of the histogram's parts."""
+
+TRIED_S = 5.0
+"""A tier that was too slow is tried again this long after its last read."""
+
+
+class TierReads:
+    """Figures of one tier. A read is a call for the blocks of one lease or of several.
+
+    `asked_blocks`: that lookups asked for and no faster tier had; `hit_blocks`: those of them that
+    the tier had; `left_blocks`: that lay there and were not brought in, because the engine computes
+    them sooner. `times_s`: of all reads. `last_s`: when the last one ended. `queued_bytes`: of
+    reads that have not ended.
+    """
+
+    def __init__(self) -> None:
+        self.asked_blocks = self.hit_blocks = self.left_blocks = self.num_reads = 0
+        self.queued_bytes = 0
+        self.last_s = 0.0
+        self._costs, self._costs_at = (0.0, 0.0), 0
+        self.times_s = Histogram(READ_BOUNDS_S)
+        self._seconds = np.zeros(RECENT)
+        self._bytes = np.zeros(RECENT)
+
+    def __repr__(self) -> str:
+        return f"TierReads({self.num_reads} reads, {self.hit_blocks}/{self.asked_blocks} hit)"
+
+    def add_lookup(self, num_asked: int, num_hit: int) -> None:
+        """Counts the blocks of a lookup."""
+        self.asked_blocks += num_asked
+        self.hit_blocks += num_hit
+
+    def add(self, seconds: float, num_bytes: int) -> None:
+        """Counts a read. `num_bytes`: of blocks that were found."""
+        at = self.num_reads % RECENT
+        self._seconds[at], self._bytes[at] = seconds, num_bytes
+        self.num_reads += 1
+        self.times_s.add(seconds)
+        self.last_s = time.monotonic()
+
+    def quantile_s(self, share: float) -> float:
+        """So many seconds this share of reads took at most; 0 before the first read."""
+        recent = self._seconds[: self.num_reads]
+        return float(np.quantile(recent, share)) if len(recent) else 0.0
+
+    def bytes_per_s(self) -> float:
+        """Bytes that one read brings in a second; 0 before a read has found any. Reads that go on
+        at the same time have less each than the tier gives."""
+        has_some = self._bytes > 0
+        seconds = float(self._seconds[has_some].sum())
+        return float(self._bytes.sum()) / seconds if seconds > 0 else 0.0
+
+    def offer(self, masks: Sequence[BoolMask], now_s: float) -> Offer:
+        """What a lookup is offered that has found these blocks here, behind the reads that are
+        queued; writes wait for reads. Costs nothing if the last read is TRIED_S ago: nobody knows
+        what it would take now."""
+        fixed_s, s_per_byte = self.costs()
+        if now_s >= self.last_s + TRIED_S:
+            fixed_s = s_per_byte = 0.0
+        return Offer(masks, fixed_s + self.queued_bytes * s_per_byte, s_per_byte)
+
+    def costs(self) -> tuple[float, float]:
+        """What a read takes at present: seconds of any, and seconds a byte beyond; zeros if none of
+        the last COSTED reads has found something. Least squares, neither below 0."""
+        if self._costs_at != self.num_reads:
+            last = np.arange(max(0, self.num_reads - COSTED), self.num_reads) % RECENT
+            self._costs = fitted(self._bytes[last], self._seconds[last])
+            self._costs_at = self.num_reads
+        return self._costs

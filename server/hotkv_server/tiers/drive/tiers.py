@@ -1,0 +1,340 @@
+"""Brings blocks of tiers into host memory when a lease asks for them, which waits for a bounded
+time.
+
+Always true: nobody waits for a tier longer than `lookup_wait_s`, and hits in host memory never do;
+a slot is the tier's from the beginning of a move until the tier says that it touches it no more. On
+the event loop only; tiers answer on threads of their own.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from hotkv_server.cache.arrays import rows
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.values import BoolMask, HashList, Run
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.node.health import Health
+from hotkv_server.node.session import LiveSession
+from hotkv_server.node.slices import slices
+from hotkv_server.tiers.book.moves import Move
+from hotkv_server.tiers.drive.below import TierBelow
+from hotkv_server.tiers.drive.epochs import Epochs, Flush
+from hotkv_server.tiers.drive.events import OnReady, nobody
+from hotkv_server.tiers.drive.lookups import TierLookups, WaitingCalls
+from hotkv_server.tiers.drive.shared import TierShared
+from hotkv_server.tiers.drive.source import Source
+from hotkv_server.tiers.drive.tasks import (
+    TierTasks,
+    aside,
+    check_values,
+    elsewhere,
+    future,
+    on_loop,
+)
+from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Read
+from hotkv_server.tracing.drive import Tracing
+
+log = logging.getLogger(__name__)
+
+MOVING_SHARE = 0.125
+"""Largest share of the arena that may be on its way to a tier, and again on its way up."""
+PREFETCH_PAUSE_S = 0.05
+"""Between two looks of a prefetch at whether there is room for it."""
+CLOSE_TIERS_S = 10.0
+"""Longest wait for tiers to close: some wait for a call that is under way."""
+RECORDS_WAIT_S = 1.0
+SAY_S = 0.2
+"""Between two looks at which tiers are passed by."""
+UP_TIMEOUT_S = 30.0
+"""A tier need not begin a read any more after this long: the slots are wanted back."""
+
+
+@dataclass(slots=True)
+class Coming:
+    """A move up, and who waits for it."""
+
+    source: Source
+    move: Move
+    num_bytes: int
+    done: "asyncio.Future[None]"
+    num_waiting: int = 0
+
+
+@dataclass(slots=True)
+class Held:
+    """What a caller of `bring_up` holds until its lease is there."""
+
+    waits: list[Coming] = field(default_factory=list)
+
+
+class Tiers:
+    """All tiers besides host memory, in the order in which they are asked: `below`, then `shared`.
+    `epochs`: of flushes here and in `shared`."""
+
+    def __init__(
+        self,
+        core: CacheCore,
+        arena: Region,
+        lookup_wait_s: float,
+        epochs: Epochs,
+        below: TierBelow | None = None,
+        shared: Sequence[TierShared] = (),
+    ) -> None:
+        self.epochs = epochs
+        self.below = below
+        self.shared = tuple(shared)
+        for one in self.shared:
+            one.below = None if below is None else below.breaker
+        self._sources: list[Source] = [] if below is None else [below]
+        self._sources.extend(shared)
+        self._core = core
+        self._arena = arena
+        self._lookup_wait_s = lookup_wait_s
+        self._coming: dict[int, Coming] = {}
+        self._waiting = WaitingCalls()
+        self._up_bytes = 0
+        self._most_bytes = moving_bytes(core)
+        self._tasks = TierTasks()
+        self.lookups = TierLookups(
+            core, self._sources, self.shared, epochs, self._waiting, self._tasks, lookup_wait_s
+        )
+        self._tell: Callable[[], None] = lambda: None
+        self._on_ready: OnReady = nobody
+        self._tracing: Tracing | None = None
+
+    def __repr__(self) -> str:
+        return f"Tiers({self._sources!r})"
+
+    def start(
+        self,
+        health: Health,
+        tell: Callable[[], None],
+        flush: Flush,
+        on_ready: OnReady = nobody,
+    ) -> None:
+        """Starts moving blocks; `health` watches the tiers' loops and threads. `tell` is called
+        when blocks may have been evicted or condemned, `on_ready` when some have come to a tier or
+        up from one; `flush` flushes a key space in this node alone."""
+        self._tell, self._on_ready = tell, on_ready
+        self._tasks.health = health
+
+        async def flush_here(key_space_id: int) -> int:
+            num_blocks = await flush(key_space_id)
+            if self.below is not None and self.below.memory is not None:
+                # Else a kill brings records back whose blocks are misses. A disk may hang.
+                written = asyncio.wrap_future(self.below.memory.written())
+                await asyncio.wait([written], timeout=RECORDS_WAIT_S)
+            return num_blocks
+
+        self.epochs.start(self._tasks, flush_here)
+        if self.below is not None:
+            self.below.start(self._tasks, tell, on_ready)
+        for one in self.shared:
+            one.out.on_ready = on_ready
+            one.start(self._tasks, tell)
+        for source in self._sources:
+            health.watch(f"the threads of the tier {source.name}", source.tier.is_alive)
+        self._tasks.spawn(self._say())
+
+    async def _say(self) -> None:
+        async for _ in self._tasks.turns("the look at tiers", SAY_S):
+            for source in self._sources:
+                source.breaker.say()
+            for coming in self._coming.values():
+                if coming.source.breaker.hangs and len(coming.move.entries):
+                    self._core.arrivals.forsake(coming.move)
+                    self._tell()
+
+    def trace(self, tracing: Tracing) -> None:
+        """From now on reads and writes that belong to traced calls have spans."""
+        self._tracing = tracing
+        if self.below is not None:
+            self.below.tracing = tracing
+        for one in self.shared:
+            one.out.tracing = tracing
+
+    async def close(self) -> None:
+        """Begins no move any more and ends those under way. Waits as long as the tiers' `close`."""
+        self._tasks.is_closing = True
+        if self.below is not None:
+            self.below.note_written()
+        closing = [asyncio.create_task(aside(one.tier.close)) for one in self._sources]
+        if closing:
+            _, late = await asyncio.wait(closing, timeout=CLOSE_TIERS_S)
+            for one in late:
+                one.cancel()
+        await self._tasks.close()
+
+    @property
+    def names(self) -> list[str]:
+        """The tiers by their numbers in `Space.origins`, the first of which is 1."""
+        return [one.name for one in self._sources]
+
+    def fetch_ahead(
+        self,
+        session: LiveSession,
+        groups: list[HashList],
+        ready: Sequence[BoolMask],
+        elsewhere: Sequence[BoolMask],
+    ) -> None:
+        """Begins to bring in what a hit lacks in host memory: its lease follows. `ready`,
+        `elsewhere`: what lies in host memory, and in tiers. Only for sessions that know tiers, as
+        the others ask for no lease."""
+        if self._tasks.is_closing or not session.knows_tiers or self._waiting.has_many(session):
+            return
+        key_space_id = session.record.key_space_id
+        hit = self.lookups.hit(key_space_id, groups, ready, elsewhere)
+        if any(
+            one.breaker.lets_pass and any(map(len, one.wanted(key_space_id, hit)))
+            for one in self._sources
+        ):
+            self._tasks.spawn(self._fetch(session, hit))
+
+    async def _fetch(self, session: LiveSession, groups: list[HashList]) -> None:
+        with self._waiting.counted(session):
+            await self._begin_up(session.record.key_space_id, groups)
+
+    async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
+        """Brings in what lies in tiers of these lists, as far as there is room, and waits for it
+        until then."""
+        await self._begin_up(key_space_id, groups, tries=False)
+        await self.epochs.settle(key_space_id, until_s)
+        await self._look(key_space_id, groups, until_s)
+        while not self._tasks.is_closing:
+            has_room = self._up_bytes < self._most_bytes
+            await self._begin_up(key_space_id, groups)
+            waits = [one.done for one in self._under_way(key_space_id, groups)]
+            left_s = until_s - time.monotonic()
+            if waits and left_s > 0:
+                await asyncio.wait(waits, timeout=left_s)
+            if has_room or left_s <= 0:
+                return
+            await asyncio.sleep(PREFETCH_PAUSE_S)
+
+    # Leases
+
+    def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
+        """Whether a block of these lists may be in a tier and not in host memory, or on its way up.
+        False for a session of which many leases wait already."""
+        if self._tasks.is_closing or self._waiting.has_many(session):
+            return False
+        key_space_id = session.record.key_space_id
+        return any(
+            one.breaker.lets_pass and one.has_some(key_space_id, groups) for one in self._sources
+        ) or bool(self._under_way(key_space_id, groups))
+
+    async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Held:
+        """Waits until those of the blocks that lie in a tier are in host memory and pinned, or the
+        time is up. `let_go` gives the pins back; a caller that is cancelled has none."""
+        held, key_space_id = Held(), session.record.key_space_id
+        until_s = time.monotonic() + self._lookup_wait_s
+        with self._waiting.counted(session):
+            # What is known does not wait for a tier that is slow to say what it has.
+            await self._begin_up(key_space_id, groups, tries=False)
+            await self._look(key_space_id, groups, until_s)
+            await self._begin_up(key_space_id, groups)
+            for one in self._under_way(key_space_id, groups):
+                one.num_waiting += 1
+                held.waits.append(one)
+            waits = [one.done for one in held.waits]
+            try:
+                if waits:
+                    await asyncio.wait(waits, timeout=max(0.0, until_s - time.monotonic()))
+            except asyncio.CancelledError:
+                self.let_go(held)
+                raise
+        return held
+
+    def let_go(self, held: Held) -> None:
+        """The caller has leased what it wants, or gives up."""
+        for one in held.waits:
+            one.num_waiting -= 1
+            if not one.num_waiting and one.done.done():
+                self._end_up(one)
+
+    async def _look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
+        looks = (one.look(key_space_id, groups, until_s) for one in self._sources)
+        await asyncio.gather(*looks)
+
+    def _under_way(self, key_space_id: int, groups: list[HashList]) -> list[Coming]:
+        """Moves up of blocks of these lists, of tiers that don't hang."""
+        if not self._coming:
+            return []
+        coming = [self._coming[n] for n in self._core.arrivals.numbers(key_space_id, groups)]
+        return [one for one in coming if one.source.breaker.lets_pass]
+
+    async def _begin_up(
+        self, key_space_id: int, groups: list[HashList], *, tries: bool = True
+    ) -> None:
+        """Begins to read what lies in tiers of these lists, as far as there is room. `tries`: also
+        of a tier that is broken, if a trial is due."""
+        for source in self._sources:
+            if not tries and source.breaker.is_open:
+                continue
+            if self._tasks.is_closing or self._core.draining:
+                return
+            runs = [
+                Run(one.group_index, rows(one.hashes, positions))
+                for one, positions in zip(groups, source.wanted(key_space_id, groups), strict=True)
+                if len(positions)
+            ]
+            if not runs or self._up_bytes >= self._most_bytes:
+                continue
+            async for _ in slices(self._core.make_room_above(key_space_id, runs)):
+                self._tell()
+            if not source.breaker.take_turn():
+                continue
+            move = source.begin_up(key_space_id, groups, time.monotonic())
+            self._tell()
+            if move is None:
+                continue
+            blocks = source.blocks(move)
+            coming = Coming(source, move, blocks.total_bytes, future())
+            self._coming[move.number] = coming
+            self._up_bytes += coming.num_bytes
+            source.reads.queued_bytes += coming.num_bytes
+            self._tasks.spawn(self._read(coming, blocks))
+
+    async def _read(self, coming: Coming, blocks: Blocks) -> None:
+        source, move = coming.source, coming.move
+        ended: asyncio.Future[tuple[Codes]] = future()
+        span = None if self._tracing is None else self._tracing.child("tier.read")
+        began_s = time.monotonic()
+        source.tier.read(blocks, began_s + UP_TIMEOUT_S, on_loop(ended))
+        (codes,) = await ended
+        num_found_bytes = int(blocks.num_bytes[codes == Read.FOUND].sum())
+        source.reads.add(time.monotonic() - began_s, num_found_bytes)
+        if span is not None:
+            span.attributes = {
+                "hotkv.tier": source.name,
+                "hotkv.blocks": len(move),
+                "hotkv.found_blocks": int((codes == Read.FOUND).sum()),
+                "hotkv.bytes": num_found_bytes,
+            }
+            span.end()
+        checks = await elsewhere(check_values, self._core, self._arena, move)
+        self._up_bytes -= coming.num_bytes
+        source.reads.queued_bytes -= coming.num_bytes
+        num_lost = source.end_up(move, codes, checks, time.monotonic())
+        self._core.space.origins[move.kept] = 1 + self._sources.index(source)
+        self._on_ready(move.kept, Medium.CPU, "")
+        if source is self.below:
+            for one in self.shared:
+                one.out.offer_old(move.key_space_id, move.kept)
+        if num_lost:
+            log.error("tier=%s lost blocks=%d", source.tier.facts().name, num_lost)
+        coming.done.set_result(None)
+        if not coming.num_waiting:
+            self._end_up(coming)
+
+    def _end_up(self, coming: Coming) -> None:
+        if self._coming.pop(coming.move.number, None) is not None:
+            self._core.arrivals.let_go(coming.move)
+
+
+def moving_bytes(core: CacheCore) -> int:
+    """Most bytes that may be on their way to a tier, and again on their way up."""
+    return int(MOVING_SHARE * core.config.arena_bytes)

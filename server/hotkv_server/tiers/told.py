@@ -1,0 +1,212 @@
+"""Figures of the tiers besides host memory, for metrics and the admin service; zeros without."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from hotkv_server.cache import inspect
+from hotkv_server.events.drive import DISK_TIER
+from hotkv_server.tiers.book.moves import MoveCounters
+from hotkv_server.tiers.drive.below import TierBelow
+from hotkv_server.tiers.drive.reads import TierReads
+from hotkv_server.tiers.drive.shared import TierShared
+from hotkv_server.tiers.drive.tiers import Tiers
+from hotkv_server.tiers.protocol import TierFigures, TierMemory
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """One tier besides host memory as it stands.
+
+    `used_bytes`, `capacity_bytes`: 0 if the tier does not say. `is_up`: nothing is known against
+    it; `problem` says what is, if the tier can say. `lost_blocks`: that it gave back damaged.
+    `waiting_blocks`: that wait to be written. `budget_bytes`: most that may be written in 24 hours,
+    0 for no limit; `left_bytes`: what is left of it.
+    """
+
+    name: str
+    is_shared: bool
+    used_bytes: int
+    capacity_bytes: int
+    reads: TierReads
+    moved: TierFigures
+    is_up: bool
+    problem: str
+    lost_blocks: int
+    waiting_blocks: int
+    budget_bytes: int = 0
+    left_bytes: int = 0
+
+
+def states(tiers: Tiers | None) -> list[TierState]:
+    """All tiers besides host memory, in the order in which they are asked."""
+    if tiers is None:
+        return []
+    below = [] if tiers.below is None else [_below(tiers.below)]
+    return [*below, *(_shared(one) for one in tiers.shared)]
+
+
+def activity(state: TierState) -> dict[str, Any]:
+    """What a tier besides host memory does. Field names are those of the wire."""
+    reads, moved = state.reads, state.moved
+    return {
+        "is_shared": state.is_shared,
+        "is_up": state.is_up,
+        "problem": state.problem,
+        "asked_block_count": reads.asked_blocks,
+        "hit_block_count": reads.hit_blocks,
+        "written_byte_count": moved.written_bytes,
+        "read_byte_count": moved.read_bytes,
+        "read_count": reads.num_reads,
+        "read_p50_s": reads.quantile_s(0.5),
+        "read_p99_s": reads.quantile_s(0.99),
+        "read_bytes_per_s": reads.bytes_per_s(),
+        "queued_byte_count": moved.queued_bytes,
+        "waiting_block_count": state.waiting_blocks,
+        "lost_block_count": state.lost_blocks,
+        "failed_block_count": moved.failed_blocks,
+        "budget_byte_count": state.budget_bytes,
+        "budget_left_byte_count": state.left_bytes,
+    }
+
+
+def places(name: str, figures: inspect.TierFigures) -> dict[str, Any]:
+    """What a tier has, whose places the core knows. Field names are those of the wire."""
+    return {
+        "name": name,
+        "capacity_byte_count": figures.capacity_bytes,
+        "used_byte_count": figures.used_bytes,
+        "pinned_byte_count": figures.pinned_bytes,
+        "block_count": figures.num_blocks,
+        "free_slab_count": figures.num_free_slabs,
+        "slab_byte_count": figures.slab_bytes,
+        "representation_byte_count": figures.representation_bytes,
+        "slab_classes": [
+            {
+                "slot_byte_count": one.slot_bytes,
+                "slab_count": one.num_slabs,
+                "slot_count": one.num_slots,
+                "used_slot_count": one.num_used,
+            }
+            for one in figures.slab_classes
+        ],
+    }
+
+
+def _below(one: TierBelow) -> TierState:
+    budget_bytes, left_bytes = budget(one)
+    return TierState(
+        DISK_TIER,
+        False,
+        one.lower.space.used_bytes(),
+        one.lower.space.pool.capacity_bytes,
+        one.reads,
+        one.tier.figures(),
+        not one.breaker.is_open,
+        one.breaker.problem,
+        one.lower.counters.lost,
+        len(one.lower.down.waiting),
+        budget_bytes,
+        left_bytes,
+    )
+
+
+def _shared(one: TierShared) -> TierState:
+    figures = one.tier.figures()
+    return TierState(
+        one.name,
+        True,
+        0,
+        one.tier.facts().capacity_bytes,
+        one.reads,
+        figures,
+        not one.breaker.is_open,
+        one.breaker.problem,
+        figures.corrupt_blocks,
+        one.out.num_waiting,
+    )
+
+
+def budget(below: TierBelow | None) -> tuple[int, int]:
+    """Bytes that may be written to the disk in 24 hours, and how many of them are left; zeros
+    without a limit."""
+    if below is None or not (budget_bytes := below.lower.down.gate.budget_bytes):
+        return 0, 0
+    return budget_bytes, int(below.lower.down.gate.left_bytes(time.monotonic()))
+
+
+def counters(tiers: Tiers | None) -> dict[str, float]:
+    """Counters by their metric names, without the `hotkv_` prefix: of the tier below."""
+    below = tiers.below if tiers is not None else None
+    figures = TierFigures() if below is None else below.tier.figures()
+    moves = MoveCounters() if below is None else below.lower.counters
+    return {
+        "tier_demoted_blocks_total": float(moves.demoted),
+        "tier_encoded_blocks_total": float(moves.encoded),
+        "tier_promoted_blocks_total": float(moves.promoted),
+        "tier_refused_blocks_total": float(moves.refused),
+        "tier_lost_blocks_total": float(moves.lost),
+        "tier_read_bytes_total": float(figures.read_bytes),
+        "tier_written_bytes_total": float(figures.written_bytes),
+        "tier_failed_blocks_total": float(figures.failed_blocks),
+        "tier_asked_blocks_total": float(below.reads.asked_blocks if below else 0),
+        "tier_hit_blocks_total": float(below.reads.hit_blocks if below else 0),
+        "tier_left_blocks_total": float(below.reads.left_blocks if below else 0),
+        **shared_counters(tiers),
+    }
+
+
+def shared_counters(tiers: Tiers | None) -> dict[str, float]:
+    """Counters of all shared tiers together."""
+    shared = tiers.shared if tiers is not None else ()
+    figures = [one.tier.figures() for one in shared]
+    return {
+        "shared_copied_blocks_total": float(sum(one.out.num_copied for one in shared)),
+        "shared_refused_blocks_total": float(sum(one.out.num_refused for one in shared)),
+        "shared_fetched_blocks_total": float(sum(one.num_fetched for one in shared)),
+        "shared_read_bytes_total": float(sum(one.read_bytes for one in figures)),
+        "shared_written_bytes_total": float(sum(one.written_bytes for one in figures)),
+        "shared_corrupt_blocks_total": float(sum(one.corrupt_blocks for one in figures)),
+        "shared_failed_blocks_total": float(sum(one.failed_blocks for one in figures)),
+        "shared_asked_blocks_total": float(sum(one.reads.asked_blocks for one in shared)),
+        "shared_hit_blocks_total": float(sum(one.reads.hit_blocks for one in shared)),
+        "shared_left_blocks_total": float(sum(one.reads.left_blocks for one in shared)),
+    }
+
+
+def gauges(tiers: Tiers | None) -> dict[str, float]:
+    """Gauges by their metric names, without the `hotkv_` prefix."""
+    below = tiers.below if tiers is not None else None
+    shared = tiers.shared if tiers is not None else ()
+    space = None if below is None else below.lower.space
+    memory = None if below is None else below.memory
+    budget_bytes, left_bytes = budget(below)
+    disk, stores = _memory_below(below), [one.tier.memory() for one in shared]
+    return {
+        "tier_used_bytes": float(space.used_bytes() if space else 0),
+        "tier_capacity_bytes": float(space.pool.capacity_bytes if space else 0),
+        "tier_queued_bytes": float(below.tier.figures().queued_bytes if below else 0),
+        "tier_waiting_blocks": float(len(below.lower.down.waiting) if below else 0),
+        "tier_unsaved_blocks": float(memory.num_changed - memory.num_saved if memory else 0),
+        "tier_memory_bytes": float(disk.held_bytes),
+        "tier_memory_limit_bytes": float(disk.most_bytes),
+        "tier_budget_bytes": float(budget_bytes),
+        "tier_budget_left_bytes": float(left_bytes),
+        "tier_up": float(below is not None and not below.breaker.is_open),
+        "shared_queued_bytes": float(sum(one.tier.figures().queued_bytes for one in shared)),
+        "shared_memory_bytes": float(sum(one.held_bytes for one in stores)),
+        "shared_memory_limit_bytes": float(
+            sum(one.most_bytes for one in stores) if all(one.most_bytes for one in stores) else 0
+        ),
+        "shared_waiting_blocks": float(sum(one.out.num_waiting for one in shared)),
+        "shared_up": float(bool(shared) and not any(one.breaker.is_open for one in shared)),
+    }
+
+
+def _memory_below(below: TierBelow | None) -> TierMemory:
+    """Of the tier below, with its records."""
+    if below is None:
+        return TierMemory(0, 0)
+    memory = below.tier.memory()
+    records_bytes = below.memory.table.geometry.file_bytes if below.memory is not None else 0
+    return TierMemory(memory.held_bytes + records_bytes, memory.most_bytes + records_bytes)

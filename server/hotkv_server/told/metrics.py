@@ -1,0 +1,206 @@
+"""Metrics of a node for Prometheus, as they were last read.
+
+Always true: the node is read on its own event loop, and Prometheus' registry only gets what was
+read; names and units are as Prometheus asks for, and counters begin with the server and never fall.
+`metric_help` has texts and labels.
+"""
+
+import platform
+import time
+from collections.abc import Iterator
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from hotkv import __version__
+from hotkv.counters import SPARSE_COUNTERS
+from hotkv.errors import Reason
+from hotkv.versions import NEWEST_VERSION
+from hotkv_server.cache import inspect
+from hotkv_server.cache.histogram import Histogram
+from hotkv_server.dataplane.engine import Outcome
+from hotkv_server.device.devices import Devices
+from hotkv_server.ledger.drive import LiveLedger
+from hotkv_server.node.node import Node
+from hotkv_server.node.timings import LOAD, STORE, Timings
+from hotkv_server.sparse.drive import SparseDecode
+from hotkv_server.tiers import told as tier_figures
+from hotkv_server.told.metric_help import HELP, LABELS, SPARSE_LAYER_HELP
+from hotkv_server.told.stats import RecentCensus, counters, gauges
+
+DEVICE = "device"
+"""An engine's own memory, beside the names of tiers."""
+REFUSED = "refused_total"
+"""Labelled here: a sum beside it would count each refusal twice."""
+
+
+class NodeCollector(Collector):
+    """The registry's source: the metrics that `read` took last."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._census = RecentCensus(node)
+        self._metrics: list[Metric] = []
+
+    def prepare(self) -> None:
+        """Begins what the first reading would wait for. On the node's loop."""
+        self._census.begin()
+
+    async def read(self) -> None:
+        """Reads all metrics off the node. On the node's loop."""
+        node, counted = self._node, await self._census.read()
+        counts = counters(node)
+        del counts[REFUSED]
+        self._metrics = [
+            *_health(node, time.monotonic()),
+            *(_counter(name, value) for name, value in counts.items()),
+            *(_gauge(in_seconds(name), value) for name, value in gauges(node, counted).items()),
+            *_timings(node.timings),
+            _histogram("eviction_age_seconds", inspect.eviction_ages(node.core)),
+            *_sparse_metrics(node.sparse),
+            _refusals(node),
+            *_device_metrics(node.devices),
+            _tier_reads(node),
+            *_ledger_metrics(node.ledger),
+        ]
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+def in_seconds(name: str) -> str:
+    """A name whose unit is written as Prometheus does: `build_seconds` of `build_s`."""
+    return f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name
+
+
+def _help(name: str) -> str:
+    return HELP.get(name, name.replace("_", " "))
+
+
+def _counter(name: str, value: float | None = None) -> CounterMetricFamily:
+    """A counter with this value, or one with labels that has no sample yet."""
+    return CounterMetricFamily(f"hotkv_{name}", _help(name), value, LABELS.get(name))
+
+
+def _gauge(name: str, value: float | None = None) -> GaugeMetricFamily:
+    """A gauge with this value, or one with labels that has no sample yet."""
+    return GaugeMetricFamily(f"hotkv_{name}", _help(name), value, LABELS.get(name))
+
+
+def _histogram(name: str, counted: Histogram | None = None) -> HistogramMetricFamily:
+    """A histogram with these counts, or one with labels that has no sample yet."""
+    family = HistogramMetricFamily(f"hotkv_{name}", _help(name), labels=LABELS.get(name))
+    if counted is not None:
+        family.add_metric([], counted.cumulative(), counted.sum)
+    return family
+
+
+def _health(node: Node, now_s: float) -> Iterator[Metric]:
+    """Which version runs, whether it serves, and which part keeps it from that."""
+    built = _gauge("build_info")
+    built.add_metric([__version__, str(NEWEST_VERSION), platform.python_version()], 1.0)
+    found = node.health.by_component(now_s)
+    ready = not node.core.draining and not any(found.values())
+    problem = _gauge("problem")
+    for name, said in found.items():
+        # "a copy thread" in a sentence.
+        problem.add_metric([name.removeprefix("the ").removeprefix("a ")], float(bool(said)))
+    for tier in tier_figures.states(node.tiers):
+        problem.add_metric([f"tier {tier.name}"], float(not tier.is_up))
+    yield from (built, _gauge("ready", float(ready)), problem)
+
+
+def _timings(timings: Timings) -> Iterator[Metric]:
+    """How long calls and transfers took, how large they were, and how they ended."""
+    yield _histogram("lookup_seconds", timings.lookup_s)
+    yield _histogram("lease_seconds", timings.lease_s)
+    yield _histogram("load_seconds", timings.load_s)
+    yield _histogram("store_seconds", timings.store_s)
+    yield _histogram("load_bytes", timings.load_bytes)
+    yield _histogram("store_bytes", timings.store_bytes)
+    yield _histogram("copy_wait_seconds", timings.wait_s)
+    ends = _counter("transfers_total")
+    for direction in (LOAD, STORE):
+        for outcome in Outcome:
+            ends.add_metric([direction, outcome.value], float(timings.ends[direction, outcome]))
+    yield ends
+
+
+def _refusals(node: Node) -> Metric:
+    """How often each reason was given."""
+    family = _counter(REFUSED)
+    for reason in Reason:
+        family.add_metric([reason.name.lower()], float(node.refusals[reason]))
+    return family
+
+
+def _tier_reads(node: Node) -> Metric:
+    """How long reads from each tier took."""
+    family = _histogram("tier_read_seconds")
+    for tier in tier_figures.states(node.tiers):
+        times = tier.reads.times_s
+        family.add_metric([tier.name], times.cumulative(), times.sum)
+    return family
+
+
+def _ledger_metrics(ledger: LiveLedger) -> list[Metric]:
+    """Where the tokens of all prompts came from, and what that has saved, since the server
+    started."""
+    grown = ledger.grown
+    hits = _counter("ledger_hit_tokens_total")
+    for tier, count in {DEVICE: grown.device_hit_tokens, **grown.hit_tokens}.items():
+        hits.add_metric([tier], float(count))
+    missed = _counter("ledger_missed_tokens_total")
+    for reason, count in grown.missed_tokens.items():
+        missed.add_metric([reason.name.lower()], float(count))
+    return [
+        hits,
+        missed,
+        _counter("ledger_saved_seconds_total", grown.saved_s),
+        _counter("ledger_taken_back_seconds_total", ledger.taken_back_s),
+        _counter("ledger_waited_seconds_total", grown.waited_s),
+    ]
+
+
+def _device_metrics(devices: Devices) -> list[Metric]:
+    """Metrics of devices' copy engines, by device."""
+    moved, pieces = _counter("device_copied_bytes_total"), _counter("device_pieces_total")
+    busy, failed = _counter("device_busy_seconds_total"), _counter("device_failed_jobs_total")
+    queued, flying = _gauge("device_pieces_queued"), _gauge("device_pieces_in_flight")
+    usable = _gauge("device_usable")
+    for info, figures in devices.figures():
+        device = str(info.number)
+        for part in figures.moved:
+            labels = [device, part.direction.value, part.method]
+            moved.add_metric(labels, float(part.num_bytes))
+            pieces.add_metric(labels, float(part.num_pieces))
+        for direction, busy_s in figures.busy_s.items():
+            busy.add_metric([device, direction.value], busy_s)
+        failed.add_metric([device], float(figures.num_failed))
+        queued.add_metric([device], float(figures.num_queued))
+        flying.add_metric([device], float(figures.num_in_flight))
+        usable.add_metric([device], float(not figures.problem))
+    return [moved, pieces, busy, failed, queued, flying, usable]
+
+
+def _sparse_metrics(sparse: SparseDecode) -> list[Metric]:
+    """What engines have reported, by layer (at most MAX_LAYERS), and the latency of the server's
+    own selections."""
+    rows = list(sparse.figures.totals())
+    metrics: list[Metric] = []
+    for place, name in enumerate(SPARSE_COUNTERS):
+        text = SPARSE_LAYER_HELP.get(name, name)
+        exported = f"hotkv_sparse_layer_{in_seconds(name)}"
+        family = CounterMetricFamily(exported, text, labels=["layer"])
+        for growth in rows:
+            family.add_metric([str(growth.layer_index)], float(growth.values[place]))
+        metrics.append(family)
+    return [*metrics, _histogram("sparse_select_seconds", sparse.selections.latency)]

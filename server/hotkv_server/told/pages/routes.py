@@ -1,0 +1,155 @@
+"""Which path gives what: probes and metrics for everybody, the page and its API by `PageAccess`.
+
+Always true: figures are read on the node's loop and written on this one; however many ask for
+metrics, for the status or for savings, the node is asked once at a time.
+"""
+
+import asyncio
+import functools
+import logging
+import math
+import time
+import urllib.parse
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from prometheus_client import (
+    CollectorRegistry,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+
+from hotkv_server.ledger.told import savings_figures
+from hotkv_server.node.node import Node
+from hotkv_server.security.page_access import PageAccess, PageRefusal, Sight
+from hotkv_server.security.path_checks import UnsafeError
+from hotkv_server.told.metrics import NodeCollector
+from hotkv_server.told.pages.page import Page
+from hotkv_server.told.pages.replies import PRIVATE, Reply, Request
+from hotkv_server.told.pages.savings import SavingsPage
+from hotkv_server.told.status import Figures, Status, as_json_values, read_status
+
+log = logging.getLogger(__name__)
+
+PAGE_PATH = "/"
+API = "/api/v1/"
+STATUS_PATH, SAVINGS_PATH = f"{API}status", f"{API}savings"
+ALL_PATHS = f"try /, /metrics, /livez, /readyz, {STATUS_PATH} or {SAVINGS_PATH}"
+T = TypeVar("T")
+
+
+async def _probe(node: Node, *, also_draining: bool) -> Reply:
+    """The answer of a probe."""
+    problems = node.health.problems(time.monotonic())
+    if also_draining and node.core.draining:
+        problems += ("the server drains",)
+    return Reply.text(503 if problems else 200, "\n".join(problems) or "ok", {})
+
+
+async def _savings(node: Node, since_s: float, *, has_names: bool) -> Figures:
+    return savings_figures(node.ledger.savings(since_s, has_rows=has_names))
+
+
+async def _status(node: Node, *, has_names: bool) -> Status:
+    return read_status(node, has_names=has_names)
+
+
+def since(query: str) -> float:
+    """The seconds of `since_s=`, 0 if it is not there. Raises ValueError."""
+    values = urllib.parse.parse_qs(query).get("since_s", ["0"])
+    try:
+        seconds = float(values[-1])
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ValueError("since_s: give a number of seconds, 0 for all")
+    return seconds
+
+
+class Routes:
+    """See the module. Used on the loop of HTTP only."""
+
+    def __init__(
+        self, node: Node, node_loop: asyncio.AbstractEventLoop, access: PageAccess
+    ) -> None:
+        self._node, self._node_loop, self._access = node, node_loop, access
+        self._page = Page()
+        self._collector = NodeCollector(node)
+        self._registry = CollectorRegistry()
+        self._registry.register(self._collector)
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        self._told = ""
+        self._shared: dict[str, asyncio.Task[Reply]] = {}
+        self._savings = SavingsPage(self._read_savings)
+
+    def prepare(self) -> None:
+        """As `NodeCollector.prepare`."""
+        self._collector.prepare()
+
+    async def answer(self, request: Request) -> Reply:
+        """Answers a request. Raises whatever the node raises."""
+        match request.path:
+            case "/metrics":
+                return await self._once("metrics", self._metrics)
+            case "/livez" | "/readyz":
+                is_ready = request.path == "/readyz"
+                return await self._of_node(_probe(self._node, also_draining=is_ready))
+        if request.path == PAGE_PATH or request.path.startswith(API):
+            try:
+                sight = self._access.judge(request.host, request.authorization)
+            except PageRefusal as refusal:
+                return self._refused(request, refusal)
+            except (OSError, ValueError, UnsafeError) as error:
+                if str(error) != self._told:
+                    self._told = str(error)
+                    log.warning("http.token_file can't be used: %s", error)
+                return Reply.text(503, "http.token_file can't be used; the server's log says why")
+            return await self._shown(request, has_names=sight is Sight.NAMES)
+        return Reply.text(404, ALL_PATHS)
+
+    def _refused(self, request: Request, refusal: PageRefusal) -> Reply:
+        if not refusal.needs_token:
+            return Reply.text(403, str(refusal))
+        if request.path == PAGE_PATH and "text/html" in request.accept:
+            return self._page.reply(401)
+        headers = {**PRIVATE, "WWW-Authenticate": 'Bearer realm="hotkv"'}
+        return Reply.text(401, str(refusal), headers)
+
+    async def _shown(self, request: Request, *, has_names: bool) -> Reply:
+        if request.path == PAGE_PATH:
+            return self._page.reply()
+        if request.path == STATUS_PATH:
+            make = functools.partial(self._status, has_names=has_names)
+            return await self._once(f"status, names {has_names}", make)
+        if request.path != SAVINGS_PATH:
+            return Reply.text(404, ALL_PATHS)
+        try:
+            since_s = since(request.query)
+        except ValueError as error:
+            return Reply.text(400, str(error))
+        return await self._savings.reply(since_s, has_names=has_names)
+
+    async def _once(self, name: str, make: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply:
+        """The answer that is being made under this name, or a new one: all requests that come
+        meanwhile get the same."""
+        task = self._shared.get(name)
+        if task is None or task.done():
+            task = self._shared[name] = asyncio.create_task(make())
+        return await asyncio.shield(task)
+
+    async def _metrics(self) -> Reply:
+        await self._of_node(self._collector.read())
+        return Reply(200, generate_latest(self._registry))
+
+    async def _status(self, *, has_names: bool) -> Reply:
+        read = await self._of_node(_status(self._node, has_names=has_names))
+        return Reply.json(as_json_values(read))
+
+    async def _read_savings(self, since_s: float, has_names: bool) -> Figures:
+        return await self._of_node(_savings(self._node, since_s, has_names=has_names))
+
+    async def _of_node(self, read: Coroutine[Any, Any, T]) -> T:
+        """Runs `read` on the node's loop and returns its result."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(read, self._node_loop))

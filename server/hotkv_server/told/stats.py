@@ -1,0 +1,148 @@
+"""Figures of a running node, for metrics and the admin service. Read on the event loop only."""
+
+import asyncio
+from dataclasses import asdict
+
+from hotkv_server.cache import inspect
+from hotkv_server.cache.table.census import Census
+from hotkv_server.ledger import told as savings_figures
+from hotkv_server.node.node import Node
+from hotkv_server.residency import told as inspect_residencies
+from hotkv_server.tiers import told as tier_figures
+from hotkv_server.tracing import drive as tracing
+
+FRESH_PARTS = 8
+"""A census of so many parts, a million entries, takes some 20 ms."""
+
+
+class RecentCensus:
+    """The census for somebody who asks again and again: a fresh one, or, of a core with very many
+    entries, the one that was begun when it was asked for last."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._last: Census | None = None
+        self._counting: asyncio.Task[Census] | None = None
+
+    def begin(self) -> None:
+        """Begins the first count if it is a long one. On the event loop."""
+        if not self._is_short:
+            self._count()
+
+    @property
+    def _is_short(self) -> bool:
+        return inspect.census_parts(self._node.core) <= FRESH_PARTS
+
+    def _count(self) -> None:
+        self._counting = asyncio.create_task(census(self._node), name="census")
+
+    async def read(self) -> Census:
+        """Waits for a count only if it is short, or the first one."""
+        if self._counting is not None and (self._counting.done() or self._last is None):
+            self._last, self._counting = await self._counting, None
+        if self._last is None or self._is_short:
+            self._last = await census(self._node)
+        elif self._counting is None:
+            self._count()
+        return self._last
+
+
+async def census(node: Node) -> Census:
+    """Counts all entries; others are served meanwhile."""
+    counting = inspect.census(node.core)
+    whole = next(counting)
+    for whole in counting:  # noqa: B007 - each part is more of the same count
+        await asyncio.sleep(0)
+    return whole
+
+
+def counters(node: Node) -> dict[str, float]:
+    """Counters by their metric names, without the `hotkv_` prefix."""
+    values = {f"{name}_total": float(value) for name, value in inspect.counters(node.core).items()}
+    values["loaded_bytes_total"] = float(node.transfers.loaded_bytes)
+    values["stored_bytes_total"] = float(node.transfers.stored_bytes)
+    values["events_lost_by_readers_total"] = float(node.events.feeds.lost_items)
+    values["watched_requests_lost_total"] = float(node.reports.watched.lost_items)
+    values["copy_busy_seconds_total"] = node.copy_engine.busy_s
+    values["verified_blocks_total"] = float(node.verifier.verified_blocks)
+    values["scrub_passes_total"] = float(node.verifier.passes)
+    values["refused_total"] = float(node.refusals.total())
+    publisher = node.events.publisher
+    values["events_published_total"] = float(publisher.published_events) if publisher else 0.0
+    values["events_lost_total"] = float(publisher.lost_events) if publisher else 0.0
+    values.update(
+        (f"reported_{name}_total", float(value))
+        for name, value in asdict(node.reports.counters).items()
+    )
+    values.update(
+        (f"sparse_{name}_total", float(value))
+        for name, value in asdict(node.sparse.counters).items()
+    )
+    values.update(
+        (f"hints_{status.value}_total", float(count))
+        for status, count in node.hints.num_actions.items()
+    )
+    resident = inspect_residencies.totals(node.core)
+    values["residencies_opened_total"] = float(resident.num_opened)
+    values["residencies_refused_total"] = float(resident.num_refused)
+    values.update(tier_figures.counters(node.tiers))
+    values.update(savings_figures.counters(node.ledger))
+    values.update(tracing.counters(node.tracing))
+    values["sparse_served_selects_total"] = float(node.sparse.selections.num_served)
+    return values
+
+
+def gauges(node: Node, counted: Census) -> dict[str, float]:
+    """Gauges by their metric names, without the `hotkv_` prefix."""
+    host, live = inspect.tier(node.core, counted), inspect.counts(node.core)
+    pool, lag = host.pool, node.lag.read()
+    resident = inspect_residencies.totals(node.core)
+    return {
+        "loop_lag_p50_seconds": lag.p50_s,
+        "loop_lag_p99_seconds": lag.p99_s,
+        "loop_lag_longest_seconds": lag.longest_s,
+        "sessions": float(len(node.sessions)),
+        "leases": float(live.num_leases),
+        "transfers_in_flight": float(live.num_transfers),
+        "copy_pieces_queued": float(node.copy_engine.num_queued),
+        "copy_threads": float(node.copy_engine.num_lanes),
+        "arena_capacity_bytes": float(host.capacity_bytes),
+        "arena_full_capacity_bytes": float(host.full_capacity_bytes),
+        "arena_used_bytes": float(host.used_bytes),
+        "arena_pinned_bytes": float(host.pinned_bytes),
+        "arena_lent_bytes": float(pool.lent_bytes),
+        "arena_idle_bytes": float(pool.idle_bytes),
+        "arena_tail_bytes": float(pool.tail_bytes),
+        "arena_stranded_bytes": float(pool.stranded_bytes),
+        "arena_fragmentation_ratio": pool.fragmentation_ratio,
+        "arena_imbalance_ratio": pool.imbalance_ratio,
+        "representation_bytes": float(host.representation_bytes),
+        "ready_blocks": float(host.num_blocks),
+        "unverified_blocks": float(host.num_unverified),
+        "arena_registered_bytes": float(node.devices.pinned_bytes),
+        "device_allocations_open": float(node.devices.num_open),
+        "arena_huge_page_bytes": float(node.memory.arena.huge_bytes),
+        "free_slabs": float(host.num_free_slabs),
+        "hint_sessions": float(sum(len(one.sessions) for _, one in node.hints.book.all())),
+        "residencies": float(resident.count),
+        "residency_pinned_bytes": float(resident.pinned_bytes),
+        "residency_promised_bytes": float(resident.promised_bytes),
+        "residency_bound_bytes": float(resident.bound_bytes),
+        "residency_grace_bytes": float(resident.grace_bytes),
+        "residencies_waiting": float(resident.num_waiting),
+        "draining": float(node.core.draining),
+        "held_bytes": float(live.held_bytes),
+        "held_budget_bytes": float(live.held_budget_bytes),
+        "events_queued_bytes": float(
+            node.events.publisher.queued_bytes if node.events.publisher else 0
+        ),
+        "event_readers": float(len(node.events.feeds)),
+        "request_watchers": float(len(node.reports.watched)),
+        "sparse_sequences": float(len(node.sparse.sequences)),
+        "sparse_sequence_blocks": float(node.sparse.sequences.num_blocks),
+        "sparse_selects_in_flight": float(len(node.sparse.selections)),
+        "notices_queued": float(max((s.notices.qsize() for s in node.sessions), default=0)),
+        **tier_figures.gauges(node.tiers),
+        **savings_figures.gauges(node.ledger),
+        **{f"eviction_{name}": value for name, value in inspect.policy_figures(node.core).items()},
+    }

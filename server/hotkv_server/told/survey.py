@@ -1,0 +1,98 @@
+"""Surveys all entries for those who watch the node: a census, and the map of the arena.
+
+Always true: nobody waits for a survey of many entries. It is made in the background while somebody
+asks, in steps with breaks between them, so that it takes some BUSY_SHARE of the event loop's time
+while it is made and RESTING_SHARE in the long run. On the event loop only.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hotkv_server.cache import inspect
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.room.arena_map import ArenaMap, draw
+from hotkv_server.cache.table.census import Census
+
+BUSY_SHARE = 0.2
+RESTING_SHARE = 0.05
+AT_ONCE_ENTRIES = 1 << 15
+"""So many entries are surveyed when somebody asks: some milliseconds."""
+FRESH_S = 0.5
+"""A survey that is younger is not made anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What was found, and when it was, in seconds of the core. `took_s`: of the event loop."""
+
+    census: Census
+    arena: ArenaMap
+    ended_s: float
+    took_s: float
+
+
+class LiveSurvey:
+    """See the module."""
+
+    def __init__(self, core: CacheCore) -> None:
+        self._core = core
+        self._latest: Survey | None = None
+        self._making: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"LiveSurvey({'none yet' if self._latest is None else f'{self._latest.took_s:.3f} s'})"
+        )
+
+    def latest(self, now_s: float) -> Survey | None:
+        """The newest survey; None if the first one is still being made. Has another one made if it
+        is time."""
+        latest = self._latest
+        if not self._is_idle:
+            return latest
+        rest_s = FRESH_S if latest is None else max(FRESH_S, latest.took_s / RESTING_SHARE)
+        if latest is not None and now_s - latest.ended_s < rest_s:
+            return latest
+        if self._core.space.index.num_numbers <= AT_ONCE_ENTRIES:
+            for _ in self._make():
+                pass
+        else:
+            self._making = asyncio.get_running_loop().create_task(self._make_slowly())
+            self._making.add_done_callback(_raise)
+        return self._latest
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._making is None or self._making.done()
+
+    def close(self) -> None:
+        """Gives up a survey that is being made."""
+        if self._making is not None:
+            self._making.cancel()
+
+    async def _make_slowly(self) -> None:
+        for took_s in self._make():
+            await asyncio.sleep(took_s * (1 / BUSY_SHARE - 1))
+
+    def _make(self) -> Iterator[float]:
+        """Makes a survey, a step at a time: yields how long each took."""
+        sum_s, census, arena = 0.0, None, None
+        began_s = time.perf_counter()
+        for census in inspect.census(self._core):  # noqa: B007 - each has more of the same count
+            sum_s += (took_s := time.perf_counter() - began_s)
+            yield took_s
+            began_s = time.perf_counter()
+        for arena in draw(self._core, time.monotonic()):  # noqa: B007 - the last one is whole
+            sum_s += (took_s := time.perf_counter() - began_s)
+            yield took_s
+            began_s = time.perf_counter()
+        assert census is not None and arena is not None, "a walk ended without an answer"
+        self._latest = Survey(census, arena, time.monotonic(), sum_s)
+
+
+def _raise(task: "asyncio.Task[None]") -> None:
+    """Raises what the task raised, so that the event loop's handler hears of it."""
+    if not task.cancelled():
+        task.result()

@@ -1,0 +1,1 @@
+"""Spans of what the server does, if traces are asked for."""

@@ -1,0 +1,173 @@
+"""The calls of `calls` that are traced: lookup, lease, load, store.
+
+Always true: a traced call answers, and fails, as an untraced one. A server without tracing calls
+the functions of `calls` themselves.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import numpy as np
+
+from hotkv.results import BlockResult
+from hotkv.v1 import cache_pb2
+from hotkv_server.dataplane.engine import Outcome
+from hotkv_server.node.node import Node
+from hotkv_server.node.session import LiveSession
+from hotkv_server.node.transfer import TransferEnd
+from hotkv_server.tracing.drive import Tracing, reason, wall_ns
+from hotkv_server.wire import calls, convert
+
+if TYPE_CHECKING:
+    from hotkv.traces import Span
+
+INT32_BYTES = 4
+Answer = TypeVar("Answer", cache_pb2.LookupResponse, cache_pb2.AcquireLeaseResponse)
+
+
+class TraceableCalls(Protocol):
+    """What the module `calls` has, and `TracedCalls`."""
+
+    def lookup(
+        self, node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
+    ) -> "cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]": ...
+    def acquire(
+        self, node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest
+    ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]": ...
+    def load(
+        self, node: Node, session: LiveSession, request: cache_pb2.LoadRequest
+    ) -> "asyncio.Future[TransferEnd]": ...
+    async def store(
+        self, node: Node, session: LiveSession, request: cache_pb2.StoreRequest
+    ) -> "asyncio.Future[TransferEnd]": ...
+
+
+def calls_of(node: Node) -> TraceableCalls:
+    """The calls as this node serves them."""
+    return calls if node.tracing is None else TracedCalls(node.tracing)
+
+
+class TracedCalls:
+    """See the module."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracing = tracing
+
+    def lookup(
+        self, node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
+    ) -> "cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]":
+        return self._answered(
+            "lookup", request.traceparent, session, lambda: calls.lookup(node, session, request)
+        )
+
+    def acquire(
+        self, node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest
+    ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
+        return self._answered(
+            "lease", request.traceparent, session, lambda: calls.acquire(node, session, request)
+        )
+
+    def _answered(
+        self,
+        name: str,
+        traceparent: str,
+        session: LiveSession | None,
+        call: "Callable[[], Answer | asyncio.Task[Answer]]",
+    ) -> "Answer | asyncio.Task[Answer]":
+        """Makes the call, in a span if it is traced, which ends with the answer."""
+        span = self._tracing.begin(name, traceparent)
+        if span is None:
+            return call()
+        span.attributes = _of_session(session)
+        with self._tracing.serving(span):
+            answer = call()
+        if isinstance(answer, asyncio.Task):
+            answer.add_done_callback(partial(_answered, span))
+        else:
+            _found(span, answer.groups)
+        return answer
+
+    def load(
+        self, node: Node, session: LiveSession, request: cache_pb2.LoadRequest
+    ) -> "asyncio.Future[TransferEnd]":
+        span = self._tracing.begin("load", request.traceparent)
+        if span is None:
+            return calls.load(node, session, request)
+        span.attributes = _of_session(session)
+        span.attributes["hotkv.blocks"] = _num_blocks(request.runs)
+        with self._tracing.serving(span):
+            end = calls.load(node, session, request)
+        end.add_done_callback(partial(_moved, span))
+        return end
+
+    async def store(
+        self, node: Node, session: LiveSession, request: cache_pb2.StoreRequest
+    ) -> "asyncio.Future[TransferEnd]":
+        span = self._tracing.begin("store", request.traceparent)
+        if span is None:
+            return await calls.store(node, session, request)
+        span.attributes = _of_session(session)
+        span.attributes["hotkv.blocks"] = _num_blocks(request.runs)
+        with self._tracing.serving(span):
+            end = await calls.store(node, session, request)
+        if node.tiers is not None:
+            hash_bytes = session.key_space.hash_bytes
+            runs = convert.runs(request.runs, hash_bytes, session.group_index)
+            self._tracing.stored(span, (run.hashes for run in runs))
+        end.add_done_callback(partial(_moved, span))
+        return end
+
+
+def _of_session(session: LiveSession | None) -> dict[str, str | bool | int | float]:
+    if session is None:
+        return {}
+    record = session.record
+    return {"hotkv.session": record.number, "hotkv.key_space": record.key_space_id}
+
+
+def _num_blocks(runs: Iterable[cache_pb2.LoadRun] | Iterable[cache_pb2.BlockRun]) -> int:
+    return sum(len(run.block_ids) // INT32_BYTES for run in runs)
+
+
+def _found(span: "Span", groups: Iterable[cache_pb2.GroupFlags]) -> None:
+    # By the answer: to read the hashes would copy them.
+    flags = b"".join(one.flags for one in groups)
+    span.attributes["hotkv.blocks"] = len(flags)
+    span.attributes["hotkv.found_blocks"] = flags.count(1)
+    span.end()
+
+
+def _answered(span: "Span", done: "asyncio.Task[Answer]") -> None:
+    """Ends the span of a call that was answered later, or not at all."""
+    if done.cancelled():
+        span.end("CANCELLED")
+    elif (error := done.exception()) is not None:
+        span.end(reason(error))
+    else:
+        _found(span, done.result().groups)
+
+
+def _moved(span: "Span", done: "asyncio.Future[TransferEnd]") -> None:
+    """Ends the span of a transfer, with the wait for its turn and the copying below it."""
+    if done.cancelled():
+        span.end("CANCELLED")
+        return
+    end = done.result()
+    span.attributes["hotkv.bytes"] = end.num_bytes
+    for values in end.results:
+        for value, count in enumerate(np.bincount(values).tolist()):
+            if count:
+                name = f"hotkv.{BlockResult(value).name.lower()}_blocks"
+                span.attributes[name] = int(span.attributes.get(name, 0)) + count
+    error = "" if end.outcome is Outcome.DONE else end.outcome.name
+    if end.copy_began_s is None:
+        span.end(error)
+        return
+    began_ns, ended_ns = wall_ns(end.copy_began_s), wall_ns(end.copy_ended_s)
+    span.child("hotkv.wait", span.began_ns).end(ended_ns=began_ns)
+    copy = span.child("hotkv.copy", began_ns)
+    copy.attributes["hotkv.bytes"] = end.num_bytes
+    copy.end(error, ended_ns)
+    span.end(error)

@@ -1,0 +1,1 @@
+"""Names what a node uses most, so that another node can fetch it."""

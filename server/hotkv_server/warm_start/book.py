@@ -1,0 +1,90 @@
+"""Names the blocks of a key space that are worth most, so that another node can fetch them.
+
+Always true: a question changes nothing, and looks at all entries in parts. What a policy would
+evict last comes first; of a chain the head comes before the tail.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv import table
+from hotkv.keys import MAX_GROUPS
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.table.census import PART_ENTRIES
+from hotkv_server.cache.values import Entries, HashList, Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class Warmth:
+    """Ready blocks [n] as they stood: entries, their generations, heat and slot sizes in bytes."""
+
+    entries: Entries
+    generations: NDArray[np.uint32]
+    heat: NDArray[np.float64]
+    num_bytes: Int64s
+
+    def hottest(self, byte_count: int) -> "Warmth":
+        """Those that take `byte_count` bytes at most, hottest first; 0 for all. Looks at nothing
+        of the core, so that any thread may call it."""
+        order = np.argsort(-self.heat, kind="stable")
+        if byte_count:
+            order = order[np.cumsum(self.num_bytes[order]) <= byte_count]
+        return self.at(order)
+
+    def at(self, places: NDArray[np.int64] | slice) -> "Warmth":
+        """Some of them."""
+        return Warmth(
+            self.entries[places],
+            self.generations[places],
+            self.heat[places],
+            self.num_bytes[places],
+        )
+
+
+def warmth(core: CacheCore, key_space_id: int) -> Iterator[Warmth]:
+    """All ready blocks of a key space, in parts."""
+    index, policy = core.space.index, core.space.policy
+    start = 0
+    while start < index.num_numbers:
+        records = index.table.records[start : min(start + PART_ENTRIES, index.num_numbers)]
+        states = records[:, table.W_GROUP_STATE]
+        is_meant = (
+            (states >> np.uint32(16) == table.STATE_READY)
+            & (states & np.uint32(0xFFFF) < MAX_GROUPS)
+            & (records[:, table.W_KEY_SPACE] == key_space_id)
+        )
+        places = np.flatnonzero(is_meant)
+        entries = (start + places).astype(np.uint32)
+        yield Warmth(
+            entries,
+            records[places, table.W_GENERATION],
+            policy.heat(entries),
+            index.slot_bytes(entries),
+        )
+        start += PART_ENTRIES
+
+
+def joined(parts: list[Warmth]) -> Warmth:
+    """All parts as one."""
+    return Warmth(
+        np.concatenate([part.entries for part in parts] or [np.empty(0, np.uint32)]),
+        np.concatenate([part.generations for part in parts] or [np.empty(0, np.uint32)]),
+        np.concatenate([part.heat for part in parts] or [np.empty(0)]),
+        np.concatenate([part.num_bytes for part in parts] or [np.empty(0, np.int64)]),
+    )
+
+
+def names(core: CacheCore, some: Warmth) -> list[HashList]:
+    """Hashes by group of those that are still there, in their order."""
+    index = core.space.index
+    records = index.table.records[some.entries]
+    is_same = (records[:, table.W_GENERATION] == some.generations) & index.is_ready(some.entries)
+    records = records[is_same]
+    groups = records[:, table.W_GROUP_STATE] & np.uint32(0xFFFF)
+    return [
+        HashList(int(group), np.ascontiguousarray(records[groups == group, :8]))
+        for group in np.unique(groups)
+    ]

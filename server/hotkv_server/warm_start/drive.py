@@ -1,0 +1,91 @@
+"""Takes what one node uses most to another: names its hottest blocks, and brings named blocks in
+from lower tiers. On the event loop only.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from hotkv.table import Words
+from hotkv_server.cache.arrays import first_occurrences
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.values import BoolMask, HashList
+from hotkv_server.node.slices import slices
+from hotkv_server.tiers.drive.tiers import Tiers
+from hotkv_server.warm_start import book as hottest
+
+PART_BLOCKS = 2_000
+"""Blocks in one part of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Where named blocks lie: in host memory before, there by now, in a tier below, nowhere."""
+
+    num_present: int
+    num_fetched: int
+    num_lower: int
+    num_absent: int
+
+
+class WarmStart:
+    """See the module. `tiers`: None if there are none."""
+
+    def __init__(self, core: CacheCore, tiers: Tiers | None) -> None:
+        self._core = core
+        self._tiers = tiers
+
+    def __repr__(self) -> str:
+        return f"WarmStart({self._core!r})"
+
+    async def export(self, key_space_id: int, byte_count: int) -> AsyncIterator[list[HashList]]:
+        """Names of the hottest blocks that take so many bytes, in parts; 0 for all. Raises
+        UNKNOWN_KEY_SPACE."""
+        self._core.key_space(key_space_id)
+        parts: list[hottest.Warmth] = []
+        async for some, _ in slices(hottest.warmth(self._core, key_space_id)):
+            parts += some
+        chosen = await asyncio.to_thread(lambda: hottest.joined(parts).hottest(byte_count))
+        for start in range(0, len(chosen.entries), PART_BLOCKS):
+            yield hottest.names(self._core, chosen.at(slice(start, start + PART_BLOCKS)))
+
+    async def prefetch(self, key_space_id: int, groups: list[HashList], wait_s: float) -> Fetched:
+        """Brings in what lies in tiers, as far as there is room and time; a block that is named
+        twice counts once. Raises HotKVError."""
+        self._core.sessions.check_takes_new("fetches nothing")
+        groups = _joined(groups)
+        num_blocks = sum(len(one.hashes) for one in groups)
+        num_present = _count(self._core.lookup(key_space_id, groups))
+        if self._tiers is None or num_present == num_blocks:
+            return Fetched(num_present, 0, 0, num_blocks - num_present)
+        await self._tiers.prefetch(key_space_id, groups, time.monotonic() + wait_s)
+        self._core.key_space(key_space_id)
+        masks = self._core.lookup(key_space_id, groups)
+        num_ready = _count(masks)
+        below = self._tiers.lookups.lies_elsewhere(key_space_id, groups, masks)
+        num_lower = _count([lies & ~mask for lies, mask in zip(below, masks, strict=True)])
+        return Fetched(
+            min(num_present, num_ready),
+            max(0, num_ready - num_present),
+            num_lower,
+            num_blocks - num_ready - num_lower,
+        )
+
+
+def _joined(lists: list[HashList]) -> list[HashList]:
+    """One list for each group, with every hash at its first place."""
+    of_group: dict[int, list[Words]] = {}
+    for one in lists:
+        of_group.setdefault(one.group_index, []).append(one.hashes)
+    joined = []
+    for group_index, parts in of_group.items():
+        hashes = np.concatenate(parts)
+        joined.append(HashList(group_index, hashes[first_occurrences(hashes)]))
+    return joined
+
+
+def _count(masks: list[BoolMask]) -> int:
+    return sum(int(np.count_nonzero(mask)) for mask in masks)

@@ -1,0 +1,112 @@
+"""WarmStartService: takes what one node uses most to another one, by name."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.keys import KeySpace
+from hotkv.v1 import cache_pb2, warm_pb2, warm_pb2_grpc
+from hotkv_server.cache import inspect
+from hotkv_server.cache.values import HashList
+from hotkv_server.node.node import Node
+from hotkv_server.warm_start.drive import WarmStart
+from hotkv_server.wire import convert, space_convert
+from hotkv_server.wire.errors import abort, answer, as_refusal
+from hotkv_server.wire.prompts import of_groups, prompt_hashes
+
+DEFAULT_WAIT_S, MAX_WAIT_S = 10.0, 60.0
+
+
+class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
+    """See warm.proto."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._warm = WarmStart(node.core, node.tiers)
+
+    async def ExportBlocks(
+        self, request: warm_pb2.ExportBlocksRequest, context: Any
+    ) -> AsyncIterator[warm_pb2.ExportBlocksResponse]:
+        try:
+            if request.byte_count < 0:
+                raise HotKVError(
+                    Reason.INVALID_FIELD,
+                    f"byte_count is {request.byte_count}; it is 0 for all, or positive",
+                )
+            space = self._node.core.key_space(request.key_space_id)
+            message = space_convert.key_space_message(space)
+            yield warm_pb2.ExportBlocksResponse(key_space=message)
+            async for lists in self._warm.export(request.key_space_id, request.byte_count):
+                groups = [_named(one, space) for one in lists]
+                yield warm_pb2.ExportBlocksResponse(groups=groups)
+        except Exception as error:  # noqa: BLE001 The edge of server streams: every failure is an answer.
+            await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
+
+    async def PrefetchBlocks(
+        self, request: warm_pb2.PrefetchBlocksRequest, context: Any
+    ) -> warm_pb2.PrefetchBlocksResponse:
+        async def call() -> warm_pb2.PrefetchBlocksResponse:
+            wait_s = convert.seconds("timeout_ms", request.timeout_ms) or DEFAULT_WAIT_S
+            if wait_s > MAX_WAIT_S:
+                raise HotKVError(
+                    Reason.INVALID_FIELD,
+                    f"timeout_ms is {request.timeout_ms}; at most {MAX_WAIT_S * 1000:.0f}",
+                )
+            number = await self._key_space_id(request)
+            lists = await self._lists(number, request)
+            found = await self._warm.prefetch(number, lists, wait_s)
+            return warm_pb2.PrefetchBlocksResponse(
+                present_block_count=found.num_present,
+                fetched_block_count=found.num_fetched,
+                lower_block_count=found.num_lower,
+                absent_block_count=found.num_absent,
+            )
+
+        return await answer(self._node, context, call)
+
+    async def _key_space_id(self, request: warm_pb2.PrefetchBlocksRequest) -> int:
+        if request.HasField("key_space") == bool(request.key_space_id):
+            raise HotKVError(
+                Reason.INVALID_FIELD, "key_space and key_space_id: give exactly one of them"
+            )
+        if request.key_space_id:
+            self._node.core.key_space(request.key_space_id)
+            return request.key_space_id
+        key_space = space_convert.key_space(request.key_space)
+        return await self._node.sessions.declare(key_space)
+
+    async def _lists(self, number: int, request: warm_pb2.PrefetchBlocksRequest) -> list[HashList]:
+        """All blocks named. Raises HotKVError."""
+        space = self._node.core.key_space(number)
+        lists = convert.hash_lists(
+            request.groups, space.hash_bytes, lambda index: _checked(space, index)
+        )
+        for prompt in request.prompts:
+            hashes = await asyncio.to_thread(prompt_hashes, space, prompt.hashes, prompt.token_ids)
+            lists += of_groups(space, hashes)
+        most = inspect.limits(self._node.core).max_blocks_per_call
+        if (num_blocks := sum(len(one.hashes) for one in lists)) > most:
+            raise HotKVError(
+                Reason.TOO_LARGE,
+                f"the call names {num_blocks} blocks; at most {most} are accepted: send several",
+            )
+        if not num_blocks:
+            raise HotKVError(
+                Reason.INVALID_FIELD, "groups and prompts name no whole block; name some"
+            )
+        return lists
+
+
+def _named(some: HashList, space: KeySpace) -> cache_pb2.GroupHashes:
+    packed = convert.unpadded(some.hashes, space.hash_bytes)
+    return cache_pb2.GroupHashes(group_index=some.group_index, hashes=packed)
+
+
+def _checked(space: KeySpace, group_index: int) -> int:
+    if not 0 <= group_index < len(space.groups):
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"groups.group_index is {group_index}; this key space has {len(space.groups)} groups",
+        )
+    return group_index

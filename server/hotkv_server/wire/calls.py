@@ -1,0 +1,417 @@
+"""Calls that the session stream and CacheService share: message in, message out, on a session."""
+
+import asyncio
+import os
+import time
+
+import numpy as np
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.groups import PREFIX_CLOSED
+from hotkv.keys import MAX_GROUPS
+from hotkv.v1 import cache_pb2, session_pb2, sparse_pb2
+from hotkv_server.cache import inspect
+from hotkv_server.cache.values import HashList
+from hotkv_server.node.in_place import InPlaceGrant
+from hotkv_server.node.node import Node
+from hotkv_server.node.session import LiveSession
+from hotkv_server.node.transfer import TransferEnd
+from hotkv_server.sparse import messages as sparse_convert
+from hotkv_server.wire import convert, report_convert, space_convert
+from hotkv_server.wire.errors import rights_log
+
+MAX_REPORTS = 1024
+
+
+def _lease_id(text: str) -> str:
+    return convert.identifier("lease_id", text)
+
+
+def _transfer_id(text: str) -> str:
+    return convert.identifier("transfer_id", text)
+
+
+def lookup(
+    node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
+) -> "cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]":
+    """Says which blocks are ready or can be brought in, later if a tier must be asked. Without a
+    session the request must name its key space."""
+    began_s = time.monotonic()
+    number = request.key_space_id or (session.record.key_space_id if session else 0)
+    if number == 0:
+        raise HotKVError(
+            Reason.INVALID_FIELD, "key_space_id is 0 and session_id is empty; give one of them"
+        )
+    # A session has representations only in its own key space; elsewhere a group index is the
+    # core's.
+    is_own = session is not None and number == session.record.key_space_id
+    if node.has_tenants and not is_own:
+        raise _hidden(session, number)
+    group_index = session.group_index if session is not None and is_own else int
+    groups = convert.hash_lists(request.groups, node.core.key_space(number).hash_bytes, group_index)
+    answer: cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]
+    if node.tiers is not None and is_own and node.tiers.lookups.must_ask(session, groups):
+        assert session is not None
+        answer = asyncio.create_task(_lookup_later(node, session, request, groups))
+    else:
+        answer = _lookup(node, session if is_own else None, request, number, groups)
+    return node.timings.answered(node.timings.lookup_s, began_s, answer)
+
+
+def _lookup(
+    node: Node,
+    session: LiveSession | None,
+    request: cache_pb2.LookupRequest,
+    key_space_id: int,
+    groups: list[HashList],
+) -> cache_pb2.LookupResponse:
+    masks = node.core.lookup(key_space_id, groups)
+    if node.tiers is not None:
+        speed = session.prefill_tokens_per_s if session is not None else 0.0
+        elsewhere = node.tiers.lookups.lies_elsewhere(key_space_id, groups, masks, speed)
+        if session is not None and any(other.any() for other in elsewhere):
+            node.tiers.fetch_ahead(session, groups, masks, elsewhere)
+        masks = [ready | other for ready, other in zip(masks, elsewhere, strict=True)]
+    return cache_pb2.LookupResponse(groups=convert.flags(request.groups, masks))
+
+
+async def _lookup_later(
+    node: Node, session: LiveSession, request: cache_pb2.LookupRequest, groups: list[HashList]
+) -> cache_pb2.LookupResponse:
+    """The same when shared tiers have said what they have, or the time is up."""
+    assert node.tiers is not None
+    key_space_id = session.record.key_space_id
+    await node.tiers.lookups.ask(session, key_space_id, groups)
+    return _lookup(node, session, request, key_space_id, groups)
+
+
+def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
+    """The refusal of another key space than the session's own, if there are tenants: as if it did
+    not exist, and without looking whether it does."""
+    if session is None:
+        return HotKVError(
+            Reason.UNAUTHENTICATED,
+            "session_id is empty; where there are tenants a lookup needs a session",
+        )
+    return HotKVError(
+        Reason.UNKNOWN_KEY_SPACE,
+        f"key_space_id {key_space_id} is unknown; leave it 0 for the session's own",
+    )
+
+
+def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError) -> HotKVError:
+    """The refusal of a lease. If there are tenants, another engine's lease is refused as if it did
+    not exist."""
+    if error.reason is not Reason.FOREIGN_LEASE or not node.has_tenants:
+        return error
+    rights_log.warning("refused %s: %s", session.name, error)
+    return HotKVError(
+        Reason.UNKNOWN_LEASE,
+        f"lease_id {lease_id!r} is unknown, released or expired; acquire it again",
+    )
+
+
+def acquire(
+    node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest
+) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
+    """Pins ready blocks, later if some must come up from a tier first. Tells a session that has the
+    arena where they lie, later if they must be compared first."""
+    began_s = time.monotonic()
+    if request.wants_offsets and not session.has_arena:
+        raise HotKVError(
+            Reason.NOT_ALLOWED,
+            "wants_offsets is set, but this session was not given the arena: it has no link, "
+            "or its tenant may not map it; load the blocks",
+        )
+    groups = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
+    lease_id = _lease_id(request.lease_id)
+    answer: cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]
+    if node.tiers is not None and (
+        node.tiers.has_some(session, groups)
+        or not node.tiers.epochs.may_serve(session.record.key_space_id)
+    ):
+        answer = asyncio.create_task(_acquire_later(node, session, request, lease_id, groups))
+    else:
+        answer = _acquire(node, session, request, lease_id, groups)
+    return node.timings.answered(node.timings.lease_s, began_s, answer)
+
+
+async def _acquire_later(
+    node: Node,
+    session: LiveSession,
+    request: cache_pb2.AcquireLeaseRequest,
+    lease_id: str,
+    groups: list[HashList],
+) -> cache_pb2.AcquireLeaseResponse:
+    """The same when what lies below has come up, or nobody waits for it any more. Nothing is pinned
+    that may be of before a flush on another node."""
+    assert node.tiers is not None
+    held = await node.tiers.bring_up(session, groups)
+    try:
+        groups = await unless_flushed(node, session, groups)
+        acquired = _acquire(node, session, request, lease_id, groups)
+    finally:
+        node.tiers.let_go(held)
+    return await acquired if isinstance(acquired, asyncio.Task) else acquired
+
+
+async def unless_flushed(
+    node: Node, session: LiveSession, groups: list[HashList]
+) -> list[HashList]:
+    """The lists, if blocks in host memory may be granted now; else lists of as many hashes of no
+    block."""
+    key_space_id = session.record.key_space_id
+    if node.tiers is None or await node.tiers.epochs.wait_to_serve(key_space_id):
+        return groups
+    return [
+        HashList(
+            one.group_index,
+            np.frombuffer(os.urandom(one.hashes.nbytes), np.uint32).reshape(one.hashes.shape),
+        )
+        for one in groups
+    ]
+
+
+def _acquire(
+    node: Node,
+    session: LiveSession,
+    request: cache_pb2.AcquireLeaseRequest,
+    lease_id: str,
+    groups: list[HashList],
+) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
+    """Pins what is ready now."""
+    ttl_s = convert.seconds("ttl_ms", request.ttl_ms)
+    grant = node.core.acquire(session.record.number, lease_id, groups, ttl_s, time.monotonic())
+    if not request.wants_offsets:
+        return cache_pb2.AcquireLeaseResponse(
+            groups=convert.flags(request.groups, list(grant.pinned)),
+            ttl_ms=int(grant.ttl_s * 1000),
+        )
+    granted = node.in_place.grant(session, lease_id)
+    return (
+        asyncio.create_task(_in_place_later(request, granted))
+        if isinstance(granted, asyncio.Task)
+        else _in_place(request, granted)
+    )
+
+
+def _in_place(
+    request: cache_pb2.AcquireLeaseRequest, granted: InPlaceGrant
+) -> cache_pb2.AcquireLeaseResponse:
+    return cache_pb2.AcquireLeaseResponse(
+        groups=convert.flags(request.groups, granted.pinned),
+        ttl_ms=int(granted.ttl_s * 1000),
+        offsets=convert.offsets(request.groups, granted.offsets),
+    )
+
+
+async def _in_place_later(
+    request: cache_pb2.AcquireLeaseRequest, granted: "asyncio.Task[InPlaceGrant]"
+) -> cache_pb2.AcquireLeaseResponse:
+    return _in_place(request, await granted)
+
+
+async def reserve(
+    node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRequest
+) -> cache_pb2.ReserveBlocksResponse:
+    """Reserves slots."""
+    runs = convert.runs(request.runs, session.key_space.hash_bytes, session.group_index)
+    ttl_s, retention = (
+        convert.seconds("ttl_ms", request.ttl_ms),
+        convert.retention("retention", request.retention),
+    )
+    lease_id = _lease_id(request.lease_id)
+    await node.make_room(session, lease_id, runs, retention=retention)
+    values, ttl_s = node.reserve(session, lease_id, runs, ttl_s, retention)
+    return cache_pb2.ReserveBlocksResponse(
+        runs=convert.results([run.group_index for run in request.runs], values),
+        ttl_ms=int(ttl_s * 1000),
+    )
+
+
+def release(
+    node: Node, session: LiveSession, request: cache_pb2.ReleaseLeaseRequest
+) -> cache_pb2.ReleaseLeaseResponse:
+    """Releases a lease."""
+    try:
+        released = node.core.release(session.record.number, _lease_id(request.lease_id))
+    except HotKVError as error:
+        if _of_lease(node, session, request.lease_id, error).reason is not Reason.UNKNOWN_LEASE:
+            raise
+        released = False
+    return cache_pb2.ReleaseLeaseResponse(released=released)
+
+
+def load(
+    node: Node, session: LiveSession, request: cache_pb2.LoadRequest
+) -> "asyncio.Future[TransferEnd]":
+    """Starts a load."""
+    positions, block_ids = convert.load_runs(request.runs, session.group_index)
+    timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
+    transfer_id, lease_id = _transfer_id(request.transfer_id), _lease_id(request.lease_id)
+    try:
+        return node.transfers.load(
+            session,
+            transfer_id,
+            lease_id,
+            positions,
+            block_ids,
+            timeout_s,
+            space_convert.device_mark(request),
+            request.ByteSize(),
+        )
+    except HotKVError as error:
+        raise _of_lease(node, session, lease_id, error) from None
+
+
+async def store(
+    node: Node, session: LiveSession, request: cache_pb2.StoreRequest
+) -> "asyncio.Future[TransferEnd]":
+    """Makes room for a store, then starts it."""
+    runs = convert.runs(request.runs, session.key_space.hash_bytes, session.group_index)
+    block_ids = [convert.int32s("runs.block_ids", run.block_ids) for run in request.runs]
+    timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
+    transfer_id, lease_id = _transfer_id(request.transfer_id), _lease_id(request.lease_id)
+    contents = [convert.run_content(run, session.key_space) for run in request.runs]
+    residency_id = convert.name("residency_id", request.residency_id)
+    retention = convert.retention("retention", request.retention)
+    await node.make_room(session, lease_id, runs, residency_id, retention)
+    return node.transfers.store(
+        session,
+        transfer_id,
+        lease_id,
+        runs,
+        block_ids,
+        timeout_s,
+        retention,
+        request.fence_index,
+        contents,
+        space_convert.device_mark(request),
+        request.ByteSize(),
+        residency_id,
+    )
+
+
+async def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse) -> None:
+    """Notes the requests and blocks that an engine reports."""
+    num_hashes = (
+        sum(len(one.hashes) for one in request.requests)
+        + sum(len(one.hashes) for one in request.ended)
+    ) // session.key_space.hash_bytes
+    if (
+        max(len(request.requests), len(request.ended)) > MAX_REPORTS
+        or num_hashes > inspect.limits(node.core).max_blocks_per_call
+    ):
+        raise HotKVError(
+            Reason.TOO_LARGE,
+            f"requests: {len(request.requests)} with {num_hashes} hashes; at most {MAX_REPORTS} "
+            f"with {inspect.limits(node.core).max_blocks_per_call}"
+            " are accepted in a message; send several",
+        )
+    speed = convert.rate("prefill_tokens_per_s", request.prefill_tokens_per_s)
+    used = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
+    session.prefill_tokens_per_s = speed or session.prefill_tokens_per_s
+    node.core.touch(session.record.number, used, time.monotonic())
+    if len(request.loads) > MAX_REPORTS:
+        raise HotKVError(
+            Reason.TOO_LARGE,
+            f"loads has {len(request.loads)} entries; at most {MAX_REPORTS} are accepted in a "
+            "message; send several",
+        )
+    loads = report_convert.load_ends(request.loads)
+    reports = report_convert.reports(request.requests, session.key_space.hash_bytes)
+    ended = report_convert.ended(request.ended, session.key_space.hash_bytes)
+    await node.reports.note(session, reports)
+    for load in loads:
+        node.ledger.load_ended(session, load)
+    node.reports.ended(session, ended)
+
+
+def _sequence_id(text: str) -> str:
+    return convert.identifier("sequence_id", text)
+
+
+def create_sequence(
+    node: Node, session: LiveSession, request: sparse_pb2.CreateSequenceRequest
+) -> sparse_pb2.CreateSequenceResponse:
+    """Creates a sequence of sparse decode."""
+    if not 0 <= request.group_index < len(session.key_space.groups):
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"group_index is {request.group_index}; this key space has "
+            f"{len(session.key_space.groups)} groups",
+        )
+    spec = None
+    if request.HasField("select"):
+        kind = session.key_space.groups[request.group_index].kind
+        if kind not in PREFIX_CLOSED:
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"group_index is {request.group_index}, a group of {kind.name}, which does not "
+                "attend to its whole context; select from a group of FULL_ATTENTION or MLA",
+            )
+        spec = sparse_convert.select_spec(request.select, session, request.group_index)
+        record = node.core.key_spaces[session.record.key_space_id]
+        if (
+            spec.representation_group < MAX_GROUPS
+            or record.block_group(spec.representation_group) != request.group_index
+        ):
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                "select.representation_group_index is "
+                f"{request.select.representation_group_index}; name a representation of group "
+                f"{request.group_index} that the session declares",
+            )
+        spec.check_slots(record.representation(spec.representation_group).shard_bytes)
+    hashes = convert.hashes("hashes", request.hashes, session.key_space.hash_bytes)
+    sequence = node.sparse.create(
+        session, _sequence_id(request.sequence_id), request.group_index, hashes, spec
+    )
+    return sparse_pb2.CreateSequenceResponse(
+        lease_id=sequence.lease_id, covered_block_count=len(sequence.slots)
+    )
+
+
+def append_blocks(
+    node: Node, session: LiveSession, request: sparse_pb2.AppendBlocksRequest
+) -> sparse_pb2.AppendBlocksResponse:
+    """Adds blocks to a sequence."""
+    hashes = convert.hashes("hashes", request.hashes, session.key_space.hash_bytes)
+    sequence = node.sparse.append(
+        session, _sequence_id(request.sequence_id), request.first_position, hashes
+    )
+    return sparse_pb2.AppendBlocksResponse(
+        block_count=len(sequence.hashes),
+        lease_id=sequence.lease_id,
+        covered_block_count=len(sequence.slots),
+    )
+
+
+async def delete_sequence(
+    node: Node, session: LiveSession, request: sparse_pb2.DeleteSequenceRequest
+) -> sparse_pb2.DeleteSequenceResponse:
+    """Ends a sequence; answers when no selection for it runs any more."""
+    return sparse_pb2.DeleteSequenceResponse(
+        deleted=await node.sparse.delete(session, _sequence_id(request.sequence_id))
+    )
+
+
+def report_sparse(node: Node, session: LiveSession, request: sparse_pb2.ReportSparse) -> None:
+    """Notes an engine's report of its sparse decode."""
+    used = sparse_convert.used(request.sequences, inspect.limits(node.core).max_blocks_per_call)
+    node.sparse.report(session, used, sparse_convert.layer_growth(request.layers))
+
+
+async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
+    """Flushes the session's key space."""
+    flushed = await node.flush(session.record.key_space_id)
+    return session_pb2.Flushed(block_count=flushed.num_blocks, pending_tiers=flushed.pending)
+
+
+def cancel(
+    node: Node, session: LiveSession, request: cache_pb2.CancelTransferRequest
+) -> cache_pb2.CancelTransferResponse:
+    """Asks a transfer to end early."""
+    return cache_pb2.CancelTransferResponse(
+        found=node.transfers.cancel(session, request.transfer_id)
+    )

@@ -1,0 +1,272 @@
+"""The descriptor socket: issues tickets, receives engine memory, and sends read-only descriptors of
+arena and table, by SCM_RIGHTS. docs/wire.md has its protocol.
+
+The user of a peer is known by SO_PEERCRED; it must be an allowed user or one of a tenant's. A peer
+asks for a ticket, which proves its user in a session, or links a session. Always true: the server
+closes a link only when nothing touches the session's memory any more, and the kernel closes it when
+this process dies; so the end of a link tells the client that its memory is its own again.
+"""
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.v1 import session_pb2
+from hotkv.words import WORD_COUNT, words_offset_bytes
+from hotkv_server.node.node import Node
+from hotkv_server.node.session import LiveSession
+from hotkv_server.security.handles import check_memory
+from hotkv_server.security.identity import AccessControl, Peer
+from hotkv_server.security.tickets import Tickets
+from hotkv_server.wire import convert
+from hotkv_server.wire.errors import as_refusal, detail
+from hotkv_server.wire.guard import peers
+
+log = logging.getLogger(__name__)
+
+MAX_DESCRIPTORS = 64
+MAX_PACKET_BYTES = 65536
+MAX_PENDING = 1024
+MAX_PENDING_OF_USER = 256
+REQUEST_TIMEOUT_S = 10.0
+ACCEPT_PAUSE_S = 0.5
+SPARE_DESCRIPTORS = 256
+"""Descriptors that are kept for connections and not used for clients' memory; at most a quarter of
+the process's limit."""
+
+
+def _resolve(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class DescriptorServer:
+    """Listens on `path`; serves tickets and links until closed. `allowed_uids`: users that may link
+    though no tenant lists them. `arena_writers`: users whose arena is writable, if they may map
+    it. Both may be replaced, for links to come."""
+
+    def __init__(
+        self,
+        node: Node,
+        path: Path,
+        mode: int,
+        allowed_uids: frozenset[int],
+        access: AccessControl,
+        tickets: Tickets,
+        arena_writers: frozenset[int] = frozenset(),
+    ) -> None:
+        self._node = node
+        self._path = path
+        self.allowed_uids = allowed_uids
+        self.arena_writers = arena_writers
+        self._access = access
+        self._tickets = tickets
+        path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._listener.bind(str(path))
+        os.chmod(path, mode)
+        self._listener.listen(64)
+        self._pending: set[asyncio.Task[None]] = set()
+        self._pending_of_user: Counter[int] = Counter()
+        self._loop = asyncio.get_running_loop()
+        self._paused: asyncio.TimerHandle | None = None
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_fd = limit - min(SPARE_DESCRIPTORS, limit // 4)
+        self._listen()
+
+    def _listen(self) -> None:
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Stops listening; links of live sessions stay."""
+        if self._paused is not None:
+            self._paused.cancel()
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        for task in self._pending:
+            task.cancel()
+        self._path.unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # Out of descriptors: the next attempt would fail as well, at once and for ever.
+            log.error(
+                "descriptor socket: can't accept, tries again in %.1f s: %s", ACCEPT_PAUSE_S, error
+            )
+            self._node.refusals[Reason.OVERLOADED] += 1
+            self._loop.remove_reader(self._listener.fileno())
+            self._paused = self._loop.call_later(ACCEPT_PAUSE_S, self._listen)
+            return
+        connection.setblocking(False)
+        try:
+            peer = peers.of_socket(connection)
+        except OSError:
+            connection.close()
+            return
+        if (
+            len(self._pending) >= MAX_PENDING
+            or self._pending_of_user[peer.uid] >= MAX_PENDING_OF_USER
+        ):
+            self._node.refusals[Reason.OVERLOADED] += 1
+            connection.close()
+            return
+        self._pending_of_user[peer.uid] += 1
+        task = self._loop.create_task(self._serve(connection, peer))
+        self._pending.add(task)
+        task.add_done_callback(lambda _: self._forget(task, peer))
+
+    def _forget(self, task: "asyncio.Task[None]", peer: Peer) -> None:
+        self._pending.discard(task)
+        self._pending_of_user[peer.uid] -= 1
+        if not self._pending_of_user[peer.uid]:
+            del self._pending_of_user[peer.uid]
+
+    async def _serve(self, connection: socket.socket, peer: Peer) -> None:
+        linked = False
+        try:
+            await asyncio.wait_for(self._readable(connection), REQUEST_TIMEOUT_S)
+            linked = self._answer(connection, peer)
+        except (asyncio.TimeoutError, OSError) as error:
+            log.warning("descriptor socket: a peer sent no request: %s %s", peer, error)
+        finally:
+            if not linked:
+                connection.close()
+
+    async def _readable(self, connection: socket.socket) -> None:
+        ready = self._loop.create_future()
+        self._loop.add_reader(connection.fileno(), _resolve, ready)
+        try:
+            await ready
+        finally:
+            self._loop.remove_reader(connection.fileno())
+
+    def _answer(self, connection: socket.socket, peer: Peer) -> bool:
+        """Answers one request; True if the connection is now a session's link."""
+        fds: list[int] = []
+        kept: set[int] = set()
+        try:
+            packet, fds, message_flags, _ = socket.recv_fds(
+                connection, MAX_PACKET_BYTES, MAX_DESCRIPTORS
+            )
+            if message_flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
+                raise HotKVError(
+                    Reason.TOO_LARGE,
+                    (
+                        f"the packet is longer than {MAX_PACKET_BYTES} bytes or carries over "
+                        f"{MAX_DESCRIPTORS} descriptors"
+                    ),
+                )
+            if peer.uid not in self.allowed_uids and not self._access.may_link(peer):
+                raise HotKVError(
+                    Reason.NOT_ALLOWED,
+                    (
+                        f"user id {peer.uid} may not link; allow it with security.allowed_uids, or "
+                        "list it in one of security.tenants"
+                    ),
+                )
+            if fds and max(fds) >= self._max_fd:
+                raise HotKVError(
+                    Reason.OVERLOADED,
+                    (
+                        "the server has nearly all descriptors in use that it may have; raise its "
+                        "limit (LimitNOFILE, ulimit -n)"
+                    ),
+                )
+            request = self._parse(packet)
+            if request.wants_ticket:
+                connection.send(
+                    session_pb2.LinkResponse(
+                        ticket=self._tickets.issue(peer, time.monotonic())
+                    ).SerializeToString()
+                )
+                return False
+            session = self._node.sessions.get(request.session_id)
+            self._access.admit(peer, session.key_space.tenant)
+            self._take(session, request, fds, kept)
+            try:
+                self._send(connection, session, peer)
+            except OSError:
+                session.forget(request.handle_ids)
+                raise
+            session.close_link = connection.close
+            return True
+        except Exception as error:  # noqa: BLE001 The edge of the descriptor socket: every failure is an answer.
+            refusal = as_refusal(self._node, error, f"descriptor socket {peer}")
+            try:
+                connection.send(session_pb2.LinkResponse(error=detail(refusal)).SerializeToString())
+            except OSError:
+                log.info("descriptor socket: the peer left before the answer")
+            return False
+        finally:
+            for fd in set(fds) - kept:
+                os.close(fd)
+
+    def _take(
+        self, session: LiveSession, request: session_pb2.LinkRequest, fds: list[int], kept: set[int]
+    ) -> None:
+        """Hands the descriptors to the session, all or none of them. Adds to `kept` those that it
+        owns now."""
+        if len(request.handle_ids) != len(fds) or len(set(request.handle_ids)) != len(fds):
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"handle_ids names {len(request.handle_ids)} handles for {len(fds)} descriptors",
+            )
+        if session.close_link is not None:
+            raise HotKVError(Reason.DUPLICATE_ID, "session_id has a link already")
+        for handle_id, fd in zip(request.handle_ids, fds, strict=True):
+            check_memory(fd, convert.identifier("handle_ids", handle_id))
+        received: list[str] = []
+        try:
+            for handle_id, fd in zip(request.handle_ids, fds, strict=True):
+                kept.add(fd)
+                session.receive(handle_id, fd)
+                received.append(handle_id)
+        except (HotKVError, ValueError, OSError) as error:
+            session.forget(received)
+            raise (
+                error
+                if isinstance(error, HotKVError)
+                else HotKVError(Reason.INVALID_LAYOUT, f"handle_ids: {error}")
+            ) from error
+
+    def _parse(self, packet: bytes) -> session_pb2.LinkRequest:
+        try:
+            return session_pb2.LinkRequest.FromString(packet)
+        except DecodeError as error:
+            raise HotKVError(Reason.INVALID_FIELD, "the packet is no LinkRequest") from error
+
+    def _send(self, connection: socket.socket, session: LiveSession, peer: Peer) -> None:
+        """Sends descriptors of what the session may map, and no others."""
+        writes_arena = session.maps_arena and peer.uid in self.arena_writers
+        arena, table = self._node.memory.open_for_engine(writes_arena)
+        try:
+            memory, fds = self._node.memory, list[int]()
+            response = session_pb2.LinkResponse(linked=True)
+            if session.maps_arena:
+                response.arena_byte_count = memory.arena.num_bytes
+                if session.knows_words:
+                    response.word_byte_offset = words_offset_bytes(memory.arena.num_bytes)
+                    response.word_count = WORD_COUNT
+                fds.append(arena)
+            if session.maps_table:
+                response.table_byte_count = memory.table.geometry.file_bytes
+                fds.append(table)
+            if fds:
+                socket.send_fds(connection, [response.SerializeToString()], fds)
+            else:
+                connection.send(response.SerializeToString())
+        finally:
+            os.close(arena)
+            os.close(table)

@@ -1,0 +1,232 @@
+"""Checks every request of every method before its service sees it.
+
+Bytes that can't be parsed, or a message of too many parts (`message_limits`), get a canonical code
+with a reason, like every other bad input: gRPC itself would answer UNKNOWN and log a traceback.
+Health, reflection and channelz are treated the same; their streams are `guests`. If admin methods
+are guarded, each call of one needs a proof. Each call has a request id, its own or the one that its
+metadata name as `x-request-id`; calls of admin methods are audited.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import re
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError
+
+from hotkv.errors import HotKVError, Reason
+from hotkv_server.logs import REQUEST_ID
+from hotkv_server.node.node import Node
+from hotkv_server.wire.errors import abort, as_refusal
+from hotkv_server.wire.guard.audit import AuditLog, Who
+from hotkv_server.wire.guard.guests import ARRIVAL_S, Guests
+from hotkv_server.wire.guard.message_limits import MAX_PARTS, is_light
+from hotkv_server.wire.guard.throttle import Pace
+
+PREFIX = "/hotkv.v1."
+ADMIN_PREFIXES = tuple(
+    f"{PREFIX}{name}/" for name in ("AdminService", "EventService", "WarmStartService")
+)
+REQUEST_ID_KEY = "x-request-id"
+GOOD_REQUEST_ID = re.compile("[A-Za-z0-9._:-]{1,64}")
+Guard = Callable[[Any], None]
+"""Given a call's context, raises HotKVError if its peer is no admin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """Stands for a request that could not be parsed, or had too many parts to be; says which.
+
+    It holds no exception: one that is raised again keeps the frames of all its raises, with their
+    requests, for as long as it lives.
+    """
+
+    reason: Reason
+    message: str
+
+    def error(self) -> HotKVError:
+        """A new refusal, to be raised once."""
+        return HotKVError(self.reason, self.message)
+
+    def WhichOneof(self, name: str) -> str:
+        """As of a message: the stream's dispatch sees the body "malformed"."""
+        return "malformed"
+
+    request_id = -1
+    """The client's number is lost with its message."""
+
+
+MALFORMED = Malformed(
+    Reason.INVALID_FIELD,
+    "the request is no message of this method; generate the client from the server's protocol "
+    "version",
+)
+TOO_HEAVY = Malformed(
+    Reason.TOO_LARGE,
+    f"the request has more than {MAX_PARTS} fields and list entries; send several, with hashes "
+    "and ids packed in each",
+)
+
+
+def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    kind: Descriptor = deserialize.__self__.DESCRIPTOR  # type: ignore[attr-defined]
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data) if is_light(kind, data) else TOO_HEAVY
+        except DecodeError:
+            return MALFORMED
+
+    return parse
+
+
+def _begin(context: Any) -> None:
+    """Gives the call's task the id that its metadata name, or a new one."""
+    given = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY, "")
+    is_good = isinstance(given, str) and GOOD_REQUEST_ID.fullmatch(given)
+    REQUEST_ID.set(given if is_good else secrets.token_hex(8))
+
+
+class EdgeInterceptor(grpc.aio.ServerInterceptor):
+    """Replaces the parsing of requests; with `guard`, asks it before each admin method. `who` names
+    the peers of admin methods for the `audit` log."""
+
+    def __init__(
+        self,
+        node: Node,
+        pace: Pace,
+        guests: Guests,
+        audit: AuditLog,
+        who: Who,
+        guard: Guard | None = None,
+    ) -> None:
+        self._node = node
+        self._pace = pace
+        self._guests = guests
+        self._audit = audit
+        self._who = who
+        self._guard = guard
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], details: Any
+    ) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        parse, respond, is_ours = (
+            _lenient(handler.request_deserializer),
+            handler.response_serializer,
+            details.method.startswith(PREFIX),
+        )
+        is_admin = details.method.startswith(ADMIN_PREFIXES)
+        guard = self._guard if is_admin else None
+        audited = details.method if is_admin and self._audit.wants(details.method) else ""
+        # Each method takes a stream, so that a request that is long in coming can be ended for a
+        # newer one (`guests`): of a method that takes one message, gRPC shows nothing before it is
+        # whole, and as many as MAX_CALLS would wait for ever.
+        if handler.unary_unary is not None:
+
+            async def answered(requests: AsyncIterator[Any], context: Any) -> Any:
+                _begin(context)
+                with self._audited(audited, context) as note:
+                    request = await self._only(requests, context, guard)
+                    note(request)
+                    return await handler.unary_unary(request, context)
+
+            return grpc.stream_unary_rpc_method_handler(answered, parse, respond)
+        if handler.unary_stream is not None:
+
+            async def streamed(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+                _begin(context)
+                with self._audited(audited, context) as note:
+                    request = await self._only(requests, context, guard)
+                    note(request)
+                    answers = handler.unary_stream(request, context)
+                    async for response in answers if is_ours else self._as_guest(answers, context):
+                        yield response
+
+            return grpc.stream_stream_rpc_method_handler(streamed, parse, respond)
+        assert guard is None, "no admin method takes a stream; guard it here if one does"
+        serve = handler.stream_stream
+        if is_ours and inspect.iscoroutinefunction(serve):
+
+            async def written(requests: AsyncIterator[Any], context: Any) -> None:
+                _begin(context)
+                await serve(requests, context)
+
+            return grpc.stream_stream_rpc_method_handler(written, parse, respond)
+
+        async def conversed(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+            _begin(context)
+            answers = (
+                serve(requests, context)
+                if is_ours
+                else self._as_guest(serve(self._each(requests, context), context), context)
+            )
+            async for response in answers:
+                yield response
+
+        return grpc.stream_stream_rpc_method_handler(conversed, parse, respond)
+
+    @contextlib.contextmanager
+    def _audited(self, method: str, context: Any) -> Iterator[Callable[[Any], None]]:
+        """Writes a call of an admin method down at its end, a stream with its last answer; `method`
+        is empty for one that is not audited. Yields what takes its request, once it is let in."""
+        if not method:
+            yield lambda request: None
+            return
+        peer, requests = self._who(context), list[Any]()
+        outcome = "ok"
+        try:
+            yield requests.append
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = "cancelled"
+            raise
+        except BaseException:
+            # A call that was not aborted has no status: an exception that nobody expected.
+            name = getattr(context.code(), "name", "OK")
+            outcome = "unknown" if name == "OK" else name.lower()
+            raise
+        finally:
+            self._audit.note(method, peer, requests[0] if requests else None, outcome)
+
+    async def _only(self, requests: AsyncIterator[Any], context: Any, guard: Guard | None) -> Any:
+        """Returns the one request of a call if it may be served; else ends the call."""
+        try:
+            with self._guests.stay(ARRIVAL_S):
+                request = await anext(requests, None)
+        except HotKVError as error:
+            await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
+        await self._check(MALFORMED if request is None else request, context, guard)
+        return request
+
+    async def _check(self, request: Any, context: Any, guard: Guard | None) -> None:
+        try:
+            if guard is not None:
+                guard(context)
+            if isinstance(request, Malformed):
+                raise request.error()
+        except HotKVError as error:
+            await self._pace.turn()
+            await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
+
+    async def _as_guest(self, answers: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        """Yields the answers of a call that is not hotkv's and may last."""
+        try:
+            with self._guests.stay():
+                async for response in answers:
+                    yield response
+        except HotKVError as error:
+            await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
+
+    async def _each(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        """Yields the requests of a stream; a malformed one ends the call."""
+        async for request in requests:
+            await self._check(request, context, None)
+            yield request

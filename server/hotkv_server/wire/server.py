@@ -1,0 +1,341 @@
+"""Puts the gRPC servers together, one for each listener, and says what each serves.
+
+- `grpc.sock`: sessions, cache, sparse, hints; health, reflection.
+- `admin.sock`: admin, events; health, reflection, channelz.
+- TCP, if the settings ask for it: sessions, cache, sparse, hints, health. Reflection, and admin and
+  events behind a proof, if the settings ask for them.
+
+Always true: connections, calls and message sizes are bounded on each, so what clients can make the
+server hold of messages that have not come whole is bounded by MAX_INCOMPLETE_BYTES.
+"""
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_channelz.v1 import channelz
+from grpc_health.v1 import health as health_names
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.limits import MAX_MESSAGE_BYTES
+from hotkv.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2,
+    cache_pb2_grpc,
+    events_pb2,
+    events_pb2_grpc,
+    hints_pb2,
+    hints_pb2_grpc,
+    session_pb2,
+    session_pb2_grpc,
+    sparse_pb2,
+    sparse_pb2_grpc,
+    warm_pb2,
+    warm_pb2_grpc,
+)
+from hotkv_server.events.service import EventService
+from hotkv_server.hints.service import HintService
+from hotkv_server.node.node import Node
+from hotkv_server.node.sessions import MAX_SESSIONS
+from hotkv_server.security.identity import AccessControl, Peer
+from hotkv_server.security.tickets import Tickets
+from hotkv_server.sparse.service import MAX_SELECT_STREAMS, SparseService
+from hotkv_server.warm_start.service import WarmStartService
+from hotkv_server.wire.admin_service import AdminService
+from hotkv_server.wire.cache_service import CacheService
+from hotkv_server.wire.guard import peers
+from hotkv_server.wire.guard.audit import AuditLog, Who
+from hotkv_server.wire.guard.guests import Guests
+from hotkv_server.wire.guard.interceptor import EdgeInterceptor, Guard
+from hotkv_server.wire.guard.throttle import Pace
+from hotkv_server.wire.guard.tls import Certificates, TlsFiles
+from hotkv_server.wire.health import HealthService
+from hotkv_server.wire.session.service import SessionService
+
+MAX_CONNECTIONS = MAX_SESSIONS + 512
+MAX_GUESTS = 256
+GUESTS_TURN_S = 0.1
+MAX_ANSWERED = 2048
+"""Calls without a session whose message has come, on one listener: transfers above all."""
+MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_GUESTS + MAX_ANSWERED
+"""Calls at a time on one listener; the next one gets RESOURCE_EXHAUSTED. Each kind of call that may
+last has a bound of its own that no client uses up for others, so there is always room for calls
+that are answered at once, health above all.
+"""
+WINDOW_BYTES = 64 << 10
+"""What gRPC takes in of a message that nobody waits for."""
+NUM_LISTENERS = 3
+MAX_INCOMPLETE_BYTES = (
+    MAX_SESSIONS + 2 * MAX_SELECT_STREAMS + MAX_GUESTS
+) * MAX_MESSAGE_BYTES + NUM_LISTENERS * MAX_CALLS * WINDOW_BYTES
+"""Most bytes of messages that have not come whole: gRPC takes a message in as far as it has been
+sent, up to the size that its head declares, of every stream from which the server reads. A head
+that declares more than MAX_MESSAGE_BYTES ends the call. Two of the listeners have selections.
+"""
+MAX_CALLS_OF_CONNECTION = 256
+HANDSHAKE_TIMEOUT_S = 10
+MAX_SOCKET_PATH_BYTES = 107
+"""The kernel's bound for a Unix socket (sun_path)."""
+IDLE_CONNECTION_S = 600
+"""A connection without a call is closed; clients open it again when they need it."""
+OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.max_concurrent_streams", MAX_CALLS_OF_CONNECTION),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_S * 1000),
+    ("grpc.max_connection_idle_ms", IDLE_CONNECTION_S * 1000),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+LIVENESS = "live"
+"""Under this name health says whether a restart would help; under all others, whether calls are
+answered."""
+CHANNELZ_NAME = "grpc.channelz.v1.Channelz"
+
+
+def _name(module: Any, service: str) -> str:
+    return str(module.DESCRIPTOR.services_by_name[service].full_name)
+
+
+USER_NAMES = (
+    _name(session_pb2, "SessionService"),
+    _name(cache_pb2, "CacheService"),
+    _name(sparse_pb2, "SparseService"),
+    _name(hints_pb2, "HintService"),
+)
+ADMIN_NAMES = (
+    _name(admin_pb2, "AdminService"),
+    _name(events_pb2, "EventService"),
+    _name(warm_pb2, "WarmStartService"),
+)
+
+
+TICKET_KEY = "hotkv-ticket-bin"
+"""Metadata of an admin call on the Unix socket: a ticket, for the audit log."""
+Proving = session_pb2.OpenSession | hints_pb2.SendHintsRequest | hints_pb2.GetHintOutcomesRequest
+"""Messages that may have a ticket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where to listen and how. `tcp_address`: empty for no TCP. `tls`: None for TCP without TLS."""
+
+    socket: Path
+    socket_mode: int
+    admin_socket: Path
+    admin_socket_mode: int
+    tcp_address: str = ""
+    tls: TlsFiles | None = None
+    tcp_reflection: bool = False
+    admin_on_tcp: bool = False
+    malformed_per_s: float = 50.0
+    audit: str = "changes"
+    audit_file: Path | None = None
+
+
+class RpcServer:
+    """The gRPC side of a node. It serves from `start` on. Raises OSError, UnsafeError or ValueError
+    if it can't listen."""
+
+    def __init__(
+        self, node: Node, access: AccessControl, tickets: Tickets, endpoints: Endpoints
+    ) -> None:
+        self._node = node
+        self._access = access
+        self._tickets = tickets
+        self._endpoints = endpoints
+        self._health = HealthService()
+        self._guests = Guests(MAX_GUESTS)
+        self._ending: asyncio.Task[None] | None = None
+        self.pace = Pace(endpoints.malformed_per_s)
+        self.audit = AuditLog(endpoints.audit, endpoints.audit_file)
+        self.certificates: Certificates | None = None
+        self._modes = {
+            endpoints.socket: endpoints.socket_mode,
+            endpoints.admin_socket: endpoints.admin_socket_mode,
+        }
+        # In the order of their starts: where the server serves, its operators are heard.
+        self._servers = [self._admins(), self._users()]
+        self.tcp_port = 0
+        if endpoints.tcp_address:
+            self._servers.append(self._tcp())
+
+    def _server(self, who: Who, guard: Guard | None = None) -> grpc.aio.Server:
+        server = grpc.aio.server(
+            interceptors=[
+                EdgeInterceptor(self._node, self.pace, self._guests, self.audit, who, guard)
+            ],
+            options=OPTIONS,
+            maximum_concurrent_rpcs=MAX_CALLS,
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        return server
+
+    def _add_user_services(
+        self, server: grpc.aio.Server, hints: HintService, sessions: SessionService
+    ) -> None:
+        hints_pb2_grpc.add_HintServiceServicer_to_server(hints, server)
+        session_pb2_grpc.add_SessionServiceServicer_to_server(sessions, server)
+        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(self._node), server)
+        sparse_pb2_grpc.add_SparseServiceServicer_to_server(
+            SparseService(self._node, self.pace, self._guests), server
+        )
+
+    def _add_admin_services(self, server: grpc.aio.Server) -> None:
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._node), server)
+        events_pb2_grpc.add_EventServiceServicer_to_server(EventService(self._node), server)
+        warm_pb2_grpc.add_WarmStartServiceServicer_to_server(WarmStartService(self._node), server)
+
+    def _users(self) -> grpc.aio.Server:
+        server = self._server(self._admin_of_ticket)
+        self._add_user_services(
+            server,
+            HintService(self._node, self._access, self._peer_of_ticket),
+            SessionService(
+                self._node,
+                self._access,
+                self._peer_of_ticket,
+                self.pace,
+                self._guests,
+                has_descriptor_socket=True,
+            ),
+        )
+        reflection.enable_server_reflection(
+            (*USER_NAMES, health_names.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
+        _listen(server, self._endpoints.socket)
+        return server
+
+    def _admins(self) -> grpc.aio.Server:
+        server = self._server(self._admin_of_ticket)
+        self._add_admin_services(server)
+        channelz.add_channelz_servicer(server)
+        reflection.enable_server_reflection(
+            (*ADMIN_NAMES, health_names.SERVICE_NAME, CHANNELZ_NAME, reflection.SERVICE_NAME),
+            server,
+        )
+        _listen(server, self._endpoints.admin_socket)
+        return server
+
+    def _tcp(self) -> grpc.aio.Server:
+        endpoints, names = self._endpoints, [*USER_NAMES, health_names.SERVICE_NAME]
+        server = self._server(
+            peers.of_call, lambda context: self._access.admit_admin(peers.of_call(context))
+        )
+        self._add_user_services(
+            server,
+            HintService(self._node, self._access, _peer_of_call),
+            SessionService(
+                self._node,
+                self._access,
+                _peer_of_call,
+                self.pace,
+                self._guests,
+                has_descriptor_socket=False,
+            ),
+        )
+        if endpoints.admin_on_tcp:
+            self._add_admin_services(server)
+            names += ADMIN_NAMES
+        if endpoints.tcp_reflection:
+            reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
+        if endpoints.tls is not None:
+            self.certificates = Certificates(endpoints.tls)
+        try:
+            if self.certificates is None:
+                self.tcp_port = server.add_insecure_port(endpoints.tcp_address)
+            else:
+                self.tcp_port = server.add_secure_port(
+                    endpoints.tcp_address, self.certificates.credentials
+                )
+        except RuntimeError as error:
+            raise OSError(
+                f"tcp_address: can't listen on {endpoints.tcp_address}: it is in use, or no "
+                "address of this machine; choose another with --tcp-address"
+            ) from error
+        return server
+
+    def _peer_of_ticket(self, opening: Proving, context: Any) -> Peer:
+        """The peer of the message's ticket; without a ticket a peer that has proven nothing. Raises
+        UNAUTHENTICATED if a ticket is needed and this one is not valid."""
+        if not opening.ticket:
+            return Peer("unix socket, no ticket")
+        peer = self._tickets.redeem(opening.ticket, time.monotonic())
+        if peer is None and not self._access.is_open:
+            raise HotKVError(
+                Reason.UNAUTHENTICATED,
+                "ticket was used before, is too old or never given out; fetch one for each session",
+            )
+        return peer or Peer("unix socket, a ticket of no use")
+
+    def _admin_of_ticket(self, context: Any) -> Peer:
+        """The peer of an admin call on a Unix socket, for the audit log: whoever may open the
+        socket is an admin, and a ticket says who that is."""
+        ticket = dict(context.invocation_metadata() or ()).get(TICKET_KEY, b"")
+        peer = self._tickets.redeem(ticket, time.monotonic()) if ticket else None
+        return peer or Peer("unix socket, no ticket")
+
+    async def start(self) -> None:
+        """Begins to serve; health says SERVING from here on."""
+        for server in self._servers:
+            await server.start()
+        for path, mode in self._modes.items():
+            os.chmod(path, mode)
+        self._ending = asyncio.create_task(self._end_late())
+        self.set_health(is_ready=True, is_alive=True)
+
+    async def _end_late(self) -> None:
+        async for _ in self._node.health.turns("the end of guests", GUESTS_TURN_S):
+            self._guests.end_late(time.monotonic())
+
+    def set_health(self, *, is_ready: bool, is_alive: bool) -> None:
+        """Sets what health answers: `is_ready` for the server and for each service, `is_alive`
+        under the name LIVENESS."""
+        self._health.set(
+            {
+                "": is_ready,
+                LIVENESS: is_alive,
+                **dict.fromkeys((*USER_NAMES, *ADMIN_NAMES), is_ready),
+            }
+        )
+
+    async def stop(self, grace_s: float) -> None:
+        """Stops taking calls, and ends those in flight after `grace_s`."""
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+        if self._ending is not None:
+            self._ending.cancel()
+        self.audit.close()
+        for path in self._modes:
+            path.unlink(missing_ok=True)
+
+
+def _peer_of_call(opening: Proving, context: Any) -> Peer:
+    return peers.of_call(context)
+
+
+def _listen(server: grpc.aio.Server, path: Path) -> None:
+    path.unlink(missing_ok=True)
+    try:
+        server.add_insecure_port(f"unix:{path}")
+    except RuntimeError as error:
+        why = (
+            f"longer than {MAX_SOCKET_PATH_BYTES} bytes"
+            if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES
+            else "not writable, or full"
+        )
+        raise OSError(
+            f"runtime_dir: can't listen on {path}: it is {why}; choose another directory with "
+            "--runtime-dir"
+        ) from error

@@ -1,0 +1,1 @@
+"""The stream of a session: its opening, its calls, its answers."""

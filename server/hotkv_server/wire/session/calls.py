@@ -1,0 +1,216 @@
+"""The calls of one session's stream: which function serves which message, and when it is answered.
+
+Always true: a call that names a request id is answered once. Transfers are answered when they end,
+and leases and residencies whose blocks are compared with their check values first when that is
+done; all others at once.
+"""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from hotkv.errors import HotKVError, Reason
+from hotkv.v1 import cache_pb2, residency_pb2, session_pb2
+from hotkv_server.node.node import Node
+from hotkv_server.node.session import LiveSession
+from hotkv_server.node.transfer import TransferEnd
+from hotkv_server.residency import calls as residency_calls
+from hotkv_server.tracing.calls import calls_of
+from hotkv_server.wire import calls, convert, space_convert
+from hotkv_server.wire.errors import as_refusal, detail
+from hotkv_server.wire.guard.throttle import Pace
+
+
+class SessionCalls:
+    """See the module. `send`: for answers that come later."""
+
+    def __init__(
+        self,
+        node: Node,
+        session: LiveSession,
+        pace: Pace,
+        send: Callable[[session_pb2.ConnectResponse], None],
+    ) -> None:
+        self._node = node
+        self._session = session
+        self._pace = pace
+        self._send = send
+        self._traceable = calls_of(node)
+
+    def refused(self, error: Exception) -> session_pb2.ConnectResponse:
+        """The answer to a call that failed."""
+        return session_pb2.ConnectResponse(
+            error=detail(as_refusal(self._node, error, self._session.name))
+        )
+
+    async def handle(
+        self, request: session_pb2.ConnectRequest
+    ) -> session_pb2.ConnectResponse | None:
+        """Serves a request; None if it is answered later, or not at all. Raises whatever the call
+        fails with."""
+        node, session = self._node, self._session
+        match request.WhichOneof("body"):
+            case "lookup":
+                found = self._traceable.lookup(node, session, request.lookup)
+                if not isinstance(found, asyncio.Task):
+                    return session_pb2.ConnectResponse(lookup=found)
+                found.add_done_callback(partial(self._answer_lookup, request.request_id))
+                return None
+            case "acquire_lease":
+                acquired = self._traceable.acquire(node, session, request.acquire_lease)
+                if not isinstance(acquired, asyncio.Task):
+                    return session_pb2.ConnectResponse(acquire_lease=acquired)
+                acquired.add_done_callback(lambda done: self._answer_lease(request, done))
+                return None
+            case "reserve_blocks":
+                return session_pb2.ConnectResponse(
+                    reserve_blocks=await calls.reserve(node, session, request.reserve_blocks)
+                )
+            case "release_lease":
+                return session_pb2.ConnectResponse(
+                    release_lease=calls.release(node, session, request.release_lease)
+                )
+            case "load":
+                load = self._traceable.load(node, session, request.load)
+                # What answers a transfer does not keep its message.
+                load.add_done_callback(
+                    partial(self._answer_load, request.request_id, request.load.transfer_id)
+                )
+                return None
+            case "store":
+                store = await self._traceable.store(node, session, request.store)
+                groups = [run.group_index for run in request.store.runs]
+                store.add_done_callback(
+                    partial(
+                        self._answer_store, request.request_id, request.store.transfer_id, groups
+                    )
+                )
+                return None
+            case "cancel_transfer":
+                return session_pb2.ConnectResponse(
+                    cancel_transfer=calls.cancel(node, session, request.cancel_transfer)
+                )
+            case "report_use":
+                await calls.report_use(node, session, request.report_use)
+                return None
+            case "create_sequence":
+                return session_pb2.ConnectResponse(
+                    create_sequence=calls.create_sequence(node, session, request.create_sequence)
+                )
+            case "append_blocks":
+                return session_pb2.ConnectResponse(
+                    append_blocks=calls.append_blocks(node, session, request.append_blocks)
+                )
+            case "delete_sequence":
+                return session_pb2.ConnectResponse(
+                    delete_sequence=await calls.delete_sequence(
+                        node, session, request.delete_sequence
+                    )
+                )
+            case "report_sparse":
+                calls.report_sparse(node, session, request.report_sparse)
+                return None
+            case "open_residency":
+                return session_pb2.ConnectResponse(
+                    open_residency=await residency_calls.open_residency(
+                        node, session, request.open_residency
+                    )
+                )
+            case "extend_residency":
+                extended = residency_calls.extend_residency(node, session, request.extend_residency)
+                if not isinstance(extended, asyncio.Task):
+                    return session_pb2.ConnectResponse(extend_residency=extended)
+                extended.add_done_callback(partial(self._answer_residency, request.request_id))
+                return None
+            case "close_residency":
+                return session_pb2.ConnectResponse(
+                    close_residency=await residency_calls.close_residency(
+                        node, session, request.close_residency
+                    )
+                )
+            case "flush":
+                return session_pb2.ConnectResponse(flushed=await calls.flush(node, session))
+            case "ping":
+                return session_pb2.ConnectResponse(pong=session_pb2.Pong())
+            case "register_memory":
+                memory = request.register_memory
+                taken = await node.sessions.register_memory(
+                    session,
+                    space_convert.layout(memory.layout),
+                    space_convert.device_order(memory.order),
+                )
+                return session_pb2.ConnectResponse(
+                    memory_registered=space_convert.memory_registered(*taken)
+                )
+            case "malformed":
+                raise await self._slowed(request.error())
+            case "open_session":
+                raise HotKVError(
+                    Reason.INVALID_FIELD,
+                    "open_session was sent twice; open another stream for another session",
+                )
+            case _:
+                raise HotKVError(Reason.INVALID_FIELD, "body is empty or of a newer protocol")
+
+    async def _slowed(self, error: HotKVError) -> HotKVError:
+        """The error, when it may be answered."""
+        await self._pace.turn()
+        return error
+
+    def _answer_lease(
+        self,
+        request: session_pb2.ConnectRequest,
+        done: "asyncio.Task[cache_pb2.AcquireLeaseResponse]",
+    ) -> None:
+        def answer() -> session_pb2.ConnectResponse:
+            return session_pb2.ConnectResponse(acquire_lease=done.result())
+
+        if not done.cancelled():
+            self._answer_later(request.request_id, answer)
+
+    def _answer_lookup(
+        self, request_id: int, done: "asyncio.Task[cache_pb2.LookupResponse]"
+    ) -> None:
+        def answer() -> session_pb2.ConnectResponse:
+            return session_pb2.ConnectResponse(lookup=done.result())
+
+        if not done.cancelled():
+            self._answer_later(request_id, answer)
+
+    def _answer_residency(
+        self, request_id: int, done: "asyncio.Task[residency_pb2.ExtendResidencyResponse]"
+    ) -> None:
+        def answer() -> session_pb2.ConnectResponse:
+            return session_pb2.ConnectResponse(extend_residency=done.result())
+
+        if not done.cancelled():
+            self._answer_later(request_id, answer)
+
+    def _answer_later(
+        self, request_id: int, answer: Callable[[], session_pb2.ConnectResponse]
+    ) -> None:
+        """Sends what a task has come to."""
+        try:
+            response = answer()
+        except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
+            response = self.refused(error)
+        response.request_id = request_id
+        self._send(response)
+
+    def _answer_load(
+        self, request_id: int, transfer_id: str, done: "asyncio.Future[TransferEnd]"
+    ) -> None:
+        if not done.cancelled():
+            answer = convert.load_response(transfer_id, done.result())
+            self._send(session_pb2.ConnectResponse(request_id=request_id, load=answer))
+
+    def _answer_store(
+        self,
+        request_id: int,
+        transfer_id: str,
+        groups: list[int],
+        done: "asyncio.Future[TransferEnd]",
+    ) -> None:
+        if not done.cancelled():
+            answer = convert.store_response(transfer_id, groups, done.result())
+            self._send(session_pb2.ConnectResponse(request_id=request_id, store=answer))

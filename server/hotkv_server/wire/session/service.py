@@ -1,0 +1,203 @@
+"""SessionService: opens sessions, one for each stream.
+
+Always true: however the stream ends, its session is settled and closed. A session acts for one
+tenant. If there are tenants, its peer has proven that it may, and its engine id is made the
+tenant's own, so that no other tenant can name its leases.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import hotkv
+from hotkv.errors import HotKVError, Reason
+from hotkv.keys import KeySpace, signed_salt
+from hotkv.v1 import session_pb2, session_pb2_grpc
+from hotkv.versions import (
+    NEWEST_VERSION,
+    OLDEST_VERSION,
+    Feature,
+    agreed_features,
+    agreed_version,
+)
+from hotkv_server.node.node import Node
+from hotkv_server.node.session import LiveSession
+from hotkv_server.security.identity import AccessControl, Peer, Tenant
+from hotkv_server.wire import convert, space_convert
+from hotkv_server.wire.errors import abort, as_refusal
+from hotkv_server.wire.guard.guests import Guests
+from hotkv_server.wire.guard.throttle import Pace
+from hotkv_server.wire.session.stream import SessionStream
+
+log = logging.getLogger(__name__)
+
+FIRST_MESSAGE_TIMEOUT_S = 10.0
+Identify = Callable[[session_pb2.OpenSession, Any], Peer]
+"""What the peer of a call has proven, given its first message and its context. Raises HotKVError
+for a proof that is of no use."""
+
+
+class SessionService(session_pb2_grpc.SessionServiceServicer):
+    """See session.proto."""
+
+    def __init__(
+        self,
+        node: Node,
+        access: AccessControl,
+        identify: Identify,
+        pace: Pace,
+        guests: Guests,
+        *,
+        has_descriptor_socket: bool,
+    ) -> None:
+        self._node = node
+        self._access = access
+        self._pace = pace
+        self._guests = guests
+        self._identify = identify
+        self._has_descriptor_socket = has_descriptor_socket
+
+    async def Connect(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[session_pb2.ConnectRequest], context: Any
+    ) -> None:
+        who = f"peer={context.peer()}"
+        try:
+            with self._guests.stay():
+                first = await _first(request_iterator)
+            who = (
+                f"{who} engine={first.open_session.engine_id[:64]!r} "
+                f"tenant={first.open_session.key_space.tenant[:64]!r}"
+            )
+            peer = self._identify(first.open_session, context)
+            who = f"{who} {peer}"
+            session = await self._open(first.open_session, peer)
+        except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
+            await self._pace.turn()
+            await abort(context, as_refusal(self._node, error, who))
+        stream = SessionStream(self._node, session, context, self._pace)
+        why: HotKVError | None = None
+        try:
+            why = await stream.run(request_iterator, self._opened(first, session))
+        finally:
+            # Shielded, so that a broken stream cannot cut the settling short.
+            await asyncio.shield(self._node.sessions.close(session))
+        if why is not None:
+            # Last, because it waits for the client to read.
+            log.warning("session ended number=%d: %s", session.record.number, why.message)
+            await abort(context, as_refusal(self._node, why, session.name))
+
+    async def _open(self, opening: session_pb2.OpenSession, peer: Peer) -> LiveSession:
+        _version(opening)
+        if opening.role not in space_convert.ROLES.values():
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"role is {opening.role}; allowed are 1 (scheduler), 2 (worker) and 3 (tool)",
+            )
+        convert.name("engine_id", opening.engine_id)
+        convert.name("client_name", opening.client_name)
+        key_space, representations = (
+            space_convert.key_space(opening.key_space),
+            space_convert.representations(opening.representations),
+        )
+        tenant = self._access.admit(peer, key_space.tenant)
+        self._check_sessions(tenant)
+        engine_id = (
+            opening.engine_id
+            if tenant is None or not opening.engine_id
+            else f"{tenant.name}/{opening.engine_id}"
+        )
+        role = convert.enum_word(session_pb2.SessionRole, opening.role)
+        session = await self._node.sessions.open(
+            engine_id, role, key_space, opening.client_name, representations,
+            hears_evictions=not opening.without_eviction_notices,
+        )  # fmt: skip
+        if tenant is not None:
+            session.peer, session.maps_arena = peer, False
+            try:
+                # Other settings may have come meanwhile; from here on they end the session.
+                tenant = self._access.admit(peer, key_space.tenant)
+            except HotKVError:
+                await self._node.sessions.close(session)
+                raise
+        features = agreed_features(opening.features)
+        session.knows_words = Feature.RESIDENCY in features
+        session.knows_tiers = Feature.TIERS in features
+        if tenant is not None:
+            session.maps_table = tenant.sees_table
+            log.info(
+                "session admitted number=%d tenant=%r %s", session.record.number, tenant.name, peer
+            )
+        return session
+
+    def _check_sessions(self, tenant: Tenant | None) -> None:
+        if tenant is None or not tenant.max_sessions:
+            return
+        num_open = sum(session.key_space.tenant == tenant.name for session in self._node.sessions)
+        if num_open >= tenant.max_sessions:
+            raise HotKVError(
+                Reason.OVERLOADED,
+                (
+                    f"{num_open} sessions of this tenant are open, which is all it may have; close "
+                    "some first"
+                ),
+            )
+
+    def _opened(
+        self, first: session_pb2.ConnectRequest, session: LiveSession
+    ) -> session_pb2.ConnectResponse:
+        opening = first.open_session
+        features = agreed_features(opening.features)
+        if self._node.tiers is None:
+            features -= {Feature.TIERS}
+        return session_pb2.ConnectResponse(
+            request_id=first.request_id,
+            session_opened=session_pb2.SessionOpened(
+                protocol_version=_version(opening),
+                session_id=session.secret_id,
+                key_space_id=session.record.key_space_id,
+                epoch=self._node.epoch,
+                has_descriptor_socket=self._has_descriptor_socket,
+                server_name=f"hotkv-server {hotkv.__version__}",
+                wants_token_ids=self._node.events.publisher is not None,
+                features=[session_pb2.Feature.ValueType(int(f)) for f in sorted(features)],
+                salts=_salts(opening, session.key_space),
+            ),
+        )
+
+
+def _version(opening: session_pb2.OpenSession) -> int:
+    """The protocol version of a session. Raises VERSION_MISMATCH."""
+    oldest = opening.protocol_version
+    newest = opening.newest_protocol_version or oldest
+    version = agreed_version(oldest, newest)
+    if version is None:
+        raise HotKVError(
+            Reason.VERSION_MISMATCH,
+            f"protocol_version is {oldest}, newest_protocol_version {newest}; this server "
+            f"{hotkv.__version__} speaks {OLDEST_VERSION} to {NEWEST_VERSION}: upgrade the older "
+            "side",
+        )
+    return version
+
+
+def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
+    """Salts of the block table, as signed numbers, by group index as the session names it."""
+    salts = [
+        *map(space.group_salt, range(len(space.groups))),
+        *map(space.representation_salt, space_convert.representations(opening.representations)),
+    ]
+    return [signed_salt(salt) for salt in salts]
+
+
+async def _first(requests: AsyncIterator[session_pb2.ConnectRequest]) -> session_pb2.ConnectRequest:
+    """The message that opens the session, without a proof that it may. Raises INVALID_FIELD."""
+    try:
+        first = await asyncio.wait_for(anext(requests), FIRST_MESSAGE_TIMEOUT_S)
+    except (StopAsyncIteration, asyncio.TimeoutError):
+        first = session_pb2.ConnectRequest()
+    if first.WhichOneof("body") != "open_session":
+        raise HotKVError(
+            Reason.INVALID_FIELD, "open_session is missing; send it as the first message"
+        )
+    return first
