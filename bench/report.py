@@ -5,7 +5,7 @@ import json
 import statistics
 from collections.abc import Sequence
 
-from hotkv_client.tables import table
+from hotkv_client.command.tables import table
 
 
 def parser(description: str) -> argparse.ArgumentParser:

@@ -44,7 +44,7 @@ from bench.resident.cases import (
 )
 from bench.resident.engines import BLOCK_TOKENS, Shape, llama, smollm
 from demo.processes import ChildError, ends_cleanly, runtime_folder
-from hotkv_client.tables import human_bytes, table
+from hotkv_client.command.tables import human_bytes, table
 
 ARENA = "1GiB"
 LONG_ARENA = "512MiB"

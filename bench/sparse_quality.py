@@ -43,7 +43,7 @@ from bench.sparse.variants import (
     resident_variants,
 )
 from hotkv.errors import HotKVError
-from hotkv_client.tables import table
+from hotkv_client.command.tables import table
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.centre_file import read_centres
 from tools.smollm2 import prepare

@@ -23,7 +23,7 @@ from demo.processes import (
     runtime_folder,
 )
 from demo.progress import step
-from hotkv_client.tables import human_bytes
+from hotkv_client.command.tables import human_bytes
 
 PROMPT_TOKENS = 4050
 WARM_UP_TOKENS = 600

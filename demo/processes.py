@@ -364,7 +364,14 @@ class Server:
 
     def cli(self, *arguments: str) -> str:
         """Output of the `hotkv` command against this server; raises ChildError."""
-        command = [sys.executable, "-m", "hotkv_client.cli", *arguments, "--target", self.target]
+        command = [
+            sys.executable,
+            "-m",
+            "hotkv_client.command.cli",
+            *arguments,
+            "--target",
+            self.target,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
         if done.returncode:
             raise ChildError(f"hotkv {' '.join(arguments)}: {done.stderr.strip()}")

@@ -29,7 +29,7 @@ from demo.progress import step
 from demo.watched import Batch, Watched
 from hotkv.errors import HotKVError
 from hotkv_client.admin import AdminClient
-from hotkv_client.tables import human_bytes
+from hotkv_client.command.tables import human_bytes
 
 CONTEXT_TOKENS = 65_536
 POOL_TOKENS = 8_192

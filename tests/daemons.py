@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 from demo import processes
-from hotkv_client import cli
+from hotkv_client.command import cli
 from tests.server_nursery import MAX_ORDER_BYTES
 
 _POPEN = subprocess.Popen

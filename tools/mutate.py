@@ -114,10 +114,10 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/ledger/book/forecast.py": "tests/ledger/test_forecast.py",
     "server/hotkv_server/ledger/book/pack.py": "tests/ledger/test_pack.py",
     "server/hotkv_server/ledger/book/shadow.py": "tests/ledger/test_shadow.py",
-    "client/hotkv_client/_report_wire.py": (
+    "client/hotkv_client/wire/reports.py": (
         "tests/wire/test_packing.py tests/server/test_reports.py"
     ),
-    "client/hotkv_client/savings_tables.py": "tests/server/test_ledger.py",
+    "client/hotkv_client/command/savings_tables.py": "tests/server/test_ledger.py",
     "server/hotkv_server/cache/room/bounds.py": "tests/core/test_bounds.py",
     "server/hotkv_server/cache/histogram.py": "tests/core/test_histogram.py",
     "server/hotkv_server/cache/leases/retentions.py": (
@@ -159,23 +159,23 @@ TESTS: dict[str, str] = {
     "client/hotkv_client/link.py": (
         f"{LIFE} tests/server/test_arena.py tests/server/test_security.py"
     ),
-    "client/hotkv_client/recorder.py": (
+    "client/hotkv_client/command/recorder.py": (
         "tests/wire/test_trace_lines.py tests/server/test_record.py"
     ),
     "client/hotkv_client/arena.py": "tests/server/test_arena.py",
     "client/hotkv_client/channels.py": (
         "tests/wire/test_channels.py tests/server/test_tcp.py tests/server/test_security.py"
     ),
-    "client/hotkv_client/_admin_wire.py": (
+    "client/hotkv_client/wire/admin.py": (
         "tests/server/test_record.py tests/server/test_health.py tests/server/test_flush.py"
     ),
-    "client/hotkv_client/_sparse_wire.py": (
+    "client/hotkv_client/wire/sparse.py": (
         "tests/server/test_sparse_service.py tests/server/test_sparse_refusals.py"
     ),
-    "client/hotkv_client/_answers.py": (
+    "client/hotkv_client/wire/answers.py": (
         f"tests/wire/test_packing.py {WIRE} tests/wire/test_errors.py tests/wire/test_versions.py"
     ),
-    "client/hotkv_client/_wire.py": (
+    "client/hotkv_client/wire/requests.py": (
         f"tests/wire/test_packing.py {WIRE} tests/server/test_order_wire.py "
         "tests/server/test_tcp.py tests/server/test_events.py"
     ),
@@ -238,9 +238,9 @@ TESTS: dict[str, str] = {
 }
 """The tests of a file: those of the longest entry that its path begins with, quick ones first."""
 LEFT_OUT = (
-    "client/hotkv_client/cli.py",
-    "client/hotkv_client/status_tables.py",
-    "client/hotkv_client/tables.py",
+    "client/hotkv_client/command/cli.py",
+    "client/hotkv_client/command/status_tables.py",
+    "client/hotkv_client/command/tables.py",
     "client/hotkv_client/__init__.py",
     "connector_vllm/hotkv_vllm/sparse/",
     "client/hotkv_client/testing/",

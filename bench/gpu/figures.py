@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.report import parser
-from hotkv_client.tables import table
+from hotkv_client.command.tables import table
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from bench.gpu.sides import Side, find_side
 from bench.report import median, percentile
 from demo.processes import ends_cleanly, runtime_folder
 from hotkv_client import TransferResult
-from hotkv_client.tables import table
+from hotkv_client.command.tables import table
 
 ORDERS = ("events", "flags", "host")
 PAGE_BYTES, LAYERS = 64 << 10, 32

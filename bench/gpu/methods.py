@@ -35,7 +35,7 @@ from bench.gpu.sides import Side, find_side
 from bench.gpu.transfer import ARENA_OPERATIONS, layers_of, measure
 from bench.report import median
 from demo.processes import ends_cleanly, runtime_folder
-from hotkv_client.tables import table
+from hotkv_client.command.tables import table
 
 METHODS = ("auto", "kernel", "staged", "batch", "memcpy")
 PAGES = (16 << 10, 64 << 10, 4 << 10, 2 << 20)

@@ -29,7 +29,7 @@ from bench.gpu.shape import Shape
 from bench.gpu.sides import Side, find_side
 from bench.report import median
 from demo.processes import ends_cleanly, runtime_folder
-from hotkv_client.tables import table
+from hotkv_client.command.tables import table
 
 PAGES = (64 << 10, 16 << 10, 4 << 10, 256 << 10, 2 << 20)
 """The most telling first."""

@@ -57,7 +57,8 @@ def garbage(target: str) -> None:
 
 def deaf(target: str) -> None:
     """Sends lookups for ever and reads no answer."""
-    from hotkv_client import _wire, channels
+    from hotkv_client import channels
+    from hotkv_client.wire import requests as _wire
 
     engine = PagedEngine(target, model="hostile", engine_id=f"hostile-{os.getpid()}")
     hashes = universe()

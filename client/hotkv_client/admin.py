@@ -6,9 +6,11 @@ from typing import Any
 
 from hotkv.counters import sparse_figures
 from hotkv.errors import HotKVError
-from hotkv_client import _admin_wire, _warm_wire, channels
+from hotkv_client import channels
 from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.types import NO_CREDENTIALS, Credentials, WatchedRequest
+from hotkv_client.wire import admin as _admin_wire
+from hotkv_client.wire import warm_start as _warm_wire
 
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 EXPORT_TIMEOUT_S = 300.0

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.retention import NO_RETENTION, Retention
-from hotkv_client import _report_wire, _sparse_wire, _wire
 from hotkv_client.parts import join_masks, joined, split_groups
 from hotkv_client.types import (
     BlockRun,
@@ -34,6 +33,9 @@ from hotkv_client.types import (
     SequenceCreated,
     SequenceState,
 )
+from hotkv_client.wire import reports as _report_wire
+from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import sparse as _sparse_wire
 
 
 class Calls(ABC):

@@ -22,7 +22,7 @@ from hotkv.layout import FENCE_HANDLE
 from hotkv.limits import MAX_MESSAGE_BYTES
 from hotkv.order import OrderKind
 from hotkv.table import BlockTable
-from hotkv_client import _answers, _sparse_wire, _wire, channels
+from hotkv_client import channels
 from hotkv_client.fence import Fence, SharedFence
 from hotkv_client.link import Link, descriptor_socket
 from hotkv_client.types import (
@@ -32,6 +32,9 @@ from hotkv_client.types import (
     TransferResult,
     TransferStatus,
 )
+from hotkv_client.wire import answers as _answers
+from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import sparse as _sparse_wire
 
 log = logging.getLogger(__name__)
 

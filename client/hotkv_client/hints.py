@@ -5,9 +5,10 @@ from types import TracebackType
 from typing import Any
 
 from hotkv.errors import HotKVError
-from hotkv_client import _hint_wire, channels
+from hotkv_client import channels
 from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.types import NO_CREDENTIALS, Credentials
+from hotkv_client.wire import hints as _hint_wire
 
 
 class HintClient:

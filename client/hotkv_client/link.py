@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hotkv.table import BlockTable
-from hotkv_client import _answers, _wire
 from hotkv_client.arena import Arena
 from hotkv_client.mapping import map_file
+from hotkv_client.wire import answers as _answers
+from hotkv_client.wire import requests as _wire
 
 SOCKET_NAME = "fd.sock"
 MAX_PACKET_BYTES = 65536

@@ -12,8 +12,9 @@ from typing import Any
 import grpc
 
 from hotkv.errors import HotKVError, Reason, SessionLostError
-from hotkv_client import _answers, _sparse_wire
 from hotkv_client.types import Float32s, SelectedBlocks
+from hotkv_client.wire import answers as _answers
+from hotkv_client.wire import sparse as _sparse_wire
 
 CLOSED = "the session was closed during a selection"
 

@@ -12,7 +12,6 @@ from typing import Any
 from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.order import OrderKind
 from hotkv.retention import NO_RETENTION, Retention
-from hotkv_client import _wire
 from hotkv_client.arena import Arena
 from hotkv_client.calls import Calls
 from hotkv_client.connection import Connection, Pending
@@ -29,6 +28,7 @@ from hotkv_client.types import (
     SessionConfig,
     TransferResult,
 )
+from hotkv_client.wire import requests as _wire
 
 
 class Session(Calls):

@@ -15,8 +15,9 @@ import pytest
 import hotkv
 from hotkv.errors import HotKVError
 from hotkv.table import TableGeometry
-from hotkv_client import Credentials, cli
+from hotkv_client import Credentials
 from hotkv_client.admin import AdminClient
+from hotkv_client.command import cli
 from hotkv_server import cli as server_cli
 from hotkv_server.daemon import STOP_S
 from hotkv_server.memory import readers

@@ -12,7 +12,7 @@ import pytest
 import tomllib
 
 import hotkv
-from hotkv_client import cli
+from hotkv_client.command import cli
 from hotkv_server.cli import KERNELS
 from tests.deploy.dockerfile import ROOT, is_sent, parse
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import hotkv
-from hotkv_client import cli
+from hotkv_client.command import cli
 from hotkv_server.daemon import STOP_S
 from hotkv_server.settings import Settings, load_settings
 from tests.deploy import objects

@@ -20,7 +20,8 @@ import pytest
 
 from demo.processes import runtime_folder
 from hotkv.misses import Miss
-from hotkv_client import BlockRun, GroupHashes, LoadRun, RequestReport, cli
+from hotkv_client import BlockRun, GroupHashes, LoadRun, RequestReport
+from hotkv_client.command import cli
 from hotkv_client.testing import PagedEngine
 from hotkv_server.testing.with_devices import FakeDevices
 from tests.daemons import quick_servers

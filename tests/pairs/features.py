@@ -10,8 +10,8 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
-from hotkv_client import warm_start
 from hotkv_client.admin import AdminClient
+from hotkv_client.command import warm_start
 from hotkv_server.testing.otlp_receiver import OtlpReceiver
 from hotkv_vllm.compat import fingerprint, model_weights
 from hotkv_vllm.scheduler import hits

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hotkv_client import warm_start
 from hotkv_client.admin import AdminClient
+from hotkv_client.command import warm_start
 from hotkv_server.testing.otlp_receiver import OtlpReceiver
 from tests.pairs.servers import lose_disk
 from tests.tiers.valkey_support import running

@@ -38,9 +38,10 @@ from demo.processes import Server, runtime_folder
 from hotkv.errors import HotKVError
 from hotkv.table import TableGeometry
 from hotkv.v1 import errors_pb2, session_pb2, sparse_pb2
-from hotkv_client import BlockRun, GroupHashes, LoadRun, _wire
+from hotkv_client import BlockRun, GroupHashes, LoadRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_client.wire import requests as _wire
 from hotkv_server.cache.restore.restore import restore
 from hotkv_server.memory.arena import USE_FILE, _read_use
 from hotkv_server.memory.state import (

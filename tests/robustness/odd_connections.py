@@ -22,7 +22,8 @@ from hotkv.layout import FENCE_HANDLE, FENCE_WORDS
 from hotkv.order import NO_ORDER
 from hotkv.retention import NO_RETENTION
 from hotkv.v1 import admin_pb2, events_pb2, session_pb2_grpc, sparse_pb2_grpc
-from hotkv_client import BlockRun, GroupHashes, _wire
+from hotkv_client import BlockRun, GroupHashes
+from hotkv_client.wire import requests as _wire
 from tests.robustness.odd_place import INT32, NUM_BLOCKS, SMALL_WINDOW, Kinds, Place, memory_file
 from tests.robustness.raw_client import DEADLINE_S, code_of
 

@@ -21,8 +21,9 @@ from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.order import NO_ORDER
 from hotkv.retention import NO_RETENTION
 from hotkv.v1 import session_pb2, sparse_pb2
-from hotkv_client import BlockRun, GroupHashes, Role, SessionConfig, _wire
+from hotkv_client import BlockRun, GroupHashes, Role, SessionConfig
 from hotkv_client.link import descriptor_socket
+from hotkv_client.wire import requests as _wire
 from tests.robustness.raw_client import DEADLINE_S, RawSession, name_of
 from tests.server.sparse_support import HEAD_SIZE, LAYERS, QUERY_HEADS, RepresentationEngine
 

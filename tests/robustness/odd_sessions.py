@@ -18,7 +18,9 @@ from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.order import NO_ORDER
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.v1 import cache_pb2, session_pb2, sparse_pb2, sparse_pb2_grpc
-from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, SessionConfig, _sparse_wire, _wire
+from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, SessionConfig
+from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import sparse as _sparse_wire
 from tests.robustness.odd_place import INT32, NUM_BLOCKS, SMALL_WINDOW, Kinds, Place, memory_file
 from tests.robustness.raw_client import DEADLINE_S, RawSession, name_of
 from tests.server.sparse_support import HEAD_SIZE, KV_HEADS, QUERY_HEADS, RepresentationEngine

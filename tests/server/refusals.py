@@ -10,9 +10,10 @@ import pytest
 
 from demo.processes import Server
 from hotkv.errors import HotKVError
-from hotkv_client import BlockRun, _answers
+from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_client.wire import answers as _answers
 
 Make = Callable[..., PagedEngine]
 INT32 = np.int32

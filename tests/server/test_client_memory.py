@@ -31,9 +31,9 @@ from hotkv_client import (
     Role,
     Session,
     SessionConfig,
-    _wire,
     channels,
 )
+from hotkv_client.wire import requests as _wire
 from tests.robustness.raw_client import Footprint
 from tests.server.half_sent import HalfSender
 from tests.server.support import FULL, GroupsEngine, block_ids, hashes

@@ -19,15 +19,9 @@ from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.order import NO_ORDER
 from hotkv.retention import NO_RETENTION
 from hotkv.v1 import cache_pb2, session_pb2
-from hotkv_client import (
-    BlockResult,
-    BlockRun,
-    Role,
-    SelectConfig,
-    SessionConfig,
-    _sparse_wire,
-    _wire,
-)
+from hotkv_client import BlockResult, BlockRun, Role, SelectConfig, SessionConfig
+from hotkv_client.wire import requests as _wire
+from hotkv_client.wire import sparse as _sparse_wire
 from hotkv_server.testing.with_devices import FakeDevices
 from tests.robustness.raw_client import RawSession
 from tests.server.devices_support import DeviceServer, FakeAllocation

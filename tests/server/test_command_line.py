@@ -13,18 +13,25 @@ import grpc
 import pytest
 
 from demo.processes import ROOT, Server
-from hotkv_client import cli, unanswered
+from hotkv_client.command import cli, unanswered
 from hotkv_client.testing import PagedEngine
 
 
 def hotkv(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hotkv_client.cli", *arguments]
+    command = [sys.executable, "-m", "hotkv_client.command.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
 
 
 def test_a_reader_that_stops_early_sees_no_traceback(server: Server) -> None:
     """As `hotkv status | head -0`."""
-    command = [sys.executable, "-m", "hotkv_client.cli", "blocks", "--target", server.target]
+    command = [
+        sys.executable,
+        "-m",
+        "hotkv_client.command.cli",
+        "blocks",
+        "--target",
+        server.target,
+    ]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     ) as process:
@@ -40,7 +47,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
         hanging.bind(str(tmp_path / "admin.sock"))
         hanging.listen()
         target = f"unix:{tmp_path}/grpc.sock"
-        command = [sys.executable, "-m", "hotkv_client.cli", "status", "--target", target]
+        command = [sys.executable, "-m", "hotkv_client.command.cli", "status", "--target", target]
         with subprocess.Popen(
             [*command, "--timeout-s", "300"], stderr=subprocess.PIPE, text=True, cwd=ROOT
         ) as process:

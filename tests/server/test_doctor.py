@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hotkv_client import cli, doctor
-from hotkv_client.doctor import BAD, GOOD, UNKNOWN, WARN, Host
+from hotkv_client.command import cli, doctor
+from hotkv_client.command.doctor import BAD, GOOD, UNKNOWN, WARN, Host
 
 GIB = 1 << 30
 VERSIONS = {

@@ -420,7 +420,7 @@ def test_the_command_line_prints_events(published: tuple[Server, Path], engine: 
             sys.executable,
             "-u",
             "-m",
-            "hotkv_client.cli",
+            "hotkv_client.command.cli",
             "events",
             "--seconds",
             "30",

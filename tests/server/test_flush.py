@@ -22,7 +22,7 @@ from hotkv_client import (
     TransferStatus,
 )
 from hotkv_client.admin import AdminClient
-from hotkv_client.tables import show_flush
+from hotkv_client.command.tables import show_flush
 from hotkv_client.testing import PagedEngine
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES

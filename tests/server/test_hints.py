@@ -16,8 +16,9 @@ from hotkv.groups import GroupKind, GroupSpec
 from hotkv.hints import Action, ActionType, Hints, Target
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv.v1 import hints_pb2, hints_pb2_grpc
-from hotkv_client import BlockRun, GroupHashes, RequestReport, cli
+from hotkv_client import BlockRun, GroupHashes, RequestReport
 from hotkv_client.admin import AdminClient
+from hotkv_client.command import cli
 from hotkv_client.hints import HintClient
 from hotkv_client.types import EndedRequest
 from tests.server.support import FULL, WIDE, GroupsEngine, block_ids, hashes

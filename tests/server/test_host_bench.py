@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hotkv_client import cli
-from hotkv_client.host_bench import command, own_server, report
-from hotkv_client.host_bench.measures import BLOCK_BYTES, Times, timed
+from hotkv_client.command import cli
+from hotkv_client.command.host_bench import command, own_server, report
+from hotkv_client.command.host_bench.measures import BLOCK_BYTES, Times, timed
 from tests.server.test_life import wait_until
 
 
@@ -41,7 +41,7 @@ def test_a_host_is_measured_and_nothing_stays(
 @pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_whatever_ends_it_ends_its_server_too(how: signal.Signals) -> None:
-    program = "from hotkv_client.host_bench import own_server; from hotkv_client import cli; "
+    program = "from hotkv_client.command import cli; from hotkv_client.command.host_bench import own_server; "
     program += f"own_server.PREFIX = 'hotkv-bench-{how}-{os.getpid()}-'; "
     program += "cli.main(['bench', '--arena-mib', '256'])"
     bench = subprocess.Popen(

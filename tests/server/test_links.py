@@ -18,15 +18,10 @@ from hotkv.retention import NO_RETENTION
 from hotkv.v1 import (
     session_pb2,
 )
-from hotkv_client import (
-    BlockRun,
-    Role,
-    Session,
-    SessionConfig,
-    _wire,
-)
+from hotkv_client import BlockRun, Role, Session, SessionConfig
 from hotkv_client.link import descriptor_socket
 from hotkv_client.testing import PagedEngine
+from hotkv_client.wire import requests as _wire
 from tests.server.refusals import state, stored
 
 __all__ = ["stored"]

@@ -25,13 +25,11 @@ from hotkv.v1 import (
     session_pb2_grpc,
     sparse_pb2,
 )
-from hotkv_client import (
-    BlockRun,
-    _wire,
-)
+from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.testing import PagedEngine
+from hotkv_client.wire import requests as _wire
 from tests.robustness.raw_client import Footprint
 from tests.server.refusals import fill, reason_of
 

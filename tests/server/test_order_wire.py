@@ -26,11 +26,11 @@ from hotkv_client import (
     LoadRun,
     Session,
     SessionLostError,
-    _wire,
 )
 from hotkv_client import OrderKind as ClientOrderKind
 from hotkv_client.testing import PagedEngine
 from hotkv_client.types import TransferStatus
+from hotkv_client.wire import requests as _wire
 from hotkv_server.wire import space_convert
 from tests.server.test_life import wait_until
 

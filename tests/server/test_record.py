@@ -15,11 +15,11 @@ from hypothesis import given
 
 from demo.processes import ROOT, Server
 from hotkv_client import RequestReport
-from hotkv_client._admin_wire import _read_stream
 from hotkv_client.admin import AdminClient
-from hotkv_client.recorder import Tracer
+from hotkv_client.command.recorder import Tracer
 from hotkv_client.testing import PagedEngine
 from hotkv_client.types import WatchedRequest
+from hotkv_client.wire.admin import _read_stream
 from hotkv_server.simulate.trace import load_trace
 from tests.server.support import hashes
 
@@ -50,7 +50,7 @@ def test_a_recording_holds_what_engines_reported_and_the_simulator_reads_it(
     command = [
         sys.executable,
         "-m",
-        "hotkv_client.cli",
+        "hotkv_client.command.cli",
         "record",
         str(file),
         "--key-space",
@@ -120,7 +120,7 @@ def test_a_recording_ends_by_itself(server: Server, engine: Make, tmp_path: Path
     command = [
         sys.executable,
         "-m",
-        "hotkv_client.cli",
+        "hotkv_client.command.cli",
         "record",
         str(tmp_path / "full"),
         "--key-space",

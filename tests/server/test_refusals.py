@@ -33,10 +33,10 @@ from hotkv_client import (
     Role,
     Session,
     SessionConfig,
-    _wire,
 )
 from hotkv_client.channels import admin_target
 from hotkv_client.testing import PagedEngine
+from hotkv_client.wire import requests as _wire
 from hotkv_server.wire.errors import CODES
 from tests.server.refusals import reason_of, refused, state, stored
 

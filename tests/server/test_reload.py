@@ -26,9 +26,10 @@ from hotkv.v1 import (
     sparse_pb2,
     sparse_pb2_grpc,
 )
-from hotkv_client import Credentials, GroupHashes, LinkState, cli
+from hotkv_client import Credentials, GroupHashes, LinkState
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
+from hotkv_client.command import cli
 from hotkv_client.testing import PagedEngine
 from hotkv_server.settings import Settings
 from hotkv_server.startup.reload import Reloader, differing

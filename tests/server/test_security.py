@@ -28,21 +28,14 @@ from hotkv.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
-from hotkv_client import (
-    BlockRun,
-    GroupHashes,
-    LoadRun,
-    Role,
-    Session,
-    SessionConfig,
-    _answers,
-    _wire,
-    cli,
-)
+from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, Session, SessionConfig
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
+from hotkv_client.command import cli
 from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.testing import PagedEngine
+from hotkv_client.wire import answers as _answers
+from hotkv_client.wire import requests as _wire
 from hotkv_server.cache.catalog import MAX_KEY_SPACES_OF_TENANT
 from hotkv_server.security.tickets import TTL_S
 from tests.server import guarded as support

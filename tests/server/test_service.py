@@ -20,9 +20,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from demo.processes import Server
 from hotkv.keys import KeySpace
-from hotkv_client import BlockRun, cli
+from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
+from hotkv_client.command import cli
 from hotkv_client.hints import HintClient
 from hotkv_client.testing import PagedEngine
 

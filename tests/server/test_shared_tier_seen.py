@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from demo.processes import runtime_folder
-from hotkv_client import cli
 from hotkv_client.admin import AdminClient
-from hotkv_client.status_tables import show_status
-from hotkv_client.tables import show_explain
+from hotkv_client.command import cli
+from hotkv_client.command.status_tables import show_status
+from hotkv_client.command.tables import show_explain
 from tests.server.support import PATIENT, hashes
 from tests.server.test_life import wait_until
 from tests.server.test_restart import store

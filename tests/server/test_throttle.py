@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from demo.processes import Server, runtime_folder
-from hotkv_client import GroupHashes, _wire, channels
+from hotkv_client import GroupHashes, channels
 from hotkv_client.testing import PagedEngine
+from hotkv_client.wire import requests as _wire
 from hotkv_server.node.session import OUTBOX_MESSAGES
 from hotkv_server.wire.guard.throttle import BURST_S, MAX_WAIT_S, Pace
 from tests.server.test_life import wait_until

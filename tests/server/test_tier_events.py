@@ -7,7 +7,7 @@ import pytest
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
 
 from hotkv_client.admin import AdminClient
-from hotkv_client.tables import event_line
+from hotkv_client.command.tables import event_line
 from tests.server.support import hashes
 from tests.server.test_events import Router, external, topic
 from tests.server.test_life import wait_until

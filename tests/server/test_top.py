@@ -23,11 +23,12 @@ import pytest
 from rich.console import Console
 
 from demo.processes import Server, runtime_folder
-from hotkv_client import BlockRun, LoadEnd, RequestReport, cli
+from hotkv_client import BlockRun, LoadEnd, RequestReport
 from hotkv_client.admin import AdminClient
-from hotkv_client.top import keys, screen
-from hotkv_client.top.figures import Figures, figures_of
-from hotkv_client.top.readings import Reading, read
+from hotkv_client.command import cli
+from hotkv_client.command.top import keys, screen
+from hotkv_client.command.top.figures import Figures, figures_of
+from hotkv_client.command.top.readings import Reading, read
 from tests.server.support import FULL, GroupsEngine, block_ids, hashes
 from tests.server.test_life import wait_until
 
@@ -126,7 +127,7 @@ def test_a_late_answer_is_no_restart(server: Server, monkeypatch: pytest.MonkeyP
     with AdminClient(server.target) as admin:
         late: Any = Late(admin, 5.0)
         clock = types.SimpleNamespace(monotonic=lambda: late.now_s)
-        monkeypatch.setattr("hotkv_client.top.readings.time", clock)
+        monkeypatch.setattr("hotkv_client.command.top.readings.time", clock)
         before = read(late)
         late.late_s = 0.0
         late.now_s += 2.0
@@ -161,7 +162,15 @@ DOWN: dict[str, Any] = {
 
 
 def top(server: Server, *flags: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hotkv_client.cli", "--target", server.target, "top", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "hotkv_client.command.cli",
+        "--target",
+        server.target,
+        "top",
+        *flags,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **settings)
 
 
@@ -210,7 +219,7 @@ class Terminal:
         if not self.pid:
             os.environ.update(TERM="xterm-256color", COLUMNS=str(WIDTH), LINES=str(HEIGHT))
             arguments = ["--target", server.target, "top", "--interval", "0.2", *flags]
-            os.execv(sys.executable, [sys.executable, "-m", "hotkv_client.cli", *arguments])
+            os.execv(sys.executable, [sys.executable, "-m", "hotkv_client.command.cli", *arguments])
 
     def press(self, sent: str) -> None:
         os.write(self._fd, sent.encode())

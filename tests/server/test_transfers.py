@@ -14,9 +14,10 @@ import pytest
 
 from demo.processes import Server
 from hotkv.errors import HotKVError, Reason
-from hotkv_client import BlockResult, BlockRun, Evicted, GroupHashes, LoadRun, TransferStatus, _wire
+from hotkv_client import BlockResult, BlockRun, Evicted, GroupHashes, LoadRun, TransferStatus
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_client.wire import requests as _wire
 
 Make = Callable[..., PagedEngine]
 

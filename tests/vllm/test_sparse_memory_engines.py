@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hotkv_client import cli
+from hotkv_client.command import cli
 from tests.vllm.processes import Daemon, EngineProcess
 from tests.vllm.test_end_to_end import difference
 from tests.vllm.test_sparse import NOISE, SMALL, prompts

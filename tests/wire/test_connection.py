@@ -10,10 +10,11 @@ from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.order import DeviceMark, OrderKind
-from hotkv_client import Role, SessionConfig, _wire, connection
+from hotkv_client import Role, SessionConfig, connection
 from hotkv_client.connection import Connection, Pending
 from hotkv_client.fence import Fence
 from hotkv_client.types import After, TransferStatus
+from hotkv_client.wire import requests as _wire
 
 SPACE = KeySpace("m", "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
 

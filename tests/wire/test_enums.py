@@ -21,9 +21,10 @@ from hotkv.v1 import (
     sparse_pb2,
 )
 from hotkv.versions import Feature
-from hotkv_client import BlockRun, _admin_wire
+from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_client.wire import admin as _admin_wire
 from hotkv_server.dataplane.cuda.values import Direction, Method
 from hotkv_server.wire import convert, device_report
 from hotkv_server.wire.errors import CODES

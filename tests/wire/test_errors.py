@@ -8,7 +8,7 @@ import pytest
 from demo.processes import Server, runtime_folder
 from hotkv.errors import RETRYABLE, HotKVError, Reason
 from hotkv.v1 import cache_pb2, cache_pb2_grpc, errors_pb2
-from hotkv_client import _answers
+from hotkv_client.wire import answers as _answers
 from hotkv_server.wire import errors
 
 google = pytest.importorskip("google.rpc", reason="googleapis-common-protos is not installed")

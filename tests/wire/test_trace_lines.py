@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hotkv.errors import HotKVError, Reason
-from hotkv_client import recorder
-from hotkv_client.recorder import Tracer, record
+from hotkv_client.command import recorder
+from hotkv_client.command.recorder import Tracer, record
 from hotkv_client.types import WatchedRequest
 
 HASH_BYTES = 4

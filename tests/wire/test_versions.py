@@ -15,13 +15,10 @@ from hotkv.errors import Reason
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace, Representation, signed_salt, unsigned_salt
 from hotkv.v1 import session_pb2, session_pb2_grpc
-from hotkv_client import (
-    Role,
-    SessionConfig,
-    _answers,
-    _wire,
-)
+from hotkv_client import Role, SessionConfig
 from hotkv_client.admin import AdminClient
+from hotkv_client.wire import answers as _answers
+from hotkv_client.wire import requests as _wire
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("--arena.slab-bytes", "64KiB")

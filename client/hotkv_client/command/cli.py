@@ -16,7 +16,8 @@ import hotkv
 from hotkv.command_line import Parser
 from hotkv.counters import SPARSE_COUNTERS, sparse_figures
 from hotkv.errors import HotKVError
-from hotkv_client import (
+from hotkv_client.admin import AdminClient
+from hotkv_client.command import (
     completion,
     doctor,
     hint_tables,
@@ -27,17 +28,16 @@ from hotkv_client import (
     tables,
     warm_start,
 )
-from hotkv_client.admin import AdminClient
-from hotkv_client.host_bench import command as host_bench
-from hotkv_client.host_bench.own_server import BenchError
-from hotkv_client.host_bench.report import show as show_bench
-from hotkv_client.options import (
+from hotkv_client.command.host_bench import command as host_bench
+from hotkv_client.command.host_bench.own_server import BenchError
+from hotkv_client.command.host_bench.report import show as show_bench
+from hotkv_client.command.options import (
     CREDENTIAL_FLAGS,
     add_bench_options,
     add_own_options,
     common_options,
 )
-from hotkv_client.top import live
+from hotkv_client.command.top import live
 from hotkv_client.types import Credentials
 
 Command = Callable[[AdminClient, argparse.Namespace], Any]

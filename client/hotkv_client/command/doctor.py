@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from hotkv_client.tables import human_bytes, table
+from hotkv_client.command.tables import human_bytes, table
 
 GOOD, WARN, BAD, UNKNOWN = "good", "warning", "bad", "unknown"
 COLLAPSE_KERNEL = (6, 1)

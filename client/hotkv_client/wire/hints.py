@@ -8,10 +8,10 @@ import grpc
 
 from hotkv.hints import ActionType, Hints
 from hotkv.v1 import hints_pb2, hints_pb2_grpc
-from hotkv_client._admin_wire import plain
-from hotkv_client._answers import as_error
-from hotkv_client._wire import whole_ms
 from hotkv_client.channels import Metadata
+from hotkv_client.wire.admin import plain
+from hotkv_client.wire.answers import as_error
+from hotkv_client.wire.requests import whole_ms
 
 Stub = hints_pb2_grpc.HintServiceStub
 """Of a channel that is open."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv.results import TransferStatus
-from hotkv_client.host_bench.own_server import BenchError
+from hotkv_client.command.host_bench.own_server import BenchError
 from hotkv_client.testing.paged import PagedEngine
 from hotkv_client.types import BlockRun, GroupHashes, LoadRun
 

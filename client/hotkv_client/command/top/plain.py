@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from hotkv_client.tables import human_bytes, human_seconds, table
-from hotkv_client.top.figures import EngineRates, Figures, TierRates
+from hotkv_client.command.tables import human_bytes, human_seconds, table
+from hotkv_client.command.top.figures import EngineRates, Figures, TierRates
 
 TIER_HEADERS = ("tier", "state", "used", "capacity", "hits", "out/s", "in/s")
 ENGINE_HEADERS = (

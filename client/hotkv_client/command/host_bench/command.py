@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_client.admin import AdminClient
-from hotkv_client.host_bench import report
-from hotkv_client.host_bench.measures import BenchEngine, Times, memcpy
-from hotkv_client.host_bench.own_server import check_tiers, own_server
+from hotkv_client.command.host_bench import report
+from hotkv_client.command.host_bench.measures import BenchEngine, Times, memcpy
+from hotkv_client.command.host_bench.own_server import check_tiers, own_server
 
 LEAST_ARENA_MIB = 256
 

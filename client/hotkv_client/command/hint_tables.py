@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hotkv_client.tables import human_bytes, human_seconds, show_explain, table
+from hotkv_client.command.tables import human_bytes, human_seconds, show_explain, table
 
 HEADERS = (
     "age",

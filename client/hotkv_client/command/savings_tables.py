@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from hotkv_client.tables import human_bytes, human_seconds, table
+from hotkv_client.command.tables import human_bytes, human_seconds, table
 
 GROUPS = ("tenant", "model", "engine")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hotkv_client.tables import human_bytes, human_seconds, table
+from hotkv_client.command.tables import human_bytes, human_seconds, table
 
 
 def show_status(answer: dict[str, Any]) -> str:

@@ -9,9 +9,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from hotkv_client.tables import human_seconds
-from hotkv_client.top import plain
-from hotkv_client.top.figures import EngineRates, Figures
+from hotkv_client.command.tables import human_seconds
+from hotkv_client.command.top import plain
+from hotkv_client.command.top.figures import EngineRates, Figures
 
 BARS = " ▁▂▃▄▅▆▇█"
 MAX_HISTORY = 60

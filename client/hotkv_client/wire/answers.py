@@ -14,7 +14,7 @@ from hotkv.keys import unsigned_salt
 from hotkv.order import OrderKind
 from hotkv.v1 import cache_pb2, errors_pb2, session_pb2, sparse_pb2
 from hotkv.versions import Feature, agreed_features
-from hotkv_client import unanswered
+from hotkv_client.command import unanswered
 from hotkv_client.types import (
     BoolMask,
     Evicted,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import hotkv
-from hotkv_client.host_bench.measures import BLOCK_BYTES, LOOKED_UP, Times
-from hotkv_client.tables import human_bytes, table
+from hotkv_client.command.host_bench.measures import BLOCK_BYTES, LOOKED_UP, Times
+from hotkv_client.command.tables import human_bytes, table
 
 BLOCK_TOKENS = 16
 TOKEN_BYTES = BLOCK_BYTES // BLOCK_TOKENS

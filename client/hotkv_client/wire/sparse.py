@@ -9,9 +9,9 @@ import numpy as np
 from hotkv.counters import SPARSE_COUNTERS
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import sparse_pb2, sparse_pb2_grpc
-from hotkv_client._answers import refusal
-from hotkv_client._wire import Request, pack
 from hotkv_client.types import Float32s, Int32s, SelectConfig, SelectedBlocks
+from hotkv_client.wire.answers import refusal
+from hotkv_client.wire.requests import Request, pack
 
 SelectRequest = sparse_pb2.SelectBlocksRequest
 Stub = sparse_pb2_grpc.SparseServiceStub

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hotkv.command_line import Parser
-from hotkv_client import savings_tables
 from hotkv_client.admin import DEFAULT_TARGET
+from hotkv_client.command import savings_tables
 
 TIMEOUT_S = 10.0
 INTERVAL_S = 2.0

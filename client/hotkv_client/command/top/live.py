@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from hotkv.errors import HotKVError
 from hotkv_client.admin import AdminClient
-from hotkv_client.top import keys, plain
-from hotkv_client.top.figures import Figures, figures_of
-from hotkv_client.top.readings import Reading, read
+from hotkv_client.command.top import keys, plain
+from hotkv_client.command.top.figures import Figures, figures_of
+from hotkv_client.command.top.readings import Reading, read
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
 POLL_S = 0.05
@@ -71,7 +71,7 @@ def show_screen(client: AdminClient, interval_s: float) -> None:
     """
     from rich.console import Console
 
-    from hotkv_client.top import screen
+    from hotkv_client.command.top import screen
 
     terminal, console, view = sys.stdin.fileno(), Console(), screen.View(interval_s)
     with (

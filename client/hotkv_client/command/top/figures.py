@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hotkv.counters import SPARSE_COUNTERS, sparse_figures
-from hotkv_client.savings_tables import total
-from hotkv_client.top.readings import Reading
+from hotkv_client.command.savings_tables import total
+from hotkv_client.command.top.readings import Reading
 
 HOST = "host"
 JITTER_S = 1.0

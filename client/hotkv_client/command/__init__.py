@@ -1,0 +1,1 @@
+"""The command `hotkv`: what it asks, and how it shows the answers."""

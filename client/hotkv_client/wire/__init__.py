@@ -1,0 +1,1 @@
+"""The wire of the client: the only modules that see its messages."""
