@@ -180,22 +180,22 @@ TESTS: dict[str, str] = {
         "tests/server/test_tcp.py tests/server/test_events.py"
     ),
     "client/hotkv_client/": f"{WIRE} tests/server/test_life.py",
-    "connector_vllm/hotkv_vllm/adapters.py": (
+    "connector_vllm/hotkv_vllm/identity/adapters.py": (
         "tests/vllm/test_adapters_scheduler.py tests/vllm/test_adapters.py"
     ),
-    "connector_vllm/hotkv_vllm/worker/adapter_watch.py": "tests/vllm/test_adapters.py",
+    "connector_vllm/hotkv_vllm/identity/adapter_watch.py": "tests/vllm/test_adapters.py",
     "connector_vllm/hotkv_vllm/worker/layout.py": (
         f"tests/vllm/test_folding.py tests/vllm/test_sparse_parts.py {SEAMS}"
     ),
-    "connector_vllm/hotkv_vllm/worker/ranks.py": (
+    "connector_vllm/hotkv_vllm/identity/ranks.py": (
         "tests/vllm/test_ranks.py tests/vllm/test_ranks_together.py"
     ),
-    "connector_vllm/hotkv_vllm/rekeying.py": "tests/vllm/test_rekeying.py",
+    "connector_vllm/hotkv_vllm/identity/rekeying.py": "tests/vllm/test_rekeying.py",
     "connector_vllm/hotkv_vllm/worker/session.py": f"tests/vllm/test_rekeying.py {ENGINE}",
     "connector_vllm/hotkv_vllm/compat/weight_files.py": (
         "tests/vllm/test_weights_files.py tests/vllm/test_rekeying.py"
     ),
-    "connector_vllm/hotkv_vllm/worker/weights_watch.py": (
+    "connector_vllm/hotkv_vllm/identity/weights_watch.py": (
         "tests/vllm/test_weights_watch.py tests/vllm/test_rekeying.py"
     ),
     "connector_vllm/hotkv_vllm/compat/fingerprint.py": "tests/vllm/test_fingerprint.py",
@@ -217,17 +217,17 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/scheduler/": REQUESTS,
     "connector_vllm/hotkv_vllm/scheduler/reset.py": f"tests/vllm/test_reset.py {REQUESTS}",
     "connector_vllm/hotkv_vllm/scheduler/storable.py": f"tests/vllm/test_hybrid.py {REQUESTS}",
-    "connector_vllm/hotkv_vllm/scheduler/residencies.py": RESIDENTS,
-    "connector_vllm/hotkv_vllm/scheduler/resident.py": RESIDENTS,
-    "connector_vllm/hotkv_vllm/scheduler/resident_rows.py": RESIDENTS,
-    "connector_vllm/hotkv_vllm/scheduler/resident_side.py": RESIDENTS,
-    "connector_vllm/hotkv_vllm/scheduler/reservations.py": RESIDENTS,
+    "connector_vllm/hotkv_vllm/residency/residencies.py": RESIDENTS,
+    "connector_vllm/hotkv_vllm/residency/resident.py": RESIDENTS,
+    "connector_vllm/hotkv_vllm/residency/rows.py": RESIDENTS,
+    "connector_vllm/hotkv_vllm/residency/side.py": RESIDENTS,
+    "connector_vllm/hotkv_vllm/residency/calls.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/compat/device_pool.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/compat/residency.py": RESIDENTS,
-    "connector_vllm/hotkv_vllm/scheduler/agreement.py": (
+    "connector_vllm/hotkv_vllm/identity/agreement.py": (
         f"tests/vllm/test_ranks.py tests/vllm/test_revocations.py {ENGINE}"
     ),
-    "connector_vllm/hotkv_vllm/scheduler/exactness.py": f"tests/vllm/test_exactness.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/identity/exactness.py": f"tests/vllm/test_exactness.py {ENGINE}",
     "connector_vllm/hotkv_vllm/metadata.py": f"tests/vllm/test_metadata.py {ENGINE}",
     "connector_vllm/hotkv_vllm/compat/multi.py": "tests/vllm/test_multi_connector.py",
     "connector_vllm/hotkv_vllm/scheduler/other_loads.py": (

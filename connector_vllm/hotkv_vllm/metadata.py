@@ -19,10 +19,10 @@ from hotkv.keys import KeySpace, Representation
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.fence import FencePlace
 from hotkv_client.types import BlockRun, LoadRun
-from hotkv_vllm.adapters import NO_WORK, AdapterReport, AdapterWork
-from hotkv_vllm.rekeying import WeightsOrder, WeightsReport
+from hotkv_vllm.identity.adapters import NO_WORK, AdapterReport, AdapterWork
+from hotkv_vllm.identity.rekeying import WeightsOrder, WeightsReport
+from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.sparse.reporter import SparseReport
-from hotkv_vllm.sparse.resident_step import ResidentStep
 from hotkv_vllm.sparse.rows import SparseRows
 
 
@@ -121,7 +121,7 @@ class HotKVHandshake(KVConnectorHandshakeMetadata):
 
     `representations`: those that the rank stores and loads with blocks. `sparse_layers`: (layer,
     vLLM's group) of its sparse layers. `fence`: the page in which the scheduler revokes the rank's
-    stores; None if it need not. `host`: the rank's `hotkv_vllm.worker.ranks.this_host`. `absent`:
+    stores; None if it need not. `host`: the rank's `hotkv_vllm.identity.ranks.this_host`. `absent`:
     why the rank has no session yet; empty if it has one. `weights_in_doubt`: the rank's weights may
     differ from those that the key space names.
     """

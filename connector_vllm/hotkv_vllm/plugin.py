@@ -11,7 +11,7 @@ import logging
 
 CONNECTOR = ("HotKVConnector", "hotkv_vllm.connector")
 BACKEND = "hotkv_vllm.sparse.backend.HotAttentionBackend"
-CUDA_BACKEND = "hotkv_vllm.sparse.cuda_backend.HotFlashBackend"
+CUDA_BACKEND = "hotkv_vllm.residency.cuda_backend.HotFlashBackend"
 
 
 def register() -> None:

@@ -41,7 +41,8 @@ def test_a_host_is_measured_and_nothing_stays(
 @pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_whatever_ends_it_ends_its_server_too(how: signal.Signals) -> None:
-    program = "from hotkv_client.command import cli; from hotkv_client.command.host_bench import own_server; "
+    program = "from hotkv_client.command import cli; "
+    program += "from hotkv_client.command.host_bench import own_server; "
     program += f"own_server.PREFIX = 'hotkv-bench-{how}-{os.getpid()}-'; "
     program += "cli.main(['bench', '--arena-mib', '256'])"
     bench = subprocess.Popen(

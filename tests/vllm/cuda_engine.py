@@ -28,10 +28,10 @@ from hotkv_sparse import SparseConfig
 from hotkv_sparse.cuda.arena import PAGEABLE_ACCESS
 from hotkv_sparse.cuda.hotsets import ATTENDED
 from hotkv_vllm.compat.residency import ResidentSpec
-from hotkv_vllm.scheduler.exactness import EVERYTHING, Exactness
-from hotkv_vllm.sparse import cuda_setup
-from hotkv_vllm.sparse.cuda_backend import HotFlashBuilder, HotFlashImpl
-from hotkv_vllm.sparse.resident_step import KeptBlocks, ResidentRow, ResidentStep
+from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
+from hotkv_vllm.residency import cuda_setup
+from hotkv_vllm.residency.cuda_backend import HotFlashBuilder, HotFlashImpl
+from hotkv_vllm.residency.step import KeptBlocks, ResidentRow, ResidentStep
 from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, SparseRows
 from tests.sparse.cuda_support import CpuTensors
 from tests.sparse.test_cuda_arena import Cuda

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.lora.request import LoRARequest
 
-from hotkv_vllm.worker.adapter_watch import AdapterWatch
+from hotkv_vllm.identity.adapter_watch import AdapterWatch
 from tests.vllm.other_connectors import our_connector
 
 

@@ -13,8 +13,8 @@ from hotkv_client.testing import FakeServer
 from hotkv_client.types import BlockResult, Role, SessionConfig
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob, StoreReport
-from hotkv_vllm.scheduler.exactness import Exactness
 from hotkv_vllm.scheduler.fence import Fence
 from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.hits import HitFinder

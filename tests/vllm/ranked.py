@@ -22,8 +22,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from hotkv_client.testing import FakeServer
-from hotkv_vllm.worker import ranks
-from hotkv_vllm.worker.ranks import RankNote
+from hotkv_vllm.identity import ranks
+from hotkv_vllm.identity.ranks import RankNote
 from tests.vllm.harness import Engine
 
 _PROCESS = [0]

@@ -16,7 +16,8 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from hotkv.retention import NO_RETENTION
 from hotkv_client.types import BlockRun
-from hotkv_vllm.adapters import (
+from hotkv_vllm.identity.adapter_watch import AdapterWatch, watch_adapters
+from hotkv_vllm.identity.adapters import (
     LATER,
     NO_WORK,
     UNKNOWN,
@@ -24,7 +25,6 @@ from hotkv_vllm.adapters import (
     AdapterWork,
 )
 from hotkv_vllm.metadata import HotKVWorkerMetadata
-from hotkv_vllm.worker.adapter_watch import AdapterWatch, watch_adapters
 from tests.vllm.harness import prompt
 from tests.vllm.lora_manager import Manager, lora, with_adapters
 from tests.vllm.tiny import BLOCK_TOKENS

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.lora.request import LoRARequest
 
-from hotkv_vllm.adapters import (
+from hotkv_vllm.identity.adapter_watch import AdapterWatch
+from hotkv_vllm.identity.adapters import (
     ASK_AGAIN_S,
     LATER,
     MAX_ADAPTERS,
@@ -21,7 +22,6 @@ from hotkv_vllm.adapters import (
     Standing,
 )
 from hotkv_vllm.metadata import HotKVWorkerMetadata
-from hotkv_vllm.worker.adapter_watch import AdapterWatch
 from tests.vllm.lora_manager import Manager, lora
 
 # ------------------------------------------------------------------------------------ the scheduler

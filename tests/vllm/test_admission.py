@@ -9,10 +9,10 @@ import pytest
 
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_sparse.config import SparseConfig
-from hotkv_vllm.adapters import Adapters, Standing
 from hotkv_vllm.compat import NULL_BLOCK
 from hotkv_vllm.compat.device_pool import DevicePool
 from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.identity.adapters import Adapters, Standing
 from hotkv_vllm.scheduler import admission
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.assembly import Assembly, Engine

@@ -20,8 +20,8 @@ from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.cuda.hotsets import SELECTED
 from hotkv_vllm.compat.sparse_layers import cuda_refusal
 from hotkv_vllm.config import ALLOW_CUDA, cuda_settings
-from hotkv_vllm.sparse import cuda_backend
-from hotkv_vllm.sparse.cuda_backend import HotFlashBuilder
+from hotkv_vllm.residency import cuda_backend
+from hotkv_vllm.residency.cuda_backend import HotFlashBuilder
 from tests.sparse.cuda_support import needs_compiler
 from tests.vllm.cuda_engine import BLOCK_TOKENS, NAMES, Engine, Request
 

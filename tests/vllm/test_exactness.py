@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hotkv_sparse import SparseConfig
-from hotkv_vllm.scheduler.exactness import EVERYTHING, Exactness
+from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
 from hotkv_vllm.sparse.rows import RowNames, announce
 from tests.vllm.approximate import SPARSE, Approximate, without_layers
 from tests.vllm.harness import prompt

@@ -8,8 +8,8 @@ import pytest
 
 from hotkv.misses import Miss
 from hotkv_client.types import RequestReport
-from hotkv_vllm.scheduler.load_choice import LoadChoice
-from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
+from hotkv_vllm.costs.load_choice import LoadChoice
+from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, HitChoice, Verdict
 from hotkv_vllm.stats import HotKVStats

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_vllm.scheduler.load_choice import (
+from hotkv_vllm.costs.load_choice import (
     COSTED,
     DEBT_HALF_LIFE_S,
     DEBT_TRIALS,
@@ -17,7 +17,7 @@ from hotkv_vllm.scheduler.load_choice import (
     USUAL_TRIALS,
     LoadChoice,
 )
-from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
+from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, RequestState, StoreState, Verdict
 from hotkv_vllm.stats import HotKVStats
 

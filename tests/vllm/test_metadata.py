@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from hotkv_vllm.adapters import LATER, UNKNOWN, AdapterReport
+from hotkv_vllm.identity.adapters import LATER, UNKNOWN, AdapterReport
+from hotkv_vllm.identity.rekeying import WeightsReport
 from hotkv_vllm.metadata import JOINS, HotKVHandshake, HotKVWorkerMetadata, StoreReport
-from hotkv_vllm.rekeying import WeightsReport
 from hotkv_vllm.sparse.reporter import SparseReport
 
 FIRST, SECOND = HotKVHandshake(None, "first"), HotKVHandshake(None, "second")

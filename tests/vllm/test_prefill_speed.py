@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_vllm.scheduler.prefill_speed import LEAST_STEP_TOKENS, MAX_OPEN, RECENT, PrefillSpeed
+from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS, MAX_OPEN, RECENT, PrefillSpeed
 from hotkv_vllm.stats import HotKVStats
 
 

@@ -16,9 +16,10 @@ from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv_vllm.compat import Unsupported, checks, key_space
 from hotkv_vllm.compat.places import RankPlace
+from hotkv_vllm.identity import ranks
+from hotkv_vllm.identity.ranks import RankNote
 from hotkv_vllm.metadata import HotKVHandshake
-from hotkv_vllm.worker import own_memory, ranks
-from hotkv_vllm.worker.ranks import RankNote
+from hotkv_vllm.worker import own_memory
 from tests.vllm.harness import prompt
 
 PROMPT = prompt(1, 200)

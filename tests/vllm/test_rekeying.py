@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hotkv_vllm.compat import checks, model_weights
-from hotkv_vllm.rekeying import ASK_AGAIN_S, RankWeights, Rekeying
+from hotkv_vllm.identity.rekeying import ASK_AGAIN_S, RankWeights, Rekeying
 from tests.vllm.changing_weights import load, may_load, show_weights
 from tests.vllm.harness import prompt
 from tests.vllm.parts import TOKENS, Parts, request

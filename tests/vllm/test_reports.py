@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.types import BlockRun, RequestReport
-from hotkv_vllm.scheduler.hints import HintReader
+from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.stats import HotKVStats
 from tests.vllm.harness import prompt
 from tests.vllm.specs import HYBRIDS, hybrid_model

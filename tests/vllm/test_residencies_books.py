@@ -13,12 +13,12 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.groups import GroupKind
 from hotkv_client.types import BlockResult, ResidencyOpened, ResidentBlocks
 from hotkv_vllm.compat.kv_groups import CacheGroup
+from hotkv_vllm.residency.calls import ASK_AGAIN_S, TURN_S, Reservations
+from hotkv_vllm.residency.residencies import Residencies
+from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.scheduler.request import RequestState
-from hotkv_vllm.scheduler.reservations import ASK_AGAIN_S, TURN_S, Reservations
-from hotkv_vllm.scheduler.residencies import Residencies
 from hotkv_vllm.scheduler.stores import StorePlanner
 from hotkv_vllm.sparse.memory import Streams
-from hotkv_vllm.sparse.resident_step import ResidentStep
 from tests.vllm.parts import TOKENS, Parts, block_hash, report, request
 
 TIMEOUT_S = 30.0

@@ -10,13 +10,13 @@ import pytest
 from hotkv.keys import Representation
 from hotkv.retention import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
 from hotkv_client.types import BlockRun, GroupHashes
+from hotkv_vllm.costs.prefill_speed import PrefillSpeed
+from hotkv_vllm.hints.requests import LOG_INTERVAL_S, HintReader
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
 from hotkv_vllm.scheduler import hidden_keys, joining, worker_links
 from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.hidden_keys import HiddenKeys
-from hotkv_vllm.scheduler.hints import LOG_INTERVAL_S, HintReader
 from hotkv_vllm.scheduler.joining import Joining
-from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
 from hotkv_vllm.scheduler.worker_links import WorkerLinks

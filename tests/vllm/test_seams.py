@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hotkv_client.fence import SHARED_WORDS, Revocations, SharedFence
-from hotkv_vllm.worker import weights_watch
-from hotkv_vllm.worker.weights_watch import ROW_WORDS, WeightsWatch
+from hotkv_vllm.identity import weights_watch
+from hotkv_vllm.identity.weights_watch import ROW_WORDS, WeightsWatch
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.test_rekeying import OTHER, PROMPT, load, updated  # noqa: F401 - a fixture
 

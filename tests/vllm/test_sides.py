@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hotkv_vllm import connector
+from hotkv_vllm.residency.side import ResidentSide
 from hotkv_vllm.scheduler.admission import Admission
-from hotkv_vllm.scheduler.resident_side import ResidentSide
 from hotkv_vllm.scheduler.side import HotKVScheduler
 from hotkv_vllm.scheduler.step_planner import StepPlanner
 from hotkv_vllm.sides import ANSWERS, PARTS, NoSide

@@ -17,7 +17,7 @@ from hotkv_client.types import BlockRun
 from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.scheduler.tails import Tails
-from hotkv_vllm.scheduler.traces import RequestTrace, open_traces
+from hotkv_vllm.tracing.requests import RequestTrace, open_traces
 from tests.server.test_life import wait_until
 from tests.vllm.harness import prompt
 from tests.vllm.processes import EngineProcess
@@ -226,8 +226,9 @@ def test_off_no_call_is_added_to_a_request(
     engine: Any, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever of spans were called or imported would raise, and a hook that raises is counted."""
-    from hotkv_vllm import answer_time
-    from hotkv_vllm.scheduler import stores_in_flight, traces
+    from hotkv_vllm.costs import answer_time
+    from hotkv_vllm.scheduler import stores_in_flight
+    from hotkv_vllm.tracing import requests as traces
 
     def broken(*_: Any, **__: Any) -> Any:
         raise AssertionError("called")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from hotkv_vllm.worker.weights_watch import (
+from hotkv_vllm.identity.weights_watch import (
     NUM_SAMPLES,
     SAMPLE_BYTES,
     WHOLE_BYTES,

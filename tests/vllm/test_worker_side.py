@@ -8,7 +8,7 @@ import pytest
 
 from hotkv.order import NO_ORDER
 from hotkv_client.types import LoadRun, TransferStatus
-from hotkv_vllm.adapters import NO_WORK
+from hotkv_vllm.identity.adapters import NO_WORK
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker import memory, transfers
 from tests.vllm.parts import ids

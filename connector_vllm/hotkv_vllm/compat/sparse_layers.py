@@ -29,7 +29,7 @@ def override_cpu_attention(class_path: str) -> None:
 
 def override_cuda_attention(class_path: str) -> None:
     """The same for vLLM's FlashAttention. Engines that don't ask for hotkv's get vLLM's classes
-    from it (`sparse.cuda_backend`)."""
+    from it (`residency.cuda_backend`)."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if not AttentionBackendEnum.FLASH_ATTN.is_overridden():

@@ -10,12 +10,12 @@ import time
 from typing import Any
 
 from hotkv.misses import Miss
-from hotkv_vllm.adapters import Standing
 from hotkv_vllm.compat import NULL_BLOCK, kv_groups, sparse_layers
+from hotkv_vllm.costs.load_choice import LoadChoice
+from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.hooks import HookEdge, hook, nothing
+from hotkv_vllm.identity.adapters import Standing
 from hotkv_vllm.scheduler.assembly import Assembly, Engine
-from hotkv_vllm.scheduler.hints import HintReader
-from hotkv_vllm.scheduler.load_choice import LoadChoice
 from hotkv_vllm.scheduler.load_orders import LoadOrders
 from hotkv_vllm.scheduler.load_room import LoadRoom
 from hotkv_vllm.scheduler.other_loads import OtherLoads

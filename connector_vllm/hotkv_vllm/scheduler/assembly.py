@@ -8,26 +8,26 @@ from typing import Any
 
 from hotkv_client.types import Role, SessionConfig
 from hotkv_vllm import link
-from hotkv_vllm.adapters import Adapters
 from hotkv_vllm.compat import kv_groups
 from hotkv_vllm.compat.device_pool import DevicePool
 from hotkv_vllm.config import ConnectorConfig
-from hotkv_vllm.scheduler.agreement import Agreement
-from hotkv_vllm.scheduler.exactness import Exactness
+from hotkv_vllm.costs.prefill_speed import PrefillSpeed
+from hotkv_vllm.identity.adapters import Adapters
+from hotkv_vllm.identity.agreement import Agreement
+from hotkv_vllm.identity.exactness import Exactness
+from hotkv_vllm.residency.calls import Reservations
+from hotkv_vllm.residency.residencies import Residencies
 from hotkv_vllm.scheduler.failed_loads import FailedLoads
 from hotkv_vllm.scheduler.fence import Fence
 from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.hits import HitFinder
-from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
-from hotkv_vllm.scheduler.reservations import Reservations
 from hotkv_vllm.scheduler.reset import CacheReset
-from hotkv_vllm.scheduler.residencies import Residencies
 from hotkv_vllm.scheduler.stores import StorePlanner
-from hotkv_vllm.scheduler.traces import RequestTraces, open_traces
 from hotkv_vllm.sparse.memory import SparseGroup, SparseMemory, Streams
 from hotkv_vllm.stats import HotKVStats
+from hotkv_vllm.tracing.requests import RequestTraces, open_traces
 
 
 @dataclass(frozen=True, slots=True)

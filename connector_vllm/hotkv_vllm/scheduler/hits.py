@@ -18,8 +18,8 @@ from typing import Any
 
 from hotkv.misses import Miss
 from hotkv_client.types import LeaseGrant
-from hotkv_vllm.answer_time import AnswerTime
 from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.costs.answer_time import AnswerTime
 from hotkv_vllm.link import CacheSession
 from hotkv_vllm.metadata import LoadJob
 from hotkv_vllm.scheduler.failed_loads import FailedLoads

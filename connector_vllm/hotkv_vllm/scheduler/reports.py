@@ -12,8 +12,8 @@ from typing import Any
 
 from hotkv.misses import Miss
 from hotkv_client.types import EndedRequest, LoadEnd, RequestReport
+from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.link import CacheSession
-from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.stats import HotKVStats
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from hotkv.misses import Miss
 from hotkv.retention import NO_RETENTION, Retention
-from hotkv_vllm.answer_time import AnswerTime
+from hotkv_vllm.costs.answer_time import AnswerTime
+from hotkv_vllm.hints.requests import NOTHING, Asked
 from hotkv_vllm.link import BoolMask
-from hotkv_vllm.scheduler.hints import NOTHING, Asked
-from hotkv_vllm.scheduler.traces import RequestTrace
+from hotkv_vllm.tracing.requests import RequestTrace
 
 Masks = tuple[BoolMask, ...]
 """By group: which blocks are ready."""

@@ -13,10 +13,10 @@ from typing import Any
 
 from hotkv import native
 from hotkv_vllm.compat import Unsupported
+from hotkv_vllm.identity.agreement import Agreement, agree
+from hotkv_vllm.identity.rekeying import RECONNECT_S, Rekeying
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
-from hotkv_vllm.rekeying import RECONNECT_S, Rekeying
-from hotkv_vllm.scheduler.agreement import Agreement, agree
 from hotkv_vllm.scheduler.assembly import Assembly, Engine, assemble
 from hotkv_vllm.scheduler.joining import Joining
 from hotkv_vllm.scheduler.worker_links import WorkerLinks

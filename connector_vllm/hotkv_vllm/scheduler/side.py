@@ -10,17 +10,17 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from hotkv_vllm.adapters import Adapters
 from hotkv_vllm.compat import checks, kv_groups
 from hotkv_vllm.compat.device_pool import DevicePool
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.identity.adapters import Adapters
+from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
+from hotkv_vllm.residency.side import ResidentSide
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.assembly import Assembly, Engine
-from hotkv_vllm.scheduler.exactness import Exactness
-from hotkv_vllm.scheduler.resident_side import ResidentSide
 from hotkv_vllm.scheduler.sharing import Sharing
 from hotkv_vllm.scheduler.step_planner import StepPlanner
 from hotkv_vllm.stats import HotKVStats

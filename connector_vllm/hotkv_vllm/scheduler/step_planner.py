@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 from hotkv_vllm.compat import steps
+from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.metadata import HotKVMetadata, StoreJob
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.assembly import Assembly, Engine
-from hotkv_vllm.scheduler.prefill_speed import LEAST_STEP_TOKENS
 from hotkv_vllm.scheduler.sharing import Sharing
 from hotkv_vllm.sparse.rows import SparseRows, sparse_rows
 

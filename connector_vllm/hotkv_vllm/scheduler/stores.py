@@ -17,19 +17,19 @@ from hotkv.retention import Retention
 from hotkv_client.types import BlockRun
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
 from hotkv_vllm.link import CacheSession
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
-from hotkv_vllm.scheduler.exactness import EVERYTHING, Exactness
+from hotkv_vllm.residency.residencies import Residencies
 from hotkv_vllm.scheduler.fence import Fence
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.missing_blocks import Handoffs, MissingBlocks, Tables, portions
 from hotkv_vllm.scheduler.request import RequestState, StoreState
-from hotkv_vllm.scheduler.residencies import Residencies
 from hotkv_vllm.scheduler.store_results import settle
 from hotkv_vllm.scheduler.stores_in_flight import StoresInFlight
 from hotkv_vllm.scheduler.tails import Tails
-from hotkv_vllm.scheduler.traces import RequestTrace
 from hotkv_vllm.stats import HotKVStats
+from hotkv_vllm.tracing.requests import RequestTrace
 
 Whose = tuple[Retention, str, RequestTrace | None]
 """What blocks of one store share: retention, the resident request (or none), the traced one."""

@@ -15,7 +15,7 @@ from hotkv.retention import Retention
 from hotkv_client.types import BlockRun
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
 from hotkv_vllm.scheduler.fence import Fence
-from hotkv_vllm.scheduler.traces import RequestTrace, end_store
+from hotkv_vllm.tracing.requests import RequestTrace, end_store
 
 if TYPE_CHECKING:
     from hotkv.traces import Span

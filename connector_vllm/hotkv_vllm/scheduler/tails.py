@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from hotkv.retention import Retention
 from hotkv_client.types import BlockRun
-from hotkv_vllm.scheduler.traces import RequestTrace
+from hotkv_vllm.tracing.requests import RequestTrace
 
 Tail = tuple[Retention, RequestTrace | None, tuple[BlockRun, ...]]
 

@@ -20,10 +20,10 @@ from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.metadata import HotKVMetadata, HotKVWorkerMetadata
-from hotkv_vllm.sparse.cuda_worker import CudaWorker
+from hotkv_vllm.residency.cuda_worker import CudaWorker
+from hotkv_vllm.residency.step import ResidentStep
+from hotkv_vllm.residency.worker import ResidentWorker
 from hotkv_vllm.sparse.reporter import SparseReporter
-from hotkv_vllm.sparse.resident_step import ResidentStep
-from hotkv_vllm.sparse.resident_worker import ResidentWorker
 from hotkv_vllm.sparse.rows import SparseRows
 from hotkv_vllm.sparse.setup import install
 from hotkv_vllm.sparse.worker import SparseWorker
@@ -99,7 +99,7 @@ class SparseRank:
 
     def _install_cuda(self, config: SparseConfig, kv_caches: Mapping[str, Any]) -> None:
         # Imports CUDA's backend of vLLM.
-        from hotkv_vllm.sparse import cuda_setup
+        from hotkv_vllm.residency import cuda_setup
 
         self.cuda = cuda_setup.install(
             config,

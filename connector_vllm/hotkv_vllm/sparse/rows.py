@@ -1,7 +1,7 @@
 """Decides which rows of a step attend sparsely, and names them to the workers.
 
 What is always true: the scheduler side decides alone, once a step (`RowNames.of_step`). Attention,
-the kernels on CUDA and `scheduler.exactness` read that decision and make none of their own. A row
+the kernels on CUDA and `identity.exactness` read that decision and make none of their own. A row
 that is not named attends to its whole context; a row that is named may do so too, for instance
 after a fault, and counts as inexact all the same.
 

@@ -14,12 +14,12 @@ from hotkv_sparse.formats import token_scorer
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported, places, rope, sparse_layers
 from hotkv_vllm.config import CENTRE
+from hotkv_vllm.residency.slot_places import slot_places
+from hotkv_vllm.residency.worker import ResidentWorker
 from hotkv_vllm.sparse.batch import SparseLayer
 from hotkv_vllm.sparse.first_prompt import NO_TURNING, Turning
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import LayerShape
-from hotkv_vllm.sparse.resident_worker import ResidentWorker
-from hotkv_vllm.sparse.slot_places import slot_places
 from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.worker.layout import key_packing
 

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hotkv_vllm.residency.page_copies import PageCopier
+from hotkv_vllm.residency.slot_places import SlotPlaces
 from hotkv_vllm.sparse.batch import SparseLayer
-from hotkv_vllm.sparse.page_copies import PageCopier
-from hotkv_vllm.sparse.slot_places import SlotPlaces
 
 I64 = npt.NDArray[np.int64]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from hotkv_client.types import TransferResult, TransferStatus
 from hotkv_vllm import link
-from hotkv_vllm.answer_time import AnswerTime
+from hotkv_vllm.costs.answer_time import AnswerTime
 from hotkv_vllm.metadata import LoadJob
 from hotkv_vllm.worker.device_order import Mark
 

@@ -8,11 +8,11 @@ from typing import Any
 from hotkv.keys import KeySpace
 from hotkv_vllm.compat import Unsupported, key_space, kv_groups, places, reuse
 from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.identity import ranks
+from hotkv_vllm.identity.ranks import RankNote
 from hotkv_vllm.link import logger
-from hotkv_vllm.worker import ranks
 from hotkv_vllm.worker.exported import ExportedMemory
 from hotkv_vllm.worker.layout import describe, export
-from hotkv_vllm.worker.ranks import RankNote
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,15 +22,15 @@ from hotkv_sparse.centre import Centres
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported, checks, kv_groups, model_weights, places
 from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.identity import ranks
+from hotkv_vllm.identity.rekeying import RankWeights, WeightsOrder
+from hotkv_vllm.identity.weights_watch import watch_callers
 from hotkv_vllm.metadata import HotKVHandshake
-from hotkv_vllm.rekeying import RankWeights, WeightsOrder
 from hotkv_vllm.sparse.shared import HANDLE, shared_pool
 from hotkv_vllm.sparse.worker import SparseWorker
-from hotkv_vllm.worker import ranks
 from hotkv_vllm.worker.device_order import Mark, Marks, marks_for
 from hotkv_vllm.worker.exported import ExportedMemory
 from hotkv_vllm.worker.own_memory import find_own
-from hotkv_vllm.worker.weights_watch import watch_callers
 
 logger = link.logger
 

@@ -21,9 +21,9 @@ from hotkv_client.types import BlockRun
 from hotkv_sparse.centre import Centres
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
+from hotkv_vllm.identity.rekeying import RECONNECT_S
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
-from hotkv_vllm.rekeying import RECONNECT_S
 from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.worker.loads import Ended, Loads
 from hotkv_vllm.worker.memory import EngineMemory

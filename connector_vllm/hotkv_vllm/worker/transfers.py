@@ -11,8 +11,8 @@ from typing import Any
 from hotkv_client.types import BlockRun, TransferResult
 from hotkv_vllm import link
 from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.identity.adapter_watch import AdapterWatch, watch_adapters
 from hotkv_vllm.metadata import LoadJob, StoreJob
-from hotkv_vllm.worker.adapter_watch import AdapterWatch, watch_adapters
 from hotkv_vllm.worker.device_order import Mark
 from hotkv_vllm.worker.loads import never_begun
 from hotkv_vllm.worker.session import RankSession

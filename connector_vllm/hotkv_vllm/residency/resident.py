@@ -14,8 +14,8 @@ import numpy as np
 
 from hotkv.errors import HotKVError
 from hotkv_client.types import Int64s, ResidencyOpened, ResidentBlocks
+from hotkv_vllm.residency.step import FileId, KeptBlocks, ResidentRow
 from hotkv_vllm.scheduler.request import RequestState
-from hotkv_vllm.sparse.resident_step import FileId, KeptBlocks, ResidentRow
 
 ENDLESS = 1 << 40
 

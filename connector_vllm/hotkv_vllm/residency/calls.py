@@ -14,7 +14,7 @@ import numpy as np
 from hotkv.errors import HotKVError, Reason
 from hotkv_client.types import Int64s, ResidencyOpened, ResidentBlocks
 from hotkv_vllm import link
-from hotkv_vllm.scheduler.resident import Resident
+from hotkv_vllm.residency.resident import Resident
 from hotkv_vllm.sparse.memory import Streams
 from hotkv_vllm.stats import HotKVStats
 

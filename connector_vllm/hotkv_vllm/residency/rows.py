@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hotkv_vllm.compat.device_pool import DevicePool
-from hotkv_vllm.scheduler.resident import Resident
-from hotkv_vllm.sparse.resident_step import ResidentRow
+from hotkv_vllm.residency.resident import Resident
+from hotkv_vllm.residency.step import ResidentRow
 from hotkv_vllm.sparse.rows import RowNames
 
 

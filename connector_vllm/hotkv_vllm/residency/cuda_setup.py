@@ -23,8 +23,8 @@ from hotkv_sparse.cuda.selector import CudaSelector
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported, places, residency, sparse_layers
+from hotkv_vllm.residency.cuda_worker import CudaLayer, CudaWorker
 from hotkv_vllm.sparse.cuda_device import TorchDevice
-from hotkv_vllm.sparse.cuda_worker import CudaLayer, CudaWorker
 from hotkv_vllm.sparse.setup import centre_of
 
 logger = link.logger
@@ -41,7 +41,7 @@ def install(
 ) -> CudaWorker:
     """Attaches a worker to all layers. Raises Unsupported where one can't be resident. `device`:
     the one that the caches are on unless given."""
-    from hotkv_vllm.sparse.cuda_backend import HotFlashImpl
+    from hotkv_vllm.residency.cuda_backend import HotFlashImpl
 
     found = sparse_layers.full_attention_layers(vllm_config, kv_cache_config)
     group = kv_cache_config.kv_cache_groups[0]

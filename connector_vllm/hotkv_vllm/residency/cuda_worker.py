@@ -28,8 +28,8 @@ from hotkv_sparse.cuda.residents import EngineBatch, NamedRow, PagePlaces
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import Workspace
 from hotkv_vllm import link
-from hotkv_vllm.sparse.cuda_sequences import CudaSequence, CudaSequences, DeviceArena
-from hotkv_vllm.sparse.resident_step import FileId, ResidentStep
+from hotkv_vllm.residency.cuda_sequences import CudaSequence, CudaSequences, DeviceArena
+from hotkv_vllm.residency.step import FileId, ResidentStep
 from hotkv_vllm.sparse.rows import SparseRows
 
 logger = link.logger

@@ -17,7 +17,7 @@ from hotkv_client.types import ResidencyOpened
 from hotkv_sparse.cuda.arena import MappedArena
 from hotkv_sparse.cuda.workspace import Workspace
 from hotkv_vllm import link
-from hotkv_vllm.sparse.resident_step import FileId, KeptBlocks, ResidentRow
+from hotkv_vllm.residency.step import FileId, KeptBlocks, ResidentRow
 
 logger = link.logger
 I32 = npt.NDArray[np.int32]

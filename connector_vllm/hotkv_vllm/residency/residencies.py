@@ -17,15 +17,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hotkv_vllm.compat.device_pool import DevicePool
+from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.metadata import StoreJob
-from hotkv_vllm.scheduler.exactness import Exactness
+from hotkv_vllm.residency.calls import Reservations
+from hotkv_vllm.residency.resident import Resident
+from hotkv_vllm.residency.rows import ResidentRows
+from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.request import RequestState
-from hotkv_vllm.scheduler.reservations import Reservations
-from hotkv_vllm.scheduler.resident import Resident
-from hotkv_vllm.scheduler.resident_rows import ResidentRows
 from hotkv_vllm.scheduler.stores_in_flight import StoreInFlight
-from hotkv_vllm.sparse.resident_step import ResidentStep
 from hotkv_vllm.sparse.rows import RowNames
 from hotkv_vllm.stats import HotKVStats
 

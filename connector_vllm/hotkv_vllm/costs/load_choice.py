@@ -19,8 +19,8 @@ import numpy as np
 
 from hotkv.costs import fitted
 from hotkv.misses import Miss
+from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.hits import HitFinder
-from hotkv_vllm.scheduler.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.request import NO_HIT, Answer, HitChoice, RequestState, Verdict
 from hotkv_vllm.stats import HotKVStats
 

@@ -11,7 +11,7 @@ from typing import Any
 from hotkv_vllm.compat.device_pool import DevicePool
 from hotkv_vllm.hooks import HookEdge, hook
 from hotkv_vllm.link import logger
-from hotkv_vllm.scheduler.residencies import Residencies
+from hotkv_vllm.residency.residencies import Residencies
 from hotkv_vllm.scheduler.sharing import Sharing
 
 

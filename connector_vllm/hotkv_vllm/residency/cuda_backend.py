@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.cuda.residents import EngineBatch
 from hotkv_vllm.config import cuda_settings
-from hotkv_vllm.sparse.cuda_worker import CudaLayer, CudaWorker, HostBatch, Run
+from hotkv_vllm.residency.cuda_worker import CudaLayer, CudaWorker, HostBatch, Run
 
 
 def _wanted() -> tuple[SparseConfig, Any] | None:

@@ -11,9 +11,9 @@ import numpy as np
 
 from hotkv_client.arena import Arena
 from hotkv_vllm import link
-from hotkv_vllm.sparse.kept_rows import KeptRows
-from hotkv_vllm.sparse.resident_sequence import NOT_KEPT, ResidentSequence
-from hotkv_vllm.sparse.resident_step import FileId, KeptBlocks, ResidentRow
+from hotkv_vllm.residency.kept_rows import KeptRows
+from hotkv_vllm.residency.sequence import NOT_KEPT, ResidentSequence
+from hotkv_vllm.residency.step import FileId, KeptBlocks, ResidentRow
 
 logger = link.logger
 STEPS_IN_FLIGHT = 2

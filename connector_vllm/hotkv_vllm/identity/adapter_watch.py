@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from hotkv_vllm.adapters import LATER, UNKNOWN, AdapterReport, AdapterWork
 from hotkv_vllm.compat.fingerprint import canonical, digest
+from hotkv_vllm.identity.adapters import LATER, UNKNOWN, AdapterReport, AdapterWork
+from hotkv_vllm.identity.weights_watch import calling_worker
 from hotkv_vllm.link import logger
-from hotkv_vllm.worker.weights_watch import calling_worker
 
 MAX_AHEAD = 4
 """Most adapters that are read ahead of vLLM. If more adapters fit a batch, that number is the

@@ -12,9 +12,9 @@ from typing import Any
 from hotkv.keys import KeySpace, Representation
 from hotkv_client.fence import Revocations
 from hotkv_vllm.compat import Unsupported, checks
+from hotkv_vllm.identity.ranks import this_host
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake
-from hotkv_vllm.worker.ranks import this_host
 
 
 @dataclass(frozen=True, slots=True)

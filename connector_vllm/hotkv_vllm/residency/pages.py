@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hotkv_vllm.residency.page_copies import PageCopier
+from hotkv_vllm.residency.sequence import ResidentSequence
+from hotkv_vllm.residency.slot_places import SlotPlaces
 from hotkv_vllm.sparse.batch import SparseLayer
-from hotkv_vllm.sparse.page_copies import PageCopier
-from hotkv_vllm.sparse.resident_sequence import ResidentSequence
-from hotkv_vllm.sparse.slot_places import SlotPlaces
 from hotkv_vllm.sparse.staging import Staging
 
 I32 = npt.NDArray[np.int32]

@@ -1,0 +1,1 @@
+"""When a hit is worth its time."""

@@ -1,0 +1,1 @@
+"""Contexts whose old blocks are in host memory: both sides of it."""

@@ -1,0 +1,1 @@
+"""Spans of an engine's requests, if traces are asked for."""
