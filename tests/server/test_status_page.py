@@ -25,10 +25,10 @@ from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.ledger.live_history import NUM_SAMPLES, STEP_S, LiveHistory
 from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.node import survey
 from hotkv_server.node.node import Node
 from hotkv_server.security.page_access import PageAccess
 from hotkv_server.told import status as status_figures
-from hotkv_server.told import survey
 from hotkv_server.told.http_endpoint import HttpServer
 from hotkv_server.told.pages import routes
 from hotkv_server.told.pages.replies import Request

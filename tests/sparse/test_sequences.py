@@ -11,7 +11,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.table import Words, hash_words
 from hotkv_server.cache.room.bounds import FLOOR_SHARE, FairBound
 from hotkv_server.sparse.book.selection import PackedCentre, SelectSpec
-from hotkv_server.sparse.book.sequences import (
+from hotkv_server.sparse.sequences import (
     SEQUENCE_BLOCKS,
     TOUCH_INTERVAL_S,
     LiveSequence,

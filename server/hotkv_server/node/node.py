@@ -39,6 +39,7 @@ from hotkv_server.node.reports import Reports
 from hotkv_server.node.session import Drain, LiveSession
 from hotkv_server.node.sessions import Sessions
 from hotkv_server.node.slices import slices
+from hotkv_server.node.survey import LiveSurvey
 from hotkv_server.node.timings import Timings
 from hotkv_server.node.transfers import Transfers
 from hotkv_server.residency.drive import Residencies
@@ -46,7 +47,6 @@ from hotkv_server.sparse.drive import SparseDecode
 from hotkv_server.tiers.drive.epochs import Flushed
 from hotkv_server.tiers.drive.events import MovedEvents
 from hotkv_server.tiers.drive.tiers import Tiers
-from hotkv_server.told.survey import LiveSurvey
 from hotkv_server.tracing.drive import Tracing
 
 log = logging.getLogger(__name__)

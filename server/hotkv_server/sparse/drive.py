@@ -25,8 +25,8 @@ from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.session import LiveSession
 from hotkv_server.sparse.book.figures import LayerFigures, LayerGrowth
 from hotkv_server.sparse.book.selection import SelectSpec
-from hotkv_server.sparse.book.sequences import HASH_BYTES, LiveSequence, SequenceBook
 from hotkv_server.sparse.selections import Selections
+from hotkv_server.sparse.sequences import HASH_BYTES, LiveSequence, SequenceBook
 
 I32 = NDArray[np.int32]
 MAX_SEQUENCES = 4096

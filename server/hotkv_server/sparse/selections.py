@@ -28,7 +28,7 @@ from hotkv_server.sparse.book.selection import (
     check_request,
     select,
 )
-from hotkv_server.sparse.book.sequences import LiveSequence
+from hotkv_server.sparse.sequences import LiveSequence
 
 MAX_SELECTS = 256
 """Selections that wait or run."""

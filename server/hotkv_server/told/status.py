@@ -28,9 +28,9 @@ from hotkv_server.ledger.live_history import EVICTED, LAG, STEP_S
 from hotkv_server.ledger.told import RECENT_S, savings_figures
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
+from hotkv_server.node.survey import Survey
 from hotkv_server.tiers import told as tier_figures
 from hotkv_server.told.stats import counters
-from hotkv_server.told.survey import Survey
 
 MAX_ROWS = 256
 """Most sessions, and most key spaces, that are listed."""
