@@ -10,21 +10,13 @@ import numpy as np
 import pytest
 
 from hotkv.keys import KeySpace
-from hotkv_server.cache.values import HashList
-from hotkv_server.events.drive import (
-    DISK_TIER,
-    BlocksRemoved,
-    BlocksStored,
-    Event,
-    EventHub,
-    KeySpaceCleared,
-)
+from hotkv_server.cache.values import DISK_TIER, HashList, Medium
+from hotkv_server.events.drive import BlocksRemoved, BlocksStored, Event, EventHub, KeySpaceCleared
+from hotkv_server.events.moved import MovedEvents, moved_events
 from hotkv_server.node.effects import Effects
 from hotkv_server.node.health import Health
 from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.drive import copies as tier_copies
-from hotkv_server.tiers.drive.events import MovedEvents, moved_events
-from hotkv_server.tiers.protocol import Medium
 from tests.core.support import evict, flush, words_of
 from tests.tiers.test_runtime import BLOCKS, Setup
 from tests.tiers.test_shared_runtime import SharedNode, until

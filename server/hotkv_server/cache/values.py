@@ -1,5 +1,6 @@
 """Frozen values that go into and come out of the core."""
 
+import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -24,6 +25,16 @@ MAX_TRANSFERS = 1 << 14
 """Most transfers in flight, of all sessions together."""
 MAX_REPRESENTATIONS = 256
 """Most kinds of representations of one key space."""
+DISK_TIER = "disk"
+"""Name of the tier below host memory."""
+
+
+class Medium(enum.Enum):
+    """Where blocks lie. CPU: in host memory, which no tier is. `events.wire` has vLLM's names."""
+
+    CPU = "CPU"
+    DISK = "DISK"
+    REMOTE = "REMOTE"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,15 +19,12 @@ from numpy.typing import NDArray
 from hotkv.keys import MAX_GROUPS, KeySpace
 from hotkv.results import BlockResult
 from hotkv.table import Words
-from hotkv_server.cache.values import EvictionNotice, Run
+from hotkv_server.cache.values import DISK_TIER, EvictionNotice, Medium, Run
 from hotkv_server.node.broadcast import Feeds
-from hotkv_server.tiers.protocol import Medium
 
 ExtraKey = str | bytes | tuple[str, int]
 """An adapter's name or a cache salt; a digest of prompt embeddings; a multi-modal input and the
 place of its first token."""
-DISK_TIER = "disk"
-"""Name of the tier below host memory."""
 KEY_BYTES = 64
 """About the memory of an extra key, besides its characters."""
 BlockExtraKeys = tuple[ExtraKey, ...] | None

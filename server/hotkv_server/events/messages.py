@@ -1,6 +1,7 @@
 """What is streamed to those who watch, on the wire: events, and requests that engines report."""
 
 from hotkv.v1 import admin_pb2, cache_pb2, events_pb2
+from hotkv_server.cache.values import Medium
 from hotkv_server.events.drive import (
     BlockExtraKeys,
     BlocksRemoved,
@@ -9,7 +10,6 @@ from hotkv_server.events.drive import (
     TimedEvent,
 )
 from hotkv_server.node.reports import WatchedReport
-from hotkv_server.tiers.protocol import Medium
 from hotkv_server.wire.convert import unpadded
 
 MEDIA = {

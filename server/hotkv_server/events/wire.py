@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from hotkv.groups import GroupKind
 from hotkv.keys import KeySpace
+from hotkv_server.cache.values import Medium
 from hotkv_server.events.drive import BlocksRemoved, BlocksStored, Event, KeySpaceCleared
-from hotkv_server.tiers.protocol import Medium
 
 MEDIA = {
     Medium.CPU: ("CPU", None),

@@ -17,8 +17,8 @@ from hotkv_server.cache.values import Outcome
 from hotkv_server.hints.book.outcomes import HintBook, TenantHints
 from hotkv_server.hints.work import HintWork, Origin
 from hotkv_server.node.effects import Effects
+from hotkv_server.node.seams import BlocksBelow
 from hotkv_server.node.slices import Breaks
-from hotkv_server.tiers.drive.tiers import Tiers
 
 END_DELAY_S = 1.0
 """What is to be done at the end of a request waits so long: its last blocks are stored by then."""
@@ -31,9 +31,9 @@ BYTES_OF_ENDED = 8 << 10
 class HintDesk:
     """See the module. `num_actions`: since the start, by status as they first came to."""
 
-    def __init__(self, core: CacheCore, tiers: Tiers | None, effects: Effects) -> None:
+    def __init__(self, core: CacheCore, below: BlocksBelow | None, effects: Effects) -> None:
         self._core = core
-        self._work = HintWork(core, tiers, effects, self._spawn)
+        self._work = HintWork(core, below, effects, self._spawn)
         self.book = HintBook()
         self.num_actions: dict[Status, int] = dict.fromkeys(Status, 0)
         self._tasks: set[asyncio.Task[None]] = set()

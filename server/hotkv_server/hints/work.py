@@ -21,8 +21,8 @@ from hotkv_server.hints.book import actions as hint_actions
 from hotkv_server.hints.book.actions import Done
 from hotkv_server.hints.book.outcomes import TenantHints
 from hotkv_server.node.effects import Effects
+from hotkv_server.node.seams import BlocksBelow
 from hotkv_server.node.slices import Breaks, slices
-from hotkv_server.tiers.drive.tiers import Tiers
 
 PREFETCH_SHARE = 1 / 16
 """Share of the arena that the prefetches of one tenant may be bringing in at a time."""
@@ -126,13 +126,13 @@ class Blocks:
 
 
 class HintWork:
-    """See the module. `tiers`: None without any. `spawn`: as long as the desk is open."""
+    """See the module. `below`: None without any tier. `spawn`: as long as the desk is open."""
 
     def __init__(
-        self, core: CacheCore, tiers: Tiers | None, effects: Effects, spawn: Spawn
+        self, core: CacheCore, below: BlocksBelow | None, effects: Effects, spawn: Spawn
     ) -> None:
         self._core = core
-        self._tiers = tiers
+        self._below = below
         self._spawn = spawn
         self.blocks = Blocks(core, effects)
 
@@ -236,7 +236,7 @@ class HintWork:
         _add(outcome, await self.blocks.count(prompts))
         if outcome.num_done == outcome.num_blocks:
             tenant.settle(outcome, Status.ACCEPTED, "all blocks are in host memory")
-        elif self._tiers is None:
+        elif self._below is None:
             self._settle_there(tenant, outcome, "there is no tier below host memory")
         elif tenant.num_prefetches >= MAX_PREFETCHES:
             tenant.settle(outcome, Status.REJECTED, "too many prefetches of this tenant")
@@ -278,7 +278,7 @@ class HintWork:
             self._settle_there(tenant, outcome, action.clipped)
 
     async def _prefetch_part(self, tenant: TenantHints, part: Prompt, until_s: float) -> None:
-        assert self._tiers is not None
+        assert self._below is not None
         lists = self.blocks.lists(part)
         groups = self._core.key_space(part.key_space_id).groups
         num_bytes = sum(len(one.hashes) * groups[one.group_index].slot_bytes for one in lists)
@@ -290,7 +290,7 @@ class HintWork:
             await asyncio.sleep(PREFETCH_PAUSE_S)
         tenant.prefetch_bytes += num_bytes
         try:
-            await self._tiers.prefetch(part.key_space_id, lists, until_s)
+            await self._below.prefetch(part.key_space_id, lists, until_s)
         finally:
             tenant.prefetch_bytes -= num_bytes
 

@@ -23,6 +23,7 @@ from hotkv_server.dataplane.engine import CopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.devices import NO_DEVICES, Devices
 from hotkv_server.events.drive import EventHub, EventPublisher
+from hotkv_server.events.moved import MovedEvents
 from hotkv_server.hints.drive import HintDesk
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.ledger.drive import LiveLedger
@@ -45,7 +46,6 @@ from hotkv_server.node.transfers import Transfers
 from hotkv_server.residency.drive import Residencies
 from hotkv_server.sparse.drive import SparseDecode
 from hotkv_server.tiers.drive.epochs import Flushed
-from hotkv_server.tiers.drive.events import MovedEvents
 from hotkv_server.tiers.drive.tiers import Tiers
 from hotkv_server.tracing.drive import Tracing
 

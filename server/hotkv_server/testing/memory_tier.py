@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.protocol import (
     Blocks,
     Codes,
     Int64s,
-    Medium,
     OnProbe,
     OnRead,
     OnWrite,

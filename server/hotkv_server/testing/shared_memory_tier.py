@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
 from hotkv_server.tiers.epoch_numbers import RAISES, begun
@@ -17,7 +18,6 @@ from hotkv_server.tiers.protocol import (
     Blocks,
     Codes,
     Epochs,
-    Medium,
     OnEpoch,
     OnEpochs,
     OnProbe,

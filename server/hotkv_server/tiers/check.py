@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from hotkv_server.cache.values import DISK_TIER
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.events.drive import DISK_TIER
 from hotkv_server.settings import Settings, load_settings, print_error
 from hotkv_server.settings.tiers import DiskSettings
 from hotkv_server.startup import StartError

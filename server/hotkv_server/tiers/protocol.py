@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv_server.cache.values import Medium
 from hotkv_server.tiers.book.epochs import NO_EPOCH as NO_EPOCH
 
 Int64s = NDArray[np.int64]
@@ -23,14 +24,6 @@ Codes = NDArray[np.uint8]
 Epochs: TypeAlias = Mapping[str, int]
 """Epochs by the fingerprint of their key space."""
 NO_EPOCHS: Epochs = MappingProxyType({})
-
-
-class Medium(enum.Enum):
-    """Where blocks lie. CPU: in host memory, which no tier is. `events.wire` has vLLM's names."""
-
-    CPU = "CPU"
-    DISK = "DISK"
-    REMOTE = "REMOTE"
 
 
 class Read(enum.IntEnum):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotkv_server.cache import inspect
-from hotkv_server.events.drive import DISK_TIER
+from hotkv_server.cache.values import DISK_TIER
 from hotkv_server.tiers.book.moves import MoveCounters
 from hotkv_server.tiers.drive.below import TierBelow
 from hotkv_server.tiers.drive.reads import TierReads

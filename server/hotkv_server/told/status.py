@@ -20,8 +20,7 @@ from hotkv.counters import SPARSE_COUNTERS, sparse_figures
 from hotkv_server.cache import inspect
 from hotkv_server.cache.room.arena_map import ArenaMap
 from hotkv_server.cache.table.census import Census
-from hotkv_server.cache.values import KEY_SPACE_ROWS
-from hotkv_server.events.drive import DISK_TIER
+from hotkv_server.cache.values import DISK_TIER, KEY_SPACE_ROWS
 from hotkv_server.ledger.book.columns import HIT, HOST_TIER
 from hotkv_server.ledger.drive import FINGERPRINT_DIGITS
 from hotkv_server.ledger.live_history import EVICTED, LAG, STEP_S

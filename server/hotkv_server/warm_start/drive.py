@@ -13,8 +13,8 @@ from hotkv.table import Words
 from hotkv_server.cache.arrays import first_occurrences
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import BoolMask, HashList
+from hotkv_server.node.seams import BlocksBelow
 from hotkv_server.node.slices import slices
-from hotkv_server.tiers.drive.tiers import Tiers
 from hotkv_server.warm_start import book as hottest
 
 PART_BLOCKS = 2_000
@@ -32,11 +32,11 @@ class Fetched:
 
 
 class WarmStart:
-    """See the module. `tiers`: None if there are none."""
+    """See the module. `below`: None if there are no tiers."""
 
-    def __init__(self, core: CacheCore, tiers: Tiers | None) -> None:
+    def __init__(self, core: CacheCore, below: BlocksBelow | None) -> None:
         self._core = core
-        self._tiers = tiers
+        self._below = below
 
     def __repr__(self) -> str:
         return f"WarmStart({self._core!r})"
@@ -59,14 +59,14 @@ class WarmStart:
         groups = _joined(groups)
         num_blocks = sum(len(one.hashes) for one in groups)
         num_present = _count(self._core.lookup(key_space_id, groups))
-        if self._tiers is None or num_present == num_blocks:
+        if self._below is None or num_present == num_blocks:
             return Fetched(num_present, 0, 0, num_blocks - num_present)
-        await self._tiers.prefetch(key_space_id, groups, time.monotonic() + wait_s)
+        await self._below.prefetch(key_space_id, groups, time.monotonic() + wait_s)
         self._core.key_space(key_space_id)
         masks = self._core.lookup(key_space_id, groups)
         num_ready = _count(masks)
-        below = self._tiers.lookups.lies_elsewhere(key_space_id, groups, masks)
-        num_lower = _count([lies & ~mask for lies, mask in zip(below, masks, strict=True)])
+        lower = self._below.lies_elsewhere(key_space_id, groups, masks)
+        num_lower = _count([lies & ~mask for lies, mask in zip(lower, masks, strict=True)])
         return Fetched(
             min(num_present, num_ready),
             max(0, num_ready - num_present),

@@ -11,7 +11,7 @@ from hotkv import table, versions
 from hotkv.errors import HotKVError, Reason
 from hotkv.v1 import admin_pb2, admin_pb2_grpc, layout_pb2
 from hotkv_server.cache import inspect
-from hotkv_server.events.drive import DISK_TIER
+from hotkv_server.cache.values import DISK_TIER
 from hotkv_server.events.watch import watch_requests
 from hotkv_server.hints.report import explain_session, list_hints
 from hotkv_server.ledger.book.columns import HOST_TIER

@@ -16,7 +16,7 @@ from hotkv.keys import KeySpace
 from hotkv.table import RESERVED_FLAG
 from hotkv.v1 import admin_pb2
 from hotkv_server.cache import inspect
-from hotkv_server.events.drive import DISK_TIER
+from hotkv_server.cache.values import DISK_TIER
 from hotkv_server.node.node import Node
 from hotkv_server.tiers.drive.lookups import Lying
 from hotkv_server.wire import convert

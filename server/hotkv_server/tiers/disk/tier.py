@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.disk.block_io import BlockIO, FileIO
 from hotkv_server.tiers.disk.calls import NO_DEADLINE_S, Call, CallQueue
@@ -24,7 +25,6 @@ from hotkv_server.tiers.disk.slab_file import SlabFile
 from hotkv_server.tiers.disk.staged import Staged
 from hotkv_server.tiers.protocol import (
     Blocks,
-    Medium,
     OnProbe,
     OnRead,
     OnWrite,

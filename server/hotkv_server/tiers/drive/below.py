@@ -12,20 +12,18 @@ import numpy as np
 
 from hotkv import table
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.values import BoolMask, Entries, HashList, Int64s
-from hotkv_server.events.drive import DISK_TIER
+from hotkv_server.cache.values import DISK_TIER, BoolMask, Entries, HashList, Int64s, Medium
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.persistence import state_of
+from hotkv_server.node.seams import OnReady, Tracer, nobody
 from hotkv_server.node.slices import slices
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.breaker import Breaker
 from hotkv_server.tiers.drive.epochs import Epochs
-from hotkv_server.tiers.drive.events import OnReady, nobody
 from hotkv_server.tiers.drive.reads import TierReads
 from hotkv_server.tiers.drive.records import LowerMemory
 from hotkv_server.tiers.drive.tasks import TierTasks, agreeing, blocks_of, future, on_loop
-from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Read, Seals, Tier, Write
-from hotkv_server.tracing.drive import Tracing
+from hotkv_server.tiers.protocol import Blocks, Codes, Read, Seals, Tier, Write
 
 if TYPE_CHECKING:
     from hotkv.traces import Span
@@ -59,7 +57,7 @@ class TierBelow:
         self.name = DISK_TIER
         self.breaker = Breaker(tier, *([] if memory is None else [memory.stalled_s]))
         self.reads = TierReads()
-        self.tracing: Tracing | None = None
+        self.tracing: Tracer | None = None
         self._core = core
         self._verifier = verifier
         self._epochs = epochs

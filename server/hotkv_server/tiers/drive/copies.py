@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.values import Entries, Int64s
+from hotkv_server.cache.values import Entries, Int64s, Medium
 from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.node.seams import OnReady, Tracer, nobody
 from hotkv_server.tiers.book.copies import OLD, STORED, Copies
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.breaker import Breaker
 from hotkv_server.tiers.drive.epochs import Epochs
-from hotkv_server.tiers.drive.events import OnReady, nobody
 from hotkv_server.tiers.drive.tasks import (
     TierTasks,
     agreeing,
@@ -31,8 +31,7 @@ from hotkv_server.tiers.drive.tasks import (
     on_loop,
     tier_keys,
 )
-from hotkv_server.tiers.protocol import Codes, Medium, Read, Seals, SharedTier, Write
-from hotkv_server.tracing.drive import Tracing
+from hotkv_server.tiers.protocol import Codes, Read, Seals, SharedTier, Write
 
 if TYPE_CHECKING:
     from hotkv.traces import Span
@@ -73,7 +72,7 @@ class TierCopies:
     ) -> None:
         self.num_copied = self.num_refused = 0
         self.on_ready: OnReady = nobody
-        self.tracing: Tracing | None = None
+        self.tracing: Tracer | None = None
         self._core = core
         self._tier = tier
         self._name = tier.facts().name

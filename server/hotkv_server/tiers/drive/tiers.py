@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 
 from hotkv_server.cache.arrays import rows
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.values import BoolMask, HashList, Run
+from hotkv_server.cache.values import BoolMask, HashList, Medium, Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.node.health import Health
+from hotkv_server.node.seams import OnReady, Tracer, nobody
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.slices import slices
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.below import TierBelow
 from hotkv_server.tiers.drive.epochs import Epochs, Flush
-from hotkv_server.tiers.drive.events import OnReady, nobody
 from hotkv_server.tiers.drive.lookups import TierLookups, WaitingCalls
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.source import Source
@@ -34,8 +34,7 @@ from hotkv_server.tiers.drive.tasks import (
     future,
     on_loop,
 )
-from hotkv_server.tiers.protocol import Blocks, Codes, Medium, Read
-from hotkv_server.tracing.drive import Tracing
+from hotkv_server.tiers.protocol import Blocks, Codes, Read
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ class Tiers:
         )
         self._tell: Callable[[], None] = lambda: None
         self._on_ready: OnReady = nobody
-        self._tracing: Tracing | None = None
+        self._tracing: Tracer | None = None
 
     def __repr__(self) -> str:
         return f"Tiers({self._sources!r})"
@@ -148,7 +147,7 @@ class Tiers:
                     self._core.arrivals.forsake(coming.move)
                     self._tell()
 
-    def trace(self, tracing: Tracing) -> None:
+    def trace(self, tracing: Tracer) -> None:
         """From now on reads and writes that belong to traced calls have spans."""
         self._tracing = tracing
         if self.below is not None:
@@ -213,6 +212,12 @@ class Tiers:
             if has_room or left_s <= 0:
                 return
             await asyncio.sleep(PREFETCH_PAUSE_S)
+
+    def lies_elsewhere(
+        self, key_space_id: int, groups: list[HashList], ready: Sequence[BoolMask]
+    ) -> list[BoolMask]:
+        """As `TierLookups.lies_elsewhere`, however fast the engine computes."""
+        return self.lookups.lies_elsewhere(key_space_id, groups, ready)
 
     # Leases
 

@@ -11,18 +11,10 @@ import numpy as np
 
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.table.index import BlockIndex
-from hotkv_server.cache.values import Entries
+from hotkv_server.cache.values import Entries, Medium
 from hotkv_server.events.drive import BlocksStored, EventHub, RunContent
-from hotkv_server.tiers.protocol import Medium
 
 UNKNOWN = RunContent(np.empty(0, np.int32))
-OnReady = Callable[[Entries, Medium, str], None]
-"""Called on the event loop with blocks that are ready in a medium, and the tier's name, empty for
-host memory. Entries are of the tier below for DISK, else of host memory."""
-
-
-def nobody(entries: Entries, medium: Medium, tier: str) -> None:
-    """Tells nobody."""
 
 
 class MovedEvents:
