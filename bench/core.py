@@ -89,8 +89,7 @@ class Bench:
         core.lookup(1, [HashList(0, hashes)])
         times_s.append(time.perf_counter())
         runs = [Run(0, hashes)]
-        finished(core.make_room(session, "l", runs, self.now_s))
-        core.begin_store(session, "t", "l", runs, 0, 0.0, self.now_s)
+        finished(core.begin_store(session, "t", "l", runs, 0, 0.0, self.now_s))
         times_s.append(time.perf_counter())
         (results,) = core.end_store(session, "t", True, self.now_s)
         core.take_effects()

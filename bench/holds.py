@@ -103,14 +103,13 @@ class RetentionPins:
         return record.number, record.key_space_id
 
     def store(self, name: str, session: int, hashes: Words, *, succeeds: bool = True) -> None:
-        """Room is made, then slots reserved, then what was written is published."""
+        """Room is made and slots are reserved, in parts; then what was written is published."""
         runs, lease_id = [Run(0, hashes)], f"store {self._num_stores}"
         self._num_stores += 1
         self.now_s += 0.2
-        self.parts(f"{name}: room", self.core.make_room(session, lease_id, runs, self.now_s))
-        self.once(
+        self.parts(
             f"{name}: begin",
-            lambda: self.core.begin_store(session, lease_id, lease_id, runs, 0, 0.0, self.now_s),
+            self.core.begin_store(session, lease_id, lease_id, runs, 0, 0.0, self.now_s),
         )
         self.once(
             f"{name}: end", lambda: self.core.end_store(session, lease_id, succeeds, self.now_s)
@@ -225,8 +224,7 @@ def _flushes(holds: RetentionPins) -> None:
     holds.parts("flush of leased blocks", incremental.flush(core, other_id))
     holds.parts("end of a session with flushed blocks", incremental.end_leases(core, other))
     reserved = [Run(0, holds.new_hashes(MAX_STORED_BLOCKS))]
-    finished(core.make_room(other, "dies", reserved, holds.now_s))
-    core.begin_store(other, "dies", "dies", reserved, 0, 0.0, holds.now_s)
+    finished(core.begin_store(other, "dies", "dies", reserved, 0, 0.0, holds.now_s))
     holds.once(
         "death of a session that stores: copy",
         lambda: core.end_store(other, "dies", False, holds.now_s),

@@ -120,19 +120,18 @@ class WriteRules(CacheWorld):
             not {key for key in reserved if self.model.owner(key)}
             and not reserved & self.model.ready
         )
-        for run, ((group, numbers), got) in enumerate(zip(named, results, strict=True)):
+        present: set[Key] = set()
+        for (group, numbers), got in zip(named, results, strict=True):
             keys = [(ks, group, number) for number in numbers]
             reserve_allowed(self.model, before, lease, keys, got, reserved)
-            present = {
+            present |= {
                 key for key, result in zip(keys, got, strict=True) if result == BlockResult.PRESENT
             }
-            assert run < len(named) - 1 or not present & gone, (
-                "evicted what the same run was told is present"
-            )
-            if BlockResult.NO_SPACE in got and deciding and run == len(named) - 1:
-                index = self.core.space.index
-                untouchable = {int(index.find(*key[:2], words_of([key[2]]))[0]) for key in present}
-                no_room_left(self.core.space, self.sizes[group], untouchable)
+        assert not present & gone, "evicted what the same call was told is present"
+        if deciding and named and BlockResult.NO_SPACE in results[-1]:
+            index = self.core.space.index
+            untouchable = {int(index.find(*key[:2], words_of([key[2]]))[0]) for key in present}
+            no_room_left(self.core.space, self.sizes[named[-1][0]], untouchable)
         if deciding and (reserved or self.num_shards > 1):
             ordered = sorted(reserved)
             self.model.leases[engine, lease_id] = ModelLease(

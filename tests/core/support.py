@@ -15,8 +15,9 @@ from hotkv_server.cache.restore.restore import Restored, restore
 from hotkv_server.cache.room import incremental
 from hotkv_server.cache.room.books import finished
 from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.reader_words import ReaderMemory
-from hotkv_server.cache.values import Reservation, Run, SlotRun
+from hotkv_server.cache.values import Entries, Int64s, Reservation, Run, SlotRun
 
 
 def make_table(capacity: int, num_buckets: int = 0, arena_bytes: int = 1 << 30) -> BlockTable:
@@ -71,6 +72,19 @@ def taken_over(
     return core, restore(core, records, numbers, used, now_s, old_marks)
 
 
+def insert(
+    space: Space,
+    key_space_id: int,
+    group_index: int,
+    hashes: Words,
+    slot_bytes: int,
+    depths: Int64s,
+) -> Entries:
+    """Makes room, then inserts, as a reservation does."""
+    finished(space.make_room(key_space_id, group_index, slot_bytes, len(hashes)))
+    return space.insert(key_space_id, group_index, hashes, slot_bytes, depths, 1)
+
+
 def reserve(
     core: CacheCore,
     session: int,
@@ -80,9 +94,8 @@ def reserve(
     now_s: float,
     retention: Retention = NO_RETENTION,
 ) -> Reservation:
-    """Makes room, then reserves, as a node does."""
-    finished(core.make_room(session, lease_id, runs, now_s, retention))
-    return core.reserve(session, lease_id, runs, ttl_s, now_s, retention)
+    """All parts of `CacheCore.reserve`."""
+    return finished(core.reserve(session, lease_id, runs, ttl_s, now_s, retention))
 
 
 def begin_store(
@@ -97,10 +110,11 @@ def begin_store(
     retention: Retention = NO_RETENTION,
     residency_id: str = "",
 ) -> list[SlotRun]:
-    """Makes room, then begins a store, as a node does."""
-    finished(core.make_room(session, lease_id, runs, now_s, retention, residency_id))
-    return core.begin_store(
-        session, transfer_id, lease_id, runs, shard_index, ttl_s, now_s, retention, residency_id
+    """All parts of `CacheCore.begin_store`."""
+    return finished(
+        core.begin_store(
+            session, transfer_id, lease_id, runs, shard_index, ttl_s, now_s, retention, residency_id
+        )
     )
 
 

@@ -17,12 +17,13 @@ from hotkv.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import books, incremental, rebalancing, removal, slab_choice
 from hotkv_server.cache.room import making as room
+from hotkv_server.cache.room.books import finished
 from hotkv_server.cache.room.policies import LRU, POLICIES
 from hotkv_server.cache.room.policies.queue import ColdQueue, Highest
 from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run
 from hotkv_server.node import slices as slices_module
 from hotkv_server.node.slices import slices
-from tests.core.support import begin_store, evict_all, make_key_space, make_table, reserve, words_of
+from tests.core.support import begin_store, evict_all, make_key_space, make_table, words_of
 from tests.oracles import table as oracle
 
 NUM_SLOTS = 32
@@ -204,11 +205,8 @@ def test_a_call_evicts_nothing_once_room_was_made(
         begin_store(world.core, session, name, name, earlier, 0, 0.0, float(world.num_calls))
         world.core.end_store(session, name, True, float(world.num_calls))
     world.core.acquire(world.session, "pinned", [HashList(0, words_of(pinned))], 0.0, 1.0)
-    for _ in world.core.make_room(world.session, "new", run, 50.0):
+    for _ in world.core.reserve(world.session, "new", run, 0.0, 50.0):
         world.core.check_invariants()
-    evicted = world.core.space.removal.evicted_blocks
-    world.core.reserve(world.session, "new", run, 0.0, 50.0)
-    assert world.core.space.removal.evicted_blocks == evicted
     world.core.check_invariants()
 
 
@@ -224,11 +222,14 @@ def test_whatever_comes_between_there_is_room_in_the_end(
     world.core.take_effects()
     calls = iter([(what, number) for what, number in between if what not in ("begin", "other")])
     run = [Run(group, words_of(list(range(100, 100 + count))))]
-    for _ in world.core.make_room(world.session, "new", run, 50.0):
+
+    def meddle() -> None:
         world.core.check_invariants()
         for _, (what, number) in zip(range(2), calls, strict=False):
             world.call(what, number)
-    (results,) = reserve(world.core, world.session, "new", run, 0.0, 50.0).results
+
+    reserving = world.core.reserve(world.session, "new", run, 0.0, 50.0)
+    (results,) = finished(reserving, meddle).results
     assert set(results.tolist()) == {BlockResult.RESERVED}
     world.core.check_invariants()
 
@@ -275,9 +276,12 @@ def test_what_a_run_has_stays_while_room_is_made_for_its_rest() -> None:
     for number in range(8):
         world.end(world.begin([number]))
     run = [Run(0, words_of([0, 1, 2, 20, 21, 22]))]
-    for _ in world.core.make_room(world.session, "new", run, 50.0):
+
+    def look() -> None:
         assert world.found([0, 1, 2]) == [0, 1, 2]
-    (results,) = reserve(world.core, world.session, "new", run, 0.0, 50.0).results
+
+    reserving = world.core.reserve(world.session, "new", run, 0.0, 50.0)
+    (results,) = finished(reserving, look).results
     assert results.tolist() == [BlockResult.PRESENT] * 3 + [BlockResult.RESERVED] * 3
 
 
@@ -346,7 +350,7 @@ def test_room_for_representations_keeps_their_blocks() -> None:
     )
     core.end_store(session, "t", True, 0.0)
     runs = [Run(MAX_GROUPS, words_of(range(4))), Run(0, words_of(range(10, 14)))]
-    for _ in core.make_room(session, "new", runs, 0.0):
+    for _ in core.reserve(session, "new", runs, 0.0, 0.0):
         core.check_invariants()
     core.check_invariants()
     assert core.lookup(1, [HashList(0, words_of(range(4)))])[0].all()

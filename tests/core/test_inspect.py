@@ -20,9 +20,8 @@ from tests.core.support import begin_store, evict, make_key_space, make_table, w
 
 SERVER = Path(hotkv_server.__file__).parent
 OUTER = [
-    *sorted((SERVER / "rpc").glob("*.py")),
-    *sorted((SERVER / "pages").glob("*.py")),
-    SERVER / "http_endpoint.py",
+    *sorted((SERVER / "wire").rglob("*.py")),
+    *sorted((SERVER / "told").rglob("*.py")),
 ]
 SLAB = 4 * SLOT_ALIGN
 

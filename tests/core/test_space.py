@@ -17,7 +17,7 @@ from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.census import take
 from tests.core.cache_model import no_room_left
-from tests.core.support import make_table, words_of
+from tests.core.support import insert, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN
 SIZES = [SLOT_ALIGN, 2 * SLOT_ALIGN, 3 * SLOT_ALIGN, SLAB, SLAB + 1, 2 * SLAB + 1]
@@ -75,7 +75,7 @@ class SpaceMachine(RuleBasedStateMachine):
         num_available = self.space.pool.available_slots(size)
         num_awaited = max(0, min(count - num_available, self.coming_bytes // aligned(size)))
         self.coming_bytes -= num_awaited * aligned(size)
-        entries = self.space.insert(1, 0, hashes, size, np.arange(count), 1)
+        entries = insert(self.space, 1, 0, hashes, size, np.arange(count))
         fresh = set(entries.tolist())
         # A number that was evicted may be one of the new ones.
         recycled = fresh & set(before)
@@ -188,9 +188,8 @@ def check_what_is_remembered(steps: list[tuple[bool, int]]) -> None:
     space.index.add_key_space(1, [7])
     gone, first = set[int](), 0
     for evicts, count in steps:
-        entries = space.insert(
-            1, 0, words_of(range(first, first + count)), SLOT_ALIGN, np.arange(count), 0
-        )
+        hashes = words_of(range(first, first + count))
+        entries = insert(space, 1, 0, hashes, SLOT_ALIGN, np.arange(count))
         space.publish(entries, float(first))
         gone = {
             number

@@ -17,7 +17,7 @@ from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.room.tenants import TenantBook
 from hotkv_server.cache.values import Entries, TenantShare
-from tests.core.support import make_table, words_of
+from tests.core.support import insert, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN
 NUM_SLABS = 10
@@ -88,7 +88,7 @@ class TenantMachine(RuleBasedStateMachine):
             mine.burst_bytes and before[number - 1] + len(hashes) * aligned(size) > mine.burst_bytes
         )
         claims = aligned(size) + (0 if own_go else before[number - 1]) <= mine.guaranteed_bytes
-        entries = self.space.insert(number, group, hashes, size, np.arange(len(hashes)), 1)
+        entries = insert(self.space, number, group, hashes, size, np.arange(len(hashes)))
         for other, tenant in enumerate(TENANTS):
             share = self.shares.get(tenant, TenantShare())
             if other != number - 1 and not claims:
@@ -169,9 +169,8 @@ def fill(space: Space, number: int, count: int, size: int = SLOT_ALIGN, first: i
     """Stores blocks one by one; how many were taken."""
     taken = 0
     for at in range(count):
-        entries = space.insert(
-            number, 0, words_of([1000 * number + first + at]), size, np.zeros(1, np.int64), 1
-        )
+        hashes = words_of([1000 * number + first + at])
+        entries = insert(space, number, 0, hashes, size, np.zeros(1, np.int64))
         space.publish(entries, 1.0 + at)
         taken += len(entries)
     space.removal.effects = []
@@ -204,7 +203,7 @@ def test_a_bound_is_kept_by_the_own_coldest_blocks() -> None:
     assert space.tenants.used[0] == 6 * SLAB and space.removal.evicted_blocks == 5
     there = space.index.find(1, 0, words_of(range(1000, 1007))) != 0
     assert there.tolist() == [True, False, False, False, False, False, True]
-    big = space.insert(1, 0, words_of([5000, 5001]), 4 * SLAB, np.zeros(2, np.int64), 1)
+    big = insert(space, 1, 0, words_of([5000, 5001]), 4 * SLAB, np.zeros(2, np.int64))
     assert len(big) == 1, "two of them are beyond the bound"
     space.check_invariants()
 
@@ -232,7 +231,7 @@ def represent(space: Space, number: int, blocks: Entries, size: int = SLOT_ALIGN
     """Each of these blocks gets a representation."""
     hashes = space.index.keys(blocks)[2]
     space.index.pin(blocks, 1)
-    entries = space.insert(number, MAX_GROUPS, hashes, size, np.zeros(len(blocks), np.int64), 1)
+    entries = insert(space, number, MAX_GROUPS, hashes, size, np.zeros(len(blocks), np.int64))
     space.index.pin(blocks, -1)
     space.representations.publish(entries, blocks[: len(entries)])
 
@@ -247,7 +246,7 @@ def test_representations_count_for_what_is_guaranteed() -> None:
     assert space.tenants.used[0] == 20 * SLOT_ALIGN
     fill(space, 4, 100, SLOT_ALIGN, 100)
     assert space.tenants.used[0] >= 3 * SLAB
-    many = space.insert(4, 0, words_of(range(90_000, 90_040)), SLOT_ALIGN, np.arange(40), 1)
+    many = insert(space, 4, 0, words_of(range(90_000, 90_040)), SLOT_ALIGN, np.arange(40))
     assert len(many) == 28 and space.tenants.used[0] >= 3 * SLAB
     space.check_invariants()
 
@@ -273,7 +272,7 @@ def test_nobody_takes_representations_that_are_guaranteed(capacity: int) -> None
 def test_a_block_that_no_bound_allows_costs_nothing() -> None:
     space = make_space("lru", {"c": TenantShare(0, 2 * SLAB)})
     assert fill(space, 3, 8) == 8
-    assert not len(space.insert(3, 0, words_of([5000]), 3 * SLAB, np.zeros(1, np.int64), 1))
+    assert not len(insert(space, 3, 0, words_of([5000]), 3 * SLAB, np.zeros(1, np.int64)))
     assert space.removal.evicted_blocks == 0
     tiny = make_space("lru", {"c": TenantShare(0, 1)})
     assert fill(tiny, 3, 2) == 0
@@ -288,7 +287,7 @@ def test_who_asks_for_more_than_its_guarantee_gets_its_guarantee() -> None:
     for at in range(NUM_SLABS):
         fill(space, 1, 1, SLOT_ALIGN, at)
         fill(space, 4, 3, SLOT_ALIGN, 3 * at)
-    taken = space.insert(2, 0, words_of(range(2000, 2012)), 2 * SLOT_ALIGN, np.arange(12), 1)
+    taken = insert(space, 2, 0, words_of(range(2000, 2012)), 2 * SLOT_ALIGN, np.arange(12))
     assert len(taken) >= 8, "a tenant that wants much gets less than one that wants little"
     space.check_invariants()
 

@@ -58,9 +58,10 @@ class Place:
     async def store(self, session: LiveSession, fence_index: int) -> int:
         """The result of one block's store."""
         name, run = os.urandom(4).hex(), Run(0, hash_words(os.urandom(32), 32))
-        end = await self.node.transfers.store(
+        storing = await self.node.transfers.store(
             session, name, name, [run], [np.zeros(1, np.int64)], 5.0, fence_index=fence_index
         )
+        end = await storing
         return int(end.results[0][0])
 
     async def refused(self, session: LiveSession, fence_index: int) -> str:

@@ -75,7 +75,10 @@ class Place:
         os.posix_fallocate(session.received_fds["kv"], 0, NUM_BLOCKS * 4096)
         await self.node.sessions.register_memory(session, LAYOUT)
         run = Run(0, hash_words(b"".join(HASHES), 32))
-        await self.node.transfers.store(session, "s", "s", [run], [np.arange(NUM_BLOCKS)], 5.0)
+        storing = await self.node.transfers.store(
+            session, "s", "s", [run], [np.arange(NUM_BLOCKS)], 5.0
+        )
+        await storing
         self.node.core.space.index.unverified[self.entries] = True
         session.close_link = lambda: None
         return session

@@ -301,10 +301,11 @@ def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
         with monkeypatch.context() as patch:
             patch.setattr(transfer_module, "block_copies", lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                node.transfers.store(session, "t", "l", [run], block_ids, 5.0)
+                await node.transfers.store(session, "t", "l", [run], block_ids, 5.0)
         node.core.check_invariants()
         assert (len(node.core.leases), len(node.core.transfers), session.jobs) == (0, 0, {})
-        end = await node.transfers.store(session, "t", "l", [run], block_ids, 5.0)
+        storing = await node.transfers.store(session, "t", "l", [run], block_ids, 5.0)
+        end = await storing
         assert end.results[0].tolist() == [BlockResult.STORED]
         await node.close()
         copies.close()
@@ -349,9 +350,9 @@ def test_a_load_that_cannot_be_verified_fails_and_ends(
             Layout(0, 1, (MemoryHandle("kv", 4096),), (PageTensor(0, "kv", 0, 4096, 4096, 0),)),
         )
         block, zeros = hash_words(os.urandom(32), 32), [np.zeros(1, np.int64)]
-        assert (await node.transfers.store(session, "t", "l", [Run(0, block)], zeros, 5.0)).results[
-            0
-        ].tolist() == [BlockResult.STORED]
+        storing = await node.transfers.store(session, "t", "l", [Run(0, block)], zeros, 5.0)
+        end = await storing
+        assert end.results[0].tolist() == [BlockResult.STORED]
         node.core.acquire(session.record.number, "r", [HashList(0, block)], 60.0, time.monotonic())
         node.core.space.index.unverified[:] = True
         if not good:

@@ -174,36 +174,9 @@ class CacheCore:
         in the order asked, -1 for a block that is not pinned or not verified."""
         return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
 
-    def make_room(
-        self,
-        session_number: int,
-        lease_id: str,
-        runs: Sequence[Run],
-        now_s: float,
-        retention: Retention = NO_RETENTION,
-        residency_id: str = "",
-    ) -> Parts[None]:
-        """Makes room for what `reserve` or `begin_store` is about to reserve, right after the last
-        part; no part if little is to be done.
-
-        Does nothing for runs that these would refuse, and for a lease that exists, which has its
-        room. What the runs name stays. `residency_id`: whose promise the call uses.
-        """
-        session = self.sessions.record(session_number)
-        if self.draining or self.leases.get(session.engine_id, lease_id) is not None:
-            return
-        residency = self.residencies.book.named(session, residency_id)
-        may_refuse = residency is None and retention == NO_RETENTION
-        yield from self._reservations.make_room(
-            session.key_space_id,
-            runs,
-            has_promise=residency is not None,
-            keep_at_s=now_s if may_refuse else None,
-        )
-
     def make_room_above(self, key_space_id: int, runs: Sequence[Run]) -> Parts[None]:
-        """The same for blocks that are about to come up from a tier."""
-        yield from self._reservations.make_room(key_space_id, runs)
+        """Makes room for blocks that are about to come up from a tier. What the runs name stays."""
+        yield from self._reservations.room_for(key_space_id, runs)
 
     def reserve(
         self,
@@ -213,15 +186,17 @@ class CacheCore:
         ttl_s: float,
         now_s: float,
         retention: Retention = NO_RETENTION,
-    ) -> Reservation:
-        """Reserves slots for blocks that are neither ready nor in flight, as far as there is room.
-        The first call under a lease id decides; later ones join.
+    ) -> Parts[Reservation]:
+        """Makes room, in parts, then reserves slots for blocks that are neither ready nor in
+        flight, as far as there is room. The first call under a lease id decides; later ones join.
 
         A call that joins and names blocks that the first did not is refused. A representation is
         reserved if its block is ready or reserved under this lease; whatever the order of runs,
         blocks come first. `retention`: of the first call; holds for blocks that are ready at once,
         for others when they become so.
         """
+        session = self.sessions.record(session_number)
+        yield from self._reservations.make_room(session, lease_id, runs, now_s, retention)
         session = self.sessions.record(session_number)
         return self._reservations.reserve(session, lease_id, runs, ttl_s, now_s, retention)
 
@@ -266,11 +241,18 @@ class CacheCore:
         now_s: float,
         retention: Retention = NO_RETENTION,
         residency_id: str = "",
-    ) -> list[SlotRun]:
-        """Starts a store and reserves its blocks; returns the slots to copy to. A residency that is
-        open pins what is ready and verified now, and what this store makes ready."""
+    ) -> Parts[list[SlotRun]]:
+        """Makes room, in parts, then starts a store and reserves its blocks; returns the slots to
+        copy to. A residency that is open pins what is ready and verified now, and what this store
+        makes ready."""
         session = self.sessions.record(session_number)
-        residency = self.residencies.book.named(session, residency_id) if residency_id else None
+        residency = self.residencies.book.named(session, residency_id)
+        self._stores.check(session, transfer_id, shard_index)
+        yield from self._reservations.make_room(
+            session, lease_id, runs, now_s, retention, has_promise=residency is not None
+        )
+        session = self.sessions.record(session_number)
+        residency = self.residencies.book.named(session, residency_id)
         return self._stores.begin(
             session, transfer_id, lease_id, runs, shard_index, ttl_s, now_s, retention, residency
         )

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +38,7 @@ from hotkv_server.node.removals import Removals
 from hotkv_server.node.reports import Reports
 from hotkv_server.node.session import Drain, LiveSession
 from hotkv_server.node.sessions import Sessions
-from hotkv_server.node.slices import slices
+from hotkv_server.node.slices import in_slices, slices
 from hotkv_server.node.survey import LiveSurvey
 from hotkv_server.node.timings import Timings
 from hotkv_server.node.transfers import Transfers
@@ -183,22 +182,7 @@ class Node:
 
     # Room for stores
 
-    async def make_room(
-        self,
-        session: LiveSession,
-        lease_id: str,
-        runs: Sequence[Run],
-        residency_id: str = "",
-        retention: Retention = NO_RETENTION,
-    ) -> None:
-        """Makes room for what this call is about to reserve or store, in this turn of the loop, as
-        `CacheCore.make_room`. Others are served meanwhile."""
-        number, now_s = session.record.number, time.monotonic()
-        making = self.core.make_room(number, lease_id, runs, now_s, retention, residency_id)
-        async for _ in slices(making):
-            self._effects.run()
-
-    def reserve(
+    async def reserve(
         self,
         session: LiveSession,
         lease_id: str,
@@ -206,11 +190,12 @@ class Node:
         ttl_s: float,
         retention: Retention = NO_RETENTION,
     ) -> tuple[list[NDArray[np.uint8]], float]:
-        """As CacheCore.reserve, and tells of what was evicted for it."""
-        reservation = self.core.reserve(
+        """As CacheCore.reserve, and tells of what was evicted for it. Others are served between its
+        parts."""
+        reserving = self.core.reserve(
             session.record.number, lease_id, runs, ttl_s, time.monotonic(), retention
         )
-        self._effects.run()
+        reservation = await in_slices(reserving, self._effects.run)
         return list(reservation.results), reservation.ttl_s
 
     async def _meet(self, key_space_id: int) -> None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TypeVar
+
+from hotkv_server.cache.room.books import Parts
 
 SLICE_S = 0.004
 """Length of a slice: steps are taken until it is over. As a rule a step of the core is shorter."""
@@ -39,3 +41,19 @@ async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
         yield taken, has_more
         if has_more:
             await asyncio.sleep(0)
+
+
+async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
+    """Does all parts and returns their result. `after_slice` runs before others are served, and at
+    the end, also if a part raises."""
+    while True:
+        ends_s = time.perf_counter() + SLICE_S
+        try:
+            while time.perf_counter() < ends_s:
+                next(parts)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            after_slice()
+        await asyncio.sleep(0)

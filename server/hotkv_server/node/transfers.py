@@ -30,6 +30,7 @@ from hotkv_server.node.deadline import Deadline
 from hotkv_server.node.engine_memory import EngineMemory
 from hotkv_server.node.health import Health
 from hotkv_server.node.session import LiveSession
+from hotkv_server.node.slices import in_slices
 from hotkv_server.node.timings import Timings
 from hotkv_server.node.transfer import BlockIds, Call, Means, Transfer, TransferEnd
 
@@ -125,7 +126,7 @@ class Transfers:
 
         return Transfer(self._means, call, finish, to_engine=True).start(slots)
 
-    def store(
+    async def store(
         self,
         session: LiveSession,
         transfer_id: str,
@@ -140,8 +141,8 @@ class Transfers:
         message_bytes: int = 0,
         residency_id: str = "",
     ) -> "asyncio.Future[TransferEnd]":
-        """Starts a store. The future is done when the blocks are committed or refused and nothing
-        is read any more.
+        """Makes room for a store, then starts it. The future is done when the blocks are committed
+        or refused and nothing is read any more.
 
         `contents`: one a run, for events; or none. `after`: nothing is read before this mark has
         passed. `message_bytes`: of the request. `residency_id`: as `CacheCore.begin_store`.
@@ -152,7 +153,7 @@ class Transfers:
         _check_lengths(runs, block_ids)
         ttl_s, shard_index = max(timeout_s, 0.0) * 2, call.memory.layout.shard_index
         number, sums = session.record.number, list[Sums]()
-        slots = self._core.begin_store(
+        beginning = self._core.begin_store(
             number,
             transfer_id,
             lease_id,
@@ -163,6 +164,7 @@ class Transfers:
             retention,
             residency_id,
         )
+        slots = await in_slices(beginning, self._run_effects)
 
         def finish(outcome: Outcome, num_bytes: int) -> list[NDArray[np.uint8]]:
             kept = outcome is Outcome.DONE and not session.is_revoked(fence_index)
@@ -179,10 +181,13 @@ class Transfers:
 
         take_sums = partial(self._take_sums, session.record.key_space_id, shard_index, slots, sums)
         try:
-            return Transfer(self._means, call, finish, take_sums, to_engine=False).start(slots)
-        finally:
-            # Notices of evictions go out while the bytes move.
-            self._run_effects()
+            # Others were served while room was made.
+            self._check_room(session, call.kept_bytes)
+            _usable_memory(session, block_ids, groups)
+        except HotKVError:
+            finish(Outcome.FAILED, 0)
+            raise
+        return Transfer(self._means, call, finish, take_sums, to_engine=False).start(slots)
 
     def _admit(
         self,

@@ -221,8 +221,7 @@ async def reserve(
         convert.retention("retention", request.retention),
     )
     lease_id = _lease_id(request.lease_id)
-    await node.make_room(session, lease_id, runs, retention=retention)
-    values, ttl_s = node.reserve(session, lease_id, runs, ttl_s, retention)
+    values, ttl_s = await node.reserve(session, lease_id, runs, ttl_s, retention)
     return cache_pb2.ReserveBlocksResponse(
         runs=convert.results([run.group_index for run in request.runs], values),
         ttl_ms=int(ttl_s * 1000),
@@ -275,8 +274,7 @@ async def store(
     contents = [convert.run_content(run, session.key_space) for run in request.runs]
     residency_id = convert.name("residency_id", request.residency_id)
     retention = convert.retention("retention", request.retention)
-    await node.make_room(session, lease_id, runs, residency_id, retention)
-    return node.transfers.store(
+    return await node.transfers.store(
         session,
         transfer_id,
         lease_id,

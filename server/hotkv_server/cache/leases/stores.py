@@ -47,6 +47,18 @@ class Stores:
         self._reservations = reservations
         self._uses = uses
 
+    def check(self, session: SessionRecord, transfer_id: str, shard_index: int) -> None:
+        """Raises HotKVError unless a session may start this store."""
+        books = self._books
+        books.transfers.check_new(session.number, transfer_id, books.sessions.owner(session))
+        num_shards = books.catalog.record(session.key_space_id).key_space.num_shards
+        if not 0 <= shard_index < num_shards:
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"shard_index is {shard_index}; this key space has {num_shards} shards",
+            )
+        books.sessions.check_takes_new("starts no new transfers")
+
     def begin(
         self,
         session: SessionRecord,
@@ -59,16 +71,9 @@ class Stores:
         retention: Retention = NO_RETENTION,
         residency: Residency | None = None,
     ) -> list[SlotRun]:
-        """As `CacheCore.begin_store`."""
+        """As `CacheCore.begin_store`, without making room."""
+        self.check(session, transfer_id, shard_index)
         books, owner = self._books, self._books.sessions.owner(session)
-        books.transfers.check_new(session.number, transfer_id, owner)
-        num_shards = books.catalog.record(session.key_space_id).key_space.num_shards
-        if not 0 <= shard_index < num_shards:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                f"shard_index is {shard_index}; this key space has {num_shards} shards",
-            )
-        books.sessions.check_takes_new("starts no new transfers")
         joined = books.leases.get(session.engine_id, lease_id) is not None
         reservation = self._reservations.reserve(
             session, lease_id, runs, ttl_s, now_s, retention, has_promise=residency is not None

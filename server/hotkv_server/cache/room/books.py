@@ -5,7 +5,7 @@ the bytes of every slot in use count for one key space and its tenant. The parts
 one `Books`; nothing is decided here.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TypeVar
 
 import numpy as np
@@ -26,11 +26,12 @@ Parts = Generator[None, None, T]
 may be called."""
 
 
-def finished(parts: Parts[T]) -> T:
-    """Does all parts at once, and returns the result."""
+def finished(parts: Parts[T], between: Callable[[], object] = lambda: None) -> T:
+    """Does all parts at once, and returns the result. `between`: called between two parts."""
     while True:
         try:
             next(parts)
+            between()
         except StopIteration as end:
             result: T = end.value
             return result

@@ -20,7 +20,7 @@ from hotkv_server.cache.arrays import first_occurrences, rows
 from hotkv_server.cache.cache_books import CacheBooks
 from hotkv_server.cache.leases.leases import ReadLease, WriteLease, lifetime_s, write_weight
 from hotkv_server.cache.leases.uses import Uses
-from hotkv_server.cache.room.books import Parts
+from hotkv_server.cache.room.books import Parts, finished
 from hotkv_server.cache.room.space import MAX_REFRESHED
 from hotkv_server.cache.sessions import check_named
 from hotkv_server.cache.table.index import Keys
@@ -46,14 +46,41 @@ class Reservations:
 
     def make_room(
         self,
+        session: SessionRecord,
+        lease_id: str,
+        runs: list[Run],
+        now_s: float,
+        retention: Retention,
+        *,
+        has_promise: bool = False,
+    ) -> Parts[None]:
+        """Makes room for what `reserve` is about to reserve, right after the last part; a lease
+        that exists has its room. What the runs name stays.
+
+        Raises before anything is evicted if `reserve` would.
+        """
+        record = self._books.catalog.record(session.key_space_id)
+        lease, listed = self._of_call(session, record, lease_id, runs)
+        if lease is None:
+            self._check_weight(session, record, listed)
+            yield from self.room_for(
+                session.key_space_id,
+                runs,
+                has_promise=has_promise,
+                # What has a promise or retention is not refused by the policy.
+                keep_at_s=None if has_promise or retention != NO_RETENTION else now_s,
+            )
+
+    def room_for(
+        self,
         key_space_id: int,
         runs: Sequence[Run],
         *,
         has_promise: bool = False,
         keep_at_s: float | None = None,
     ) -> Parts[None]:
-        """As `CacheCore.make_room`, for whatever brings these blocks in. `has_promise`,
-        `keep_at_s`: as in `Room.make`."""
+        """Makes room for whatever brings these blocks in. `has_promise`, `keep_at_s`: as in
+        `Room.make`."""
         record, space = self._books.catalog.record(key_space_id), self._books.space
         index = space.index
         wanted: dict[tuple[int, int], int] = {}
@@ -109,7 +136,7 @@ class Reservations:
         *,
         has_promise: bool = False,
     ) -> Reservation:
-        """As `CacheCore.reserve`. `has_promise`: as in `Space.insert`."""
+        """As `CacheCore.reserve`, right after `make_room`. `has_promise`: as in `Space.insert`."""
         books = self._books
         record = books.catalog.record(session.key_space_id)
         lease, listed = self._of_call(session, record, lease_id, runs)
@@ -118,7 +145,7 @@ class Reservations:
         if lease is None:
             lease = self._new_lease(session, lease_id, record, listed, now_s + ttl_s, retention)
         answers = {
-            at: self._reserve_run(lease, record, runs[at], deciding, now_s, has_promise)
+            at: self._reserve_run(lease, record, runs, at, deciding, now_s, has_promise)
             for at in blocks_first([r.group_index for r in runs])
         }
         if deciding and (len(lease.entries) or record.key_space.num_shards > 1):
@@ -185,14 +212,12 @@ class Reservations:
         retention: Retention,
     ) -> WriteLease:
         """A lease that is not in the book yet. Raises OVERLOADED."""
-        leases, owner = self._books.leases, self._books.sessions.owner(session)
-        weight = write_weight(len(listed), record.key_space.num_shards)
-        leases.check_room(owner, "runs", weight)
+        weight = self._check_weight(session, record, listed)
         return WriteLease(
             session.engine_id,
-            owner,
+            self._books.sessions.owner(session),
             lease_id,
-            leases.next_number(),
+            self._books.leases.next_number(),
             session.number,
             session.key_space_id,
             expires_s,
@@ -201,16 +226,24 @@ class Reservations:
             retention,
         )
 
+    def _check_weight(self, session: SessionRecord, record: KeySpaceRecord, listed: Keys) -> int:
+        """The weight of a new lease. Raises OVERLOADED if the owner's leases leave no room."""
+        weight = write_weight(len(listed), record.key_space.num_shards)
+        self._books.leases.check_room(self._books.sessions.owner(session), "runs", weight)
+        return weight
+
     def _reserve_run(
         self,
         lease: WriteLease,
         record: KeySpaceRecord,
-        run: Run,
+        runs: list[Run],
+        at: int,
         deciding: bool,
         now_s: float,
         has_promise: bool,
     ) -> tuple[NDArray[np.uint8], Entries]:
-        """BlockResult values and entry numbers of one run."""
+        """BlockResult values and entry numbers of one of the runs."""
+        run = runs[at]
         index, is_block = self._books.space.index, run.group_index < MAX_GROUPS
         words = index.find(lease.key_space_id, run.group_index, run.hashes)
         results, present = np.full(len(words), BlockResult.NO_SPACE, np.uint8), words[:0]
@@ -236,13 +269,16 @@ class Reservations:
                 # A hash listed twice is reserved once; the second is in flight.
                 results[absent] = BlockResult.IN_FLIGHT
                 results[wanted] = BlockResult.NO_SPACE
-            self._insert(lease, record, run, wanted, present, results, words, now_s, has_promise)
+            self._insert(
+                lease, record, runs, run, wanted, present, results, words, now_s, has_promise
+            )
         return results, words
 
     def _insert(
         self,
         lease: WriteLease,
         record: KeySpaceRecord,
+        runs: list[Run],
         run: Run,
         wanted: Int64s,
         present: Entries,
@@ -252,10 +288,10 @@ class Reservations:
         has_promise: bool,
     ) -> None:
         """Reserves the wanted places of a run, as many as find room, and writes them into `results`
-        and `words`. `present`: entries of the run that are ready."""
+        and `words`. `present`: entries of the run that are ready. `runs`: all of the call."""
         space, index = self._books.space, self._books.space.index
         block_group = record.block_group(run.group_index)
-        # While room is made, the run's ready blocks stay, and those before them in the chain.
+        # The run's ready blocks stay, and those before them in the chain.
         chain = space.chains.ending_with(record.number, block_group, run.parent, MAX_REFRESHED)
         staying = np.concatenate((chain, present))
         is_block = run.group_index < MAX_GROUPS
@@ -263,11 +299,15 @@ class Reservations:
             wanted, blocks = self._representable(lease, record, run, wanted, results)
             staying = np.concatenate((staying, space.representations.of(present), blocks))
         index.pin(staying, 1)
+        slot_bytes = record.shape(run.group_index).slot_bytes
+        if len(runs) > 1 and not space.has_room(slot_bytes, len(wanted)):
+            # Several runs have counted on the same free slab, or number.
+            finished(self.room_for(lease.key_space_id, runs, has_promise=has_promise))
         entries = space.insert(
             lease.key_space_id,
             run.group_index,
             rows(run.hashes, wanted),
-            record.shape(run.group_index).slot_bytes,
+            slot_bytes,
             run.depth + wanted,
             lease.number,
             has_promise=has_promise,

@@ -78,6 +78,11 @@ class Space:
         has_others = self.books.representations.declared or self.pool.is_shared(aligned(slot_bytes))
         return self.room.may_keep and not has_others
 
+    def has_room(self, slot_bytes: int, count: int) -> bool:
+        """Whether so many slots of this size, and entry numbers, are free."""
+        free = min(self.pool.available_slots(aligned(slot_bytes)), self.books.free_numbers())
+        return free >= count
+
     def insert(
         self,
         key_space_id: int,
