@@ -1,4 +1,4 @@
-"""Only `hotkv_vllm.compat`, `.worker.layout`, `.sparse.backend` and `.sparse.cuda_backend` read
+"""Only `hotkv_vllm.compat`, `.worker.layout`, `.sparse.backend` and `.residency.cuda_backend` read
 vLLM's internals; the rest keeps to the modules named here.
 
 import-linter sees vLLM as one package, so the finer rule is checked on the syntax tree.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "connector_vllm" / "hotkv_vllm"
-FREE = {"worker/layout.py", "sparse/backend.py", "sparse/cuda_backend.py"}
+FREE = {"worker/layout.py", "sparse/backend.py", "residency/cuda_backend.py"}
 FREE_FOLDER = "compat/"
 PUBLIC = (
     "vllm.LLM",
