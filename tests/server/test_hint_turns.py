@@ -138,7 +138,7 @@ def test_others_are_served_while_a_prefetch_finds_nothing(
     async def scenario() -> None:
         one = await opened(tmp_path)
         tiers = EmptyTiers()
-        one.desk._work._tiers = tiers  # type: ignore[assignment]
+        one.desk._work._below = tiers  # type: ignore[assignment]
         prompt = words_of(range(100, 140))
         ask = Hints("m", (Action("a", ActionType.PREFETCH, deadline_s=60.0),))
         await one.desk.act(one.origin(prompt), ask)

@@ -43,7 +43,7 @@ from tests.server.test_live_ledger import World
 from tests.server.test_service import http_port
 from tests.server.test_tiers import tiered
 
-PAGE = Path(hotkv_server.__file__).parent / "pages" / "page.html"
+PAGE = Path(hotkv_server.__file__).parent / "told" / "pages" / "page.html"
 MAX_PAGE_BYTES = 150_000
 TOKEN, ADMIN = "a-viewers-token-0123", "an-admins-token-4567"
 

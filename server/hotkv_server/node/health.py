@@ -29,7 +29,13 @@ log = logging.getLogger(__name__)
 CHECK_S = 0.5
 STALLED_S = 10.0
 MAX_STORIES = 8
-BOOKS = ("hotkv_server.core", "hotkv.table")
+BOOKS = (
+    "hotkv_server.cache",
+    "hotkv_server.hints.book",
+    "hotkv_server.residency.book",
+    "hotkv_server.tiers.book",
+    "hotkv.table",
+)
 """Modules whose assertions are invariants of the cache; any other fails only its call."""
 BOOKS_PART, LOOK_PART = "the books", "the look at all others"
 """Names of what is no sign: the cache's books, and the look itself."""
@@ -201,7 +207,7 @@ def _frames(error: BaseException) -> Iterator[TracebackType]:
 
 
 def is_of_the_books(error: BaseException) -> bool:
-    """True if the exception came through the core or the block table."""
+    """True if the exception came through the cache's books or the block table."""
     return any(
         str(at.tb_frame.f_globals.get("__name__", "")).startswith(BOOKS) for at in _frames(error)
     )
