@@ -211,7 +211,6 @@ test_if "$serve" server 45 "not ($kills)" "the rest"
 bench_if "$serve" transfer 40 $quick $made_up
 bench_if "$serve" latency 20 $quick $made_up
 bench_if "$compute" residency 20 $quick $made_up
-bench_if "$serve" blocks 10 $made_up
 bench_if "$serve" methods 30 --seconds 15 $quick $made_up
 
 say ""

@@ -67,7 +67,7 @@ EXPECTED = {
     },
 }
 """Figures and targets, by benchmark; of the others only that they are there."""
-OTHERS = {"transfer", "latency", "residency", "blocks", "methods"}
+OTHERS = {"transfer", "latency", "residency", "methods"}
 ORDER = [
     "tests semantics",
     "tests server",
@@ -82,7 +82,6 @@ ORDER = [
     "bench transfer",
     "bench latency",
     "bench residency",
-    "bench blocks",
     "bench methods",
 ]
 
@@ -234,6 +233,6 @@ def test_the_whole_check_runs_over_a_made_up_device(tmp_path: Path) -> None:
     assert set(summary) == set(EXPECTED) | OTHERS
     for name, expected in EXPECTED.items():
         assert {one["name"]: one["target"] for one in summary[name]} == expected
-    assert all(summary[name] for name in OTHERS - {"blocks"})
+    assert all(summary[name] for name in OTHERS)
     equal = [one for one in summary["decode"] if one["name"].startswith("decode: tokens")]
     assert [one["met"] for one in equal] == [True, True]

@@ -14,21 +14,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TOKENS = 12
 """Of each answer."""
 MODULES = [
+    "compat.device_pool",
+    "residency.calls",
+    "residency.kept_rows",
+    "residency.page_copies",
+    "residency.pages",
+    "residency.residencies",
+    "residency.resident",
+    "residency.sequence",
+    "residency.sequences",
+    "residency.side",
+    "residency.step",
+    "residency.worker",
     "scheduler.admission",
-    "scheduler.residencies",
-    "scheduler.resident",
-    "scheduler.reservations",
     "scheduler.side",
     "scheduler.step_planner",
-    "compat.device_pool",
-    "sparse.kept_rows",
-    "sparse.page_copies",
     "sparse.rank",
-    "sparse.resident_pages",
-    "sparse.resident_sequence",
-    "sparse.resident_sequences",
-    "sparse.resident_step",
-    "sparse.resident_worker",
 ]
 
 

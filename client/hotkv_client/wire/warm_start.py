@@ -8,7 +8,7 @@ from google.protobuf import json_format
 
 from hotkv.v1 import cache_pb2, layout_pb2, warm_pb2, warm_pb2_grpc
 from hotkv_client.channels import Metadata
-from hotkv_client.wire.admin import plain
+from hotkv_client.wire.admin import enum_word, plain
 from hotkv_client.wire.answers import as_error
 
 Stub = warm_pb2_grpc.WarmStartServiceStub
@@ -41,8 +41,8 @@ def prefetch(
     timeout_s: float,
     metadata: Metadata,
 ) -> dict[str, Any]:
-    """One call. `key_space`: as `export` gave it, or a number. `prompts`: hashes or token ids.
-    Raises HotKVError; ValueError for what is no key space."""
+    """One call. `key_space`: as `export` gave it, as operators are shown it, or a number.
+    `prompts`: hashes or token ids. Raises HotKVError; ValueError for what is no key space."""
     request = warm_pb2.PrefetchBlocksRequest(
         groups=[cache_pb2.GroupHashes(group_index=at, hashes=hashes) for at, hashes in groups],
         prompts=[warm_pb2.NamedPrompt(hashes=hashes, token_ids=ids) for hashes, ids in prompts],
@@ -52,7 +52,8 @@ def prefetch(
         request.key_space_id = key_space
     else:
         try:
-            request.key_space.CopyFrom(json_format.ParseDict(key_space, layout_pb2.KeySpace()))
+            named = json_format.ParseDict(_with_numbers(key_space), layout_pb2.KeySpace())
+            request.key_space.CopyFrom(named)
         except json_format.ParseError as error:
             raise ValueError(f"key_space: {error}") from error
     try:
@@ -60,3 +61,15 @@ def prefetch(
     except grpc.RpcError as error:
         raise as_error(error) from error
     return plain(answer)
+
+
+def _with_numbers(key_space: dict[str, Any]) -> dict[str, Any]:
+    """The key space with the kinds of its groups as numbers where they are words, as `plain` shows
+    them."""
+    kinds = layout_pb2.KvGroupKind.DESCRIPTOR
+    numbers = {enum_word(kinds, number): number for number in kinds.values_by_number}
+    groups = [
+        {**group, "kind": numbers.get(group.get("kind"), group.get("kind"))}
+        for group in key_space.get("groups", ())
+    ]
+    return {**key_space, "groups": groups}
