@@ -28,6 +28,7 @@ from hotkv_client.types import (
     SequenceCreated,
     SequenceState,
     SessionConfig,
+    StoreOptions,
     TransferResult,
     TransferStatus,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "Session",
     "SessionConfig",
     "SessionLostError",
+    "StoreOptions",
     "TransferResult",
     "TransferStatus",
 ]

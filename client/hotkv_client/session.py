@@ -11,7 +11,7 @@ from typing import Any
 
 from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv.order import OrderKind
-from hotkv.retention import NO_RETENTION, Retention
+from hotkv.store_options import NO_OPTIONS, StoreOptions
 from hotkv_client.arena import Arena
 from hotkv_client.calls import Calls
 from hotkv_client.connection import Connection, Pending
@@ -160,19 +160,16 @@ class Session(Calls):
         lease_id: str,
         runs: Sequence[BlockRun],
         timeout_s: float,
-        retention: Retention = NO_RETENTION,
+        options: StoreOptions = NO_OPTIONS,
         after: After | None = None,
         fence_index: int = 0,
-        residency_id: str = "",
-        traceparent: str | None = None,
     ) -> "Future[TransferResult]":
         """Copies blocks out of the registered memory and commits them.
 
-        The first store under a lease id reserves, and its `retention` counts; other ranks join.
+        The first store under a lease id reserves; other ranks join.
         `after`: nothing is read before; `timeout_s` counts from there. `fence_index`: if the memory
         came with a fence, the word that revokes this store, and ValueError without one; else
-        ignored. `residency_id`: of an open residency of this engine; it pins what this store makes
-        ready from that moment on, and what is ready from its start on. `traceparent`: as `lookup`.
+        ignored.
         """
         connection, fence = self._connection, self._life.fence
         if isinstance(fence, SharedFence):
@@ -186,12 +183,10 @@ class Session(Calls):
                 lease_id,
                 runs,
                 timeout_s,
-                retention,
+                options,
                 fence_index,
                 self._hash_bytes,
                 after,
-                residency_id,
-                traceparent,
             ),
             transfer_id=transfer_id,
             fence_index=fence_index,

@@ -19,6 +19,7 @@ from hotkv.results import BlockResult as BlockResult
 from hotkv.results import TransferStatus as TransferStatus
 from hotkv.retention import NO_RETENTION
 from hotkv.retention import Retention as Retention
+from hotkv.store_options import StoreOptions as StoreOptions
 from hotkv_client.fence import SharedFence
 
 if TYPE_CHECKING:

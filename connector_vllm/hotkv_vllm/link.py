@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from hotkv.layout import Layout
 from hotkv.order import NO_ORDER, DeviceOrder, OrderKind
-from hotkv.retention import NO_RETENTION, Retention
+from hotkv.store_options import NO_OPTIONS, StoreOptions
 from hotkv_client.arena import Arena
 from hotkv_client.fence import SharedFence
 from hotkv_client.types import (
@@ -89,11 +89,9 @@ class CacheSession(Protocol):
         lease_id: str,
         runs: Sequence[BlockRun],
         timeout_s: float,
-        retention: Retention = NO_RETENTION,
+        options: StoreOptions = NO_OPTIONS,
         after: After | None = None,
         fence_index: int = 0,
-        residency_id: str = "",
-        traceparent: str | None = None,
     ) -> "Future[TransferResult]": ...
     def arena(self) -> Arena | None: ...
     def open_residency(

@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from hotkv.keys import KeySpace, Representation
-from hotkv.retention import NO_RETENTION, Retention
+from hotkv.store_options import NO_OPTIONS, StoreOptions
 from hotkv_client.fence import FencePlace
 from hotkv_client.types import BlockRun, LoadRun
 from hotkv_vllm.identity.adapters import NO_WORK, AdapterReport, AdapterWork
@@ -29,7 +29,7 @@ from hotkv_vllm.sparse.rows import SparseRows
 @dataclass(slots=True)
 class LoadJob:
     """Blocks of one request to load under a read lease, with their representations.
-    `traceparent`, here and of a StoreJob: names its span to the server; None for none."""
+    `traceparent`: names its span to the server; None for none."""
 
     request_id: str
     transfer_id: str
@@ -47,18 +47,16 @@ class StoreJob:
     All ranks store their shard under the same lease. `representations`: the blocks, among these or
     stored earlier, whose representations are to be stored. `fence_index`: the word in which the
     scheduler revokes the store; 0 if only workers revoke it. `request_id`: of the resident request
-    that it belongs to, and `residency_id` its name at the server; empty for others.
+    that it belongs to, which `options` name at the server; empty for others.
     """
 
     store_id: int
     lease_id: str
     runs: tuple[BlockRun, ...]
-    retention: Retention = NO_RETENTION
+    options: StoreOptions = NO_OPTIONS
     representations: tuple[BlockRun, ...] = ()
     fence_index: int = 0
-    residency_id: str = ""
     request_id: str = ""
-    traceparent: str | None = None
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.retention import NO_RETENTION, Retention
+from hotkv.store_options import StoreOptions
 from hotkv.table import HEADER, BlockTable, TableGeometry, Words, hash_words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.restore.restore import Restored, restore
@@ -111,10 +112,9 @@ def begin_store(
     residency_id: str = "",
 ) -> list[SlotRun]:
     """All parts of `CacheCore.begin_store`."""
+    options = StoreOptions(retention, residency_id)
     return finished(
-        core.begin_store(
-            session, transfer_id, lease_id, runs, shard_index, ttl_s, now_s, retention, residency_id
-        )
+        core.begin_store(session, transfer_id, lease_id, runs, shard_index, ttl_s, now_s, options)
     )
 
 

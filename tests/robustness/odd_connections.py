@@ -20,7 +20,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from hotkv.layout import FENCE_HANDLE, FENCE_WORDS
 from hotkv.order import NO_ORDER
-from hotkv.retention import NO_RETENTION
+from hotkv.store_options import NO_OPTIONS
 from hotkv.v1 import admin_pb2, events_pb2, session_pb2_grpc, sparse_pb2_grpc
 from hotkv_client import BlockRun, GroupHashes
 from hotkv_client.wire import requests as _wire
@@ -152,7 +152,7 @@ class OddConnections:
                     )
                     self._place.must(
                         session,
-                        _wire.store(f"t{number}", f"l{number}", [run], 20, NO_RETENTION, 0, 32),
+                        _wire.store(f"t{number}", f"l{number}", [run], 20, NO_OPTIONS, 0, 32),
                     )
             self._place.look()
             for what, call in streams:
@@ -214,7 +214,7 @@ class OddConnections:
                     asked[
                         session.put(
                             _wire.store(
-                                f"{number}", f"{number}", [run], 20, NO_RETENTION, fence_index, 32
+                                f"{number}", f"{number}", [run], 20, NO_OPTIONS, fence_index, 32
                             )
                         )
                     ] = "store"

@@ -19,7 +19,7 @@ from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.order import NO_ORDER
-from hotkv.retention import NO_RETENTION
+from hotkv.store_options import NO_OPTIONS
 from hotkv.v1 import session_pb2, sparse_pb2
 from hotkv_client import BlockRun, GroupHashes, Role, SessionConfig
 from hotkv_client.link import descriptor_socket
@@ -117,7 +117,7 @@ class Place:
                 self.must(session, _wire.register_memory(self.plain(NUM_BLOCKS * 8192), NO_ORDER))
                 blocks = [bytes([number]) * 32 for number in range(16)]
                 run = BlockRun(0, blocks, np.arange(16, dtype=INT32))
-                self.must(session, _wire.store("first", "first", [run], 20, NO_RETENTION, 0, 32))
+                self.must(session, _wire.store("first", "first", [run], 20, NO_OPTIONS, 0, 32))
                 self.must(session, _wire.acquire("lease", [GroupHashes(0, blocks)], 0, 32))
                 yield session, blocks
         finally:

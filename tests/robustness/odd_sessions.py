@@ -16,7 +16,8 @@ from hotkv.groups import GroupKind, GroupSpec
 from hotkv.keys import KeySpace, Representation
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.order import NO_ORDER
-from hotkv.retention import NO_RETENTION, Retention
+from hotkv.retention import Retention
+from hotkv.store_options import NO_OPTIONS, StoreOptions
 from hotkv.v1 import cache_pb2, session_pb2, sparse_pb2, sparse_pb2_grpc
 from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, SessionConfig
 from hotkv_client.wire import requests as _wire
@@ -76,7 +77,7 @@ class OddSessions:
                     name,
                     [BlockRun(0, twice, np.arange(16, dtype=INT32))] * chance.choice((1, 3)),
                     20,
-                    NO_RETENTION,
+                    NO_OPTIONS,
                     0,
                     32,
                 )
@@ -192,7 +193,7 @@ class OddSessions:
         )
         ids = np.arange(half, dtype=INT32)
         word, answer = session.ask(
-            _wire.store(name, name, [BlockRun(0, blocks, ids)], 20, NO_RETENTION, 0, 32)
+            _wire.store(name, name, [BlockRun(0, blocks, ids)], 20, NO_OPTIONS, 0, 32)
         )
         self._place.note("layouts: store", word)
         if word == "answered" and set(answer.store.runs[0].results) == {1}:
@@ -284,10 +285,9 @@ class OddSessions:
                     name,
                     [run] * chance.choice((1, 1, 2)),
                     chance.choice((0.001, 20.0)),
-                    NO_RETENTION,
+                    StoreOptions(residency_id=chance.choice(("", name))),
                     0,
                     32,
-                    residency_id=chance.choice(("", name)),
                 )
             case "load":
                 positions = np.array(chance.sample(range(8), min(len(hashes), 8)), INT32)

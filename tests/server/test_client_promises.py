@@ -18,6 +18,7 @@ from hotkv.keys import KeySpace, Representation
 from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv.order import NO_ORDER
 from hotkv.retention import NO_RETENTION
+from hotkv.store_options import NO_OPTIONS
 from hotkv.v1 import cache_pb2, session_pb2
 from hotkv_client import BlockResult, BlockRun, Role, SelectConfig, SessionConfig
 from hotkv_client.wire import requests as _wire
@@ -146,7 +147,7 @@ def test_a_transfers_id_is_no_line_of_the_log(server: Server, raw: Open) -> None
         name = f"{number}\nERROR forged {number}"
         asked = session.put(
             _wire.store(
-                name, f"l{number}", [BlockRun(0, hashes(NUM_BLOCKS), ids)], 20, NO_RETENTION, 0, 32
+                name, f"l{number}", [BlockRun(0, hashes(NUM_BLOCKS), ids)], 20, NO_OPTIONS, 0, 32
             )
         )
         os.truncate(fd, 0)

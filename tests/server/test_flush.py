@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from demo.processes import Server
+from hotkv.store_options import StoreOptions
 from hotkv.table import SLOT_ALIGN
 from hotkv_client import (
     BlockResult,
@@ -50,7 +51,11 @@ def test_a_flush_reaches_every_engine_of_the_key_space_and_no_other(engine: Make
     blocks = hashes(20)
     for each in (one, stranger):
         each.session.store(
-            "s", "s", [BlockRun(0, blocks, block_ids(20))], 20, Retention(pin=True, ttl_s=60)
+            "s",
+            "s",
+            [BlockRun(0, blocks, block_ids(20))],
+            20,
+            StoreOptions(Retention(pin=True, ttl_s=60)),
         ).result(60)
     assert other.session.flush().result(60) == 20
     assert ready(one, blocks) == ready(other, blocks) == 0

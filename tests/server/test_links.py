@@ -14,7 +14,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.layout import FENCE_HANDLE, FENCE_WORDS
 from hotkv.order import NO_ORDER
 from hotkv.results import BlockResult
-from hotkv.retention import NO_RETENTION
+from hotkv.store_options import NO_OPTIONS
 from hotkv.v1 import (
     session_pb2,
 )
@@ -90,7 +90,7 @@ def test_the_page_of_the_link_that_holds_is_read(server: Server, engine: Make) -
     def store(fence_index: int) -> int:
         name, runs = os.urandom(4).hex(), [BlockRun(0, [os.urandom(32)], np.zeros(1, np.int32))]
         call = bare._call(
-            lambda: _wire.store(name, name, runs, 5.0, NO_RETENTION, fence_index, 32),
+            lambda: _wire.store(name, name, runs, 5.0, NO_OPTIONS, fence_index, 32),
             transfer_id=name,
         )
         return int(call.result(60).results[0][0])
@@ -139,7 +139,7 @@ def test_a_store_with_a_fence_index_and_no_fence_is_refused(server: Server, engi
     runs = [BlockRun(0, [os.urandom(32)], np.zeros(1, np.int32))]
     with pytest.raises(HotKVError, match="linked no fence") as raised:
         bare._call(
-            lambda: _wire.store("t", "t", runs, 5.0, NO_RETENTION, 5, 32), transfer_id="t"
+            lambda: _wire.store("t", "t", runs, 5.0, NO_OPTIONS, 5, 32), transfer_id="t"
         ).result(60)
     assert raised.value.reason is Reason.INVALID_FIELD
     bare.close()

@@ -9,6 +9,7 @@ import pytest
 from demo.processes import Server
 from hotkv.errors import HotKVError, Reason
 from hotkv.groups import GroupSpec
+from hotkv.store_options import StoreOptions
 from hotkv.v1 import cache_pb2, session_pb2
 from hotkv_client import BlockRun, RequestReport, Retention
 from hotkv_client.admin import AdminClient
@@ -88,10 +89,14 @@ def test_stores_and_reservations_carry_their_retention(server: Server, engine: M
     one = engine("reports-store")
     kept, passing, reserved = hashes(3)
     one.session.store(
-        "a", "a", [BlockRun(0, [kept], block_ids(1))], 10, Retention(pin=True, ttl_s=60)
+        "a",
+        "a",
+        [BlockRun(0, [kept], block_ids(1))],
+        10,
+        StoreOptions(Retention(pin=True, ttl_s=60)),
     ).result(60)
     one.session.store(
-        "b", "b", [BlockRun(0, [passing], block_ids(1))], 10, Retention(priority=-8)
+        "b", "b", [BlockRun(0, [passing], block_ids(1))], 10, StoreOptions(Retention(priority=-8))
     ).result(60)
     one.session.reserve("c", [BlockRun(0, [reserved])], 60, Retention(pin=True, ttl_s=60)).result(
         10

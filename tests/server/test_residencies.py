@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from demo.processes import runtime_folder
 from hotkv.errors import HotKVError, Reason
+from hotkv.store_options import StoreOptions
 from hotkv.table import BlockTable
 from hotkv_client import (
     Arena,
@@ -119,7 +120,9 @@ def store(
     """Stores blocks of the engine's memory from `first` on; results."""
     name = os.urandom(8).hex()
     run = BlockRun(0, blocks, block_ids(len(blocks), first), depth=first)
-    done = engine.session.store(name, name, [run], TIMEOUT_S, residency_id=residency_id)
+    done = engine.session.store(
+        name, name, [run], TIMEOUT_S, StoreOptions(residency_id=residency_id)
+    )
     return list(done.result(TIMEOUT_S).results[0].tolist())
 
 

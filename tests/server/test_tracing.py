@@ -25,6 +25,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from demo.processes import Server, runtime_folder
 from hotkv import traces
 from hotkv.errors import HotKVError
+from hotkv.store_options import StoreOptions
 from hotkv.traces import Traces
 from hotkv.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_client import BlockRun, GroupHashes, LoadRun
@@ -77,10 +78,10 @@ class Request:
         self.trace_id = os.urandom(15).hex() + "01"
         self.traceparent = f"00-{self.trace_id}-{7:016x}-01"
 
-    def store(self, blocks: list[bytes], traceparent: str | None = None) -> None:
+    def store(self, blocks: list[bytes], traceparent: str = "") -> None:
         name, ids = os.urandom(8).hex(), np.arange(len(blocks), dtype=np.int32)
         ended = self.session.store(
-            name, name, [BlockRun(0, blocks, ids)], 20, traceparent=traceparent
+            name, name, [BlockRun(0, blocks, ids)], 20, StoreOptions(traceparent=traceparent)
         )
         assert ended.result(60).num_bytes == len(blocks) * SLOT_BYTES
 

@@ -193,7 +193,7 @@ def test_retention_goes_with_each_requests_blocks() -> None:
         {},
         lambda: (),
     )
-    assert [(job.retention, stored([job])) for job in jobs] == [
+    assert [(job.options.retention, stored([job])) for job in jobs] == [
         (NO_RETENTION, [(0, [1]), (0, [3])]),
         (kept.retention, [(0, [2])]),
     ]

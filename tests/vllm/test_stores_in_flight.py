@@ -6,7 +6,6 @@ import itertools
 import numpy as np
 import pytest
 
-from hotkv.retention import NO_RETENTION
 from hotkv_client.fence import Revocations, SharedFence
 from hotkv_client.types import BlockResult, BlockRun
 from hotkv_vllm.metadata import StoreJob
@@ -146,7 +145,7 @@ def test_a_plan_that_broke_revokes_all_and_frees_the_words_of_what_was_not_sent(
 def test_the_first_store_of_a_process_may_be_lost_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores_in_flight, "_store_ids", itertools.count(1))
     flight = Parts().planner.in_flight
-    assert flight.begin([BlockRun(0, [b"x"], ids([9]))], [], 5, NO_RETENTION)
+    assert flight.begin([BlockRun(0, [b"x"], ids([9]))], [], 5)
     flight.plan_broke()
     assert not flight.stores and not flight.num_bytes
 
@@ -156,7 +155,7 @@ def test_a_plan_that_broke_takes_back_what_no_worker_was_told_of() -> None:
     (sent,), _ = plan(parts, (parts.state(request("a", 16)), 16))
     parts.planner.in_flight.step()
     flight = parts.planner.in_flight
-    lost = flight.begin([BlockRun(0, [b"x"], ids([9]))], [], 5, NO_RETENTION)
+    lost = flight.begin([BlockRun(0, [b"x"], ids([9]))], [], 5)
     assert lost is not None and flight.reading == {1: sent.store_id, 9: lost.store_id}
     parts.planner.plan_broke()
     assert list(flight.stores) == [sent.store_id] and flight.num_bytes == BLOCK_BYTES

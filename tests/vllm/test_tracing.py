@@ -12,6 +12,7 @@ import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv.retention import NO_RETENTION
+from hotkv.store_options import StoreOptions
 from hotkv.traces import Span, Traces
 from hotkv_client.types import BlockRun
 from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
@@ -86,7 +87,8 @@ def test_the_server_is_told_the_span_of_each_call(
         whole = getattr(FakeSession, name)
 
         def call(*arguments: Any) -> Any:
-            told[name].append(arguments[-1])
+            options = [one for one in arguments if isinstance(one, StoreOptions)]
+            told[name].append(options[0].traceparent if options else arguments[-1])
             return whole(*arguments)
 
         monkeypatch.setattr(FakeSession, name, call)
@@ -109,7 +111,7 @@ def test_the_server_is_told_the_span_of_each_call(
         span = spans[f"hotkv.{name}"]
         assert told[call][-1] == f"00-{span.trace_id}-{span.span_id}-01"
     (store,) = [span for span in collector.spans if span.name == "hotkv.store"]
-    assert f"00-{store.trace_id}-{store.span_id}-01" in told["store"] and None in told["store"]
+    assert f"00-{store.trace_id}-{store.span_id}-01" in told["store"] and "" in told["store"]
     assert told["lookup"][0] is None
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from hotkv.store_options import StoreOptions
 from hotkv_vllm.compat.places import RankPlace
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker import side, stores
@@ -22,11 +23,11 @@ from tests.vllm.worker_parts import (
 
 def test_a_store_is_sent_and_reported_once_when_it_has_ended(rig: Any) -> None:
     one = rig()
-    one.step(stores=(store(fence_index=7, residency_id="of a", traceparent="a span"),))
-    lease_id, runs, timeout_s, _, _, fence_index, residency_id, span = one.session.sent["w1-k0"]
-    assert span == "a span"
+    asked = StoreOptions(residency_id="of a", traceparent="a span")
+    one.step(stores=(store(fence_index=7, options=asked),))
+    lease_id, runs, timeout_s, options, _, fence_index = one.session.sent["w1-k0"]
+    assert options == asked
     assert (lease_id, fence_index, timeout_s) == ("w1", 7, one.config.store_timeout_s)
-    assert residency_id == "of a"
     assert len(runs) == 1 and not one.report() and len(one.worker.stores) == 1
     one.session.end("w1-k0", [STORED, WRITTEN], num_bytes=30)
     assert one.results() == {1: [bytes([STORED, WRITTEN])]}

@@ -15,7 +15,7 @@ from hotkv.errors import HotKVError, Reason
 from hotkv.keys import Representation
 from hotkv.layout import Layout
 from hotkv.order import NO_ORDER, DeviceOrder
-from hotkv.retention import NO_RETENTION, Retention
+from hotkv.store_options import NO_OPTIONS, StoreOptions
 from hotkv_client.fence import SharedFence
 from hotkv_client.testing.fake_calls import FakeCalls, resolve
 from hotkv_client.testing.fake_writes import FakeStore, WriteRun
@@ -142,16 +142,14 @@ class FakeSession(FakeCalls):
         lease_id: str,
         runs: Sequence[BlockRun],
         timeout_s: float,
-        retention: Retention = NO_RETENTION,
+        options: StoreOptions = NO_OPTIONS,
         after: After | None = None,
         fence_index: int = 0,
-        residency_id: str = "",
-        traceparent: str | None = None,
     ) -> Future[Any]:
         if self.fence is not None:
             self.fence.hold(fence_index)
-        self.server.residencies.stored_into.append(residency_id)
-        self.server.retentions.append((retention, runs))
+        self.server.residencies.stored_into.append(options.residency_id)
+        self.server.retentions.append((options.retention, runs))
         begun: list[FakeStore] = []
 
         def begin() -> None:

@@ -16,6 +16,7 @@ from hotkv.keys import KeySpace
 from hotkv.layout import Layout
 from hotkv.order import DeviceOrder
 from hotkv.retention import NO_RETENTION, Retention
+from hotkv.store_options import StoreOptions
 from hotkv.v1 import cache_pb2, layout_pb2, residency_pb2, session_pb2, session_pb2_grpc
 from hotkv.versions import FEATURES, NEWEST_VERSION, OLDEST_VERSION
 from hotkv_client.types import (
@@ -337,12 +338,10 @@ def store(
     lease_id: str,
     runs: Sequence[BlockRun],
     timeout_s: float,
-    retention: Retention,
+    options: StoreOptions,
     fence_index: int,
     hash_bytes: int,
     after: After | None = None,
-    residency_id: str = "",
-    traceparent: str | None = None,
 ) -> Request:
     """Copies blocks from engine memory."""
     return Request(
@@ -352,10 +351,10 @@ def store(
             runs=_runs(runs, hash_bytes),
             timeout_ms=int(timeout_s * 1000),
             fence_index=fence_index,
-            retention=retention_message(retention),
+            retention=retention_message(options.retention),
             after=_mark(after),
-            residency_id=residency_id,
-            traceparent=traceparent or "",
+            residency_id=options.residency_id,
+            traceparent=options.traceparent,
         )
     )
 

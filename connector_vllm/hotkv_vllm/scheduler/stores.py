@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from hotkv.retention import Retention
+from hotkv.store_options import StoreOptions
 from hotkv_client.types import BlockRun
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
@@ -254,10 +255,11 @@ class StorePlanner:
     def _job(self, runs: Sequence[BlockRun], whose: Whose) -> StoreJob | None:
         """The store of these runs; None if it could not be revoked."""
         (retention, request_id, trace), residencies = whose, self._residencies
+        residency_id = residencies.residency_of(request_id) if residencies else ""
         num_bytes = sum(len(run.hashes) * self._slot_bytes[run.group_index] for run in runs)
         blocks, representations = self._representations.split(runs)
-        owner = (request_id, residencies.residency_of(request_id) if residencies else "")
-        job = self.in_flight.begin(blocks, representations, num_bytes, retention, owner, trace)
+        options = StoreOptions(retention, residency_id)
+        job = self.in_flight.begin(blocks, representations, num_bytes, options, request_id, trace)
         if job is None:
             self._stats.add("dropped_blocks", sum(len(run.hashes) for run in runs))
         else:

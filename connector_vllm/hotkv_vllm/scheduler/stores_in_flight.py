@@ -8,10 +8,10 @@ was planned.
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hotkv.retention import Retention
+from hotkv.store_options import NO_OPTIONS, StoreOptions
 from hotkv_client.types import BlockRun
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
 from hotkv_vllm.scheduler.fence import Fence
@@ -108,13 +108,13 @@ class StoresInFlight:
         blocks: Sequence[BlockRun],
         representations: Sequence[BlockRun],
         num_bytes: int,
-        retention: Retention,
-        residency: tuple[str, str] = ("", ""),
+        options: StoreOptions = NO_OPTIONS,
+        request_id: str = "",
         trace: RequestTrace | None = None,
     ) -> StoreJob | None:
-        """A store of these runs; None if it could not be revoked. `residency`: the request that it
-        belongs to, and the name under which the server pins its blocks. `trace`: of the request
-        whose blocks these are, if it is traced."""
+        """A store of these runs; None if it could not be revoked. `request_id`: the resident
+        request that it belongs to; empty for others. `trace`: of the request whose blocks these
+        are, if it is traced."""
         fence_index = self.fence.take()
         if fence_index is None:
             return None
@@ -131,7 +131,7 @@ class StoresInFlight:
             [],
             fence_index,
             time.monotonic(),
-            residency[0],
+            request_id,
             span,
         )
         self.num_bytes += num_bytes
@@ -141,12 +141,10 @@ class StoresInFlight:
             store_id,
             lease_id,
             tuple(blocks),
-            retention,
+            options if span is None else replace(options, traceparent=span.traceparent),
             tuple(representations),
             fence_index,
-            residency[1],
-            residency[0],
-            span and span.traceparent,
+            request_id,
         )
 
     def account(self, report: HotKVWorkerMetadata) -> list[StoreInFlight]:

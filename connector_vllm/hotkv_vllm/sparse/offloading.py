@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv.errors import HotKVError, Reason
+from hotkv.store_options import StoreOptions
 from hotkv_client import BlockRun, ResidencyOpened, Session
 from hotkv_sparse import HotSet, SparseConfig, prepare, score, span
 from hotkv_sparse.config import COPY_METHODS
@@ -381,7 +382,9 @@ class ResidencyPages:
         places = np.array([self._staged[block].place for block in blocks], np.int32)
         self._num_stores += 1
         call, runs = f"{sequence_id}-{self._num_stores}", [BlockRun(0, names, places, depth=first)]
-        stored = self._session.store(call, call, runs, self._timeout_s, residency_id=sequence_id)
+        stored = self._session.store(
+            call, call, runs, self._timeout_s, StoreOptions(residency_id=sequence_id)
+        )
         stored.result(self._timeout_s)
         pinned = self._session.extend_residency(sequence_id, 0, first, names)
         offsets = pinned.result(self._timeout_s).offsets.tolist()

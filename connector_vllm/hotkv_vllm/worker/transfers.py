@@ -70,11 +70,9 @@ class Transfers:
                 job.lease_id,
                 runs,
                 self._config.store_timeout_s,
-                job.retention,
+                job.options,
                 mark.after,
                 job.fence_index,
-                job.residency_id,
-                job.traceparent,
             )
         )
 

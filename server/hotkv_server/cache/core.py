@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from hotkv.keys import KeySpace, Representation
 from hotkv.retention import NO_RETENTION, Retention
+from hotkv.store_options import NO_OPTIONS, StoreOptions
 from hotkv.table import BlockTable
 from hotkv_server.cache.cache_books import make_books
 from hotkv_server.cache.leases.leases import Lease, ReadLease, WriteLease
@@ -239,13 +240,13 @@ class CacheCore:
         shard_index: int,
         ttl_s: float,
         now_s: float,
-        retention: Retention = NO_RETENTION,
-        residency_id: str = "",
+        options: StoreOptions = NO_OPTIONS,
     ) -> Parts[list[SlotRun]]:
         """Makes room, in parts, then starts a store and reserves its blocks; returns the slots to
         copy to. A residency that is open pins what is ready and verified now, and what this store
         makes ready."""
         session = self.sessions.record(session_number)
+        retention, residency_id = options.retention, options.residency_id
         residency = self.residencies.book.named(session, residency_id)
         self._stores.check(session, transfer_id, shard_index)
         yield from self._reservations.make_room(

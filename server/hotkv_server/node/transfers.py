@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hotkv.errors import HotKVError, Reason
 from hotkv.keys import MAX_GROUPS
 from hotkv.order import DeviceMark
-from hotkv.retention import NO_RETENTION, Retention
+from hotkv.store_options import NO_OPTIONS, StoreOptions
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.bounds import Account
 from hotkv_server.cache.values import LoadPositions, Run, SlotRun
@@ -134,18 +134,17 @@ class Transfers:
         runs: list[Run],
         block_ids: BlockIds,
         timeout_s: float,
-        retention: Retention = NO_RETENTION,
+        options: StoreOptions = NO_OPTIONS,
         fence_index: int = 0,
         contents: Sequence[RunContent] = (),
         after: DeviceMark | None = None,
         message_bytes: int = 0,
-        residency_id: str = "",
     ) -> "asyncio.Future[TransferEnd]":
         """Makes room for a store, then starts it. The future is done when the blocks are committed
         or refused and nothing is read any more.
 
         `contents`: one a run, for events; or none. `after`: nothing is read before this mark has
-        passed. `message_bytes`: of the request. `residency_id`: as `CacheCore.begin_store`.
+        passed. `message_bytes`: of the request.
         """
         groups = [run.group_index for run in runs]
         call = self._admit(session, transfer_id, groups, block_ids, timeout_s, after, message_bytes)
@@ -161,8 +160,7 @@ class Transfers:
             shard_index,
             ttl_s,
             time.monotonic(),
-            retention,
-            residency_id,
+            options,
         )
         slots = await in_slices(beginning, self._run_effects)
 

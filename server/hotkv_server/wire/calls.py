@@ -9,6 +9,7 @@ import numpy as np
 from hotkv.errors import HotKVError, Reason
 from hotkv.groups import PREFIX_CLOSED
 from hotkv.keys import MAX_GROUPS
+from hotkv.store_options import StoreOptions
 from hotkv.v1 import cache_pb2, session_pb2, sparse_pb2
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import HashList
@@ -272,8 +273,11 @@ async def store(
     timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
     transfer_id, lease_id = _transfer_id(request.transfer_id), _lease_id(request.lease_id)
     contents = [convert.run_content(run, session.key_space) for run in request.runs]
-    residency_id = convert.name("residency_id", request.residency_id)
-    retention = convert.retention("retention", request.retention)
+    options = StoreOptions(
+        convert.retention("retention", request.retention),
+        convert.name("residency_id", request.residency_id),
+        request.traceparent,
+    )
     return await node.transfers.store(
         session,
         transfer_id,
@@ -281,12 +285,11 @@ async def store(
         runs,
         block_ids,
         timeout_s,
-        retention,
+        options,
         request.fence_index,
         contents,
         space_convert.device_mark(request),
         request.ByteSize(),
-        residency_id,
     )
 
 
