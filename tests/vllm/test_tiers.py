@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.server.support import PATIENT
 from tests.tiers.valkey_support import running
 from tests.vllm.processes import Daemon, EngineProcess, Engines, own_daemon
 from tests.vllm.test_end_to_end import NOISE, RANDOM, difference, prompts, settled, usable
@@ -40,7 +41,7 @@ def test_tokens_are_the_same_from_the_disk(
     model: dict[str, Any],
 ) -> None:
     daemon.flags = ["--tiers.disk.path", str(tmp_path / "disk"), "--tiers.disk.bytes", "64MiB"]
-    daemon.flags += ["--tiers.disk.compress", compress]
+    daemon.flags += ["--tiers.disk.compress", compress, *PATIENT]
     daemon.start()
     start: Callable[..., EngineProcess] = engines.start
     engine = start(write_model(tmp_path / "model", name), daemon.target, **model)
@@ -90,7 +91,7 @@ def test_tokens_are_the_same_from_another_node(
         for one in (daemon, other):
             one.flags = ["--tiers.valkey.address", f"unix:{valkey.path}"]
             # A lookup waits as long as it takes: the machine is slow, and that is not tested.
-            one.flags += ["--tiers.lookup-wait-ms", "20000"]
+            one.flags += PATIENT
             one.start()
         model = write_model(tmp_path / "model", name)
         connector = MODEL["connector"] | {"lookup_timeout_s": 20.0}
