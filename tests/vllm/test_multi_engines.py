@@ -102,7 +102,7 @@ def test_beside_one_that_checks_its_handshake(start: Start, shared_daemon: Daemo
         and difference(cold, warm) < 1e-3
     )
     for engine in (second, first):
-        engine.ask("wait", connected=True, timeout_s=20)
+        engine.ask("wait", connected=True, timeout_s=60)
         engine.ask("reset")
         engine.ask("freeze", call="load", pid=shared_daemon.pid)
         engine.begin("generate", prompts=batch, max_tokens=8)

@@ -81,7 +81,7 @@ def test_a_server_that_dies_while_requests_decode(
     daemon.start()
     answer = engine.answer()
     assert answer["tokens"] == expected["tokens"] and difference(answer, expected) < NOISE
-    engine.ask("wait", connected=True, timeout_s=30)
+    engine.ask("wait", connected=True, timeout_s=60)
     _, counted = asked(engine, prompt)
     assert "hook_errors" not in counted and "sparse_faults" not in counted
     shown = figures(daemon, capsys)["total"]

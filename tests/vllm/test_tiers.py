@@ -62,9 +62,9 @@ def test_tokens_are_the_same_from_the_disk(
 
     def warm() -> Any:
         daemon.lose_arena()
-        engine.ask("wait", connected=False, timeout_s=20)
+        engine.ask("wait", connected=False, timeout_s=60)
         daemon.start()
-        assert engine.ask("wait", connected=True, timeout_s=20)["connected"] == [True, True]
+        assert engine.ask("wait", connected=True, timeout_s=60)["connected"] == [True, True]
         return engine.ask("reset")
 
     warm()
