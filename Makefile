@@ -68,7 +68,7 @@ torture: $(STAMPS)/dev ## an hour of kills and odd inputs: 1,000 kills under tra
 	$(BIN)/python -m tests.robustness.engines --kills 20
 	$(BIN)/python -m tests.robustness.fuzz --inputs 1000000
 
-mutate: $(STAMPS)/dev ## half an hour of small faults in core, dataplane, client and connector: what the tests see; MUTATE="--only proto/hotkv/order.py"
+mutate: $(STAMPS)/dev ## half an hour of small faults in core, dataplane, client and connector: what the tests see; MUTATE="--only proto/hotkv_proto/order.py"
 	$(BIN)/python -m tools.mutate --jobs $(JOBS) $(MUTATE)
 
 check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contract, vLLM's API in all supported versions, wire, generated code and pages, CUDA kernels; names long modules

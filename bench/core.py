@@ -19,10 +19,10 @@ import numpy as np
 
 from bench.holds import operations
 from bench.report import median, parser, print_report
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
-from hotkv.results import BlockResult
-from hotkv.table import SLOT_ALIGN, BlockTable, TableGeometry, Words
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.results import BlockResult
+from hotkv_proto.table import SLOT_ALIGN, BlockTable, TableGeometry, Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.books import finished
 from hotkv_server.cache.room.policies import POLICIES

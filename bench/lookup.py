@@ -17,9 +17,9 @@ import numpy as np
 
 from bench.report import median, parser, percentile, print_report
 from demo.processes import Server, ends_cleanly, runtime_folder
-from hotkv.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_client import BlockRun, GroupHashes, Session
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
 
 COUNTS = (64, 1024, 8192, 65536)
 BLOCKS = 1_000_000

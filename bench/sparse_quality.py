@@ -42,8 +42,8 @@ from bench.sparse.variants import (
     passes,
     resident_variants,
 )
-from hotkv.errors import HotKVError
 from hotkv_client.command.tables import table
+from hotkv_proto.errors import HotKVError
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.centre_file import read_centres
 from tools.smollm2 import prepare

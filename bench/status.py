@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 
 from bench.core import SIZES, Bench
 from bench.report import median, parser, print_report
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache import inspect
 from hotkv_server.cache.room.arena_map import draw
 from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS, Account

@@ -33,9 +33,9 @@ import numpy as np
 from bench import compression
 from bench.report import parser, print_report
 from demo.processes import ends_cleanly
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
-from hotkv.table import Words
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.table import Words
 from hotkv_server.cache.catalog import Catalog
 from hotkv_server.cache.restore.restore import Below, restore_below
 from hotkv_server.cache.room.policies import POLICIES

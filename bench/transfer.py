@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from bench.report import median, parser, percentile, print_report
 from demo.processes import Server, ends_cleanly, runtime_folder
-from hotkv import native
 from hotkv_client import BlockResult, BlockRun, GroupHashes, LoadRun, TransferStatus
 from hotkv_client.testing import PagedEngine
+from hotkv_proto import native
 
 LAYERS = 16
 TOKEN_BYTES = 2 * 8 * 128 * 2
@@ -105,7 +105,7 @@ class Engine(PagedEngine):
 def threaded_memcpy(dst: NDArray[np.uint8], src: NDArray[np.uint8]) -> Callable[[], float]:
     """Seconds of one memcpy of the same bytes, contiguous, cut over as many threads as the server
     copies with."""
-    kernels = native.load("hotkv.kernels")
+    kernels = native.load("hotkv_proto.kernels")
     assert kernels is not None, "the benchmark needs numba"
     bounds = np.linspace(0, dst.nbytes, COPY_THREADS + 1).astype(np.int64)
 

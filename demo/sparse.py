@@ -27,9 +27,9 @@ from demo.processes import (
 )
 from demo.progress import step
 from demo.watched import Batch, Watched
-from hotkv.errors import HotKVError
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.tables import human_bytes
+from hotkv_proto.errors import HotKVError
 
 CONTEXT_TOKENS = 65_536
 POOL_TOKENS = 8_192

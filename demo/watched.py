@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 
 from demo.processes import Engine, EngineSettings, Server
-from hotkv.errors import HotKVError
 from hotkv_client.admin import AdminClient
+from hotkv_proto.errors import HotKVError
 
 SETTLING_STEPS = 4
 """First steps of a decode, which complete its hot sets."""

@@ -26,7 +26,7 @@ MAX_ORDER_BYTES = 1 << 17
 
 
 def _preload() -> None:
-    from hotkv import native
+    from hotkv_proto import native
     from hotkv_server.cli import KERNELS
 
     # As `hotkv-server run` has it when it loads gRPC.

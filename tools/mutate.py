@@ -2,7 +2,7 @@
 that belong to the file.
 
     python -m tools.mutate --minutes 30            # a sample by chance; --seed repeats it
-    python -m tools.mutate --only proto/hotkv/order.py --number 999
+    python -m tools.mutate --only proto/hotkv_proto/order.py --number 999
 
 Always true: a mutant lives in a copy of the tree, never in the checkout; each worker has a copy of
 its own. A mutant is killed when a test fails that passes without it, or its tests do not end. One
@@ -100,10 +100,10 @@ RESIDENTS = (
     "tests/vllm/test_residency_faults.py"
 )
 TESTS: dict[str, str] = {
-    "proto/hotkv/order.py": "tests/core/test_order.py",
-    "proto/hotkv/table.py": "tests/wire/test_rereads.py tests/core/test_index.py",
-    "proto/hotkv/layout.py": "tests/core/test_layout.py tests/core/test_layout_copies.py",
-    "proto/hotkv/kernels.py": (
+    "proto/hotkv_proto/order.py": "tests/core/test_order.py",
+    "proto/hotkv_proto/table.py": "tests/wire/test_rereads.py tests/core/test_index.py",
+    "proto/hotkv_proto/layout.py": "tests/core/test_layout.py tests/core/test_layout_copies.py",
+    "proto/hotkv_proto/kernels.py": (
         "tests/wire/test_rereads.py tests/dataplane/test_streaming.py tests/core/test_index.py"
     ),
     "server/hotkv_server/cache/room/policies/": POLICY,

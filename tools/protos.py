@@ -9,6 +9,7 @@ load there.
 import argparse
 import difflib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,12 +19,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "proto"
 PACKAGE = Path("hotkv/v1")
+"""Of the wire's files; the Python code is that of `hotkv_proto.v1`: other products are imported as
+`hotkv`."""
+MODULES = Path("hotkv_proto/v1")
+IMPORTS = re.compile(r"\bhotkv\.v1(?=\.\w+_pb2\b| import )")
+"""The generated modules' names for each other."""
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 
 def generated_files(root: Path) -> Iterator[Path]:
     """Names of generated files below `root`, relative to it, in order."""
-    for path in sorted((root / PACKAGE).iterdir()):
+    for path in sorted((root / MODULES).iterdir()):
         if path.name.endswith(SUFFIXES):
             yield path.relative_to(root)
 
@@ -39,6 +45,10 @@ def generate(target: Path) -> None:
     # protoc finds its mypy plugins beside the interpreter.
     plugins = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     subprocess.run(command, check=True, cwd=SOURCE, env={**os.environ, "PATH": plugins})
+    (target / MODULES).parent.mkdir()
+    (target / PACKAGE).rename(target / MODULES)
+    for path in (target / MODULES).iterdir():
+        path.write_text(IMPORTS.sub(".".join(MODULES.parts), path.read_text()))
 
 
 def read(path: Path) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.kernels import U8, CudaArrays, HostArrays, array_kernels
 from bench.report import median
-from hotkv.errors import HotKVError
+from hotkv_proto.errors import HotKVError
 from hotkv_sparse.cuda.arena import (
     PAGEABLE_ACCESS,
     READ_ONLY_REGISTER,

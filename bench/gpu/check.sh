@@ -79,7 +79,7 @@ import sys
 
 WHEELS = {
     "torch": "torch, of the machine", "numba": "numba and llvmlite, of the machine", "cupy": "cupy-cuda12x or -cuda13x, of the machine", "grpc": "grpcio", "google.protobuf": "protobuf",
-    "hotkv.v1.cache_pb2": "protobuf, 5.29 or newer", "grpc_health.v1.health": "grpcio-health-checking",
+    "hotkv_proto.v1.cache_pb2": "protobuf, 5.29 or newer", "grpc_health.v1.health": "grpcio-health-checking",
     "grpc_reflection.v1alpha.reflection": "grpcio-reflection", "grpc_channelz.v1.channelz": "grpcio-channelz",
     "prometheus_client": "prometheus-client", "h11": "h11", "pydantic_settings": "pydantic-settings", "hotkv_server.daemon": "see above",
 }
@@ -169,7 +169,7 @@ fi
 
 can_test="" can_serve="" has_gpu="" can_compute=""   # pytest; a server; a GPU and CuPy; the kernels of sparse decode, here or on the CPU
 if has pytest | tee -a "$out/check.log"; then can_test=1; fi
-if has numba grpc google.protobuf hotkv.v1.cache_pb2 grpc_health.v1.health grpc_reflection.v1alpha.reflection grpc_channelz.v1.channelz \
+if has numba grpc google.protobuf hotkv_proto.v1.cache_pb2 grpc_health.v1.health grpc_reflection.v1alpha.reflection grpc_channelz.v1.channelz \
   prometheus_client pydantic_settings uvloop h11 hotkv_server.daemon torch | tee -a "$out/check.log"; then can_serve=1; fi
 if [[ -n $made_up ]]; then
   if [[ -n $can_test ]] && command -v g++ >/dev/null; then can_compute=1; fi

@@ -21,9 +21,6 @@ import torch
 from bench.gpu.shape import Shape
 from bench.gpu.sides import Cuda, MadeUp, Side
 from demo.processes import SHM, Child, Server
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
-from hotkv.layout import Layout
 from hotkv_client import (
     BlockRun,
     EngineMemory,
@@ -36,6 +33,9 @@ from hotkv_client import (
     TransferStatus,
 )
 from hotkv_client.types import After, Int32s
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.layout import Layout
 from hotkv_vllm.worker.exported import ExportedMemory
 
 DEADLINE_S = 30.0

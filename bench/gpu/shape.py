@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hotkv.layout import PageTensor
+from hotkv_proto.layout import PageTensor
 
 HEADS = 8
 

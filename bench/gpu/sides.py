@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hotkv.layout import MemoryHandle
+from hotkv_proto.layout import MemoryHandle
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
 from hotkv_server.testing.with_devices import FakeDevices
 from hotkv_vllm.worker.device_order import WORDS_HANDLE, CudaDevice, Event, Marks, Words

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from bench.load.traffic import universe
-from hotkv.errors import HotKVError
 from hotkv_client import GroupHashes
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import HotKVError
 
 CONNECT = "/hotkv.v1.SessionService/Connect"
 LOOKUP = "/hotkv.v1.CacheService/Lookup"

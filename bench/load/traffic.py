@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotkv.errors import HotKVError
 from hotkv_client import BlockRun, GroupHashes, LoadRun
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import HotKVError
 
 LAYERS, PAGE_BYTES, NUM_BLOCKS = 2, 8192, 64
 BLOCKS_A_CALL = 16

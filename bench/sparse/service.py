@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 import hotkv_sparse
 from bench.report import median
 from demo.processes import Server, runtime_folder
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace, Representation
-from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv_client import BlockRun, EngineMemory, Role, SelectConfig, Session, SessionConfig
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_sparse.selector import Source, select_layer
 
 KV_HEADS = 8

@@ -1,7 +1,6 @@
 """Client of hotkv-server: sessions for engines, admin calls for people. Light: grpcio, protobuf and
 numpy."""
 
-from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv_client.arena import Arena
 from hotkv_client.session import Session
 from hotkv_client.types import (
@@ -32,6 +31,7 @@ from hotkv_client.types import (
     TransferResult,
     TransferStatus,
 )
+from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 
 __all__ = [
     "After",

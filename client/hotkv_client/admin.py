@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from hotkv.counters import sparse_figures
-from hotkv.errors import HotKVError
 from hotkv_client import channels
 from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.types import NO_CREDENTIALS, Credentials, WatchedRequest
 from hotkv_client.wire import admin as _admin_wire
 from hotkv_client.wire import warm_start as _warm_wire
+from hotkv_proto.counters import sparse_figures
+from hotkv_proto.errors import HotKVError
 
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
 EXPORT_TIMEOUT_S = 300.0

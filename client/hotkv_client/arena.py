@@ -13,14 +13,14 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.words import GENERATION
 from hotkv_client.mapping import map_file
 from hotkv_client.types import ResidencyOpened
+from hotkv_proto.words import GENERATION
 
 
 class Arena:
     """`memory` uint8 [bytes], a read-only array; `is_writable`: its pages are writable, for CUDA.
-    `words` uint64 [n], read-only: see `hotkv.words`; none from a server without residencies.
+    `words` uint64 [n], read-only: see `hotkv_proto.words`; none from a server without residencies.
     `file_id`: (device, inode) of its file.
 
     A server that takes over the arena of an earlier one has the same `file_id`: memory that was

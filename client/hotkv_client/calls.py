@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.parts import join_masks, joined, split_groups
 from hotkv_client.types import (
     BlockRun,
@@ -36,6 +35,7 @@ from hotkv_client.types import (
 from hotkv_client.wire import reports as _report_wire
 from hotkv_client.wire import requests as _wire
 from hotkv_client.wire import sparse as _sparse_wire
+from hotkv_proto.retention import NO_RETENTION, Retention
 
 
 class Calls(ABC):

@@ -17,11 +17,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from hotkv.errors import HotKVError, Reason, SessionLostError
-from hotkv.layout import FENCE_HANDLE
-from hotkv.limits import MAX_MESSAGE_BYTES
-from hotkv.order import OrderKind
-from hotkv.table import BlockTable
 from hotkv_client import channels
 from hotkv_client.fence import Fence, SharedFence
 from hotkv_client.link import Link, descriptor_socket
@@ -35,6 +30,11 @@ from hotkv_client.types import (
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
 from hotkv_client.wire import sparse as _sparse_wire
+from hotkv_proto.errors import HotKVError, Reason, SessionLostError
+from hotkv_proto.layout import FENCE_HANDLE
+from hotkv_proto.limits import MAX_MESSAGE_BYTES
+from hotkv_proto.order import OrderKind
+from hotkv_proto.table import BlockTable
 
 log = logging.getLogger(__name__)
 

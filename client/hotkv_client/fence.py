@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.layout import FENCE_WORDS
+from hotkv_proto.layout import FENCE_WORDS
 
 SHARED_WORDS = 500
 """Words of a shared fence for stores: 1 to SHARED_WORDS - 1. Word SHARED_WORDS + i is not zero

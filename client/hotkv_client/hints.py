@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from hotkv.errors import HotKVError
 from hotkv_client import channels
 from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.types import NO_CREDENTIALS, Credentials
 from hotkv_client.wire import hints as _hint_wire
+from hotkv_proto.errors import HotKVError
 
 
 class HintClient:

@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 import grpc
 
-from hotkv.errors import HotKVError, Reason
 from hotkv_client.connection import Connection
 from hotkv_client.fence import Fence, SharedFence
 from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.types import EngineMemory, LinkState, SessionConfig
 from hotkv_client.wire import answers as _answers
+from hotkv_proto.errors import HotKVError, Reason
 
 CLOSE_WAIT_S = 5.0
 logger = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from hotkv.table import BlockTable
 from hotkv_client.arena import Arena
 from hotkv_client.mapping import map_file
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.table import BlockTable
 
 SOCKET_NAME = "fd.sock"
 MAX_PACKET_BYTES = 65536

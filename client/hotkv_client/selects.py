@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 
-from hotkv.errors import HotKVError, Reason, SessionLostError
 from hotkv_client.types import Float32s, SelectedBlocks
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import sparse as _sparse_wire
+from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 
 CLOSED = "the session was closed during a selection"
 

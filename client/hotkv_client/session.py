@@ -9,9 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from hotkv.errors import HotKVError, Reason, SessionLostError
-from hotkv.order import OrderKind
-from hotkv.store_options import NO_OPTIONS, StoreOptions
 from hotkv_client.arena import Arena
 from hotkv_client.calls import Calls
 from hotkv_client.connection import Connection, Pending
@@ -29,6 +26,9 @@ from hotkv_client.types import (
     TransferResult,
 )
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.errors import HotKVError, Reason, SessionLostError
+from hotkv_proto.order import OrderKind
+from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
 
 
 class Session(Calls):

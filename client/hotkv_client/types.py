@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.hints import NO_HINTS, Hints
-from hotkv.keys import KeySpace, Representation
-from hotkv.layout import Layout
-from hotkv.misses import Miss
-from hotkv.order import NO_ORDER, DeviceOrder
-from hotkv.order import DeviceMark as DeviceMark
-from hotkv.order import OrderKind as OrderKind
-from hotkv.results import BlockResult as BlockResult
-from hotkv.results import TransferStatus as TransferStatus
-from hotkv.retention import NO_RETENTION
-from hotkv.retention import Retention as Retention
-from hotkv.store_options import StoreOptions as StoreOptions
 from hotkv_client.fence import SharedFence
+from hotkv_proto.hints import NO_HINTS, Hints
+from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.layout import Layout
+from hotkv_proto.misses import Miss
+from hotkv_proto.order import NO_ORDER, DeviceOrder
+from hotkv_proto.order import DeviceMark as DeviceMark
+from hotkv_proto.order import OrderKind as OrderKind
+from hotkv_proto.results import BlockResult as BlockResult
+from hotkv_proto.results import TransferStatus as TransferStatus
+from hotkv_proto.retention import NO_RETENTION
+from hotkv_proto.retention import Retention as Retention
+from hotkv_proto.store_options import StoreOptions as StoreOptions
 
 if TYPE_CHECKING:
     from hotkv_sparse.centre import Centres
@@ -104,7 +104,7 @@ class RequestReport:
     `device_hit_tokens` hit in the engine's own device cache, `hit_tokens` there or in hotkv.
     `age_s`: since it came to the engine. `session_id`: as its router has named it. `hints`: all
     that it brought; `retention` says the same of its own blocks, for those that it stores. `miss`:
-    why the tokens beyond the hit missed, one of `hotkv.misses.SAID_BY_ENGINES`. `saved_s`: of
+    why the tokens beyond the hit missed, one of `hotkv_proto.misses.SAID_BY_ENGINES`. `saved_s`: of
     prefill, by what hit in hotkv. `wait_s`: for lookups and leases. `report_id`: names the request
     in `LoadEnd`, 0 for none.
     """

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import urlsplit
 
-from hotkv.errors import HotKVError
 from hotkv_client.types import Credentials
+from hotkv_proto.errors import HotKVError
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.centre_file import read_centres

@@ -12,9 +12,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.layout import Layout
-from hotkv.order import NO_ORDER, DeviceOrder, OrderKind
-from hotkv.store_options import NO_OPTIONS, StoreOptions
 from hotkv_client.arena import Arena
 from hotkv_client.fence import SharedFence
 from hotkv_client.types import (
@@ -37,6 +34,9 @@ from hotkv_client.types import (
     SessionConfig,
     TransferResult,
 )
+from hotkv_proto.layout import Layout
+from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
+from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
 
 logger = logging.getLogger("vllm.hotkv")
 """Below vLLM's own logger, so that its handlers and level apply."""

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import hotkv
-from hotkv import native
-from hotkv.command_line import Parser
+import hotkv_proto
+from hotkv_proto import native
+from hotkv_proto.command_line import Parser
 from hotkv_server import arenas, logs
 from hotkv_server.simulate import command as simulation
 
 USAGE_ERROR = 2
 KERNELS = (
-    "hotkv.kernels",
+    "hotkv_proto.kernels",
     "hotkv_sparse.kernels",
     "hotkv_server.cache.table.kernels",
     "hotkv_server.cache.room.policies.kernels",
@@ -32,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit status: 0; 1 if the server could not start; 2 for bad settings
     or input. A broken invariant ends the process with 70."""
     parser = Parser(prog="hotkv-server", description="KV cache server for vLLM.")
-    parser.add_argument("--version", action="version", version=f"hotkv-server {hotkv.__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"hotkv-server {hotkv_proto.__version__}"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
         "run",

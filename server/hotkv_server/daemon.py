@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-import hotkv
+import hotkv_proto
 from hotkv_server import systemd
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
@@ -228,7 +228,7 @@ def say_ready(settings: Settings, opened: Opened, listeners: Listeners, started_
     log.info(
         "ready version=%s socket=%s arena_bytes=%d filled_bytes=%d huge_bytes=%d copy_threads=%d "
         "http_port=%s tcp_port=%s start_s=%.2f",
-        hotkv.__version__,
+        hotkv_proto.__version__,
         settings.grpc_socket,
         settings.arena.bytes,
         opened.memory.filling.filled_bytes,
@@ -259,7 +259,7 @@ async def serve(
     process.prepare()
     log.info(
         "starting version=%s runtime_dir=%s arena_bytes=%d",
-        hotkv.__version__,
+        hotkv_proto.__version__,
         settings.runtime_dir,
         settings.arena.bytes,
     )

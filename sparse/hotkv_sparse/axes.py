@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import formats, rope
 from hotkv_sparse.formats import COARSE_CHANNELS, FINE_CHANNELS
 from hotkv_sparse.rotation import rotate

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.axes import Axes
 from hotkv_sparse.formats import FORMATS, RUN_TOKENS, format_named
 from hotkv_sparse.representations import build

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.axes import Axes
 from hotkv_sparse.centre import TOKEN_FORMATS, Centres, LayerCentre
 from hotkv_sparse.formats import FORMATS

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.formats import FORMATS, token_scorer
 
 COPY_METHODS = ("memcpy", "batch", "kernel", "auto")

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hotkv import native
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto import native
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import hotset_eviction as eviction
 from hotkv_sparse import hotset_reference as reference
 from hotkv_sparse.config import CACHE_POLICIES

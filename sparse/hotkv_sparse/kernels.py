@@ -1,5 +1,5 @@
-"""All numba kernels of sparse selection. Import through `hotkv.native.load`, never at import time;
-the first import compiles for seconds.
+"""All numba kernels of sparse selection. Import through `hotkv_proto.native.load`, never at import
+time; the first import compiles for seconds.
 
 Always true: an import of this module loads every kernel, so `hotkv-server compile` and an image
 have them all. numba's disk cache notices a change of the file that defines a kernel, and misses one

@@ -14,8 +14,8 @@ from types import ModuleType
 import numpy as np
 import numpy.typing as npt
 
-from hotkv import native
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto import native
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import axis_codes, formats
 from hotkv_sparse.axes import Axes, run_channels
 from hotkv_sparse.formats import NO_TOKEN, RUN_TOKENS, Format

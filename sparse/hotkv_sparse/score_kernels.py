@@ -15,7 +15,7 @@ import numba
 import numpy as np
 from numba import types
 
-from hotkv.kernels import prefetch_address
+from hotkv_proto.kernels import prefetch_address
 from hotkv_sparse import score_lanes as lanes
 from hotkv_sparse.vectors import MIN_SCORE
 

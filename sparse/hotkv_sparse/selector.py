@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hotkv import native
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto import native
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.axes import Axes
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.scores import prepare, score

@@ -12,7 +12,7 @@ import functools
 
 import torch
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import formats
 from hotkv_sparse.formats import Format
 from hotkv_sparse.rotation import passes, signs

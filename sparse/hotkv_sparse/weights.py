@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hotkv import native
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto import native
+from hotkv_proto.errors import HotKVError, Reason
 
 F32 = npt.NDArray[np.float32]
 

@@ -11,9 +11,9 @@ from types import ModuleType
 
 import numpy as np
 
-from hotkv import table
-from hotkv.results import BlockResult
-from hotkv.table import RESERVED_FLAG
+from hotkv_proto import table
+from hotkv_proto.results import BlockResult
+from hotkv_proto.table import RESERVED_FLAG
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.pin_budget import PinBudget
 from hotkv_server.cache.leases.retentions import RetentionPins

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis.stateful import precondition, rule
 
-from hotkv.errors import Reason
+from hotkv_proto.errors import Reason
 from hotkv_server.cache.leases.pin_budget import most_pinned
 from hotkv_server.cache.values import HashList, LoadPositions
 from tests.core.cache_machine import (

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import hypothesis.strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
-from hotkv import words
-from hotkv.errors import Reason
-from hotkv.results import BlockResult
+from hotkv_proto import words
+from hotkv_proto.errors import Reason
+from hotkv_proto.results import BlockResult
 from hotkv_server.cache.leases.pin_budget import most_pinned
 from hotkv_server.cache.table.reader_words import Uint64s
 from hotkv_server.cache.values import OpenedResidency

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
-from hotkv.retention import NO_RETENTION, Retention
-from hotkv.store_options import StoreOptions
-from hotkv.table import HEADER, BlockTable, TableGeometry, Words, hash_words
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.store_options import StoreOptions
+from hotkv_proto.table import HEADER, BlockTable, TableGeometry, Words, hash_words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.restore.restore import Restored, restore
 from hotkv_server.cache.room import incremental

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
 from hotkv_server.cache import inspect
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import AGES_S

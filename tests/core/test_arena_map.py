@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hotkv.keys import Representation
-from hotkv.table import SLOT_ALIGN, STATE_READY
+from hotkv_proto.keys import Representation
+from hotkv_proto.table import SLOT_ALIGN, STATE_READY
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import arena_map
 from hotkv_server.cache.room.arena_map import ArenaMap, draw

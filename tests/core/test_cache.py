@@ -7,7 +7,7 @@ from collections.abc import Callable
 import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 
-from hotkv.errors import Reason
+from hotkv_proto.errors import Reason
 from hotkv_server.cache.values import HashList, Run
 from tests.core.cache_machine import MAX_BLOCKS, NUMBERS
 from tests.core.cache_reads import ReadRules

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.results import BlockResult
-from hotkv.table import RESERVED_FLAG, SLOT_ALIGN
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.results import BlockResult
+from hotkv_proto.table import RESERVED_FLAG, SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace, Representation
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace, Representation
 from hotkv_server.cache.catalog import FORGET_S, MAX_KEY_SPACES, weight_bytes
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES

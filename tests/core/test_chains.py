@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hotkv import table
+from hotkv_proto import table
 from hotkv_server.cache.table import kernels
 from tests.core.support import words_of
 from tests.core.test_retention import Cache

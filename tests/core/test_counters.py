@@ -11,8 +11,8 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from hotkv.results import BlockResult
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.results import BlockResult
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from demo.processes import runtime_folder
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, Run

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from numpy.typing import NDArray
 
-from hotkv.groups import (
+from hotkv_proto.groups import (
     PREFIX_CLOSED,
     PROBES_PER_ROUND,
     WINDOWED,

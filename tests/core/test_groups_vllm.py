@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv.groups import (
+from hotkv_proto.groups import (
     WINDOWED,
     BoolMask,
     GroupKind,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hotkv.hints import Status
-from hotkv.table import Words
+from hotkv_proto.hints import Status
+from hotkv_proto.table import Words
 from hotkv_server.cache.table.prefixes import Chains, chain_keys, common_blocks
 from hotkv_server.cache.values import Outcome
 from hotkv_server.hints.book.outcomes import HintBook, HintLimits, TenantHints

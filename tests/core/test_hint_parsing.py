@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv import hints
-from hotkv.hints import Action, ActionType, Hints, Rejection, Target, read
-from hotkv.retention import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
-from hotkv.v1 import hints_pb2
+from hotkv_proto import hints
+from hotkv_proto.hints import Action, ActionType, Hints, Rejection, Target, read
+from hotkv_proto.retention import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
+from hotkv_proto.v1 import hints_pb2
 from hotkv_server.hints import messages as hint_convert
 
 

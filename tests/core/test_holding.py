@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from hotkv.results import BlockResult
-from hotkv.retention import NO_RETENTION, Retention
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.results import BlockResult
+from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import Hotness
 from hotkv_server.cache.room.policies.duel import Contender, Duel

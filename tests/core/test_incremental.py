@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hotkv import native
-from hotkv.keys import MAX_GROUPS, Representation
-from hotkv.results import BlockResult
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto import native
+from hotkv_proto.keys import MAX_GROUPS, Representation
+from hotkv_proto.results import BlockResult
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import books, incremental, rebalancing, removal, slab_choice
 from hotkv_server.cache.room import making as room

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hotkv import native, table
-from hotkv.table import (
+from hotkv_proto import native, table
+from hotkv_proto.table import (
     HEADER,
     RESERVED_FLAG,
     SLOT_ALIGN,
@@ -419,7 +419,7 @@ def test_short_files_are_refused() -> None:
 def test_kernels_have_the_constants_of_the_table() -> None:
     """A kernel compiles its constants in, so it has its own; numba would not see those of another
     file change."""
-    kernels = native.require("hotkv.kernels")
+    kernels = native.require("hotkv_proto.kernels")
     both = {name for name in vars(kernels) if name.isupper() and hasattr(table, name)}
     assert {"MAX_PROBE_BUCKETS", "WAYS"} <= both
     assert all(getattr(kernels, name) == getattr(table, name) for name in both)

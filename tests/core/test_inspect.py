@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import hotkv_server
-from hotkv.keys import MAX_GROUPS, Representation
-from hotkv.table import SLOT_ALIGN, STATE_READY, STATE_RESERVED
+from hotkv_proto.keys import MAX_GROUPS, Representation
+from hotkv_proto.table import SLOT_ALIGN, STATE_READY, STATE_RESERVED
 from hotkv_server.cache import inspect
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU

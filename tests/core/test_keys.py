@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import (
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import (
     MAX_GROUPS,
     MAX_HASH_BYTES,
     MIN_HASH_BYTES,

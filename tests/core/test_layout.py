@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from numpy.typing import NDArray
 
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import Representation
-from hotkv.layout import MAX_DIMS, CopyRuns, Layout, MemoryHandle, PageTensor
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import Representation
+from hotkv_proto.layout import MAX_DIMS, CopyRuns, Layout, MemoryHandle, PageTensor
 
 Bytes = NDArray[np.uint8]
 

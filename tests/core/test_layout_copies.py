@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from numpy.typing import NDArray
 
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.layout import Int64s, Layout, MemoryHandle, PageTensor, Recipe
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.layout import Int64s, Layout, MemoryHandle, PageTensor, Recipe
 from hotkv_server.dataplane.engine import CopyJob, Outcome
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region, block_copies

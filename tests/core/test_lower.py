@@ -12,8 +12,8 @@ import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hotkv import table
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto import table
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import incremental
 from hotkv_server.cache.room.policies import POLICIES

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotkv import table
-from hotkv.keys import KeySpace
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto import table
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, Run

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv.words import file_bytes
+from hotkv_proto.words import file_bytes
 from hotkv_server.memory import numa
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.numa import Placement

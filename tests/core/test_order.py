@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hotkv.order import has_reached
+from hotkv_proto.order import has_reached
 
 WRAP = 1 << 32
 STARTS = (0, 1, (1 << 31) - 1, 1 << 31, WRAP - 1)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.leases import retentions as holds_module
 from hotkv_server.cache.leases.retentions import RetentionPins
 from hotkv_server.cache.room.tenants import TenantBook

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hotkv import table
-from hotkv.table import SLOT_ALIGN, Words
+from hotkv_proto import table
+from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.catalog import Catalog
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.restore.restore import Below, Restored, restore_below

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from demo.processes import runtime_folder
-from hotkv.table import RECORD_WORDS, TableGeometry
+from hotkv_proto.table import RECORD_WORDS, TableGeometry
 from hotkv_server.memory import records as records_module
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.records import RecordsMemory

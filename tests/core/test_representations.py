@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import MAX_GROUPS, Representation
-from hotkv.results import BlockResult
-from hotkv.table import RESERVED_FLAG, SLOT_ALIGN
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import MAX_GROUPS, Representation
+from hotkv_proto.results import BlockResult
+from hotkv_proto.table import RESERVED_FLAG, SLOT_ALIGN
 from hotkv_server.cache.catalog import MAX_REPRESENTATIONS
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU, POLICIES

@@ -4,13 +4,13 @@ and what can't be kept is not kept quietly."""
 import numpy as np
 import pytest
 
-from hotkv import table
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import Representation
-from hotkv.results import BlockResult
-from hotkv.retention import Retention
-from hotkv.table import SLOT_ALIGN
-from hotkv.words import GENERATION, LATEST, MAX_SESSION_WORD
+from hotkv_proto import table
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import Representation
+from hotkv_proto.results import BlockResult
+from hotkv_proto.retention import Retention
+from hotkv_proto.table import SLOT_ALIGN
+from hotkv_proto.words import GENERATION, LATEST, MAX_SESSION_WORD
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.restore.restore import restore
 from hotkv_server.cache.room import incremental

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hotkv import table
-from hotkv.keys import Representation
-from hotkv.results import BlockResult
-from hotkv.table import SLOT_ALIGN, Words
+from hotkv_proto import table
+from hotkv_proto.keys import Representation
+from hotkv_proto.results import BlockResult
+from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.restore.restore import restore
 from hotkv_server.cache.room.policies import POLICIES

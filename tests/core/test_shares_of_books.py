@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import KeySpace
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.leases import read_weight
 from hotkv_server.cache.room import incremental

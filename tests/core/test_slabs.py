@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hotkv import native
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto import native
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.room.slabs import SlabPool, aligned
 from tests.oracles import table as oracle
 

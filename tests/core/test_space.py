@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.room import removal
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.slabs import aligned

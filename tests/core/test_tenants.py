@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import MAX_GROUPS
-from hotkv.table import SLOT_ALIGN, Words
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import MAX_GROUPS
+from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.room import burst_bounds
 from hotkv_server.cache.room.burst_bounds import keep_bounds
 from hotkv_server.cache.room.policies import POLICIES

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hotkv.keys import KeySpace
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run, TenantShare

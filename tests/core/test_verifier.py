@@ -4,9 +4,9 @@ what changed meanwhile is left alone."""
 import numpy as np
 import pytest
 
-from hotkv.errors import HotKVError
-from hotkv.keys import Representation
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.errors import HotKVError
+from hotkv_proto.keys import Representation
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, Entries, HashList, LoadPositions, Run

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.layout import Int64s, Layout, MemoryHandle, PageTensor, Recipe
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.layout import Int64s, Layout, MemoryHandle, PageTensor, Recipe
 from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
 from hotkv_server.dataplane.cuda.values import Method
 from hotkv_server.dataplane.engine import Outcome

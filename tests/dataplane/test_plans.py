@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.layout import Layout, MemoryHandle, PageTensor
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_server.dataplane.plan import PIECE_RUNS, BlockCopies, Region, block_copies, num_shares
 
 MIB = 1 << 20

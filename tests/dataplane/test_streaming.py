@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hotkv import native
-from hotkv.layout import Recipe
+from hotkv_proto import native
+from hotkv_proto.layout import Recipe
 from hotkv_server.dataplane import host
 from hotkv_server.dataplane.engine import CopyJob, Outcome
 from hotkv_server.dataplane.host import HostCopyEngine
@@ -57,7 +57,7 @@ class Memories:
             Region(memory.ctypes.data, len(memory), "memory") for memory in (self.dst, self.src)
         ]
         plan = CopyPlan(*regions, to, at, sizes)
-        kernels = native.require("hotkv.kernels")
+        kernels = native.require("hotkv_proto.kernels")
         kernels.copy_runs(
             plan.dst.address, plan.src.address, to, at, sizes, start, end, how == "streamed"
         )

@@ -90,10 +90,10 @@ def wheel(folder: Path, version: str) -> Path:
         shutil.copy(ROOT / part, source)
     for part in ("proto", "sparse", "client", "server", "connector_vllm"):
         copy_sent(part, source / part)
-    named = source / "proto" / "hotkv" / "__init__.py"
-    import hotkv
+    named = source / "proto" / "hotkv_proto" / "__init__.py"
+    import hotkv_proto
 
-    named.write_text(named.read_text().replace(f'"{hotkv.__version__}"', f'"{version}"'))
+    named.write_text(named.read_text().replace(f'"{hotkv_proto.__version__}"', f'"{version}"'))
     target = folder / f"wheels-{version}"
     shutil.rmtree(target, ignore_errors=True)
     run(sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "-w", target, source)

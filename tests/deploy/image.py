@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import hotkv
+import hotkv_proto
 from tests.deploy import debian
 from tests.deploy.debian import Steps, program, run
 from tests.deploy.dockerfile import ROOT
@@ -32,7 +32,7 @@ from tests.deploy.objects import Objects
 from tools import chart, helm
 
 PACKAGES = ("python3", "python3-venv", "ca-certificates", "passwd")
-BASE, IMAGE = "docker.io/library/python:3.12-slim", f"hotkv:{hotkv.__version__}"
+BASE, IMAGE = "docker.io/library/python:3.12-slim", f"hotkv:{hotkv_proto.__version__}"
 READY_S, STOP_S = 60.0, 60.0
 CAPABILITIES = (
     *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_RAW"),

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import hotkv
+import hotkv_proto
 from tests.deploy import debian
 from tests.deploy.debian import Steps, program, run
 from tests.deploy.dockerfile import ROOT
@@ -253,7 +253,7 @@ def main() -> int:
         root = debian.make_root(folder / "root", PACKAGES)
         seen.append(str(root))
     with steps.step("hotkv is installed in it"):
-        install(root, debian.wheel(folder, hotkv.__version__), options.arena)
+        install(root, debian.wheel(folder, hotkv_proto.__version__), options.arena)
         shutil.copy(debian.wheel(folder, NEXT_VERSION), root / "opt" / "wheels")
     with Machine(root, folder / "console.log") as machine:
         walk(machine, steps)

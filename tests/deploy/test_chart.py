@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-import hotkv
-from hotkv.errors import HotKVError
-from hotkv.table import TableGeometry
+import hotkv_proto
 from hotkv_client import Credentials
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
+from hotkv_proto.errors import HotKVError
+from hotkv_proto.table import TableGeometry
 from hotkv_server import cli as server_cli
 from hotkv_server.daemon import STOP_S
 from hotkv_server.memory import readers
@@ -253,7 +253,7 @@ def test_a_server_with_tenants_and_tls_serves(tmp_path: Path) -> None:
             proof = Credentials(str(node.authority.path), str(certificate), str(key))
             with AdminClient(f"localhost:{port}", credentials=proof) as admin:
                 if is_admin:
-                    assert admin.info()["version"] == hotkv.__version__
+                    assert admin.info()["version"] == hotkv_proto.__version__
                 else:
                     with pytest.raises(HotKVError):
                         admin.info()
@@ -397,4 +397,4 @@ def test_the_plain_manifest_is_the_chart() -> None:
 
 def test_the_charts_version_is_hotkvs() -> None:
     text = objects.yaml.safe_load((chart.CHART / "Chart.yaml").read_text())
-    assert text["appVersion"] == text["version"] == hotkv.__version__
+    assert text["appVersion"] == text["version"] == hotkv_proto.__version__

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import hotkv
+import hotkv_proto
 from hotkv_server.daemon import STOP_S
 from hotkv_server.settings import Settings, load_settings
 from tests.deploy.dockerfile import ROOT, is_sent, parse
@@ -85,7 +85,7 @@ def test_the_engine_finds_the_server(services: dict[str, Any], settings: Setting
 
 def test_images_are_built_from_files_that_are_sent(services: dict[str, Any]) -> None:
     assert {service["image"].partition(":")[2] for service in services.values()} == {
-        hotkv.__version__
+        hotkv_proto.__version__
     }
     recipe = ROOT / services["vllm"]["build"]["dockerfile"]
     (stage,) = parse(recipe.read_text())

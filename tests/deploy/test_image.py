@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
-import hotkv
+import hotkv_proto
 from hotkv_client.command import cli
 from hotkv_server.cli import KERNELS
 from tests.deploy.dockerfile import ROOT, is_sent, parse
@@ -41,7 +41,7 @@ def test_the_dockerfile_fits_the_project() -> None:
     assert program in project["scripts"] and cli.parser().parse_args(arguments).command == "ping"
     assert (
         dict(step.split("=") for name, step in final.steps if name == "ARG")["VERSION"]
-        == hotkv.__version__
+        == hotkv_proto.__version__
     )
     extras = {"server", "events", "s3", "otel", "cuda12", "cuda13"}
     assert extras <= project["optional-dependencies"].keys() and all(

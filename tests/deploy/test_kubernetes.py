@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import hotkv
+import hotkv_proto
 from hotkv_client.command import cli
 from hotkv_server.daemon import STOP_S
 from hotkv_server.settings import Settings, load_settings
@@ -96,7 +96,7 @@ def test_numbers_agree(manifest: Objects, settings: Settings) -> None:
     )
     uid, gid = map(int, final.last("USER").split(":"))
     assert (pod["securityContext"]["runAsUser"], pod["securityContext"]["runAsGroup"]) == (uid, gid)
-    assert {server["image"], manifest.directories["image"]} == {f"hotkv:{hotkv.__version__}"}
+    assert {server["image"], manifest.directories["image"]} == {f"hotkv:{hotkv_proto.__version__}"}
 
 
 def test_engines_find_the_server(settings: Settings, manifest: Objects) -> None:

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from demo.processes import runtime_folder
-from hotkv.misses import Miss
 from hotkv_client import BlockRun, GroupHashes, LoadRun, RequestReport
 from hotkv_client.command import cli
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.misses import Miss
 from hotkv_server.testing.with_devices import FakeDevices
 from tests.daemons import quick_servers
 from tests.deploy.prometheus_process import RULES, Prometheus

@@ -22,8 +22,8 @@ from bench.gpu.engine import GIB, MIB, Engine, GpuServer, done, new_hashes, unti
 from bench.gpu.shape import Shape
 from bench.gpu.sides import Cuda, MadeUp, Side
 from demo.processes import ROOT, runtime_folder
-from hotkv.errors import SessionLostError
 from hotkv_client import TransferStatus
+from hotkv_proto.errors import SessionLostError
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv.errors import HotKVError
+from hotkv_proto.errors import HotKVError
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.cuda.arena import (
     PAGEABLE_ACCESS,

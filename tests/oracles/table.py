@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.table import (
+from hotkv_proto.table import (
     ENTRIES,
     MAX_PROBE_BUCKETS,
     OVERFLOW,

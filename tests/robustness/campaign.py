@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from demo.processes import runtime_folder
-from hotkv.errors import HotKVError
 from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import HotKVError
 from hotkv_server.testing.crashing import MOMENTS, POINTS
 from tests.robustness.engine import Shape, hash_of
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotkv.errors import HotKVError
 from hotkv_client import (
     Arena,
     BlockResult,
@@ -31,6 +30,7 @@ from hotkv_client import (
     TransferStatus,
 )
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import HotKVError
 
 NUM_BLOCKS = 96
 MOST_BLOCKS = 24

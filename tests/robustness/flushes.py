@@ -31,10 +31,10 @@ from typing import Any
 
 import numpy as np
 
-from hotkv.errors import HotKVError
 from hotkv_client import BlockRun, Flushed, GroupHashes, LoadRun, TransferStatus
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import HotKVError
 from hotkv_server.testing.fault_proxy import FaultProxy, nothing
 from tests.server.support import block_ids
 from tests.server.test_restart import Place

@@ -35,13 +35,13 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from demo.processes import Server, runtime_folder
-from hotkv.errors import HotKVError
-from hotkv.table import TableGeometry
-from hotkv.v1 import errors_pb2, session_pb2, sparse_pb2
 from hotkv_client import BlockRun, GroupHashes, LoadRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.errors import HotKVError
+from hotkv_proto.table import TableGeometry
+from hotkv_proto.v1 import errors_pb2, session_pb2, sparse_pb2
 from hotkv_server.cache.restore.restore import restore
 from hotkv_server.memory.arena import USE_FILE, _read_use
 from hotkv_server.memory.state import (

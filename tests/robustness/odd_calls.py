@@ -6,8 +6,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from hotkv.hints import ActionType
-from hotkv.v1 import admin_pb2, cache_pb2, hints_pb2, sparse_pb2, warm_pb2
+from hotkv_proto.hints import ActionType
+from hotkv_proto.v1 import admin_pb2, cache_pb2, hints_pb2, sparse_pb2, warm_pb2
 
 UNARY: dict[str, type[Message]] = {
     "CacheService/Lookup": cache_pb2.LookupRequest,

@@ -12,16 +12,16 @@ from dataclasses import replace
 import grpc
 import numpy as np
 
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace, Representation
-from hotkv.layout import Layout, MemoryHandle, PageTensor
-from hotkv.order import NO_ORDER
-from hotkv.retention import Retention
-from hotkv.store_options import NO_OPTIONS, StoreOptions
-from hotkv.v1 import cache_pb2, session_pb2, sparse_pb2, sparse_pb2_grpc
 from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, SessionConfig
 from hotkv_client.wire import requests as _wire
 from hotkv_client.wire import sparse as _sparse_wire
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
+from hotkv_proto.order import NO_ORDER
+from hotkv_proto.retention import Retention
+from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
+from hotkv_proto.v1 import cache_pb2, session_pb2, sparse_pb2, sparse_pb2_grpc
 from tests.robustness.odd_place import INT32, NUM_BLOCKS, SMALL_WINDOW, Kinds, Place, memory_file
 from tests.robustness.raw_client import DEADLINE_S, RawSession, name_of
 from tests.server.sparse_support import HEAD_SIZE, KV_HEADS, QUERY_HEADS, RepresentationEngine

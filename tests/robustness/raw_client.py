@@ -15,9 +15,9 @@ from typing import Any
 
 import grpc
 
-from hotkv.v1 import errors_pb2, session_pb2, session_pb2_grpc
 from hotkv_client.link import descriptor_socket
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.v1 import errors_pb2, session_pb2, session_pb2_grpc
 
 DEADLINE_S = 30.0
 MAX_PACKET_BYTES = 65536

@@ -18,11 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from demo.processes import Server
-from hotkv.errors import HotKVError
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
-from hotkv.layout import Layout, MemoryHandle, PageTensor
-from hotkv.order import DeviceMark, DeviceOrder
 from hotkv_client import (
     BlockRun,
     EngineMemory,
@@ -35,6 +30,11 @@ from hotkv_client import (
     TransferStatus,
 )
 from hotkv_client.types import After, Int32s
+from hotkv_proto.errors import HotKVError
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
+from hotkv_proto.order import DeviceMark, DeviceOrder
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent
 from hotkv_server.testing.with_devices import FakeDevices
 from tests.daemons import ForkedChild

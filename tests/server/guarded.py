@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv.errors import HotKVError, Reason
 from hotkv_client import BlockRun, Credentials, LinkState, Role, Session, SessionConfig
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.wire.errors import CODES
 from tests.server.certificates import Authority
 from tests.server.refusals import reason_of

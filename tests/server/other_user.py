@@ -15,10 +15,10 @@ from typing import Any
 import grpc
 import numpy as np
 
-from hotkv.errors import HotKVError
 from hotkv_client import BlockRun, LinkState
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import HotKVError
 
 WAIT_S = 60.0
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from demo.processes import Server
-from hotkv.errors import HotKVError
 from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import answers as _answers
+from hotkv_proto.errors import HotKVError
 
 Make = Callable[..., PagedEngine]
 INT32 = np.int32

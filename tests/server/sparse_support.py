@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import hotkv_sparse
-from hotkv.errors import HotKVError
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace, Representation
-from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv_client import BlockRun, EngineMemory, Role, SelectConfig, Session, SessionConfig
 from hotkv_client.types import Int32s
+from hotkv_proto.errors import HotKVError
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.selector import Source

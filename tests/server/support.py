@@ -5,11 +5,11 @@ import os
 
 import numpy as np
 
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
-from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv_client import BlockRun, EngineMemory, Role, Session, SessionConfig, TransferResult
 from hotkv_client.types import Int32s
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 
 PAGE_BYTES = 4096
 NUM_BLOCKS = 64

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from demo.processes import Server
-from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_client import Arena, BlockResult, GroupHashes, LeaseGrant, Role, Session, SessionConfig
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
 from tests.server.support import hashes
 from tests.server.test_restart import LAYERS, PAGE_BYTES, Place, found, place, spoil, store
 

@@ -14,8 +14,8 @@ from typing import Any
 import grpc
 import pytest
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import admin_pb2, admin_pb2_grpc, warm_pb2, warm_pb2_grpc
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.v1 import admin_pb2, admin_pb2_grpc, warm_pb2, warm_pb2_grpc
 from hotkv_server.security.identity import Peer
 from hotkv_server.settings import Settings
 from hotkv_server.settings.security import SecuritySettings

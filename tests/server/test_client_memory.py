@@ -15,12 +15,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from demo.processes import Server
-from hotkv.errors import SessionLostError
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
-from hotkv.limits import MAX_MESSAGE_BYTES
-from hotkv.order import DeviceMark, OrderKind
-from hotkv.v1 import session_pb2_grpc
 from hotkv_client import (
     After,
     BlockRun,
@@ -34,6 +28,12 @@ from hotkv_client import (
     channels,
 )
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.errors import SessionLostError
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.limits import MAX_MESSAGE_BYTES
+from hotkv_proto.order import DeviceMark, OrderKind
+from hotkv_proto.v1 import session_pb2_grpc
 from tests.robustness.raw_client import Footprint
 from tests.server.half_sent import HalfSender
 from tests.server.support import FULL, GroupsEngine, block_ids, hashes

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from demo.processes import ROOT, ChildError, Server, runtime_folder
-from hotkv.errors import HotKVError, Reason, SessionLostError
-from hotkv.order import DeviceMark, OrderKind
 from hotkv_client.types import After, TransferStatus
+from hotkv_proto.errors import HotKVError, Reason, SessionLostError
+from hotkv_proto.order import DeviceMark, OrderKind
 from hotkv_server.testing.with_devices import FakeDevices
 from tests.server.devices_support import (
     SHAPES,

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
-from hotkv.layout import Layout, MemoryHandle, PageTensor
-from hotkv.order import NO_ORDER, DeviceMark, DeviceOrder, OrderKind
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
+from hotkv_proto.order import NO_ORDER, DeviceMark, DeviceOrder, OrderKind
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.values import CoreConfig

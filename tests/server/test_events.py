@@ -26,10 +26,10 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
 
 from demo.processes import ROOT, Server, runtime_folder
-from hotkv.errors import HotKVError
-from hotkv.groups import GroupKind, GroupSpec
 from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
+from hotkv_proto.errors import HotKVError
+from hotkv_proto.groups import GroupKind, GroupSpec
 from tests.server.support import FULL, WIDE, WINDOW, GroupsEngine, block_ids, hashes
 
 BIG = GroupSpec(GroupKind.FULL_ATTENTION, 16, (128 << 10,))

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
-from hotkv.layout import FENCE_HANDLE, FENCE_WORDS, Layout, MemoryHandle, PageTensor
-from hotkv.results import BlockResult
-from hotkv.table import hash_words
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS, Layout, MemoryHandle, PageTensor
+from hotkv_proto.results import BlockResult
+from hotkv_proto.table import hash_words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.values import CoreConfig, Run

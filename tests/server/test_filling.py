@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv.words import WORD_BYTES
 from hotkv_client import BlockResult, BlockRun, GroupHashes, TransferStatus
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.words import WORD_BYTES
 from hotkv_server.memory.mapping import COLLAPSE_BYTES
 from tests.daemons import ForkedChild
 from tests.server.support import block_ids, hashes

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from demo.processes import Server
-from hotkv.store_options import StoreOptions
-from hotkv.table import SLOT_ALIGN
 from hotkv_client import (
     BlockResult,
     BlockRun,
@@ -25,6 +23,8 @@ from hotkv_client import (
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.tables import show_flush
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.store_options import StoreOptions
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, Run

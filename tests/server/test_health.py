@@ -22,11 +22,11 @@ import numpy as np
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv.errors import HotKVError, SessionLostError
 from hotkv_client import BlockRun, GroupHashes, LoadRun, TransferStatus
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import HotKVError, SessionLostError
 from hotkv_server.node.health import CHECK_S, STALLED_S, Health
 from hotkv_server.told.http_endpoint import HttpServer
 from tests.daemons import ForkedChild

@@ -10,17 +10,17 @@ import grpc
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv import hints
-from hotkv.errors import HotKVError, Reason
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.hints import Action, ActionType, Hints, Target
-from hotkv.retention import NO_RETENTION, Retention
-from hotkv.v1 import hints_pb2, hints_pb2_grpc
 from hotkv_client import BlockRun, GroupHashes, RequestReport
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.hints import HintClient
 from hotkv_client.types import EndedRequest
+from hotkv_proto import hints
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.hints import Action, ActionType, Hints, Target
+from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.v1 import hints_pb2, hints_pb2_grpc
 from tests.server.support import FULL, WIDE, GroupsEngine, block_ids, hashes
 from tests.server.test_life import wait_until
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from hotkv.errors import Reason
 from hotkv_client import RequestReport
 from hotkv_client.hints import HintClient
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import Reason
 from tests.server import guarded as support
 from tests.server.guarded import TOKEN, Guarded, refused, store
 

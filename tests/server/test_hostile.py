@@ -23,10 +23,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from demo.processes import Server, runtime_folder
-from hotkv.keys import KeySpace
-from hotkv.layout import Layout, MemoryHandle, PageTensor
-from hotkv.order import DeviceMark, DeviceOrder, OrderKind
-from hotkv.v1 import events_pb2, events_pb2_grpc, sparse_pb2_grpc
 from hotkv_client import (
     After,
     BlockRun,
@@ -40,6 +36,10 @@ from hotkv_client import (
 )
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
+from hotkv_proto.order import DeviceMark, DeviceOrder, OrderKind
+from hotkv_proto.v1 import events_pb2, events_pb2_grpc, sparse_pb2_grpc
 from hotkv_server.told.http_endpoint import MAX_CONNECTIONS, HttpServer
 from tests.server.support import FULL, NUM_BLOCKS, PAGE_BYTES, block_ids, hashes
 from tests.server.test_life import wait_until

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.security import path_checks, tickets
 from hotkv_server.security.handles import check_memory
 from hotkv_server.security.identity import AccessControl, Peer, Proofs, Tenant, digest_of

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
-from hotkv.layout import Layout, MemoryHandle, PageTensor
-from hotkv.table import Words, hash_words
-from hotkv.v1 import cache_pb2, residency_pb2, session_pb2
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
+from hotkv_proto.table import Words, hash_words
+from hotkv_proto.v1 import cache_pb2, residency_pb2, session_pb2
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.values import CoreConfig, HashList, Run

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv.errors import HotKVError, Reason
-from hotkv.misses import SAID_BY_ENGINES, Miss
-from hotkv.v1 import session_pb2
 from hotkv_client import BlockRun, GroupHashes, LoadEnd, LoadRun, RequestReport
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.command.savings_tables import show_savings
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.misses import SAID_BY_ENGINES, Miss
+from hotkv_proto.v1 import session_pb2
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.ledger.book import pack
 from hotkv_server.simulate.bounds import unbounded

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv.errors import HotKVError, Reason, SessionLostError
-from hotkv.keys import KeySpace
 from hotkv_client import (
     BlockRun,
     GroupHashes,
@@ -29,6 +27,8 @@ from hotkv_client import (
 )
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import HotKVError, Reason, SessionLostError
+from hotkv_proto.keys import KeySpace
 from tests.server.support import FULL
 
 Make = Callable[..., PagedEngine]

@@ -13,23 +13,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import hotkv
 import hotkv_client
+import hotkv_proto
 import hotkv_server
 import hotkv_sparse
 from demo.processes import Server
-from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import (
-    cache_pb2,
-    session_pb2,
-    session_pb2_grpc,
-    sparse_pb2,
-)
 from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.v1 import (
+    cache_pb2,
+    session_pb2,
+    session_pb2_grpc,
+    sparse_pb2,
+)
 from tests.robustness.raw_client import Footprint
 from tests.server.refusals import fill, reason_of
 
@@ -39,7 +39,7 @@ NONSENSE = b"\xff" * 100
 NUM_AT_ONCE = 64
 KEPT_BYTES = 12 << 20
 """Growth allowed to the server: allocators keep some memory of calls that have ended."""
-PACKAGES = (hotkv, hotkv_client, hotkv_server, hotkv_sparse)
+PACKAGES = (hotkv_proto, hotkv_client, hotkv_server, hotkv_sparse)
 SILENT = ("ping", "report_use", "report_sparse")
 """Bodies that are never refused, or not answered where all is well."""
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hotkv.errors import HotKVError
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace, Representation
-from hotkv.v1 import cache_pb2, warm_pb2
+from hotkv_proto.errors import HotKVError
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.v1 import cache_pb2, warm_pb2
 from hotkv_server.cache import catalog
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU

@@ -13,10 +13,6 @@ import pytest
 from hypothesis import given
 
 from demo.processes import Server
-from hotkv.errors import HotKVError, Reason
-from hotkv.layout import MemoryHandle
-from hotkv.order import EVENT_HANDLE_BYTES, MAX_MARKS, NO_ORDER, DeviceMark, DeviceOrder, OrderKind
-from hotkv.v1 import cache_pb2, layout_pb2
 from hotkv_client import (
     After,
     BlockResult,
@@ -31,6 +27,17 @@ from hotkv_client import OrderKind as ClientOrderKind
 from hotkv_client.testing import PagedEngine
 from hotkv_client.types import TransferStatus
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.layout import MemoryHandle
+from hotkv_proto.order import (
+    EVENT_HANDLE_BYTES,
+    MAX_MARKS,
+    NO_ORDER,
+    DeviceMark,
+    DeviceOrder,
+    OrderKind,
+)
+from hotkv_proto.v1 import cache_pb2, layout_pb2
 from hotkv_server.wire import space_convert
 from tests.server.test_life import wait_until
 

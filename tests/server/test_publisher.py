@@ -18,7 +18,7 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 
-from hotkv.results import BlockResult
+from hotkv_proto.results import BlockResult
 from hotkv_server.cache.values import EvictionNotice, Run
 from hotkv_server.events.drive import (
     BlocksRemoved,

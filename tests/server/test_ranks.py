@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from demo.processes import Server
-from hotkv.errors import HotKVError, Reason
 from hotkv_client import BlockResult, BlockRun, GroupHashes, LoadRun, TransferStatus
 from hotkv_client.testing import FakeServer, PagedEngine
+from hotkv_proto.errors import HotKVError, Reason
 from tests.server.support import block_ids, hashes
 
 STORED, PRESENT, WRITTEN, NO_SPACE, IN_FLIGHT = (

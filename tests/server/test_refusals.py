@@ -10,20 +10,6 @@ import numpy as np
 import pytest
 
 from demo.processes import Server
-from hotkv.errors import Reason
-from hotkv.groups import GroupKind
-from hotkv.order import NO_ORDER
-from hotkv.results import BlockResult, TransferStatus
-from hotkv.v1 import (
-    admin_pb2,
-    admin_pb2_grpc,
-    cache_pb2,
-    cache_pb2_grpc,
-    errors_pb2,
-    layout_pb2,
-    session_pb2,
-    session_pb2_grpc,
-)
 from hotkv_client import (
     BlockRun,
     EngineMemory,
@@ -37,6 +23,20 @@ from hotkv_client import (
 from hotkv_client.channels import admin_target
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.errors import Reason
+from hotkv_proto.groups import GroupKind
+from hotkv_proto.order import NO_ORDER
+from hotkv_proto.results import BlockResult, TransferStatus
+from hotkv_proto.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2,
+    cache_pb2_grpc,
+    errors_pb2,
+    layout_pb2,
+    session_pb2,
+    session_pb2_grpc,
+)
 from hotkv_server.wire.errors import CODES
 from tests.server.refusals import reason_of, refused, state, stored
 

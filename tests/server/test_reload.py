@@ -17,8 +17,13 @@ import grpc
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import (
+from hotkv_client import Credentials, GroupHashes, LinkState
+from hotkv_client.admin import AdminClient
+from hotkv_client.channels import admin_target
+from hotkv_client.command import cli
+from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     session_pb2,
@@ -26,11 +31,6 @@ from hotkv.v1 import (
     sparse_pb2,
     sparse_pb2_grpc,
 )
-from hotkv_client import Credentials, GroupHashes, LinkState
-from hotkv_client.admin import AdminClient
-from hotkv_client.channels import admin_target
-from hotkv_client.command import cli
-from hotkv_client.testing import PagedEngine
 from hotkv_server.settings import Settings
 from hotkv_server.startup.reload import Reloader, differing
 from tests.server.certificates import Authority

@@ -14,10 +14,6 @@ import numpy as np
 import pytest
 
 from demo.processes import Server
-from hotkv.errors import HotKVError, Reason
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace, Representation
-from hotkv.layout import Layout, MemoryHandle, PageTensor
 from hotkv_client import (
     BlockResult,
     BlockRun,
@@ -31,6 +27,10 @@ from hotkv_client import (
     TransferStatus,
 )
 from hotkv_client.admin import AdminClient
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from tests.server.support import block_ids, hashes
 from tests.server.test_life import wait_until
 

@@ -14,9 +14,6 @@ import pytest
 from numpy.typing import NDArray
 
 from demo.processes import runtime_folder
-from hotkv.errors import HotKVError, Reason
-from hotkv.store_options import StoreOptions
-from hotkv.table import BlockTable
 from hotkv_client import (
     Arena,
     BlockResult,
@@ -30,6 +27,9 @@ from hotkv_client import (
 )
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.store_options import StoreOptions
+from hotkv_proto.table import BlockTable
 from tests.server.support import block_ids, hashes
 from tests.server.test_life import wait_until
 from tests.server.test_restart import LAYERS, NUM_BLOCKS, PAGE_BYTES, Place

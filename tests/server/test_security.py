@@ -16,9 +16,17 @@ import numpy as np
 import pytest
 
 from demo.processes import ROOT, ChildError, Server, runtime_folder
-from hotkv.errors import HotKVError, Reason
-from hotkv.results import TransferStatus
-from hotkv.v1 import (
+from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, Session, SessionConfig
+from hotkv_client.admin import AdminClient
+from hotkv_client.channels import admin_target
+from hotkv_client.command import cli
+from hotkv_client.link import descriptor_socket, fetch_ticket
+from hotkv_client.testing import PagedEngine
+from hotkv_client.wire import answers as _answers
+from hotkv_client.wire import requests as _wire
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.results import TransferStatus
+from hotkv_proto.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     cache_pb2,
@@ -28,14 +36,6 @@ from hotkv.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
-from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, Session, SessionConfig
-from hotkv_client.admin import AdminClient
-from hotkv_client.channels import admin_target
-from hotkv_client.command import cli
-from hotkv_client.link import descriptor_socket, fetch_ticket
-from hotkv_client.testing import PagedEngine
-from hotkv_client.wire import answers as _answers
-from hotkv_client.wire import requests as _wire
 from hotkv_server.cache.catalog import MAX_KEY_SPACES_OF_TENANT
 from hotkv_server.security.tickets import TTL_S
 from tests.server import guarded as support

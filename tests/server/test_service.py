@@ -19,13 +19,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from demo.processes import Server
-from hotkv.keys import KeySpace
 from hotkv_client import BlockRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.channels import admin_target
 from hotkv_client.command import cli
 from hotkv_client.hints import HintClient
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.keys import KeySpace
 
 Make = Callable[..., PagedEngine]
 
@@ -149,7 +149,7 @@ def test_the_command_line(server: Server, engine: Make) -> None:
 
 
 def prompt_hashes(key_space: KeySpace, tokens: list[int]) -> list[bytes]:
-    from hotkv.keys import token_block_hashes
+    from hotkv_proto.keys import token_block_hashes
 
     return token_block_hashes(
         tokens, key_space.hash_block_tokens, key_space.hash_algorithm, key_space.hash_seed

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from demo.processes import Server
-from hotkv.errors import SessionLostError
 from hotkv_client import BlockRun, GroupHashes, LinkState, LoadRun
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import SessionLostError
 from tests.server.test_life import wait_until
 
 NUM_BLOCKS = 64

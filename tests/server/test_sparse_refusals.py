@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from demo.processes import Server
-from hotkv.errors import Reason
-from hotkv.v1 import session_pb2, sparse_pb2, sparse_pb2_grpc
 from hotkv_client import GroupHashes, SelectConfig
 from hotkv_client.admin import AdminClient
 from hotkv_client.wire.sparse import _select_message
+from hotkv_proto.errors import Reason
+from hotkv_proto.v1 import session_pb2, sparse_pb2, sparse_pb2_grpc
 from hotkv_server.sparse.messages import _config
 from hotkv_server.wire.errors import CODES
 from hotkv_sparse import SparseConfig

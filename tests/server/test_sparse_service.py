@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv.counters import SPARSE_COUNTERS
-from hotkv.errors import HotKVError, Reason, SessionLostError
-from hotkv.v1 import sparse_pb2
 from hotkv_client import LoadRun, Session, TransferStatus
 from hotkv_client.admin import AdminClient
+from hotkv_proto.counters import SPARSE_COUNTERS
+from hotkv_proto.errors import HotKVError, Reason, SessionLostError
+from hotkv_proto.v1 import sparse_pb2
 from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.selector import select_layer
 from tests.server.sparse_support import (

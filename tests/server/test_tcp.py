@@ -13,10 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from demo.processes import Server, runtime_folder
-from hotkv.errors import HotKVError
 from hotkv_client import Credentials, GroupHashes, Role, Session, SessionConfig
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import HotKVError
 from tests.server import guarded as support
 from tests.server.certificates import Authority
 from tests.server.guarded import TOKEN, Guarded, refused, sha256, why_absent

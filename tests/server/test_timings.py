@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv import __version__
 from hotkv_client import BlockRun, GroupHashes, LoadEnd, LoadRun, RequestReport, TransferStatus
 from hotkv_client.testing import PagedEngine
+from hotkv_proto import __version__
 from tests.server.support import block_ids, hashes
 from tests.server.test_health import FaultyServer, free_port
 from tests.server.test_life import wait_until

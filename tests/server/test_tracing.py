@@ -23,14 +23,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from demo.processes import Server, runtime_folder
-from hotkv import traces
-from hotkv.errors import HotKVError
-from hotkv.store_options import StoreOptions
-from hotkv.traces import Traces
-from hotkv.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_client import BlockRun, GroupHashes, LoadRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_proto import traces
+from hotkv_proto.errors import HotKVError
+from hotkv_proto.store_options import StoreOptions
+from hotkv_proto.traces import Traces
+from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_server.settings import Settings, load_settings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.preflight import check_start
@@ -515,7 +515,8 @@ def test_without_the_setting_nothing_of_opentelemetry_is_imported(tmp_path: Path
         "from hotkv_server.cli import main\n"
         "def end():\n"
         "    time.sleep(1.5)\n"
-        "    found = [n for n in sys.modules if n.startswith(('opentelemetry', 'hotkv.traces'))]\n"
+        "    traces = ('opentelemetry', 'hotkv_proto.traces')\n"
+        "    found = [name for name in sys.modules if name.startswith(traces)]\n"
         "    print('found', found, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "threading.Thread(target=end, daemon=True).start()\n"
@@ -535,7 +536,7 @@ def test_without_the_setting_calls_are_those_of_the_module() -> None:
 
 
 def test_a_missing_package_is_said_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hotkv.traces", None)
+    monkeypatch.setitem(sys.modules, "hotkv_proto.traces", None)
     check_tracing(settings_of())
     with pytest.raises(StartError, match=r"pip install 'hotkv\[otel\]'"):
         check_tracing(settings_of("--tracing.endpoint", "http://127.0.0.1:1"))

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from demo.processes import Server
-from hotkv.errors import HotKVError, Reason
 from hotkv_client import BlockResult, BlockRun, Evicted, GroupHashes, LoadRun, TransferStatus
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.errors import HotKVError, Reason
 
 Make = Callable[..., PagedEngine]
 
@@ -271,10 +271,10 @@ def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
     works."""
     import asyncio
 
-    from hotkv.groups import GroupKind, GroupSpec
-    from hotkv.keys import KeySpace
-    from hotkv.layout import Layout, MemoryHandle, PageTensor
-    from hotkv.table import hash_words
+    from hotkv_proto.groups import GroupKind, GroupSpec
+    from hotkv_proto.keys import KeySpace
+    from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
+    from hotkv_proto.table import hash_words
     from hotkv_server.cache.core import CacheCore
     from hotkv_server.cache.room.policies import LRU
     from hotkv_server.cache.values import CoreConfig, Run
@@ -321,10 +321,10 @@ def test_a_load_that_cannot_be_verified_fails_and_ends(
     """Its session closes meanwhile, and waits for it and no longer."""
     import asyncio
 
-    from hotkv.groups import GroupKind, GroupSpec
-    from hotkv.keys import KeySpace
-    from hotkv.layout import Layout, MemoryHandle, PageTensor
-    from hotkv.table import hash_words
+    from hotkv_proto.groups import GroupKind, GroupSpec
+    from hotkv_proto.keys import KeySpace
+    from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
+    from hotkv_proto.table import hash_words
     from hotkv_server.cache.core import CacheCore
     from hotkv_server.cache.room.policies import LRU
     from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import token_block_hashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
 from hotkv_client.command.warm_start import CALL_BLOCKS, _calls
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import token_block_hashes
 from hotkv_server.warm_start.book import Warmth
 from tests.server.support import PATIENT, hashes
 from tests.server.test_shared_tiers import CHAIN, SharingNode, node

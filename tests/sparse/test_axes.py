@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv import native
-from hotkv.errors import HotKVError
+from hotkv_proto import native
+from hotkv_proto.errors import HotKVError
 from hotkv_sparse import axis_codes, formats, rope
 from hotkv_sparse.axes import MIN_TOKENS, Axes, AxesEstimate, run_channels
 from hotkv_sparse.representations import build, unpack_tokens

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv.errors import HotKVError
+from hotkv_proto.errors import HotKVError
 from hotkv_sparse import FORMATS, build, prepare, score
 from hotkv_sparse.axes import Axes, AxesEstimate
 from hotkv_sparse.centre import MIN_TOKENS, TOKEN_FORMATS, CentreEstimate, measured_bias

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.axes import Axes
 from hotkv_sparse.centre import MIN_TOKENS, TOKEN_FORMATS, Centres, LayerCentre
 from hotkv_sparse.centre_file import read_centres, write_centres

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.config import SparseConfig
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.cuda.arena import (
     PAGEABLE_ACCESS,
     READ_ONLY_REGISTER,

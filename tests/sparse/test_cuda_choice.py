@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from hotkv.errors import HotKVError
+from hotkv_proto.errors import HotKVError
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.cuda.hotsets import LOADED, PREFETCH, RESIDENT, SELECTED, VICTIMS, CudaHotSets
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.cuda.device import FOLDER, SOURCES, CupyDevice, address_of, source_text
 
 

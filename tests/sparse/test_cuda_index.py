@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hotkv.errors import HotKVError
+from hotkv_proto.errors import HotKVError
 from hotkv_sparse import formats
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.cuda.hotsets import CudaHotSets

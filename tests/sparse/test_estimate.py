@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.estimate import (
     DEVICES,

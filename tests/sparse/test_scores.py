@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv import native
-from hotkv.errors import HotKVError
+from hotkv_proto import native
+from hotkv_proto.errors import HotKVError
 from hotkv_sparse import formats, torch_ops
 from hotkv_sparse.representations import build, unpack_tokens
 from hotkv_sparse.scores import prepare, score, score_parts_reference, score_tokens_reference

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv import native
-from hotkv.errors import HotKVError
+from hotkv_proto import native
+from hotkv_proto.errors import HotKVError
 from hotkv_sparse import torch_ops
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.topk import Span, floor_blocks, select, span, top, top_reference

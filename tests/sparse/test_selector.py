@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv import native
-from hotkv.errors import HotKVError
+from hotkv_proto import native
+from hotkv_proto.errors import HotKVError
 from hotkv_sparse import selector
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.representations import build

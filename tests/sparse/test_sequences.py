@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.table import Words, hash_words
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.table import Words, hash_words
 from hotkv_server.cache.room.bounds import FLOOR_SHARE, FairBound
 from hotkv_server.sparse.book.selection import PackedCentre, SelectSpec
 from hotkv_server.sparse.sequences import (

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.mooncake import MooncakeSettings
 from hotkv_server.testing.tier_contract import (

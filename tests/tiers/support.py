@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Run
 from hotkv_server.dataplane.plan import Region

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.tiers.compression import form, kernels
 from hotkv_server.tiers.compression.codec import Codec
 from tests.oracles import compression as oracle

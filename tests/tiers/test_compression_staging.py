@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.tiers.compression.pieces import Call, PieceQueue
 from hotkv_server.tiers.compression.staging import Extents, open_staging
 from hotkv_server.tiers.protocol import Blocks

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
 from hotkv_server.testing.tier_contract import SLOTS, Bench, Rig, check_tier, key

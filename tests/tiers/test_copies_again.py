@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.book.copies import MAX_TRIES
 from hotkv_server.tiers.drive import copies as tier_copies

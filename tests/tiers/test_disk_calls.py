@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.tiers.disk.calls import (
     MAX_PIECE_BYTES,
     MIN_PIECE_BYTES,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.testing.faulty_disk import EVERYWHERE, Fault
 from hotkv_server.testing.tier_contract import WAIT_S, Bench, Rig, check_tier, key

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.testing.faulty_disk import EVERYWHERE, Fault
 from hotkv_server.testing.tier_contract import (
     ARENA_BYTES,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.tiers.disk import kernels
 from hotkv_server.tiers.disk.block_io import FileIO
 from hotkv_server.tiers.seals import seal, secrets
@@ -149,7 +149,7 @@ INTERRUPTED = """
 import ctypes, errno, sys
 import llvmlite.binding as llvm
 import numpy as np
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 
 ODD = 100 * SLOT_ALIGN
 # The C library's calls, as a process sees them whose signals arrive all the time.

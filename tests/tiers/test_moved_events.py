@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv.keys import KeySpace
+from hotkv_proto.keys import KeySpace
 from hotkv_server.cache.values import DISK_TIER, HashList, Medium
 from hotkv_server.events.drive import BlocksRemoved, BlocksStored, Event, EventHub, KeySpaceCleared
 from hotkv_server.events.moved import MovedEvents, moved_events

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import making as room
 from hotkv_server.cache.room.policies import LRU

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.room.space import Space

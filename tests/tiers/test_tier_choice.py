@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv.groups import GroupKind, GroupSpec
+from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_server.tiers.drive.choice import Listed, Offer, hit_tokens, needed, worth
 from hotkv_server.tiers.drive.reads import COSTED, TRIED_S, TierReads
 

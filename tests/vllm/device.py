@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from hotkv.layout import MemoryHandle
-from hotkv.order import OrderKind
 from hotkv_client.types import After
+from hotkv_proto.layout import MemoryHandle
+from hotkv_proto.order import OrderKind
 from hotkv_vllm.worker.device_order import WORDS_HANDLE
 
 

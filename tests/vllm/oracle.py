@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_block_hash, get_group_id
 
-from hotkv.keys import KeySpace
 from hotkv_client.testing import FakeServer
+from hotkv_proto.keys import KeySpace
 from tests.vllm.harness import Engine, Named, _layer, _value, next_token
 
 

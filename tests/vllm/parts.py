@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace, Representation
 from hotkv_client.testing import FakeServer
 from hotkv_client.types import BlockResult, Role, SessionConfig
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace, Representation
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.exactness import Exactness

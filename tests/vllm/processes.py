@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hotkv.errors import HotKVError
 from hotkv_client.admin import AdminClient
+from hotkv_proto.errors import HotKVError
 from tests.daemons import ForkedServer, start_server
 from tests.vllm.nursery import nursery
 from tests.vllm.tiny import engine_args, transfer_config

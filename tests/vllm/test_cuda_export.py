@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hotkv.order import NO_ORDER
+from hotkv_proto.order import NO_ORDER
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.worker import device_order, layout
 

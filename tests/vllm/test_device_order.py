@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hotkv.order import NO_ORDER, OrderKind
+from hotkv_proto.order import NO_ORDER, OrderKind
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker import device_order
 from tests.vllm.device import ToldDevice

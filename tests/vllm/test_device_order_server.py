@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from hotkv.order import OrderKind
+from hotkv_proto.order import OrderKind
 from hotkv_vllm.link import open_session
 from tests.vllm.device import ToldDevice
 from tests.vllm.harness import Engine, prompt

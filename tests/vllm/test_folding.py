@@ -6,8 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.layout import Layout, MemoryHandle, PageTensor
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_vllm.worker.layout import LayerPages, _folded, _page_tensor
 
 NUM_BLOCKS = 4

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv.groups import GroupKind, GroupSpec, needed_blocks
+from hotkv_proto.groups import GroupKind, GroupSpec, needed_blocks
 from hotkv_vllm.compat import kv_groups
 from hotkv_vllm.scheduler.storable import StorableBlocks, prompt_boundaries
 from tests.vllm.harness import prompt

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from hotkv.groups import GroupKind
+from hotkv_proto.groups import GroupKind
 from hotkv_vllm.compat import Unsupported, kv_groups
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from tests.vllm.specs import CHUNK, WINDOW, full_spec, window_spec

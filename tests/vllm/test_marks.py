@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from hotkv.layout import Layout, MemoryHandle
-from hotkv.order import NO_ORDER, OrderKind
+from hotkv_proto.layout import Layout, MemoryHandle
+from hotkv_proto.order import NO_ORDER, OrderKind
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.worker import device_order
 from hotkv_vllm.worker.device_order import (

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, distributed_c10d
 
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
 from hotkv_vllm.compat import Unsupported, checks, key_space
 from hotkv_vllm.compat.places import RankPlace
 from hotkv_vllm.identity import ranks

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.groups import GroupKind
 from hotkv_client.types import BlockResult, ResidencyOpened, ResidentBlocks
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.groups import GroupKind
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.residency.calls import ASK_AGAIN_S, TURN_S, Reservations
 from hotkv_vllm.residency.residencies import Residencies

@@ -16,11 +16,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hotkv.layout import FENCE_WORDS
-from hotkv.order import OrderKind
 from hotkv_client import fence
 from hotkv_client.fence import FencePlace, Revocations, SharedFence
 from hotkv_client.types import BlockResult
+from hotkv_proto.layout import FENCE_WORDS
+from hotkv_proto.order import OrderKind
 from hotkv_vllm.compat import checks
 from tests.vllm.device import ToldDevice
 from tests.vllm.harness import Engine, prompt

@@ -92,7 +92,7 @@ def test_importing_the_connector_loads_no_numba() -> None:
 def test_kernels_are_loaded_before_the_first_request(engine: Any) -> None:
     pytest.importorskip("numba")
     engine()
-    assert "hotkv.kernels" in sys.modules
+    assert "hotkv_proto.kernels" in sys.modules
 
 
 # --------------------------------------------------------------------------------------- identities
@@ -196,8 +196,8 @@ def test_reports_of_ranks_add_up(engine: Any, server: Any) -> None:
     planner = engine().connector._scheduler.cache.planner
     planner.in_flight._num_ranks = 2
     hashes = [bytes([i]) * 32 for i in range(4)]
-    from hotkv.retention import NO_RETENTION
     from hotkv_client.types import BlockRun
+    from hotkv_proto.retention import NO_RETENTION
 
     runs = [BlockRun(0, hashes, np.arange(1, 5, dtype=np.int32))]
     store_id = planner._job(runs, (NO_RETENTION, "", None)).store_id

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv.groups import GroupKind
-from hotkv.keys import Representation
-from hotkv.layout import Layout, MemoryHandle, PageTensor
+from hotkv_proto.groups import GroupKind
+from hotkv_proto.keys import Representation
+from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_sparse import build
 from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.centre_file import write_centres

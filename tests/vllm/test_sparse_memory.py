@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace, group_hashes
 from hotkv_client.testing import FakeServer
 from hotkv_client.types import Role, SessionConfig
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace, group_hashes
 from hotkv_vllm.metadata import HotKVWorkerMetadata
 from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.sparse import memory as memory_module

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv.errors import HotKVError
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.errors import HotKVError
 from hotkv_sparse import SparseConfig
 from hotkv_vllm.sparse.offloading import (
     ArrayPages,

@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-from hotkv.errors import HotKVError
+from hotkv_proto.errors import HotKVError
 from hotkv_sparse import SparseConfig, build, span
 from hotkv_sparse.selector import exact_log_mass
 from hotkv_vllm import plugin

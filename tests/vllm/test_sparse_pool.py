@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hotkv.groups import GroupKind
-from hotkv.layout import Layout, MemoryHandle
+from hotkv_proto.groups import GroupKind
+from hotkv_proto.layout import Layout, MemoryHandle
 from hotkv_sparse import SparseConfig, build
 from hotkv_vllm import link
 from hotkv_vllm.compat import sparse_layers

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotkv import native
-from hotkv.counters import SPARSE_COUNTERS
+from hotkv_proto import native
+from hotkv_proto.counters import SPARSE_COUNTERS
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.selector import exact_log_mass
 from hotkv_vllm.sparse import faults

@@ -5,9 +5,9 @@ from operator import attrgetter
 
 import pytest
 
-from hotkv.retention import NO_RETENTION, Retention
 from hotkv_client.fence import Revocations, SharedFence
 from hotkv_client.types import BlockResult, BlockRun
+from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_vllm.identity.exactness import EVERYTHING
 from hotkv_vllm.scheduler.fence import Fence
 from hotkv_vllm.scheduler.missing_blocks import STORE_BLOCKS, portions

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv.retention import NO_RETENTION
-from hotkv.store_options import StoreOptions
-from hotkv.traces import Span, Traces
 from hotkv_client.types import BlockRun
+from hotkv_proto.retention import NO_RETENTION
+from hotkv_proto.store_options import StoreOptions
+from hotkv_proto.traces import Span, Traces
 from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.scheduler.tails import Tails
@@ -245,7 +245,7 @@ def test_off_no_call_is_added_to_a_request(
         (stores_in_flight, "end_store"),
     ):
         monkeypatch.setattr(owner, name, broken)
-    monkeypatch.setitem(sys.modules, "hotkv.traces", None)
+    monkeypatch.setitem(sys.modules, "hotkv_proto.traces", None)
     one = engine()
     for name in ("cold", "hit"):
         one.add(name, PROMPT, 2, trace_headers=HEADERS)
@@ -265,7 +265,7 @@ def test_wrong_settings_and_a_missing_package_say_what_to_do(
         ConnectorConfig.from_extra_config({"hotkv.tracing": "https://me:secret@far"})
     assert "secret" not in str(refused.value)
     config = ConnectorConfig.from_extra_config({"hotkv.tracing": "http://127.0.0.1:1"})
-    monkeypatch.setitem(sys.modules, "hotkv.traces", None)
+    monkeypatch.setitem(sys.modules, "hotkv_proto.traces", None)
     with pytest.raises(ConfigError, match=r"pip install 'hotkv\[otel\]'"):
         open_traces(config)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hotkv.order import NO_ORDER
 from hotkv_client.types import LoadRun, TransferStatus
+from hotkv_proto.order import NO_ORDER
 from hotkv_vllm.identity.adapters import NO_WORK
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker import memory, transfers

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hotkv.order import OrderKind
 from hotkv_client.types import BlockResult, BlockRun, LoadRun, TransferResult, TransferStatus
+from hotkv_proto.order import OrderKind
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.metadata import HotKVMetadata, LoadJob, StoreJob

@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from hotkv.v1 import cache_pb2, errors_pb2, layout_pb2, session_pb2, session_pb2_grpc
+from hotkv_proto.v1 import cache_pb2, errors_pb2, layout_pb2, session_pb2, session_pb2_grpc
 
 BLOCK_BYTES = 8192
 NUM_BLOCKS = 64

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import table
-from hotkv.table import RESERVED_FLAG, BlockTable, Words, hash_prefixes, hash_words
+from hotkv_proto import table
+from hotkv_proto.table import RESERVED_FLAG, BlockTable, Words, hash_prefixes, hash_words
 
 Words64 = NDArray[np.uint64]
 

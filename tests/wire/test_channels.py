@@ -7,10 +7,10 @@ from typing import Any
 import grpc
 import pytest
 
-from hotkv.errors import HotKVError, Reason
 from hotkv_client import channels
 from hotkv_client.channels import OPTIONS, admin_target, is_unix, metadata, open_channel
 from hotkv_client.types import NO_CREDENTIALS, Credentials
+from hotkv_proto.errors import HotKVError, Reason
 
 UNIX, FAR, NEAR = "unix:/run/hotkv/grpc.sock", "far.example:7000", "127.0.0.1:7000"
 

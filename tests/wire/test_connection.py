@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from hotkv.errors import HotKVError, Reason, SessionLostError
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
-from hotkv.order import DeviceMark, OrderKind
 from hotkv_client import Role, SessionConfig, connection
 from hotkv_client.connection import Connection, Pending
 from hotkv_client.fence import Fence
 from hotkv_client.types import After, TransferStatus
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.errors import HotKVError, Reason, SessionLostError
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.order import DeviceMark, OrderKind
 
 SPACE = KeySpace("m", "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv.costs import fitted
+from hotkv_proto.costs import fitted
 
 
 @given(

@@ -9,8 +9,12 @@ import pytest
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 from demo.processes import Server, runtime_folder
-from hotkv.errors import RETRYABLE, Reason
-from hotkv.v1 import (
+from hotkv_client import BlockRun
+from hotkv_client.admin import AdminClient
+from hotkv_client.testing import PagedEngine
+from hotkv_client.wire import admin as _admin_wire
+from hotkv_proto.errors import RETRYABLE, Reason
+from hotkv_proto.v1 import (
     admin_pb2,
     cache_pb2,
     errors_pb2,
@@ -20,11 +24,7 @@ from hotkv.v1 import (
     session_pb2,
     sparse_pb2,
 )
-from hotkv.versions import Feature
-from hotkv_client import BlockRun
-from hotkv_client.admin import AdminClient
-from hotkv_client.testing import PagedEngine
-from hotkv_client.wire import admin as _admin_wire
+from hotkv_proto.versions import Feature
 from hotkv_server.dataplane.cuda.values import Direction, Method
 from hotkv_server.wire import convert, device_report
 from hotkv_server.wire.errors import CODES

@@ -6,9 +6,9 @@ import grpc
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv.errors import RETRYABLE, HotKVError, Reason
-from hotkv.v1 import cache_pb2, cache_pb2_grpc, errors_pb2
 from hotkv_client.wire import answers as _answers
+from hotkv_proto.errors import RETRYABLE, HotKVError, Reason
+from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc, errors_pb2
 from hotkv_server.wire import errors
 
 google = pytest.importorskip("google.rpc", reason="googleapis-common-protos is not installed")

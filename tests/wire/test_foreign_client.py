@@ -11,23 +11,23 @@ from pathlib import Path
 import pytest
 
 from demo.processes import Server, runtime_folder
-from hotkv.errors import Reason
-from hotkv.results import BlockResult
-from hotkv.versions import NEWEST_VERSION
+from hotkv_proto.errors import Reason
+from hotkv_proto.results import BlockResult
+from hotkv_proto.versions import NEWEST_VERSION
 
 CLIENT = Path(__file__).with_name("foreign_client.py")
-STUBS = Path(__file__).resolve().parents[2] / "proto" / "hotkv" / "v1"
+STUBS = Path(__file__).resolve().parents[2] / "proto" / "hotkv_proto" / "v1"
 MAX_LINES = 300
 
 
 @pytest.fixture(scope="module")
 def saw(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What the foreign client saw of a real server. `hotkv` is an empty package to it, but for the
-    stubs."""
+    """What the foreign client saw of a real server. `hotkv_proto` is an empty package to it, but
+    for the stubs."""
     path = tmp_path_factory.mktemp("stubs")
-    (path / "hotkv").mkdir()
-    (path / "hotkv" / "__init__.py").touch()
-    (path / "hotkv" / "v1").symlink_to(STUBS)
+    (path / "hotkv_proto").mkdir()
+    (path / "hotkv_proto" / "__init__.py").touch()
+    (path / "hotkv_proto" / "v1").symlink_to(STUBS)
     with runtime_folder(64 << 20) as folder, Server(folder, "16MiB") as server:
         server.wait_ready()
         done = subprocess.run(
@@ -74,9 +74,10 @@ def test_the_end_of_the_session_ends_the_link(saw: dict[str, object]) -> None:
 
 def test_it_knows_nothing_of_hotkv_but_the_stubs(saw: dict[str, object]) -> None:
     modules = saw["modules"]
-    assert isinstance(modules, list) and "hotkv.v1.session_pb2" in modules
+    assert isinstance(modules, list) and "hotkv_proto.v1.session_pb2" in modules
     assert all(
-        name in ("hotkv", "hotkv.v1") or name.endswith(("_pb2", "_pb2_grpc")) for name in modules
+        name in ("hotkv_proto", "hotkv_proto.v1") or name.endswith(("_pb2", "_pb2_grpc"))
+        for name in modules
     )
     tree = ast.parse(CLIENT.read_text())
     roots = {
@@ -85,5 +86,5 @@ def test_it_knows_nothing_of_hotkv_but_the_stubs(saw: dict[str, object]) -> None
         if isinstance(node, ast.Import | ast.ImportFrom)
     }
     others = {root.split(".")[0] for root in roots} - set(sys.stdlib_module_names)
-    assert others == {"grpc", "google", "hotkv"} and "hotkv.v1" in roots
+    assert others == {"grpc", "google", "hotkv_proto"} and "hotkv_proto.v1" in roots
     assert len(CLIENT.read_text().splitlines()) <= MAX_LINES

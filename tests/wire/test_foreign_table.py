@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotkv import table
-from hotkv.table import BlockTable, hash_prefixes
+from hotkv_proto import table
+from hotkv_proto.table import BlockTable, hash_prefixes
 from hotkv_server.cache.table.index import BlockIndex
 from tests.wire import foreign_client
 from tests.wire.table_reader import (

@@ -8,7 +8,7 @@ import pytest
 from google.protobuf.message import DecodeError, Message
 from hypothesis import given, settings
 
-from hotkv.v1 import cache_pb2, session_pb2
+from hotkv_proto.v1 import cache_pb2, session_pb2
 from hotkv_server.wire.guard import message_limits
 from tests.server.refusals import fill
 

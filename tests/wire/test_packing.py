@@ -7,14 +7,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import MAX_HASH_BYTES, MIN_HASH_BYTES
-from hotkv.misses import SAID_BY_ENGINES, Miss
-from hotkv.v1 import session_pb2
 from hotkv_client import LoadEnd, RequestReport
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import reports as _report_wire
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import MAX_HASH_BYTES, MIN_HASH_BYTES
+from hotkv_proto.misses import SAID_BY_ENGINES, Miss
+from hotkv_proto.v1 import session_pb2
 from hotkv_server.wire import convert, report_convert
 from hotkv_server.wire.errors import detail
 

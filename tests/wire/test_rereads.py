@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotkv import native, table
-from hotkv.table import (
+from hotkv_proto import native, table
+from hotkv_proto.table import (
     RECORD_WORDS,
     SLOT_ALIGN,
     Words,
@@ -96,7 +96,7 @@ def watched(array: Words, after: Callable[[], None]) -> Any:
 def as_python(name: str, scene: Scene) -> Callable[..., None]:
     """A kernel's source, with the writer's steps after its first load of a sequence number and
     before its reload."""
-    kernels: Any = native.load("hotkv.kernels")
+    kernels: Any = native.load("hotkv_proto.kernels")
 
     def load32(array: Words, row: int, column: int) -> np.uint32:
         value = array[row, column]

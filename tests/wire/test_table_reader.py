@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotkv import native
-from hotkv.table import SLOT_ALIGN, BlockTable, TableGeometry, hash_words
+from hotkv_proto import native
+from hotkv_proto.table import SLOT_ALIGN, BlockTable, TableGeometry, hash_words
 from hotkv_server.cache.table.index import BlockIndex
 from tests.wire import table_reader
 from tests.wire.table_reader import (

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from hotkv.errors import HotKVError, Reason
 from hotkv_client.command import recorder
 from hotkv_client.command.recorder import Tracer, record
 from hotkv_client.types import WatchedRequest
+from hotkv_proto.errors import HotKVError, Reason
 
 HASH_BYTES = 4
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from hotkv.traces import MAX_TRACEPARENT_CHARS, Span, Traces
+from hotkv_proto.traces import MAX_TRACEPARENT_CHARS, Span, Traces
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 GOOD = f"00-{TRACE}-{SPAN}-01"

@@ -13,16 +13,16 @@ from google.protobuf.message import DecodeError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
-from hotkv.v1 import session_pb2
 from hotkv_client import GroupHashes, LinkState, Role, Session, SessionConfig, connection
 from hotkv_client.connection import Connection, Pending
 from hotkv_client.fence import Fence
 from hotkv_client.testing import OddServer
 from hotkv_client.types import Evicted, TransferResult, TransferStatus
 from hotkv_client.wire import answers as _answers
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.v1 import session_pb2
 from tests.server.refusals import fill
 
 SPACE = KeySpace("m", "w", "bfloat16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)

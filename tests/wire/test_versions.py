@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from demo.processes import Server, runtime_folder
-from hotkv import versions
-from hotkv.errors import Reason
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace, Representation, signed_salt, unsigned_salt
-from hotkv.v1 import session_pb2, session_pb2_grpc
 from hotkv_client import Role, SessionConfig
 from hotkv_client.admin import AdminClient
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
+from hotkv_proto import versions
+from hotkv_proto.errors import Reason
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace, Representation, signed_salt, unsigned_salt
+from hotkv_proto.v1 import session_pb2, session_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("--arena.slab-bytes", "64KiB")

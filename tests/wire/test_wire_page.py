@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from hotkv import hints, keys, layout, traces, versions, words
-from hotkv.errors import RETRYABLE, Reason
-from hotkv.v1 import errors_pb2, session_pb2
+from hotkv_proto import hints, keys, layout, traces, versions, words
+from hotkv_proto.errors import RETRYABLE, Reason
+from hotkv_proto.v1 import errors_pb2, session_pb2
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.hints import messages as hint_convert
 from hotkv_server.node import sessions, transfers

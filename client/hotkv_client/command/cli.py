@@ -12,10 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import hotkv
-from hotkv.command_line import Parser
-from hotkv.counters import SPARSE_COUNTERS, sparse_figures
-from hotkv.errors import HotKVError
+import hotkv_proto
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import (
     completion,
@@ -39,6 +36,9 @@ from hotkv_client.command.options import (
 )
 from hotkv_client.command.top import live
 from hotkv_client.types import Credentials
+from hotkv_proto.command_line import Parser
+from hotkv_proto.counters import SPARSE_COUNTERS, sparse_figures
+from hotkv_proto.errors import HotKVError
 
 Command = Callable[[AdminClient, argparse.Namespace], Any]
 LIVE = "live"
@@ -246,7 +246,7 @@ def parser() -> argparse.ArgumentParser:
         description="Inspect a hotkv-server.",
         parents=[common_options(has_defaults=True)],
     )
-    whole.add_argument("--version", action="version", version=f"hotkv {hotkv.__version__}")
+    whole.add_argument("--version", action="version", version=f"hotkv {hotkv_proto.__version__}")
     subparsers = whole.add_subparsers(dest="command", required=True)
     made = {
         name: subparsers.add_parser(name, parents=[common], help=(run.__doc__ or "").rstrip("."))

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hotkv.command_line import Parser
 from hotkv_client.admin import DEFAULT_TARGET
 from hotkv_client.command import savings_tables
+from hotkv_proto.command_line import Parser
 
 TIMEOUT_S = 10.0
 INTERVAL_S = 2.0

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hotkv.errors import HotKVError, Reason
 from hotkv_client.admin import AdminClient
 from hotkv_client.types import WatchedRequest
+from hotkv_proto.errors import HotKVError, Reason
 
 
 class Tracer:

@@ -20,10 +20,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from hotkv.errors import SessionLostError
-from hotkv.layout import Layout
-from hotkv.order import NO_ORDER, DeviceOrder, OrderKind
-from hotkv.retention import Retention
 from hotkv_client.fence import SharedFence
 from hotkv_client.testing.fake_calls import resolve
 from hotkv_client.testing.fake_residencies import FakeResidencies
@@ -37,6 +33,10 @@ from hotkv_client.types import (
     LoadEnd,
     SessionConfig,
 )
+from hotkv_proto.errors import SessionLostError
+from hotkv_proto.layout import Layout
+from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
+from hotkv_proto.retention import Retention
 
 ARENA_BYTES = 64 << 20
 """Of the double's arena: memory comes as slots are given."""

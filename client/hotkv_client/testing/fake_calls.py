@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotkv.errors import HotKVError, Reason, SessionLostError
-from hotkv.layout import Layout
-from hotkv.order import OrderKind
 from hotkv_client.testing.fake_memory import FakeMemory
 from hotkv_client.testing.fake_residencies import FakeArena
 from hotkv_client.types import (
@@ -34,6 +31,9 @@ from hotkv_client.types import (
     TransferResult,
     TransferStatus,
 )
+from hotkv_proto.errors import HotKVError, Reason, SessionLostError
+from hotkv_proto.layout import Layout
+from hotkv_proto.order import OrderKind
 
 if TYPE_CHECKING:
     from hotkv_client.testing.fake import FakeServer

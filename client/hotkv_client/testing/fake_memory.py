@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from hotkv.groups import GroupSpec
-from hotkv.keys import Representation
-from hotkv.layout import Layout
 from hotkv_client.types import SessionConfig
+from hotkv_proto.groups import GroupSpec
+from hotkv_proto.keys import Representation
+from hotkv_proto.layout import Layout
 
 
 class FakeMemory:

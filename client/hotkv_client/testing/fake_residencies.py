@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import words
-from hotkv.errors import HotKVError, Reason
 from hotkv_client.arena import holds
 from hotkv_client.testing.fake_writes import Shards
 from hotkv_client.types import Int64s, ResidencyOpened
+from hotkv_proto import words
+from hotkv_proto.errors import HotKVError, Reason
 
 SLOT_ALIGN = 4096
 

@@ -11,11 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import Representation
-from hotkv.layout import Layout
-from hotkv.order import NO_ORDER, DeviceOrder
-from hotkv.store_options import NO_OPTIONS, StoreOptions
 from hotkv_client.fence import SharedFence
 from hotkv_client.testing.fake_calls import FakeCalls, resolve
 from hotkv_client.testing.fake_writes import FakeStore, WriteRun
@@ -29,6 +24,11 @@ from hotkv_client.types import (
     TransferResult,
     TransferStatus,
 )
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import Representation
+from hotkv_proto.layout import Layout
+from hotkv_proto.order import NO_ORDER, DeviceOrder
+from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
 
 if TYPE_CHECKING:
     from hotkv_client.testing.fake import FakeServer

@@ -10,8 +10,8 @@ is written, and never after any copy of it was given up. There is no bound on ro
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hotkv.errors import HotKVError, Reason
 from hotkv_client.types import BlockResult
+from hotkv_proto.errors import HotKVError, Reason
 
 Key = tuple[bytes, int, bytes]
 """Key space, group index or a representation's salt, block hash."""

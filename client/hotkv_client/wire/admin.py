@@ -7,10 +7,10 @@ import grpc
 import numpy as np
 from google.protobuf.message import Message
 
-from hotkv.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, events_pb2, events_pb2_grpc
 from hotkv_client.channels import Metadata
 from hotkv_client.types import WatchedRequest
 from hotkv_client.wire.answers import as_error
+from hotkv_proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, events_pb2, events_pb2_grpc
 
 CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
     "info": ("GetInfo", admin_pb2.GetInfoRequest),

@@ -9,11 +9,6 @@ import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from hotkv.errors import HotKVError, Reason, SessionLostError
-from hotkv.keys import unsigned_salt
-from hotkv.order import OrderKind
-from hotkv.v1 import cache_pb2, errors_pb2, session_pb2, sparse_pb2
-from hotkv.versions import Feature, agreed_features
 from hotkv_client.command import unanswered
 from hotkv_client.types import (
     BoolMask,
@@ -28,6 +23,11 @@ from hotkv_client.types import (
     TransferResult,
     TransferStatus,
 )
+from hotkv_proto.errors import HotKVError, Reason, SessionLostError
+from hotkv_proto.keys import unsigned_salt
+from hotkv_proto.order import OrderKind
+from hotkv_proto.v1 import cache_pb2, errors_pb2, session_pb2, sparse_pb2
+from hotkv_proto.versions import Feature, agreed_features
 
 STATUS_KEY = "grpc-status-details-bin"
 """Trailer of a failed call: a google.rpc.Status."""

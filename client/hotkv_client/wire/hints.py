@@ -6,12 +6,12 @@ from typing import Any
 
 import grpc
 
-from hotkv.hints import ActionType, Hints
-from hotkv.v1 import hints_pb2, hints_pb2_grpc
 from hotkv_client.channels import Metadata
 from hotkv_client.wire.admin import plain
 from hotkv_client.wire.answers import as_error
 from hotkv_client.wire.requests import whole_ms
+from hotkv_proto.hints import ActionType, Hints
+from hotkv_proto.v1 import hints_pb2, hints_pb2_grpc
 
 Stub = hints_pb2_grpc.HintServiceStub
 """Of a channel that is open."""

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from hotkv.v1 import hints_pb2, session_pb2
 from hotkv_client.parts import PART_BYTES, split_messages
 from hotkv_client.types import EndedRequest, GroupHashes, LoadEnd, RequestReport
 from hotkv_client.wire.hints import request_hints
 from hotkv_client.wire.requests import Request, pack, packed_groups, retention_message
+from hotkv_proto.v1 import hints_pb2, session_pb2
 
 
 def report_use(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:

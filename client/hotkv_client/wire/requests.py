@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import hotkv
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import KeySpace
-from hotkv.layout import Layout
-from hotkv.order import DeviceOrder
-from hotkv.retention import NO_RETENTION, Retention
-from hotkv.store_options import StoreOptions
-from hotkv.v1 import cache_pb2, layout_pb2, residency_pb2, session_pb2, session_pb2_grpc
-from hotkv.versions import FEATURES, NEWEST_VERSION, OLDEST_VERSION
+import hotkv_proto
 from hotkv_client.types import (
     After,
     BlockExtraKeys,
@@ -27,6 +19,14 @@ from hotkv_client.types import (
     LoadRun,
     SessionConfig,
 )
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.layout import Layout
+from hotkv_proto.order import DeviceOrder
+from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.store_options import StoreOptions
+from hotkv_proto.v1 import cache_pb2, layout_pb2, residency_pb2, session_pb2, session_pb2_grpc
+from hotkv_proto.versions import FEATURES, NEWEST_VERSION, OLDEST_VERSION
 
 Request = session_pb2.ConnectRequest
 Stub = session_pb2_grpc.SessionServiceStub
@@ -156,7 +156,7 @@ def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
             engine_id=config.engine_id,
             role=session_pb2.SessionRole.ValueType(int(config.role)),
             key_space=key_space_message(config.key_space),
-            client_name=f"{config.client_name} {hotkv.__version__}",
+            client_name=f"{config.client_name} {hotkv_proto.__version__}",
             representations=[
                 layout_pb2.Representation(
                     group_index=kind.group_index,

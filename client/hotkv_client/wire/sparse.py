@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from hotkv.counters import SPARSE_COUNTERS
-from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import sparse_pb2, sparse_pb2_grpc
 from hotkv_client.types import Float32s, Int32s, SelectConfig, SelectedBlocks
 from hotkv_client.wire.answers import refusal
 from hotkv_client.wire.requests import Request, pack
+from hotkv_proto.counters import SPARSE_COUNTERS
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 
 SelectRequest = sparse_pb2.SelectBlocksRequest
 Stub = sparse_pb2_grpc.SparseServiceStub

@@ -13,8 +13,8 @@ import torch
 from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
-from hotkv.groups import GroupSpec
-from hotkv.keys import KeySpace
+from hotkv_proto.groups import GroupSpec
+from hotkv_proto.keys import KeySpace
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.fingerprint import key_space_factors
 from hotkv_vllm.compat.kv_groups import CacheGroup, layer_specs

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_cache_interface import KVCacheSpecKind, get_kv_cache_spec_kind, iter_layer_specs
 
-from hotkv.groups import GroupKind, check_context_parallel
+from hotkv_proto.groups import GroupKind, check_context_parallel
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.checks import check_ranks
 

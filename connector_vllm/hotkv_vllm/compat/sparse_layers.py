@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import KVCacheSpecKind, get_kv_cache_spec_kind
 
-from hotkv.errors import HotKVError
+from hotkv_proto.errors import HotKVError
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import format_named

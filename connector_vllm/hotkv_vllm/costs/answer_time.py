@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotkv.errors import HotKVError
 from hotkv_client.types import LeaseGrant
+from hotkv_proto.errors import HotKVError
 
 if TYPE_CHECKING:
-    from hotkv.traces import Span
+    from hotkv_proto.traces import Span
 
 
 class AnswerTime:

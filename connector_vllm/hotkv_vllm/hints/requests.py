@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from hotkv import hints
-from hotkv.hints import MAX_ID_CHARS, NO_HINTS, Hints
-from hotkv.retention import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
+from hotkv_proto import hints
+from hotkv_proto.hints import MAX_ID_CHARS, NO_HINTS, Hints
+from hotkv_proto.retention import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
 from hotkv_vllm.config import PREFIX
 from hotkv_vllm.link import logger
 from hotkv_vllm.stats import HotKVStats

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hotkv.keys import KeySpace, Representation
 from hotkv_client.fence import Revocations
+from hotkv_proto.keys import KeySpace, Representation
 from hotkv_vllm.compat import Unsupported, checks
 from hotkv_vllm.identity.ranks import this_host
 from hotkv_vllm.link import logger

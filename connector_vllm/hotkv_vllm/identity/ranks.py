@@ -20,8 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from hotkv.groups import GroupSpec
-from hotkv.keys import KeySpace
+from hotkv_proto.groups import GroupSpec
+from hotkv_proto.keys import KeySpace
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.places import RankPlace
 

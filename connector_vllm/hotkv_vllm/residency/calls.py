@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hotkv.errors import HotKVError, Reason
 from hotkv_client.types import Int64s, ResidencyOpened, ResidentBlocks
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_vllm import link
 from hotkv_vllm.residency.resident import Resident
 from hotkv_vllm.sparse.memory import Streams

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hotkv import native
+from hotkv_proto import native
 
 I64 = npt.NDArray[np.int64]
 MAX_THREADS = 4
@@ -28,7 +28,7 @@ class PageCopier:
         usual = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
         self._num_threads = num_threads or usual
         self._threads: ThreadPoolExecutor | None = None
-        self._kernels: Any = native.load("hotkv.kernels")
+        self._kernels: Any = native.load("hotkv_proto.kernels")
         self._sizes = np.empty(0, np.int64)
 
     def __repr__(self) -> str:

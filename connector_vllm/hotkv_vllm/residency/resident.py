@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotkv.errors import HotKVError
 from hotkv_client.types import Int64s, ResidencyOpened, ResidentBlocks
+from hotkv_proto.errors import HotKVError
 from hotkv_vllm.residency.step import FileId, KeptBlocks, ResidentRow
 from hotkv_vllm.scheduler.request import RequestState
 

@@ -9,7 +9,7 @@ load) is given back when it ends, however it ends; and each block that vLLM give
 import time
 from typing import Any
 
-from hotkv.misses import Miss
+from hotkv_proto.misses import Miss
 from hotkv_vllm.compat import NULL_BLOCK, kv_groups, sparse_layers
 from hotkv_vllm.costs.load_choice import LoadChoice
 from hotkv_vllm.hints.requests import HintReader

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from hotkv.groups import GroupSpec, longest_hit, needed_blocks
-from hotkv.keys import group_hashes
 from hotkv_client.types import GroupHashes
+from hotkv_proto.groups import GroupSpec, longest_hit, needed_blocks
+from hotkv_proto.keys import group_hashes
 from hotkv_vllm.identity.adapters import Adapters
 from hotkv_vllm.scheduler.request import Masks
 

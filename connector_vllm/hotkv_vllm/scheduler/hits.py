@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from hotkv.misses import Miss
 from hotkv_client.types import LeaseGrant
+from hotkv_proto.misses import Miss
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.answer_time import AnswerTime
 from hotkv_vllm.link import CacheSession

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hotkv.groups import needed_blocks
 from hotkv_client.types import Int32s, LoadRun
+from hotkv_proto.groups import needed_blocks
 from hotkv_vllm.link import BoolMask
 from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.request import HitState, Masks

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hotkv.misses import Miss
 from hotkv_client.types import EndedRequest, LoadEnd, RequestReport
+from hotkv_proto.misses import Miss
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.link import CacheSession
 from hotkv_vllm.scheduler.request import RequestState

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from hotkv.keys import Representation
 from hotkv_client.types import BlockRun, GroupHashes, LoadRun
+from hotkv_proto.keys import Representation
 from hotkv_vllm.link import BoolMask, CacheSession
 
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from hotkv import native
+from hotkv_proto import native
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.identity.agreement import Agreement, agree
 from hotkv_vllm.identity.rekeying import RECONNECT_S, Rekeying
@@ -87,7 +87,7 @@ class Sharing:
         """
         if not handshakes:
             if self.cache is None:
-                native.load("hotkv.kernels")
+                native.load("hotkv_proto.kernels")
                 self.joining = Joining(self._num_ranks)
             return
         self.joining = None
@@ -115,7 +115,7 @@ class Sharing:
     def _start(self, agreement: Agreement, wait_s: float) -> None:
         """Makes what works over this key space, and waits a moment for the server."""
         # Before the first request: numba takes a second to load and some kernels to compile.
-        native.load("hotkv.kernels")
+        native.load("hotkv_proto.kernels")
         cache = assemble(self._engine, agreement)
         self._agreement, self.cache = agreement, cache
         if self._engine.counts_media:

@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.groups import GroupKind, GroupSpec
+from hotkv_proto.groups import GroupKind, GroupSpec
 
 BoolMask = NDArray[np.bool_]
 
@@ -22,7 +22,7 @@ class StorableBlocks:
 
     `state_interval_tokens` (recurrent states only): states at multiples of it, rounded up to whole
     alignments, are kept; 0 for all. `is_draft`: a hit also needs to know the block behind it
-    (`hotkv.groups.longest_hit`).
+    (`hotkv_proto.groups.longest_hit`).
     """
 
     def __init__(

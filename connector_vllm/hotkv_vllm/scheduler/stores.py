@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from hotkv.retention import Retention
-from hotkv.store_options import StoreOptions
 from hotkv_client.types import BlockRun
+from hotkv_proto.retention import Retention
+from hotkv_proto.store_options import StoreOptions
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hotkv.store_options import NO_OPTIONS, StoreOptions
 from hotkv_client.types import BlockRun
+from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
 from hotkv_vllm.scheduler.fence import Fence
 from hotkv_vllm.tracing.requests import RequestTrace, end_store
 
 if TYPE_CHECKING:
-    from hotkv.traces import Span
+    from hotkv_proto.traces import Span
 
 _store_ids = itertools.count(1)
 """Of all planners of this process: workers may report stores of one that is gone."""

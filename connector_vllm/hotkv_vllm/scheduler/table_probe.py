@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from hotkv.groups import PREFIX_CLOSED, Int64s, longest_prefix
+from hotkv_proto.groups import PREFIX_CLOSED, Int64s, longest_prefix
 from hotkv_vllm.link import BoolMask, CacheSession
 from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.hidden_keys import HiddenKeys

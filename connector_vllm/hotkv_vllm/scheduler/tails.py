@@ -7,8 +7,8 @@ part, because what follows a gap is found by nobody.
 
 from collections.abc import Collection, Sequence
 
-from hotkv.retention import Retention
 from hotkv_client.types import BlockRun
+from hotkv_proto.retention import Retention
 from hotkv_vllm.tracing.requests import RequestTrace
 
 Tail = tuple[Retention, RequestTrace | None, tuple[BlockRun, ...]]

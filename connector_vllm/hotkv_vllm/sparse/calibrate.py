@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hotkv.errors import HotKVError
+from hotkv_proto.errors import HotKVError
 from hotkv_sparse.axes import Axes, AxesEstimate
 from hotkv_sparse.centre import (
     FIRST_TOKENS,

@@ -27,9 +27,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.store_options import StoreOptions
 from hotkv_client import BlockRun, ResidencyOpened, Session
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.store_options import StoreOptions
 from hotkv_sparse import HotSet, SparseConfig, prepare, score, span
 from hotkv_sparse.config import COPY_METHODS
 from hotkv_sparse.selector import exact_log_mass, select_layer

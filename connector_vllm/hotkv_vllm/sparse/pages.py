@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hotkv import native
+from hotkv_proto import native
 from hotkv_sparse.selector import exact_log_mass
 from hotkv_vllm.worker.layout import KeyPacking, unpacked_keys
 

@@ -12,8 +12,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hotkv.keys import Representation
-from hotkv.layout import MemoryHandle, PageTensor
+from hotkv_proto.keys import Representation
+from hotkv_proto.layout import MemoryHandle, PageTensor
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import needs_axes, version
 from hotkv_vllm.compat import Unsupported

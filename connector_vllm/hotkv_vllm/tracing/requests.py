@@ -14,15 +14,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-from hotkv.misses import Miss
-from hotkv.results import BlockResult
 from hotkv_client.types import GroupHashes
+from hotkv_proto.misses import Miss
+from hotkv_proto.results import BlockResult
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import LoadJob
 
 if TYPE_CHECKING:
-    from hotkv.traces import Span, Traces
+    from hotkv_proto.traces import Span, Traces
 
 SERVICE = "hotkv-connector"
 TRACEPARENT = "traceparent"
@@ -133,7 +133,7 @@ def open_traces(config: ConnectorConfig) -> RequestTraces | None:
     if not config.tracing:
         return None
     try:
-        opened = importlib.import_module("hotkv.traces").open_traces(
+        opened = importlib.import_module("hotkv_proto.traces").open_traces(
             config.tracing,
             SERVICE,
             logger,

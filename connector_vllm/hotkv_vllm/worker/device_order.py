@@ -1,4 +1,4 @@
-"""Marks in the queue of the engine's device, which transfers wait for (`hotkv.order`).
+"""Marks in the queue of the engine's device, which transfers wait for (`hotkv_proto.order`).
 
 What is always true:
 
@@ -23,9 +23,9 @@ from typing import Protocol
 
 import torch
 
-from hotkv.layout import MemoryHandle
-from hotkv.order import NO_ORDER, DeviceMark, OrderKind
 from hotkv_client.types import After
+from hotkv_proto.layout import MemoryHandle
+from hotkv_proto.order import NO_ORDER, DeviceMark, OrderKind
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.worker.exported import ExportedMemory, cuda_device_uuid, cuda_handle

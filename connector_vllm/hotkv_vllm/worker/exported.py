@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hotkv.layout import Layout, MemoryHandle
+from hotkv_proto.layout import Layout, MemoryHandle
 from hotkv_vllm.compat import Unsupported
 
 CUDA_HANDLE_BYTES = 64

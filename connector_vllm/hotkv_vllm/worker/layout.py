@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import group_kernel_blocks
 
-from hotkv.layout import Layout, MemoryHandle, PageTensor
+from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.worker.exported import ExportedMemory, cuda_handle

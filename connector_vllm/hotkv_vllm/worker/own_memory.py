@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hotkv.keys import KeySpace
+from hotkv_proto.keys import KeySpace
 from hotkv_vllm.compat import Unsupported, key_space, kv_groups, places, reuse
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity import ranks

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hotkv.keys import KeySpace, Representation
-from hotkv.order import NO_ORDER, OrderKind
 from hotkv_client.arena import Arena
 from hotkv_client.fence import SharedFence
 from hotkv_client.types import Role, SessionConfig
+from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.order import NO_ORDER, OrderKind
 from hotkv_sparse.centre import Centres
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported, checks, kv_groups, model_weights, places

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.table import Words
+from hotkv_proto.table import Words
 
 Integer = TypeVar("Integer", bound=np.integer[Any])
 

@@ -6,7 +6,7 @@
 
 from dataclasses import dataclass, field
 
-from hotkv.table import BlockTable
+from hotkv_proto.table import BlockTable
 from hotkv_server.cache.catalog import Catalog
 from hotkv_server.cache.leases.leases import LeaseBook
 from hotkv_server.cache.leases.pin_budget import PinBudget

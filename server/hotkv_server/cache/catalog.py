@@ -11,8 +11,8 @@ left longest ago, of those without a block if there are any.
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import MAX_GROUPS, KeySpace, Representation
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import KEY_SPACE_ROWS, MAX_REPRESENTATIONS, KeySpaceRecord
 from hotkv_server.tiers.book.lower import LowerTier

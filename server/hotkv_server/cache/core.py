@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.keys import KeySpace, Representation
-from hotkv.retention import NO_RETENTION, Retention
-from hotkv.store_options import NO_OPTIONS, StoreOptions
-from hotkv.table import BlockTable
+from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
+from hotkv_proto.table import BlockTable
 from hotkv_server.cache.cache_books import make_books
 from hotkv_server.cache.leases.leases import Lease, ReadLease, WriteLease
 from hotkv_server.cache.leases.loads import Loads

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import table
-from hotkv.keys import KeySpace, Representation
-from hotkv.table import Words
+from hotkv_proto import table
+from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import Histogram
 from hotkv_server.cache.room.pool_figures import PoolFigures, SlabClassStats
@@ -85,8 +85,8 @@ class KeySpaceFigures:
 class BlockFigures:
     """A block as it stands.
 
-    `hash_words`: uint32 [8]. `state`: as in `hotkv.table`. `last_used_s`: in seconds of the core's
-    `now_s`, 0 if never. `representation_bytes`: slot of its representation, 0 for none.
+    `hash_words`: uint32 [8]. `state`: as in `hotkv_proto.table`. `last_used_s`: in seconds of the
+    core's `now_s`, 0 if never. `representation_bytes`: slot of its representation, 0 for none.
     `parent_words`: the hash before it in its chain, None if that block is not there any more.
     """
 

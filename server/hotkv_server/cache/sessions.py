@@ -6,8 +6,8 @@ known to the catalog. While the server drains nothing new begins, and what has b
 
 from collections.abc import Iterable
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import MAX_GROUPS, KeySpace, Representation
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv_server.cache.catalog import Catalog
 from hotkv_server.cache.room.tenants import TenantBook
 from hotkv_server.cache.values import KeySpaceRecord, SessionRecord

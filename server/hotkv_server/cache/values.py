@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.groups import GroupSpec
-from hotkv.hints import Status
-from hotkv.keys import MAX_GROUPS, KeySpace, Representation
-from hotkv.table import Words
+from hotkv_proto.groups import GroupSpec
+from hotkv_proto.hints import Status
+from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
+from hotkv_proto.table import Words
 
 Entries = NDArray[np.uint32]
 Int64s = NDArray[np.int64]

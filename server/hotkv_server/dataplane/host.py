@@ -7,7 +7,7 @@ order. A job may be cancelled between pieces.
 import threading
 import time
 
-from hotkv import native
+from hotkv_proto import native
 from hotkv_server.dataplane.engine import CopyJob
 from hotkv_server.dataplane.fair_queue import FairQueue
 from hotkv_server.dataplane.plan import BlockCopies, Plan, num_shares
@@ -25,7 +25,7 @@ class HostCopyEngine:
     the core admits."""
 
     def __init__(self, num_threads: int) -> None:
-        self._kernels = native.require("hotkv.kernels")
+        self._kernels = native.require("hotkv_proto.kernels")
         self._queue: FairQueue[tuple[CopyJob, Plan, int, int]] = FairQueue()
         # When each thread began its piece; 0 while it waits for one.
         self._begun_s = [0.0] * num_threads

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.layout import Recipe
+from hotkv_proto.layout import Recipe
 from hotkv_server.device.runtime import HOST
 
 Int64s = NDArray[np.int64]

@@ -169,7 +169,7 @@ class DeviceRuntime(Protocol):
 
     def wait_value(self, stream: Stream, address: int, value: int) -> None:
         """Makes the stream wait until the uint32 at `address`, of device or registered host memory,
-        has reached `value` (`hotkv.order`)."""
+        has reached `value` (`hotkv_proto.order`)."""
 
     def write_value(self, stream: Stream, address: int, value: int) -> None:
         """Makes the stream write the uint32 there, after all that it was given before."""

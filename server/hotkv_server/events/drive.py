@@ -16,9 +16,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.keys import MAX_GROUPS, KeySpace
-from hotkv.results import BlockResult
-from hotkv.table import Words
+from hotkv_proto.keys import MAX_GROUPS, KeySpace
+from hotkv_proto.results import BlockResult
+from hotkv_proto.table import Words
 from hotkv_server.cache.values import DISK_TIER, EvictionNotice, Medium, Run
 from hotkv_server.node.broadcast import Feeds
 

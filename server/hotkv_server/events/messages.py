@@ -1,6 +1,6 @@
 """What is streamed to those who watch, on the wire: events, and requests that engines report."""
 
-from hotkv.v1 import admin_pb2, cache_pb2, events_pb2
+from hotkv_proto.v1 import admin_pb2, cache_pb2, events_pb2
 from hotkv_server.cache.values import Medium
 from hotkv_server.events.drive import (
     BlockExtraKeys,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from hotkv.keys import KeySpace
+from hotkv_proto.keys import KeySpace
 from hotkv_server.events.drive import BlocksStored, Event
 from hotkv_server.events.wire import RANK, AllBlocksCleared, KVEventBatch, Translator
 

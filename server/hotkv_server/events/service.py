@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-from hotkv.v1 import events_pb2, events_pb2_grpc
+from hotkv_proto.v1 import events_pb2, events_pb2_grpc
 from hotkv_server.events import messages as event_convert
 from hotkv_server.events.drive import TimedEvent
 from hotkv_server.node.node import Node

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-from hotkv.v1 import admin_pb2
+from hotkv_proto.v1 import admin_pb2
 from hotkv_server.events import messages as event_convert
 from hotkv_server.node.node import Node
 from hotkv_server.node.reports import WatchedReport

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
-from hotkv.groups import GroupKind
-from hotkv.keys import KeySpace
+from hotkv_proto.groups import GroupKind
+from hotkv_proto.keys import KeySpace
 from hotkv_server.cache.values import Medium
 from hotkv_server.events.drive import BlocksRemoved, BlocksStored, Event, KeySpaceCleared
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from hotkv.errors import HotKVError
-from hotkv.hints import NO_HINTS, Action, ActionType, Hints, Rejection, Status
+from hotkv_proto.errors import HotKVError
+from hotkv_proto.hints import NO_HINTS, Action, ActionType, Hints, Rejection, Status
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Outcome
 from hotkv_server.hints.book.outcomes import HintBook, TenantHints

@@ -4,10 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from hotkv import hints
-from hotkv.errors import HotKVError, Reason
-from hotkv.hints import Action, ActionType, Hints, Rejection, Status, Target
-from hotkv.v1 import hints_pb2
+from hotkv_proto import hints
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.hints import Action, ActionType, Hints, Rejection, Status, Target
+from hotkv_proto.v1 import hints_pb2
 from hotkv_server.cache.values import Outcome
 from hotkv_server.wire import convert
 

@@ -3,8 +3,8 @@ session lie."""
 
 import time
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import admin_pb2
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.v1 import admin_pb2
 from hotkv_server.hints import messages as hint_convert
 from hotkv_server.hints.service import page_size
 from hotkv_server.node.node import Node

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import hints_pb2, hints_pb2_grpc
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.v1 import hints_pb2, hints_pb2_grpc
 from hotkv_server.cache import inspect
 from hotkv_server.hints import messages as hint_convert
 from hotkv_server.hints.work import Origin

@@ -11,10 +11,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hotkv.errors import HotKVError
-from hotkv.hints import Action, ActionType, Status, Target
-from hotkv.retention import NO_RETENTION, Retention
-from hotkv.table import Words
+from hotkv_proto.errors import HotKVError
+from hotkv_proto.hints import Action, ActionType, Status, Target
+from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import HashList, Outcome
 from hotkv_server.hints.book import actions as hint_actions

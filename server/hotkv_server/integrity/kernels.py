@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernel of `sums`. Load it by `hotkv.native.require`, never at import time.
+"""Numba kernel of `sums`. Load it by `hotkv_proto.native.require`, never at import time.
 `tests/oracles/sums.py` has the same in numpy."""
 
 from typing import Any
@@ -11,7 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from hotkv.kernels import copy_bytes, prefetch_address
+from hotkv_proto.kernels import copy_bytes, prefetch_address
 
 LINE_BYTES, LINE_WORDS = 64, 16
 LOW_HALF = 0xFFFF_FFFF

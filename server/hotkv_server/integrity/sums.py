@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import native
+from hotkv_proto import native
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.check_values import Int64s, Sums, agree, strides_of
 from hotkv_server.integrity.evidence import Evidence

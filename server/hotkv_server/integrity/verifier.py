@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import table
+from hotkv_proto import table
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Entries, SlotRun
 from hotkv_server.dataplane.plan import Region

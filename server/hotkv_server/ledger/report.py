@@ -1,7 +1,7 @@
 """What operators are told of the ledger."""
 
-from hotkv.misses import Miss
-from hotkv.v1 import admin_pb2, session_pb2
+from hotkv_proto.misses import Miss
+from hotkv_proto.v1 import admin_pb2, session_pb2
 from hotkv_server.ledger.drive import Savings
 from hotkv_server.node.node import Node
 from hotkv_server.wire.convert import rate

@@ -22,8 +22,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.table import BlockTable, TableGeometry
-from hotkv.words import file_bytes
+from hotkv_proto.table import BlockTable, TableGeometry
+from hotkv_proto.words import file_bytes
 from hotkv_server.memory import readers
 from hotkv_server.memory.filling import Filling, read_note
 from hotkv_server.memory.mapping import FileMapping

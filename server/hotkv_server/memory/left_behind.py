@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotkv.words import WORD_BYTES
+from hotkv_proto.words import WORD_BYTES
 from hotkv_server.memory.arena import (
     ARENA_FILE,
     FILES,

@@ -1,5 +1,5 @@
-"""Memory for those who read the arena in place: the words behind it (`hotkv.words`), and marks
-behind the block table of what they may read.
+"""Memory for those who read the arena in place: the words behind it (`hotkv_proto.words`), and
+marks behind the block table of what they may read.
 
 Always true: words have memory, so that writing one never fails; the marks are in the table's file,
 so that they change place together with the entry numbers that they are about. A file of an older
@@ -12,8 +12,8 @@ import os
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.table import TableGeometry
-from hotkv.words import WORD_BYTES, words_offset_bytes
+from hotkv_proto.table import TableGeometry
+from hotkv_proto.words import WORD_BYTES, words_offset_bytes
 
 Marks = NDArray[np.uint8]
 

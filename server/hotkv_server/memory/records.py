@@ -9,7 +9,7 @@ process.
 import os
 from collections.abc import Iterator
 
-from hotkv.table import RECORD_WORDS, TableGeometry
+from hotkv_proto.table import RECORD_WORDS, TableGeometry
 
 FIRST_ENTRIES = 1 << 21
 """Records that the start prefaults: 144 MiB, enough for an arena of 32 GiB with as many blocks as

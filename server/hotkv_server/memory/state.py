@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace, Representation
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace, Representation
 
 FORMAT_VERSION = 1
 _texts: WeakKeyDictionary[KeySpace, str] = WeakKeyDictionary()

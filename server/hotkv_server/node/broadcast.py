@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 
 FEED_BYTES = 16 << 20
 ITEM_BYTES = 256

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.layout import Layout, MemoryHandle
-from hotkv.order import DeviceOrder
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.layout import Layout, MemoryHandle
+from hotkv_proto.order import DeviceOrder
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.devices import Allocation, Devices
 from hotkv_server.device.runtime import DeviceError

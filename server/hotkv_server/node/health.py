@@ -34,7 +34,7 @@ BOOKS = (
     "hotkv_server.hints.book",
     "hotkv_server.residency.book",
     "hotkv_server.tiers.book",
-    "hotkv.table",
+    "hotkv_proto.table",
 )
 """Modules whose assertions are invariants of the cache; any other fails only its call."""
 BOOKS_PART, LOOK_PART = "the books", "the look at all others"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.leases import ReadLease
 from hotkv_server.cache.values import BoolMask

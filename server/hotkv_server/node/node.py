@@ -13,8 +13,8 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.errors import Reason
-from hotkv.retention import NO_RETENTION, Retention
+from hotkv_proto.errors import Reason
+from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import incremental
 from hotkv_server.cache.values import Run

@@ -1,5 +1,5 @@
 """Device order on the server's side: finds out whether an engine's device has passed a mark
-(`hotkv.order`).
+(`hotkv_proto.order`).
 
 Always true: no stream of this server waits for a mark. A device serialises much that this process
 does (closing memory, loading kernels) behind all of its streams, so a stream that waited for an
@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.layout import Layout
-from hotkv.order import (
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.layout import Layout
+from hotkv_proto.order import (
     EVENT_HANDLE_BYTES,
     MAX_MARKS,
     DeviceMark,

@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
-from hotkv import table
-from hotkv.errors import HotKVError
+from hotkv_proto import table
+from hotkv_proto.errors import HotKVError
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.restore.restore import Restored, restore
 from hotkv_server.cache.room.slabs import SlabPool

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.keys import KeySpace, Representation
+from hotkv_proto.keys import KeySpace, Representation
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import incremental
 from hotkv_server.cache.room.burst_bounds import keep_bounds

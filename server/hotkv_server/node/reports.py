@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.groups import needed_blocks
-from hotkv.hints import NO_HINTS, Hints
-from hotkv.keys import KeySpace
-from hotkv.misses import Miss
-from hotkv.retention import NO_RETENTION, Retention
-from hotkv.table import Words
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.groups import needed_blocks
+from hotkv_proto.hints import NO_HINTS, Hints
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.misses import Miss
+from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import incremental
 from hotkv_server.cache.values import HashList

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from hotkv.table import Words
+from hotkv_proto.table import Words
 from hotkv_server.cache.values import BoolMask, Entries, HashList, Medium
 
 if TYPE_CHECKING:
-    from hotkv.traces import Span
+    from hotkv_proto.traces import Span
 
 
 class BlocksBelow(Protocol):

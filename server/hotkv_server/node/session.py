@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import MAX_GROUPS, KeySpace
-from hotkv.layout import FENCE_HANDLE, FENCE_WORDS
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import MAX_GROUPS, KeySpace
+from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS
 from hotkv_server.cache.values import EvictionNotice, SessionRecord
 from hotkv_server.dataplane.engine import CopyJob
 from hotkv_server.memory.mapping import FileMapping

@@ -11,10 +11,10 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import KeySpace, Representation
-from hotkv.layout import Layout
-from hotkv.order import NO_ORDER, DeviceOrder, OrderKind
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.layout import Layout
+from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import incremental
 from hotkv_server.device.devices import Devices

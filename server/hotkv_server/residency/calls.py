@@ -2,9 +2,9 @@
 
 import asyncio
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.table import Words
-from hotkv.v1 import residency_pb2
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.table import Words
+from hotkv_proto.v1 import residency_pb2
 from hotkv_server.cache.values import HashList
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession

@@ -3,8 +3,8 @@
 import math
 import time
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import admin_pb2
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.v1 import admin_pb2
 from hotkv_server.node.node import Node
 from hotkv_server.residency import told as inspect_residencies
 

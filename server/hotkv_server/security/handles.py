@@ -10,7 +10,7 @@ import os
 import stat
 from typing import Final
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 
 MEMORY_FILE_SYSTEMS: Final = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
 """File systems in memory, by their magic numbers in statfs(2)."""

@@ -9,7 +9,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.security.identity import Peer
 
 TTL_S = 10.0

@@ -14,9 +14,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import KeySpace
-from hotkv.table import SLOT_ALIGN, BlockTable, TableGeometry, Words
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.table import SLOT_ALIGN, BlockTable, TableGeometry, Words
 from hotkv_server.cache.room.books import finished
 from hotkv_server.cache.room.policies import Policy
 from hotkv_server.cache.room.space import Space

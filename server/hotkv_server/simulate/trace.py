@@ -20,7 +20,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.table import Words
+from hotkv_proto.table import Words
 
 Int64s = NDArray[np.int64]
 

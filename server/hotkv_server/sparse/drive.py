@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import table
-from hotkv.errors import HotKVError
-from hotkv.table import Words
+from hotkv_proto import table
+from hotkv_proto.errors import HotKVError
+from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.leases import ReadLease
 from hotkv_server.cache.room.bounds import Account

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.counters import SPARSE_COUNTERS
-from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import sparse_pb2
+from hotkv_proto.counters import SPARSE_COUNTERS
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.v1 import sparse_pb2
 from hotkv_server.node.session import LiveSession
 from hotkv_server.sparse.book.figures import MAX_LAYERS, LayerGrowth
 from hotkv_server.sparse.book.selection import PackedCentre, Selected, SelectRequest, SelectSpec

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import native
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto import native
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import Histogram
 from hotkv_server.integrity.verifier import Verifier

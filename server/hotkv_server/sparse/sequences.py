@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.table import Words
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.table import Words
 from hotkv_server.cache.room.bounds import FairBound
 from hotkv_server.sparse.book.selection import KeptHotSet, SelectSpec
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import sparse_pb2, sparse_pb2_grpc
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 from hotkv_server.cache.room.bounds import FairBound
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession

@@ -6,7 +6,7 @@ import os
 import secrets
 from collections.abc import Callable
 
-import hotkv
+import hotkv_proto
 from hotkv_server import systemd
 from hotkv_server.memory import left_behind, limits, numa
 from hotkv_server.memory.arena import ARENA_FILE, BusyError, NodeMemory, clear
@@ -45,7 +45,7 @@ def open_memory(settings: Settings, *, reset: bool) -> NodeMemory:
                 prefault=arena.prefault,
                 place=placer(arena.numa),
             )
-        write_owner(settings.arena_dir, settings.runtime_dir.absolute(), hotkv.__version__)
+        write_owner(settings.arena_dir, settings.runtime_dir.absolute(), hotkv_proto.__version__)
     except BusyError as error:
         raise StartError(f"arena.dir: {error}") from error
     except OSError as error:

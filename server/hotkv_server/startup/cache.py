@@ -1,6 +1,6 @@
 """Makes the core from the settings and fills it with what an earlier server has left."""
 
-from hotkv import native
+from hotkv_proto import native
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.table.reader_words import ReaderMemory
@@ -22,7 +22,7 @@ MAX_BLOCKS_PER_CALL = 1 << 17
 def load_kernels(settings: Settings) -> None:
     """Loads kernels, and compiles those that are in no cache: else the first store would wait for
     seconds."""
-    native.require("hotkv.kernels")
+    native.require("hotkv_proto.kernels")
     if settings.integrity.stride:
         native.require("hotkv_server.integrity.kernels")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from hotkv.keys import KeySpace
+from hotkv_proto.keys import KeySpace
 from hotkv_server.node.node import Node
 from hotkv_server.security.identity import AccessControl
 from hotkv_server.security.path_checks import UnsafeError

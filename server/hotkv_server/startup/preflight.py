@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from hotkv.table import TableGeometry
+from hotkv_proto.table import TableGeometry
 from hotkv_server.device import start as device_start
 from hotkv_server.memory import limits, readers
 from hotkv_server.memory.arena import ARENA_FILE, LOCK_FILE, TABLE_FILE

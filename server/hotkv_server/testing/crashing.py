@@ -128,10 +128,10 @@ def _run_child(order: dict[str, Any]) -> None:
 
 def _preload() -> None:
     """Loads what a start would spend its time on."""
-    from hotkv import native
+    from hotkv_proto import native
 
     for name in (
-        "hotkv.kernels",
+        "hotkv_proto.kernels",
         "hotkv_server.cache.table.kernels",
         "hotkv_server.cache.room.policies.kernels",
         "hotkv_server.tiers.compression.kernels",

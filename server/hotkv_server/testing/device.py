@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.order import has_reached
+from hotkv_proto.order import has_reached
 from hotkv_server.device.runtime import (
     HOST,
     DeviceError,

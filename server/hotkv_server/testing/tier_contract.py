@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.protocol import MAX_KEY_BYTES, Blocks, Codes, Read, Seals, Tier, Write
 

@@ -1,6 +1,6 @@
 """What ListTiers says of the tiers besides host memory."""
 
-from hotkv.v1 import admin_pb2
+from hotkv_proto.v1 import admin_pb2
 from hotkv_server.node.node import Node
 from hotkv_server.tiers.told import activity, states
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from hotkv.errors import HotKVError
+from hotkv_proto.errors import HotKVError
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.restore.restore import Below, restore_below
 from hotkv_server.cache.room.policies import POLICIES

@@ -17,10 +17,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from hotkv import __version__
-from hotkv.counters import SPARSE_COUNTERS
-from hotkv.errors import Reason
-from hotkv.versions import NEWEST_VERSION
+from hotkv_proto import __version__
+from hotkv_proto.counters import SPARSE_COUNTERS
+from hotkv_proto.errors import Reason
+from hotkv_proto.versions import NEWEST_VERSION
 from hotkv_server.cache import inspect
 from hotkv_server.cache.histogram import Histogram
 from hotkv_server.dataplane.engine import Outcome

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import hotkv
-from hotkv.counters import SPARSE_COUNTERS, sparse_figures
+import hotkv_proto
+from hotkv_proto.counters import SPARSE_COUNTERS, sparse_figures
 from hotkv_server.cache import inspect
 from hotkv_server.cache.room.arena_map import ArenaMap
 from hotkv_server.cache.table.census import Census
@@ -102,7 +102,7 @@ def _server(node: Node, now_s: float) -> Figures:
     problems = node.health.problems(now_s)
     state = "unhealthy" if problems else "draining" if node.core.draining else "ready"
     return {
-        "version": hotkv.__version__,
+        "version": hotkv_proto.__version__,
         "host": socket.gethostname(),
         "state": state,
         "problems": list(problems),

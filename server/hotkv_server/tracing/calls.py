@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
-from hotkv.results import BlockResult
-from hotkv.v1 import cache_pb2
+from hotkv_proto.results import BlockResult
+from hotkv_proto.v1 import cache_pb2
 from hotkv_server.dataplane.engine import Outcome
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
@@ -21,7 +21,7 @@ from hotkv_server.tracing.drive import Tracing, reason, wall_ns
 from hotkv_server.wire import calls, convert
 
 if TYPE_CHECKING:
-    from hotkv.traces import Span
+    from hotkv_proto.traces import Span
 
 INT32_BYTES = 4
 Answer = TypeVar("Answer", cache_pb2.LookupResponse, cache_pb2.AcquireLeaseResponse)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotkv.errors import HotKVError
-from hotkv.table import Words
+from hotkv_proto.errors import HotKVError
+from hotkv_proto.table import Words
 
 if TYPE_CHECKING:
-    from hotkv.traces import Span, Traces
+    from hotkv_proto.traces import Span, Traces
 
 MAX_STORED_BLOCKS, MAX_BLOCKS_OF_STORE = 1 << 14, 1 << 12
 """Blocks of traced stores whose way into tiers is traced, too: of all, and of one store."""

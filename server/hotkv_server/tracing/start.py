@@ -22,7 +22,7 @@ def check_tracing(settings: Settings) -> None:
     if not tracing.endpoint:
         return
     try:
-        importlib.import_module("hotkv.traces")
+        importlib.import_module("hotkv_proto.traces")
     except ImportError as error:
         raise _not_installed(error) from error
     _headers(tracing)
@@ -35,7 +35,7 @@ def open_tracing(settings: TracingSettings) -> Tracing | None:
     if not settings.endpoint:
         return None
     try:
-        traces = importlib.import_module("hotkv.traces")
+        traces = importlib.import_module("hotkv_proto.traces")
         opened = traces.open_traces(
             settings.endpoint,
             settings.service_name,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import table
-from hotkv.keys import MAX_GROUPS
+from hotkv_proto import table
+from hotkv_proto.keys import MAX_GROUPS
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.table.census import PART_ENTRIES
 from hotkv_server.cache.values import Entries, HashList, Int64s

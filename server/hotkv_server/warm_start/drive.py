@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotkv.table import Words
+from hotkv_proto.table import Words
 from hotkv_server.cache.arrays import first_occurrences
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import BoolMask, HashList

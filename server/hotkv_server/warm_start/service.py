@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import KeySpace
-from hotkv.v1 import cache_pb2, warm_pb2, warm_pb2_grpc
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.v1 import cache_pb2, warm_pb2, warm_pb2_grpc
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import HashList
 from hotkv_server.node.node import Node

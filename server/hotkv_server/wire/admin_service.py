@@ -6,10 +6,10 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import hotkv
-from hotkv import table, versions
-from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import admin_pb2, admin_pb2_grpc, layout_pb2
+import hotkv_proto
+from hotkv_proto import table, versions
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.v1 import admin_pb2, admin_pb2_grpc, layout_pb2
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import DISK_TIER
 from hotkv_server.events.watch import watch_requests
@@ -52,7 +52,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         serving = "; ".join(filter(None, ("ready", node.memory.filling.progress())))
         problems = "; ".join(node.health.problems(time.monotonic()))
         return admin_pb2.GetInfoResponse(
-            version=hotkv.__version__,
+            version=hotkv_proto.__version__,
             protocol_version=versions.NEWEST_VERSION,
             oldest_protocol_version=versions.OLDEST_VERSION,
             epoch=node.epoch,

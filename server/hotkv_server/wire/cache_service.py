@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from hotkv.v1 import cache_pb2, cache_pb2_grpc
+from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_server.node.node import Node
 from hotkv_server.tracing.calls import calls_of
 from hotkv_server.wire import calls, convert

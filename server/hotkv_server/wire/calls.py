@@ -6,11 +6,11 @@ import time
 
 import numpy as np
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.groups import PREFIX_CLOSED
-from hotkv.keys import MAX_GROUPS
-from hotkv.store_options import StoreOptions
-from hotkv.v1 import cache_pb2, session_pb2, sparse_pb2
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.groups import PREFIX_CLOSED
+from hotkv_proto.keys import MAX_GROUPS
+from hotkv_proto.store_options import StoreOptions
+from hotkv_proto.v1 import cache_pb2, session_pb2, sparse_pb2
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import HashList
 from hotkv_server.node.in_place import InPlaceGrant

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import KeySpace
-from hotkv.retention import Retention
-from hotkv.table import Words, hash_words
-from hotkv.v1 import cache_pb2
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.retention import Retention
+from hotkv_proto.table import Words, hash_words
+from hotkv_proto.v1 import cache_pb2
 from hotkv_server.cache.values import HashList, LoadPositions, Run
 from hotkv_server.dataplane.engine import Outcome
 from hotkv_server.events.drive import (

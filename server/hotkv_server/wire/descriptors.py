@@ -18,9 +18,9 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import session_pb2
-from hotkv.words import WORD_COUNT, words_offset_bytes
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.v1 import session_pb2
+from hotkv_proto.words import WORD_COUNT, words_offset_bytes
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.security.handles import check_memory

@@ -1,7 +1,7 @@
 """The report of devices for operators: bytes copied, the measured speed of each method, and what is
 wrong."""
 
-from hotkv.v1 import admin_pb2
+from hotkv_proto.v1 import admin_pb2
 from hotkv_server.dataplane.cuda.lane import PAGEABLE
 from hotkv_server.dataplane.cuda.values import CudaCopyFigures, Direction, Method
 from hotkv_server.device.devices import Devices, uuid_text

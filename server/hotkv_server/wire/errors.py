@@ -17,8 +17,8 @@ import grpc
 from google.protobuf.any_pb2 import Any
 from google.protobuf.message import Message
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import (
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.v1 import (
     admin_pb2,
     cache_pb2,
     errors_pb2,

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.groups import longest_hit, needed_blocks
-from hotkv.keys import KeySpace
-from hotkv.table import RESERVED_FLAG
-from hotkv.v1 import admin_pb2
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.groups import longest_hit, needed_blocks
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.table import RESERVED_FLAG
+from hotkv_proto.v1 import admin_pb2
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import DISK_TIER
 from hotkv_server.node.node import Node

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import KeySpace, token_block_hashes
-from hotkv.table import Words
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import KeySpace, token_block_hashes
+from hotkv_proto.table import Words
 from hotkv_server.cache.values import HashList
 from hotkv_server.wire import convert
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from hotkv.misses import SAID_BY_ENGINES, Miss
-from hotkv.v1 import hints_pb2, session_pb2
+from hotkv_proto.misses import SAID_BY_ENGINES, Miss
+from hotkv_proto.v1 import hints_pb2, session_pb2
 from hotkv_server.hints import messages as hint_convert
 from hotkv_server.node.reports import Ended, LoadEnd, Report
 from hotkv_server.wire import convert

@@ -22,9 +22,9 @@ from grpc_health.v1 import health as health_names
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.limits import MAX_MESSAGE_BYTES
-from hotkv.v1 import (
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.limits import MAX_MESSAGE_BYTES
+from hotkv_proto.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     cache_pb2,

@@ -6,12 +6,12 @@ the rest.
 
 from collections.abc import Iterable
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.groups import GroupKind, GroupSpec
-from hotkv.keys import MAX_GROUPS, KeySpace, Representation
-from hotkv.layout import Layout, MemoryHandle, PageTensor
-from hotkv.order import MAX_MARKS, DeviceMark, DeviceOrder, OrderKind
-from hotkv.v1 import cache_pb2, layout_pb2, session_pb2
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.groups import GroupKind, GroupSpec
+from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
+from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
+from hotkv_proto.order import MAX_MARKS, DeviceMark, DeviceOrder, OrderKind
+from hotkv_proto.v1 import cache_pb2, layout_pb2, session_pb2
 from hotkv_server.wire.convert import check_printable, identifier, name
 
 MAX_TENSORS = 1 << 16

@@ -21,7 +21,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.cuda.device import cupy_module
 
 log = logging.getLogger(__name__)

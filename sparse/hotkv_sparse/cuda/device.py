@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 
 FOLDER = Path(__file__).parent
 TOKEN_KERNELS = {(2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2)}

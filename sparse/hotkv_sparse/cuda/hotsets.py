@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.cuda.device import Array
 from hotkv_sparse.cuda.index import upload
 from hotkv_sparse.cuda.residents import PIECES

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import formats
 from hotkv_sparse.cuda.device import TOKEN_KERNELS, Array, Device
 from hotkv_sparse.formats import Format

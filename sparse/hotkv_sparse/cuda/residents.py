@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.cuda.device import Array, Device
 from hotkv_sparse.cuda.index import upload

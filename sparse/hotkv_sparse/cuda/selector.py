@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.cuda.device import Array
 from hotkv_sparse.cuda.hotsets import ATTENDED, STEP_WORDS, CudaHotSets
 from hotkv_sparse.cuda.index import Index, Pages, check_length, float_kind

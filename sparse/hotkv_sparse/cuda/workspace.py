@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse.budget import USUAL_SETS
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.cuda.device import Argument, Array, Device

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hotkv.errors import HotKVError
+from hotkv_proto.errors import HotKVError
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.estimate.devices import DEVICES, HERE, Device, device_named
 from hotkv_sparse.estimate.figures import refuse

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

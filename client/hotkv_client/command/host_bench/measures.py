@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.results import TransferStatus
 from hotkv_client.command.host_bench.own_server import BenchError
 from hotkv_client.testing.paged import PagedEngine
 from hotkv_client.types import BlockRun, GroupHashes, LoadRun
+from hotkv_proto.results import TransferStatus
 
 LAYERS, PAGE_BYTES = 32, 64 << 10
 BLOCK_BYTES = LAYERS * PAGE_BYTES

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hotkv.errors import HotKVError
 from hotkv_client.admin import AdminClient
+from hotkv_proto.errors import HotKVError
 
 SHARED_MEMORY = Path("/dev/shm")
 START_S, STOP_S = 120.0, 20.0

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import hotkv
+import hotkv_proto
 from hotkv_client.command.host_bench.measures import BLOCK_BYTES, LOOKED_UP, Times
 from hotkv_client.command.tables import human_bytes, table
 
@@ -110,7 +110,7 @@ def host() -> dict[str, Any]:
         if line.startswith("model name")
     ]
     return {
-        "hotkv": hotkv.__version__,
+        "hotkv": hotkv_proto.__version__,
         "cpu": names[0] if names else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hotkv.counters import SPARSE_COUNTERS, sparse_figures
 from hotkv_client.command.savings_tables import total
 from hotkv_client.command.top.readings import Reading
+from hotkv_proto.counters import SPARSE_COUNTERS, sparse_figures
 
 HOST = "host"
 JITTER_S = 1.0

@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from hotkv.errors import HotKVError
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.top import keys, plain
 from hotkv_client.command.top.figures import Figures, figures_of
 from hotkv_client.command.top.readings import Reading, read
+from hotkv_proto.errors import HotKVError
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
 POLL_S = 0.05

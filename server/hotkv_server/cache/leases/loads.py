@@ -6,8 +6,8 @@ each block once; a lease that ends during a load keeps its pins until the load h
 
 import numpy as np
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import MAX_GROUPS
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import MAX_GROUPS
 from hotkv_server.cache.arrays import repeats
 from hotkv_server.cache.cache_books import CacheBooks
 from hotkv_server.cache.leases.leases import ReadLease

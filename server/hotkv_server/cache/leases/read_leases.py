@@ -8,9 +8,9 @@ without a load pin no more than `unadmitted_share` of what is surely their tenan
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import table
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import MAX_GROUPS
+from hotkv_proto import table
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import MAX_GROUPS
 from hotkv_server.cache.cache_books import CacheBooks
 from hotkv_server.cache.leases.leases import ReadLease, content_of, lifetime_s, read_weight
 from hotkv_server.cache.sessions import check_named

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import table
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import MAX_GROUPS
-from hotkv.results import BlockResult
-from hotkv.retention import NO_RETENTION, Retention
+from hotkv_proto import table
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import MAX_GROUPS
+from hotkv_proto.results import BlockResult
+from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_server.cache.arrays import without
 from hotkv_server.cache.cache_books import CacheBooks
 from hotkv_server.cache.leases.leases import WriteLease

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.cache.leases.leases import Lease, ReadLease, WriteLease
 from hotkv_server.cache.room.bounds import FairBound
 from hotkv_server.cache.values import MAX_TRANSFERS, Entries, Int64s

@@ -8,8 +8,8 @@ as what they were, detached: nobody finds them, and their slots stay theirs.
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import table
-from hotkv.table import SLOT_ALIGN, Words
+from hotkv_proto import table
+from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.values import Entries, Int64s

@@ -19,9 +19,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import table
-from hotkv.keys import MAX_GROUPS
-from hotkv.table import SLOT_ALIGN, Words
+from hotkv_proto import table
+from hotkv_proto.keys import MAX_GROUPS
+from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.arrays import distinct
 from hotkv_server.cache.catalog import Catalog
 from hotkv_server.cache.core import CacheCore

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import table
-from hotkv.keys import MAX_GROUPS
+from hotkv_proto import table
+from hotkv_proto.keys import MAX_GROUPS
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.slabs import ABSENT, FREE
 from hotkv_server.cache.room.space import Space

@@ -11,8 +11,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import table
-from hotkv.table import Words
+from hotkv_proto import table
+from hotkv_proto.table import Words
 from hotkv_server.cache.room.policies.protocol import Policy
 from hotkv_server.cache.room.slabs import SlabPool
 from hotkv_server.cache.room.tenants import TenantBook

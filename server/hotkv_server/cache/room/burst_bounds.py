@@ -7,7 +7,7 @@ asks for. Between two parts anything else may be called: the excess is counted a
 
 import numpy as np
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.room.books import EVICTED_PER_PART, Books, Parts
 from hotkv_server.cache.room.removal import Removal
 from hotkv_server.cache.values import BoolMask, Entries

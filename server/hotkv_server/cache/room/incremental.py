@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from hotkv import table
-from hotkv.keys import MAX_GROUPS
-from hotkv.retention import Retention
+from hotkv_proto import table
+from hotkv_proto.keys import MAX_GROUPS
+from hotkv_proto.retention import Retention
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.leases import Lease, WriteLease, num_listed
 from hotkv_server.cache.sessions import check_named

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hotkv import table
-from hotkv.table import Words
+from hotkv_proto import table
+from hotkv_proto.table import Words
 from hotkv_server.cache.histogram import AGES_S, Histogram
 from hotkv_server.cache.room.books import EVICTED_PER_PART, Books
 from hotkv_server.cache.table.index import Keys

@@ -9,7 +9,7 @@ was promised, once what may be evicted of that size is.
 
 from collections.abc import Callable, Mapping
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 
 
 class SlabFloors:

@@ -9,8 +9,8 @@ kept for a size.
 
 import numpy as np
 
-from hotkv import native
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto import native
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.arrays import distinct
 from hotkv_server.cache.room.free_slots import FreeSlots
 from hotkv_server.cache.room.pool_figures import PoolFigures, SlabClassStats, figures_of

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Int64s, TenantShare
 
 

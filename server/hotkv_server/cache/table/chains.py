@@ -7,8 +7,8 @@ key space and group, and one block less deep.
 
 import numpy as np
 
-from hotkv import native, table
-from hotkv.table import RESERVED_FLAG, Words
+from hotkv_proto import native, table
+from hotkv_proto.table import RESERVED_FLAG, Words
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries
 

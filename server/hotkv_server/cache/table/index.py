@@ -9,9 +9,9 @@ Python objects. Nothing here evicts or allocates slots.
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import native, table
-from hotkv.keys import MAX_GROUPS
-from hotkv.table import RESERVED_FLAG, SLOT_ALIGN, BlockTable, Words
+from hotkv_proto import native, table
+from hotkv_proto.keys import MAX_GROUPS
+from hotkv_proto.table import RESERVED_FLAG, SLOT_ALIGN, BlockTable, Words
 from hotkv_server.cache.values import KEY_SPACE_ROWS, MAX_REPRESENTATIONS, Entries, Int64s
 
 Keys = NDArray[np.uint64]

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernels that write the block table, and those of index and pool. Import through
-`hotkv.native.require`. `tests/oracles/table.py` has the same functions in numpy.
+`hotkv_proto.native.require`. `tests/oracles/table.py` has the same functions in numpy.
 
-Always true: the server is the table's one writer; records and buckets are laid out as `hotkv.table`
-says. A free entry number holds the next free one in its record, in place of the slot's offset.
-`mixed`: 64-bit keys of entries.
+Always true: the server is the table's one writer; records and buckets are laid out as
+`hotkv_proto.table` says. A free entry number holds the next free one in its record, in place of the
+slot's offset. `mixed`: 64-bit keys of entries.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import numba
 import numpy as np
 from numba.types import UniTuple, int64, uint32, uint64
 
-from hotkv.kernels import (
+from hotkv_proto.kernels import (
     ENTRIES,
     MAX_PROBE_BUCKETS,
     OVERFLOW,

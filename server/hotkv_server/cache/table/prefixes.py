@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.table import Words
+from hotkv_proto.table import Words
 from hotkv_server.cache.values import Int64s
 
 ChainKeys = NDArray[np.uint64]

@@ -1,4 +1,5 @@
-"""The words in which readers of the arena see whether their residencies still hold (`hotkv.words`).
+"""The words in which readers of the arena see whether their residencies still hold
+(`hotkv_proto.words`).
 
 Always true: a session's word is odd from its first residency on and even once one of them has ended
 otherwise than by its engine; no word ever has the same odd value twice. A word of an earlier
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.words import GENERATION, LATEST, MAX_SESSION_WORD, WORD_COUNT
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.words import GENERATION, LATEST, MAX_SESSION_WORD, WORD_COUNT
 
 Uint64s = NDArray[np.uint64]
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import table
-from hotkv.keys import MAX_GROUPS
-from hotkv.table import Words
+from hotkv_proto import table
+from hotkv_proto.keys import MAX_GROUPS
+from hotkv_proto.table import Words
 from hotkv_server.cache.table.index import BlockIndex, Keys
 from hotkv_server.cache.values import Entries, Int64s
 

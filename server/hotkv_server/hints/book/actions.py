@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hotkv import table
-from hotkv.groups import GroupSpec
-from hotkv.keys import KeySpace
-from hotkv.retention import Retention
-from hotkv.table import Words
+from hotkv_proto import table
+from hotkv_proto.groups import GroupSpec
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.retention import Retention
+from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.retentions import distinct
 from hotkv_server.cache.values import Entries, HashList

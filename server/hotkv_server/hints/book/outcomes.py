@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotkv.hints import Status
-from hotkv.table import Words
+from hotkv_proto.hints import Status
+from hotkv_proto.table import Words
 from hotkv_server.cache.table.prefixes import ChainKeys, Chains, chain_keys
 from hotkv_server.cache.values import BoolMask, Outcome
 from hotkv_server.hints.book.sessions import HintSessions

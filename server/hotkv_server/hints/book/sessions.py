@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotkv.table import Words
+from hotkv_proto.table import Words
 from hotkv_server.cache.table.prefixes import ChainKeys, chain_keys, common_blocks
 
 MAX_OTHERS = 128

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotkv.misses import Miss
+from hotkv_proto.misses import Miss
 from hotkv_server.ledger.book.buckets import Values
 
 # In the order of the fields of Usage.

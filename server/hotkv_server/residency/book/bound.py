@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.cache.leases.pin_budget import PinBudget, most_pinned
 from hotkv_server.cache.room.slabs import SlabPool, aligned
 from hotkv_server.cache.room.tenants import TenantBook

@@ -8,7 +8,7 @@ entry counts once.
 
 import numpy as np
 
-from hotkv import table
+from hotkv_proto import table
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.grace import Grace
 from hotkv_server.cache.table.reader_words import Marks

@@ -8,7 +8,7 @@ refusal is remembered for each engine that has a session, until it opens the res
 from collections import Counter
 from dataclasses import dataclass
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.cache.room.bounds import Account, FairBound
 from hotkv_server.cache.values import SessionRecord
 from hotkv_server.residency.book.residency import Residency

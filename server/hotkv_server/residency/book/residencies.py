@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
-from hotkv import table
-from hotkv.errors import HotKVError, Reason
-from hotkv.table import Words
+from hotkv_proto import table
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.table import Words
 from hotkv_server.cache.catalog import Catalog
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space

@@ -17,8 +17,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.sparse.book.figures import MAX_LAYERS
 from hotkv_sparse.centre import TOKEN_FORMATS
 from hotkv_sparse.config import SparseConfig

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hotkv import table
-from hotkv.keys import MAX_GROUPS
+from hotkv_proto import table
+from hotkv_proto.keys import MAX_GROUPS
 from hotkv_server.cache.arrays import first_occurrences, rows
 from hotkv_server.cache.table.index import Keys
 from hotkv_server.cache.values import FIRST_MOVE, BoolMask, Entries, HashList, Int64s

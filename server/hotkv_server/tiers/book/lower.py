@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hotkv import table
+from hotkv_proto import table
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import KeySpaceRecord
 from hotkv_server.tiers.book.arrivals import Arrivals

@@ -8,7 +8,7 @@ Groups of which hardly a block fits get places as large as their slots, and are 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hotkv.keys import MAX_GROUPS
+from hotkv_proto.keys import MAX_GROUPS
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.values import KeySpaceRecord
 

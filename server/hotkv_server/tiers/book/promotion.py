@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from hotkv import table
-from hotkv.keys import MAX_GROUPS
+from hotkv_proto import table
+from hotkv_proto.keys import MAX_GROUPS
 from hotkv_server.cache.arrays import first_occurrences, rows
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.index import Keys

@@ -5,7 +5,7 @@ from collections import deque
 
 import numpy as np
 
-from hotkv import table
+from hotkv_proto import table
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries, Int64s
 

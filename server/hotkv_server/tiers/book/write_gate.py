@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.table import Words
+from hotkv_proto.table import Words
 from hotkv_server.cache.table.index import Keys
 from hotkv_server.cache.values import BoolMask, Int64s
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from hotkv import native
+from hotkv_proto import native
 from hotkv_server.tiers.protocol import Codes, Int64s
 
 

@@ -21,7 +21,7 @@ Little endian, n values in t tiles, a plane begins at a multiple of PLANE_ALIGN 
                     zeros to the end of the room
 """
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 
 MAGIC, VERSION, BFLOAT16 = b"hkvc", 1, 1
 HEAD = int.from_bytes(MAGIC + bytes((VERSION, BFLOAT16, 0, 0)), "little")

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernels that encode and decode blocks, without the GIL. Load by
-`hotkv.native.require`. `form` defines the bytes that they make; `tests/oracles/compression.py` has
-the same functions in numpy.
+`hotkv_proto.native.require`. `form` defines the bytes that they make;
+`tests/oracles/compression.py` has the same functions in numpy.
 
 Always true: nothing outside a block and its room is touched, whatever the room has. Numba's cache
 does not see changes of `form`: change this file too.

@@ -3,7 +3,7 @@
 import bisect
 import os
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.memory.mapping import FileMapping
 
 HUGE_S = 0.5

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hotkv import native
+from hotkv_proto import native
 from hotkv_server.tiers.protocol import Int64s
 
 

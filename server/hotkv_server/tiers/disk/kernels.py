@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
 """Numba kernels that move blocks between memory and a file, and seal them, without the GIL. Load by
-`hotkv.native.require`.
+`hotkv_proto.native.require`.
 
 Always true: a block's result is its own. One that fails does not keep the next from being moved.
 
@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 
 EINTR = errno.EINTR
 STRIPE_BYTES, BLOCK_BYTES, SECRET_BYTES = 64, 1024, 192

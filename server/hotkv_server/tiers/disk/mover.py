@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import native
+from hotkv_proto import native
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.compression.stager import encoded_key
 from hotkv_server.tiers.disk.block_io import BlockIO

@@ -14,7 +14,7 @@ import stat
 import threading
 from pathlib import Path
 
-from hotkv.table import SLOT_ALIGN
+from hotkv_proto.table import SLOT_ALIGN
 
 SLABS_FILE = "slabs"
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hotkv import table
+from hotkv_proto import table
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import DISK_TIER, BoolMask, Entries, HashList, Int64s, Medium
 from hotkv_server.integrity.verifier import Verifier
@@ -26,7 +26,7 @@ from hotkv_server.tiers.drive.tasks import TierTasks, agreeing, blocks_of, futur
 from hotkv_server.tiers.protocol import Blocks, Codes, Read, Seals, Tier, Write
 
 if TYPE_CHECKING:
-    from hotkv.traces import Span
+    from hotkv_proto.traces import Span
 
 NOTE_S = 10.0
 """How often it is noted what was written: a server that is killed forgets at most so much."""

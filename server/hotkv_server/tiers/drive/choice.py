@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotkv.groups import GroupSpec, longest_hit, needed_blocks
+from hotkv_proto.groups import GroupSpec, longest_hit, needed_blocks
 from hotkv_server.cache.values import BoolMask
 
 

@@ -34,7 +34,7 @@ from hotkv_server.tiers.drive.tasks import (
 from hotkv_server.tiers.protocol import Codes, Read, Seals, SharedTier, Write
 
 if TYPE_CHECKING:
-    from hotkv.traces import Span
+    from hotkv_proto.traces import Span
 
 PAUSE_S = 0.05
 LINGER_S, LARGE_LINGER_S = 1.0, 5.0

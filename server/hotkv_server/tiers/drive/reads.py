@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hotkv.costs import fitted
+from hotkv_proto.costs import fitted
 from hotkv_server.cache.histogram import Histogram
 from hotkv_server.cache.values import BoolMask
 from hotkv_server.tiers.drive.choice import Offer

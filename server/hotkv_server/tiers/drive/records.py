@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv.table import RECORD_WORDS, SLOT_ALIGN, BlockTable, TableGeometry
+from hotkv_proto.table import RECORD_WORDS, SLOT_ALIGN, BlockTable, TableGeometry
 from hotkv_server.cache.values import Entries
 from hotkv_server.memory.arena import lock_file
 from hotkv_server.memory.state import (

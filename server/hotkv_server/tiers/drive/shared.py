@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hotkv.keys import MAX_GROUPS
+from hotkv_proto.keys import MAX_GROUPS
 from hotkv_server.cache.arrays import rows
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import BoolMask, HashList, Int64s

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hotkv.table import Words
+from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import BoolMask, Entries
 from hotkv_server.dataplane.plan import Region

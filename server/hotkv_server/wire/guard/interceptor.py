@@ -20,7 +20,7 @@ import grpc
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
-from hotkv.errors import HotKVError, Reason
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.logs import REQUEST_ID
 from hotkv_server.node.node import Node
 from hotkv_server.wire.errors import abort, as_refusal

@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from hotkv.errors import HotKVError, Reason
-from hotkv.v1 import cache_pb2, residency_pb2, session_pb2
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.v1 import cache_pb2, residency_pb2, session_pb2
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.transfer import TransferEnd

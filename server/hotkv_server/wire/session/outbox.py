@@ -7,8 +7,8 @@ leaves much in it and reads none of that for some seconds, is told to go.
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from hotkv.errors import HotKVError
-from hotkv.v1 import session_pb2
+from hotkv_proto.errors import HotKVError
+from hotkv_proto.v1 import session_pb2
 from hotkv_server.node.session import OUTBOX_MESSAGES, unread
 
 UNREAD_ANSWERS, UNREAD_BYTES = 256, 4 << 20

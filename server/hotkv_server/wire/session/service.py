@@ -10,11 +10,11 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import hotkv
-from hotkv.errors import HotKVError, Reason
-from hotkv.keys import KeySpace, signed_salt
-from hotkv.v1 import session_pb2, session_pb2_grpc
-from hotkv.versions import (
+import hotkv_proto
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import KeySpace, signed_salt
+from hotkv_proto.v1 import session_pb2, session_pb2_grpc
+from hotkv_proto.versions import (
     NEWEST_VERSION,
     OLDEST_VERSION,
     Feature,
@@ -158,7 +158,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                 key_space_id=session.record.key_space_id,
                 epoch=self._node.epoch,
                 has_descriptor_socket=self._has_descriptor_socket,
-                server_name=f"hotkv-server {hotkv.__version__}",
+                server_name=f"hotkv-server {hotkv_proto.__version__}",
                 wants_token_ids=self._node.events.publisher is not None,
                 features=[session_pb2.Feature.ValueType(int(f)) for f in sorted(features)],
                 salts=_salts(opening, session.key_space),
@@ -175,8 +175,8 @@ def _version(opening: session_pb2.OpenSession) -> int:
         raise HotKVError(
             Reason.VERSION_MISMATCH,
             f"protocol_version is {oldest}, newest_protocol_version {newest}; this server "
-            f"{hotkv.__version__} speaks {OLDEST_VERSION} to {NEWEST_VERSION}: upgrade the older "
-            "side",
+            f"{hotkv_proto.__version__} speaks {OLDEST_VERSION} to {NEWEST_VERSION}: upgrade the "
+            "older side",
         )
     return version
 

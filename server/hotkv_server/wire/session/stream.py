@@ -10,8 +10,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from hotkv.errors import HotKVError
-from hotkv.v1 import cache_pb2, session_pb2
+from hotkv_proto.errors import HotKVError
+from hotkv_proto.v1 import cache_pb2, session_pb2
 from hotkv_server.cache.values import EvictionNotice
 from hotkv_server.node.effects import NOTICE_BLOCKS
 from hotkv_server.node.node import Node

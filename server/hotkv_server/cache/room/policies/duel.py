@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import native
+from hotkv_proto import native
 from hotkv_server.cache.room.policies.ghosts import spread
 from hotkv_server.cache.room.policies.protocol import Keys
 

@@ -11,7 +11,7 @@ heat.
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import native
+from hotkv_proto import native
 from hotkv_server.cache.room.policies.protocol import Keys
 
 WAYS = 8

@@ -12,8 +12,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv import native
-from hotkv.retention import NO_RETENTION, Retention
+from hotkv_proto import native
+from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_server.cache.room.policies.demoted import DemotedEntries, others
 from hotkv_server.cache.room.policies.duel import Duel
 from hotkv_server.cache.room.policies.ghosts import GhostTable

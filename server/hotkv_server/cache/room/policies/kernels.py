@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the policies. Import through `hotkv.native.require`. `tests/oracles/policies.py`
-has the same functions in numpy.
+"""Numba kernels of the policies. Import through `hotkv_proto.native.require`.
+`tests/oracles/policies.py` has the same functions in numpy.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from hotkv.kernels import prefetch
+from hotkv_proto.kernels import prefetch
 
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 WAYS = 8

@@ -1,0 +1,356 @@
+"""Canonical KV layout: where the pages of a block lie in engine memory, and where in its slot.
+
+A slot holds the shards of all ranks in order; a shard holds the pages of that rank's tensors, each
+at `shard_offset_bytes`, each page its runs in order without gaps. This is the only description of
+either side: nothing reads slot bytes or engine memory other than by a `Recipe` of it. One group or
+one rank is never assumed.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv_proto.groups import GroupSpec
+from hotkv_proto.keys import Representation
+
+Int64s = NDArray[np.int64]
+
+FENCE_HANDLE = "hotkv-fence"
+"""Handle id of the page in which an engine revokes stores; not part of a layout."""
+FENCE_WORDS = 1024
+
+MAX_RUNS = 1 << 19
+"""Bound on the runs that all tensors of a layout enumerate for one block: their recipes take 32
+bytes for each, 16 MiB in all."""
+MAX_DIMS = 8
+"""Bound on the repetitions of one tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryHandle:
+    """Memory of an engine: `file` (descriptor sent over the descriptor socket) or `cuda` (64-byte
+    IPC handle).
+
+    `base_offset_bytes`: where the memory begins in the file or allocation.
+    """
+
+    handle_id: str
+    num_bytes: int
+    base_offset_bytes: int = 0
+    cuda_handle: bytes = b""
+    device_uuid: bytes = b""
+
+    @property
+    def is_cuda(self) -> bool:
+        return bool(self.cuda_handle)
+
+
+@dataclass(frozen=True, slots=True)
+class PageTensor:
+    """Pages of one or several layers of one group or representation; block b's page starts at base
+    + b * block_stride.
+
+    `dims`: (count, stride_bytes) repetitions of the `run_bytes` run, outermost first.
+    """
+
+    group_index: int
+    handle_id: str
+    base_offset_bytes: int
+    block_stride_bytes: int
+    run_bytes: int
+    shard_offset_bytes: int
+    dims: tuple[tuple[int, int], ...] = ()
+    layer_names: tuple[str, ...] = ()
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block in this tensor."""
+        return self.run_bytes * math.prod(count for count, _ in self.dims)
+
+    def run_offsets(self) -> Int64s:
+        """Offsets of the runs inside the page in engine memory [runs], in slot order."""
+        offsets = np.zeros(1, np.int64)
+        for count, stride in self.dims:
+            offsets = (
+                offsets[:, None] + np.arange(count, dtype=np.int64)[None, :] * stride
+            ).reshape(-1)
+        return offsets
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRuns:
+    """Contiguous runs between engine memory and slots, sorted as they were enumerated.
+
+    `engine_offsets`, `slot_offsets`, `num_bytes`: int64 [runs]; engine offsets are within
+    `handle_id`'s memory, slot offsets within the arena.
+    """
+
+    handle_id: str
+    engine_offsets: Int64s
+    slot_offsets: Int64s
+    num_bytes: Int64s
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self.num_bytes.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """All runs of one block in one handle, in slot order; neighbours on both sides are one run,
+    whatever tensors they come from.
+
+    `bases`: engine offsets in block 0. `strides`: bytes to the next block. `slot_offsets`,
+    `num_bytes`: place in the slot, and length.
+    """
+
+    handle_id: str
+    bases: Int64s
+    strides: Int64s
+    slot_offsets: Int64s
+    num_bytes: Int64s
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return int(self.num_bytes.sum())
+
+    def copy_runs(self, block_ids: Int64s, slot_offsets: Int64s) -> CopyRuns:
+        """Runs that move blocks, block by block.
+
+        `block_ids` [n]: block ids in engine memory. `slot_offsets` [n]: where each block's slot
+        starts in the arena.
+        """
+        engine = block_ids[:, None] * self.strides[None, :] + self.bases[None, :]
+        slot = slot_offsets[:, None] + self.slot_offsets[None, :]
+        return CopyRuns(
+            self.handle_id,
+            engine.reshape(-1),
+            slot.reshape(-1),
+            np.tile(self.num_bytes, len(block_ids)),
+        )
+
+    @staticmethod
+    def of(tensors: Sequence[PageTensor], shard_start: int) -> "Recipe":
+        parts: list[list[Int64s]] = [[], [], [], []]
+        for tensor in sorted(tensors, key=lambda t: t.shard_offset_bytes):
+            inner = tensor.run_offsets()
+            parts[0].append(tensor.base_offset_bytes + inner)
+            parts[1].append(np.full(len(inner), tensor.block_stride_bytes, np.int64))
+            parts[2].append(
+                shard_start
+                + tensor.shard_offset_bytes
+                + np.arange(len(inner), dtype=np.int64) * tensor.run_bytes
+            )
+            parts[3].append(np.full(len(inner), tensor.run_bytes, np.int64))
+        bases, strides, slot_offsets, num_bytes = (np.concatenate(part) for part in parts)
+        follows = (bases[1:] == bases[:-1] + num_bytes[:-1]) & (
+            slot_offsets[1:] == slot_offsets[:-1] + num_bytes[:-1]
+        )
+        starts = np.flatnonzero(
+            np.concatenate(([True], ~(follows & (strides[1:] == strides[:-1]))))
+        )
+        return Recipe(
+            tensors[0].handle_id,
+            bases[starts],
+            strides[starts],
+            slot_offsets[starts],
+            np.add.reduceat(num_bytes, starts),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The memory of one rank. `validate` must have passed before anything is copied."""
+
+    shard_index: int
+    num_blocks: int
+    handles: tuple[MemoryHandle, ...]
+    tensors: tuple[PageTensor, ...]
+    name: str = ""
+    _recipes: dict[int, list[Recipe]] = dataclasses.field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all handles."""
+        return sum(handle.num_bytes for handle in self.handles)
+
+    def covers(self, group_index: int) -> bool:
+        """Whether there are pages of this group."""
+        return any(tensor.group_index == group_index for tensor in self.tensors)
+
+    def validate(
+        self,
+        groups: Sequence[GroupSpec],
+        representations: Mapping[int, Representation] | None = None,
+    ) -> None:
+        """Raises ValueError, naming the field, if the layout contradicts itself, `groups`,
+        `representations` or its handles.
+
+        `representations`, by group index, may be left out of the layout; groups may not.
+        """
+        handles = {handle.handle_id: handle for handle in self.handles}
+        if len(handles) != len(self.handles):
+            raise ValueError("handles has two entries with the same handle_id")
+        if self.num_blocks <= 0 or self.num_blocks > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"block_count is {self.num_blocks}; it must be positive and fit 31 bits"
+            )
+        if not 0 <= self.shard_index < len(groups[0].shard_bytes):
+            raise ValueError(
+                f"shard_index is {self.shard_index}; this key space has "
+                f"{len(groups[0].shard_bytes)} shards"
+            )
+        for index, handle in enumerate(self.handles):
+            if handle.num_bytes <= 0 or handle.base_offset_bytes < 0:
+                raise ValueError(
+                    f"handles[{index}] needs a positive byte_count and an offset that is not "
+                    "negative"
+                )
+            if handle.is_cuda and (len(handle.cuda_handle) != 64 or len(handle.device_uuid) != 16):
+                raise ValueError(
+                    f"handles[{index}].cuda_ipc needs a handle of 64 bytes and a device_uuid "
+                    "of "
+                    "16 bytes"
+                )
+        num_runs = 0
+        for index, tensor in enumerate(self.tensors):
+            self._validate_tensor(f"tensors[{index}]", tensor, handles)
+            num_runs += math.prod(count for count, _ in tensor.dims)
+            if num_runs > MAX_RUNS:
+                raise ValueError(
+                    f"tensors[{index}].dims and those before enumerate more than {MAX_RUNS} "
+                    "runs "
+                    "of a block"
+                )
+            if not 0 <= tensor.group_index < len(groups) and tensor.group_index not in (
+                representations or {}
+            ):
+                raise ValueError(
+                    f"tensors[{index}].group_index is {tensor.group_index}; this key space has "
+                    f"{len(groups)} groups "
+                    f"and {len(representations or {})} representations"
+                )
+        tensors_of = self._by_group()
+        for group_index, group in enumerate(groups):
+            self._validate_coverage(
+                group_index, tensors_of.get(group_index, []), group.shard_bytes[self.shard_index]
+            )
+        for group_index, representation in (representations or {}).items():
+            if group_index in tensors_of:
+                self._validate_coverage(
+                    group_index,
+                    tensors_of[group_index],
+                    representation.shard_bytes[self.shard_index],
+                )
+
+    def _by_group(self) -> dict[int, list[PageTensor]]:
+        """Tensors of each group that has any."""
+        tensors_of: dict[int, list[PageTensor]] = {}
+        for tensor in self.tensors:
+            tensors_of.setdefault(tensor.group_index, []).append(tensor)
+        return tensors_of
+
+    def prepare(
+        self, groups: Sequence[GroupSpec], representations: Mapping[int, Representation]
+    ) -> None:
+        """Validates, and makes all recipes: then nothing is left for the first transfer to do.
+        Raises ValueError as `validate`."""
+        self.validate(groups, representations)
+        shapes: dict[int, GroupSpec | Representation] = {
+            **dict(enumerate(groups)),
+            **representations,
+        }
+        for group_index, shape in shapes.items():
+            self.recipes(group_index, shape)
+
+    def _validate_tensor(
+        self, name: str, tensor: PageTensor, handles: dict[str, MemoryHandle]
+    ) -> None:
+        if tensor.handle_id not in handles:
+            raise ValueError(
+                f"{name}.handle_id is {tensor.handle_id!r}, which is not among handles"
+            )
+        if len(tensor.dims) > MAX_DIMS:
+            raise ValueError(
+                f"{name}.dims has {len(tensor.dims)} entries; at most {MAX_DIMS} are supported"
+            )
+        numbers = (tensor.base_offset_bytes, tensor.block_stride_bytes, tensor.shard_offset_bytes)
+        if min(numbers) < 0 or max(*numbers, tensor.run_bytes) >= 1 << 48:
+            raise ValueError(f"{name} has a negative or absurdly large offset or stride")
+        if tensor.run_bytes <= 0 or any(
+            count <= 0 or not 0 <= stride < 1 << 48 for count, stride in tensor.dims
+        ):
+            raise ValueError(
+                f"{name}.run_byte_count and dims need positive counts and strides that are not "
+                "negative"
+            )
+        if math.prod(count for count, _ in tensor.dims) > MAX_RUNS:
+            raise ValueError(f"{name}.dims enumerate more than {MAX_RUNS} runs of a block")
+        # Slot order need not be memory order: by stride, each dimension must step over all that is
+        # nested in it; blocks are one more.
+        span = tensor.run_bytes
+        named = {f"dims[{index}].stride_byte_count": dim for index, dim in enumerate(tensor.dims)}
+        named["block_stride_byte_count"] = (self.num_blocks, tensor.block_stride_bytes)
+        for field, (count, stride) in sorted(named.items(), key=lambda item: item[1][1]):
+            if count > 1 and stride < span:
+                raise ValueError(f"{name}.{field} is {stride}, so its runs overlap")
+            span += (count - 1) * stride
+        page_span = tensor.run_bytes + sum((count - 1) * stride for count, stride in tensor.dims)
+        end = (
+            tensor.base_offset_bytes + (self.num_blocks - 1) * tensor.block_stride_bytes + page_span
+        )
+        if end > handles[tensor.handle_id].num_bytes:
+            raise ValueError(
+                f"{name} ends at byte {end}, beyond the {handles[tensor.handle_id].num_bytes} "
+                "bytes of its handle"
+            )
+
+    def _validate_coverage(
+        self, group_index: int, tensors: Sequence[PageTensor], shard_bytes: int
+    ) -> None:
+        pages = sorted((t.shard_offset_bytes, t.page_bytes) for t in tensors)
+        at = 0
+        for offset, page_bytes in pages:
+            if offset != at:
+                raise ValueError(
+                    f"tensors of group {group_index} leave a gap or overlap at byte {at} of "
+                    "the "
+                    "shard"
+                )
+            at += page_bytes
+        if at != shard_bytes:
+            raise ValueError(
+                f"tensors of group {group_index} fill {at} bytes of a shard of {shard_bytes}"
+            )
+
+    def recipes(self, group_index: int, group: GroupSpec | Representation) -> list[Recipe]:
+        """Places of a group's blocks, or of representations, in memory and in their slots: one
+        recipe a handle. Made once."""
+        if group_index not in self._recipes:
+            mine = [tensor for tensor in self.tensors if tensor.group_index == group_index]
+            shard_start = sum(group.shard_bytes[: self.shard_index])
+            handles = dict.fromkeys(tensor.handle_id for tensor in mine)
+            self._recipes[group_index] = [
+                Recipe.of([t for t in mine if t.handle_id == handle_id], shard_start)
+                for handle_id in handles
+            ]
+        return self._recipes[group_index]
+
+    def copy_runs(
+        self,
+        group_index: int,
+        group: GroupSpec | Representation,
+        block_ids: Int64s,
+        slot_offsets: Int64s,
+    ) -> list[CopyRuns]:
+        """Runs that move blocks of one group, one CopyRuns a handle; see `Recipe.copy_runs`."""
+        return [
+            recipe.copy_runs(block_ids, slot_offsets) for recipe in self.recipes(group_index, group)
+        ]

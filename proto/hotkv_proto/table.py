@@ -1,0 +1,302 @@
+"""The shared block table: binary format, and probing it.
+
+Owns the format of the file in which the server publishes its index; the server is its only writer
+(`hotkv_server.cache.table.index`), any process that holds the descriptor reads it without a call.
+What a reader learns is a *hint*: taking a lease makes it binding.
+
+File: header (4096 bytes), buckets, records; all words little-endian uint32.
+  bucket, 64 bytes: sequence number, overflow count, 7 tags, 7 entry words. An entry word is the
+    entry's number, with the high bit set while it is reserved; 0 is empty. Open addressing over
+    buckets: an entry lives in its home bucket or, if that was full, in one of the next 63; the
+    overflow count says how many entries went past this bucket.
+  record, 72 bytes, at index = entry number: hash (32, zero-padded), check value (8), key space,
+    group | state << 16, offset and size of the slot in units of SLOT_ALIGN bytes, generation,
+    parent entry, depth, representation link.
+"""
+
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv_proto import native
+
+Words = NDArray[np.uint32]
+
+MAGIC: Final = b"HOTKVTB1"
+FORMAT_VERSION: Final = 1
+HEADER_BYTES: Final = 4096
+HEADER: Final = struct.Struct("<8sIIqqqq")
+SLOT_ALIGN: Final = 4096
+BUCKET_WORDS: Final = 16
+WAYS: Final = 7
+RECORD_WORDS: Final = 18
+STATE_RESERVED: Final = 1
+STATE_READY: Final = 2
+STATE_DETACHED: Final = 3
+"""In no bucket, so that nobody finds it; its slot is still being read."""
+RESERVED_FLAG: Final = np.uint32(0x8000_0000)
+TARGET_LOAD: Final = 0.7
+MAX_PROBE_BUCKETS: Final = 64
+SEQ, OVERFLOW, TAGS, ENTRIES = 0, 1, 2, 9
+(
+    W_CHECK,
+    W_KEY_SPACE,
+    W_GROUP_STATE,
+    W_OFFSET,
+    W_SIZE,
+    W_GENERATION,
+    W_PARENT,
+    W_DEPTH,
+    W_REPRESENTATION,
+) = 8, 10, 11, 12, 13, 14, 15, 16, 17
+_MULTIPLIER: Final = np.uint64(0x9E37_79B9_7F4A_7C15)
+_MAX_RETRIES: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class TableGeometry:
+    """Header of a table file. `capacity`: highest entry number, entry 0 is never used. `epoch`:
+    changes when the cache was lost."""
+
+    num_buckets: int
+    capacity: int
+    epoch: int
+    arena_bytes: int
+
+    @staticmethod
+    def for_capacity(capacity: int, epoch: int, arena_bytes: int) -> "TableGeometry":
+        """Geometry with room for `capacity` blocks at the target load."""
+        return TableGeometry(
+            max(8, int(capacity / (WAYS * TARGET_LOAD)) + 1), capacity, epoch, arena_bytes
+        )
+
+    @property
+    def records_offset_bytes(self) -> int:
+        return HEADER_BYTES + self.num_buckets * BUCKET_WORDS * 4
+
+    @property
+    def file_bytes(self) -> int:
+        return self.records_offset_bytes + (self.capacity + 1) * RECORD_WORDS * 4
+
+    def pack(self) -> bytes:
+        """The header's bytes."""
+        return HEADER.pack(
+            MAGIC, FORMAT_VERSION, 0, self.num_buckets, self.capacity, self.epoch, self.arena_bytes
+        )
+
+    @staticmethod
+    def unpack(data: bytes | memoryview, file_bytes: int) -> "TableGeometry":
+        """Raises ValueError if the header is not one of this format or does not fit the file."""
+        if len(data) < HEADER.size:
+            raise ValueError(
+                f"block table has a header of {len(data)} bytes; it needs {HEADER.size}"
+            )
+        magic, version, _, num_buckets, capacity, epoch, arena_bytes = HEADER.unpack(
+            bytes(data[: HEADER.size])
+        )
+        if magic != MAGIC or version != FORMAT_VERSION:
+            raise ValueError(
+                f"block table has magic {magic!r} version {version}; this software reads "
+                f"{MAGIC!r} version {FORMAT_VERSION}"
+            )
+        geometry = TableGeometry(num_buckets, capacity, epoch, arena_bytes)
+        if num_buckets <= 0 or capacity <= 0 or geometry.file_bytes > file_bytes:
+            raise ValueError(
+                f"block table header asks for {geometry.file_bytes} bytes, the file has "
+                f"{file_bytes}"
+            )
+        return geometry
+
+
+class BlockTable:
+    """Views of a mapped table: buckets [num_buckets, 16] and records [capacity + 1, 18]. Reading is
+    safe beside a live writer."""
+
+    def __init__(self, mapping: NDArray[np.uint8], geometry: TableGeometry) -> None:
+        self.geometry = geometry
+        words = mapping[: geometry.file_bytes].view(np.uint32)
+        start, end = HEADER_BYTES // 4, geometry.records_offset_bytes // 4
+        self.buckets: Words = words[start:end].reshape(-1, BUCKET_WORDS)
+        self.records: Words = words[end:].reshape(-1, RECORD_WORDS)
+        self._kernels = native.load("hotkv_proto.kernels")
+
+    @staticmethod
+    def open(mapping: NDArray[np.uint8]) -> "BlockTable":
+        """Reads the header. Raises ValueError if it is not a table of this format."""
+        return BlockTable(
+            mapping, TableGeometry.unpack(mapping[: HEADER.size].tobytes(), len(mapping))
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockTable(capacity={self.geometry.capacity}, "
+            f"buckets={self.geometry.num_buckets}, epoch={self.geometry.epoch:#x})"
+        )
+
+    def probe(self, prefixes: NDArray[np.uint64], salt: int) -> Words:
+        """Entry words [n] by tag alone, from the first 8 bytes of each hash: 0 for a miss, high bit
+        for reserved.
+
+        A false hit has odds below n · 2^-29.
+        """
+        if self._kernels is None:
+            return probe_reference(self.buckets, prefixes, salt)
+        out = np.empty(len(prefixes), np.uint32)
+        self._kernels.probe(self.buckets, prefixes, np.uint64(salt), out)
+        return out
+
+    def ready(self, packed: bytes, hash_bytes: int, salt: int) -> NDArray[np.bool_]:
+        """Mask of the blocks that are ready [n], as a hint; microseconds for a thousand hashes."""
+        return is_ready(self.probe(hash_prefixes(packed, hash_bytes), salt))
+
+    def find(
+        self, hashes: Words, salt: int, key_space: int, group: int, *, with_records: bool = False
+    ) -> tuple[Words, Words]:
+        """Entry words [n] by the whole key, and the records [n, 18] if asked for (undefined rows
+        for misses).
+
+        `hashes`: [n, 8] words from `hash_words`.
+        """
+        out = np.empty(len(hashes), np.uint32)
+        records = np.empty((len(hashes) if with_records else 0, RECORD_WORDS), np.uint32)
+        if self._kernels is None:
+            find_reference(self.buckets, self.records, hashes, salt, key_space, group, out, records)
+        else:
+            self._kernels.find(
+                self.buckets,
+                self.records,
+                hashes,
+                np.uint64(salt),
+                np.uint32(key_space),
+                np.uint32(group),
+                out,
+                records,
+            )
+        return out, records
+
+
+def is_ready(words: Words) -> NDArray[np.bool_]:
+    """Mask of the entry words of ready blocks."""
+    ready: NDArray[np.bool_] = (words != 0) & (words < RESERVED_FLAG)
+    return ready
+
+
+def hash_prefixes(packed: bytes, hash_bytes: int) -> NDArray[np.uint64]:
+    """First 8 bytes of each packed hash as uint64 [n]; no copy if `hash_bytes` is a multiple of
+    8."""
+    if hash_bytes % 8 == 0:
+        return np.frombuffer(packed, np.uint64)[:: hash_bytes // 8]
+    rows = np.frombuffer(packed, np.uint8).reshape(-1, hash_bytes)
+    return np.ascontiguousarray(rows[:, :8]).view(np.uint64).reshape(-1)
+
+
+def hash_words(packed: bytes, hash_bytes: int) -> Words:
+    """Packed hashes as zero-padded words [n, 8]."""
+    if hash_bytes == 32:
+        return np.frombuffer(packed, np.uint32).reshape(-1, 8)
+    rows = np.frombuffer(packed, np.uint8).reshape(-1, hash_bytes)
+    padded = np.zeros((len(rows), 32), np.uint8)
+    padded[:, :hash_bytes] = rows
+    return padded.view(np.uint32)
+
+
+def mix(hashes: Words, salt: int) -> NDArray[np.uint64]:
+    """Mixed 64-bit key [n]: the upper half chooses the bucket, the lower half is the tag."""
+    return mix_prefixes(hashes.view(np.uint64)[:, 0], salt)
+
+
+def mix_prefixes(prefixes: NDArray[np.uint64], salt: int) -> NDArray[np.uint64]:
+    """As `mix`, from the first 8 bytes of each hash."""
+    return (prefixes ^ np.uint64(salt)) * _MULTIPLIER
+
+
+def home_buckets(mixed: NDArray[np.uint64], num_buckets: int) -> NDArray[np.int64]:
+    """Home bucket [n] of each mixed key."""
+    return (((mixed >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)).astype(np.int64)
+
+
+def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
+    """Copies of bucket rows, each read under its lock protocol; rows that never settle come back
+    empty, with an odd sequence number."""
+    copy = np.zeros((len(rows), BUCKET_WORDS), np.uint32)
+    torn = np.arange(len(rows))
+    for _ in range(_MAX_RETRIES):
+        # A row is no atomic read and says nothing of its own order, so its sequence number is read
+        # before it and after it.
+        before = buckets[rows[torn], SEQ]
+        copy[torn] = buckets[rows[torn]]
+        torn = torn[(before & 1 == 1) | (buckets[rows[torn], SEQ] != before)]
+        if not len(torn):
+            return copy
+    copy[torn] = 0
+    copy[torn, SEQ] = 1
+    return copy
+
+
+def probe_reference(buckets: Words, prefixes: NDArray[np.uint64], salt: int) -> Words:
+    """Numpy reference of `kernels.probe`."""
+    mixed = mix_prefixes(np.ascontiguousarray(prefixes), salt)
+    tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
+    rows = home_buckets(mixed, len(buckets))
+    out = np.zeros(len(mixed), np.uint32)
+    open_items = np.arange(len(mixed))
+    for _ in range(MAX_PROBE_BUCKETS):
+        if not len(open_items):
+            break
+        lines = _stable_rows(buckets, rows[open_items])
+        match = lines[:, TAGS : TAGS + WAYS] == tags[open_items, None]
+        words = np.where(match, lines[:, ENTRIES : ENTRIES + WAYS], 0).max(axis=1)
+        out[open_items] = words
+        going_on = (words == 0) & (lines[:, OVERFLOW] > 0)
+        open_items = open_items[going_on]
+        rows[open_items] = (rows[open_items] + 1) % len(buckets)
+    return out
+
+
+def find_reference(
+    buckets: Words,
+    records: Words,
+    hashes: Words,
+    salt: int,
+    key_space: int,
+    group: int,
+    out: Words,
+    out_records: Words,
+) -> None:
+    """Numpy reference of `kernels.find`; rereads buckets whose sequence moved while their records
+    were read."""
+    mixed = mix(hashes, salt)
+    tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
+    rows = home_buckets(mixed, len(buckets))
+    out[:] = 0
+    open_items = np.arange(len(mixed))
+    distance = np.zeros(len(mixed), np.int64)
+    for _ in range(MAX_PROBE_BUCKETS + _MAX_RETRIES):
+        if not len(open_items):
+            return
+        lines = _stable_rows(buckets, rows[open_items])
+        words = lines[:, ENTRIES : ENTRIES + WAYS]
+        numbers = (words & ~RESERVED_FLAG).astype(np.int64)
+        candidate = (
+            (words != 0)
+            & (lines[:, TAGS : TAGS + WAYS] == tags[open_items, None])
+            & (numbers < len(records))
+        )
+        found = np.zeros(len(open_items), np.uint32)
+        for item, way in zip(*np.nonzero(candidate), strict=True):
+            record = records[numbers[item, way]].copy()
+            same = record[W_KEY_SPACE] == key_space and (record[W_GROUP_STATE] & 0xFFFF) == group
+            if same and np.array_equal(record[:8], hashes[open_items[item]]):
+                found[item] = words[item, way]
+                if len(out_records):
+                    out_records[open_items[item]] = record
+        # What never settled is a miss, and is not tried again.
+        settled = (buckets[rows[open_items], SEQ] == lines[:, SEQ]) | (lines[:, SEQ] & 1 == 1)
+        out[open_items[settled]] = found[settled]
+        advance = settled & (found == 0) & (lines[:, OVERFLOW] > 0)
+        rows[open_items[advance]] = (rows[open_items[advance]] + 1) % len(buckets)
+        distance[open_items[advance]] += 1
+        open_items = open_items[(~settled | advance) & (distance[open_items] < MAX_PROBE_BUCKETS)]

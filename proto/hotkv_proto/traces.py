@@ -1,0 +1,410 @@
+"""Traces of calls, by OpenTelemetry's SDK. Importing this needs the extra `otel`: it is imported by
+name, and only if traces are asked for.
+
+Always true: recording a span neither blocks nor raises, from any thread. The queue and the spans of
+a second are bounded; a span beyond a bound is dropped and counted. Only the SDK's thread speaks to
+the collector, or one that flushes. A collector that is away costs its spans and two lines in the
+log: one when it goes, with the reason, one when it is back. The SDK's own lines are left out.
+"""
+
+import logging
+import os
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+from urllib.parse import urlsplit
+
+import requests
+from google.protobuf.message import DecodeError
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+import hotkv_proto
+
+FROM_ENVIRONMENT = "env"
+"""In place of an endpoint: the variables OTEL_EXPORTER_OTLP_* have it."""
+PATH = "/v1/traces"
+MAX_SPANS_PER_S = 1000
+"""Most spans that a process records in a second: recording and exporting one takes some 100 us."""
+QUEUE_SPANS = 4096
+BATCH_SPANS = 512
+PAUSE_MS = 1000
+"""Between two batches, unless one is full before."""
+EXPORT_TIMEOUT_S = 5.0
+CLOSE_S = 2.0
+"""Longest wait for the last batch."""
+MAX_REASON_CHARS = 300
+PROTOBUF = "application/x-protobuf"
+TRACEPARENT = "traceparent"
+MAX_TRACEPARENT_CHARS = 128
+"""Longest traceparent that is read; one of version 00 has 55 characters."""
+_W3C = TraceContextTextMapPropagator()
+
+Value = str | bool | int | float
+"""Of an attribute: numbers and names; never content of prompts, never hashes."""
+
+
+@final
+class Span:
+    """A span from its begin to its end. `attributes` may change until it ends."""
+
+    __slots__ = ("_span", "_traces", "attributes")
+
+    def __init__(self, traces: "Traces", span: trace.Span) -> None:
+        self._traces, self._span = traces, span
+        self.attributes: dict[str, Value] = {}
+
+    def __repr__(self) -> str:
+        return f"Span({self.traceparent}, {self.attributes})"
+
+    @property
+    def traceparent(self) -> str:
+        """Names this span to those whose spans are to be its children, as W3C Trace Context writes
+        it."""
+        carrier: dict[str, str] = {}
+        _W3C.inject(carrier, trace.set_span_in_context(self._span))
+        return carrier[TRACEPARENT]
+
+    @property
+    def began_ns(self) -> int:
+        """Nanoseconds since 1970."""
+        return int(self._span.start_time)  # type: ignore[attr-defined]
+
+    def child(self, name: str, began_ns: int = 0, *, is_call: bool = False) -> "Span":
+        """Begins a child, now or at `began_ns`. `is_call`: it is a call to another process."""
+        kind = SpanKind.CLIENT if is_call else SpanKind.INTERNAL
+        return self._traces.start(name, self._span, kind, began_ns)
+
+    def end(self, error: str = "", ended_ns: int = 0) -> None:
+        """Ends the span, now or at `ended_ns`; only the first end counts. `error`: the name of a
+        reason; empty if it ended well."""
+        if self._span.is_recording():
+            self._span.set_attributes(self.attributes)
+            if error:
+                self._span.set_status(Status(StatusCode.ERROR, error))
+            # The clock may have been set back meanwhile.
+            self._span.end(max(ended_ns or time.time_ns(), self.began_ns))
+
+
+class Traces:
+    """Begins spans, and exports those that have ended.
+
+    `sample_ratio`: share of calls without a context that begin a trace. `where`: the collector, for
+    the log. `num_exported`: spans that the collector has taken; `num_failed`: that it has not;
+    `num_dropped`: that a bound refused; `num_malformed`: contexts that could not be read.
+    """
+
+    def __init__(
+        self,
+        exporter: SpanExporter,
+        service: str,
+        logger: logging.Logger,
+        where: str = "the collector",
+        sample_ratio: float = 0.0,
+        max_spans_per_s: int = MAX_SPANS_PER_S,
+        queue_spans: int = QUEUE_SPANS,
+    ) -> None:
+        self.num_malformed = 0
+        self._sample_ratio = sample_ratio
+        self._export = _Export(exporter, logger, where)
+        self._bounds = _Bounds(self._export, max_spans_per_s, queue_spans)
+        provider = TracerProvider(
+            resource=Resource.create({"service.name": service}),
+            id_generator=_Ids(),
+            shutdown_on_exit=False,
+        )
+        provider.add_span_processor(self._bounds)
+        self._tracer = provider.get_tracer("hotkv", hotkv_proto.__version__)
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Traces({self.num_exported} exported, {self.num_dropped} dropped)"
+
+    @property
+    def num_exported(self) -> int:
+        return self._export.num_exported
+
+    @property
+    def num_failed(self) -> int:
+        return self._export.num_failed
+
+    @property
+    def num_dropped(self) -> int:
+        return self._bounds.num_dropped
+
+    def begin(self, name: str, traceparent: str, *, is_served: bool = False) -> Span | None:
+        """Begins the span of a call whose caller has named its own span, or of a sampled share of
+        those without; None for a call that is not traced. A context that can't be read counts as
+        none. `is_served`: the call came from another process."""
+        kind = SpanKind.SERVER if is_served else SpanKind.INTERNAL
+        if traceparent:
+            parent: trace.Span = trace.INVALID_SPAN
+            if len(traceparent) <= MAX_TRACEPARENT_CHARS:
+                parent = trace.get_current_span(_W3C.extract({TRACEPARENT: traceparent}))
+            context = parent.get_span_context()
+            if context.is_valid:
+                return self.start(name, parent, kind) if context.trace_flags.sampled else None
+            with self._lock:
+                self.num_malformed += 1
+        if self._sample_ratio and _chance.random() < self._sample_ratio:
+            return self.start(name, trace.INVALID_SPAN, kind)
+        return None
+
+    def start(self, name: str, parent: trace.Span, kind: SpanKind, began_ns: int = 0) -> Span:
+        """Begins a span below another one, now or at `began_ns`."""
+        context = trace.set_span_in_context(parent)
+        return Span(self, self._tracer.start_span(name, context, kind, start_time=began_ns or None))
+
+    def flush(self) -> None:
+        """Exports what waits, for CLOSE_S at most. Blocks."""
+        self._bounds.within(self._bounds.batches.force_flush)
+
+    def close(self) -> None:
+        """Exports what waits, for CLOSE_S at most, and takes nothing any more. Blocks."""
+        self._bounds.shutdown()
+
+
+_chance = random.Random()
+"""Not the module's own: engines seed that, and would give the same names to other spans."""
+os.register_at_fork(after_in_child=_chance.seed)
+
+
+class _Ids(IdGenerator):
+    def generate_span_id(self) -> int:
+        return _chance.getrandbits(64) or 1
+
+    def generate_trace_id(self) -> int:
+        return _chance.getrandbits(128) or 1
+
+
+class _Bounds(SpanProcessor):
+    """Gives ended spans to the SDK's queue, as far as the bounds allow."""
+
+    def __init__(self, export: "_Export", max_spans_per_s: int, queue_spans: int) -> None:
+        self.num_dropped = 0
+        self.batches = BatchSpanProcessor(
+            export,
+            max_queue_size=queue_spans,
+            schedule_delay_millis=PAUSE_MS,
+            max_export_batch_size=min(BATCH_SPANS, queue_spans),
+        )
+        self._export = export
+        self._max_spans_per_s, self._queue_spans = max_spans_per_s, queue_spans
+        self._num_emitted = 0
+        self._lock = threading.Lock()
+        # Of the second that runs: its number, and spans in it.
+        self._second = self._num_in_second = 0
+        # Made here: from Python 3.12 on none can be made when the interpreter ends.
+        self._asked = queue.SimpleQueue[tuple[Callable[[], object], threading.Event]]()
+        self._is_closed = False
+        threading.Thread(target=self._help, name="hotkv-traces", daemon=True).start()
+
+    def on_end(self, span: ReadableSpan) -> None:
+        with self._lock:
+            # Not by the spans' own times: those of a transfer's parts lie seconds apart.
+            second = int(time.monotonic())
+            if second != self._second:
+                self._second, self._num_in_second = second, 0
+            self._num_in_second += 1
+            if (
+                self._num_in_second > self._max_spans_per_s
+                or self._num_emitted - self._export.num_taken >= self._queue_spans
+            ):
+                self.num_dropped += 1
+                return
+            self._num_emitted += 1
+        self.batches.on_end(span)
+
+    def shutdown(self) -> None:
+        if not self.within(self._end):
+            # Ends the wait between two tries.
+            self._export.shutdown()
+
+    def within(self, call: Callable[[], object]) -> bool:
+        """Has the helper make a call; False if that takes longer than CLOSE_S."""
+        is_done = threading.Event()
+        self._asked.put((call, is_done))
+        return self._is_closed or is_done.wait(CLOSE_S)
+
+    def _help(self) -> None:
+        while not self._is_closed:
+            call, is_done = self._asked.get()
+            call()
+            is_done.set()
+
+    def _end(self) -> None:
+        self.batches.shutdown()  # type: ignore[no-untyped-call]
+        self._is_closed = True
+
+
+class _Answers(threading.local):
+    """What has become of the batch that this thread exports. `num_refused`: spans that the
+    collector has not taken with the others; `said`: the first that was said of it."""
+
+    is_exporting = False
+    num_refused = 0
+    said = ""
+
+    def begin(self) -> None:
+        self.is_exporting, self.num_refused, self.said = True, 0, ""
+
+    def say(self, said: str) -> None:
+        self.said = self.said or said[:MAX_REASON_CHARS]
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """As a filter of the SDK's logs: has what is said of an export."""
+        if self.is_exporting:
+            self.say(record.getMessage())
+        return not self.is_exporting
+
+    def judge(self, response: requests.Response, *_: Any, **__: Any) -> None:
+        """As a hook of `requests`: the SDK takes a redirection, which it does not follow, for
+        success, and passes over what a success says."""
+        if 300 <= response.status_code < 400:
+            response.close()
+            raise requests.TooManyRedirects(f"{response.status_code}, a redirection")
+        if response.ok and response.headers.get("content-type", "").startswith(PROTOBUF):
+            try:
+                answer = ExportTraceServiceResponse.FromString(response.content)
+            except DecodeError:
+                return
+            self.num_refused = answer.partial_success.rejected_spans
+            if self.num_refused:
+                self.say(answer.partial_success.error_message)
+
+
+_answers = _Answers()
+
+
+class _Export(SpanExporter):
+    """The exporter that the SDK calls: counts, and says when the collector goes and comes."""
+
+    def __init__(self, exporter: SpanExporter, logger: logging.Logger, where: str) -> None:
+        _hear_the_sdk()
+        self.num_exported = self.num_failed = self.num_taken = 0
+        self._exporter, self._logger, self._where = exporter, logger, where
+        self._is_away = self._is_shut_down = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Sends a batch. On the SDK's thread, or the helper."""
+        self.num_taken += len(spans)
+        result = SpanExportResult.FAILURE
+        _answers.begin()
+        try:
+            result = self._exporter.export(spans)
+        except requests.RequestException as error:  # Of older SDKs.
+            _answers.say(str(error))
+        finally:
+            _answers.is_exporting = False
+            is_away = result is not SpanExportResult.SUCCESS
+            num_lost = len(spans) if is_away else min(_answers.num_refused, len(spans))
+            self._exported(len(spans), num_lost)
+        return result
+
+    def _exported(self, num_spans: int, num_lost: int) -> None:
+        self.num_failed += num_lost
+        self.num_exported += num_spans - num_lost
+        is_away = num_lost > 0
+        if is_away != self._is_away:
+            self._is_away = is_away
+            if is_away:
+                kind = "no spans" if num_lost == num_spans else "not all spans"
+                self._logger.warning(
+                    "traces: %s takes %s; they are lost reason=%r", self._where, kind, _answers.said
+                )
+            else:
+                self._logger.info("traces: %s takes spans again", self._where)
+
+    def shutdown(self) -> None:
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        return True
+
+
+def _hear_the_sdk() -> None:
+    """Has what the SDK says of an export come to the sink instead of the log. Its loggers are known
+    by now."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("opentelemetry"):
+            logging.getLogger(name).addFilter(_answers.filter)
+
+
+def open_traces(
+    endpoint: str,
+    service: str,
+    logger: logging.Logger,
+    headers: Mapping[str, str] | None = None,
+    certificate: str | None = None,
+    default_protocol: str = "http/protobuf",
+    **bounds: Any,
+) -> Traces:
+    """Begins to export to a collector, which need not be there.
+
+    `endpoint`: the URL of an OTLP/HTTP receiver, to which /v1/traces is added if it has no path; or
+    FROM_ENVIRONMENT. Then `default_protocol` counts unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL (or
+    ..._PROTOCOL) names one. `certificate`: PEM file of the authority that signed the collector's.
+    `bounds`: `sample_ratio`, `max_spans_per_s` and `queue_spans` of `Traces`. Raises ValueError for
+    another protocol, and ImportError if its package is missing.
+    """
+    if endpoint != FROM_ENVIRONMENT:
+        parts = urlsplit(endpoint)
+        url = endpoint if parts.path.strip("/") else parts._replace(path=PATH).geturl()
+        exporter: SpanExporter = OTLPSpanExporter(
+            url,
+            certificate,
+            headers=dict(headers or {}),
+            timeout=EXPORT_TIMEOUT_S,
+            session=_session(),
+        )
+        return Traces(exporter, service, logger, url, **bounds)
+    protocol = (
+        os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
+        or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+        or default_protocol
+    )
+    where = "the collector of OTEL_EXPORTER_OTLP_*"
+    if protocol == "http/protobuf":
+        exporter = OTLPSpanExporter(timeout=EXPORT_TIMEOUT_S, session=_session())
+    elif protocol == "grpc":
+        exporter = _grpc_exporter()
+    else:
+        raise ValueError(f"OTLP protocol {protocol!r}: allowed are http/protobuf and grpc")
+    return Traces(exporter, service, logger, where, **bounds)
+
+
+def _session() -> requests.Session | None:
+    """What the exporter sends by; None leaves that to a provider of credentials that the
+    environment names for the SDK."""
+    if any(name.endswith("_CREDENTIAL_PROVIDER") for name in os.environ):
+        return None
+    session = requests.Session()
+    session.hooks["response"].append(_answers.judge)
+    return session
+
+
+def _grpc_exporter() -> SpanExporter:
+    """As vLLM makes its own: without TLS unless the URL begins with https. It does not tell what a
+    collector has refused of a batch."""
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
+        OTLPSpanExporter as GrpcExporter,
+    )
+
+    url = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get(
+        "OTEL_EXPORTER_OTLP_ENDPOINT", ""
+    )
+    return GrpcExporter(
+        url or None, insecure=not url.startswith("https://"), timeout=EXPORT_TIMEOUT_S
+    )
