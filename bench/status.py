@@ -25,10 +25,13 @@ from hotkv_server.cache import inspect
 from hotkv_server.cache.room.arena_map import draw
 from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS, Account
 from hotkv_server.ledger.book.columns import Usage
+from hotkv_server.ledger.capability import LedgerCapability
+from hotkv_server.ledger.drive import LiveLedger
 from hotkv_server.ledger.live_history import NUM_SAMPLES, STEP_S
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
+from hotkv_server.sparse.capability import SparseCapability
 from hotkv_server.startup import process
 from hotkv_server.told.pages.replies import Reply
 from hotkv_server.told.status import as_json_values, read_status
@@ -58,7 +61,9 @@ def make_node(core: Any, folder: Path) -> Node:
     memory = NodeMemory.open(folder / "node", 1 << 20, 1 << 16, 64, 1, prefault=False)
     copies: Any = NoCopies()
     node = Node(core, memory, copies)
-    accounts, minute = node.ledger.accounts, int(time.time() // 60)
+    ledger = LedgerCapability(node, LiveLedger(core))
+    node.capabilities += [ledger, SparseCapability(node)]
+    accounts, minute = ledger.ledger.accounts, int(time.time() // 60)
     usage = Usage(1, 100_000, 30_000, 1.0, 0.1, 0, 1 << 30, 1 << 30, {"host": 50_000})
     for number in range(MAX_ACCOUNTS):
         who = Account("", f"model-{number}", f"{number:016x}", f"engine-{number}")
@@ -72,7 +77,7 @@ def make_node(core: Any, folder: Path) -> Node:
     now_s = time.monotonic()
     for number in range(NUM_SAMPLES):
         accounts.add(who, accounts.columns.values(usage), minute)
-        node.history.turn(now_s + number * STEP_S)
+        ledger.history.turn(now_s + number * STEP_S)
     return node
 
 

@@ -49,6 +49,10 @@ def generate(target: Path) -> None:
     (target / PACKAGE).rename(target / MODULES)
     for path in (target / MODULES).iterdir():
         path.write_text(IMPORTS.sub(".".join(MODULES.parts), path.read_text()))
+    for source in (SOURCE / PACKAGE).glob("*.proto"):
+        if not re.search(r"^service ", source.read_text(), re.MULTILINE):
+            for suffix in ("_pb2_grpc.py", "_pb2_grpc.pyi"):
+                (target / MODULES / f"{source.stem}{suffix}").unlink()
 
 
 def read(path: Path) -> str:

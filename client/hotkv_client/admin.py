@@ -9,7 +9,6 @@ from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.types import NO_CREDENTIALS, Credentials, WatchedRequest
 from hotkv_client.wire import admin as _admin_wire
 from hotkv_client.wire import warm_start as _warm_wire
-from hotkv_proto.counters import sparse_figures
 from hotkv_proto.errors import HotKVError
 
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
@@ -17,12 +16,6 @@ EXPORT_TIMEOUT_S = 300.0
 CHANGING = frozenset(("evict", "flush", "drain"))
 """Calls that change something: the server writes down who made them."""
 TICKET_KEY = "hotkv-ticket-bin"
-
-
-def miss_word(word: str | int) -> str:
-    """A reason as it is shown: `never_stored` for "never stored"; a number for one that this client
-    does not know."""
-    return str(word).replace(" ", "_") or "unknown"
 
 
 class AdminClient:
@@ -63,29 +56,33 @@ class AdminClient:
         with channels.open_channel(self._target, self._credentials) as channel:
             return _admin_wire.is_serving(channel, service, self._timeout_s, self._metadata)
 
+    def tell(self, topic: str = "", **filters: str | float) -> dict[str, Any]:
+        """What the server says of a topic, as JSON has it; the topics and their filters if none is
+        named. docs/told.md has the fields."""
+        given = {name: str(value) for name, value in filters.items() if value}
+        return _admin_wire.tell(self._stubs, topic, self._timeout_s, self._metadata, given)
+
     def info(self) -> dict[str, Any]:
-        """Version, epoch, state, and `counters` by name."""
-        answer = self._call("info")
-        answer["counters"] = {counter["name"]: counter["value"] for counter in answer["counters"]}
-        return answer
+        """Version, epoch, state, devices, and `counters` by name."""
+        return self.tell("server")
 
     def tiers(self) -> list[dict[str, Any]]:
         """Tiers with capacity and use."""
-        return list(self._call("tiers")["tiers"])
+        return list(self.tell("tiers")["tiers"])
 
-    def key_spaces(self) -> list[dict[str, Any]]:
-        """Key spaces with what they hold."""
-        return list(self._call("key_spaces")["key_spaces"])
+    def key_spaces(self, key_space_id: int = 0) -> list[dict[str, Any]]:
+        """Key spaces with what they hold, or one."""
+        return list(self.tell("key_spaces", key_space_id=key_space_id)["key_spaces"])
 
     def sessions(self) -> list[dict[str, Any]]:
         """Live sessions."""
-        return list(self._call("sessions")["sessions"])
+        return list(self.tell("sessions")["sessions"])
 
     def blocks(
         self, key_space_id: int = 0, page_size: int = 0, page_token: str = ""
     ) -> dict[str, Any]:
         """One page of blocks, with `next_page_token`."""
-        return self._call(
+        return self.tell(
             "blocks", key_space_id=key_space_id, page_size=page_size, page_token=page_token
         )
 
@@ -130,15 +127,25 @@ class AdminClient:
         return self._call("drain", timeout_ms=int(timeout_s * 1000))
 
     def explain(
-        self, key_space_id: int = 0, hashes: bytes = b"", token_ids: bytes = b""
+        self,
+        key_space_id: int = 0,
+        hashes: bytes = b"",
+        token_ids: bytes = b"",
+        session_id: str = "",
+        tenant: str = "",
     ) -> list[dict[str, Any]]:
         """Of each block of a prompt, would it hit, and why not. `token_ids`: packed little-endian
-        int32."""
-        return list(
-            self._call("explain", key_space_id=key_space_id, hashes=hashes, token_ids=token_ids)[
-                "key_spaces"
-            ]
+        int32. `session_id`: in place of a prompt, of the latest ones of this session, of one
+        `tenant` or of all."""
+        answer = self._call(
+            "explain",
+            key_space_id=key_space_id,
+            hashes=hashes,
+            token_ids=token_ids,
+            session_id=session_id,
+            tenant=tenant,
         )
+        return list(answer["key_spaces"])
 
     def export_blocks(self, key_space_id: int, byte_count: int = 0) -> Iterator[Any]:
         """The key space as JSON has it, then the hottest blocks that take so many bytes (0: all),
@@ -163,38 +170,45 @@ class AdminClient:
     def explain_session(self, session_id: str, tenant: str = "") -> list[dict[str, Any]]:
         """Where each block of the sessions of this name lies, and what was asked for them: one
         answer a tenant."""
-        answer = self._call("explain_session", session_id=session_id, tenant=tenant)
-        sessions: list[dict[str, Any]] = answer["sessions"]
-        return sessions
+        told = self.hints(session_id=session_id, tenant=tenant)
+        spaces = self.explain(session_id=session_id, tenant=tenant)
+        idle_s = {one["tenant"]: one["idle_s"] for one in told["sessions"]}
+        tenants = dict.fromkeys([*idle_s, *(one["tenant"] for one in told["outcomes"])])
+        return [
+            {
+                "tenant": name,
+                "idle_s": idle_s.get(name, 0.0),
+                "key_spaces": [one for one in spaces if one["tenant"] == name],
+                "outcomes": [one for one in told["outcomes"] if one["tenant"] == name],
+            }
+            for name in tenants
+        ]
 
-    def hints(self, message_id: str = "", page_size: int = 0) -> dict[str, Any]:
+    def hints(
+        self, message_id: str = "", page_size: int = 0, session_id: str = "", tenant: str = ""
+    ) -> dict[str, Any]:
         """The latest `outcomes` of routers' hints, of all tenants, and what `tenants` have."""
-        return self._call("hints", message_id=message_id, page_size=page_size)
+        return self.tell(
+            "hints",
+            message_id=message_id,
+            page_size=page_size,
+            session_id=session_id,
+            tenant=tenant,
+        )
 
     def residencies(self, page_size: int = 0) -> dict[str, Any]:
         """Residencies, those with the most room first, the engines that wait for room, and
         totals."""
-        return self._call("residencies", page_size=page_size)
+        return self.tell("residencies", page_size=page_size)
 
     def savings(self, since_s: float = 0.0) -> dict[str, Any]:
         """What the cache has brought, a row an engine, and what a larger one would bring, by the
         requests of the last seconds; 0 for all."""
-        answer = self._call("savings", since_s=since_s)
-        for row in answer["rows"]:
-            row["hits"] = {one["tier"]: one["token_count"] for one in row["hits"]}
-            row["misses"] = {
-                miss_word(one["miss_reason"]): one["token_count"] for one in row["misses"]
-            }
-        return answer
+        return self.tell("savings", since_s=since_s)
 
     def sparse_layers(self) -> list[dict[str, Any]]:
-        """Counters of sparse decode per engine and layer, and the figures that `sparse_figures`
-        derives from them."""
-        rows = [
-            {"engine_id": row["engine_id"], **row["counters"]}
-            for row in self._call("sparse")["layers"]
-        ]
-        return [{**row, **sparse_figures(row)} for row in rows]
+        """Counters of sparse decode per engine and layer, and figures derived from them."""
+        return list(self.tell("sparse_layers")["layers"])
 
     def _call(self, name: str, **fields: Any) -> dict[str, Any]:
         metadata = self._signed() if name in CHANGING else self._metadata

@@ -12,14 +12,13 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import hotkv_proto
 from hotkv_server import systemd
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.start import CudaError, CudaPart, look_in_background, open_part
-from hotkv_server.ledger.drive import LiveLedger
 from hotkv_server.memory.arena import ARENA_FILE, NodeMemory
 from hotkv_server.memory.limits import allocated_bytes
 from hotkv_server.node.health import keep_checking
@@ -28,17 +27,14 @@ from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError, process
 from hotkv_server.startup.arena import open_memory
 from hotkv_server.startup.cache import load_kernels, open_cache
-from hotkv_server.startup.listeners import Listeners, make_publisher
+from hotkv_server.startup.capabilities import attach_all
+from hotkv_server.startup.listeners import Listeners
 from hotkv_server.startup.places import lock_runtime_dir
 from hotkv_server.startup.preflight import check_start
 from hotkv_server.startup.progress import KERNELS, Progress
 from hotkv_server.startup.reload import Reloader
 from hotkv_server.tiers.start import LowerPart, make_tiers, open_lower
-from hotkv_server.tracing.start import open_tracing
 from hotkv_server.wire.server import RpcServer
-
-if TYPE_CHECKING:
-    from hotkv_server.events.publisher import ZmqPublisher
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +56,6 @@ class Opened:
     node: Node
     memory: NodeMemory
     cuda: CudaPart
-    publisher: "ZmqPublisher | None"
     lower: LowerPart | None
     is_new: bool = True
     """Nothing came back from an earlier server."""
@@ -86,27 +81,12 @@ class Opened:
             lower = open_lower(settings, arena, reset=reset)
             if lower is not None:
                 undo.callback(lower.close)
-            if (publisher := make_publisher(settings.events)) is not None:
-                undo.callback(publisher.close)
-            if (tracing := open_tracing(settings.tracing)) is not None:
-                undo.callback(tracing.close)
             core, verifier = open_cache(settings, memory, lower)
             tiers = make_tiers(settings, core, verifier, memory, lower)
+            node = Node(core, memory, cuda.copy_engine, verifier, cuda.devices, tiers)
+            attach_all(settings, node)
             undo.pop_all()
-        names = tiers.names if tiers is not None else ()
-        ledger = LiveLedger(core, settings.arena_dir, names, settings.policy)
-        node = Node(
-            core,
-            memory,
-            cuda.copy_engine,
-            publisher,
-            verifier,
-            cuda.devices,
-            tiers,
-            ledger,
-            tracing,
-        )
-        return Opened(node, memory, cuda, publisher, lower, is_new)
+        return Opened(node, memory, cuda, lower, is_new)
 
     def fill(self) -> None:
         """Prefaults the rest of table and arena, in the background."""
@@ -129,10 +109,8 @@ class Opened:
         self.cuda.close()
         if self.lower is not None:
             self.lower.close()
-        if self.publisher is not None:
-            self.publisher.close()
-        if self.node.tracing is not None:
-            self.node.tracing.close()
+        for one in self.node.capabilities:
+            one.release()
         if len(self.node.core.moves):
             # A disk that hangs may still write slots: the next server gets the arena when the
             # kernel has ended this process.
@@ -162,8 +140,6 @@ def watch_all(opened: Opened, settings: Settings, listeners: Listeners) -> None:
         health.watch(f"the socket {path.name}", path.is_socket)
     if (http := listeners.http) is not None:
         health.watch("the HTTP thread", http.is_alive, http.stalled_s)
-    if (publisher := opened.publisher) is not None:
-        health.watch("the event publisher", publisher.is_alive, publisher.stalled_s, STALLED_WORK_S)
 
 
 class Herald:

@@ -15,6 +15,7 @@ from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.values import CoreConfig, Outcome
 from hotkv_server.hints import drive as hints_module
 from hotkv_server.hints import work as hint_work
+from hotkv_server.hints.capability import HintsCapability
 from hotkv_server.hints.drive import HintDesk
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node import slices
@@ -22,6 +23,7 @@ from hotkv_server.node.node import Node
 from hotkv_server.node.reports import Report
 from hotkv_server.node.session import LiveSession
 from tests.core.support import make_key_space, words_of
+from tests.server.capable import capable
 
 KEY_SPACE = make_key_space("turns", SLOT_ALIGN, SLOT_ALIGN)
 PROMPT = words_of(range(8))
@@ -48,7 +50,7 @@ class Desk:
 
     @property
     def desk(self) -> HintDesk:
-        return self.node.hints
+        return self.node.capability(HintsCapability).desk
 
     async def _tick(self) -> None:
         while True:
@@ -74,7 +76,7 @@ class Desk:
 async def opened(folder: Path) -> Desk:
     memory = NodeMemory.open(folder, 1 << 20, 1 << 16, 64, 1, prefault=False)
     core = CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, LRU(64))
-    node = Node(core, memory, None)  # type: ignore[arg-type]
+    node = capable(Node(core, memory, None))  # type: ignore[arg-type]
     return Desk(node, await node.sessions.open("engine", "rank", KEY_SPACE, "test"))
 
 

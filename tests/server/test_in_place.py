@@ -26,9 +26,11 @@ from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.residency import calls as residency_calls
+from hotkv_server.residency.capability import ResidencyCapability
 from hotkv_server.wire import calls
 from hotkv_server.wire.guard.throttle import Pace
 from hotkv_server.wire.session.calls import SessionCalls
+from tests.server.capable import capable
 
 NUM_BLOCKS = 8
 KEY_SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
@@ -53,7 +55,8 @@ class Place:
             self.memory.table,
             LRU(64),
         )
-        self.node = Node(core, self.memory, self.copies)
+        self.node = capable(Node(core, self.memory, self.copies))
+        self.residencies = self.node.capability(ResidencyCapability).residencies
         self.go = threading.Event()
         self.num_compared = 0
         judge = self.node.verifier.judge
@@ -256,13 +259,13 @@ def test_what_can_not_be_compared_is_not_granted(run: Any, monkeypatch: pytest.M
 
 def extend(place: Place, session: LiveSession) -> Any:
     request = residency_pb2.ExtendResidencyRequest(residency_id="r", hashes=b"".join(HASHES))
-    return residency_calls.extend_residency(place.node, session, request)
+    return residency_calls.extend_residency(place.node, place.residencies, session, request)
 
 
 def test_a_residency_learns_no_offset_before_blocks_are_compared(run: Any) -> None:
     async def scenario(place: Place, session: LiveSession) -> None:
         place.spoil(3)
-        await place.node.residencies.open(session, "r", {0: NUM_BLOCKS})
+        await place.residencies.open(session, "r", {0: NUM_BLOCKS})
         waiting = [extend(place, session) for _ in range(2)]
         assert all(isinstance(each, asyncio.Task) for each in waiting)
         await asyncio.sleep(0.05)
@@ -280,10 +283,10 @@ def test_a_residency_learns_no_offset_before_blocks_are_compared(run: Any) -> No
 
 def test_a_residency_that_ends_meanwhile_pins_nothing(run: Any) -> None:
     async def scenario(place: Place, session: LiveSession) -> None:
-        await place.node.residencies.open(session, "r", {0: NUM_BLOCKS})
+        await place.residencies.open(session, "r", {0: NUM_BLOCKS})
         waiting = extend(place, session)
         await asyncio.sleep(0)
-        assert await place.node.residencies.close(session, "r")
+        assert await place.residencies.close(session, "r")
         place.go.set()
         with pytest.raises(HotKVError) as caught:
             await waiting
@@ -295,7 +298,7 @@ def test_a_residency_that_ends_meanwhile_pins_nothing(run: Any) -> None:
 
 def test_a_session_that_closes_waits_for_what_a_residency_compares(run: Any) -> None:
     async def scenario(place: Place, session: LiveSession) -> None:
-        await place.node.residencies.open(session, "r", {0: NUM_BLOCKS})
+        await place.residencies.open(session, "r", {0: NUM_BLOCKS})
         waiting = extend(place, session)
         await asyncio.sleep(0.05)
         closing = asyncio.create_task(place.node.sessions.close(session))

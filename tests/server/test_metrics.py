@@ -18,7 +18,7 @@ from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, Run
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node.node import Node
-from hotkv_server.told import stats
+from hotkv_server.told import counts
 from hotkv_server.told.metric_help import HELP, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
 from hotkv_server.told.metrics import in_seconds
 from hotkv_vllm.counter_help import COUNTERS, exported
@@ -112,13 +112,13 @@ def test_texts_name_metrics_that_exist() -> None:
 def test_a_long_census_is_that_of_the_scrape_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stats, "FRESH_PARTS", 0)
+    monkeypatch.setattr(counts, "FRESH_PARTS", 0)
 
     async def scenario() -> list[int]:
         memory = NodeMemory.open(tmp_path / "arena", 1 << 20, 1 << 16, 64, 1, prefault=False)
         core = CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, POLICIES["lru"](64))
         copies: Any = NoCopies()
-        taker, seen = stats.RecentCensus(Node(core, memory, copies)), []
+        taker, seen = counts.RecentCensus(Node(core, memory, copies)), []
         taker.begin()
         session = core.open_session("engine", "worker", make_key_space("m", 4096, 4096), 0.0)
         for first in range(0, 40, 10):

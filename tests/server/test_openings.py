@@ -19,6 +19,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.values import CoreConfig, Run, TenantShare
 from hotkv_server.events import messages as event_convert
+from hotkv_server.events.capability import EventsCapability
 from hotkv_server.memory import arena
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.state import ServerState, read_state, write_state
@@ -26,6 +27,7 @@ from hotkv_server.node.node import Node
 from hotkv_server.warm_start.service import WarmStartService
 from hotkv_server.wire import space_convert
 from tests.core.support import begin_store, hash_of, words_of
+from tests.server.capable import capable
 
 SPACE = KeySpace("m", "w", "bf16", (GroupSpec(GroupKind.FULL_ATTENTION, 16, (4096,)),), 16)
 KIND = Representation(0, "rot2u", 1, (100,))
@@ -58,7 +60,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 @contextlib.contextmanager
 def node_in(folder: Path, config: CoreConfig = CONFIG) -> Iterator[Node]:
     memory = NodeMemory.open(folder, 1 << 20, 1 << 16, 64, 1, prefault=False)
-    yield Node(CacheCore(config, memory.table, LRU(64)), memory, None)  # type: ignore[arg-type]
+    yield capable(Node(CacheCore(config, memory.table, LRU(64)), memory, None))  # type: ignore[arg-type]
     memory.remove()
 
 
@@ -179,7 +181,7 @@ def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(
         disk.go.set()
         node.core.catalog.max_of_tenant = 2
         spaces = [replace(SPACE, model=name) for name in "mnop"]
-        with node.events.feeds.reader() as feed:
+        with node.capability(EventsCapability).hub.feeds.reader() as feed:
             first = await node.sessions.open("e", "tool", spaces[0], "test")
             begin_store(
                 node.core, first.record.number, "t", "l", [Run(0, words_of(range(3)))], 0, 0.0, 0.0
@@ -241,7 +243,7 @@ def test_a_key_space_that_is_fetched_for_is_known_as_if_an_engine_had_come(
 
     async def scenario(node: Node) -> None:
         node.start()
-        with node.events.feeds.reader() as feed:
+        with node.capability(EventsCapability).hub.feeds.reader() as feed:
             task = asyncio.create_task(WarmStartService(node).PrefetchBlocks(request, None))
             await until(lambda: disk.num_writes > 0)
             assert not task.done(), "not written down"
@@ -265,4 +267,4 @@ def test_a_key_space_that_is_fetched_for_is_known_as_if_an_engine_had_come(
 
 def test_the_end_of_a_key_space_that_was_never_told_of_is_passed_over(tmp_path: Path) -> None:
     with node_in(tmp_path) as node:
-        node.events.forget_key_space(7)
+        node.capability(EventsCapability).hub.forget_key_space(7)

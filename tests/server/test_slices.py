@@ -16,6 +16,7 @@ from hotkv_server.cache.room.burst_bounds import keep_bounds
 from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.room.removal import Removal
 from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
+from hotkv_server.events.capability import EventsCapability
 from hotkv_server.events.drive import (
     BlocksRemoved,
     BlocksStored,
@@ -27,6 +28,7 @@ from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node import removals, slices
 from hotkv_server.node.node import Node
 from tests.core.support import begin_store, make_key_space, words_of
+from tests.server.capable import capable
 
 NUM_BLOCKS = 12
 KEY_SPACE = make_key_space("sliced", SLOT_ALIGN, SLOT_ALIGN)
@@ -46,8 +48,9 @@ def test_while_a_key_space_is_flushed_others_store_in_it(
         node = Node(
             CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, LRU(64)),
             memory,
-            None,
-        )  # type: ignore[arg-type]
+            None,  # type: ignore[arg-type]
+        )
+        events = capable(node).capability(EventsCapability).hub
         session = (await node.sessions.open("engine", "rank", KEY_SPACE, "test")).record.number
         turns, seen = 0, set[int]()
 
@@ -58,7 +61,7 @@ def test_while_a_key_space_is_flushed_others_store_in_it(
             run = [Run(0, words_of([number]))]
             begin_store(node.core, session, "t", f"l {number} {turns}", run, 0, 0.0, 1.0)
             results = node.core.end_store(session, "t", True, 1.0)
-            node.events.publish(
+            events.publish(
                 stored_events(1, KEY_SPACE, run, [RunContent(np.empty(0, np.int32))], results)
             )
 
@@ -71,7 +74,7 @@ def test_while_a_key_space_is_flushed_others_store_in_it(
                     store(next(number for number in range(NUM_BLOCKS) if not found(number)))
                 await asyncio.sleep(0)
 
-        with node.events.feeds.reader() as feed:
+        with events.feeds.reader() as feed:
             for number in range(NUM_BLOCKS):
                 store(number)
             meddling = asyncio.create_task(meddle())

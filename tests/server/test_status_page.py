@@ -23,11 +23,13 @@ from hotkv_client.admin import AdminClient
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig
+from hotkv_server.ledger.capability import LedgerCapability
 from hotkv_server.ledger.live_history import NUM_SAMPLES, STEP_S, LiveHistory
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node import survey
 from hotkv_server.node.node import Node
 from hotkv_server.security.page_access import PageAccess
+from hotkv_server.told import kernel
 from hotkv_server.told import status as status_figures
 from hotkv_server.told.http_endpoint import HttpServer
 from hotkv_server.told.pages import routes
@@ -36,6 +38,7 @@ from hotkv_server.told.pages.routes import Routes
 from hotkv_server.told.pages.savings import MAX_KEPT
 from hotkv_server.told.status import as_json_values, read_status
 from tests.core.support import make_key_space
+from tests.server.capable import capable
 from tests.server.page_support import Traffic, get, listed, status_of
 from tests.server.support import hashes
 from tests.server.test_life import wait_until
@@ -283,13 +286,14 @@ def make_node(folder: Path, num_key_spaces: int = 0) -> Node:
     for number in range(num_key_spaces):
         core.open_session("engine", "rank", make_key_space(f"s{number}", 4096, 4096), 0.0)
     copies: Any = NoCopies()
-    return Node(core, memory, copies)
+    return capable(Node(core, memory, copies))
 
 
 def test_lists_are_bounded_and_the_counts_say_how_many_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status_figures, "MAX_ROWS", 3)
+    monkeypatch.setattr(kernel, "MAX_ROWS", 3)
     node, world = make_node(tmp_path, 5), World()
     for number in range(5):
         session: Any = world.session
@@ -351,7 +355,8 @@ def test_however_many_ask_for_savings_the_node_rests(
     """In one window or in many; whoever asks meanwhile gets the latest, which is as old as the
     other windows take at most."""
     node, spent_s, now_s = make_node(tmp_path), 0.0, 1000.0
-    read = node.ledger.savings
+    ledger = node.capability(LedgerCapability).ledger
+    read = ledger.savings
 
     def slow(*given: Any, **more: Any) -> Any:
         nonlocal spent_s, now_s
@@ -362,7 +367,7 @@ def test_however_many_ask_for_savings_the_node_rests(
         nonlocal now_s
         now_s += seconds
 
-    monkeypatch.setattr(node.ledger, "savings", slow)
+    monkeypatch.setattr(ledger, "savings", slow)
 
     async def scenario() -> None:
         nonlocal now_s

@@ -13,9 +13,8 @@ def show_status(answer: dict[str, Any]) -> str:
     )
     rate = f"{acquired / (acquired + missed):.1%}" if acquired + missed else "-"
     moved = {name: human_bytes(counters[f"{name}_bytes_total"]) for name in ("stored", "loaded")}
-    has_rows = "tier_asked_blocks_total" in counters
     parts = [
-        f"hotkv-server {answer['version']}  pid {answer['pid']}  {answer['state']}  "
+        f"hotkv-server {answer['version']}  pid {answer['pid']}  {state_line(answer)}  "
         f"up {human_seconds(answer['uptime_s'])}  epoch {answer['epoch']:x}",
         f"sessions {len(answer['sessions'])}  stored {moved['stored']}  loaded {moved['loaded']} "
         f" leased blocks found {rate}  "
@@ -23,8 +22,7 @@ def show_status(answer: dict[str, Any]) -> str:
         f"{counters['no_space_blocks_total']:.0f}",
         *([gpu_line(answer["devices"])] if answer["devices"]["devices"] else []),
         *residency_line(counters),
-        *([] if has_rows else tier_line(counters)),
-        loop_line(counters, answer["loop_held_by"]),
+        loop_line(counters, answer["loop"]["held_by"]),
         "",
         table(
             ("tier", "used", "capacity", "share", "pinned", "representations", "blocks"),
@@ -39,19 +37,19 @@ def show_status(answer: dict[str, Any]) -> str:
                     t["block_count"],
                 )
                 for t in answer["tiers"]
-                if t["name"] == "host" or not has_rows
+                if t["name"] == "host"
             ],
         ),
-        *(tier_rows(answer["tiers"]) if has_rows else []),
+        *tier_rows(answer["tiers"]),
         "",
         table(
             ("key space", "model", "dtype", "groups", "blocks", "fingerprint"),
             [
                 (
                     k["key_space_id"],
-                    k["key_space"]["model"],
-                    k["key_space"]["dtype"],
-                    len(k["key_space"]["groups"]),
+                    k["model"],
+                    k["dtype"],
+                    k["group_count"],
                     k["block_count"],
                     k["fingerprint"][:12],
                 )
@@ -60,6 +58,12 @@ def show_status(answer: dict[str, Any]) -> str:
         ),
     ]
     return "\n".join(parts)
+
+
+def state_line(info: dict[str, Any]) -> str:
+    """What keeps the server from serving, that it drains, or what its start still does."""
+    problems = "; ".join(info["problems"])
+    return problems or "; ".join(filter(None, (info["state"], info["progress"])))
 
 
 def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:
@@ -98,23 +102,6 @@ def tier_rows(tiers: list[dict[str, Any]]) -> list[str]:
         if (tier.get("activity") or {}).get("problem")
     ]
     return ["", table(head.split(","), rows), *problems] if rows else []
-
-
-def tier_line(counters: dict[str, Any]) -> list[str]:
-    """One line on what moved between host memory and the tier below, for servers that tell no more;
-    none without a tier."""
-    if not counters.get("tier_capacity_bytes"):
-        return []
-    moved = {way: human_bytes(counters[f"tier_{way}_bytes_total"]) for way in ("written", "read")}
-    blocks = {
-        name: f"{counters[f'tier_{name}']:.0f}"
-        for name in ("lost_blocks_total", "failed_blocks_total", "waiting_blocks")
-    }
-    return [
-        f"disk {'up' if counters['tier_up'] else 'DOWN'}  written {moved['written']}  read "
-        f"{moved['read']}  waiting {blocks['waiting_blocks']}  lost {blocks['lost_blocks_total']}  "
-        f"failed {blocks['failed_blocks_total']}"
-    ]
 
 
 def residency_line(counters: dict[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """Admin calls and event streams: plain values in and out."""
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -13,20 +14,10 @@ from hotkv_client.wire.answers import as_error
 from hotkv_proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, events_pb2, events_pb2_grpc
 
 CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
-    "info": ("GetInfo", admin_pb2.GetInfoRequest),
-    "tiers": ("ListTiers", admin_pb2.ListTiersRequest),
-    "key_spaces": ("ListKeySpaces", admin_pb2.ListKeySpacesRequest),
-    "sessions": ("ListSessions", admin_pb2.ListSessionsRequest),
-    "blocks": ("ListBlocks", admin_pb2.ListBlocksRequest),
     "evict": ("Evict", admin_pb2.EvictRequest),
     "flush": ("FlushKeySpace", admin_pb2.FlushKeySpaceRequest),
     "drain": ("Drain", admin_pb2.DrainRequest),
     "explain": ("Explain", admin_pb2.ExplainRequest),
-    "residencies": ("ListResidencies", admin_pb2.ListResidenciesRequest),
-    "hints": ("ListHints", admin_pb2.ListHintsRequest),
-    "explain_session": ("ExplainSession", admin_pb2.ExplainSessionRequest),
-    "savings": ("GetSavings", admin_pb2.GetSavingsRequest),
-    "sparse": ("ListSparseLayers", admin_pb2.ListSparseLayersRequest),
 }
 
 
@@ -54,6 +45,19 @@ def call(
         )
     except grpc.RpcError as error:
         raise as_error(error) from error
+
+
+def tell(
+    stubs: Stubs, topic: str, timeout_s: float, metadata: Metadata, filters: Mapping[str, str]
+) -> dict[str, Any]:
+    """What the server says of a topic. Raises HotKVError."""
+    request = admin_pb2.TellRequest(topic=topic, filters=filters)
+    try:
+        answer = stubs.admin.Tell(request, timeout=timeout_s, metadata=metadata)
+    except grpc.RpcError as error:
+        raise as_error(error) from error
+    told: dict[str, Any] = json.loads(answer.json)
+    return told
 
 
 def is_serving(channel: grpc.Channel, service: str, timeout_s: float, metadata: Metadata) -> bool:

@@ -35,30 +35,10 @@ class AdminServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.GetInfo = channel.unary_unary(
-                '/hotkv.v1.AdminService/GetInfo',
-                request_serializer=hotkv_dot_v1_dot_admin__pb2.GetInfoRequest.SerializeToString,
-                response_deserializer=hotkv_dot_v1_dot_admin__pb2.GetInfoResponse.FromString,
-                _registered_method=True)
-        self.ListTiers = channel.unary_unary(
-                '/hotkv.v1.AdminService/ListTiers',
-                request_serializer=hotkv_dot_v1_dot_admin__pb2.ListTiersRequest.SerializeToString,
-                response_deserializer=hotkv_dot_v1_dot_admin__pb2.ListTiersResponse.FromString,
-                _registered_method=True)
-        self.ListKeySpaces = channel.unary_unary(
-                '/hotkv.v1.AdminService/ListKeySpaces',
-                request_serializer=hotkv_dot_v1_dot_admin__pb2.ListKeySpacesRequest.SerializeToString,
-                response_deserializer=hotkv_dot_v1_dot_admin__pb2.ListKeySpacesResponse.FromString,
-                _registered_method=True)
-        self.ListSessions = channel.unary_unary(
-                '/hotkv.v1.AdminService/ListSessions',
-                request_serializer=hotkv_dot_v1_dot_admin__pb2.ListSessionsRequest.SerializeToString,
-                response_deserializer=hotkv_dot_v1_dot_admin__pb2.ListSessionsResponse.FromString,
-                _registered_method=True)
-        self.ListBlocks = channel.unary_unary(
-                '/hotkv.v1.AdminService/ListBlocks',
-                request_serializer=hotkv_dot_v1_dot_admin__pb2.ListBlocksRequest.SerializeToString,
-                response_deserializer=hotkv_dot_v1_dot_admin__pb2.ListBlocksResponse.FromString,
+        self.Tell = channel.unary_unary(
+                '/hotkv.v1.AdminService/Tell',
+                request_serializer=hotkv_dot_v1_dot_admin__pb2.TellRequest.SerializeToString,
+                response_deserializer=hotkv_dot_v1_dot_admin__pb2.TellResponse.FromString,
                 _registered_method=True)
         self.Evict = channel.unary_unary(
                 '/hotkv.v1.AdminService/Evict',
@@ -85,67 +65,14 @@ class AdminServiceStub(object):
                 request_serializer=hotkv_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=hotkv_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
-        self.ListSparseLayers = channel.unary_unary(
-                '/hotkv.v1.AdminService/ListSparseLayers',
-                request_serializer=hotkv_dot_v1_dot_admin__pb2.ListSparseLayersRequest.SerializeToString,
-                response_deserializer=hotkv_dot_v1_dot_admin__pb2.ListSparseLayersResponse.FromString,
-                _registered_method=True)
-        self.ListResidencies = channel.unary_unary(
-                '/hotkv.v1.AdminService/ListResidencies',
-                request_serializer=hotkv_dot_v1_dot_admin__pb2.ListResidenciesRequest.SerializeToString,
-                response_deserializer=hotkv_dot_v1_dot_admin__pb2.ListResidenciesResponse.FromString,
-                _registered_method=True)
-        self.ListHints = channel.unary_unary(
-                '/hotkv.v1.AdminService/ListHints',
-                request_serializer=hotkv_dot_v1_dot_admin__pb2.ListHintsRequest.SerializeToString,
-                response_deserializer=hotkv_dot_v1_dot_admin__pb2.ListHintsResponse.FromString,
-                _registered_method=True)
-        self.ExplainSession = channel.unary_unary(
-                '/hotkv.v1.AdminService/ExplainSession',
-                request_serializer=hotkv_dot_v1_dot_admin__pb2.ExplainSessionRequest.SerializeToString,
-                response_deserializer=hotkv_dot_v1_dot_admin__pb2.ExplainSessionResponse.FromString,
-                _registered_method=True)
-        self.GetSavings = channel.unary_unary(
-                '/hotkv.v1.AdminService/GetSavings',
-                request_serializer=hotkv_dot_v1_dot_admin__pb2.GetSavingsRequest.SerializeToString,
-                response_deserializer=hotkv_dot_v1_dot_admin__pb2.GetSavingsResponse.FromString,
-                _registered_method=True)
 
 
 class AdminServiceServicer(object):
     """For operators: what the server holds, and levers.
     """
 
-    def GetInfo(self, request, context):
-        """Version, epoch, uptime and counters.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListTiers(self, request, context):
-        """Tiers with their capacity and use.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListKeySpaces(self, request, context):
-        """Key spaces with what they hold.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListSessions(self, request, context):
-        """Live sessions.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListBlocks(self, request, context):
-        """Blocks, in no particular order.
+    def Tell(self, request, context):
+        """Tells what the server says of itself on one topic; changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -189,68 +116,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListSparseLayers(self, request, context):
-        """What engines report of their sparse decode, per layer.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListResidencies(self, request, context):
-        """Residencies, and which engines wait for room.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListHints(self, request, context):
-        """Hints of routers and what has come of them, of all tenants.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ExplainSession(self, request, context):
-        """Says where each block of a session lies, and what was asked for it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetSavings(self, request, context):
-        """What the cache has brought, to whom, and what a larger one would bring.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'GetInfo': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetInfo,
-                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.GetInfoRequest.FromString,
-                    response_serializer=hotkv_dot_v1_dot_admin__pb2.GetInfoResponse.SerializeToString,
-            ),
-            'ListTiers': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListTiers,
-                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.ListTiersRequest.FromString,
-                    response_serializer=hotkv_dot_v1_dot_admin__pb2.ListTiersResponse.SerializeToString,
-            ),
-            'ListKeySpaces': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListKeySpaces,
-                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.ListKeySpacesRequest.FromString,
-                    response_serializer=hotkv_dot_v1_dot_admin__pb2.ListKeySpacesResponse.SerializeToString,
-            ),
-            'ListSessions': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListSessions,
-                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.ListSessionsRequest.FromString,
-                    response_serializer=hotkv_dot_v1_dot_admin__pb2.ListSessionsResponse.SerializeToString,
-            ),
-            'ListBlocks': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListBlocks,
-                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.ListBlocksRequest.FromString,
-                    response_serializer=hotkv_dot_v1_dot_admin__pb2.ListBlocksResponse.SerializeToString,
+            'Tell': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tell,
+                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.TellRequest.FromString,
+                    response_serializer=hotkv_dot_v1_dot_admin__pb2.TellResponse.SerializeToString,
             ),
             'Evict': grpc.unary_unary_rpc_method_handler(
                     servicer.Evict,
@@ -277,31 +149,6 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=hotkv_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=hotkv_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
             ),
-            'ListSparseLayers': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListSparseLayers,
-                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.ListSparseLayersRequest.FromString,
-                    response_serializer=hotkv_dot_v1_dot_admin__pb2.ListSparseLayersResponse.SerializeToString,
-            ),
-            'ListResidencies': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListResidencies,
-                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.ListResidenciesRequest.FromString,
-                    response_serializer=hotkv_dot_v1_dot_admin__pb2.ListResidenciesResponse.SerializeToString,
-            ),
-            'ListHints': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListHints,
-                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.ListHintsRequest.FromString,
-                    response_serializer=hotkv_dot_v1_dot_admin__pb2.ListHintsResponse.SerializeToString,
-            ),
-            'ExplainSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.ExplainSession,
-                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.ExplainSessionRequest.FromString,
-                    response_serializer=hotkv_dot_v1_dot_admin__pb2.ExplainSessionResponse.SerializeToString,
-            ),
-            'GetSavings': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetSavings,
-                    request_deserializer=hotkv_dot_v1_dot_admin__pb2.GetSavingsRequest.FromString,
-                    response_serializer=hotkv_dot_v1_dot_admin__pb2.GetSavingsResponse.SerializeToString,
-            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'hotkv.v1.AdminService', rpc_method_handlers)
@@ -315,7 +162,7 @@ class AdminService(object):
     """
 
     @staticmethod
-    def GetInfo(request,
+    def Tell(request,
             target,
             options=(),
             channel_credentials=None,
@@ -328,117 +175,9 @@ class AdminService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/hotkv.v1.AdminService/GetInfo',
-            hotkv_dot_v1_dot_admin__pb2.GetInfoRequest.SerializeToString,
-            hotkv_dot_v1_dot_admin__pb2.GetInfoResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListTiers(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/hotkv.v1.AdminService/ListTiers',
-            hotkv_dot_v1_dot_admin__pb2.ListTiersRequest.SerializeToString,
-            hotkv_dot_v1_dot_admin__pb2.ListTiersResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListKeySpaces(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/hotkv.v1.AdminService/ListKeySpaces',
-            hotkv_dot_v1_dot_admin__pb2.ListKeySpacesRequest.SerializeToString,
-            hotkv_dot_v1_dot_admin__pb2.ListKeySpacesResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListSessions(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/hotkv.v1.AdminService/ListSessions',
-            hotkv_dot_v1_dot_admin__pb2.ListSessionsRequest.SerializeToString,
-            hotkv_dot_v1_dot_admin__pb2.ListSessionsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListBlocks(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/hotkv.v1.AdminService/ListBlocks',
-            hotkv_dot_v1_dot_admin__pb2.ListBlocksRequest.SerializeToString,
-            hotkv_dot_v1_dot_admin__pb2.ListBlocksResponse.FromString,
+            '/hotkv.v1.AdminService/Tell',
+            hotkv_dot_v1_dot_admin__pb2.TellRequest.SerializeToString,
+            hotkv_dot_v1_dot_admin__pb2.TellResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -574,141 +313,6 @@ class AdminService(object):
             '/hotkv.v1.AdminService/Explain',
             hotkv_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             hotkv_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListSparseLayers(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/hotkv.v1.AdminService/ListSparseLayers',
-            hotkv_dot_v1_dot_admin__pb2.ListSparseLayersRequest.SerializeToString,
-            hotkv_dot_v1_dot_admin__pb2.ListSparseLayersResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListResidencies(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/hotkv.v1.AdminService/ListResidencies',
-            hotkv_dot_v1_dot_admin__pb2.ListResidenciesRequest.SerializeToString,
-            hotkv_dot_v1_dot_admin__pb2.ListResidenciesResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListHints(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/hotkv.v1.AdminService/ListHints',
-            hotkv_dot_v1_dot_admin__pb2.ListHintsRequest.SerializeToString,
-            hotkv_dot_v1_dot_admin__pb2.ListHintsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ExplainSession(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/hotkv.v1.AdminService/ExplainSession',
-            hotkv_dot_v1_dot_admin__pb2.ExplainSessionRequest.SerializeToString,
-            hotkv_dot_v1_dot_admin__pb2.ExplainSessionResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetSavings(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/hotkv.v1.AdminService/GetSavings',
-            hotkv_dot_v1_dot_admin__pb2.GetSavingsRequest.SerializeToString,
-            hotkv_dot_v1_dot_admin__pb2.GetSavingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,83 +25,19 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
-_AdminServiceGetInfoType = typing_extensions.TypeVar(
-    '_AdminServiceGetInfoType',
+_AdminServiceTellType = typing_extensions.TypeVar(
+    '_AdminServiceTellType',
     grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.GetInfoRequest,
-        hotkv_proto.v1.admin_pb2.GetInfoResponse,
+        hotkv_proto.v1.admin_pb2.TellRequest,
+        hotkv_proto.v1.admin_pb2.TellResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.GetInfoRequest,
-        hotkv_proto.v1.admin_pb2.GetInfoResponse,
+        hotkv_proto.v1.admin_pb2.TellRequest,
+        hotkv_proto.v1.admin_pb2.TellResponse,
     ],
     default=grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.GetInfoRequest,
-        hotkv_proto.v1.admin_pb2.GetInfoResponse,
-    ],
-)
-
-_AdminServiceListTiersType = typing_extensions.TypeVar(
-    '_AdminServiceListTiersType',
-    grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListTiersRequest,
-        hotkv_proto.v1.admin_pb2.ListTiersResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListTiersRequest,
-        hotkv_proto.v1.admin_pb2.ListTiersResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListTiersRequest,
-        hotkv_proto.v1.admin_pb2.ListTiersResponse,
-    ],
-)
-
-_AdminServiceListKeySpacesType = typing_extensions.TypeVar(
-    '_AdminServiceListKeySpacesType',
-    grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListKeySpacesRequest,
-        hotkv_proto.v1.admin_pb2.ListKeySpacesResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListKeySpacesRequest,
-        hotkv_proto.v1.admin_pb2.ListKeySpacesResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListKeySpacesRequest,
-        hotkv_proto.v1.admin_pb2.ListKeySpacesResponse,
-    ],
-)
-
-_AdminServiceListSessionsType = typing_extensions.TypeVar(
-    '_AdminServiceListSessionsType',
-    grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListSessionsRequest,
-        hotkv_proto.v1.admin_pb2.ListSessionsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListSessionsRequest,
-        hotkv_proto.v1.admin_pb2.ListSessionsResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListSessionsRequest,
-        hotkv_proto.v1.admin_pb2.ListSessionsResponse,
-    ],
-)
-
-_AdminServiceListBlocksType = typing_extensions.TypeVar(
-    '_AdminServiceListBlocksType',
-    grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListBlocksRequest,
-        hotkv_proto.v1.admin_pb2.ListBlocksResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListBlocksRequest,
-        hotkv_proto.v1.admin_pb2.ListBlocksResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListBlocksRequest,
-        hotkv_proto.v1.admin_pb2.ListBlocksResponse,
+        hotkv_proto.v1.admin_pb2.TellRequest,
+        hotkv_proto.v1.admin_pb2.TellResponse,
     ],
 )
 
@@ -185,110 +121,14 @@ _AdminServiceExplainType = typing_extensions.TypeVar(
     ],
 )
 
-_AdminServiceListSparseLayersType = typing_extensions.TypeVar(
-    '_AdminServiceListSparseLayersType',
-    grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListSparseLayersRequest,
-        hotkv_proto.v1.admin_pb2.ListSparseLayersResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListSparseLayersRequest,
-        hotkv_proto.v1.admin_pb2.ListSparseLayersResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListSparseLayersRequest,
-        hotkv_proto.v1.admin_pb2.ListSparseLayersResponse,
-    ],
-)
-
-_AdminServiceListResidenciesType = typing_extensions.TypeVar(
-    '_AdminServiceListResidenciesType',
-    grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListResidenciesRequest,
-        hotkv_proto.v1.admin_pb2.ListResidenciesResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListResidenciesRequest,
-        hotkv_proto.v1.admin_pb2.ListResidenciesResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListResidenciesRequest,
-        hotkv_proto.v1.admin_pb2.ListResidenciesResponse,
-    ],
-)
-
-_AdminServiceListHintsType = typing_extensions.TypeVar(
-    '_AdminServiceListHintsType',
-    grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListHintsRequest,
-        hotkv_proto.v1.admin_pb2.ListHintsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListHintsRequest,
-        hotkv_proto.v1.admin_pb2.ListHintsResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListHintsRequest,
-        hotkv_proto.v1.admin_pb2.ListHintsResponse,
-    ],
-)
-
-_AdminServiceExplainSessionType = typing_extensions.TypeVar(
-    '_AdminServiceExplainSessionType',
-    grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ExplainSessionRequest,
-        hotkv_proto.v1.admin_pb2.ExplainSessionResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ExplainSessionRequest,
-        hotkv_proto.v1.admin_pb2.ExplainSessionResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ExplainSessionRequest,
-        hotkv_proto.v1.admin_pb2.ExplainSessionResponse,
-    ],
-)
-
-_AdminServiceGetSavingsType = typing_extensions.TypeVar(
-    '_AdminServiceGetSavingsType',
-    grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.GetSavingsRequest,
-        hotkv_proto.v1.admin_pb2.GetSavingsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.GetSavingsRequest,
-        hotkv_proto.v1.admin_pb2.GetSavingsResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.GetSavingsRequest,
-        hotkv_proto.v1.admin_pb2.GetSavingsResponse,
-    ],
-)
-
-class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceListTiersType, _AdminServiceListKeySpacesType, _AdminServiceListSessionsType, _AdminServiceListBlocksType, _AdminServiceEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType, _AdminServiceListSparseLayersType, _AdminServiceListResidenciesType, _AdminServiceListHintsType, _AdminServiceExplainSessionType, _AdminServiceGetSavingsType]):
+class AdminServiceStub(typing.Generic[_AdminServiceTellType, _AdminServiceEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType]):
     """For operators: what the server holds, and levers."""
 
     @typing.overload
     def __init__(self: AdminServiceStub[
         grpc.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.GetInfoRequest,
-            hotkv_proto.v1.admin_pb2.GetInfoResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.ListTiersRequest,
-            hotkv_proto.v1.admin_pb2.ListTiersResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.ListKeySpacesRequest,
-            hotkv_proto.v1.admin_pb2.ListKeySpacesResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.ListSessionsRequest,
-            hotkv_proto.v1.admin_pb2.ListSessionsResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.ListBlocksRequest,
-            hotkv_proto.v1.admin_pb2.ListBlocksResponse,
+            hotkv_proto.v1.admin_pb2.TellRequest,
+            hotkv_proto.v1.admin_pb2.TellResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             hotkv_proto.v1.admin_pb2.EvictRequest,
@@ -310,49 +150,13 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
             hotkv_proto.v1.admin_pb2.ExplainRequest,
             hotkv_proto.v1.admin_pb2.ExplainResponse,
         ],
-        grpc.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.ListSparseLayersRequest,
-            hotkv_proto.v1.admin_pb2.ListSparseLayersResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.ListResidenciesRequest,
-            hotkv_proto.v1.admin_pb2.ListResidenciesResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.ListHintsRequest,
-            hotkv_proto.v1.admin_pb2.ListHintsResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.ExplainSessionRequest,
-            hotkv_proto.v1.admin_pb2.ExplainSessionResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.GetSavingsRequest,
-            hotkv_proto.v1.admin_pb2.GetSavingsResponse,
-        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
     def __init__(self: AdminServiceStub[
         grpc.aio.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.GetInfoRequest,
-            hotkv_proto.v1.admin_pb2.GetInfoResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.ListTiersRequest,
-            hotkv_proto.v1.admin_pb2.ListTiersResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.ListKeySpacesRequest,
-            hotkv_proto.v1.admin_pb2.ListKeySpacesResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.ListSessionsRequest,
-            hotkv_proto.v1.admin_pb2.ListSessionsResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.ListBlocksRequest,
-            hotkv_proto.v1.admin_pb2.ListBlocksResponse,
+            hotkv_proto.v1.admin_pb2.TellRequest,
+            hotkv_proto.v1.admin_pb2.TellResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             hotkv_proto.v1.admin_pb2.EvictRequest,
@@ -374,42 +178,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
             hotkv_proto.v1.admin_pb2.ExplainRequest,
             hotkv_proto.v1.admin_pb2.ExplainResponse,
         ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.ListSparseLayersRequest,
-            hotkv_proto.v1.admin_pb2.ListSparseLayersResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.ListResidenciesRequest,
-            hotkv_proto.v1.admin_pb2.ListResidenciesResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.ListHintsRequest,
-            hotkv_proto.v1.admin_pb2.ListHintsResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.ExplainSessionRequest,
-            hotkv_proto.v1.admin_pb2.ExplainSessionResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            hotkv_proto.v1.admin_pb2.GetSavingsRequest,
-            hotkv_proto.v1.admin_pb2.GetSavingsResponse,
-        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
-    GetInfo: _AdminServiceGetInfoType
-    """Version, epoch, uptime and counters."""
-
-    ListTiers: _AdminServiceListTiersType
-    """Tiers with their capacity and use."""
-
-    ListKeySpaces: _AdminServiceListKeySpacesType
-    """Key spaces with what they hold."""
-
-    ListSessions: _AdminServiceListSessionsType
-    """Live sessions."""
-
-    ListBlocks: _AdminServiceListBlocksType
-    """Blocks, in no particular order."""
+    Tell: _AdminServiceTellType
+    """Tells what the server says of itself on one topic; changes nothing."""
 
     Evict: _AdminServiceEvictType
     """Drops blocks that are not pinned."""
@@ -431,41 +203,10 @@ class AdminServiceStub(typing.Generic[_AdminServiceGetInfoType, _AdminServiceLis
     Explain: _AdminServiceExplainType
     """Says of each block of a prompt whether it would hit, and if not, why."""
 
-    ListSparseLayers: _AdminServiceListSparseLayersType
-    """What engines report of their sparse decode, per layer."""
-
-    ListResidencies: _AdminServiceListResidenciesType
-    """Residencies, and which engines wait for room."""
-
-    ListHints: _AdminServiceListHintsType
-    """Hints of routers and what has come of them, of all tenants."""
-
-    ExplainSession: _AdminServiceExplainSessionType
-    """Says where each block of a session lies, and what was asked for it."""
-
-    GetSavings: _AdminServiceGetSavingsType
-    """What the cache has brought, to whom, and what a larger one would bring."""
-
 AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.GetInfoRequest,
-        hotkv_proto.v1.admin_pb2.GetInfoResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListTiersRequest,
-        hotkv_proto.v1.admin_pb2.ListTiersResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListKeySpacesRequest,
-        hotkv_proto.v1.admin_pb2.ListKeySpacesResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListSessionsRequest,
-        hotkv_proto.v1.admin_pb2.ListSessionsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListBlocksRequest,
-        hotkv_proto.v1.admin_pb2.ListBlocksResponse,
+        hotkv_proto.v1.admin_pb2.TellRequest,
+        hotkv_proto.v1.admin_pb2.TellResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         hotkv_proto.v1.admin_pb2.EvictRequest,
@@ -487,70 +228,18 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
         hotkv_proto.v1.admin_pb2.ExplainRequest,
         hotkv_proto.v1.admin_pb2.ExplainResponse,
     ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListSparseLayersRequest,
-        hotkv_proto.v1.admin_pb2.ListSparseLayersResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListResidenciesRequest,
-        hotkv_proto.v1.admin_pb2.ListResidenciesResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ListHintsRequest,
-        hotkv_proto.v1.admin_pb2.ListHintsResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.ExplainSessionRequest,
-        hotkv_proto.v1.admin_pb2.ExplainSessionResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        hotkv_proto.v1.admin_pb2.GetSavingsRequest,
-        hotkv_proto.v1.admin_pb2.GetSavingsResponse,
-    ],
 ]
 
 class AdminServiceServicer(metaclass=abc.ABCMeta):
     """For operators: what the server holds, and levers."""
 
     @abc.abstractmethod
-    def GetInfo(
+    def Tell(
         self,
-        request: hotkv_proto.v1.admin_pb2.GetInfoRequest,
+        request: hotkv_proto.v1.admin_pb2.TellRequest,
         context: _ServicerContext,
-    ) -> typing.Union[hotkv_proto.v1.admin_pb2.GetInfoResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.GetInfoResponse]]:
-        """Version, epoch, uptime and counters."""
-
-    @abc.abstractmethod
-    def ListTiers(
-        self,
-        request: hotkv_proto.v1.admin_pb2.ListTiersRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[hotkv_proto.v1.admin_pb2.ListTiersResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.ListTiersResponse]]:
-        """Tiers with their capacity and use."""
-
-    @abc.abstractmethod
-    def ListKeySpaces(
-        self,
-        request: hotkv_proto.v1.admin_pb2.ListKeySpacesRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[hotkv_proto.v1.admin_pb2.ListKeySpacesResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.ListKeySpacesResponse]]:
-        """Key spaces with what they hold."""
-
-    @abc.abstractmethod
-    def ListSessions(
-        self,
-        request: hotkv_proto.v1.admin_pb2.ListSessionsRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[hotkv_proto.v1.admin_pb2.ListSessionsResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.ListSessionsResponse]]:
-        """Live sessions."""
-
-    @abc.abstractmethod
-    def ListBlocks(
-        self,
-        request: hotkv_proto.v1.admin_pb2.ListBlocksRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[hotkv_proto.v1.admin_pb2.ListBlocksResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.ListBlocksResponse]]:
-        """Blocks, in no particular order."""
+    ) -> typing.Union[hotkv_proto.v1.admin_pb2.TellResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.TellResponse]]:
+        """Tells what the server says of itself on one topic; changes nothing."""
 
     @abc.abstractmethod
     def Evict(
@@ -596,45 +285,5 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.admin_pb2.ExplainResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.ExplainResponse]]:
         """Says of each block of a prompt whether it would hit, and if not, why."""
-
-    @abc.abstractmethod
-    def ListSparseLayers(
-        self,
-        request: hotkv_proto.v1.admin_pb2.ListSparseLayersRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[hotkv_proto.v1.admin_pb2.ListSparseLayersResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.ListSparseLayersResponse]]:
-        """What engines report of their sparse decode, per layer."""
-
-    @abc.abstractmethod
-    def ListResidencies(
-        self,
-        request: hotkv_proto.v1.admin_pb2.ListResidenciesRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[hotkv_proto.v1.admin_pb2.ListResidenciesResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.ListResidenciesResponse]]:
-        """Residencies, and which engines wait for room."""
-
-    @abc.abstractmethod
-    def ListHints(
-        self,
-        request: hotkv_proto.v1.admin_pb2.ListHintsRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[hotkv_proto.v1.admin_pb2.ListHintsResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.ListHintsResponse]]:
-        """Hints of routers and what has come of them, of all tenants."""
-
-    @abc.abstractmethod
-    def ExplainSession(
-        self,
-        request: hotkv_proto.v1.admin_pb2.ExplainSessionRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[hotkv_proto.v1.admin_pb2.ExplainSessionResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.ExplainSessionResponse]]:
-        """Says where each block of a session lies, and what was asked for it."""
-
-    @abc.abstractmethod
-    def GetSavings(
-        self,
-        request: hotkv_proto.v1.admin_pb2.GetSavingsRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[hotkv_proto.v1.admin_pb2.GetSavingsResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.GetSavingsResponse]]:
-        """What the cache has brought, to whom, and what a larger one would bring."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

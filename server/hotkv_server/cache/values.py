@@ -25,8 +25,8 @@ MAX_TRANSFERS = 1 << 14
 """Most transfers in flight, of all sessions together."""
 MAX_REPRESENTATIONS = 256
 """Most kinds of representations of one key space."""
-DISK_TIER = "disk"
-"""Name of the tier below host memory."""
+HOST_TIER, DISK_TIER = "host", "disk"
+"""Names of host memory, as a tier, and of the tier below it."""
 
 
 class Medium(enum.Enum):

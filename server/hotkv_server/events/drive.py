@@ -9,7 +9,7 @@ told so.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,35 +19,12 @@ from numpy.typing import NDArray
 from hotkv_proto.keys import MAX_GROUPS, KeySpace
 from hotkv_proto.results import BlockResult
 from hotkv_proto.table import Words
-from hotkv_server.cache.values import DISK_TIER, EvictionNotice, Medium, Run
+from hotkv_server.cache.table.index import BlockIndex
+from hotkv_server.cache.values import DISK_TIER, Entries, EvictionNotice, Medium, Run
 from hotkv_server.node.broadcast import Feeds
+from hotkv_server.node.content import RunContent
 
-ExtraKey = str | bytes | tuple[str, int]
-"""An adapter's name or a cache salt; a digest of prompt embeddings; a multi-modal input and the
-place of its first token."""
-KEY_BYTES = 64
-"""About the memory of an extra key, besides its characters."""
-BlockExtraKeys = tuple[ExtraKey, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class RunContent:
-    """An engine's description of a run for events, besides its hashes.
-
-    `token_ids` int32 [blocks · block_tokens], empty if it sent none. `extra_keys`: one entry a
-    block, or none at all.
-    """
-
-    token_ids: NDArray[np.int32]
-    lora_name: str = ""
-    extra_keys: tuple[BlockExtraKeys, ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """About its memory."""
-        keys = [key for keys in self.extra_keys if keys for key in keys]
-        texts = sum(KEY_BYTES + len(key[0] if isinstance(key, tuple) else key) for key in keys)
-        return int(self.token_ids.nbytes) + len(self.lora_name) + texts + 8 * len(self.extra_keys)
+NO_CONTENT = RunContent(np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +115,15 @@ class EventPublisher(Protocol):
     def settle(self) -> None:
         """Tells readers of losses that they have not been told of. Called now and then."""
 
+    def is_alive(self) -> bool:
+        """Whether its thread lives."""
+
+    def stalled_s(self, now_s: float) -> float:
+        """How long its thread has been stuck; 0 if it works."""
+
+    def close(self) -> None:
+        """Sends what it can and ends. Blocks."""
+
 
 class EventHub:
     """Sends events to the publisher, if there is one, and to feeds."""
@@ -214,6 +200,24 @@ def stored_events(
                 )
             )
     return events
+
+
+def moved_events(
+    index: BlockIndex, entries: Entries, medium: Medium, tier: str
+) -> Iterator[BlocksStored]:
+    """An event for each of these entries of the index, which a tier has moved, those before others
+    in a chain first.
+
+    An event has one block: its hash, group and depth are known. Its token ids are not kept, and its
+    link to the block before is a hint (`cache.table.chains`), which is too little to tell others:
+    the event has neither.
+    """
+    entries = entries[np.argsort(index.depths(entries), kind="stable")]
+    key_spaces, groups, hashes = index.keys(entries)
+    rows = zip(key_spaces.tolist(), groups.tolist(), index.depths(entries).tolist(), strict=True)
+    for at, (key_space_id, group, depth) in enumerate(rows):
+        block = hashes[at : at + 1]
+        yield BlocksStored(key_space_id, group, block, None, depth, NO_CONTENT, medium, tier)
 
 
 def removed_events(

@@ -1,15 +1,14 @@
-"""What is streamed to those who watch, on the wire: events, and requests that engines report."""
+"""Events on the wire."""
 
-from hotkv_proto.v1 import admin_pb2, cache_pb2, events_pb2
+from hotkv_proto.v1 import cache_pb2, events_pb2
 from hotkv_server.cache.values import Medium
 from hotkv_server.events.drive import (
-    BlockExtraKeys,
     BlocksRemoved,
     BlocksStored,
     KeySpaceCleared,
     TimedEvent,
 )
-from hotkv_server.node.reports import WatchedReport
+from hotkv_server.node.content import BlockExtraKeys
 from hotkv_server.wire.convert import unpadded
 
 MEDIA = {
@@ -73,15 +72,3 @@ def _extra_keys_message(keys: BlockExtraKeys) -> cache_pb2.BlockExtraKeys:
 def is_of_host(item: TimedEvent) -> bool:
     """Whether the event is of blocks in host memory, and so also for those that know no tiers."""
     return isinstance(item.event, KeySpaceCleared) or item.event.medium is Medium.CPU
-
-
-def watched_request(value: WatchedReport) -> admin_pb2.WatchedRequest:
-    """One reported request on the wire."""
-    return admin_pb2.WatchedRequest(
-        key_space_id=value.key_space_id,
-        hashes=unpadded(value.report.hashes, value.hash_bytes),
-        prompt_token_count=value.report.prompt_tokens,
-        device_hit_token_count=value.report.device_hit_tokens,
-        hit_token_count=value.report.hit_tokens,
-        unix_time_ms=int(value.unix_time_s * 1000),
-    )

@@ -12,14 +12,14 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.v1 import hints_pb2, hints_pb2_grpc
 from hotkv_server.cache import inspect
 from hotkv_server.hints import messages as hint_convert
+from hotkv_server.hints.drive import HintDesk
+from hotkv_server.hints.told import DEFAULT_PAGE, MAX_PAGE
 from hotkv_server.hints.work import Origin
 from hotkv_server.node.node import Node
 from hotkv_server.security.identity import AccessControl, Peer
 from hotkv_server.wire import convert
 from hotkv_server.wire.errors import answer
 
-DEFAULT_PAGE = 100
-MAX_PAGE = 1000
 Asking = hints_pb2.SendHintsRequest | hints_pb2.GetHintOutcomesRequest
 Identify = Callable[[Any, Any], Peer]
 """What the peer of a call has proven, given its request and its context. Raises HotKVError."""
@@ -28,8 +28,11 @@ Identify = Callable[[Any, Any], Peer]
 class HintService(hints_pb2_grpc.HintServiceServicer):
     """See hints.proto."""
 
-    def __init__(self, node: Node, access: AccessControl, identify: Identify) -> None:
+    def __init__(
+        self, node: Node, desk: HintDesk, access: AccessControl, identify: Identify
+    ) -> None:
         self._node = node
+        self._desk = desk
         self._access = access
         self._identify = identify
 
@@ -45,7 +48,7 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
         async def call() -> hints_pb2.SendHintsResponse:
             tenant = self._admit(request, context)
             hints = hint_convert.envelope(request.kv_hints)
-            found = await self._node.hints.act(self._origin(tenant, request), hints)
+            found = await self._desk.act(self._origin(tenant, request), hints)
             return hints_pb2.SendHintsResponse(
                 outcomes=hint_convert.outcomes(found, tenant, time.monotonic())
             )
@@ -74,7 +77,7 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
     ) -> hints_pb2.GetHintOutcomesResponse:
         async def call() -> hints_pb2.GetHintOutcomesResponse:
             tenant = self._admit(request, context)
-            known = self._node.hints.book.known(tenant)
+            known = self._desk.book.known(tenant)
             if known is None:
                 return hints_pb2.GetHintOutcomesResponse(next_cursor=max(0, request.cursor))
             # A server that was restarted counts from the beginning.

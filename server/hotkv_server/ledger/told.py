@@ -1,16 +1,24 @@
-"""The ledger as plain figures, for JSON and metrics. Field names are those of the wire."""
+"""The ledger as plain figures, for operators, the status page and metrics."""
 
-from typing import Any
+import time
 
-from hotkv_server.ledger.book.columns import Usage
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv_server.ledger.book.columns import HIT, Usage
 from hotkv_server.ledger.drive import LiveLedger, Savings
+from hotkv_server.ledger.live_history import EVICTED, LAG, STEP_S, LiveHistory
+from hotkv_server.node.capability import Samples
+from hotkv_server.node.topics import Figures
 
 RECENT_S = 3600.0
 """The outlook of metrics is that of the last hour."""
+DEVICE = "device"
+"""An engine's own memory, beside the names of tiers."""
 
 
-def savings_figures(found: Savings) -> dict[str, Any]:
-    """All of it, for JSON."""
+def savings_figures(found: Savings) -> Figures:
+    """What was counted, a row an engine, and what a larger cache would bring."""
     outlook = found.outlook
     return {
         "rows": [
@@ -37,7 +45,7 @@ def savings_figures(found: Savings) -> dict[str, Any]:
     }
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage) -> Figures:
     return {
         "request_count": usage.requests,
         "prompt_token_count": usage.prompt_tokens,
@@ -52,19 +60,64 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def counters(ledger: LiveLedger) -> dict[str, float]:
-    """Counters by their metric names, without the `hotkv_` prefix."""
+def status(ledger: LiveLedger, history: LiveHistory, *, has_names: bool) -> Figures:
+    """For the status page: the last hour's savings and all, and how they grew."""
+    now_s, now_unix_s = time.monotonic(), time.time()
+    samples, sample_age_s = history.samples(now_s)
+    minutes = history.minutes()
     return {
-        "ledger_folded_rows_total": float(ledger.num_folded),
-        "ledger_lost_reports_total": float(ledger.num_lost),
+        "savings": {
+            "hour": savings_figures(ledger.savings(RECENT_S, has_rows=has_names)),
+            "all": savings_figures(ledger.savings(has_rows=False)),
+        },
+        "history": lambda: {
+            "step_s": STEP_S,
+            "end_unix_time_ms": int((now_unix_s - sample_age_s) * 1000),
+            **_series(samples),
+        },
+        "minutes": lambda: {
+            "step_s": 60.0,
+            "end_unix_time_ms": -(-int(now_unix_s * 1000) // 60_000) * 60_000,
+            **_series(minutes),
+        },
     }
 
 
-def gauges(ledger: LiveLedger) -> dict[str, float]:
-    """Gauges by their metric names, without the `hotkv_` prefix."""
-    outlook = ledger.outlook(RECENT_S)
-    return {
-        "ledger_rows": float(len(ledger.accounts)),
-        "ledger_ceiling_ratio": outlook.ceiling_ratio,
-        "ledger_next_gib_ratio": outlook.gib_gain_ratio,
+def _series(samples: dict[str, NDArray[np.float64]]) -> Figures:
+    """Samples under the names of figures."""
+    whole = {name: values.astype(np.int64).tolist() for name, values in samples.items()}
+    figures: Figures = {
+        "prompt_token_counts": whole["prompt_tokens"],
+        "hit_token_counts": {
+            DEVICE: whole["device_hit_tokens"],
+            **{
+                name.removeprefix(HIT): values
+                for name, values in whole.items()
+                if name.startswith(HIT)
+            },
+        },
+        "loaded_byte_counts": whole["loaded_bytes"],
+        "stored_byte_counts": whole["stored_bytes"],
     }
+    if LAG in samples:
+        figures["evicted_block_counts"] = whole[EVICTED]
+        figures["loop_lag_s"] = samples[LAG].round(6).tolist()
+    return figures
+
+
+def tokens(ledger: LiveLedger) -> list[Samples]:
+    """Where the tokens of all prompts came from since the server started."""
+    grown = ledger.grown
+    hits = {DEVICE: grown.device_hit_tokens, **grown.hit_tokens}
+    return [
+        Samples(
+            "ledger_hit_tokens_total",
+            "counter",
+            [((tier,), float(count)) for tier, count in hits.items()],
+        ),
+        Samples(
+            "ledger_missed_tokens_total",
+            "counter",
+            [((why.name.lower(),), float(count)) for why, count in grown.missed_tokens.items()],
+        ),
+    ]

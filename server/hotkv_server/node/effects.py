@@ -1,16 +1,17 @@
-"""Carries out what the core's decisions call for: eviction notices, events, the end of a drain.
+"""Carries out what the core's decisions call for: eviction notices, what capabilities are told, the
+end of a drain.
 
 Always true: notices go out in the order of the decisions, and before anything that is decided
 later. On the event loop only.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import EvictionNotice
-from hotkv_server.events.drive import EventHub, removed_events
+from hotkv_server.node.capability import Capability
 from hotkv_server.node.session import LiveSession
 
 NOTICE_BLOCKS = 1 << 16
@@ -24,12 +25,12 @@ class Effects:
     def __init__(
         self,
         core: CacheCore,
-        events: EventHub,
+        capabilities: Sequence[Capability],
         sessions: Callable[[], Iterable[LiveSession]],
         drained: asyncio.Event,
     ) -> None:
         self._core = core
-        self._events = events
+        self._capabilities = capabilities
         self._sessions = sessions
         self._drained = drained
 
@@ -39,9 +40,10 @@ class Effects:
         notices = [piece for notice in self._core.take_effects() for piece in _pieces(notice)]
         lower = self._core.lower
         below = [] if lower is None else lower.space.removal.take_effects()
-        if self._events.is_heard:
-            below = [piece for notice in below for piece in _pieces(notice)]
-            self._events.publish(removed_events(notices, flushed_key_space_id, below))
+        if notices or below or flushed_key_space_id:
+            pieces = [piece for notice in below for piece in _pieces(notice)]
+            for one in self._capabilities:
+                one.blocks_removed(notices, pieces, flushed_key_space_id)
         for notice in notices:
             for session in self._sessions():
                 if (

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,18 +18,14 @@ from hotkv_proto.errors import Reason
 from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import incremental
-from hotkv_server.cache.values import Run
+from hotkv_server.cache.values import Entries, Medium, Run
 from hotkv_server.dataplane.engine import CopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.devices import NO_DEVICES, Devices
-from hotkv_server.events.drive import EventHub, EventPublisher
-from hotkv_server.events.moved import MovedEvents
-from hotkv_server.hints.drive import HintDesk
 from hotkv_server.integrity.verifier import Verifier
-from hotkv_server.ledger.drive import LiveLedger
-from hotkv_server.ledger.live_history import LiveHistory
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.clerk import Clerk
+from hotkv_server.node.capability import Capability
 from hotkv_server.node.effects import Effects
 from hotkv_server.node.health import Health
 from hotkv_server.node.in_place import InPlace
@@ -42,11 +39,8 @@ from hotkv_server.node.slices import in_slices, slices
 from hotkv_server.node.survey import LiveSurvey
 from hotkv_server.node.timings import Timings
 from hotkv_server.node.transfers import Transfers
-from hotkv_server.residency.drive import Residencies
-from hotkv_server.sparse.drive import SparseDecode
 from hotkv_server.tiers.drive.epochs import Flushed
 from hotkv_server.tiers.drive.tiers import Tiers
-from hotkv_server.tracing.drive import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -56,31 +50,28 @@ DEFAULT_DRAIN_S = 10.0
 """As the setting's default."""
 STALLED_WORK_S = 60.0
 """Far above what a piece of work on a thread may take, also on a machine that swaps."""
+C = TypeVar("C", bound=Capability)
 
 
 class Node:
-    """See the module. Whoever made `copy_engine` and `publisher` closes them."""
+    """See the module. `capabilities`: what it can do besides keeping and moving blocks; they are
+    added before it starts. Whoever made `copy_engine` closes it."""
 
     def __init__(
         self,
         core: CacheCore,
         memory: NodeMemory,
         copy_engine: CopyEngine,
-        publisher: EventPublisher | None = None,
         verifier: Verifier | None = None,
         devices: Devices = NO_DEVICES,
         tiers: Tiers | None = None,
-        ledger: LiveLedger | None = None,
-        tracing: Tracing | None = None,
     ) -> None:
         self.core = core
         self.memory = memory
         self.copy_engine = copy_engine
         self.devices = devices
         self.tiers = tiers
-        self.tracing = tracing
-        if tiers is not None and tracing is not None:
-            tiers.trace(tracing)
+        self.capabilities: list[Capability] = []
         self.started_s = self.last_tick_s = time.monotonic()
         self.refusals: Counter[Reason] = Counter()
         self.health = Health()
@@ -93,39 +84,31 @@ class Node:
         self._flushes: set[asyncio.Task[int]] = set()
         arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
         self.verifier = verifier or Verifier(core, arena)
-        self.events = EventHub(publisher)
-        self.ledger = ledger or LiveLedger(core)
-        self.history = LiveHistory(core, self.ledger, self.lag)
         self.survey = LiveSurvey(core)
-        self._effects = Effects(core, self.events, lambda: self.sessions, self.drained)
-        self.hints = HintDesk(core, tiers, self._effects)
-        self.reports = Reports(core, self.hints, self.ledger.report)
+        self.effects = Effects(core, self.capabilities, lambda: self.sessions, self.drained)
+        self.reports = Reports(core, self.capabilities)
         self.clerk = Clerk("files")
         self._persistence = Persistence(core, memory, self.clerk)
-        self.in_place = InPlace(core, self.verifier, self._effects.run)
-        self.residencies = Residencies(core, self.verifier, self._effects.run)
-        self.sparse = SparseDecode(core, memory.arena.array(), self.verifier)
+        self.in_place = InPlace(core, self.verifier, self.effects.run)
         self.transfers = Transfers(
             core,
             arena,
             copy_engine,
             self.verifier,
-            self.events,
+            self.capabilities,
             self.health,
-            self._effects.run,
-            self.ledger.moved,
+            self.effects.run,
             self.timings,
         )
-        self.removals = Removals(core, self.events, self._effects.run)
+        self.removals = Removals(core, self.capabilities, self.effects.run)
         self.sessions = Sessions(
             core,
             devices,
-            self.events,
-            self.sparse,
+            self.capabilities,
             self.removals,
             self._persistence.save_state,
             self._meet,
-            self._effects.run,
+            self.effects.run,
         )
 
     def __repr__(self) -> str:
@@ -134,42 +117,51 @@ class Node:
     def start(self, scrub_bytes_per_s: float = 0.0) -> None:
         """Starts the timer, and the scrubber unless it may read nothing."""
         self.lag.start()
-        self.residencies.start()
+        for one in self.capabilities:
+            one.start(self.health)
+            for number, record in self.core.key_spaces.items():
+                one.key_space_added(number, record.key_space)
         if self.tiers is not None:
-            moved = MovedEvents(self.core, self.events, self._effects.run)
-            self.tiers.start(self.health, self._effects.run, self.removals.flush, moved.publish)
+            for one in self.capabilities:
+                if one.tracer is not None:
+                    self.tiers.trace(one.tracer)
+            self.tiers.start(self.health, self.effects.run, self.removals.flush, self._moved)
         self._persistence.start()
-        for number, record in self.core.key_spaces.items():
-            self.events.add_key_space(number, record.key_space)
         self._tasks.append(asyncio.create_task(self._tick(), name="timer"))
         self.health.watch("the thread that writes files", self.clerk.is_alive)
         self.health.watch("the thread that looks at the loop", self.lag.is_alive)
-        selections = self.sparse.selections
-        self.health.watch("selection threads", lambda: True, selections.stalled_s, STALLED_WORK_S)
         if scrub_bytes_per_s and self.core.config.check_stride:
-            scrub = self.verifier.scrub(scrub_bytes_per_s, self._effects.run)
+            scrub = self.verifier.scrub(scrub_bytes_per_s, self.effects.run)
             stalled_s = self.verifier.stalled_s
             self._tasks.append(self.health.run("scrubber", scrub, stalled_s, STALLED_WORK_S))
 
     async def close(self) -> None:
         """Closes all sessions and stops the timer."""
         await self.sessions.close_all()
-        await self.hints.close()
+        for one in self.capabilities:
+            await one.close()
         if self.tiers is not None:
             await self.tiers.close()
         self.survey.close()
         await self._persistence.close()
-        await self.ledger.close()
-        self.sparse.close()
         self.transfers.close()
         self.lag.close()
         for task in self._tasks:
             task.cancel()
 
     def save_use(self) -> None:
-        """Writes down for the next server when blocks were last used, and the ledger. Blocks."""
+        """Writes down for the next server when blocks were last used, and what capabilities have to
+        say. Blocks."""
         self._persistence.save_use()
-        self.ledger.save()
+        for one in self.capabilities:
+            one.save()
+
+    def capability(self, kind: type[C]) -> C:
+        """The capability of this kind. Raises LookupError if the node has none."""
+        for one in self.capabilities:
+            if isinstance(one, kind):
+                return one
+        raise LookupError(f"the node has no {kind.__name__}")
 
     @property
     def epoch(self) -> int:
@@ -195,8 +187,14 @@ class Node:
         reserving = self.core.reserve(
             session.record.number, lease_id, runs, ttl_s, time.monotonic(), retention
         )
-        reservation = await in_slices(reserving, self._effects.run)
+        reservation = await in_slices(reserving, self.effects.run)
         return list(reservation.results), reservation.ttl_s
+
+    def _moved(self, entries: Entries, medium: Medium, tier: str) -> None:
+        """What was removed before is told of before."""
+        self.effects.run()
+        for one in self.capabilities:
+            one.blocks_moved(entries, medium, tier)
 
     async def _meet(self, key_space_id: int) -> None:
         if self.tiers is not None:
@@ -248,12 +246,10 @@ class Node:
         Health would end the server for it."""
         async for _ in self.health.turns("timer", TIMER_S, STALLED_TIMER_S):
             self.last_tick_s = time.monotonic()
-            self.history.turn(self.last_tick_s)
             async for _ in slices(incremental.expire(self.core, self.last_tick_s)):
-                self._effects.run()
+                self.effects.run()
             self.removals.forget_outlived(self.last_tick_s)
             await self.removals.keep_bounds(self.last_tick_s)
             self._persistence.turn()
-            await self.ledger.turn(self.clerk)
-            if self.events.publisher is not None:
-                self.events.publisher.settle()
+            for one in self.capabilities:
+                await one.tick(self.last_tick_s)

@@ -7,7 +7,7 @@ removed before. On the event loop only.
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import incremental
 from hotkv_server.cache.room.burst_bounds import keep_bounds
 from hotkv_server.cache.values import TenantShare
-from hotkv_server.events.drive import EventHub
+from hotkv_server.node.capability import Capability
 from hotkv_server.node.slices import slices
 
 log = logging.getLogger(__name__)
@@ -34,11 +34,11 @@ class Removals:
     def __init__(
         self,
         core: CacheCore,
-        events: EventHub,
+        capabilities: Sequence[Capability],
         run_effects: Callable[[int], None],
     ) -> None:
         self._core = core
-        self._events = events
+        self._capabilities = capabilities
         self._run_effects = run_effects
         self._keeping: Iterator[None] | None = None
         self._keep_at_s = 0.0
@@ -131,7 +131,8 @@ class Removals:
         """Forgets a key space. False if a session has it, or it has a block, by now."""
         if not self._core.catalog.forget(key_space_id):
             return False
-        self._events.forget_key_space(key_space_id)
+        for one in self._capabilities:
+            one.key_space_forgotten(key_space_id)
         log.info(
             "key space forgotten key_space=%d known=%d", key_space_id, len(self._core.key_spaces)
         )

@@ -6,7 +6,7 @@ whole or not at all.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +21,8 @@ from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import incremental
 from hotkv_server.cache.values import HashList
-from hotkv_server.hints.drive import HintDesk
-from hotkv_server.hints.work import Origin
 from hotkv_server.node.broadcast import Feeds
+from hotkv_server.node.capability import Capability
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.slices import Breaks, slices
 
@@ -141,23 +140,13 @@ class ReportCounters:
         self.hit_tokens += report.hit_tokens
 
 
-def nobody(session: LiveSession, report: Report) -> None:
-    """For a node whose reports nobody counts."""
-
-
 class Reports:
-    """All reports of a node: `counters` sums them up, `watched` hands them to watchers, `on_report`
-    is called with each one in its turn, `desk` does what they ask for."""
+    """All reports of a node: `counters` sums them up, `watched` hands them to watchers, and
+    capabilities are told of each one in its turn."""
 
-    def __init__(
-        self,
-        core: CacheCore,
-        desk: HintDesk,
-        on_report: Callable[[LiveSession, Report], None] = nobody,
-    ) -> None:
+    def __init__(self, core: CacheCore, capabilities: Sequence[Capability]) -> None:
         self._core = core
-        self._desk = desk
-        self._on_report = on_report
+        self._capabilities = capabilities
         self.counters = ReportCounters()
         self.watched: Feeds[WatchedReport] = Feeds()
 
@@ -181,41 +170,28 @@ class Reports:
             pass
         breaks = Breaks()
         for report in reports:
-            origin = Origin(
-                session.key_space.tenant,
-                session.record.key_space_id,
-                report.hashes,
-                report.session_id,
-                report.retention,
-                is_running=True,
-            )
-            self._desk.scheduled(
-                origin,
-                report.device_hit_tokens,
-                report.hit_tokens,
-                session.prefill_tokens_per_s,
-                report.hints,
-            )
-            await self._desk.act(origin, report.hints)
+            for one in self._capabilities:
+                await one.request_noted(session, report)
             await breaks.between()
 
     def ended(self, session: LiveSession, requests: Sequence[Ended]) -> None:
-        """Takes up the hints of requests that have ended."""
-        for one in requests:
-            origin = Origin(
-                session.key_space.tenant,
-                session.record.key_space_id,
-                one.hashes,
-                one.session_id,
-                one.hints.retention(),
-            )
-            self._desk.ended(origin, one.hints)
+        """Tells of requests that have ended."""
+        for request in requests:
+            for one in self._capabilities:
+                one.request_ended(session, request)
+
+    def loads_ended(self, session: LiveSession, loads: Sequence[LoadEnd]) -> None:
+        """Tells of loads that have ended, whose requests were reported."""
+        for load in loads:
+            for one in self._capabilities:
+                one.load_ended(session, load)
 
     def _uses(
         self, session: LiveSession, reports: Sequence[Report], now_s: float
     ) -> Iterator[None]:
         for report in reports:
-            self._on_report(session, report)
+            for one in self._capabilities:
+                one.request_scheduled(session, report)
             for hash_list in report.used_blocks(session.key_space):
                 yield from incremental.use(
                     self._core, session.record.number, hash_list, now_s, report.retention

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import KeySpace, Representation
@@ -18,12 +18,11 @@ from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import incremental
 from hotkv_server.device.devices import Devices
-from hotkv_server.events.drive import EventHub
+from hotkv_server.node.capability import Capability
 from hotkv_server.node.engine_memory import EngineMemory, check_handles, open_engine_memory
 from hotkv_server.node.removals import Removals
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.slices import slices
-from hotkv_server.sparse.drive import SparseDecode
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +38,7 @@ class Sessions:
         self,
         core: CacheCore,
         devices: Devices,
-        events: EventHub,
-        sparse: SparseDecode,
+        capabilities: Sequence[Capability],
         removals: Removals,
         save_state: Callable[[], Awaitable[None]],
         meet: Callable[[int], Awaitable[None]],
@@ -48,8 +46,7 @@ class Sessions:
     ) -> None:
         self._core = core
         self._devices = devices
-        self._events = events
-        self._sparse = sparse
+        self._capabilities = capabilities
         self._removals = removals
         self._save_state = save_state
         self._meet = meet
@@ -97,7 +94,7 @@ class Sessions:
             engine_id, role, key_space, time.monotonic(), representations
         )
         if is_new:
-            self._events.add_key_space(record.key_space_id, key_space)
+            self._add(record.key_space_id, key_space)
         session = LiveSession(
             record, secrets.token_hex(16), self._core.key_space(record.key_space_id), client_name
         )
@@ -126,10 +123,14 @@ class Sessions:
         is_new = not self._core.catalog.knows(key_space)
         number, _ = self._core.catalog.register(key_space, (), time.monotonic())
         if is_new:
-            self._events.add_key_space(number, key_space)
+            self._add(number, key_space)
         await self._save_state()
         await self._meet(number)
         return number
+
+    def _add(self, number: int, key_space: KeySpace) -> None:
+        for one in self._capabilities:
+            one.key_space_added(number, key_space)
 
     async def close(self, session: LiveSession) -> None:
         """Cancels its transfers, waits until nothing touches its memory, then gives everything
@@ -153,9 +154,8 @@ class Sessions:
         del self._open[session.secret_id]
         engine_id = session.record.engine_id
         is_last = all(other.record.engine_id != engine_id for other in self)
-        self._sparse.close_session(session, is_last=is_last)
-        if is_last:
-            self._core.residencies.book.forget_engine(engine_id)
+        for one in self._capabilities:
+            one.session_closed(session, is_last=is_last)
         self._run_effects()
         log.info("session closed number=%d engine=%s", session.record.number, engine_id)
 

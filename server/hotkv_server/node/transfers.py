@@ -22,10 +22,11 @@ from hotkv_server.cache.room.bounds import Account
 from hotkv_server.cache.values import LoadPositions, Run, SlotRun
 from hotkv_server.dataplane.engine import CopyEngine, Outcome
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.events.drive import EventHub, RunContent, stored_events
 from hotkv_server.integrity.check_values import Sums
 from hotkv_server.integrity.sums import SumThreads
 from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.node.capability import Capability
+from hotkv_server.node.content import RunContent
 from hotkv_server.node.deadline import Deadline
 from hotkv_server.node.engine_memory import EngineMemory
 from hotkv_server.node.health import Health
@@ -44,9 +45,8 @@ for each block."""
 
 
 class Transfers:
-    """See the module. `run_effects`: carries out what the core's decisions call for. `on_moved`: is
-    told the bytes that a session's transfer has loaded and stored. `timings`: counts their
-    ends."""
+    """See the module. `run_effects`: carries out what the core's decisions call for. `timings`:
+    counts their ends."""
 
     def __init__(
         self,
@@ -54,19 +54,17 @@ class Transfers:
         arena: Region,
         copy_engine: CopyEngine,
         verifier: Verifier,
-        events: EventHub,
+        capabilities: Sequence[Capability],
         health: Health,
         run_effects: Callable[[], None],
-        on_moved: Callable[[LiveSession, int, int], None] = lambda session, loaded, stored: None,
         timings: Timings | None = None,
     ) -> None:
         self._core = core
-        self._on_moved = on_moved
         self.kept_bytes = Account(core.client_memory)
         self.loaded_bytes = 0
         self.stored_bytes = 0
         self._arena = arena
-        self._events = events
+        self._capabilities = capabilities
         self._run_effects = run_effects
         self._means = Means(
             core,
@@ -121,7 +119,8 @@ class Transfers:
             self._core.end_load(session.record.number, transfer_id, outcome is Outcome.DONE)
             session.loaded_bytes += num_bytes
             self.loaded_bytes += num_bytes
-            self._on_moved(session, num_bytes, 0)
+            for one in self._capabilities:
+                one.bytes_moved(session, num_bytes, 0)
             return []
 
         return Transfer(self._means, call, finish, to_engine=True).start(slots)
@@ -169,12 +168,9 @@ class Transfers:
             results = self._core.end_store(number, transfer_id, kept, time.monotonic(), sums)
             session.stored_bytes += num_bytes
             self.stored_bytes += num_bytes
-            self._on_moved(session, 0, num_bytes)
-            if self._events.is_heard and contents:
-                key_space_id, key_space = session.record.key_space_id, session.key_space
-                self._events.publish(
-                    stored_events(key_space_id, key_space, runs, contents, results)
-                )
+            for one in self._capabilities:
+                one.bytes_moved(session, 0, num_bytes)
+                one.blocks_stored(session, runs, contents, results)
             return results
 
         take_sums = partial(self._take_sums, session.record.key_space_id, shard_index, slots, sums)

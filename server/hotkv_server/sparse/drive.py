@@ -46,7 +46,7 @@ class SparseDecode:
     """See the module. Owned by the node."""
 
     def __init__(self, core: CacheCore, arena: NDArray[np.uint8], verifier: Verifier) -> None:
-        self._core = core
+        self.core = core
         self.sequences = SequenceBook(
             MAX_SEQUENCES,
             core.config.max_blocks_per_call // 2,
@@ -74,7 +74,7 @@ class SparseDecode:
         spec: SelectSpec | None,
     ) -> LiveSequence:
         """Creates a sequence over these blocks. The same call again finds the same sequence."""
-        owner = self._core.owner(session.record)
+        owner = self.core.owner(session.record)
         sequence, is_new = self.sequences.create(
             session.record.number, sequence_id, group_index, hashes, spec, owner
         )
@@ -95,7 +95,7 @@ class SparseDecode:
         A server that drains grants no new lease, so the old one stays.
         """
         sequence = self.sequences.append(session.record.number, sequence_id, first_position, hashes)
-        if sequence.spec is not None and not self._core.draining:
+        if sequence.spec is not None and not self.core.draining:
             self._cover(session, sequence)
         return sequence
 
@@ -106,7 +106,7 @@ class SparseDecode:
         if sequence is None:
             return False
         if sequence.lease_id:
-            self._core.release(session.record.number, sequence.lease_id)
+            self.core.release(session.record.number, sequence.lease_id)
             await asyncio.sleep(0)
         if not session.closing:
             self._count_used(session, sequence, sequence.take_used(time.monotonic()))
@@ -126,7 +126,7 @@ class SparseDecode:
         assert sequence.spec is not None, "the engine selects by itself: nothing is leased"
         number, key_space_id = session.record.number, session.record.key_space_id
         if sequence.lease_id:
-            self._core.release(number, sequence.lease_id)
+            self.core.release(number, sequence.lease_id)
         sequence.lease_id, sequence.entries, sequence.slots = (
             "",
             np.empty(0, np.uint32),
@@ -134,13 +134,13 @@ class SparseDecode:
         )
         groups = (sequence.spec.representation_group, sequence.group_index)
         found = [
-            table.is_ready(self._core.space.index.find(key_space_id, group, sequence.hashes))
+            table.is_ready(self.core.space.index.find(key_space_id, group, sequence.hashes))
             for group in groups
         ]
         count = _leading(found)
         while count:
             lease_id = f"sequence-{secrets.token_hex(8)}"
-            grant = self._core.acquire(
+            grant = self.core.acquire(
                 number,
                 lease_id,
                 [HashList(g, sequence.hashes[:count]) for g in groups],
@@ -148,13 +148,13 @@ class SparseDecode:
                 time.monotonic(),
             )
             if _leading(grant.pinned) == count:
-                lease = self._core.leases.get(session.record.engine_id, lease_id)
+                lease = self.core.leases.get(session.record.engine_id, lease_id)
                 assert isinstance(lease, ReadLease), "the lease was granted"
                 sequence.lease_id, sequence.entries = lease_id, lease.groups[0][1]
-                sequence.slots = self._core.space.index.offsets(sequence.entries)
+                sequence.slots = self.core.space.index.offsets(sequence.entries)
                 return
             # More than requests without loads may pin: try fewer blocks.
-            self._core.release(number, lease_id)
+            self.core.release(number, lease_id)
             count = _leading(grant.pinned)
 
     # Reports
@@ -180,7 +180,7 @@ class SparseDecode:
         again."""
         if len(positions):
             self.counters.used_blocks += len(positions)
-            self._core.touch(
+            self.core.touch(
                 session.record.number,
                 [HashList(sequence.group_index, sequence.hashes[positions])],
                 time.monotonic(),

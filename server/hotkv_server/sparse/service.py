@@ -16,15 +16,16 @@ from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 from hotkv_server.cache.room.bounds import FairBound
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
+from hotkv_server.sparse import calls
 from hotkv_server.sparse import messages as sparse_convert
+from hotkv_server.sparse.drive import SparseDecode
 from hotkv_server.sparse.selections import spec_of
-from hotkv_server.wire import calls
+from hotkv_server.wire.edge import MAX_SELECT_STREAMS
 from hotkv_server.wire.errors import abort, answer, as_refusal, detail
 from hotkv_server.wire.guard.guests import Guests
 from hotkv_server.wire.guard.interceptor import Malformed
 from hotkv_server.wire.guard.throttle import Pace
 
-MAX_SELECT_STREAMS = 64
 FIRST_REQUEST_TIMEOUT_S = 10.0
 IDLE_CHECK_S = 5.0
 """How often an idle stream checks that its session is still open."""
@@ -33,8 +34,9 @@ IDLE_CHECK_S = 5.0
 class SparseService(sparse_pb2_grpc.SparseServiceServicer):
     """See sparse.proto."""
 
-    def __init__(self, node: Node, pace: Pace, guests: Guests) -> None:
+    def __init__(self, node: Node, sparse: SparseDecode, pace: Pace, guests: Guests) -> None:
         self._node = node
+        self._sparse = sparse
         self._pace = pace
         self._guests = guests
         self._streams = FairBound(MAX_SELECT_STREAMS)
@@ -43,9 +45,8 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
         self, request: sparse_pb2.CreateSequenceRequest, context: Any
     ) -> sparse_pb2.CreateSequenceResponse:
         async def call() -> sparse_pb2.CreateSequenceResponse:
-            return calls.create_sequence(
-                self._node, self._node.sessions.get(request.session_id), request
-            )
+            session = self._node.sessions.get(request.session_id)
+            return calls.create_sequence(self._sparse, session, request)
 
         return await answer(self._node, context, call)
 
@@ -53,9 +54,8 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
         self, request: sparse_pb2.AppendBlocksRequest, context: Any
     ) -> sparse_pb2.AppendBlocksResponse:
         async def call() -> sparse_pb2.AppendBlocksResponse:
-            return calls.append_blocks(
-                self._node, self._node.sessions.get(request.session_id), request
-            )
+            session = self._node.sessions.get(request.session_id)
+            return calls.append_blocks(self._sparse, session, request)
 
         return await answer(self._node, context, call)
 
@@ -63,9 +63,8 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
         self, request: sparse_pb2.DeleteSequenceRequest, context: Any
     ) -> sparse_pb2.DeleteSequenceResponse:
         async def call() -> sparse_pb2.DeleteSequenceResponse:
-            return await calls.delete_sequence(
-                self._node, self._node.sessions.get(request.session_id), request
-            )
+            session = self._node.sessions.get(request.session_id)
+            return await calls.delete_sequence(self._sparse, session, request)
 
         return await answer(self._node, context, call)
 
@@ -120,7 +119,7 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
     ) -> sparse_pb2.SelectBlocksResponse:
         session = await self._session(request)
         assert not isinstance(request, Malformed)
-        sparse = self._node.sparse
+        sparse = self._sparse
         sequence = sparse.sequences.get(session.record.number, request.sequence_id)
         asked = sparse_convert.select_request(request, spec_of(sequence))
         selected = await sparse.selections.select(session, sequence, asked)

@@ -1,23 +1,17 @@
-"""Everything that listens or publishes: gRPC, the descriptor socket, HTTP, ZMQ.
+"""Everything that listens: gRPC, the descriptor socket, HTTP.
 
 Always true: a listener that cannot have its address keeps the server from starting, with the
 setting to change.
 """
 
 import contextlib
-import importlib
-import socket
 from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING
 
-from hotkv_proto.keys import KeySpace
 from hotkv_server.node.node import Node
 from hotkv_server.security.identity import AccessControl
 from hotkv_server.security.path_checks import UnsafeError
 from hotkv_server.security.tickets import Tickets
 from hotkv_server.settings import Settings
-from hotkv_server.settings.outlets import EventSettings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.access import (
     linking_users,
@@ -28,9 +22,6 @@ from hotkv_server.startup.access import (
 from hotkv_server.told.http_endpoint import HttpServer
 from hotkv_server.wire.descriptors import DescriptorServer
 from hotkv_server.wire.server import Endpoints, RpcServer
-
-if TYPE_CHECKING:
-    from hotkv_server.events.publisher import ZmqPublisher
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,52 +87,4 @@ def _listen_http(settings: Settings, node: Node, access: AccessControl) -> HttpS
             f"http.port: can't listen on {http.host}:{http.port} ({error.strerror}); choose "
             "another with --http.port (0 for any free one, -1 for none), and an address of this "
             "machine for http.host"
-        ) from error
-
-
-def check_publisher(settings: Settings) -> None:
-    """Raises StartError if events are wanted and can't be published."""
-    if settings.events.endpoint:
-        _zmq()
-
-
-def _zmq() -> ModuleType:
-    try:
-        import hotkv_server.events.publisher  # noqa: F401 - needs more than zmq
-
-        return importlib.import_module("zmq")
-    except ImportError as missing:
-        raise StartError(
-            f"events.endpoint is set, but {missing.name} is not installed: pip install "
-            "'hotkv[events]'"
-        ) from missing
-
-
-def make_publisher(settings: EventSettings) -> "ZmqPublisher | None":
-    """The publisher of events; None if the settings name no endpoint. Raises StartError."""
-    if not settings.endpoint:
-        return None
-    zmq = _zmq()
-    from hotkv_server.events.publisher import ZmqPublisher
-
-    host = socket.gethostname()
-
-    def topic_of(number: int, key_space: KeySpace) -> str:
-        return settings.topic.format(
-            host=host, model=key_space.model, tenant=key_space.tenant, key_space=number
-        )
-
-    try:
-        return ZmqPublisher(
-            settings.endpoint,
-            settings.replay_endpoint,
-            topic_of,
-            buffer_steps=settings.buffer_steps,
-            buffer_bytes=settings.buffer_bytes,
-            int_hashes=settings.int_hashes,
-        )
-    except zmq.ZMQError as error:
-        raise StartError(
-            f"events: {error}; is {settings.endpoint} or "
-            f"{settings.replay_endpoint or '(no replay_endpoint)'} in use?"
         ) from error

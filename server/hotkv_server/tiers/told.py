@@ -4,7 +4,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from hotkv_server.cache import inspect
 from hotkv_server.cache.values import DISK_TIER
 from hotkv_server.tiers.book.moves import MoveCounters
 from hotkv_server.tiers.drive.below import TierBelow
@@ -47,7 +46,7 @@ def states(tiers: Tiers | None) -> list[TierState]:
 
 
 def activity(state: TierState) -> dict[str, Any]:
-    """What a tier besides host memory does. Field names are those of the wire."""
+    """What a tier besides host memory does."""
     reads, moved = state.reads, state.moved
     return {
         "is_shared": state.is_shared,
@@ -67,29 +66,6 @@ def activity(state: TierState) -> dict[str, Any]:
         "failed_block_count": moved.failed_blocks,
         "budget_byte_count": state.budget_bytes,
         "budget_left_byte_count": state.left_bytes,
-    }
-
-
-def places(name: str, figures: inspect.TierFigures) -> dict[str, Any]:
-    """What a tier has, whose places the core knows. Field names are those of the wire."""
-    return {
-        "name": name,
-        "capacity_byte_count": figures.capacity_bytes,
-        "used_byte_count": figures.used_bytes,
-        "pinned_byte_count": figures.pinned_bytes,
-        "block_count": figures.num_blocks,
-        "free_slab_count": figures.num_free_slabs,
-        "slab_byte_count": figures.slab_bytes,
-        "representation_byte_count": figures.representation_bytes,
-        "slab_classes": [
-            {
-                "slot_byte_count": one.slot_bytes,
-                "slab_count": one.num_slabs,
-                "slot_count": one.num_slots,
-                "used_slot_count": one.num_used,
-            }
-            for one in figures.slab_classes
-        ],
     }
 
 

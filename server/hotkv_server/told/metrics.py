@@ -18,25 +18,29 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from hotkv_proto import __version__
-from hotkv_proto.counters import SPARSE_COUNTERS
 from hotkv_proto.errors import Reason
 from hotkv_proto.versions import NEWEST_VERSION
 from hotkv_server.cache import inspect
 from hotkv_server.cache.histogram import Histogram
 from hotkv_server.dataplane.engine import Outcome
 from hotkv_server.device.devices import Devices
-from hotkv_server.ledger.drive import LiveLedger
+from hotkv_server.node.capability import Samples
 from hotkv_server.node.node import Node
 from hotkv_server.node.timings import LOAD, STORE, Timings
-from hotkv_server.sparse.drive import SparseDecode
 from hotkv_server.tiers import told as tier_figures
+from hotkv_server.told.counts import RecentCensus, counters, gauges
 from hotkv_server.told.metric_help import HELP, LABELS, SPARSE_LAYER_HELP
-from hotkv_server.told.stats import RecentCensus, counters, gauges
 
-DEVICE = "device"
-"""An engine's own memory, beside the names of tiers."""
 REFUSED = "refused_total"
 """Labelled here: a sum beside it would count each refusal twice."""
+
+
+def in_seconds(name: str) -> str:
+    """A name whose unit is written as Prometheus does: `build_seconds` of `build_s`."""
+    return f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name
+
+
+LAYER_HELP = {f"sparse_layer_{in_seconds(name)}": text for name, text in SPARSE_LAYER_HELP.items()}
 
 
 class NodeCollector(Collector):
@@ -62,11 +66,10 @@ class NodeCollector(Collector):
             *(_gauge(in_seconds(name), value) for name, value in gauges(node, counted).items()),
             *_timings(node.timings),
             _histogram("eviction_age_seconds", inspect.eviction_ages(node.core)),
-            *_sparse_metrics(node.sparse),
             _refusals(node),
             *_device_metrics(node.devices),
             _tier_reads(node),
-            *_ledger_metrics(node.ledger),
+            *(_of(samples) for one in node.capabilities for samples in one.samples()),
         ]
 
     def collect(self) -> list[Metric]:
@@ -76,28 +79,27 @@ class NodeCollector(Collector):
         return []
 
 
-def in_seconds(name: str) -> str:
-    """A name whose unit is written as Prometheus does: `build_seconds` of `build_s`."""
-    return f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name
-
-
 def _help(name: str) -> str:
-    return HELP.get(name, name.replace("_", " "))
+    return HELP.get(name) or LAYER_HELP.get(name) or name.replace("_", " ")
+
+
+def _labels(name: str) -> tuple[str, ...] | None:
+    return ("layer",) if name in LAYER_HELP else LABELS.get(name)
 
 
 def _counter(name: str, value: float | None = None) -> CounterMetricFamily:
     """A counter with this value, or one with labels that has no sample yet."""
-    return CounterMetricFamily(f"hotkv_{name}", _help(name), value, LABELS.get(name))
+    return CounterMetricFamily(f"hotkv_{name}", _help(name), value, _labels(name))
 
 
 def _gauge(name: str, value: float | None = None) -> GaugeMetricFamily:
     """A gauge with this value, or one with labels that has no sample yet."""
-    return GaugeMetricFamily(f"hotkv_{name}", _help(name), value, LABELS.get(name))
+    return GaugeMetricFamily(f"hotkv_{name}", _help(name), value, _labels(name))
 
 
 def _histogram(name: str, counted: Histogram | None = None) -> HistogramMetricFamily:
     """A histogram with these counts, or one with labels that has no sample yet."""
-    family = HistogramMetricFamily(f"hotkv_{name}", _help(name), labels=LABELS.get(name))
+    family = HistogramMetricFamily(f"hotkv_{name}", _help(name), labels=_labels(name))
     if counted is not None:
         family.add_metric([], counted.cumulative(), counted.sum)
     return family
@@ -151,25 +153,6 @@ def _tier_reads(node: Node) -> Metric:
     return family
 
 
-def _ledger_metrics(ledger: LiveLedger) -> list[Metric]:
-    """Where the tokens of all prompts came from, and what that has saved, since the server
-    started."""
-    grown = ledger.grown
-    hits = _counter("ledger_hit_tokens_total")
-    for tier, count in {DEVICE: grown.device_hit_tokens, **grown.hit_tokens}.items():
-        hits.add_metric([tier], float(count))
-    missed = _counter("ledger_missed_tokens_total")
-    for reason, count in grown.missed_tokens.items():
-        missed.add_metric([reason.name.lower()], float(count))
-    return [
-        hits,
-        missed,
-        _counter("ledger_saved_seconds_total", grown.saved_s),
-        _counter("ledger_taken_back_seconds_total", ledger.taken_back_s),
-        _counter("ledger_waited_seconds_total", grown.waited_s),
-    ]
-
-
 def _device_metrics(devices: Devices) -> list[Metric]:
     """Metrics of devices' copy engines, by device."""
     moved, pieces = _counter("device_copied_bytes_total"), _counter("device_pieces_total")
@@ -191,16 +174,17 @@ def _device_metrics(devices: Devices) -> list[Metric]:
     return [moved, pieces, busy, failed, queued, flying, usable]
 
 
-def _sparse_metrics(sparse: SparseDecode) -> list[Metric]:
-    """What engines have reported, by layer (at most MAX_LAYERS), and the latency of the server's
-    own selections."""
-    rows = list(sparse.figures.totals())
-    metrics: list[Metric] = []
-    for place, name in enumerate(SPARSE_COUNTERS):
-        text = SPARSE_LAYER_HELP.get(name, name)
-        exported = f"hotkv_sparse_layer_{in_seconds(name)}"
-        family = CounterMetricFamily(exported, text, labels=["layer"])
-        for growth in rows:
-            family.add_metric([str(growth.layer_index)], float(growth.values[place]))
-        metrics.append(family)
-    return [*metrics, _histogram("sparse_select_seconds", sparse.selections.latency)]
+def _of(samples: Samples) -> Metric:
+    """A metric of a capability."""
+    name = in_seconds(samples.name)
+    if samples.kind == "histogram":
+        family = _histogram(name)
+        for labels, counted in samples.samples:
+            assert isinstance(counted, Histogram), "a histogram's samples are histograms"
+            family.add_metric(labels, counted.cumulative(), counted.sum)
+        return family
+    counter = _counter(name) if samples.kind == "counter" else _gauge(name)
+    for labels, value in samples.samples:
+        assert not isinstance(value, Histogram), "a counter's samples are numbers"
+        counter.add_metric(labels, value)
+    return counter

@@ -1,13 +1,12 @@
-"""The calls of `calls` that are traced: lookup, lease, load, store.
+"""The calls of `wire.calls` that are traced: lookup, lease, load, store.
 
-Always true: a traced call answers, and fails, as an untraced one. A server without tracing calls
-the functions of `calls` themselves.
+Always true: a traced call answers, and fails, as an untraced one.
 """
 
 import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -18,7 +17,8 @@ from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.transfer import TransferEnd
 from hotkv_server.tracing.drive import Tracing, reason, wall_ns
-from hotkv_server.wire import calls, convert
+from hotkv_server.wire import convert
+from hotkv_server.wire.edge import Calls
 
 if TYPE_CHECKING:
     from hotkv_proto.traces import Span
@@ -27,46 +27,31 @@ INT32_BYTES = 4
 Answer = TypeVar("Answer", cache_pb2.LookupResponse, cache_pb2.AcquireLeaseResponse)
 
 
-class TraceableCalls(Protocol):
-    """What the module `calls` has, and `TracedCalls`."""
-
-    def lookup(
-        self, node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
-    ) -> "cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]": ...
-    def acquire(
-        self, node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest
-    ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]": ...
-    def load(
-        self, node: Node, session: LiveSession, request: cache_pb2.LoadRequest
-    ) -> "asyncio.Future[TransferEnd]": ...
-    async def store(
-        self, node: Node, session: LiveSession, request: cache_pb2.StoreRequest
-    ) -> "asyncio.Future[TransferEnd]": ...
-
-
-def calls_of(node: Node) -> TraceableCalls:
-    """The calls as this node serves them."""
-    return calls if node.tracing is None else TracedCalls(node.tracing)
-
-
 class TracedCalls:
     """See the module."""
 
-    def __init__(self, tracing: Tracing) -> None:
+    def __init__(self, tracing: Tracing, calls: Calls) -> None:
         self._tracing = tracing
+        self._calls = calls
 
     def lookup(
         self, node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
     ) -> "cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]":
         return self._answered(
-            "lookup", request.traceparent, session, lambda: calls.lookup(node, session, request)
+            "lookup",
+            request.traceparent,
+            session,
+            lambda: self._calls.lookup(node, session, request),
         )
 
     def acquire(
         self, node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest
     ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
         return self._answered(
-            "lease", request.traceparent, session, lambda: calls.acquire(node, session, request)
+            "lease",
+            request.traceparent,
+            session,
+            lambda: self._calls.acquire(node, session, request),
         )
 
     def _answered(
@@ -94,11 +79,11 @@ class TracedCalls:
     ) -> "asyncio.Future[TransferEnd]":
         span = self._tracing.begin("load", request.traceparent)
         if span is None:
-            return calls.load(node, session, request)
+            return self._calls.load(node, session, request)
         span.attributes = _of_session(session)
         span.attributes["hotkv.blocks"] = _num_blocks(request.runs)
         with self._tracing.serving(span):
-            end = calls.load(node, session, request)
+            end = self._calls.load(node, session, request)
         end.add_done_callback(partial(_moved, span))
         return end
 
@@ -107,11 +92,11 @@ class TracedCalls:
     ) -> "asyncio.Future[TransferEnd]":
         span = self._tracing.begin("store", request.traceparent)
         if span is None:
-            return await calls.store(node, session, request)
+            return await self._calls.store(node, session, request)
         span.attributes = _of_session(session)
         span.attributes["hotkv.blocks"] = _num_blocks(request.runs)
         with self._tracing.serving(span):
-            end = await calls.store(node, session, request)
+            end = await self._calls.store(node, session, request)
         if node.tiers is not None:
             hash_bytes = session.key_space.hash_bytes
             runs = convert.runs(request.runs, hash_bytes, session.group_index)

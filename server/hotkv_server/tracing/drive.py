@@ -122,14 +122,3 @@ def reason(error: BaseException) -> str:
 def wall_ns(monotonic_s: float) -> int:
     """A time of the monotonic clock as nanoseconds since 1970."""
     return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)
-
-
-def counters(tracing: Tracing | None) -> dict[str, float]:
-    """Counters by their metric names, without the `hotkv_` prefix; zeros without tracing."""
-    traces = None if tracing is None else tracing.traces
-    return {
-        "trace_spans_exported_total": float(traces.num_exported if traces else 0),
-        "trace_spans_failed_total": float(traces.num_failed if traces else 0),
-        "trace_spans_dropped_total": float(traces.num_dropped if traces else 0),
-        "trace_contexts_malformed_total": float(traces.num_malformed if traces else 0),
-    }

@@ -5,8 +5,8 @@ from typing import Any
 
 from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_server.node.node import Node
-from hotkv_server.tracing.calls import calls_of
 from hotkv_server.wire import calls, convert
+from hotkv_server.wire.edge import calls_of
 from hotkv_server.wire.errors import answer
 
 

@@ -7,17 +7,14 @@ import time
 import numpy as np
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.groups import PREFIX_CLOSED
-from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.store_options import StoreOptions
-from hotkv_proto.v1 import cache_pb2, session_pb2, sparse_pb2
+from hotkv_proto.v1 import cache_pb2, session_pb2
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import HashList
 from hotkv_server.node.in_place import InPlaceGrant
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.transfer import TransferEnd
-from hotkv_server.sparse import messages as sparse_convert
 from hotkv_server.wire import convert, report_convert, space_convert
 from hotkv_server.wire.errors import rights_log
 
@@ -323,84 +320,8 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
     reports = report_convert.reports(request.requests, session.key_space.hash_bytes)
     ended = report_convert.ended(request.ended, session.key_space.hash_bytes)
     await node.reports.note(session, reports)
-    for load in loads:
-        node.ledger.load_ended(session, load)
+    node.reports.loads_ended(session, loads)
     node.reports.ended(session, ended)
-
-
-def _sequence_id(text: str) -> str:
-    return convert.identifier("sequence_id", text)
-
-
-def create_sequence(
-    node: Node, session: LiveSession, request: sparse_pb2.CreateSequenceRequest
-) -> sparse_pb2.CreateSequenceResponse:
-    """Creates a sequence of sparse decode."""
-    if not 0 <= request.group_index < len(session.key_space.groups):
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            f"group_index is {request.group_index}; this key space has "
-            f"{len(session.key_space.groups)} groups",
-        )
-    spec = None
-    if request.HasField("select"):
-        kind = session.key_space.groups[request.group_index].kind
-        if kind not in PREFIX_CLOSED:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                f"group_index is {request.group_index}, a group of {kind.name}, which does not "
-                "attend to its whole context; select from a group of FULL_ATTENTION or MLA",
-            )
-        spec = sparse_convert.select_spec(request.select, session, request.group_index)
-        record = node.core.key_spaces[session.record.key_space_id]
-        if (
-            spec.representation_group < MAX_GROUPS
-            or record.block_group(spec.representation_group) != request.group_index
-        ):
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                "select.representation_group_index is "
-                f"{request.select.representation_group_index}; name a representation of group "
-                f"{request.group_index} that the session declares",
-            )
-        spec.check_slots(record.representation(spec.representation_group).shard_bytes)
-    hashes = convert.hashes("hashes", request.hashes, session.key_space.hash_bytes)
-    sequence = node.sparse.create(
-        session, _sequence_id(request.sequence_id), request.group_index, hashes, spec
-    )
-    return sparse_pb2.CreateSequenceResponse(
-        lease_id=sequence.lease_id, covered_block_count=len(sequence.slots)
-    )
-
-
-def append_blocks(
-    node: Node, session: LiveSession, request: sparse_pb2.AppendBlocksRequest
-) -> sparse_pb2.AppendBlocksResponse:
-    """Adds blocks to a sequence."""
-    hashes = convert.hashes("hashes", request.hashes, session.key_space.hash_bytes)
-    sequence = node.sparse.append(
-        session, _sequence_id(request.sequence_id), request.first_position, hashes
-    )
-    return sparse_pb2.AppendBlocksResponse(
-        block_count=len(sequence.hashes),
-        lease_id=sequence.lease_id,
-        covered_block_count=len(sequence.slots),
-    )
-
-
-async def delete_sequence(
-    node: Node, session: LiveSession, request: sparse_pb2.DeleteSequenceRequest
-) -> sparse_pb2.DeleteSequenceResponse:
-    """Ends a sequence; answers when no selection for it runs any more."""
-    return sparse_pb2.DeleteSequenceResponse(
-        deleted=await node.sparse.delete(session, _sequence_id(request.sequence_id))
-    )
-
-
-def report_sparse(node: Node, session: LiveSession, request: sparse_pb2.ReportSparse) -> None:
-    """Notes an engine's report of its sparse decode."""
-    used = sparse_convert.used(request.sequences, inspect.limits(node.core).max_blocks_per_call)
-    node.sparse.report(session, used, sparse_convert.layer_growth(request.layers))
 
 
 async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:

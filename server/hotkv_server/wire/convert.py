@@ -20,10 +20,7 @@ from hotkv_proto.table import Words, hash_words
 from hotkv_proto.v1 import cache_pb2
 from hotkv_server.cache.values import HashList, LoadPositions, Run
 from hotkv_server.dataplane.engine import Outcome
-from hotkv_server.events.drive import (
-    ExtraKey,
-    RunContent,
-)
+from hotkv_server.node.content import ExtraKey, RunContent
 from hotkv_server.node.transfer import TransferEnd
 
 MAX_LISTS = 1024

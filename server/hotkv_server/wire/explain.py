@@ -30,18 +30,15 @@ MAX_BLOCKS = 1 << 16
 
 
 async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
-    """Explains the prompt in the key space asked about, or in all whose hashes can be computed."""
-    numbers = [request.key_space_id] if request.key_space_id else sorted(node.core.key_spaces)
-    if not request.hashes and not request.token_ids:
-        raise HotKVError(Reason.INVALID_FIELD, "hashes and token_ids are empty; give one of them")
+    """Explains the prompt in the key space asked about, or in all whose hashes can be computed; or
+    the latest prompts of a session."""
+    prompts = _of_session(node, request) if request.session_id else _of_prompt(node, request)
     response = admin_pb2.ExplainResponse()
     room = MAX_BLOCKS
-    for number in numbers:
+    for tenant, number, packed, token_ids in prompts:
         try:
             space = node.core.key_space(number)
-            hashes = await asyncio.to_thread(
-                prompt_hashes, space, request.hashes, request.token_ids
-            )
+            hashes = await asyncio.to_thread(prompt_hashes, space, packed, token_ids)
             # It may have been forgotten meanwhile.
             node.core.key_space(number)
         except HotKVError:
@@ -71,7 +68,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
             await asyncio.sleep(0)
         await asyncio.to_thread(
             _explain,
-            response.key_spaces.add(),
+            response.key_spaces.add(tenant=tenant),
             space,
             number,
             found,
@@ -79,6 +76,32 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
             len(hashes) * space.hash_block_tokens,
         )
     return response
+
+
+Prompt = tuple[str, int, bytes, bytes]
+"""Tenant of the session that has it, key space, packed hashes, packed token ids."""
+
+
+def _of_prompt(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
+    if not request.hashes and not request.token_ids:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            "hashes, token_ids and session_id are empty; give one of them",
+        )
+    numbers = [request.key_space_id] if request.key_space_id else sorted(node.core.key_spaces)
+    return [("", number, request.hashes, request.token_ids) for number in numbers]
+
+
+def _of_session(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
+    """The latest prompts of the sessions of this name."""
+    if request.hashes or request.token_ids:
+        raise HotKVError(Reason.INVALID_FIELD, "session_id: give it without a prompt")
+    return [
+        (tenant, number, convert.unpadded(words, node.core.key_space(number).hash_bytes), b"")
+        for one in node.capabilities
+        for tenant, number, words in one.session_prompts(request.session_id, request.tenant)
+        if number in node.core.key_spaces and len(words) and request.key_space_id in (0, number)
+    ]
 
 
 def _explain(

@@ -1,9 +1,9 @@
 """Puts the gRPC servers together, one for each listener, and says what each serves.
 
-- `grpc.sock`: sessions, cache, sparse, hints; health, reflection.
-- `admin.sock`: admin, events; health, reflection, channelz.
-- TCP, if the settings ask for it: sessions, cache, sparse, hints, health. Reflection, and admin and
-  events behind a proof, if the settings ask for them.
+- `grpc.sock`: sessions, cache, and what capabilities have for users; health, reflection.
+- `admin.sock`: admin, and what capabilities have for operators; health, reflection, channelz.
+- TCP, if the settings ask for it: what users have, and health. Reflection, and what operators have
+  behind a proof, if the settings ask for them.
 
 Always true: connections, calls and message sizes are bounded on each, so what clients can make the
 server hold of messages that have not come whole is bounded by MAX_INCOMPLETE_BYTES.
@@ -12,6 +12,7 @@ server hold of messages that have not come whole is bounded by MAX_INCOMPLETE_BY
 import asyncio
 import os
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,27 +30,17 @@ from hotkv_proto.v1 import (
     admin_pb2_grpc,
     cache_pb2,
     cache_pb2_grpc,
-    events_pb2,
-    events_pb2_grpc,
-    hints_pb2,
-    hints_pb2_grpc,
     session_pb2,
     session_pb2_grpc,
-    sparse_pb2,
-    sparse_pb2_grpc,
-    warm_pb2,
-    warm_pb2_grpc,
 )
-from hotkv_server.events.service import EventService
-from hotkv_server.hints.service import HintService
+from hotkv_server.node.capability import Service
 from hotkv_server.node.node import Node
 from hotkv_server.node.sessions import MAX_SESSIONS
 from hotkv_server.security.identity import AccessControl, Peer
 from hotkv_server.security.tickets import Tickets
-from hotkv_server.sparse.service import MAX_SELECT_STREAMS, SparseService
-from hotkv_server.warm_start.service import WarmStartService
 from hotkv_server.wire.admin_service import AdminService
 from hotkv_server.wire.cache_service import CacheService
+from hotkv_server.wire.edge import MAX_SELECT_STREAMS, Edge, full_name
 from hotkv_server.wire.guard import peers
 from hotkv_server.wire.guard.audit import AuditLog, Who
 from hotkv_server.wire.guard.guests import Guests
@@ -105,27 +96,8 @@ answered."""
 CHANNELZ_NAME = "grpc.channelz.v1.Channelz"
 
 
-def _name(module: Any, service: str) -> str:
-    return str(module.DESCRIPTOR.services_by_name[service].full_name)
-
-
-USER_NAMES = (
-    _name(session_pb2, "SessionService"),
-    _name(cache_pb2, "CacheService"),
-    _name(sparse_pb2, "SparseService"),
-    _name(hints_pb2, "HintService"),
-)
-ADMIN_NAMES = (
-    _name(admin_pb2, "AdminService"),
-    _name(events_pb2, "EventService"),
-    _name(warm_pb2, "WarmStartService"),
-)
-
-
 TICKET_KEY = "hotkv-ticket-bin"
 """Metadata of an admin call on the Unix socket: a ticket, for the audit log."""
-Proving = session_pb2.OpenSession | hints_pb2.SendHintsRequest | hints_pb2.GetHintOutcomesRequest
-"""Messages that may have a ticket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +134,7 @@ class RpcServer:
         self.pace = Pace(endpoints.malformed_per_s)
         self.audit = AuditLog(endpoints.audit, endpoints.audit_file)
         self.certificates: Certificates | None = None
+        self._names: list[str] = []
         self._modes = {
             endpoints.socket: endpoints.socket_mode,
             endpoints.admin_socket: endpoints.admin_socket_mode,
@@ -183,72 +156,74 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
 
-    def _add_user_services(
-        self, server: grpc.aio.Server, hints: HintService, sessions: SessionService
-    ) -> None:
-        hints_pb2_grpc.add_HintServiceServicer_to_server(hints, server)
-        session_pb2_grpc.add_SessionServiceServicer_to_server(sessions, server)
-        cache_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(self._node), server)
-        sparse_pb2_grpc.add_SparseServiceServicer_to_server(
-            SparseService(self._node, self.pace, self._guests), server
-        )
+    def _services(
+        self,
+        identify: Callable[[Any, Any], Peer],
+        *,
+        has_descriptor_socket: bool = False,
+        is_admin: bool = False,
+    ) -> list[Service]:
+        """Those for users, or for operators, of one listener."""
+        node = self._node
+        edge = Edge(node, self._access, identify, self.pace, self._guests, has_descriptor_socket)
+        found = [
+            Service(
+                full_name(session_pb2, "SessionService"),
+                session_pb2_grpc.add_SessionServiceServicer_to_server,
+                SessionService(edge),
+            ),
+            Service(
+                full_name(cache_pb2, "CacheService"),
+                cache_pb2_grpc.add_CacheServiceServicer_to_server,
+                CacheService(node),
+            ),
+            Service(
+                full_name(admin_pb2, "AdminService"),
+                admin_pb2_grpc.add_AdminServiceServicer_to_server,
+                AdminService(node),
+                is_admin=True,
+            ),
+            *(service for one in node.capabilities for service in one.services(edge)),
+        ]
+        return [service for service in found if service.is_admin == is_admin]
 
-    def _add_admin_services(self, server: grpc.aio.Server) -> None:
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(self._node), server)
-        events_pb2_grpc.add_EventServiceServicer_to_server(EventService(self._node), server)
-        warm_pb2_grpc.add_WarmStartServiceServicer_to_server(WarmStartService(self._node), server)
+    def _add(self, services: Iterable[Service], server: grpc.aio.Server) -> list[str]:
+        """Registers services with a server and returns their names."""
+        names = []
+        for service in services:
+            service.add(service.servicer, server)
+            names.append(service.name)
+        self._names += names
+        return names
 
     def _users(self) -> grpc.aio.Server:
         server = self._server(self._admin_of_ticket)
-        self._add_user_services(
-            server,
-            HintService(self._node, self._access, self._peer_of_ticket),
-            SessionService(
-                self._node,
-                self._access,
-                self._peer_of_ticket,
-                self.pace,
-                self._guests,
-                has_descriptor_socket=True,
-            ),
-        )
+        services = self._services(self._peer_of_ticket, has_descriptor_socket=True)
         reflection.enable_server_reflection(
-            (*USER_NAMES, health_names.SERVICE_NAME, reflection.SERVICE_NAME), server
+            (*self._add(services, server), health_names.SERVICE_NAME, reflection.SERVICE_NAME),
+            server,
         )
         _listen(server, self._endpoints.socket)
         return server
 
     def _admins(self) -> grpc.aio.Server:
         server = self._server(self._admin_of_ticket)
-        self._add_admin_services(server)
+        names = self._add(self._services(self._peer_of_ticket, is_admin=True), server)
         channelz.add_channelz_servicer(server)
         reflection.enable_server_reflection(
-            (*ADMIN_NAMES, health_names.SERVICE_NAME, CHANNELZ_NAME, reflection.SERVICE_NAME),
-            server,
+            (*names, health_names.SERVICE_NAME, CHANNELZ_NAME, reflection.SERVICE_NAME), server
         )
         _listen(server, self._endpoints.admin_socket)
         return server
 
     def _tcp(self) -> grpc.aio.Server:
-        endpoints, names = self._endpoints, [*USER_NAMES, health_names.SERVICE_NAME]
+        endpoints = self._endpoints
         server = self._server(
             peers.of_call, lambda context: self._access.admit_admin(peers.of_call(context))
         )
-        self._add_user_services(
-            server,
-            HintService(self._node, self._access, _peer_of_call),
-            SessionService(
-                self._node,
-                self._access,
-                _peer_of_call,
-                self.pace,
-                self._guests,
-                has_descriptor_socket=False,
-            ),
-        )
+        names = [*self._add(self._services(_peer_of_call), server), health_names.SERVICE_NAME]
         if endpoints.admin_on_tcp:
-            self._add_admin_services(server)
-            names += ADMIN_NAMES
+            names += self._add(self._services(_peer_of_call, is_admin=True), server)
         if endpoints.tcp_reflection:
             reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
         if endpoints.tls is not None:
@@ -267,7 +242,7 @@ class RpcServer:
             ) from error
         return server
 
-    def _peer_of_ticket(self, opening: Proving, context: Any) -> Peer:
+    def _peer_of_ticket(self, opening: Any, context: Any) -> Peer:
         """The peer of the message's ticket; without a ticket a peer that has proven nothing. Raises
         UNAUTHENTICATED if a ticket is needed and this one is not valid."""
         if not opening.ticket:
@@ -307,7 +282,7 @@ class RpcServer:
             {
                 "": is_ready,
                 LIVENESS: is_alive,
-                **dict.fromkeys((*USER_NAMES, *ADMIN_NAMES), is_ready),
+                **dict.fromkeys(self._names, is_ready),
             }
         )
 
@@ -321,7 +296,7 @@ class RpcServer:
             path.unlink(missing_ok=True)
 
 
-def _peer_of_call(opening: Proving, context: Any) -> Peer:
+def _peer_of_call(opening: Any, context: Any) -> Peer:
     return peers.of_call(context)
 
 

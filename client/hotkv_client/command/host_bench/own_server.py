@@ -77,7 +77,7 @@ def _wait_ready(process: "subprocess.Popen[bytes]", target: str, log: Path) -> N
     deadline_s = time.monotonic() + START_S
     while time.monotonic() < deadline_s and process.poll() is None:
         with contextlib.suppress(HotKVError), AdminClient(target, 1.0) as admin:
-            if admin.ping() and admin.info()["state"] == "ready":
+            if admin.ping() and _is_settled(admin.info()):
                 return
         time.sleep(0.1)
     lines = log.read_text(errors="replace").strip().splitlines()
@@ -85,6 +85,10 @@ def _wait_ready(process: "subprocess.Popen[bytes]", target: str, log: Path) -> N
     if "No module named" in why:
         why = "it is not installed: pip install 'hotkv[server]'"
     raise BenchError(f"hotkv-server did not start: {why}")
+
+
+def _is_settled(info: dict[str, Any]) -> bool:
+    return info["state"] == "ready" and not info["progress"]
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hotkv_client.command.savings_tables import total
+from hotkv_client.command.status_tables import state_line
 from hotkv_client.command.top.readings import Reading
 from hotkv_proto.counters import SPARSE_COUNTERS, sparse_figures
 
@@ -143,7 +144,7 @@ def figures_of(before: Reading | None, after: Reading) -> Figures:
     outlook, counters = after.recent["outlook"], after.info["counters"]
     return Figures(
         version=after.info["version"],
-        state=after.info["state"],
+        state=state_line(after.info),
         uptime_s=after.info["uptime_s"],
         has_rates=between.before is not None,
         hit_ratio=_hit_ratio(grown),
@@ -266,11 +267,11 @@ def _sparse_growth(between: _Between, engine: str) -> dict[str, float]:
 def _warnings(between: _Between, grown: Mapping[str, Any]) -> Iterable[str]:
     """What should be looked at: a sentence each."""
     info, counters = between.after.info, between.after.info["counters"]
-    if not info["state"].startswith("ready"):
-        yield f"the server is not serving: {info['state']}"
+    if info["state"] != "ready":
+        yield f"the server is not serving: {state_line(info)}"
     lag = counters.get("loop_lag_p99_seconds", 0.0)
     if lag > LATE_S:
-        held = f", in {info['loop_held_by']}" if info["loop_held_by"] else ""
+        held = f", in {info['loop']['held_by']}" if info["loop"]["held_by"] else ""
         yield f"the event loop is {lag * 1e3:.0f} ms late{held}"
     for tier in between.after.tiers:
         does = _activity(tier)

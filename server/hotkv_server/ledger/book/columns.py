@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hotkv_proto.misses import Miss
+from hotkv_server.cache.values import HOST_TIER
 from hotkv_server.ledger.book.buckets import Values
 
 # In the order of the fields of Usage.
@@ -23,7 +24,6 @@ FIXED = (
     "loaded_bytes",
     "stored_bytes",
 )
-HOST_TIER = "host"
 HIT, MISSED = "hit_tokens/", "missed_tokens/"
 REASONS = tuple(reason for reason in Miss if reason is not Miss.ABSENT)
 """Reasons that tokens are counted under: ABSENT is refined before."""

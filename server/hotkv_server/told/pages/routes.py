@@ -20,15 +20,16 @@ from prometheus_client import (
     generate_latest,
 )
 
-from hotkv_server.ledger.told import savings_figures
 from hotkv_server.node.node import Node
+from hotkv_server.node.topics import Figures, tell
 from hotkv_server.security.page_access import PageAccess, PageRefusal, Sight
 from hotkv_server.security.path_checks import UnsafeError
+from hotkv_server.told.kernel import all_topics
 from hotkv_server.told.metrics import NodeCollector
 from hotkv_server.told.pages.page import Page
 from hotkv_server.told.pages.replies import PRIVATE, Reply, Request
 from hotkv_server.told.pages.savings import SavingsPage
-from hotkv_server.told.status import Figures, Status, as_json_values, read_status
+from hotkv_server.told.status import Status, as_json_values, read_status
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ async def _probe(node: Node, *, also_draining: bool) -> Reply:
 
 
 async def _savings(node: Node, since_s: float, *, has_names: bool) -> Figures:
-    return savings_figures(node.ledger.savings(since_s, has_rows=has_names))
+    filters = {"since_s": str(since_s), "rows": "" if has_names else "no"}
+    return await tell(all_topics(node), "savings", filters)
 
 
 async def _status(node: Node, *, has_names: bool) -> Status:

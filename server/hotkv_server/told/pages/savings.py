@@ -7,18 +7,20 @@ of HTTP only.
 
 import asyncio
 import dataclasses
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from hotkv_server.ledger.book.buckets import window_s
+from hotkv_server.node.topics import Figures
 from hotkv_server.told.pages.replies import Reply
-from hotkv_server.told.status import Figures
 
 RESTING_SHARE = 0.05
 MAX_REST_S = 5.0
 """Longest rest after an answer, however long a busy node took for it."""
+MAX_SINCE_S = 8 * 86_400.0
+"""The ledger looks back no further, but for all that it has."""
 MAX_KEPT = 32
 """Most answers that are kept: by window, with names and without."""
 
@@ -56,7 +58,7 @@ class SavingsPage:
         """The answer for the last `since_s` seconds; 0 for all. Has it computed anew, each window
         in its turn. Waits for that if the node does not rest, or if there is no answer for this
         window yet. Raises whatever the node raises."""
-        asked = window_s(since_s), has_names
+        asked = 60 * math.ceil(min(since_s, MAX_SINCE_S) / 60), has_names
         is_resting = self._turn.locked() or self._clock() < self._rests_until_s
         task = self._making.get(asked)
         if task is None:

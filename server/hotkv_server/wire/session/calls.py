@@ -6,17 +6,18 @@ done; all others at once.
 """
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.v1 import cache_pb2, residency_pb2, session_pb2
+from hotkv_proto.v1 import session_pb2
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.transfer import TransferEnd
-from hotkv_server.residency import calls as residency_calls
-from hotkv_server.tracing.calls import calls_of
 from hotkv_server.wire import calls, convert, space_convert
+from hotkv_server.wire.edge import calls_of
 from hotkv_server.wire.errors import as_refusal, detail
 from hotkv_server.wire.guard.throttle import Pace
 
@@ -36,6 +37,9 @@ class SessionCalls:
         self._pace = pace
         self._send = send
         self._traceable = calls_of(node)
+        self._of_capabilities = {
+            body: call for one in node.capabilities for body, call in one.session_calls().items()
+        }
 
     def refused(self, error: Exception) -> session_pb2.ConnectResponse:
         """The answer to a call that failed."""
@@ -54,13 +58,15 @@ class SessionCalls:
                 found = self._traceable.lookup(node, session, request.lookup)
                 if not isinstance(found, asyncio.Task):
                     return session_pb2.ConnectResponse(lookup=found)
-                found.add_done_callback(partial(self._answer_lookup, request.request_id))
+                found.add_done_callback(partial(self._answer_task, request.request_id, "lookup"))
                 return None
             case "acquire_lease":
                 acquired = self._traceable.acquire(node, session, request.acquire_lease)
                 if not isinstance(acquired, asyncio.Task):
                     return session_pb2.ConnectResponse(acquire_lease=acquired)
-                acquired.add_done_callback(lambda done: self._answer_lease(request, done))
+                acquired.add_done_callback(
+                    partial(self._answer_task, request.request_id, "acquire_lease")
+                )
                 return None
             case "reserve_blocks":
                 return session_pb2.ConnectResponse(
@@ -93,41 +99,6 @@ class SessionCalls:
             case "report_use":
                 await calls.report_use(node, session, request.report_use)
                 return None
-            case "create_sequence":
-                return session_pb2.ConnectResponse(
-                    create_sequence=calls.create_sequence(node, session, request.create_sequence)
-                )
-            case "append_blocks":
-                return session_pb2.ConnectResponse(
-                    append_blocks=calls.append_blocks(node, session, request.append_blocks)
-                )
-            case "delete_sequence":
-                return session_pb2.ConnectResponse(
-                    delete_sequence=await calls.delete_sequence(
-                        node, session, request.delete_sequence
-                    )
-                )
-            case "report_sparse":
-                calls.report_sparse(node, session, request.report_sparse)
-                return None
-            case "open_residency":
-                return session_pb2.ConnectResponse(
-                    open_residency=await residency_calls.open_residency(
-                        node, session, request.open_residency
-                    )
-                )
-            case "extend_residency":
-                extended = residency_calls.extend_residency(node, session, request.extend_residency)
-                if not isinstance(extended, asyncio.Task):
-                    return session_pb2.ConnectResponse(extend_residency=extended)
-                extended.add_done_callback(partial(self._answer_residency, request.request_id))
-                return None
-            case "close_residency":
-                return session_pb2.ConnectResponse(
-                    close_residency=await residency_calls.close_residency(
-                        node, session, request.close_residency
-                    )
-                )
             case "flush":
                 return session_pb2.ConnectResponse(flushed=await calls.flush(node, session))
             case "ping":
@@ -149,49 +120,34 @@ class SessionCalls:
                     Reason.INVALID_FIELD,
                     "open_session was sent twice; open another stream for another session",
                 )
+            case body if (call := self._of_capabilities.get(body or "")) is not None:
+                assert body is not None
+                return await self._served(request, body, call(session, getattr(request, body)))
             case _:
                 raise HotKVError(Reason.INVALID_FIELD, "body is empty or of a newer protocol")
+
+    async def _served(
+        self, request: session_pb2.ConnectRequest, body: str, answer: Any
+    ) -> session_pb2.ConnectResponse | None:
+        """The answer of a capability's call; None if it comes later, or never."""
+        if isinstance(answer, asyncio.Task):
+            answer.add_done_callback(partial(self._answer_task, request.request_id, body))
+            return None
+        if inspect.isawaitable(answer):
+            answer = await answer
+        return None if answer is None else session_pb2.ConnectResponse(**{body: answer})
 
     async def _slowed(self, error: HotKVError) -> HotKVError:
         """The error, when it may be answered."""
         await self._pace.turn()
         return error
 
-    def _answer_lease(
-        self,
-        request: session_pb2.ConnectRequest,
-        done: "asyncio.Task[cache_pb2.AcquireLeaseResponse]",
-    ) -> None:
-        def answer() -> session_pb2.ConnectResponse:
-            return session_pb2.ConnectResponse(acquire_lease=done.result())
-
-        if not done.cancelled():
-            self._answer_later(request.request_id, answer)
-
-    def _answer_lookup(
-        self, request_id: int, done: "asyncio.Task[cache_pb2.LookupResponse]"
-    ) -> None:
-        def answer() -> session_pb2.ConnectResponse:
-            return session_pb2.ConnectResponse(lookup=done.result())
-
-        if not done.cancelled():
-            self._answer_later(request_id, answer)
-
-    def _answer_residency(
-        self, request_id: int, done: "asyncio.Task[residency_pb2.ExtendResidencyResponse]"
-    ) -> None:
-        def answer() -> session_pb2.ConnectResponse:
-            return session_pb2.ConnectResponse(extend_residency=done.result())
-
-        if not done.cancelled():
-            self._answer_later(request_id, answer)
-
-    def _answer_later(
-        self, request_id: int, answer: Callable[[], session_pb2.ConnectResponse]
-    ) -> None:
-        """Sends what a task has come to."""
+    def _answer_task(self, request_id: int, body: str, done: "asyncio.Task[Any]") -> None:
+        """Sends what a task has come to, as the field `body` of the answer."""
+        if done.cancelled():
+            return
         try:
-            response = answer()
+            response = session_pb2.ConnectResponse(**{body: done.result()})
         except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
             response = self.refused(error)
         response.request_id = request_id

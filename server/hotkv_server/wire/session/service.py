@@ -7,7 +7,7 @@ tenant's own, so that no other tenant can name its leases.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import hotkv_proto
@@ -21,61 +21,43 @@ from hotkv_proto.versions import (
     agreed_features,
     agreed_version,
 )
-from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
-from hotkv_server.security.identity import AccessControl, Peer, Tenant
+from hotkv_server.security.identity import Peer, Tenant
 from hotkv_server.wire import convert, space_convert
+from hotkv_server.wire.edge import Edge
 from hotkv_server.wire.errors import abort, as_refusal
-from hotkv_server.wire.guard.guests import Guests
-from hotkv_server.wire.guard.throttle import Pace
 from hotkv_server.wire.session.stream import SessionStream
 
 log = logging.getLogger(__name__)
 
 FIRST_MESSAGE_TIMEOUT_S = 10.0
-Identify = Callable[[session_pb2.OpenSession, Any], Peer]
-"""What the peer of a call has proven, given its first message and its context. Raises HotKVError
-for a proof that is of no use."""
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
     """See session.proto."""
 
-    def __init__(
-        self,
-        node: Node,
-        access: AccessControl,
-        identify: Identify,
-        pace: Pace,
-        guests: Guests,
-        *,
-        has_descriptor_socket: bool,
-    ) -> None:
-        self._node = node
-        self._access = access
-        self._pace = pace
-        self._guests = guests
-        self._identify = identify
-        self._has_descriptor_socket = has_descriptor_socket
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+        self._node = edge.node
 
     async def Connect(  # type: ignore[override]
         self, request_iterator: AsyncIterator[session_pb2.ConnectRequest], context: Any
     ) -> None:
         who = f"peer={context.peer()}"
         try:
-            with self._guests.stay():
+            with self._edge.guests.stay():
                 first = await _first(request_iterator)
             who = (
                 f"{who} engine={first.open_session.engine_id[:64]!r} "
                 f"tenant={first.open_session.key_space.tenant[:64]!r}"
             )
-            peer = self._identify(first.open_session, context)
+            peer = self._edge.identify(first.open_session, context)
             who = f"{who} {peer}"
             session = await self._open(first.open_session, peer)
         except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
-            await self._pace.turn()
+            await self._edge.pace.turn()
             await abort(context, as_refusal(self._node, error, who))
-        stream = SessionStream(self._node, session, context, self._pace)
+        stream = SessionStream(self._node, session, context, self._edge.pace)
         why: HotKVError | None = None
         try:
             why = await stream.run(request_iterator, self._opened(first, session))
@@ -100,7 +82,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             space_convert.key_space(opening.key_space),
             space_convert.representations(opening.representations),
         )
-        tenant = self._access.admit(peer, key_space.tenant)
+        tenant = self._edge.access.admit(peer, key_space.tenant)
         self._check_sessions(tenant)
         engine_id = (
             opening.engine_id
@@ -116,7 +98,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             session.peer, session.maps_arena = peer, False
             try:
                 # Other settings may have come meanwhile; from here on they end the session.
-                tenant = self._access.admit(peer, key_space.tenant)
+                tenant = self._edge.access.admit(peer, key_space.tenant)
             except HotKVError:
                 await self._node.sessions.close(session)
                 raise
@@ -157,9 +139,9 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
                 session_id=session.secret_id,
                 key_space_id=session.record.key_space_id,
                 epoch=self._node.epoch,
-                has_descriptor_socket=self._has_descriptor_socket,
+                has_descriptor_socket=self._edge.has_descriptor_socket,
                 server_name=f"hotkv-server {hotkv_proto.__version__}",
-                wants_token_ids=self._node.events.publisher is not None,
+                wants_token_ids=any(one.wants_token_ids for one in self._node.capabilities),
                 features=[session_pb2.Feature.ValueType(int(f)) for f in sorted(features)],
                 salts=_salts(opening, session.key_space),
             ),

@@ -5,11 +5,8 @@ from dataclasses import asdict
 
 from hotkv_server.cache import inspect
 from hotkv_server.cache.table.census import Census
-from hotkv_server.ledger import told as savings_figures
 from hotkv_server.node.node import Node
-from hotkv_server.residency import told as inspect_residencies
 from hotkv_server.tiers import told as tier_figures
-from hotkv_server.tracing import drive as tracing
 
 FRESH_PARTS = 8
 """A census of so many parts, a million entries, takes some 20 ms."""
@@ -61,34 +58,18 @@ def counters(node: Node) -> dict[str, float]:
     values = {f"{name}_total": float(value) for name, value in inspect.counters(node.core).items()}
     values["loaded_bytes_total"] = float(node.transfers.loaded_bytes)
     values["stored_bytes_total"] = float(node.transfers.stored_bytes)
-    values["events_lost_by_readers_total"] = float(node.events.feeds.lost_items)
     values["watched_requests_lost_total"] = float(node.reports.watched.lost_items)
     values["copy_busy_seconds_total"] = node.copy_engine.busy_s
     values["verified_blocks_total"] = float(node.verifier.verified_blocks)
     values["scrub_passes_total"] = float(node.verifier.passes)
     values["refused_total"] = float(node.refusals.total())
-    publisher = node.events.publisher
-    values["events_published_total"] = float(publisher.published_events) if publisher else 0.0
-    values["events_lost_total"] = float(publisher.lost_events) if publisher else 0.0
     values.update(
         (f"reported_{name}_total", float(value))
         for name, value in asdict(node.reports.counters).items()
     )
-    values.update(
-        (f"sparse_{name}_total", float(value))
-        for name, value in asdict(node.sparse.counters).items()
-    )
-    values.update(
-        (f"hints_{status.value}_total", float(count))
-        for status, count in node.hints.num_actions.items()
-    )
-    resident = inspect_residencies.totals(node.core)
-    values["residencies_opened_total"] = float(resident.num_opened)
-    values["residencies_refused_total"] = float(resident.num_refused)
     values.update(tier_figures.counters(node.tiers))
-    values.update(savings_figures.counters(node.ledger))
-    values.update(tracing.counters(node.tracing))
-    values["sparse_served_selects_total"] = float(node.sparse.selections.num_served)
+    for one in node.capabilities:
+        values.update(one.counters())
     return values
 
 
@@ -96,8 +77,7 @@ def gauges(node: Node, counted: Census) -> dict[str, float]:
     """Gauges by their metric names, without the `hotkv_` prefix."""
     host, live = inspect.tier(node.core, counted), inspect.counts(node.core)
     pool, lag = host.pool, node.lag.read()
-    resident = inspect_residencies.totals(node.core)
-    return {
+    values = {
         "loop_lag_p50_seconds": lag.p50_s,
         "loop_lag_p99_seconds": lag.p99_s,
         "loop_lag_longest_seconds": lag.longest_s,
@@ -123,26 +103,14 @@ def gauges(node: Node, counted: Census) -> dict[str, float]:
         "device_allocations_open": float(node.devices.num_open),
         "arena_huge_page_bytes": float(node.memory.arena.huge_bytes),
         "free_slabs": float(host.num_free_slabs),
-        "hint_sessions": float(sum(len(one.sessions) for _, one in node.hints.book.all())),
-        "residencies": float(resident.count),
-        "residency_pinned_bytes": float(resident.pinned_bytes),
-        "residency_promised_bytes": float(resident.promised_bytes),
-        "residency_bound_bytes": float(resident.bound_bytes),
-        "residency_grace_bytes": float(resident.grace_bytes),
-        "residencies_waiting": float(resident.num_waiting),
         "draining": float(node.core.draining),
         "held_bytes": float(live.held_bytes),
         "held_budget_bytes": float(live.held_budget_bytes),
-        "events_queued_bytes": float(
-            node.events.publisher.queued_bytes if node.events.publisher else 0
-        ),
-        "event_readers": float(len(node.events.feeds)),
         "request_watchers": float(len(node.reports.watched)),
-        "sparse_sequences": float(len(node.sparse.sequences)),
-        "sparse_sequence_blocks": float(node.sparse.sequences.num_blocks),
-        "sparse_selects_in_flight": float(len(node.sparse.selections)),
         "notices_queued": float(max((s.notices.qsize() for s in node.sessions), default=0)),
         **tier_figures.gauges(node.tiers),
-        **savings_figures.gauges(node.ledger),
         **{f"eviction_{name}": value for name, value in inspect.policy_figures(node.core).items()},
     }
+    for one in node.capabilities:
+        values.update(one.gauges())
+    return values

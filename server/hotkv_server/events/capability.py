@@ -1,0 +1,120 @@
+"""Events, as a capability of the node."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.v1 import events_pb2, events_pb2_grpc
+from hotkv_server.cache.values import Entries, EvictionNotice, Medium, Run
+from hotkv_server.events.drive import EventHub, moved_events, removed_events, stored_events
+from hotkv_server.events.publish import check_publisher, make_publisher
+from hotkv_server.events.service import EventService
+from hotkv_server.node.capability import Capability, Service
+from hotkv_server.node.content import RunContent
+from hotkv_server.node.health import Health
+from hotkv_server.node.node import STALLED_WORK_S, Node
+from hotkv_server.node.session import LiveSession
+from hotkv_server.settings import Settings
+from hotkv_server.wire.edge import Edge, full_name
+
+
+def check(settings: Settings) -> None:
+    """Raises StartError if events are wanted and can't be published."""
+    check_publisher(settings)
+
+
+def attach(settings: Settings, node: Node) -> "EventsCapability":
+    """Events of this node. Raises StartError."""
+    return EventsCapability(node, EventHub(make_publisher(settings.events)))
+
+
+class EventsCapability(Capability):
+    """See the folder's README."""
+
+    def __init__(self, node: Node, hub: EventHub) -> None:
+        self._node = node
+        self.hub = hub
+
+    def __repr__(self) -> str:
+        return f"EventsCapability({self.hub!r})"
+
+    def start(self, health: Health) -> None:
+        if (publisher := self.hub.publisher) is not None:
+            health.watch(
+                "the event publisher", publisher.is_alive, publisher.stalled_s, STALLED_WORK_S
+            )
+
+    async def tick(self, now_s: float) -> None:
+        if self.hub.publisher is not None:
+            self.hub.publisher.settle()
+
+    def release(self) -> None:
+        if self.hub.publisher is not None:
+            self.hub.publisher.close()
+
+    def key_space_added(self, number: int, key_space: KeySpace) -> None:
+        self.hub.add_key_space(number, key_space)
+
+    def key_space_forgotten(self, number: int) -> None:
+        self.hub.forget_key_space(number)
+
+    def blocks_stored(
+        self,
+        session: LiveSession,
+        runs: Sequence[Run],
+        contents: Sequence[RunContent],
+        results: Sequence[NDArray[np.uint8]],
+    ) -> None:
+        if self.hub.is_heard and contents:
+            number, key_space = session.record.key_space_id, session.key_space
+            self.hub.publish(stored_events(number, key_space, runs, contents, results))
+
+    def blocks_moved(self, entries: Entries, medium: Medium, tier: str) -> None:
+        if not self.hub.is_heard:
+            return
+        core = self._node.core
+        index = core.space.index
+        if medium is Medium.DISK:
+            assert core.lower is not None, "blocks on a disk without a tier below"
+            index = core.lower.space.index
+        self.hub.publish(list(moved_events(index, entries, medium, tier)))
+
+    def blocks_removed(
+        self,
+        notices: Sequence[EvictionNotice],
+        below: Sequence[EvictionNotice],
+        flushed_key_space_id: int,
+    ) -> None:
+        if self.hub.is_heard:
+            self.hub.publish(removed_events(notices, flushed_key_space_id, below))
+
+    def counters(self) -> Mapping[str, float]:
+        publisher = self.hub.publisher
+        return {
+            "events_lost_by_readers_total": float(self.hub.feeds.lost_items),
+            "events_published_total": float(publisher.published_events if publisher else 0),
+            "events_lost_total": float(publisher.lost_events if publisher else 0),
+        }
+
+    def gauges(self) -> Mapping[str, float]:
+        publisher = self.hub.publisher
+        return {
+            "events_queued_bytes": float(publisher.queued_bytes if publisher else 0),
+            "event_readers": float(len(self.hub.feeds)),
+        }
+
+    def services(self, edge: Edge) -> Iterable[Service]:
+        return [
+            Service(
+                full_name(events_pb2, "EventService"),
+                events_pb2_grpc.add_EventServiceServicer_to_server,
+                EventService(self._node, self.hub),
+                is_admin=True,
+            )
+        ]
+
+    @property
+    def wants_token_ids(self) -> bool:
+        return self.hub.publisher is not None

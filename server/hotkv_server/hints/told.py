@@ -1,0 +1,58 @@
+"""What operators are told of hints: what routers have asked, and what has come of it."""
+
+import time
+
+from hotkv_server.cache.values import Outcome
+from hotkv_server.hints.book.outcomes import HintBook
+from hotkv_server.node.topics import Figures, Filters
+
+DEFAULT_PAGE, MAX_PAGE = 100, 1000
+
+
+def hints(book: HintBook, filters: Filters) -> Figures:
+    """The latest outcomes, in the order in which the actions came; what each tenant has; and, if a
+    session is asked about, when its requests came last."""
+    now_s, most = time.monotonic(), filters.page_size(DEFAULT_PAGE, MAX_PAGE)
+    message, session = filters.text("message_id"), filters.text("session_id")
+    tenants = [one for one in book.all() if filters.text("tenant") in ("", one[0])]
+    found = [
+        (one.came_s, name, one)
+        for name, tenant in tenants
+        for one in tenant.outcomes.values()
+        if message in ("", one.message_id) and session in ("", one.session_id)
+    ]
+    found.sort(key=lambda row: row[:2])
+    known = ((name, tenant.sessions.get(session)) for name, tenant in tenants)
+    return {
+        "outcomes": [_outcome(one, name, now_s) for _, name, one in found[-most:]],
+        "tenants": [
+            {
+                "tenant": name,
+                "session_count": len(tenant.sessions),
+                "session_byte_count": tenant.sessions.num_bytes,
+                "outcome_count": len(tenant.outcomes),
+            }
+            for name, tenant in tenants
+        ],
+        "sessions": [
+            {"tenant": name, "idle_s": now_s - one.used_s} for name, one in known if one is not None
+        ],
+    }
+
+
+def _outcome(one: Outcome, tenant: str, now_s: float) -> Figures:
+    return {
+        "message_id": one.message_id,
+        "action_id": one.action_id,
+        "action_type": one.kind,
+        "session_id": one.session_id,
+        "status": one.status.value,
+        "reason": one.reason,
+        "block_count": one.num_blocks,
+        "done_block_count": one.num_done,
+        "reused_block_count": one.reused_blocks,
+        "saved_s": one.saved_s,
+        "age_s": max(0.0, now_s - one.came_s),
+        "sequence": one.sequence,
+        "tenant": tenant,
+    }

@@ -1,0 +1,81 @@
+"""The ledger, as a capability of the node."""
+
+from collections.abc import Iterable, Mapping
+
+from hotkv_server.ledger import told
+from hotkv_server.ledger.drive import LiveLedger
+from hotkv_server.ledger.live_history import LiveHistory
+from hotkv_server.node.capability import Capability, Samples
+from hotkv_server.node.node import Node
+from hotkv_server.node.reports import LoadEnd, Report
+from hotkv_server.node.session import LiveSession
+from hotkv_server.node.topics import Figures, Filters, Topic
+from hotkv_server.settings import Settings
+
+
+def attach(settings: Settings, node: Node) -> "LedgerCapability":
+    """The ledger of this node, as an earlier server has left it."""
+    tiers = node.tiers.names if node.tiers is not None else ()
+    return LedgerCapability(node, LiveLedger(node.core, settings.arena_dir, tiers, settings.policy))
+
+
+class LedgerCapability(Capability):
+    """See the folder's README."""
+
+    def __init__(self, node: Node, ledger: LiveLedger) -> None:
+        self._clerk = node.clerk
+        self.ledger = ledger
+        self.history = LiveHistory(node.core, ledger, node.lag)
+
+    def __repr__(self) -> str:
+        return f"LedgerCapability({self.ledger!r})"
+
+    async def tick(self, now_s: float) -> None:
+        self.history.turn(now_s)
+        await self.ledger.turn(self._clerk)
+
+    async def close(self) -> None:
+        await self.ledger.close()
+
+    def save(self) -> None:
+        self.ledger.save()
+
+    def request_scheduled(self, session: LiveSession, report: Report) -> None:
+        self.ledger.report(session, report)
+
+    def load_ended(self, session: LiveSession, end: LoadEnd) -> None:
+        self.ledger.load_ended(session, end)
+
+    def bytes_moved(self, session: LiveSession, loaded: int, stored: int) -> None:
+        self.ledger.moved(session, loaded, stored)
+
+    def topics(self) -> Mapping[str, Topic]:
+        def savings(filters: Filters) -> Figures:
+            has_rows = filters.text("rows") != "no"
+            found = self.ledger.savings(filters.seconds("since_s"), has_rows=has_rows)
+            return told.savings_figures(found)
+
+        return {"savings": Topic(savings, ("since_s", "rows"))}
+
+    def status(self, *, has_names: bool) -> Figures:
+        return told.status(self.ledger, self.history, has_names=has_names)
+
+    def counters(self) -> Mapping[str, float]:
+        return {
+            "ledger_folded_rows_total": float(self.ledger.num_folded),
+            "ledger_lost_reports_total": float(self.ledger.num_lost),
+            "ledger_saved_seconds_total": self.ledger.grown.saved_s,
+            "ledger_taken_back_seconds_total": self.ledger.taken_back_s,
+            "ledger_waited_seconds_total": self.ledger.grown.waited_s,
+        }
+
+    def gauges(self) -> Mapping[str, float]:
+        outlook = self.ledger.outlook(told.RECENT_S)
+        return {
+            "ledger_rows": float(len(self.ledger.accounts)),
+            "ledger_ceiling_ratio": outlook.ceiling_ratio,
+            "ledger_next_gib_ratio": outlook.gib_gain_ratio,
+        }
+
+    def samples(self) -> Iterable[Samples]:
+        return told.tokens(self.ledger)

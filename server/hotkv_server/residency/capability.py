@@ -1,0 +1,71 @@
+"""Residency, as a capability of the node."""
+
+from collections.abc import Mapping
+from functools import partial
+
+from hotkv_server.node.capability import Capability, SessionCall
+from hotkv_server.node.health import Health
+from hotkv_server.node.node import Node
+from hotkv_server.node.session import LiveSession
+from hotkv_server.node.topics import Topic
+from hotkv_server.residency import calls, told
+from hotkv_server.residency.drive import Residencies
+from hotkv_server.settings import Settings
+
+
+def attach(settings: Settings, node: Node) -> "ResidencyCapability":
+    """Residency for this node."""
+    return ResidencyCapability(node)
+
+
+class ResidencyCapability(Capability):
+    """See the folder's README."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._core = node.core
+        self.residencies = Residencies(node.core, node.verifier, node.effects.run)
+
+    def __repr__(self) -> str:
+        return f"ResidencyCapability({self.residencies!r})"
+
+    def start(self, health: Health) -> None:
+        self.residencies.start()
+
+    def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
+        if is_last:
+            self._core.residencies.book.forget_engine(session.record.engine_id)
+
+    def topics(self) -> Mapping[str, Topic]:
+        return {"residencies": Topic(partial(told.residencies, self._core), ("page_size",))}
+
+    def session_figures(self) -> Mapping[str, Mapping[int, int]]:
+        counts: dict[int, int] = {}
+        for one in self._core.residencies.book.all():
+            counts[one.session_number] = counts.get(one.session_number, 0) + 1
+        return {"residency_count": counts}
+
+    def counters(self) -> Mapping[str, float]:
+        book = self._core.residencies.book
+        return {
+            "residencies_opened_total": float(book.num_opened),
+            "residencies_refused_total": float(book.num_refused),
+        }
+
+    def gauges(self) -> Mapping[str, float]:
+        core = self._core.residencies
+        return {
+            "residencies": float(len(core.book)),
+            "residency_pinned_bytes": float(core.bound.pinned_bytes),
+            "residency_promised_bytes": float(core.bound.promised_bytes),
+            "residency_bound_bytes": float(core.bound.bound_bytes),
+            "residency_grace_bytes": float(core.grace.num_bytes),
+            "residencies_waiting": float(len(core.book.refusals())),
+        }
+
+    def session_calls(self) -> Mapping[str, SessionCall]:
+        return {
+            "open_residency": partial(calls.open_residency, self.residencies),
+            "extend_residency": partial(calls.extend_residency, self._node, self.residencies),
+            "close_residency": partial(calls.close_residency, self.residencies),
+        }

@@ -1,0 +1,294 @@
+"""What the kernel tells: the server, tiers, key spaces, sessions, blocks.
+
+The rows are made once, here, for `hotkv`, its `--json`, the status page and its API. On the event
+loop only.
+"""
+
+import asyncio
+import heapq
+import os
+import socket
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import hotkv_proto
+from hotkv_proto import versions
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.table import Words
+from hotkv_server.cache import inspect
+from hotkv_server.cache.table.census import Census
+from hotkv_server.cache.values import DISK_TIER, HOST_TIER
+from hotkv_server.node.node import Node
+from hotkv_server.node.session import LiveSession
+from hotkv_server.node.topics import MAX_KEY_SPACE_ID, Figures, Filters, Topic
+from hotkv_server.tiers import told as tier_figures
+from hotkv_server.told.counts import census, counters, gauges
+from hotkv_server.told.devices import device_figures
+
+MAX_ROWS = 256
+"""Most sessions, and most key spaces, that are listed unless more are asked for."""
+MAX_KEY_SPACES = 4096
+DEFAULT_BLOCKS, MAX_BLOCKS = 100, 10_000
+SERVED_BLOCKS = 2000
+"""Most blocks of a page, however many are asked for: the event loop makes them one by one."""
+
+
+def all_topics(node: Node) -> dict[str, Topic]:
+    """What operators can ask this node, by name."""
+    found = _topics(node)
+    for one in node.capabilities:
+        found.update(one.topics())
+    return found
+
+
+def _topics(node: Node) -> dict[str, Topic]:
+    """Those of the kernel."""
+
+    async def server(filters: Filters) -> Figures:
+        counted = await census(node)
+        return {
+            **server_figures(node, time.monotonic()),
+            "counters": {**counters(node), **gauges(node, counted)},
+            "devices": device_figures(node.devices),
+        }
+
+    async def tiers(filters: Filters) -> Figures:
+        return {"tiers": tier_rows(node, await census(node))}
+
+    async def key_spaces(filters: Filters) -> Figures:
+        most = filters.page_size(MAX_ROWS, MAX_KEY_SPACES)
+        wanted = filters.whole("key_space_id", MAX_KEY_SPACE_ID)
+        counted = await census(node)
+        found = inspect.key_spaces(node.core, counted, 0 if wanted else most)
+        rows = [
+            {
+                **key_space_row(one),
+                "key_space": _key_space(one.key_space),
+                "representations": [
+                    {
+                        "group_index": kind.group_index,
+                        "format": kind.format,
+                        "version": kind.version,
+                        "shard_byte_counts": list(kind.shard_bytes),
+                    }
+                    for kind in one.representations
+                ],
+            }
+            for one in found
+            if wanted in (0, one.number)
+        ]
+        return {"key_space_count": len(node.core.key_spaces), "key_spaces": rows}
+
+    def sessions(filters: Filters) -> Figures:
+        rows = session_rows(node, node.sessions, time.monotonic())
+        return {"session_count": len(node.sessions), "sessions": rows}
+
+    async def blocks(filters: Filters) -> Figures:
+        return await _blocks(node, filters)
+
+    return {
+        "server": Topic(server),
+        "tiers": Topic(tiers),
+        "key_spaces": Topic(key_spaces, ("key_space_id", "page_size")),
+        "sessions": Topic(sessions),
+        "blocks": Topic(blocks, ("key_space_id", "page_size", "page_token")),
+    }
+
+
+# The server
+
+
+def server_figures(node: Node, now_s: float) -> Figures:
+    """Which server this is and how it is. `state`: `ready`, `draining` or `unhealthy`; `problems`:
+    a sentence each; `progress`: what the start still does, empty for nothing."""
+    problems, lag = node.health.problems(now_s), node.lag.read()
+    return {
+        "version": hotkv_proto.__version__,
+        "protocol_version": versions.NEWEST_VERSION,
+        "oldest_protocol_version": versions.OLDEST_VERSION,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "epoch": node.epoch,
+        "state": "unhealthy" if problems else "draining" if node.core.draining else "ready",
+        "problems": list(problems),
+        "progress": node.memory.filling.progress(),
+        "uptime_s": now_s - node.started_s,
+        "loop": {
+            "lag_p50_s": lag.p50_s,
+            "lag_p99_s": lag.p99_s,
+            "lag_longest_s": lag.longest_s,
+            "held_by": lag.held_by,
+        },
+    }
+
+
+# Tiers
+
+
+def tier_rows(node: Node, counted: Census) -> list[Figures]:
+    """Host memory, then the other tiers in the order in which they are asked, with what they do."""
+    rows = [_places(HOST_TIER, inspect.tier(node.core, counted))]
+    if (lower := inspect.lower_tier(node.core)) is not None:
+        rows.append(_places(DISK_TIER, lower))
+    by_name = {row["name"]: row for row in rows}
+    for state in tier_figures.states(node.tiers):
+        if state.is_shared:
+            row: Figures = {"name": state.name, "capacity_byte_count": state.capacity_bytes}
+            rows.append(row)
+        else:
+            row = by_name[state.name]
+        row["activity"] = tier_figures.activity(state)
+    return rows
+
+
+def _places(name: str, figures: inspect.TierFigures) -> Figures:
+    """What a tier has whose places the core knows."""
+    return {
+        "name": name,
+        "capacity_byte_count": figures.capacity_bytes,
+        "used_byte_count": figures.used_bytes,
+        "pinned_byte_count": figures.pinned_bytes,
+        "block_count": figures.num_blocks,
+        "free_slab_count": figures.num_free_slabs,
+        "slab_byte_count": figures.slab_bytes,
+        "representation_byte_count": figures.representation_bytes,
+        "slab_classes": [
+            {
+                "slot_byte_count": one.slot_bytes,
+                "slab_count": one.num_slabs,
+                "slot_count": one.num_slots,
+                "used_slot_count": one.num_used,
+            }
+            for one in figures.slab_classes
+        ],
+    }
+
+
+# Key spaces
+
+
+def key_space_row(one: inspect.KeySpaceFigures) -> Figures:
+    """What everybody may know of a key space, in a few words."""
+    return {
+        "key_space_id": one.number,
+        "fingerprint": one.key_space.fingerprint.hex(),
+        "tenant": one.key_space.tenant,
+        "model": one.key_space.model,
+        "dtype": one.key_space.dtype,
+        "group_count": len(one.key_space.groups),
+        "block_count": one.num_blocks,
+        "representation_count": one.num_representations,
+    }
+
+
+def _key_space(value: KeySpace) -> Figures:
+    """All of it, by the names of `hotkv.v1.KeySpace`."""
+    return {
+        "tenant": value.tenant,
+        "model": value.model,
+        "weights_identity": value.weights_identity,
+        "dtype": value.dtype,
+        "kv_dtype": value.kv_dtype,
+        "hash_algorithm": value.hash_algorithm,
+        "hash_seed": value.hash_seed,
+        "hash_byte_count": value.hash_bytes,
+        "hash_block_token_count": value.hash_block_tokens,
+        "groups": [
+            {
+                "group_index": index,
+                "kind": group.kind.name.lower().replace("_", " "),
+                "block_token_count": group.block_tokens,
+                "shard_byte_counts": list(group.shard_bytes),
+                "window_token_count": group.window_tokens,
+                "layer_names": list(group.layer_names),
+            }
+            for index, group in enumerate(value.groups)
+        ],
+        "parallel_shape": value.parallel_shape,
+        "page_format": value.page_format,
+        "extra": list(value.extra),
+    }
+
+
+# Sessions
+
+
+def busiest(node: Node) -> list[LiveSession]:
+    """The MAX_ROWS sessions that have moved most bytes."""
+    return heapq.nlargest(MAX_ROWS, node.sessions, lambda one: one.loaded_bytes + one.stored_bytes)
+
+
+def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> list[Figures]:
+    """A row for each of these sessions, in the order of opening."""
+    held = inspect.leases_of_engines(node.core)
+    more = [one.session_figures() for one in node.capabilities]
+    rows = []
+    for one in sorted(sessions, key=lambda one: one.record.number):
+        row: Figures = {
+            "session_number": one.record.number,
+            "engine_id": one.record.engine_id,
+            "role": one.record.role,
+            "tenant": one.key_space.tenant,
+            "model": one.key_space.model,
+            "key_space_id": one.record.key_space_id,
+            "client_name": one.client_name,
+            "age_s": now_s - one.record.opened_s,
+            "lease_count": held.get(one.record.engine_id, 0),
+            "transfer_count": len(one.jobs),
+            "memory_byte_count": one.memory.num_bytes if one.memory else 0,
+            "device_allocation_count": len(one.memory.allocations) if one.memory else 0,
+            "device_order": one.memory.order.kind.name.lower() if one.memory else "",
+            "loaded_byte_count": one.loaded_bytes,
+            "stored_byte_count": one.stored_bytes,
+            "prefill_tokens_per_s": one.prefill_tokens_per_s,
+        }
+        for name, counts in (item for figures in more for item in figures.items()):
+            row[name] = counts.get(one.record.number, 0)
+        rows.append(row)
+    return rows
+
+
+# Blocks
+
+
+async def _blocks(node: Node, filters: Filters) -> Figures:
+    """One page of blocks, in no particular order."""
+    token, number = filters.text("page_token"), filters.whole("key_space_id", MAX_KEY_SPACE_ID)
+    if token and not (token.isascii() and token.isdecimal()):
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            "page_token is none that this server gave out; leave it empty to begin",
+        )
+    size = min(filters.page_size(DEFAULT_BLOCKS, MAX_BLOCKS), SERVED_BLOCKS)
+    if number:
+        node.core.key_space(number)
+    entries: list[int] = []
+    for entries in inspect.find_blocks(node.core, int(token or 0), size + 1, number):  # noqa: B007 - each part has what was found so far
+        await asyncio.sleep(0)
+    now_s = time.monotonic()
+    return {
+        "blocks": [_block(node, one, now_s) for one in inspect.blocks(node.core, entries[:size])],
+        "next_page_token": str(entries[size]) if len(entries) > size else "",
+    }
+
+
+def _block(node: Node, block: inspect.BlockFigures, now_s: float) -> dict[str, Any]:
+    hash_bytes = node.core.key_space(block.key_space_id).hash_bytes
+
+    def text(words: Words | None) -> str:
+        return "" if words is None else words.tobytes()[:hash_bytes].hex()
+
+    return {
+        "block_hash": text(block.hash_words),
+        "key_space_id": block.key_space_id,
+        "group_index": block.group_index,
+        "state": inspect.STATES[block.state],
+        "byte_count": block.slot_bytes,
+        "depth": block.depth,
+        "pin_count": block.num_pins,
+        "idle_s": max(0.0, now_s - block.last_used_s) if block.last_used_s else 0.0,
+        "parent_hash": text(block.parent_words),
+        "representation_byte_count": block.representation_bytes,
+    }

@@ -1,0 +1,23 @@
+"""Nodes with all capabilities, for tests that make a node by themselves: with a ledger that ends
+with it, without a publisher and without tracing."""
+
+from hotkv_server.events.capability import EventsCapability
+from hotkv_server.events.drive import EventHub
+from hotkv_server.hints.capability import HintsCapability
+from hotkv_server.ledger.capability import LedgerCapability
+from hotkv_server.ledger.drive import LiveLedger
+from hotkv_server.node.node import Node
+from hotkv_server.residency.capability import ResidencyCapability
+from hotkv_server.sparse.capability import SparseCapability
+
+
+def capable(node: Node) -> Node:
+    """The node, which has them from now on."""
+    node.capabilities += [
+        EventsCapability(node, EventHub()),
+        LedgerCapability(node, LiveLedger(node.core)),
+        ResidencyCapability(node),
+        SparseCapability(node),
+        HintsCapability(node),
+    ]
+    return node

@@ -1,0 +1,66 @@
+"""A capability can be deleted: without its folder and its lines of registration the server starts,
+serves, and keeps every other promise. Each in turn by the daemon's tests that remain; all together
+by the demo with real vLLM."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CAPABILITIES = ("events", "hints", "ledger", "residency", "sparse", "tracing", "warm_start")
+REMAIN = tuple(
+    f"tests/server/test_{name}.py"
+    for name in ("life", "flush", "restart", "transfers", "tiers", "ranks", "links", "fence", "tcp")
+)
+"""Tests of a daemon that name no capability."""
+LINES = re.compile(r"    (\w+),|from hotkv_server\.(\w+) import capability as \w+")
+
+
+def without(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
+    """A copy of the server without these capabilities; the environment in which it is imported."""
+    server = folder / "hotkv_server"
+    source = ROOT / "server" / "hotkv_server"
+    shutil.copytree(source, server, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in names:
+        shutil.rmtree(server / name)
+    file = server / "startup" / "capabilities.py"
+    kept, gone = list[str](), list[str]()
+    for line in file.read_text().splitlines(keepends=True):
+        found = LINES.fullmatch(line.strip("\n"))
+        (gone if found and (found[1] or found[2]) in names else kept).append(line)
+    assert len(gone) == 2 * len(names), f"two lines register each of {names}: {gone}"
+    file.write_text("".join(kept))
+    return {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
+
+
+def run(command: tuple[str, ...], environment: dict[str, str]) -> str:
+    """What the command prints; it must end well, and must have run the copy."""
+    shown = subprocess.run(
+        (sys.executable, "-P", "-c", "import hotkv_server; print(hotkv_server.__file__)"),
+        env=environment, capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    assert shown.stdout.startswith(environment["PYTHONPATH"].split(":")[0])
+    ended = subprocess.run(
+        (sys.executable, "-P", "-m", *command),
+        env=environment, capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
+    return ended.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CAPABILITIES)
+def test_the_server_keeps_its_other_promises(name: str, tmp_path: Path) -> None:
+    environment = without(tmp_path, (name,))
+    run(("pytest", "-q", "-p", "no:cacheprovider", "-m", "not long", *REMAIN), environment)
+
+
+@pytest.mark.long
+def test_the_kernel_alone_serves_the_demo(tmp_path: Path) -> None:
+    environment = without(tmp_path, CAPABILITIES)
+    assert "tokens hit" in run(("demo",), environment)
