@@ -3,7 +3,8 @@ promise of the work holds at its end.
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 
 from hotkv_proto import native
+from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS, Representation
 from hotkv_proto.results import BlockResult
 from hotkv_proto.table import SLOT_ALIGN
@@ -20,7 +22,7 @@ from hotkv_server.cache.room import making as room
 from hotkv_server.cache.room.books import finished
 from hotkv_server.cache.room.policies import LRU, POLICIES
 from hotkv_server.cache.room.policies.queue import ColdQueue, Highest
-from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run
+from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run, TenantShare
 from hotkv_server.node import slices as slices_module
 from hotkv_server.node.slices import slices
 from tests.core.support import begin_store, evict_all, make_key_space, make_table, words_of
@@ -354,3 +356,72 @@ def test_room_for_representations_keeps_their_blocks() -> None:
         core.check_invariants()
     core.check_invariants()
     assert core.lookup(1, [HashList(0, words_of(range(4)))])[0].all()
+
+
+@pytest.mark.parametrize(("burst_slots", "named", "reserved"), [(4, 1, 3), (4, 2, 1), (6, 2, 3)])
+def test_a_bound_is_not_kept_by_what_the_call_names(
+    burst_slots: int, named: int, reserved: int
+) -> None:
+    """Whichever of its runs names it, and whatever slot size that run has."""
+    config = CoreConfig(
+        NUM_SLOTS * SLOT_ALIGN,
+        4 * SLOT_ALIGN,
+        100,
+        tenants={"one": TenantShare(0, burst_slots * SLOT_ALIGN)},
+    )
+    core = CacheCore(config, make_table(100), LRU(100))
+    key_space = replace(make_key_space("one", SLOT_ALIGN, 2 * SLOT_ALIGN), tenant="one")
+    session = core.open_session("engine", "rank", key_space, 0.0).number
+    begin_store(core, session, "t", "l", [Run(0, words_of(range(4)))], 0, 0.0, 0.0)
+    core.end_store(session, "t", True, 0.0)
+    runs = [Run(0, words_of([*range(named), 10])), Run(1, words_of([20]))]
+    (first, second) = finished(core.reserve(session, "new", runs, 0.0, 1.0)).results
+    assert first.tolist()[:named] == [BlockResult.PRESENT] * named
+    assert core.lookup(1, [HashList(0, words_of(range(named)))])[0].all()
+    got = [np.count_nonzero(results == BlockResult.RESERVED) for results in (first, second)]
+    assert got[0] + 2 * got[1] == reserved, "slots that the bound allows beside what is named"
+    core.check_invariants()
+
+
+def reserving_in_parts(between: Callable[[Meddler], object]) -> list[int]:
+    """Results of a call for blocks 100 to 111 in a full cache; `between` comes after its first
+    part."""
+    world = Meddler()
+    for number in range(0, NUM_SLOTS, 2):
+        world.call("store", number)
+    reserving = world.core.reserve(
+        world.session, "new", [Run(0, words_of(range(100, 112)))], 0.0, 50.0
+    )
+    next(reserving)
+    between(world)
+    (results,) = finished(reserving).results
+    world.core.check_invariants()
+    return [int(result) for result in results]
+
+
+def test_what_others_did_between_two_parts_counts() -> None:
+    assert reserving_in_parts(lambda world: None) == [BlockResult.RESERVED] * 12
+    stored = reserving_in_parts(lambda world: world.call("store", 100))
+    assert stored == [BlockResult.PRESENT] * 2 + [BlockResult.RESERVED] * 10
+    begun = reserving_in_parts(lambda world: world.call("begin", 100))
+    assert begun[:2] == [BlockResult.IN_FLIGHT] * 2
+
+
+@pytest.mark.parametrize(
+    ("between", "reason"),
+    [
+        (lambda world: setattr(world.core, "draining", True), Reason.DRAINING),
+        (lambda world: world.core.close_session(world.session, 1.0), Reason.UNKNOWN_SESSION),
+        (
+            lambda world: world.core.acquire(world.session, "new", [], 0.0, 1.0),
+            Reason.DUPLICATE_ID,
+        ),
+    ],
+    ids=["drain", "close", "lease"],
+)
+def test_a_call_may_be_refused_after_its_last_part(
+    between: Callable[[Meddler], object], reason: Reason
+) -> None:
+    with pytest.raises(HotKVError) as refused:
+        reserving_in_parts(between)
+    assert refused.value.reason is reason

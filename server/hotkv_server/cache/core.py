@@ -9,7 +9,7 @@ and when its block is flushed it stays as it is; a lease that ends during a copy
 until the copy ends; a block becomes ready only when every shard is written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,9 +175,9 @@ class CacheCore:
         in the order asked, -1 for a block that is not pinned or not verified."""
         return self._read_leases.slot_offsets(self.sessions.record(session_number), lease_id)
 
-    def make_room_above(self, key_space_id: int, runs: Sequence[Run]) -> Parts[None]:
+    def make_room_above(self, key_space_id: int, runs: Sequence[Run]) -> Iterator[None]:
         """Makes room for blocks that are about to come up from a tier. What the runs name stays."""
-        yield from self._reservations.room_for(key_space_id, runs)
+        return self._reservations.room_for(key_space_id, runs)
 
     def reserve(
         self,
@@ -197,9 +197,9 @@ class CacheCore:
         for others when they become so.
         """
         session = self.sessions.record(session_number)
-        yield from self._reservations.make_room(session, lease_id, runs, now_s, retention)
+        asked = yield from self._reservations.make_room(session, lease_id, runs, now_s, retention)
         session = self.sessions.record(session_number)
-        return self._reservations.reserve(session, lease_id, runs, ttl_s, now_s, retention)
+        return self._reservations.reserve(session, lease_id, asked, ttl_s, now_s, retention)
 
     def release(self, session_number: int, lease_id: str) -> bool:
         """Ends a lease; during copies it takes effect when they end. False if there is none."""
@@ -249,13 +249,13 @@ class CacheCore:
         retention, residency_id = options.retention, options.residency_id
         residency = self.residencies.book.named(session, residency_id)
         self._stores.check(session, transfer_id, shard_index)
-        yield from self._reservations.make_room(
+        asked = yield from self._reservations.make_room(
             session, lease_id, runs, now_s, retention, has_promise=residency is not None
         )
         session = self.sessions.record(session_number)
         residency = self.residencies.book.named(session, residency_id)
         return self._stores.begin(
-            session, transfer_id, lease_id, runs, shard_index, ttl_s, now_s, retention, residency
+            session, transfer_id, lease_id, asked, shard_index, ttl_s, now_s, retention, residency
         )
 
     def end_store(

@@ -21,7 +21,7 @@ from hotkv_server.cache.cache_books import CacheBooks
 from hotkv_server.cache.leases.leases import WriteLease
 from hotkv_server.cache.leases.transfers import StoreTransfer
 from hotkv_server.cache.leases.uses import Uses
-from hotkv_server.cache.room.reservations import Reservations
+from hotkv_server.cache.room.reservations import Asked, Reservations
 from hotkv_server.cache.table.representations import blocks_first
 from hotkv_server.cache.values import (
     BoolMask,
@@ -64,7 +64,7 @@ class Stores:
         session: SessionRecord,
         transfer_id: str,
         lease_id: str,
-        runs: list[Run],
+        asked: Asked,
         shard_index: int,
         ttl_s: float,
         now_s: float,
@@ -73,10 +73,10 @@ class Stores:
     ) -> list[SlotRun]:
         """As `CacheCore.begin_store`, without making room."""
         self.check(session, transfer_id, shard_index)
-        books, owner = self._books, self._books.sessions.owner(session)
+        books, owner, runs = self._books, self._books.sessions.owner(session), asked.runs
         joined = books.leases.get(session.engine_id, lease_id) is not None
         reservation = self._reservations.reserve(
-            session, lease_id, runs, ttl_s, now_s, retention, has_promise=residency is not None
+            session, lease_id, asked, ttl_s, now_s, retention, has_promise=residency is not None
         )
         lease = books.leases.get(session.engine_id, lease_id)
         writes = lease if isinstance(lease, WriteLease) else None

@@ -107,6 +107,8 @@ class Removal:
 
     def reap(self, entries: Entries) -> None:
         """Frees the slots of those entries that are detached and not pinned any more."""
+        if not len(entries):
+            return
         detached = (
             self.index.table.records[entries, table.W_GROUP_STATE] >> 16 == table.STATE_DETACHED
         )

@@ -6,6 +6,7 @@ owned by one write lease; a block that is ready or in flight is never reserved a
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,28 @@ from hotkv_server.cache.values import (
 _END = object()
 
 
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What is there of the blocks that the runs of a call name.
+
+    `words`: entry words of each run. `staying`: ready entries that are not evicted for the call:
+    those named, with the blocks of representations, and those before them in their chains.
+    """
+
+    words: tuple[Entries, ...]
+    staying: Entries
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call that was checked. `listed`: mixed keys of its blocks, one run after the other, without
+    representations. `named`: None if others were served since it was looked up."""
+
+    runs: list[Run]
+    listed: Keys
+    named: Named | None
+
+
 class Reservations:
     """Acts on the write leases in the lease book."""
 
@@ -53,23 +76,25 @@ class Reservations:
         retention: Retention,
         *,
         has_promise: bool = False,
-    ) -> Parts[None]:
+    ) -> Parts[Asked]:
         """Makes room for what `reserve` is about to reserve, right after the last part; a lease
         that exists has its room. What the runs name stays.
 
         Raises before anything is evicted if `reserve` would.
         """
         record = self._books.catalog.record(session.key_space_id)
-        lease, listed = self._of_call(session, record, lease_id, runs)
-        if lease is None:
+        self._check_runs(record, runs)
+        listed, named = self._listed(session.key_space_id, runs), None
+        if self._joined(session, lease_id, listed) is None:
             self._check_weight(session, record, listed)
-            yield from self.room_for(
+            named = yield from self.room_for(
                 session.key_space_id,
                 runs,
                 has_promise=has_promise,
                 # What has a promise or retention is not refused by the policy.
                 keep_at_s=None if has_promise or retention != NO_RETENTION else now_s,
             )
+        return Asked(runs, listed, named)
 
     def room_for(
         self,
@@ -78,28 +103,18 @@ class Reservations:
         *,
         has_promise: bool = False,
         keep_at_s: float | None = None,
-    ) -> Parts[None]:
-        """Makes room for whatever brings these blocks in. `has_promise`, `keep_at_s`: as in
-        `Room.make`."""
+    ) -> Parts[Named | None]:
+        """Makes room for whatever brings these blocks in. Returns what is there of them; None if
+        others were served meanwhile. `has_promise`, `keep_at_s`: as in `Room.make`."""
         record, space = self._books.catalog.record(key_space_id), self._books.space
-        index = space.index
+        if not all(record.has(run.group_index) for run in runs):
+            return None
+        named = self._named(record, runs)
         wanted: dict[tuple[int, int], int] = {}
-        kept: list[Entries] = []
-        for run in runs:
-            if not record.has(run.group_index):
-                return
-            words = index.find(key_space_id, run.group_index, run.hashes)
-            block_group = record.block_group(run.group_index)
-            if run.group_index >= MAX_GROUPS:
-                blocks = index.find(key_space_id, block_group, run.hashes)
-                kept.append(blocks[table.is_ready(blocks)])
-            kept.append(
-                space.chains.ending_with(key_space_id, block_group, run.parent, MAX_REFRESHED)
-            )
-            kept.append(words[table.is_ready(words)])
+        for run, words in zip(runs, named.words, strict=True):
             kind = (record.shape(run.group_index).slot_bytes, int(run.group_index >= MAX_GROUPS))
             wanted[kind] = wanted.get(kind, 0) + int(np.count_nonzero(words == 0))
-        staying = np.concatenate(kept) if kept else np.empty(0, np.uint32)
+        index, staying, had_parts = space.index, named.staying, False
         generations = index.table.records[staying, table.W_GENERATION]
         for (slot_bytes, is_kind), count in wanted.items():
             making = space.make_room(
@@ -111,7 +126,7 @@ class Reservations:
                 keep_at_s=keep_at_s,
             )
             while True:
-                if len(staying):
+                if had_parts:
                     same = (
                         index.table.records[staying, table.W_GENERATION] == generations
                     ) & index.is_ready(staying)
@@ -123,13 +138,32 @@ class Reservations:
                 space.removal.reap(staying)
                 if not has_more:
                     break
+                had_parts = True
                 yield
+        return None if had_parts else named
+
+    def _named(self, record: KeySpaceRecord, runs: Sequence[Run]) -> Named:
+        """Looks up what the runs name."""
+        space = self._books.space
+        listed, kept = list[Entries](), list[Entries]()
+        for run in runs:
+            words = space.index.find(record.number, run.group_index, run.hashes)
+            listed.append(words)
+            block_group = record.block_group(run.group_index)
+            if run.group_index >= MAX_GROUPS:
+                blocks = space.index.find(record.number, block_group, run.hashes)
+                kept.append(blocks[table.is_ready(blocks)])
+            kept.append(
+                space.chains.ending_with(record.number, block_group, run.parent, MAX_REFRESHED)
+            )
+            kept.append(words[table.is_ready(words)])
+        return Named(tuple(listed), np.concatenate(kept) if kept else np.empty(0, np.uint32))
 
     def reserve(
         self,
         session: SessionRecord,
         lease_id: str,
-        runs: list[Run],
+        asked: Asked,
         ttl_s: float,
         now_s: float,
         retention: Retention = NO_RETENTION,
@@ -137,36 +171,45 @@ class Reservations:
         has_promise: bool = False,
     ) -> Reservation:
         """As `CacheCore.reserve`, right after `make_room`. `has_promise`: as in `Space.insert`."""
-        books = self._books
-        record = books.catalog.record(session.key_space_id)
-        lease, listed = self._of_call(session, record, lease_id, runs)
+        books, runs = self._books, asked.runs
+        record, index = books.catalog.record(session.key_space_id), books.space.index
+        lease = self._joined(session, lease_id, asked.listed)
         ttl_s = lifetime_s(books.config, ttl_s)
-        deciding = lease is None
+        named = None
         if lease is None:
-            lease = self._new_lease(session, lease_id, record, listed, now_s + ttl_s, retention)
-        answers = {
-            at: self._reserve_run(lease, record, runs, at, deciding, now_s, has_promise)
-            for at in blocks_first([r.group_index for r in runs])
-        }
-        if deciding and (len(lease.entries) or record.key_space.num_shards > 1):
-            books.leases.add(lease)
+            lease = self._new_lease(
+                session, lease_id, record, asked.listed, now_s + ttl_s, retention
+            )
+            named = asked.named or self._named(record, runs)
+            index.pin(named.staying, 1)
+        groups = [run.group_index for run in runs]
+        answers: dict[int, tuple[NDArray[np.uint8], Entries]] = {}
+        for at in blocks_first(groups):
+            if named is not None and all(groups[before] != groups[at] for before in answers):
+                words = named.words[at]
+            else:
+                words = index.find(record.number, groups[at], runs[at].hashes)
+            results = self._results(lease, groups[at], words, now_s)
+            if named is not None:
+                self._insert(lease, record, runs, at, words, results, now_s, has_promise)
+            answers[at] = results, words
+        if named is not None:
+            index.pin(named.staying, -1)
+            if len(lease.entries) or record.key_space.num_shards > 1:
+                books.leases.add(lease)
         return Reservation(
             tuple(answers[at][0] for at in range(len(runs))),
             tuple(answers[at][1] for at in range(len(runs))),
             max(0.0, lease.expires_s - now_s),
         )
 
-    def _of_call(
-        self, session: SessionRecord, record: KeySpaceRecord, lease_id: str, runs: list[Run]
-    ) -> tuple[WriteLease | None, Keys]:
-        """The lease that a call joins, None if it decides; and the mixed keys of its blocks.
-        Raises unless the call may do so."""
-        books = self._books
+    def _check_runs(self, record: KeySpaceRecord, runs: list[Run]) -> None:
+        """Raises unless a call may name these runs."""
         check_named(
             record,
             [run.group_index for run in runs],
             sum(len(run.hashes) for run in runs),
-            books.config.max_blocks_per_call,
+            self._books.config.max_blocks_per_call,
         )
         if any(run.depth < 0 or run.depth + len(run.hashes) >= 1 << 31 for run in runs):
             raise HotKVError(
@@ -174,21 +217,25 @@ class Reservations:
                 "runs.depth is negative or too large; it counts blocks from the start of the "
                 "prompt",
             )
+
+    def _joined(self, session: SessionRecord, lease_id: str, listed: Keys) -> WriteLease | None:
+        """The lease that a call joins; None if it decides. Raises unless the call may do so."""
+        books = self._books
         lease = books.leases.of_call(session, lease_id)
         if lease is None:
             books.sessions.check_takes_new("grants no new leases")
             books.leases.check_count(books.sessions.owner(session))
+            return None
         if isinstance(lease, ReadLease):
             raise HotKVError(
                 Reason.DUPLICATE_ID, f"lease_id {lease_id!r} is a read lease; choose a new id"
             )
-        listed = self._listed(session.key_space_id, runs)
-        if lease is not None and not lease.names(listed):
+        if not lease.names(listed):
             raise HotKVError(
                 Reason.DUPLICATE_ID,
                 f"lease_id {lease_id!r} is in use for other blocks; choose a new id",
             )
-        return lease, listed
+        return lease
 
     def _listed(self, key_space_id: int, runs: list[Run]) -> Keys:
         """Mixed keys of all blocks of the runs, one after the other; representations left out."""
@@ -232,79 +279,61 @@ class Reservations:
         self._books.leases.check_room(self._books.sessions.owner(session), "runs", weight)
         return weight
 
-    def _reserve_run(
-        self,
-        lease: WriteLease,
-        record: KeySpaceRecord,
-        runs: list[Run],
-        at: int,
-        deciding: bool,
-        now_s: float,
-        has_promise: bool,
-    ) -> tuple[NDArray[np.uint8], Entries]:
-        """BlockResult values and entry numbers of one of the runs."""
-        run = runs[at]
-        index, is_block = self._books.space.index, run.group_index < MAX_GROUPS
-        words = index.find(lease.key_space_id, run.group_index, run.hashes)
-        results, present = np.full(len(words), BlockResult.NO_SPACE, np.uint8), words[:0]
-        if words.any():
-            ready, reserved = table.is_ready(words), words >= RESERVED_FLAG
-            words &= ~RESERVED_FLAG
-            mine = reserved & (index.owners(words) == lease.number)
-            results[ready], results[reserved], results[mine] = (
-                BlockResult.PRESENT,
-                BlockResult.IN_FLIGHT,
-                BlockResult.RESERVED,
-            )
-            present = words[ready]
-            if is_block:
-                self._books.counters.in_flight_blocks += int((reserved & ~mine).sum())
-        if len(present) and is_block:
-            self._uses.note(present, lease.retention, now_s)
-            self._books.counters.present_blocks += len(present)
-        absent = np.flatnonzero(words == 0)
-        if deciding and len(absent):
-            wanted = absent[first_occurrences(rows(run.hashes, absent))]
-            if len(wanted) < len(absent):
-                # A hash listed twice is reserved once; the second is in flight.
-                results[absent] = BlockResult.IN_FLIGHT
-                results[wanted] = BlockResult.NO_SPACE
-            self._insert(
-                lease, record, runs, run, wanted, present, results, words, now_s, has_promise
-            )
-        return results, words
+    def _results(
+        self, lease: WriteLease, group_index: int, words: Entries, now_s: float
+    ) -> NDArray[np.uint8]:
+        """BlockResult values of one run, NO_SPACE for what is not there. Notes a use of what is
+        ready, and makes entry numbers of `words`."""
+        results = np.full(len(words), BlockResult.NO_SPACE, np.uint8)
+        if not words.any():
+            return results
+        ready, reserved = table.is_ready(words), words >= RESERVED_FLAG
+        words &= ~RESERVED_FLAG
+        mine = reserved & (self._books.space.index.owners(words) == lease.number)
+        results[ready], results[reserved], results[mine] = (
+            BlockResult.PRESENT,
+            BlockResult.IN_FLIGHT,
+            BlockResult.RESERVED,
+        )
+        if group_index < MAX_GROUPS:
+            present, counters = words[ready], self._books.counters
+            counters.in_flight_blocks += int((reserved & ~mine).sum())
+            counters.present_blocks += len(present)
+            if len(present):
+                self._uses.note(present, lease.retention, now_s)
+        return results
 
     def _insert(
         self,
         lease: WriteLease,
         record: KeySpaceRecord,
         runs: list[Run],
-        run: Run,
-        wanted: Int64s,
-        present: Entries,
-        results: NDArray[np.uint8],
+        at: int,
         words: Entries,
+        results: NDArray[np.uint8],
         now_s: float,
         has_promise: bool,
     ) -> None:
-        """Reserves the wanted places of a run, as many as find room, and writes them into `results`
-        and `words`. `present`: entries of the run that are ready. `runs`: all of the call."""
-        space, index = self._books.space, self._books.space.index
-        block_group = record.block_group(run.group_index)
-        # The run's ready blocks stay, and those before them in the chain.
-        chain = space.chains.ending_with(record.number, block_group, run.parent, MAX_REFRESHED)
-        staying = np.concatenate((chain, present))
+        """Reserves what is not there of one of the runs, as much as finds room, and writes it into
+        `words` and `results`."""
+        run, space = runs[at], self._books.space
+        absent = np.flatnonzero(words == 0)
+        if not len(absent):
+            return
+        wanted = absent[first_occurrences(rows(run.hashes, absent))]
+        if len(wanted) < len(absent):
+            # A hash listed twice is reserved once; the second is in flight.
+            results[absent] = BlockResult.IN_FLIGHT
+            results[wanted] = BlockResult.NO_SPACE
         is_block = run.group_index < MAX_GROUPS
         if not is_block:
-            wanted, blocks = self._representable(lease, record, run, wanted, results)
-            staying = np.concatenate((staying, space.representations.of(present), blocks))
-        index.pin(staying, 1)
+            wanted = self._representable(lease, record, run, wanted, results)
         slot_bytes = record.shape(run.group_index).slot_bytes
         if len(runs) > 1 and not space.has_room(slot_bytes, len(wanted)):
             # Several runs have counted on the same free slab, or number.
-            finished(self.room_for(lease.key_space_id, runs, has_promise=has_promise))
+            finished(self.room_for(record.number, runs, has_promise=has_promise))
         entries = space.insert(
-            lease.key_space_id,
+            record.number,
             run.group_index,
             rows(run.hashes, wanted),
             slot_bytes,
@@ -312,16 +341,15 @@ class Reservations:
             lease.number,
             has_promise=has_promise,
         )
-        index.pin(staying, -1)
         words[wanted[: len(entries)]] = entries
         results[wanted[: len(entries)]] = BlockResult.RESERVED
         lease.entries = np.concatenate((lease.entries, entries))
         if is_block:
-            space.chains.link(lease.key_space_id, run.group_index, words, run.parent)
+            space.chains.link(record.number, run.group_index, words, run.parent)
             self._books.counters.no_space_blocks += len(wanted) - len(entries)
             left = rows(run.hashes, wanted[len(entries) :])
             depth = run.depth + len(words) - len(left)
-            space.decline(lease.key_space_id, run.group_index, left, depth, now_s, lease.retention)
+            space.decline(record.number, run.group_index, left, depth, now_s, lease.retention)
 
     def _representable(
         self,
@@ -330,9 +358,8 @@ class Reservations:
         run: Run,
         wanted: Int64s,
         results: NDArray[np.uint8],
-    ) -> tuple[Int64s, Entries]:
-        """The wanted representations whose block is ready or reserved under this lease, and the
-        blocks that are ready.
+    ) -> Int64s:
+        """The wanted representations whose block is ready or reserved under this lease.
 
         If another lease is writing the block, the result says so.
         """
@@ -343,7 +370,8 @@ class Reservations:
         ready, reserved = table.is_ready(words), words >= RESERVED_FLAG
         mine = reserved & (index.owners(words & ~RESERVED_FLAG) == lease.number)
         results[wanted[reserved & ~mine]] = BlockResult.IN_FLIGHT
-        return wanted[ready | mine], words[ready]
+        representable: Int64s = wanted[ready | mine]
+        return representable
 
     def drop(self, entries: Entries) -> None:
         """Removes reserved entries that will not be written."""

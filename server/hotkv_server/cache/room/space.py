@@ -133,7 +133,7 @@ class Space:
         is_block = group_index < MAX_GROUPS
         if not self.may_keep(size):
             keep_at_s = None
-        return self.room.make(
+        yield from self.room.make(
             size, count, taker, is_block=is_block, has_promise=has_promise, keep_at_s=keep_at_s
         )
 

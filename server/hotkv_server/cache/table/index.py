@@ -171,6 +171,8 @@ class BlockIndex:
 
     def pin(self, entries: Entries, change: int) -> None:
         """Adds `change` (1 or -1) to the pins of entries; an entry listed twice counts twice."""
+        if not len(entries):
+            return
         self.num_unpins += change < 0
         good = self._kernels.add_pins(self.pins, entries, change)
         assert good, "pin given back twice"
