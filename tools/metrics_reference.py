@@ -20,6 +20,8 @@ from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node.node import Node
+from hotkv_server.settings import Settings
+from hotkv_server.startup.capabilities import attach_all
 from hotkv_server.told.metric_help import HELP_BY_TOPIC, LABEL_HELP, LABELS, SPARSE_LAYER_HELP
 from hotkv_server.told.metrics import NodeCollector, in_seconds
 from hotkv_vllm.counter_help import COUNTERS, exported
@@ -64,7 +66,9 @@ async def _read(folder: Path, policy: str) -> list[Metric]:
     try:
         copies: Any = NoCopies()
         core = CacheCore(CoreConfig(1 << 20, 1 << 16, 64), memory.table, POLICIES[policy](64))
-        collector = NodeCollector(Node(core, memory, copies))
+        node = Node(core, memory, copies)
+        attach_all(Settings.model_validate({"arena": {"dir": folder / policy}}), node)
+        collector = NodeCollector(node)
         await collector.read()
         return collector.collect()
     finally:

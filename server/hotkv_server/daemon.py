@@ -84,7 +84,6 @@ class Opened:
             core, verifier = open_cache(settings, memory, lower)
             tiers = make_tiers(settings, core, verifier, memory, lower)
             node = Node(core, memory, cuda.copy_engine, verifier, cuda.devices, tiers)
-            attach_all(settings, node)
             undo.pop_all()
         return Opened(node, memory, cuda, lower, is_new)
 
@@ -255,6 +254,11 @@ async def serve(
     node, loop = opened.node, asyncio.get_running_loop()
     node.drain_timeout_s = settings.drain_timeout_s
     loop.set_exception_handler(node.health.on_loop_error)
+    try:
+        attach_all(settings, node)
+    except BaseException:
+        opened.close(keep=not opened.is_new)
+        raise
     node.start(settings.integrity.scrub_bytes_per_s)
     try:
         listeners = await Listeners.open(settings, node)

@@ -217,7 +217,7 @@ class CacheWorld(RuleBasedStateMachine):
             self.core, self.policy, self.now_s - 1.0 if knows_use else None, self.now_s
         )
         self.core.space.index.unverified[:] = False
-        self.core.residencies.grace.until_s = self.now_s + self.core.config.residency_grace_s
+        self.core.grace.until_s = self.now_s + self.core.config.residency_grace_s
         assert restored.blocks == len(self.model.ready) and set(restored.dropped) <= {"unfinished"}
         self.model.restart(self.core, self.now_s)
         self.readers = {}

@@ -24,7 +24,7 @@ from hotkv_server.cache.room.tenants import TenantBook
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import HashList
 from hotkv_server.residency.book.residency import ResidentGroup
-from tests.core.support import words_of
+from tests.core.support import residencies, words_of
 
 Key = tuple[int, int, int]
 """Key space, group, number of the hash."""
@@ -351,10 +351,10 @@ def snapshot(core: CacheCore) -> object:
         repr(core.counters),
         [
             (repr(r), {g: values(vars_of(m)) for g, m in r.groups.items()})
-            for r in core.residencies.book.all()
+            for r in residencies(core).book.all()
         ],
-        repr(core.residencies.bound),
-        core.residencies.pins.counts.tobytes(),
+        repr(residencies(core).bound),
+        residencies(core).resident.counts.tobytes(),
         repr(space.removal.effects),
         (
             space.removal.evicted_blocks,

@@ -20,7 +20,7 @@ from hotkv_server.residency.book.bound import slot_cost
 from tests.core.cache_machine import NUM_SLABS, NUMBERS, RESIDENCY_IDS, SLAB
 from tests.core.cache_model import Key, ModelResidency
 from tests.core.cache_writes import WriteRules
-from tests.core.support import words_of
+from tests.core.support import residencies, words_of
 
 BOUND = min(int(0.8 * NUM_SLABS * SLAB), most_pinned(NUM_SLABS * SLAB))
 
@@ -56,7 +56,7 @@ class ResidencyRules(WriteRules):
                 mine = residency.rows.get(group, {})
                 promised += (most - len(mine)) * cost
                 pinned |= {offset: cost for _, _, offset in mine.values()}
-        bound = self.core.residencies.bound
+        bound = residencies(self.core).bound
         assert (bound.promised_bytes, bound.pinned_bytes) == (promised, sum(pinned.values()))
         return promised + sum(pinned.values())
 
@@ -86,7 +86,7 @@ class ResidencyRules(WriteRules):
         room = min(BOUND - taken, most_pinned(NUM_SLABS * SLAB) - taken - others)
         is_new = existing is None
         if asked:
-            for _ in self.core.residencies.make_room(session, residency_id, asked):
+            for _ in residencies(self.core).make_room(session, residency_id, asked):
                 pass
             self.model.take_notices()
         slots: Counter[int] = Counter()
@@ -103,7 +103,7 @@ class ResidencyRules(WriteRules):
             (is_new and (cost > room or not has_slabs), Reason.NO_ROOM_FOR_RESIDENCY),
         )
         opened = self.call(
-            lambda: self.core.residencies.open(session, residency_id, asked, self.now_s), *reasons
+            lambda: residencies(self.core).open(session, residency_id, asked, self.now_s), *reasons
         )
         if opened is None:
             return
@@ -155,7 +155,7 @@ class ResidencyRules(WriteRules):
             (residency is not None and len(rows) + len(fresh) > most, Reason.INVALID_FIELD),
         )
         offsets = self.call(
-            lambda: self.core.residencies.extend(
+            lambda: residencies(self.core).extend(
                 session, residency_id, group, first, words_of(numbers), self.now_s
             ),
             *reasons,
@@ -203,7 +203,7 @@ class ResidencyRules(WriteRules):
                 first = min(rows, default=0)
                 span = max(rows, default=-1) + 1 - first
                 numbers = [rows[at][1] if at in rows else 77 for at in range(first, first + span)]
-                offsets = self.core.residencies.extend(
+                offsets = residencies(self.core).extend(
                     session, residency_id, group, first, words_of(numbers), self.now_s
                 )
                 assert offsets.tolist() == [
@@ -226,17 +226,17 @@ class ResidencyRules(WriteRules):
     def close_residency(self, data: st.DataObject, steps: int) -> None:
         session, engine, _, residency_id = self.named(data)
         record = self.core.sessions.record(session)
-        residency = self.core.residencies.book.named(record, residency_id)
+        residency = residencies(self.core).book.named(record, residency_id)
         known = self.model.residencies.pop((engine, residency_id), None)
         assert (residency is None) == (known is None)
         if residency is None or known is None:
             return
         known.is_open = False
         self.readers.pop((engine, residency_id)).is_done = True
-        self.core.residencies.begin_closing(residency)
-        self.core.residencies.check_invariants(self.core.sessions.records)
-        while not self.core.residencies.give_back(residency, steps):
-            self.core.residencies.check_invariants(self.core.sessions.records)
+        residencies(self.core).begin_closing(residency)
+        residencies(self.core).check_invariants(self.core.sessions.records)
+        while not residencies(self.core).give_back(residency, steps):
+            residencies(self.core).check_invariants(self.core.sessions.records)
 
     @invariant()
     def readers_read_what_they_were_told(self) -> None:

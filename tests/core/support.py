@@ -19,6 +19,7 @@ from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.reader_words import ReaderMemory
 from hotkv_server.cache.values import Entries, Int64s, Reservation, Run, SlotRun
+from hotkv_server.residency.book.residencies import Residencies
 
 
 def make_table(capacity: int, num_buckets: int = 0, arena_bytes: int = 1 << 30) -> BlockTable:
@@ -62,8 +63,8 @@ def taken_over(
 ) -> tuple[CacheCore, Restored]:
     """Another core over what the old one would leave if it were killed now; every block was used at
     the same time, if that is known."""
-    capacity, old_marks = old.config.capacity, old.residencies.pins._marks.copy()
-    memory = ReaderMemory(old.residencies.words._words, np.zeros(capacity + 1, np.uint8))
+    capacity, old_marks = old.config.capacity, old.marks.copy()
+    memory = ReaderMemory(old.words._words, np.zeros(capacity + 1, np.uint8))
     core = CacheCore(old.config, make_table(capacity), POLICIES[policy](capacity), memory)
     for record in old.key_spaces.values():
         core.catalog.register(record.key_space, record.representations, 0.0)
@@ -141,3 +142,11 @@ def evict_all(core: CacheCore, key_space_id: int) -> tuple[int, int]:
     """All parts of `incremental.evict_all`: (dropped, kept)."""
     counts = list(incremental.evict_all(core, key_space_id))
     return sum(dropped for dropped, _ in counts), sum(kept for _, kept in counts)
+
+
+def residencies(core: CacheCore) -> Residencies:
+    """The residencies of this core, which has some from the first call on."""
+    for pinner in core.pinners:
+        if isinstance(pinner, Residencies):
+            return pinner
+    return Residencies(core)

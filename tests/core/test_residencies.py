@@ -18,6 +18,7 @@ from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.table.reader_words import ReaderMemory, ReaderWords, no_readers
 from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.integrity.evidence import condemn
+from hotkv_server.residency.book import residencies as book
 from hotkv_server.residency.book.bound import slot_cost
 from tests.core.support import (
     begin_store,
@@ -26,6 +27,7 @@ from tests.core.support import (
     flush,
     make_key_space,
     make_table,
+    residencies,
     words_of,
 )
 
@@ -68,20 +70,20 @@ class Place:
         return list(results)
 
     def extend(self, session: int, name: str, numbers: list[int], first: int = 0) -> list[int]:
-        found = self.core.residencies.extend(session, name, 0, first, words_of(numbers), 1.0)
+        found = residencies(self.core).extend(session, name, 0, first, words_of(numbers), 1.0)
         self.core.check_invariants()
         return list(found.tolist())
 
     def close(self, session: int, name: str) -> None:
-        residency = self.core.residencies.book.named(self.core.sessions.record(session), name)
+        residency = residencies(self.core).book.named(self.core.sessions.record(session), name)
         assert residency is not None
-        for _ in incremental.close_residency(self.core, residency):
-            self.core.residencies.check_invariants(self.core.sessions.records)
+        for _ in residencies(self.core).closing(residency):
+            residencies(self.core).check_invariants(self.core.sessions.records)
         self.core.check_invariants()
 
     def refused(self, session: int, name: str, count: int) -> HotKVError:
         with pytest.raises(HotKVError) as caught:
-            self.core.residencies.open(session, name, {0: count}, 1.0)
+            residencies(self.core).open(session, name, {0: count}, 1.0)
         self.core.check_invariants()
         return caught.value
 
@@ -112,23 +114,23 @@ class Place:
 def test_what_was_promised_is_never_refused() -> None:
     place = Place()
     one, other = place.open("one"), place.open("other", "n")
-    place.core.residencies.open(one, "r", {0: BOUND_SLOTS}, 0.0)
+    residencies(place.core).open(one, "r", {0: BOUND_SLOTS}, 0.0)
     for start in range(0, BOUND_SLOTS, 3):
         # Others fill all that is not pinned, again and again.
         place.store(other, list(range(1000 + start * 100, 1000 + start * 100 + NUM_SLOTS)))
         numbers = list(range(start, min(start + 3, BOUND_SLOTS)))
         assert set(place.store(one, numbers, "r", 0, start)) == {BlockResult.STORED}
         assert -1 not in place.extend(one, "r", numbers, start)
-    assert place.core.residencies.bound.promised_bytes == 0
+    assert residencies(place.core).bound.promised_bytes == 0
 
 
 def test_two_that_pin_the_same_are_counted_once() -> None:
     place = Place()
     sessions = [place.open("one"), place.open("two")]
     for session in sessions:
-        place.core.residencies.open(session, "r", {0: 20}, 0.0)
+        residencies(place.core).open(session, "r", {0: 20}, 0.0)
     place.store(sessions[0], list(range(20)), "r")
-    bound = place.core.residencies.bound
+    bound = residencies(place.core).bound
     assert (bound.promised_bytes, bound.pinned_bytes) == (20 * SLOT_ALIGN, 20 * SLOT_ALIGN)
     assert place.extend(sessions[1], "r", list(range(20))) == place.extend(
         sessions[0], "r", list(range(20))
@@ -144,21 +146,21 @@ def test_a_block_that_is_present_is_pinned_when_the_store_begins() -> None:
     place = Place()
     session = place.open()
     place.store(session, [1, 2])
-    place.core.residencies.open(session, "r", {0: 3}, 0.0)
+    residencies(place.core).open(session, "r", {0: 3}, 0.0)
     assert place.store(session, [1, 2, 3], "r") == [
         BlockResult.PRESENT,
         BlockResult.PRESENT,
         BlockResult.STORED,
     ]
-    assert place.core.residencies.bound.promised_bytes == 0
+    assert residencies(place.core).bound.promised_bytes == 0
 
 
 def test_representations_are_promised_and_pinned_with_their_blocks() -> None:
     kind, foreign = Representation(0, "mean", 1, (SLAB,)), Representation(0, "max", 1, (SLAB,))
     place = Place()
     session, other = place.open(kinds=(kind,)), place.open("f", kinds=(foreign,))
-    place.core.residencies.open(session, "r", {0: 3}, 0.0)
-    bound = place.core.residencies.bound
+    residencies(place.core).open(session, "r", {0: 3}, 0.0)
+    bound = residencies(place.core).bound
     assert bound.promised_bytes == 3 * (SLOT_ALIGN + SLAB)
     group = place.core.sessions.record(session).representations[0]
     name = "s"
@@ -181,17 +183,17 @@ def test_refusals_say_who_holds_the_room_and_are_remembered_until_it_is_had() ->
     place = Place()
     session = place.open()
     assert place.refused(session, "s", BOUND_SLOTS + 1).reason is Reason.RESIDENCY_TOO_LARGE
-    place.core.residencies.open(session, "a", {0: BOUND_SLOTS - 4}, 0.0)
+    residencies(place.core).open(session, "a", {0: BOUND_SLOTS - 4}, 0.0)
     for _ in range(3):
         error = place.refused(session, "r", 5)
         assert error.reason is Reason.NO_ROOM_FOR_RESIDENCY
     assert str(5 * SLOT_ALIGN) in error.message
-    (refusal,) = place.core.residencies.book.refusals()
+    (refusal,) = residencies(place.core).book.refusals()
     assert (refusal.num_attempts, refusal.asked_bytes) == (3, 5 * SLOT_ALIGN)
     assert refusal.available_bytes < 5 * SLOT_ALIGN
     place.close(session, "a")
-    place.core.residencies.open(session, "r", {0: 5}, 0.0)
-    assert not place.core.residencies.book.refusals()
+    residencies(place.core).open(session, "r", {0: 5}, 0.0)
+    assert not residencies(place.core).book.refusals()
 
 
 def test_slots_count_with_what_their_slabs_lose() -> None:
@@ -206,7 +208,7 @@ def test_holds_and_leases_leave_room_for_stores() -> None:
     place = Place(unadmitted_share=0.25, held_share=0.25)
     session = place.open()
     place.store(session, list(range(60)))
-    place.core.residencies.open(session, "r", {0: 40}, 0.0)
+    residencies(place.core).open(session, "r", {0: 40}, 0.0)
     mask = place.core.acquire(session, "l", [HashList(0, words_of(range(60)))], 100.0, 1.0).pinned[
         0
     ]
@@ -216,7 +218,7 @@ def test_holds_and_leases_leave_room_for_stores() -> None:
     place.close(session, "r")
     place.core.hold(session, HashList(0, words_of(range(60))), 100.0)
     assert place.core.retention_pins.held_bytes == 16 * SLOT_ALIGN, "its own share again"
-    room = place.core.residencies.bound.room_bytes(0)
+    room = residencies(place.core).bound.room_bytes(0)
     assert room == (60 - 32) * SLOT_ALIGN, "what they pin can't be promised"
 
 
@@ -228,7 +230,7 @@ def test_a_tenant_gets_its_share_of_its_guarantee_whatever_others_have() -> None
         "c": TenantShare(),
     }
     place = Place(tenants=shares)
-    bound = place.core.residencies.bound
+    bound = residencies(place.core).bound
     assert bound.most_bytes(0) == int(0.8 * NUM_SLABS * SLAB)
     assert bound.most_bytes(1) == int(0.8 * NUM_SLABS * SLAB // 4)
     assert bound.most_bytes(2) == int(0.8 * NUM_SLABS * SLAB) - int(0.8 * guaranteed)
@@ -241,7 +243,7 @@ def test_a_tenant_gets_its_share_of_its_guarantee_whatever_others_have() -> None
 def test_a_condemned_block_ends_the_residencies_of_those_who_read_it() -> None:
     place = Place()
     sessions = [place.open("one"), place.open("two")]
-    opened = [place.core.residencies.open(s, "r", {0: 4}, 0.0) for s in sessions]
+    opened = [residencies(place.core).open(s, "r", {0: 4}, 0.0) for s in sessions]
     place.store(sessions[0], [1, 2], "r")
     place.store(sessions[1], [3], "r")
     bad = place.core.space.index.find(1, 0, words_of([2]))
@@ -252,14 +254,14 @@ def test_a_condemned_block_ends_the_residencies_of_those_who_read_it() -> None:
     with pytest.raises(HotKVError) as caught:
         place.extend(sessions[0], "r", [1])
     assert caught.value.reason is Reason.UNKNOWN_RESIDENCY
-    again = place.core.residencies.open(sessions[0], "r", {0: 4}, 2.0)
+    again = residencies(place.core).open(sessions[0], "r", {0: 4}, 2.0)
     assert place.holds(again) and not place.holds(opened[0])
 
 
 def test_what_was_flushed_under_a_reader_survives_a_kill_several_times() -> None:
     place = Place()
     session = place.open()
-    opened = place.core.residencies.open(session, "r", {0: 9}, 0.0)
+    opened = residencies(place.core).open(session, "r", {0: 9}, 0.0)
     slots = []
     for first in (0, 3, 6):
         # The same three hashes, each time in other slots: two of three are detached.
@@ -272,27 +274,27 @@ def test_what_was_flushed_under_a_reader_survives_a_kill_several_times() -> None
     for number in range(3):
         core = place.restarted()
         assert place.restored.kept == 9 and not place.restored.lost_readers
-        assert core.residencies.grace.num_bytes == 9 * SLOT_ALIGN
+        assert core.grace.num_bytes == 9 * SLOT_ALIGN
         assert place.holds(opened)
-        used = core.space.index.offsets(core.residencies.grace.entries)
+        used = core.space.index.offsets(core.grace.entries)
         assert sorted(used.tolist()) == sorted(slots)
-        assert core.residencies.words.generation == opened.generation + 1 + number
+        assert core.words.generation == opened.generation + 1 + number
     other = place.open("other", "n")
     results = place.store(other, list(range(100, 100 + NUM_SLOTS)))
     assert results.count(BlockResult.STORED) == NUM_SLOTS - 9
-    place.core.residencies.grace.until_s = 5.0
+    place.core.grace.until_s = 5.0
     expire(place.core, 4.9)
     assert place.holds(opened)
     expire(place.core, 5.0)
     place.core.check_invariants()
-    assert not place.holds(opened) and not place.core.residencies.grace.is_on
+    assert not place.holds(opened) and not place.core.grace.is_on
     assert place.memory.words[GENERATION] == place.memory.words[LATEST]
 
 
 def test_readers_are_told_if_not_all_can_be_kept() -> None:
     place = Place()
     session = place.open()
-    opened = place.core.residencies.open(session, "r", {0: 3}, 0.0)
+    opened = residencies(place.core).open(session, "r", {0: 3}, 0.0)
     place.store(session, [1, 2, 3], "r")
     flush(place.core, 1)
     place.core.take_effects()
@@ -300,20 +302,20 @@ def test_readers_are_told_if_not_all_can_be_kept() -> None:
     place.core.space.index.table.records[entries[0], table.W_SIZE] += 1
     core = place.restarted()
     assert place.restored.lost_readers and place.restored.kept == 0
-    assert not place.holds(opened) and not core.residencies.grace.is_on
+    assert not place.holds(opened) and not core.grace.is_on
     assert core.space.used_bytes() == 0, "nothing is kept for nobody"
 
 
 def test_without_readers_nothing_is_kept_and_words_are_given_again() -> None:
     place = Place()
     session = place.open()
-    first = place.core.residencies.open(session, "r", {0: 3}, 0.0)
+    first = residencies(place.core).open(session, "r", {0: 3}, 0.0)
     place.store(session, [1, 2, 3], "r")
     place.core.close_session(session, 1.0)
     assert not place.holds(first)
     core = place.restarted()
-    assert not core.residencies.grace.is_on and place.restored.kept == 0
-    second = core.residencies.open(place.open(), "r", {0: 3}, 0.0)
+    assert not core.grace.is_on and place.restored.kept == 0
+    second = residencies(core).open(place.open(), "r", {0: 3}, 0.0)
     assert second.word_index == first.word_index and place.holds(second)
     assert not place.holds(first)
 
@@ -339,7 +341,7 @@ def test_the_numbers_and_memory_of_residencies_are_bounded() -> None:
     count = 0
     with pytest.raises(HotKVError) as caught:
         for count in range(NUM_SLOTS):
-            place.core.residencies.open(session, str(count), {0: 1}, 0.0)
+            residencies(place.core).open(session, str(count), {0: 1}, 0.0)
     assert caught.value.reason is Reason.OVERLOADED and 5 < count < 40
     place.core.check_invariants()
 
@@ -347,20 +349,20 @@ def test_the_numbers_and_memory_of_residencies_are_bounded() -> None:
 def test_closing_goes_in_parts_and_ends_with_the_session_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(incremental, "RESIDENT_BLOCKS", 4)
+    monkeypatch.setattr(book, "PART_BLOCKS", 4)
     place = Place()
     session = place.open()
-    opened = place.core.residencies.open(session, "r", {0: 20}, 0.0)
+    opened = residencies(place.core).open(session, "r", {0: 20}, 0.0)
     place.store(session, list(range(20)), "r")
-    residency = place.core.residencies.book.named(place.core.sessions.record(session), "r")
+    residency = residencies(place.core).book.named(place.core.sessions.record(session), "r")
     assert residency is not None
-    closing = incremental.close_residency(place.core, residency)
+    closing = residencies(place.core).closing(residency)
     next(closing)
     assert 0 < residency.num_blocks < 20
     place.core.check_invariants()
-    again = place.core.residencies.open(session, "r", {0: 20}, 0.0)
+    again = residencies(place.core).open(session, "r", {0: 20}, 0.0)
     assert again == opened, "the id is free, and the word is as it was"
-    steps = list(incremental.end_residencies(place.core, session))
+    steps = list(incremental.end_pins(place.core, session))
     assert len(steps) > 3
     assert not place.holds(opened) and not place.core.space.index.pins.any()
     assert next(closing, None) is None, "whoever was closing it finds it gone"
@@ -374,7 +376,7 @@ def test_while_the_arena_grows_promised_blocks_are_evicted_for_rather_than_refus
     session, other = place.open(), place.open("other", "n")
     place.store(other, list(range(100, 132)))
     assert place.store(session, [1, 2, 3]) == [BlockResult.NO_SPACE] * 3, "room comes soon"
-    place.core.residencies.open(session, "r", {0: 3}, 0.0)
+    residencies(place.core).open(session, "r", {0: 3}, 0.0)
     assert place.store(session, [1, 2, 3], "r") == [BlockResult.STORED] * 3
 
 
@@ -388,10 +390,10 @@ def test_scattered_pins_of_one_slot_size_leave_slabs_to_another() -> None:
     other = place.core.open_session("f", "worker", make_key_space("n", SLAB // 2, 1), 0.0).number
     place.store(other, list(range(1000, 1000 + 2 * NUM_SLABS)))
     assert not place.core.space.pool.num_free_slabs
-    for _ in place.core.residencies.make_room(session.number, "r", {0: 16}):
+    for _ in residencies(place.core).make_room(session.number, "r", {0: 16}):
         pass
     place.core.take_effects()
-    place.core.residencies.open(session.number, "r", {0: 16}, 0.0)
+    residencies(place.core).open(session.number, "r", {0: 16}, 0.0)
     group = session.representations[0]
     for number in range(16):
         runs = [Run(0, words_of([number]), None, number), Run(group, words_of([number]))]
@@ -408,7 +410,7 @@ def test_scattered_pins_of_one_slot_size_leave_slabs_to_another() -> None:
 def test_a_residency_waits_while_pins_lie_in_all_slabs() -> None:
     place = Place()
     first = place.open()
-    place.core.residencies.open(first, "r", {0: NUM_SLABS}, 0.0)
+    residencies(place.core).open(first, "r", {0: NUM_SLABS}, 0.0)
     place.store(first, list(range(NUM_SLOTS)))
     # One block of each slab.
     offsets = place.core.space.index.offsets(
@@ -419,16 +421,16 @@ def test_a_residency_waits_while_pins_lie_in_all_slabs() -> None:
         place.extend(first, "r", [number], at)
     wide = make_key_space("wide", SLAB, SLOT_ALIGN)
     second = place.core.open_session("f", "worker", wide, 0.0).number
-    for _ in place.core.residencies.make_room(second, "w", {0: 2}):
+    for _ in residencies(place.core).make_room(second, "w", {0: 2}):
         pass
     assert place.core.space.pool.floors.would_fit({}) and not place.core.take_effects()
     error = place.refused(second, "w", 2)
     assert error.reason is Reason.NO_ROOM_FOR_RESIDENCY and "slabs" in error.message
     place.close(first, "r")
-    for _ in place.core.residencies.make_room(second, "w", {0: 2}):
+    for _ in residencies(place.core).make_room(second, "w", {0: 2}):
         pass
     place.core.take_effects()
-    place.core.residencies.open(second, "w", {0: 2}, 0.0)
+    residencies(place.core).open(second, "w", {0: 2}, 0.0)
     place.core.check_invariants()
 
 
@@ -437,7 +439,7 @@ def test_no_size_gives_up_slabs_below_what_was_promised() -> None:
     session, other = place.open(), place.open("other", "n")
     wide = place.core.open_session("w", "worker", make_key_space("w", SLAB, 1), 0.0).number
     place.store(other, list(range(NUM_SLOTS)))
-    place.core.residencies.open(session, "r", {0: BOUND_SLOTS}, 0.0)
+    residencies(place.core).open(session, "r", {0: BOUND_SLOTS}, 0.0)
     results = place.store(wide, list(range(9)))
     assert results.count(BlockResult.STORED) == 3, "16 slabs, of which 13 are promised"
     assert place.core.lookup(2, [HashList(0, words_of(range(NUM_SLOTS)))])[0].sum() == 13 * 4, (
@@ -458,19 +460,19 @@ def test_promised_representations_take_the_room_of_others() -> None:
         place.store(mine, [number])
         place.store(theirs, [number])
     place.store(theirs, list(range(12)), "", sessions[1].representations[0])
-    place.core.residencies.open(mine, "r", {0: 12}, 0.0)
+    residencies(place.core).open(mine, "r", {0: 12}, 0.0)
     place.extend(mine, "r", list(range(12)))
     place.core.acquire(theirs, "l", [HashList(0, words_of([12]))], 100.0, 1.0)
     assert not place.core.space.pool.num_free_slabs
     group = sessions[0].representations[0]
     assert place.store(mine, list(range(12)), "r", group) == [BlockResult.STORED] * 12
-    assert place.core.residencies.bound.promised_bytes == 0
+    assert residencies(place.core).bound.promised_bytes == 0
 
 
 def test_positions_without_a_block_have_no_place() -> None:
     place = Place()
     session = place.open()
-    place.core.residencies.open(session, "r", {0: 8}, 0.0)
+    residencies(place.core).open(session, "r", {0: 8}, 0.0)
     place.store(session, [1, 3])
     found = place.extend(session, "r", [1, 2, 3, 4])
     assert [offset >= 0 for offset in found] == [True, False, True, False]
@@ -480,7 +482,7 @@ def test_positions_without_a_block_have_no_place() -> None:
 def test_a_block_at_two_positions_is_pinned_for_each_and_counts_once() -> None:
     place = Place()
     session = place.open()
-    place.core.residencies.open(session, "r", {0: 8}, 0.0)
+    residencies(place.core).open(session, "r", {0: 8}, 0.0)
     place.store(session, [1])
     first, second = place.extend(session, "r", [1, 1])
     assert first == second >= 0

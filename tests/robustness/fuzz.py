@@ -123,6 +123,12 @@ class Tally:
         ]
 
 
+TOPICS = (
+    "", "server", "tiers", "key_spaces", "sessions", "blocks", "residencies", "hints", "savings",
+    "sparse_layers",
+)  # fmt: skip
+
+
 class Odd:
     """Makes messages: mostly sensible fields, some of them not; then perhaps other bytes."""
 
@@ -143,7 +149,12 @@ class Odd:
                 described.containing_oneof is not None and described.name not in chosen
             ):
                 continue
-            if described.is_repeated:
+            if described.name == "filters":
+                names = ("page_size", "page_token", "key_space_id", "since_s", "session_id", "odd")
+                for name in self.random.sample(names, self.random.choice((0, 1, 1, 2))):
+                    value = self.random.choice(("1", "20", "-1", "nan", self.text()))
+                    message.filters[name] = value  # type: ignore[attr-defined]
+            elif described.is_repeated:
                 values: Any = getattr(message, described.name)
                 for _ in range(self.random.choice((0, 1, 1, 1, 2, 5))):
                     if described.message_type is not None:
@@ -163,6 +174,8 @@ class Odd:
         chance, name = self.random, described.name
         if described.type == FieldDescriptor.TYPE_BYTES:
             return self.packed(name)
+        if name == "topic" and chance.random() < 0.9:
+            return chance.choice(TOPICS)
         if name == "kv_hints":
             return odd_envelope(chance) if chance.random() < 0.9 else self.text()
         if described.type == FieldDescriptor.TYPE_STRING:

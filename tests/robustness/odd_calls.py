@@ -22,16 +22,8 @@ UNARY: dict[str, type[Message]] = {
     "SparseService/DeleteSequence": sparse_pb2.DeleteSequenceRequest,
     "HintService/SendHints": hints_pb2.SendHintsRequest,
     "HintService/GetHintOutcomes": hints_pb2.GetHintOutcomesRequest,
-    "AdminService/GetInfo": admin_pb2.GetInfoRequest,
-    "AdminService/ListTiers": admin_pb2.ListTiersRequest,
-    "AdminService/ListKeySpaces": admin_pb2.ListKeySpacesRequest,
-    "AdminService/ListSessions": admin_pb2.ListSessionsRequest,
-    "AdminService/ListBlocks": admin_pb2.ListBlocksRequest,
+    "AdminService/Tell": admin_pb2.TellRequest,
     "AdminService/Explain": admin_pb2.ExplainRequest,
-    "AdminService/ListHints": admin_pb2.ListHintsRequest,
-    "AdminService/ExplainSession": admin_pb2.ExplainSessionRequest,
-    "AdminService/ListSparseLayers": admin_pb2.ListSparseLayersRequest,
-    "AdminService/GetSavings": admin_pb2.GetSavingsRequest,
     "WarmStartService/PrefetchBlocks": warm_pb2.PrefetchBlocksRequest,
 }
 """Of the admin's calls those that do not change the bystander's blocks."""

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.v1 import admin_pb2, admin_pb2_grpc, warm_pb2, warm_pb2_grpc
+from hotkv_proto.v1 import admin_pb2, admin_pb2_grpc, session_pb2, warm_pb2, warm_pb2_grpc
 from hotkv_server.security.identity import Peer
 from hotkv_server.settings import Settings
 from hotkv_server.settings.security import SecuritySettings
@@ -29,6 +29,13 @@ from hotkv_server.wire.guard.throttle import LineBound, Pace
 
 EVICT = "/hotkv.v1.AdminService/Evict"
 REQUEST = admin_pb2.EvictRequest(all=True)
+
+
+def _x(context: Any) -> Peer:
+    return Peer("x")
+
+
+ADMINS = ("hotkv.v1.AdminService", "hotkv.v1.WarmStartService")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -93,7 +100,7 @@ def test_lines_of_the_log_are_there_whatever_its_level(caplog: pytest.LogCapture
 
 
 def test_what_is_no_number_in_json_is_a_text() -> None:
-    found = arguments(admin_pb2.GetSavingsRequest(since_s=float("nan")))
+    found = arguments(session_pb2.ReportUse(prefill_tokens_per_s=float("nan")))
     json.dumps(found, allow_nan=False)
 
 
@@ -197,7 +204,7 @@ def test_who_is_no_admin_waits_for_a_turn_before_the_refusal(tmp_path: Path) -> 
     async def run() -> None:
         node: Any = SimpleNamespace(refusals=Counter[Reason]())
         audit = AuditLog("all", tmp_path / "audit.jsonl")
-        edge = EdgeInterceptor(node, turns, Guests(8), audit, lambda context: Peer("x"), guard)
+        edge = EdgeInterceptor(node, turns, Guests(8), audit, _x, ADMINS, guard)
         server = grpc.aio.server(interceptors=[edge])
         admin_pb2_grpc.add_AdminServiceServicer_to_server(_Evicts(), server)
         server.add_insecure_port(f"unix:{tmp_path}/s.sock")
@@ -233,7 +240,7 @@ def test_calls_that_end_oddly_are_written_with_how_they_ended(tmp_path: Path) ->
     async def run() -> None:
         node: Any = None
         audit = AuditLog("all", tmp_path / "audit.jsonl")
-        edge = EdgeInterceptor(node, Pace(50), Guests(8), audit, lambda context: Peer("x"))
+        edge = EdgeInterceptor(node, Pace(50), Guests(8), audit, _x, ADMINS)
         server = grpc.aio.server(interceptors=[edge])
         admin_pb2_grpc.add_AdminServiceServicer_to_server(_Odd(), server)
         warm_pb2_grpc.add_WarmStartServiceServicer_to_server(_OddStream(), server)

@@ -356,7 +356,7 @@ def test_a_lost_device_is_said_and_restarted(folder: Path) -> None:
         running.devices.tell(lose=0)
         result = one.load(names, ids + 8)[1].result(60)
         assert result.status is TransferStatus.FAILED and "device 0" in result.message
-        until(lambda: "device 0" in running.status()["state"], "the state")
+        until(lambda: "device 0" in "".join(running.status()["problems"]), "the state")
         assert (
             "illegal memory access" in running.cli("devices")
             and running.status()["state"] != "ready"

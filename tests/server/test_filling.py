@@ -129,7 +129,7 @@ def test_a_server_serves_while_its_memory_comes_and_loses_nothing_to_a_kill(plac
         place.capacity_bytes == COLLAPSE_BYTES
         and place.counter("arena_full_capacity_bytes") == ARENA
     )
-    assert place.server.status()["state"] == "ready; bringing the arena in: 32 of 2048 MiB"
+    assert place.server.status()["progress"] == "bringing the arena in: 32 of 2048 MiB"
     assert place.server.status()["tiers"][0]["capacity_byte_count"] == COLLAPSE_BYTES
     blocks = hashes(NUM_BLOCKS)
     assert set(place.store(blocks[: FIRST - 10])) == {BlockResult.STORED}
@@ -164,12 +164,12 @@ def test_a_server_that_runs_short_of_memory_goes_on_with_what_it_has(place: Damm
     place.start()
     assert place.server is not None and place.engine is not None
     place.let("short")
-    wait_until(lambda: "no more is free" in place.server.status()["state"])  # type: ignore[union-attr]
+    wait_until(lambda: "no more is free" in place.server.status()["progress"])  # type: ignore[union-attr]
     status = place.server.status()
-    assert status["state"].startswith(
-        "ready; the arena has memory up to 32 of 2048 MiB, no more is free ("
-    )
-    assert "hotkv-server arenas" in status["state"] and "lower arena.bytes" in status["state"]
+    said = status["progress"]
+    assert status["state"] == "ready"
+    assert said.startswith("the arena has memory up to 32 of 2048 MiB, no more is free (")
+    assert "hotkv-server arenas" in said and "lower arena.bytes" in said
     assert place.server.log.read_text().count("no more is free") == 1
     blocks = hashes(2 * FIRST)
     assert set(place.store(blocks[:FIRST])) == {BlockResult.STORED}

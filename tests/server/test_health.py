@@ -202,7 +202,7 @@ def test_what_has_died_is_named(
         wait_until(lambda: server.ping() == 1)
         assert server.ping("--live") == 1
         assert "not serving" in capsys.readouterr().out
-        assert name in server.status()["state"]
+        assert name in server.status()["problems"]
         assert f"health problems={name}" in server.log.read_text()
         # A store that nobody copies any more would hold up its session's end and the server's.
         os.kill(server.pid, signal.SIGKILL)
@@ -211,7 +211,7 @@ def test_what_has_died_is_named(
 
 def test_sockets_that_are_gone_are_named(own_server: Server) -> None:
     (own_server.runtime_folder / "fd.sock").unlink()
-    wait_until(lambda: own_server.status()["state"] == "the socket fd.sock has died")
+    wait_until(lambda: own_server.status()["problems"] == ["the socket fd.sock has died"])
 
 
 def test_stalls_are_named_for_as_long_as_they_last() -> None:
@@ -366,7 +366,7 @@ def test_draining_is_not_ready_but_alive(folder: Path) -> None:
         server.cli("drain", "--timeout", "60")
         with AdminClient(server.target) as admin:
             told = admin.info()
-        assert told["server_state"] == "draining"
+        assert told["state"] == "draining"
         assert (server.probe("readyz"), server.probe("livez")) == (
             (503, "the server drains\n"),
             (200, "ok\n"),

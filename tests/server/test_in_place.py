@@ -56,7 +56,7 @@ class Place:
             LRU(64),
         )
         self.node = capable(Node(core, self.memory, self.copies))
-        self.residencies = self.node.capability(ResidencyCapability).residencies
+        self.residencies = self.node.capability(ResidencyCapability).desk
         self.go = threading.Event()
         self.num_compared = 0
         judge = self.node.verifier.judge
@@ -271,7 +271,7 @@ def test_a_residency_learns_no_offset_before_blocks_are_compared(run: Any) -> No
         await asyncio.sleep(0.05)
         assert not any(each.done() for each in waiting)
         place.node.core.check_invariants()
-        assert place.node.core.residencies.bound.pinned_bytes == 0
+        assert place.residencies.residencies.bound.pinned_bytes == 0
         place.go.set()
         found = [np.frombuffer((await each).offsets, "<i8") for each in waiting]
         assert np.array_equal(found[0], found[1])

@@ -46,6 +46,10 @@ Make = Callable[..., PagedEngine]
 INT32 = np.int32
 
 
+def tell(topic: str, **filters: str) -> admin_pb2.TellRequest:
+    return admin_pb2.TellRequest(topic=topic, filters=filters)
+
+
 def test_every_reason_has_a_code_and_a_number() -> None:
     assert set(CODES) == set(Reason)
     assert {r.name: int(r) for r in Reason} == {
@@ -259,12 +263,20 @@ def test_refusals_of_unary_calls(server: Server, stored: tuple[PagedEngine, list
             Reason.UNKNOWN_KEY_SPACE,
         ),
         (
-            lambda c: admin(c.admins).ListBlocks(admin_pb2.ListBlocksRequest(page_size=1 << 30)),
+            lambda c: admin(c.admins).Tell(tell("blocks", page_size=str(1 << 30))),
             Reason.INVALID_FIELD,
         ),
         (
-            lambda c: admin(c.admins).ListBlocks(admin_pb2.ListBlocksRequest(page_token="../..")),
+            lambda c: admin(c.admins).Tell(tell("blocks", page_token="../..")),
             Reason.INVALID_FIELD,
+        ),
+        (lambda c: admin(c.admins).Tell(tell("blocks", key_space_id="-1")), Reason.INVALID_FIELD),
+        (lambda c: admin(c.admins).Tell(tell("blocks", pages="1")), Reason.INVALID_FIELD),
+        (lambda c: admin(c.admins).Tell(tell("secrets")), Reason.INVALID_FIELD),
+        (lambda c: admin(c.admins).Tell(tell("savings", since_s="nan")), Reason.INVALID_FIELD),
+        (
+            lambda c: admin(c.admins).Tell(tell("blocks", key_space_id="77")),
+            Reason.UNKNOWN_KEY_SPACE,
         ),
         (lambda c: admin(c.admins).Explain(admin_pb2.ExplainRequest()), Reason.INVALID_FIELD),
         (

@@ -310,8 +310,8 @@ def test_the_admin_api_is_on_its_own_socket(guarded: Guarded) -> None:
     assert Path(guarded.target.removeprefix("unix:")).stat().st_mode & 0o777 == 0o666
     with grpc.insecure_channel(guarded.target) as channel:
         for call in (
-            lambda: admin_pb2_grpc.AdminServiceStub(channel).ListBlocks(
-                admin_pb2.ListBlocksRequest(), timeout=5
+            lambda: admin_pb2_grpc.AdminServiceStub(channel).Tell(
+                admin_pb2.TellRequest(topic="blocks"), timeout=5
             ),
             lambda: admin_pb2_grpc.AdminServiceStub(channel).Explain(
                 admin_pb2.ExplainRequest(hashes=bytes(32)), timeout=5

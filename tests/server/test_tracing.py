@@ -35,11 +35,12 @@ from hotkv_server.settings import Settings, load_settings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.preflight import check_start
 from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
-from hotkv_server.tracing import calls as traced_calls
 from hotkv_server.tracing import drive as tracing
+from hotkv_server.tracing.capability import TracingCapability
 from hotkv_server.tracing.drive import Tracing
 from hotkv_server.tracing.start import check_tracing, open_tracing
 from hotkv_server.wire import calls
+from hotkv_server.wire.edge import calls_of
 from tests.server.support import hashes
 from tests.server.test_life import wait_until
 from tests.wire.test_traces import Recorded
@@ -531,8 +532,8 @@ def test_without_the_setting_nothing_of_opentelemetry_is_imported(tmp_path: Path
 
 
 def test_without_the_setting_calls_are_those_of_the_module() -> None:
-    node: Any = SimpleNamespace(tracing=None)
-    assert traced_calls.calls_of(node) is calls
+    node: Any = SimpleNamespace(capabilities=[TracingCapability(None)])
+    assert calls_of(node) is calls
 
 
 def test_a_missing_package_is_said_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,7 @@ from hotkv_proto.v1 import (
     sparse_pb2,
 )
 from hotkv_proto.versions import Feature
-from hotkv_server.dataplane.cuda.values import Direction, Method
-from hotkv_server.wire import convert, device_report
+from hotkv_server.wire import convert
 from hotkv_server.wire.errors import CODES
 from tests.server.support import block_ids, hashes
 
@@ -130,20 +129,6 @@ def test_features_have_the_numbers_of_the_wire() -> None:
     assert wire == {name: number for name, number in session_pb2.Feature.items() if number}
 
 
-def test_devices_copies_have_a_value_for_each_way() -> None:
-    assert {way.value: device_report.DIRECTIONS[way] for way in Direction} == {
-        convert.enum_word(admin_pb2.CopyDirection, number): number
-        for number in admin_pb2.CopyDirection.values()
-        if number
-    }
-    assert set(device_report.METHODS) >= {method.value for method in Method}
-    assert {
-        convert.enum_word(admin_pb2.CopyMethod, number): number
-        for number in admin_pb2.CopyMethod.values()
-        if number
-    } == device_report.METHODS
-
-
 def test_answers_of_a_server_have_their_enums_as_words() -> None:
     with (
         runtime_folder(64 << 20) as folder,
@@ -153,7 +138,7 @@ def test_answers_of_a_server_have_their_enums_as_words() -> None:
         engine = PagedEngine(server.target).connect()
         blocks = hashes(3)
         with AdminClient(server.target) as admin:
-            assert admin.info()["server_state"] == "ready"
+            assert admin.info()["state"] == "ready"
             session = admin.sessions()[0]
             assert (session["role"], session["device_order"]) == ("worker", "host")
             explained = admin.explain(1, b"".join(blocks))[0]["blocks"]

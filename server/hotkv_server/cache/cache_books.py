@@ -12,15 +12,14 @@ from hotkv_server.cache.leases.leases import LeaseBook
 from hotkv_server.cache.leases.pin_budget import PinBudget
 from hotkv_server.cache.leases.retentions import RetentionPins
 from hotkv_server.cache.leases.transfers import TransferBook
+from hotkv_server.cache.pinner import Pinner
 from hotkv_server.cache.room.bounds import Account, FairBound
 from hotkv_server.cache.room.policies.protocol import Policy
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.sessions import SessionBook
-from hotkv_server.cache.table.reader_words import ReaderMemory, ReaderWords, no_readers
+from hotkv_server.cache.table.grace import Grace
+from hotkv_server.cache.table.reader_words import Marks, ReaderMemory, ReaderWords, no_readers
 from hotkv_server.cache.values import CoreConfig, Counters, Entries
-from hotkv_server.residency.book.bound import ResidencyBound
-from hotkv_server.residency.book.register import ResidencyBook
-from hotkv_server.residency.book.residencies import Residencies
 from hotkv_server.tiers.book.arrivals import Arrivals
 from hotkv_server.tiers.book.copies import Copies
 from hotkv_server.tiers.book.lower import LowerTier
@@ -29,7 +28,9 @@ from hotkv_server.tiers.book.moves import Moves
 
 @dataclass(frozen=True, slots=True)
 class CacheBooks:
-    """The books of one node's cache. `client_memory`: bounds what the books of clients take."""
+    """The books of one node's cache. `client_memory`: bounds what the books of clients take.
+    `words`, `marks`, `grace`: of those who read the arena in place, here and of an earlier
+    server."""
 
     config: CoreConfig
     counters: Counters
@@ -41,11 +42,14 @@ class CacheBooks:
     transfers: TransferBook
     retention_pins: RetentionPins
     pin_budget: PinBudget
-    residencies: Residencies
+    words: ReaderWords
+    marks: Marks
+    grace: Grace
     moves: Moves
     arrivals: Arrivals
     lower: LowerTier | None = None
     copies: list[Copies] = field(default_factory=list)
+    pinners: list[Pinner] = field(default_factory=list)
 
     def offer_stored(self, entries: Entries) -> None:
         """Blocks were stored, in chain order: tiers may have them."""
@@ -87,16 +91,7 @@ def make_books(
     catalog = Catalog(space, len(config.tenants), lower)
     client_memory = FairBound(config.client_memory_bytes)
     sessions, pin_budget = SessionBook(catalog, space.tenants), PinBudget(space.tenants)
-    residencies = Residencies(
-        config,
-        space,
-        catalog,
-        sessions,
-        ResidencyBook(Account(client_memory)),
-        ResidencyBound(space.tenants, pin_budget, config.residency_share, space.pool),
-        ReaderWords(readers.words),
-        readers.marks,
-    )
+    words = ReaderWords(readers.words)
     return CacheBooks(
         config,
         Counters(),
@@ -108,7 +103,9 @@ def make_books(
         TransferBook(),
         RetentionPins(space.index, space.tenants, config.held_share, pin_budget),
         pin_budget,
-        residencies,
+        words,
+        readers.marks,
+        Grace(space, words, readers.marks),
         moves,
         arrivals,
         lower,

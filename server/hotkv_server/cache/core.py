@@ -24,6 +24,7 @@ from hotkv_server.cache.leases.loads import Loads
 from hotkv_server.cache.leases.read_leases import ReadLeases
 from hotkv_server.cache.leases.stores import Stores
 from hotkv_server.cache.leases.uses import Uses
+from hotkv_server.cache.pinner import StorePins
 from hotkv_server.cache.room.books import Parts
 from hotkv_server.cache.room.policies.protocol import Policy
 from hotkv_server.cache.room.reservations import Reservations
@@ -68,7 +69,8 @@ class CacheCore:
         self.client_memory = books.client_memory
         self.leases = books.leases
         self.transfers = books.transfers
-        self.residencies = books.residencies
+        self.words, self.marks, self.grace = books.words, books.marks, books.grace
+        self.pinners, self.pin_budget = books.pinners, books.pin_budget
         self.moves, self.arrivals = books.moves, books.arrivals
         self.lower, self.copies = books.lower, books.copies
         self._read_leases = ReadLeases(books)
@@ -80,7 +82,7 @@ class CacheCore:
     def __repr__(self) -> str:
         return (
             f"CacheCore({len(self.sessions)} sessions, {len(self.leases)} leases, "
-            f"{len(self.transfers)} transfers, {self.residencies.book!r}, {self.space!r})"
+            f"{len(self.transfers)} transfers, {self.grace!r}, {self.space!r})"
         )
 
     def grow(self, num_bytes: int, coming_bytes: int = 0) -> None:
@@ -121,8 +123,9 @@ class CacheCore:
         assert not self.transfers.of_session(number), "session closed with transfers in flight"
         for lease in self.leases.of_session(number):
             self.end_lease(lease)
-        for residency in self.residencies.begin_ending(self.sessions.record(number)):
-            self.residencies.close(residency)
+        for pinner in self.pinners:
+            for _ in pinner.end(self.sessions.record(number)):
+                pass
         self.sessions.close(number, now_s)
 
     @property
@@ -243,20 +246,24 @@ class CacheCore:
         options: StoreOptions = NO_OPTIONS,
     ) -> Parts[list[SlotRun]]:
         """Makes room, in parts, then starts a store and reserves its blocks; returns the slots to
-        copy to. A residency that is open pins what is ready and verified now, and what this store
-        makes ready."""
+        copy to. Who pins for the residency that the options name pins what is ready and verified
+        now, and what this store makes ready."""
         session = self.sessions.record(session_number)
         retention, residency_id = options.retention, options.residency_id
-        residency = self.residencies.book.named(session, residency_id)
+        pins = self._store_pins(session, residency_id)
         self._stores.check(session, transfer_id, shard_index)
         asked = yield from self._reservations.make_room(
-            session, lease_id, runs, now_s, retention, has_promise=residency is not None
+            session, lease_id, runs, now_s, retention, has_promise=pins is not None
         )
         session = self.sessions.record(session_number)
-        residency = self.residencies.book.named(session, residency_id)
+        pins = self._store_pins(session, residency_id)
         return self._stores.begin(
-            session, transfer_id, lease_id, asked, shard_index, ttl_s, now_s, retention, residency
+            session, transfer_id, lease_id, asked, shard_index, ttl_s, now_s, retention, pins
         )
+
+    def _store_pins(self, session: SessionRecord, residency_id: str) -> StorePins | None:
+        found = (pinner.of_store(session, residency_id) for pinner in self.pinners)
+        return next((pins for pins in found if pins is not None), None)
 
     def end_store(
         self,
@@ -290,6 +297,21 @@ class CacheCore:
         self.space.removal.flush(entries)
         self.counters.flushed_blocks += len(entries)
 
+    def is_read(self, entries: Entries) -> BoolMask:
+        """Which of the entries [n] somebody of this server may read in the arena."""
+        found = np.zeros(len(entries), np.bool_)
+        for pinner in self.pinners:
+            found |= pinner.is_read(entries)
+        return found
+
+    def condemned(self, entries: Entries) -> None:
+        """Tells those who let others read these blocks that they do not agree with their check
+        values: a reader of one has had other bytes than were stored."""
+        if self.grace.among(entries).any():
+            self.grace.revoke()
+        for pinner in self.pinners:
+            pinner.condemned(entries)
+
     def take_effects(self) -> list[EvictionNotice]:
         """Returns what others must be told since the last call."""
         self.counters.evicted_blocks = self.space.removal.evicted_blocks
@@ -304,7 +326,9 @@ class CacheCore:
         self.leases.check_invariants()
         self.transfers.check_invariants()
         self._read_leases.check_invariants(_other_pins(self))
-        self.residencies.check_invariants(self.sessions.records)
+        self.grace.check_invariants()
+        for pinner in self.pinners:
+            pinner.check_invariants(self.sessions.records)
         self._reservations.check_invariants()
         if self.lower is not None:
             self.lower.check_invariants()
@@ -321,7 +345,9 @@ def _check_copies(core: CacheCore) -> None:
 
 def _other_pins(core: CacheCore) -> Int64s:
     """Pins by entry number that are neither leases' nor kept as a request has asked."""
-    return core.residencies.pins.all() + core.moves.pins()
+    pins = core.moves.pins()
+    np.add.at(pins, core.grace.entries, 1)
+    return pins + sum(pinner.pins() for pinner in core.pinners)
 
 
 def _check_kinds(core: CacheCore) -> None:

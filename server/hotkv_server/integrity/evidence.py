@@ -52,7 +52,7 @@ def condemn(core: CacheCore, entries: Entries) -> None:
     core.space.index.unverified[entries] = True
     alone = core.space.representations.among(entries)
     core.space.representations.drop(entries[alone])
-    core.residencies.condemned(entries[~alone])
+    core.condemned(entries[~alone])
     core.retention_pins.let_go(entries[~alone])
     core.space.removal.flush(entries[~alone])
     core.counters.condemned_blocks += int((~alone).sum())

@@ -117,6 +117,9 @@ class Node:
     def start(self, scrub_bytes_per_s: float = 0.0) -> None:
         """Starts the timer, and the scrubber unless it may read nothing."""
         self.lag.start()
+        if self.core.grace.is_on:
+            # From now on engines can come back.
+            self.core.grace.until_s = time.monotonic() + self.core.config.residency_grace_s
         for one in self.capabilities:
             one.start(self.health)
             for number, record in self.core.key_spaces.items():

@@ -146,7 +146,7 @@ class Sessions:
             await asyncio.get_running_loop().run_in_executor(None, session.memory.close)
             session.memory = None
         session.release_memory()
-        async for _ in slices(incremental.end_residencies(self._core, session.record.number)):
+        async for _ in slices(incremental.end_pins(self._core, session.record.number)):
             pass
         async for _ in slices(incremental.end_leases(self._core, session.record.number)):
             pass

@@ -8,7 +8,7 @@ from hotkv_proto.v1 import residency_pb2
 from hotkv_server.cache.values import HashList
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
-from hotkv_server.residency.drive import Extended, Residencies
+from hotkv_server.residency.drive import Extended, ResidencyDesk
 from hotkv_server.wire import convert
 from hotkv_server.wire.calls import unless_flushed
 
@@ -29,7 +29,7 @@ def _check_reads(session: LiveSession) -> None:
 
 
 async def open_residency(
-    residencies: Residencies, session: LiveSession, request: residency_pb2.OpenResidencyRequest
+    desk: ResidencyDesk, session: LiveSession, request: residency_pb2.OpenResidencyRequest
 ) -> residency_pb2.OpenResidencyResponse:
     """Reserves room for a request."""
     _check_reads(session)
@@ -37,7 +37,7 @@ async def open_residency(
     num_blocks = {session.group_index(g.group_index): g.block_count for g in request.groups}
     if len(num_blocks) < len(request.groups):
         raise HotKVError(Reason.INVALID_FIELD, "groups lists a group twice; list each once")
-    opened = await residencies.open(session, residency_id(request.residency_id), num_blocks)
+    opened = await desk.open(session, residency_id(request.residency_id), num_blocks)
     return residency_pb2.OpenResidencyResponse(
         residency_id=opened.residency_id,
         word_index=opened.word_index,
@@ -48,7 +48,7 @@ async def open_residency(
 
 def extend_residency(
     node: Node,
-    residencies: Residencies,
+    desk: ResidencyDesk,
     session: LiveSession,
     request: residency_pb2.ExtendResidencyRequest,
 ) -> "residency_pb2.ExtendResidencyResponse | asyncio.Task[residency_pb2.ExtendResidencyResponse]":
@@ -61,7 +61,7 @@ def extend_residency(
     )
 
     def extend(hashes: Words) -> "Extended | asyncio.Task[Extended]":
-        return residencies.extend(
+        return desk.extend(
             session,
             residency_id(request.residency_id),
             group_index,
@@ -94,9 +94,9 @@ def _answer(extended: Extended) -> residency_pb2.ExtendResidencyResponse:
 
 
 async def close_residency(
-    residencies: Residencies, session: LiveSession, request: residency_pb2.CloseResidencyRequest
+    desk: ResidencyDesk, session: LiveSession, request: residency_pb2.CloseResidencyRequest
 ) -> residency_pb2.CloseResidencyResponse:
     """Gives a residency back."""
     return residency_pb2.CloseResidencyResponse(
-        closed=await residencies.close(session, residency_id(request.residency_id))
+        closed=await desk.close(session, residency_id(request.residency_id))
     )

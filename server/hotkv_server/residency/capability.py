@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from functools import partial
 
 from hotkv_server.node.capability import Capability, SessionCall
-from hotkv_server.node.health import Health
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.topics import Topic
 from hotkv_server.residency import calls, told
-from hotkv_server.residency.drive import Residencies
+from hotkv_server.residency.drive import ResidencyDesk
 from hotkv_server.settings import Settings
 
 
@@ -23,49 +22,46 @@ class ResidencyCapability(Capability):
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._core = node.core
-        self.residencies = Residencies(node.core, node.verifier, node.effects.run)
+        self.desk = ResidencyDesk(node.core, node.verifier, node.effects.run)
 
     def __repr__(self) -> str:
-        return f"ResidencyCapability({self.residencies!r})"
-
-    def start(self, health: Health) -> None:
-        self.residencies.start()
+        return f"ResidencyCapability({self.desk!r})"
 
     def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
         if is_last:
-            self._core.residencies.book.forget_engine(session.record.engine_id)
+            self.desk.residencies.book.forget_engine(session.record.engine_id)
 
     def topics(self) -> Mapping[str, Topic]:
-        return {"residencies": Topic(partial(told.residencies, self._core), ("page_size",))}
+        told_of = partial(told.residencies, self._node.core, self.desk.residencies)
+        return {"residencies": Topic(told_of, ("page_size",))}
 
     def session_figures(self) -> Mapping[str, Mapping[int, int]]:
         counts: dict[int, int] = {}
-        for one in self._core.residencies.book.all():
+        for one in self.desk.residencies.book.all():
             counts[one.session_number] = counts.get(one.session_number, 0) + 1
         return {"residency_count": counts}
 
     def counters(self) -> Mapping[str, float]:
-        book = self._core.residencies.book
+        book = self.desk.residencies.book
         return {
             "residencies_opened_total": float(book.num_opened),
             "residencies_refused_total": float(book.num_refused),
         }
 
     def gauges(self) -> Mapping[str, float]:
-        core = self._core.residencies
+        book, bound = self.desk.residencies.book, self.desk.residencies.bound
         return {
-            "residencies": float(len(core.book)),
-            "residency_pinned_bytes": float(core.bound.pinned_bytes),
-            "residency_promised_bytes": float(core.bound.promised_bytes),
-            "residency_bound_bytes": float(core.bound.bound_bytes),
-            "residency_grace_bytes": float(core.grace.num_bytes),
-            "residencies_waiting": float(len(core.book.refusals())),
+            "residencies": float(len(book)),
+            "residency_pinned_bytes": float(bound.pinned_bytes),
+            "residency_promised_bytes": float(bound.promised_bytes),
+            "residency_bound_bytes": float(bound.bound_bytes),
+            "residency_grace_bytes": float(self._node.core.grace.num_bytes),
+            "residencies_waiting": float(len(book.refusals())),
         }
 
     def session_calls(self) -> Mapping[str, SessionCall]:
         return {
-            "open_residency": partial(calls.open_residency, self.residencies),
-            "extend_residency": partial(calls.extend_residency, self._node, self.residencies),
-            "close_residency": partial(calls.close_residency, self.residencies),
+            "open_residency": partial(calls.open_residency, self.desk),
+            "extend_residency": partial(calls.extend_residency, self._node, self.desk),
+            "close_residency": partial(calls.close_residency, self.desk),
         }

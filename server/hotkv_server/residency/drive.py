@@ -12,32 +12,27 @@ from collections.abc import Callable, Mapping
 
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room import incremental
 from hotkv_server.cache.values import Entries, Int64s, OpenedResidency
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.slices import slices
+from hotkv_server.residency.book.residencies import Residencies
 
 Extended = tuple[Int64s, Int64s]
 """Slot offsets of blocks and of their representations."""
 
 
-class Residencies:
+class ResidencyDesk:
     """See the module. `tell` is called when blocks have been evicted or condemned."""
 
     def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:
+        self.residencies = Residencies(core)
         self._core = core
         self._verifier = verifier
         self._tell = tell
 
     def __repr__(self) -> str:
-        return f"Residencies({self._core.residencies!r})"
-
-    def start(self) -> None:
-        """From now on engines can come back: the grace of an earlier server's readers begins."""
-        grace = self._core.residencies.grace
-        if grace.is_on:
-            grace.until_s = time.monotonic() + self._core.config.residency_grace_s
+        return f"ResidencyDesk({self.residencies!r})"
 
     async def open(
         self, session: LiveSession, residency_id: str, num_blocks: Mapping[int, int]
@@ -45,12 +40,10 @@ class Residencies:
         """As the core's, after making room, in this turn of the loop. Others are served
         meanwhile."""
         if not self._core.draining:
-            making = self._core.residencies.make_room(
-                session.record.number, residency_id, num_blocks
-            )
+            making = self.residencies.make_room(session.record.number, residency_id, num_blocks)
             async for _ in slices(making):
                 self._tell()
-        return self._core.residencies.open(
+        return self.residencies.open(
             session.record.number, residency_id, num_blocks, time.monotonic()
         )
 
@@ -66,16 +59,16 @@ class Residencies:
         have been compared."""
 
         def extended() -> Extended:
-            record, core = session.record, self._core.residencies
-            offsets = core.extend(
+            record, residencies = session.record, self.residencies
+            offsets = residencies.extend(
                 record.number, residency_id, group_index, first_position, hashes, time.monotonic()
             )
-            residency = core.book.live(record, residency_id)
-            return offsets, core.pins.representation_offsets(
+            residency = residencies.book.live(record, residency_id)
+            return offsets, residencies.resident.representation_offsets(
                 residency, group_index, first_position, len(hashes)
             )
 
-        waiting = self._core.residencies.begin_comparing(
+        waiting = self.residencies.begin_comparing(
             session.record, residency_id, group_index, hashes
         )
         if not len(waiting):
@@ -89,16 +82,16 @@ class Residencies:
             if len(await self._verifier.compare(entries)):
                 self._tell()
         finally:
-            self._core.residencies.pins.let_go(entries)
+            self.residencies.resident.let_go(entries)
             session.num_reads -= 1
             session.settled.set()
 
     async def close(self, session: LiveSession, residency_id: str) -> bool:
         """Gives a residency back. Returns False if there is none."""
-        residency = self._core.residencies.book.named(session.record, residency_id)
+        residency = self.residencies.book.named(session.record, residency_id)
         if residency is None:
             return False
-        async for _ in slices(incremental.close_residency(self._core, residency)):
+        async for _ in slices(self.residencies.closing(residency)):
             pass
         return True
 

@@ -5,12 +5,13 @@ import time
 
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.node.topics import Figures, Filters
+from hotkv_server.residency.book.residencies import Residencies
 from hotkv_server.residency.book.residency import Residency
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
 
 
-def residencies(core: CacheCore, filters: Filters) -> Figures:
+def residencies(core: CacheCore, residencies: Residencies, filters: Filters) -> Figures:
     """The residencies with the most room, the engines that wait for some, those refused most often
     first, and what all residencies have together.
 
@@ -19,11 +20,11 @@ def residencies(core: CacheCore, filters: Filters) -> Figures:
     readers of the server before this one, for `grace_s` yet.
     """
     most, now_s = filters.page_size(DEFAULT_PAGE, MAX_PAGE), time.monotonic()
-    bound, book, grace = core.residencies.bound, core.residencies.book, core.residencies.grace
+    bound, book, grace = residencies.bound, residencies.book, core.grace
     ordered = sorted(book.all(), key=lambda one: -sum(one.asked.values()))
     grace_s = grace.until_s - now_s if grace.is_on and math.isfinite(grace.until_s) else 0.0
     return {
-        "residencies": [_residency(core, one, now_s) for one in ordered[:most]],
+        "residencies": [_residency(core, residencies, one, now_s) for one in ordered[:most]],
         "refusals": [
             {
                 "engine_id": one.engine_id,
@@ -45,7 +46,7 @@ def residencies(core: CacheCore, filters: Filters) -> Figures:
     }
 
 
-def _residency(core: CacheCore, one: Residency, now_s: float) -> Figures:
+def _residency(core: CacheCore, residencies: Residencies, one: Residency, now_s: float) -> Figures:
     """`pinned_byte_count`: of its slots, which others may pin, too."""
     index = core.space.index
     return {
@@ -57,5 +58,5 @@ def _residency(core: CacheCore, one: Residency, now_s: float) -> Figures:
         "block_count": one.num_blocks,
         "reserved_block_count": sum(one.asked.values()),
         "pinned_byte_count": sum(int(index.slot_bytes(pinned).sum()) for pinned in one.pinned()),
-        "promised_byte_count": core.residencies.bound.costs(one.left()),
+        "promised_byte_count": residencies.bound.costs(one.left()),
     }

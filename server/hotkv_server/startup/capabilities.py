@@ -36,14 +36,9 @@ CAPABILITIES: tuple[Attaches, ...] = (
 
 
 def attach_all(settings: Settings, node: Node) -> None:
-    """Adds them to the node. Raises StartError, and then none is left open."""
-    try:
-        for module in CAPABILITIES:
-            node.capabilities.append(module.attach(settings, node))
-    except BaseException:
-        for one in node.capabilities:
-            one.release()
-        raise
+    """Adds them to the node, which owns them from then on. Raises StartError."""
+    for module in CAPABILITIES:
+        node.capabilities.append(module.attach(settings, node))
 
 
 def check_all(settings: Settings) -> None:

@@ -134,7 +134,7 @@ class RpcServer:
         self.pace = Pace(endpoints.malformed_per_s)
         self.audit = AuditLog(endpoints.audit, endpoints.audit_file)
         self.certificates: Certificates | None = None
-        self._names: list[str] = []
+        self._names, self._admin_names = set[str](), set[str]()
         self._modes = {
             endpoints.socket: endpoints.socket_mode,
             endpoints.admin_socket: endpoints.admin_socket_mode,
@@ -148,7 +148,9 @@ class RpcServer:
     def _server(self, who: Who, guard: Guard | None = None) -> grpc.aio.Server:
         server = grpc.aio.server(
             interceptors=[
-                EdgeInterceptor(self._node, self.pace, self._guests, self.audit, who, guard)
+                EdgeInterceptor(
+                    self._node, self.pace, self._guests, self.audit, who, self._admin_names, guard
+                )
             ],
             options=OPTIONS,
             maximum_concurrent_rpcs=MAX_CALLS,
@@ -193,7 +195,7 @@ class RpcServer:
         for service in services:
             service.add(service.servicer, server)
             names.append(service.name)
-        self._names += names
+            (self._admin_names if service.is_admin else self._names).add(service.name)
         return names
 
     def _users(self) -> grpc.aio.Server:
@@ -282,7 +284,7 @@ class RpcServer:
             {
                 "": is_ready,
                 LIVENESS: is_alive,
-                **dict.fromkeys(self._names, is_ready),
+                **dict.fromkeys(self._names | self._admin_names, is_ready),
             }
         )
 

@@ -21,6 +21,7 @@ from hotkv_server.cache.cache_books import CacheBooks
 from hotkv_server.cache.leases.leases import WriteLease
 from hotkv_server.cache.leases.transfers import StoreTransfer
 from hotkv_server.cache.leases.uses import Uses
+from hotkv_server.cache.pinner import StorePins
 from hotkv_server.cache.room.reservations import Asked, Reservations
 from hotkv_server.cache.table.representations import blocks_first
 from hotkv_server.cache.values import (
@@ -33,7 +34,6 @@ from hotkv_server.cache.values import (
     SlotRun,
 )
 from hotkv_server.integrity.check_values import Sums, sealed
-from hotkv_server.residency.book.residency import Residency
 
 ABORTED_MARK = 1 << 31
 """Set in the shard mask of a reserved entry that will not be published."""
@@ -69,18 +69,18 @@ class Stores:
         ttl_s: float,
         now_s: float,
         retention: Retention = NO_RETENTION,
-        residency: Residency | None = None,
+        pins: StorePins | None = None,
     ) -> list[SlotRun]:
         """As `CacheCore.begin_store`, without making room."""
         self.check(session, transfer_id, shard_index)
         books, owner, runs = self._books, self._books.sessions.owner(session), asked.runs
         joined = books.leases.get(session.engine_id, lease_id) is not None
         reservation = self._reservations.reserve(
-            session, lease_id, asked, ttl_s, now_s, retention, has_promise=residency is not None
+            session, lease_id, asked, ttl_s, now_s, retention, has_promise=pins is not None
         )
         lease = books.leases.get(session.engine_id, lease_id)
         writes = lease if isinstance(lease, WriteLease) else None
-        transfer = StoreTransfer(session.number, owner, transfer_id, writes, shard_index, residency)
+        transfer = StoreTransfer(session.number, owner, transfer_id, writes, shard_index, pins)
         busy = (
             books.transfers.entries_being_written(writes, shard_index)
             if joined
@@ -101,25 +101,27 @@ class Stores:
         if writes is not None:
             writes.num_copies += 1
         books.transfers.add(transfer)
-        if residency is not None:
-            self._pin_present(residency, runs, reservation)
+        if pins is not None:
+            self._pin_present(pins, session.key_space_id, runs, reservation)
         return slots
 
-    def _pin_present(self, residency: Residency, runs: list[Run], reservation: Reservation) -> None:
-        """Pins blocks that are ready already in the residency of a store. One that has not been
-        compared with its check value is not pinned."""
-        index, pins = self._books.space.index, self._books.residencies.pins
+    def _pin_present(
+        self, pins: StorePins, key_space_id: int, runs: list[Run], reservation: Reservation
+    ) -> None:
+        """Pins blocks of a store that are ready already. One that has not been compared with its
+        check value is not pinned."""
+        index = self._books.space.index
         for run, results in zip(runs, reservation.results, strict=True):
             present = np.flatnonzero(results == BlockResult.PRESENT)
             if run.group_index >= MAX_GROUPS or not len(present):
                 continue
             # Anew: a later run may have taken their room.
-            words = index.find(residency.key_space_id, run.group_index, run.hashes[present])
+            words = index.find(key_space_id, run.group_index, run.hashes[present])
             good = table.is_ready(words)
             good[good] = ~index.unverified[words[good]]
             positions = run.depth + present[good]
-            pins.pin(residency, run.group_index, positions, words[good])
-            pins.pin_linked(residency, run.group_index, positions)
+            pins.pin(run.group_index, positions, words[good])
+            pins.pin_linked(run.group_index, positions)
 
     def _skip_done(
         self, shard_index: int, words: Entries, positions: Int64s, results: NDArray[np.uint8]
@@ -178,19 +180,15 @@ class Stores:
         checks = sealed(total, keys, self._books.config.check_stride)
         if transfer.groups[at] < MAX_GROUPS:
             self._publish_blocks(lease, done, keys, checks, now_s)
-            if transfer.residency is not None:
-                self._books.residencies.pins.pin(
-                    transfer.residency,
-                    transfer.groups[at],
-                    transfer.depths[at] + positions[complete],
-                    done,
+            if transfer.pins is not None:
+                transfer.pins.pin(
+                    transfer.groups[at], transfer.depths[at] + positions[complete], done
                 )
         else:
             kept = self._publish_representations(lease, done, checks)
-            if transfer.residency is not None:
+            if transfer.pins is not None:
                 record = self._books.catalog.record(lease.key_space_id)
-                self._books.residencies.pins.pin_linked(
-                    transfer.residency,
+                transfer.pins.pin_linked(
                     record.block_group(transfer.groups[at]),
                     transfer.depths[at] + positions[complete][kept],
                 )

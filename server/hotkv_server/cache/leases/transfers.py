@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.cache.leases.leases import Lease, ReadLease, WriteLease
+from hotkv_server.cache.pinner import StorePins
 from hotkv_server.cache.room.bounds import FairBound
 from hotkv_server.cache.values import MAX_TRANSFERS, Entries, Int64s
-from hotkv_server.residency.book.residency import Residency
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class StoreTransfer:
     """A store of one shard; `lease` is None if no block was reserved.
 
     Per run: its group, the entries that are written, their positions, results so far, the depth of
-    its first block. `residency`: pins the blocks that the store makes ready.
+    its first block. `pins`: for what the blocks are pinned that the store makes ready.
     """
 
     session_number: int
@@ -41,7 +41,7 @@ class StoreTransfer:
     transfer_id: str
     lease: WriteLease | None
     shard_index: int
-    residency: Residency | None = None
+    pins: StorePins | None = None
     groups: list[int] = field(default_factory=list)
     entries: list[Entries] = field(default_factory=list)
     positions: list[Int64s] = field(default_factory=list)

@@ -17,7 +17,7 @@ from hotkv_server.cache.values import Entries, Int64s
 
 def kept_rows(core: CacheCore, states: Words, marks: NDArray[np.uint8] | None) -> Int64s:
     """Records that an old server's readers may read: none if it had no readers any more."""
-    if marks is None or not core.residencies.words.has_earlier_readers:
+    if marks is None or not core.words.has_earlier_readers:
         return np.empty(0, np.int64)
     return np.flatnonzero(
         (marks[: len(states)] != 0)
@@ -49,7 +49,7 @@ def link_detached(
 def keep_for_readers(core: CacheCore, entries: Entries) -> tuple[int, bool]:
     """Keeps what came back of the kept records, 0 for a record that did not: all, or nothing, and
     then readers are told. Returns how many are kept, and whether readers were told."""
-    grace, index = core.residencies.grace, core.space.index
+    grace, index = core.grace, core.space.index
     is_whole = bool(np.all(entries != 0)) and bool(index.can_be_read(entries).all())
     # A tenant that has more than it may must give blocks up at once.
     if len(entries) and is_whole and not core.space.tenants.over_bound():

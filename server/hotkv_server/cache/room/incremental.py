@@ -18,15 +18,12 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.leases import Lease, WriteLease, num_listed
 from hotkv_server.cache.sessions import check_named
 from hotkv_server.cache.values import Entries, HashList
-from hotkv_server.residency.book.residency import Residency
 
 LEASED_BLOCKS = 1 << 16
 """Blocks that the leases of one part list, unless a single one lists more."""
 LEASE_BLOCKS = 1 << 10
 """Blocks that a lease counts as, besides those that it lists."""
 BLOCKS = 1 << 12
-RESIDENT_BLOCKS = 1 << 14
-"""Blocks of a residency that one part unpins."""
 SCANNED_ENTRIES = 1 << 17
 
 
@@ -35,7 +32,7 @@ def expire(core: CacheCore, now_s: float) -> Iterator[None]:
     with copies in flight end with the copies."""
     core.space.removal.now_s = now_s
     yield from core.retention_pins.expire(now_s)
-    yield from core.residencies.expire_grace(now_s)
+    yield from core.grace.expire(now_s, core.is_read)
     for part in _portions([lease for lease in core.leases.expired(now_s) if not lease.released]):
         core.counters.expired_leases += _end(core, part)
         yield
@@ -48,19 +45,10 @@ def end_leases(core: CacheCore, session_number: int) -> Iterator[None]:
         yield
 
 
-def close_residency(core: CacheCore, residency: Residency) -> Iterator[None]:
-    """Gives a residency back that its engine has closed."""
-    core.residencies.begin_closing(residency)
-    while not core.residencies.give_back(residency, RESIDENT_BLOCKS):
-        yield
-
-
-def end_residencies(core: CacheCore, session_number: int) -> Iterator[None]:
-    """Ends the residencies of a session that is about to be closed and opens no new ones; its
-    readers are told first."""
-    for residency in core.residencies.begin_ending(core.sessions.record(session_number)):
-        yield from close_residency(core, residency)
-        yield
+def end_pins(core: CacheCore, session_number: int) -> Iterator[None]:
+    """Ends what is pinned for a session that is about to be closed and begins nothing any more."""
+    for pinner in core.pinners:
+        yield from pinner.end(core.sessions.record(session_number))
 
 
 def evict(

@@ -6,10 +6,9 @@ marked, so that a third server knows it, too. At the end the words change first;
 anything unpinned. If an entry could not be kept, the words have changed before its slot is used.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.reader_words import Marks, ReaderWords
@@ -58,16 +57,16 @@ class Grace:
         if self._words.has_earlier_readers:
             self._words.revoke_earlier()
 
-    def expire(self, now_s: float, in_use: NDArray[np.uint32]) -> Iterator[None]:
-        """Ends the grace if its time is over, in parts. `in_use`: pins of this server's own
-        residencies, by entry number."""
+    def expire(self, now_s: float, is_read: Callable[[Entries], BoolMask]) -> Iterator[None]:
+        """Ends the grace if its time is over, in parts. `is_read`: which entries [n] this server's
+        own readers may read."""
         if now_s < self.until_s or not self.is_on:
             return
         self.revoke()
         while len(self.entries):
             part, self.entries = self.entries[-PART_ENTRIES:], self.entries[:-PART_ENTRIES]
             self._held[part] = False
-            self._marks[part[in_use[part] == 0]] = 0
+            self._marks[part[~is_read(part)]] = 0
             self.num_bytes -= int(self._space.index.slot_bytes(part).sum())
             self._space.index.pin(part, -1)
             self._space.removal.reap(part)

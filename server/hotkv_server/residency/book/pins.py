@@ -113,9 +113,9 @@ class ResidencyPins:
         self._space.removal.reap(entries)
 
     def all(self) -> Int64s:
-        """Pins of each entry [capacity + 1], those of the grace among them. Linear in capacity."""
+        """Pins of each entry [capacity + 1]. Linear in capacity."""
         pins = self.counts.astype(np.int64)
-        for entries in (*self._held, self._grace.entries):
+        for entries in self._held:
             np.add.at(pins, entries, 1)
         return pins
 
@@ -137,3 +137,16 @@ class ResidencyPins:
             for tenant in np.unique(owners)
         }
         return by_tenant, slots_of(sizes)
+
+
+class ResidencyStore:
+    """What a store pins for its residency; as `StorePins`."""
+
+    def __init__(self, residency: Residency, pins: ResidencyPins) -> None:
+        self._residency, self._pins = residency, pins
+
+    def pin(self, group_index: int, positions: Int64s, entries: Entries) -> None:
+        self._pins.pin(self._residency, group_index, positions, entries)
+
+    def pin_linked(self, group_index: int, positions: Int64s) -> None:
+        self._pins.pin_linked(self._residency, group_index, positions)

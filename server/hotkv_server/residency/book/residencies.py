@@ -5,8 +5,8 @@ Opening one reserves room; extending it, or storing into it, pins blocks and say
 Always true: what is pinned and what is promised is within `ResidencyBound`; before anything is
 unpinned that its engine did not give back, the session's word has changed (`reader_words`).
 Residencies belong to their engine, as leases do, and end with the session that opened them; if the
-server drains they stay as they are, for the next server. `residency_pins` pins, `grace` keeps what
-an earlier server's residencies had.
+server drains they stay as they are, for the next server. `resident` pins; the core's `grace` keeps
+what an earlier server's residencies had.
 """
 
 from collections import Counter
@@ -17,14 +17,13 @@ import numpy as np
 from hotkv_proto import table
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import Words
-from hotkv_server.cache.catalog import Catalog
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.pinner import StorePins
+from hotkv_server.cache.room.bounds import Account
 from hotkv_server.cache.room.slabs import aligned
-from hotkv_server.cache.room.space import Space
-from hotkv_server.cache.sessions import SessionBook, check_named
-from hotkv_server.cache.table.grace import Grace
-from hotkv_server.cache.table.reader_words import Marks, ReaderWords
+from hotkv_server.cache.sessions import check_named
 from hotkv_server.cache.values import (
-    CoreConfig,
+    BoolMask,
     Entries,
     Int64s,
     KeySpaceRecord,
@@ -32,39 +31,34 @@ from hotkv_server.cache.values import (
     SessionRecord,
 )
 from hotkv_server.residency.book.bound import ResidencyBound
-from hotkv_server.residency.book.pins import ResidencyPins
+from hotkv_server.residency.book.pins import ResidencyPins, ResidencyStore
 from hotkv_server.residency.book.register import ResidencyBook
 from hotkv_server.residency.book.residency import Residency, ResidentGroup
 
 MAX_POSITION = 1 << 31
+PART_BLOCKS = 1 << 14
+"""Blocks of a residency that one part unpins."""
 
 
 class Residencies:
-    """See the module."""
+    """See the module. A `Pinner` of the core that it is made for."""
 
-    def __init__(
-        self,
-        config: CoreConfig,
-        space: Space,
-        catalog: Catalog,
-        sessions: SessionBook,
-        book: ResidencyBook,
-        bound: ResidencyBound,
-        words: ReaderWords,
-        marks: Marks,
-    ) -> None:
-        self.book = book
-        self.bound = bound
-        self.words = words
-        self.grace = Grace(space, words, marks)
-        self.pins = ResidencyPins(space, bound, self.grace, marks)
-        self._config = config
+    def __init__(self, core: CacheCore) -> None:
+        space = core.space
+        self.book = ResidencyBook(Account(core.client_memory))
+        self.bound = ResidencyBound(
+            space.tenants, core.pin_budget, core.config.residency_share, space.pool
+        )
+        self.resident = ResidencyPins(space, self.bound, core.grace, core.marks)
+        self._words = core.words
+        self._config = core.config
         self._space = space
-        self._catalog = catalog
-        self._sessions = sessions
+        self._catalog = core.catalog
+        self._sessions = core.sessions
+        core.pinners.append(self)
 
     def __repr__(self) -> str:
-        return f"Residencies({self.book!r}, {self.bound!r}, {self.words!r}, {self.grace!r})"
+        return f"Residencies({self.book!r}, {self.bound!r})"
 
     # Opening
 
@@ -100,7 +94,7 @@ class Residencies:
         try:
             self.bound.check_ever(residency.tenant, asked_bytes)
             self.book.check_room(residency)
-            self.words.check_room(session.number)
+            self._words.check_room(session.number)
             self.bound.check_room(residency.tenant, slots)
         except HotKVError as error:
             room = self.bound.room_bytes(residency.tenant)
@@ -126,8 +120,8 @@ class Residencies:
             yield from self._space.room.make_floors(slots, tenant)
 
     def _opened(self, residency: Residency) -> OpenedResidency:
-        index, value = self.words.of_session(residency.session_number)
-        return OpenedResidency(residency.residency_id, index, value, self.words.generation)
+        index, value = self._words.of_session(residency.session_number)
+        return OpenedResidency(residency.residency_id, index, value, self._words.generation)
 
     # Pinning
 
@@ -164,8 +158,8 @@ class Residencies:
         good[good] = ~index.unverified[words[good]]
         fresh, words = fresh[good], words[good]
         _check_most(group, len(fresh))
-        self.pins.pin(residency, group_index, positions[fresh], words)
-        self.pins.pin_linked(residency, group_index, positions)
+        self.resident.pin(residency, group_index, positions[fresh], words)
+        self.resident.pin_linked(residency, group_index, positions)
         self._space.touch(words, now_s)
         offsets = np.full(len(hashes), -1, np.int64)
         offsets[known] = np.where(index.unverified[mine], -1, index.offsets(mine))
@@ -197,14 +191,27 @@ class Residencies:
         self, session: SessionRecord, residency_id: str, group_index: int, hashes: Words
     ) -> Entries:
         """The ready blocks among these that have not been compared with their check values; pinned
-        until `pins.let_go`, which the caller owes."""
+        until `resident.let_go`, which the caller owes."""
         residency, _ = self._named(session, residency_id, group_index, len(hashes))
         index = self._space.index
         words = index.find(residency.key_space_id, group_index, hashes)
         waiting = np.unique(words[table.is_ready(words)])
-        return self.pins.hold(waiting[index.unverified[waiting]])
+        return self.resident.hold(waiting[index.unverified[waiting]])
 
     # Ending
+
+    def end(self, session: SessionRecord) -> Iterator[None]:
+        """Ends the residencies of a session; its readers are told first. None if the server drains:
+        all stay as they are, so that the next server can keep them for their readers."""
+        for residency in self._begin_ending(session):
+            yield from self.closing(residency)
+            yield
+
+    def closing(self, residency: Residency) -> Iterator[None]:
+        """Gives a residency back that its engine has closed, or whose readers have been told."""
+        self.begin_closing(residency)
+        while not self.give_back(residency, PART_BLOCKS):
+            yield
 
     def begin_closing(self, residency: Residency) -> None:
         """Gives the promise of a residency back; its id is free from now on. `give_back` does the
@@ -228,7 +235,7 @@ class Residencies:
             return True
         for group in residency.groups.values():
             if len(group.positions):
-                self.pins.unpin(residency.tenant, group.take(most))
+                self.resident.unpin(residency.tenant, group.take(most))
                 break
         if any(len(group.positions) for group in residency.groups.values()):
             return False
@@ -236,17 +243,13 @@ class Residencies:
         residency.is_gone = True
         return True
 
-    def begin_ending(self, session: SessionRecord) -> list[Residency]:
-        """The residencies of a session that ends, to be given back: its readers have been told.
-
-        No residency if the server drains: all stay as they are, so that the next server can keep
-        them for their readers.
-        """
+    def _begin_ending(self, session: SessionRecord) -> list[Residency]:
+        """The residencies of a session that are to be given back: its readers have been told."""
         residencies = self.book.of_session(session.number)
         if residencies and self._sessions.draining:
             self.book.orphans.add(session.number)
             return []
-        self.words.revoke(session.number)
+        self._words.revoke(session.number)
         for residency in residencies:
             self.begin_closing(residency)
         return residencies
@@ -257,22 +260,28 @@ class Residencies:
         reading = {
             residency.session_number for residency in self.book.all() if residency.reads(entries)
         }
-        if self.grace.among(entries).any():
-            self.grace.revoke()
         for number in reading:
-            self.words.revoke(number)
+            self._words.revoke(number)
             for residency in self.book.of_session(number):
                 self.close(residency)
 
-    def expire_grace(self, now_s: float) -> Iterator[None]:
-        """As `Grace.expire`."""
-        return self.grace.expire(now_s, self.pins.counts)
+    # For the core: see `Pinner`
+
+    def of_store(self, session: SessionRecord, residency_id: str) -> StorePins | None:
+        residency = self.book.named(session, residency_id)
+        return None if residency is None else ResidencyStore(residency, self.resident)
+
+    def is_read(self, entries: Entries) -> BoolMask:
+        return self.resident.counts[entries] > 0
+
+    def pins(self) -> Int64s:
+        return self.resident.all()
 
     # Checking
 
     def check_invariants(self, live_sessions: Collection[int]) -> None:
         """Raises AssertionError if the books disagree. Linear in capacity."""
-        counts = np.zeros(len(self.pins.counts), np.int64)
+        counts = np.zeros(len(self.resident.counts), np.int64)
         promised: Counter[int] = Counter()
         slots: Counter[int] = Counter()
         for residency in self.book.all():
@@ -281,14 +290,14 @@ class Residencies:
             residency.check_invariants()
             for entries in residency.pinned():
                 np.add.at(counts, entries, 1)
-        pinned, pinned_slots = self.pins.check(counts)
+        pinned, pinned_slots = self.resident.check(counts)
         slots.update(pinned_slots)
         self.bound.check(promised, pinned, slots)
         sessions = {residency.session_number for residency in self.book.all()}
         assert sessions - self.book.orphans <= set(live_sessions), "a residency is nobody's"
-        self.words.check_invariants({r.session_number for r in self.book.all() if not r.is_closing})
+        holding = [residency for residency in self.book.all() if not residency.is_closing]
+        self._words.check_invariants({residency.session_number for residency in holding})
         self.book.check_invariants()
-        self.grace.check_invariants()
 
 
 def _new_groups(

@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,6 @@ from hotkv_server.wire.guard.message_limits import MAX_PARTS, is_light
 from hotkv_server.wire.guard.throttle import Pace
 
 PREFIX = "/hotkv.v1."
-ADMIN_PREFIXES = tuple(
-    f"{PREFIX}{name}/" for name in ("AdminService", "EventService", "WarmStartService")
-)
 REQUEST_ID_KEY = "x-request-id"
 GOOD_REQUEST_ID = re.compile("[A-Za-z0-9._:-]{1,64}")
 Guard = Callable[[Any], None]
@@ -94,8 +91,8 @@ def _begin(context: Any) -> None:
 
 
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
-    """Replaces the parsing of requests; with `guard`, asks it before each admin method. `who` names
-    the peers of admin methods for the `audit` log."""
+    """Replaces the parsing of requests; with `guard`, asks it before each method of the services
+    for operators, whose names are `admins`. `who` names their peers for the `audit` log."""
 
     def __init__(
         self,
@@ -104,6 +101,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         guests: Guests,
         audit: AuditLog,
         who: Who,
+        admins: Collection[str],
         guard: Guard | None = None,
     ) -> None:
         self._node = node
@@ -111,6 +109,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         self._guests = guests
         self._audit = audit
         self._who = who
+        self._admins = admins
         self._guard = guard
 
     async def intercept_service(
@@ -124,7 +123,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             handler.response_serializer,
             details.method.startswith(PREFIX),
         )
-        is_admin = details.method.startswith(ADMIN_PREFIXES)
+        is_admin = details.method[1:].rpartition("/")[0] in self._admins
         guard = self._guard if is_admin else None
         audited = details.method if is_admin and self._audit.wants(details.method) else ""
         # Each method takes a stream, so that a request that is long in coming can be ended for a
