@@ -14,6 +14,7 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import admin as _admin_wire
 from hotkv_proto.errors import RETRYABLE, Reason
+from hotkv_proto.messages import fields
 from hotkv_proto.v1 import (
     admin_pb2,
     cache_pb2,
@@ -26,7 +27,7 @@ from hotkv_proto.v1 import (
 )
 from hotkv_proto.versions import Feature
 from hotkv_server.dataplane.cuda.values import Direction, Method
-from hotkv_server.wire import convert, device_report
+from hotkv_server.wire import device_report
 from hotkv_server.wire.errors import CODES
 from tests.server.support import block_ids, hashes
 
@@ -120,7 +121,7 @@ def test_every_value_is_used(enum: Any, used: set[str]) -> None:
 def test_the_client_and_the_server_say_an_enum_alike(kind: Any) -> None:
     for value in kind.values[1:]:
         said = _admin_wire.enum_word(kind, value.number)
-        assert said == convert.enum_word(EnumTypeWrapper(kind), value.number)
+        assert said == fields.enum_word(EnumTypeWrapper(kind), value.number)
         assert said and value.name.endswith(str(said).upper().replace(" ", "_"))
     assert _admin_wire.enum_word(kind, 0) == "" and _admin_wire.enum_word(kind, 99) == 99
 
@@ -132,13 +133,13 @@ def test_features_have_the_numbers_of_the_wire() -> None:
 
 def test_devices_copies_have_a_value_for_each_way() -> None:
     assert {way.value: device_report.DIRECTIONS[way] for way in Direction} == {
-        convert.enum_word(admin_pb2.CopyDirection, number): number
+        fields.enum_word(admin_pb2.CopyDirection, number): number
         for number in admin_pb2.CopyDirection.values()
         if number
     }
     assert set(device_report.METHODS) >= {method.value for method in Method}
     assert {
-        convert.enum_word(admin_pb2.CopyMethod, number): number
+        fields.enum_word(admin_pb2.CopyMethod, number): number
         for number in admin_pb2.CopyMethod.values()
         if number
     } == device_report.METHODS

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from hotkv_proto.blocks import RunContent
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries, Medium
-from hotkv_server.events.drive import BlocksStored, EventHub, RunContent
+from hotkv_server.events.drive import BlocksStored, EventHub
 
 UNKNOWN = RunContent(np.empty(0, np.int32))
 

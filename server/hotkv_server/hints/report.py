@@ -4,11 +4,10 @@ session lie."""
 import time
 
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.messages.cache import packed_words
 from hotkv_proto.v1 import admin_pb2
-from hotkv_server.hints import messages as hint_convert
-from hotkv_server.hints.service import page_size
+from hotkv_server.hints.service import outcomes, page_size
 from hotkv_server.node.node import Node
-from hotkv_server.wire import convert
 from hotkv_server.wire.explain import explain
 
 
@@ -31,7 +30,7 @@ def list_hints(node: Node, request: admin_pb2.ListHintsRequest) -> admin_pb2.Lis
         ]
     found.sort(key=lambda row: row[:2])
     for _, name, outcome in found[-most:]:
-        response.outcomes.extend(hint_convert.outcomes([outcome], name, now_s))
+        response.outcomes.extend(outcomes([outcome], name, now_s))
     return response
 
 
@@ -49,16 +48,14 @@ async def explain_session(
         asked = [one for one in tenant.outcomes.values() if one.session_id == request.session_id]
         if session is None and not asked:
             continue
-        shown = response.sessions.add(
-            tenant=name, outcomes=hint_convert.outcomes(asked, name, now_s)
-        )
+        shown = response.sessions.add(tenant=name, outcomes=outcomes(asked, name, now_s))
         if session is None:
             continue
         shown.idle_s = now_s - session.used_s
         for number, hashes in list(session.chains.items()):
             if number not in node.core.key_spaces or not len(hashes):
                 continue
-            packed = convert.unpadded(hashes, node.core.key_space(number).hash_bytes)
+            packed = packed_words(hashes, node.core.key_space(number).hash_bytes)
             question = admin_pb2.ExplainRequest(key_space_id=number, hashes=packed)
             shown.key_spaces.extend((await explain(node, question)).key_spaces)
     return response

@@ -1,15 +1,15 @@
 """What operators are told of the ledger."""
 
+from hotkv_proto.messages import fields
 from hotkv_proto.misses import Miss
 from hotkv_proto.v1 import admin_pb2, session_pb2
 from hotkv_server.ledger.drive import Savings
 from hotkv_server.node.node import Node
-from hotkv_server.wire.convert import rate
 
 
 def get_savings(node: Node, request: admin_pb2.GetSavingsRequest) -> admin_pb2.GetSavingsResponse:
     """What was counted in the time that is asked about."""
-    found = node.ledger.savings(rate("since_s", request.since_s))
+    found = node.ledger.savings(fields.rate("since_s", request.since_s))
     outlook = found.outlook
     return admin_pb2.GetSavingsResponse(
         rows=_rows(found),

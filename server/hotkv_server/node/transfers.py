@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv_proto.blocks import RunContent
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.order import DeviceMark
@@ -22,7 +23,7 @@ from hotkv_server.cache.room.bounds import Account
 from hotkv_server.cache.values import LoadPositions, Run, SlotRun
 from hotkv_server.dataplane.engine import CopyEngine, Outcome
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.events.drive import EventHub, RunContent, stored_events
+from hotkv_server.events.drive import EventHub, stored_events
 from hotkv_server.integrity.check_values import Sums
 from hotkv_server.integrity.sums import SumThreads
 from hotkv_server.integrity.verifier import Verifier

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
-from hotkv_proto.results import BlockResult
+from hotkv_proto.results import BlockResult, TransferStatus
 from hotkv_proto.v1 import cache_pb2
-from hotkv_server.dataplane.engine import Outcome
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.transfer import TransferEnd
 from hotkv_server.tracing.drive import Tracing, reason, wall_ns
-from hotkv_server.wire import calls, convert
+from hotkv_server.wire import calls
 
 if TYPE_CHECKING:
     from hotkv_proto.traces import Span
@@ -113,8 +112,7 @@ class TracedCalls:
         with self._tracing.serving(span):
             end = await calls.store(node, session, request)
         if node.tiers is not None:
-            hash_bytes = session.key_space.hash_bytes
-            runs = convert.runs(request.runs, hash_bytes, session.group_index)
+            runs = calls.block_runs(session, request.runs)
             self._tracing.stored(span, (run.hashes for run in runs))
         end.add_done_callback(partial(_moved, span))
         return end
@@ -161,7 +159,7 @@ def _moved(span: "Span", done: "asyncio.Future[TransferEnd]") -> None:
             if count:
                 name = f"hotkv.{BlockResult(value).name.lower()}_blocks"
                 span.attributes[name] = int(span.attributes.get(name, 0)) + count
-    error = "" if end.outcome is Outcome.DONE else end.outcome.name
+    error = "" if end.status is TransferStatus.DONE else end.status.name
     if end.copy_began_s is None:
         span.end(error)
         return

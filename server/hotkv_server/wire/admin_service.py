@@ -9,6 +9,9 @@ from typing import Any
 import hotkv_proto
 from hotkv_proto import table, versions
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.messages import fields
+from hotkv_proto.messages.cache import packed_words, read_hashes
+from hotkv_proto.messages.layout import key_space_message, order_kind, representation_message
 from hotkv_proto.v1 import admin_pb2, admin_pb2_grpc, layout_pb2
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import DISK_TIER
@@ -23,10 +26,10 @@ from hotkv_server.sparse import messages as sparse_convert
 from hotkv_server.tiers.report import with_activity
 from hotkv_server.tiers.told import places
 from hotkv_server.told.stats import census, counters, gauges
-from hotkv_server.wire import convert, space_convert
 from hotkv_server.wire.device_report import device_report
 from hotkv_server.wire.errors import answer
 from hotkv_server.wire.explain import explain
+from hotkv_server.wire.session.service import ROLES
 
 STATES = {
     table.STATE_RESERVED: admin_pb2.BLOCK_STATE_RESERVED,
@@ -90,11 +93,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 admin_pb2.KeySpaceInfo(
                     key_space_id=record.number,
                     fingerprint=record.key_space.fingerprint.hex(),
-                    key_space=space_convert.key_space_message(record.key_space),
+                    key_space=key_space_message(record.key_space),
                     block_count=record.num_blocks,
                     representations=[
-                        space_convert.representation_message(kind)
-                        for kind in record.representations
+                        representation_message(kind) for kind in record.representations
                     ],
                     representation_count=record.num_representations,
                 )
@@ -113,7 +115,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 admin_pb2.SessionInfo(
                     session_number=s.record.number,
                     engine_id=s.record.engine_id,
-                    role=space_convert.ROLES[s.record.role],
+                    role=ROLES[s.record.role],
                     key_space_id=s.record.key_space_id,
                     age_s=now_s - s.record.opened_s,
                     lease_count=held.get(s.record.engine_id, 0),
@@ -123,7 +125,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                     stored_byte_count=s.stored_bytes,
                     client_name=s.client_name,
                     device_allocation_count=len(s.memory.allocations) if s.memory else 0,
-                    device_order=space_convert.order_kind(s.memory.order.kind)
+                    device_order=order_kind(s.memory.order.kind)
                     if s.memory
                     else layout_pb2.DEVICE_ORDER_KIND_UNSPECIFIED,
                     residency_count=resident.get(s.record.number, 0),
@@ -176,7 +178,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         idle_s = max(0.0, now_s - block.last_used_s) if block.last_used_s else 0.0
         parent = block.parent_words
         return admin_pb2.Block(
-            block_hash=convert.unpadded(block.hash_words[None], hash_bytes),
+            block_hash=packed_words(block.hash_words[None], hash_bytes),
             key_space_id=block.key_space_id,
             group_index=block.group_index,
             state=STATES[block.state],
@@ -185,7 +187,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             pin_count=block.num_pins,
             idle_s=idle_s,
             representation_byte_count=block.representation_bytes,
-            parent_hash=b"" if parent is None else convert.unpadded(parent[None], hash_bytes),
+            parent_hash=b"" if parent is None else packed_words(parent[None], hash_bytes),
         )
 
     async def Evict(self, request: admin_pb2.EvictRequest, context: Any) -> admin_pb2.EvictResponse:
@@ -195,7 +197,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             if request.all:
                 evicted, kept = await self._node.removals.evict_all(request.key_space_id)
             else:
-                words = convert.hashes(
+                words = read_hashes(
                     "hashes",
                     request.hashes,
                     self._node.core.key_space(request.key_space_id).hash_bytes,
@@ -226,7 +228,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
         async def call() -> admin_pb2.DrainResponse:
-            self._node.drain(convert.seconds("timeout_ms", request.timeout_ms) or None)
+            self._node.drain(fields.seconds("timeout_ms", request.timeout_ms) or None)
             live = inspect.counts(self._node.core)
             return admin_pb2.DrainResponse(
                 lease_count=live.num_leases, transfer_count=live.num_transfers
