@@ -19,6 +19,7 @@ import numpy as np
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
+from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS, MAX_STORED_BLOCKS
 from hotkv_proto.retention import Retention
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.core import CacheCore
@@ -32,7 +33,6 @@ from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.persistence import USE_PARTS, UseNotes
 from hotkv_server.startup.cache import MAX_BLOCKS_PER_CALL
 from hotkv_server.startup.process import SWITCH_INTERVAL_S
-from hotkv_server.wire.convert import MAX_LOADED_BLOCKS, MAX_STORED_BLOCKS
 
 FLUSHED_BLOCKS = 1 << 18
 MAX_TENSORS = 4096

@@ -114,7 +114,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/ledger/book/forecast.py": "tests/ledger/test_forecast.py",
     "server/hotkv_server/ledger/book/pack.py": "tests/ledger/test_pack.py",
     "server/hotkv_server/ledger/book/shadow.py": "tests/ledger/test_shadow.py",
-    "client/hotkv_client/wire/reports.py": (
+    "proto/hotkv_proto/messages/session.py": (
         "tests/wire/test_packing.py tests/server/test_reports.py"
     ),
     "client/hotkv_client/command/savings_tables.py": "tests/server/test_ledger.py",

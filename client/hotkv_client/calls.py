@@ -32,7 +32,6 @@ from hotkv_client.types import (
     SequenceCreated,
     SequenceState,
 )
-from hotkv_client.wire import reports as _report_wire
 from hotkv_client.wire import requests as _wire
 from hotkv_client.wire import sparse as _sparse_wire
 from hotkv_proto.retention import NO_RETENTION, Retention
@@ -148,13 +147,13 @@ class Calls(ABC):
     def report_use(self, groups: Sequence[GroupHashes]) -> None:
         """Tells the server which blocks the engine used from its own device cache."""
         for part in split_groups(groups, self._hash_bytes):
-            self._send_only(_report_wire.report_use(part, self._hash_bytes))
+            self._send_only(_wire.report_use(part, self._hash_bytes))
 
     def report_requests(
         self,
-        reports: Sequence[RequestReport],
+        reports: Sequence[RequestReport[Sequence[bytes]]],
         prefill_tokens_per_s: float = 0.0,
-        ended: Sequence[EndedRequest] = (),
+        ended: Sequence[EndedRequest[Sequence[bytes]]] = (),
         loads: Sequence[LoadEnd] = (),
     ) -> None:
         """Tells the server of scheduled requests: what they used from the device cache, and how
@@ -165,7 +164,7 @@ class Calls(ABC):
         a slow tier what the engine computes sooner. `ended`: requests that have ended, of those
         that have a session or hints. `loads`: those that have ended since.
         """
-        for request in _report_wire.report_requests(
+        for request in _wire.report_requests(
             reports, self._hash_bytes, prefill_tokens_per_s, ended, loads
         ):
             self._send_only(request)

@@ -27,6 +27,7 @@ from hotkv_client.types import (
 )
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
+from hotkv_proto.messages.cache import pack_quickly
 from hotkv_proto.order import OrderKind
 from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
 
@@ -118,12 +119,7 @@ class Session(Calls):
         connection = self._connection
         if connection is None or connection.table is None:
             return None
-        packed = b"".join(hashes)
-        if len(packed) != len(hashes) * self._hash_bytes:
-            raise HotKVError(
-                Reason.INVALID_HASH,
-                f"hashes do not all have the {self._hash_bytes} bytes of this key space",
-            )
+        packed = pack_quickly(hashes, self._hash_bytes)
         salt = connection.opened.salts[group_index]
         return connection.table.ready(packed, self._hash_bytes, salt)
 

@@ -1,24 +1,32 @@
-"""Values that go in and out of the client: frozen, without protobuf."""
+"""Values that go in and out of the client: frozen, without protobuf.
+
+Those that the server has, too, are defined in `hotkv_proto`.
+"""
 
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_client.fence import SharedFence
-from hotkv_proto.hints import NO_HINTS, Hints
+from hotkv_proto.blocks import BlockRun as BlockRun
+from hotkv_proto.blocks import GroupHashes as GroupHashes
+from hotkv_proto.blocks import LoadRun as LoadRun
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.layout import Layout
-from hotkv_proto.misses import Miss
 from hotkv_proto.order import NO_ORDER, DeviceOrder
 from hotkv_proto.order import DeviceMark as DeviceMark
 from hotkv_proto.order import OrderKind as OrderKind
+from hotkv_proto.reports import EndedRequest as EndedRequest
+from hotkv_proto.reports import LoadEnd as LoadEnd
+from hotkv_proto.reports import RequestReport as RequestReport
 from hotkv_proto.results import BlockResult as BlockResult
+from hotkv_proto.results import LeaseGrant as LeaseGrant
+from hotkv_proto.results import TransferResult as TransferResult
 from hotkv_proto.results import TransferStatus as TransferStatus
-from hotkv_proto.retention import NO_RETENTION
 from hotkv_proto.retention import Retention as Retention
 from hotkv_proto.store_options import StoreOptions as StoreOptions
 
@@ -51,98 +59,6 @@ class LinkState(enum.Enum):
     CLOSED = "closed"
 
 
-@dataclass(frozen=True, slots=True)
-class GroupHashes:
-    """Block hashes of one group, in chain order."""
-
-    group_index: int
-    hashes: Sequence[bytes]
-
-
-ExtraKey = str | bytes | tuple[str, int]
-"""An adapter's name or a cache salt; a digest of prompt embeddings; a multi-modal input and the
-place of its first token."""
-BlockExtraKeys = Sequence[ExtraKey] | None
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRun:
-    """A chain of consecutive blocks of one group. `block_ids` int32 [n] in engine memory; empty
-    when only reserving.
-
-    `parent_hash`: hash before the first, empty at the root. `depth`: position of the first block in
-    its chain, in blocks. For events, if `Session.wants_token_ids`: `token_ids` of all the
-    blocks; `lora_name`; `extra_keys` besides tokens that are hashed into each block, as vLLM's
-    events name them, or nothing if no block has any.
-    """
-
-    group_index: int
-    hashes: Sequence[bytes]
-    block_ids: Int32s = field(default_factory=lambda: np.empty(0, np.int32))
-    parent_hash: bytes = b""
-    depth: int = 0
-    token_ids: Sequence[int] | Int32s = ()
-    lora_name: str = ""
-    extra_keys: Sequence[BlockExtraKeys] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRun:
-    """Blocks of one group to load: positions in the lease's hash list of that group, int32 [n], and
-    block ids int32 [n]."""
-
-    group_index: int
-    lease_positions: Int32s
-    block_ids: Int32s
-
-
-@dataclass(frozen=True, slots=True)
-class RequestReport:
-    """A request that the engine has scheduled. `hashes`: of its prompt, one for each full hash
-    block, in chain order.
-
-    `device_hit_tokens` hit in the engine's own device cache, `hit_tokens` there or in hotkv.
-    `age_s`: since it came to the engine. `session_id`: as its router has named it. `hints`: all
-    that it brought; `retention` says the same of its own blocks, for those that it stores. `miss`:
-    why the tokens beyond the hit missed, one of `hotkv_proto.misses.SAID_BY_ENGINES`. `saved_s`: of
-    prefill, by what hit in hotkv. `wait_s`: for lookups and leases. `report_id`: names the request
-    in `LoadEnd`, 0 for none.
-    """
-
-    hashes: Sequence[bytes]
-    prompt_tokens: int
-    device_hit_tokens: int
-    hit_tokens: int
-    age_s: float
-    retention: Retention = NO_RETENTION
-    session_id: str = ""
-    hints: Hints = NO_HINTS
-    miss: Miss = Miss.UNKNOWN
-    saved_s: float = 0.0
-    wait_s: float = 0.0
-    report_id: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class EndedRequest:
-    """A request that has ended, and has a session or hints. `hashes`: of prompt and answer, one for
-    each full hash block, in chain order. `hints`: as they were reported, but for rejections."""
-
-    hashes: Sequence[bytes]
-    session_id: str = ""
-    hints: Hints = NO_HINTS
-
-
-@dataclass(frozen=True, slots=True)
-class LoadEnd:
-    """The end of a load whose request was reported before, under `report_id`. `wait_s`: from the
-    beginning of the load to its end."""
-
-    report_id: int
-    wait_s: float
-    failed: bool = False
-
-
 class Flushed(int):
     """How many blocks a flush has forgotten.
 
@@ -164,22 +80,6 @@ class Flushed(int):
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseGrant:
-    """The blocks that a read lease pins: one mask a group, in the order asked. A short grant is a
-    value.
-
-    `offsets`, if asked for: int64 a group, bytes from the arena's start to each block's slot, -1 if
-    not pinned. They hold while the lease does: what is read under it after its release, its
-    end or that of the connection may be any bytes.
-    """
-
-    lease_id: str
-    pinned: tuple[BoolMask, ...]
-    ttl_s: float
-    offsets: tuple[Int64s, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class ResidentBlocks:
     """Where blocks of a residency lie: bytes from the start of the arena to each block's slot,
     int64 [n], -1 for a block that is not pinned. `representations` likewise, -1 for a block whose
@@ -198,21 +98,6 @@ class ResidencyOpened:
     word_index: int
     word_value: int
     generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class TransferResult:
-    """How a transfer ended. Nothing is being read or written for it any more.
-
-    `results` (stores): one uint8 array of BlockResult a run, in the order asked; empty for a store
-    that was revoked.
-    """
-
-    transfer_id: str
-    status: TransferStatus
-    num_bytes: int = 0
-    results: tuple[NDArray[np.uint8], ...] = ()
-    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)

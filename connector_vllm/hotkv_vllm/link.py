@@ -105,9 +105,9 @@ class CacheSession(Protocol):
     def revoke_stores(self) -> None: ...
     def report_requests(
         self,
-        reports: Sequence[RequestReport],
+        reports: Sequence[RequestReport[Sequence[bytes]]],
         prefill_tokens_per_s: float = 0.0,
-        ended: Sequence[EndedRequest] = (),
+        ended: Sequence[EndedRequest[Sequence[bytes]]] = (),
         loads: Sequence[LoadEnd] = (),
     ) -> None: ...
     def create_sequence(

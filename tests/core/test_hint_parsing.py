@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from hotkv_proto import hints
 from hotkv_proto.hints import Action, ActionType, Hints, Rejection, Target, read
+from hotkv_proto.messages.hints import read_request_hints
 from hotkv_proto.retention import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
 from hotkv_proto.v1 import hints_pb2
-from hotkv_server.hints import messages as hint_convert
 
 
 def envelope(*actions: Any, **fields: Any) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def test_what_a_client_says_of_hints_is_printable_for_operators() -> None:
             hints_pb2.HintRejection(action_type="explode", reason="there are pin, demote…"),
         ],
     )
-    found = hint_convert.request_hints("hints", sent)
+    found = read_request_hints("hints", sent)
     odd_one, good_one = found.rejected
     for text in (found.actions[0].clipped, odd_one.kind, odd_one.reason):
         assert text.startswith("'\\x1b[2J") and text.isprintable()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hotkv_proto.hints import Action, ActionType, Hints, Rejection, Status
+from hotkv_proto.reports import RequestReport
 from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.core import CacheCore
@@ -20,7 +21,7 @@ from hotkv_server.hints.drive import HintDesk
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node import slices
 from hotkv_server.node.node import Node
-from hotkv_server.node.reports import Report
+from hotkv_server.node.capability import Report
 from hotkv_server.node.session import LiveSession
 from tests.core.support import make_key_space, words_of
 from tests.server.capable import capable
@@ -82,7 +83,7 @@ async def opened(folder: Path) -> Desk:
 
 def report(hashes: Words = PROMPT, hints: Hints | None = None, session_id: str = "") -> Report:
     tokens = len(hashes) * KEY_SPACE.hash_block_tokens
-    return Report(hashes, tokens, 0, tokens, 0.0, NO_RETENTION, session_id, hints or Hints())
+    return RequestReport(hashes, tokens, 0, tokens, 0.0, NO_RETENTION, session_id, hints or Hints())
 
 
 def demotes(count: int, message_id: str = "m") -> Hints:

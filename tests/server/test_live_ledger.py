@@ -10,6 +10,7 @@ import pytest
 
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.misses import Miss
+from hotkv_proto.reports import LoadEnd, RequestReport
 from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_proto.table import BlockTable, TableGeometry
 from hotkv_server.cache.core import CacheCore
@@ -20,7 +21,6 @@ from hotkv_server.ledger.book import pack
 from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS
 from hotkv_server.ledger.drive import LiveLedger
 from hotkv_server.memory.clerk import Clerk
-from hotkv_server.node.reports import LoadEnd, Report
 from hotkv_server.node.session import LiveSession
 from tests.server.support import FULL
 
@@ -46,7 +46,7 @@ class World:
         tokens = 16 * num_blocks + 1
         self.ledger.report(
             self.session,
-            Report(
+            RequestReport(
                 hashes,
                 tokens,
                 0,
@@ -184,7 +184,7 @@ def test_the_forecast_keeps_blocks_only_where_the_node_may(monkeypatch: pytest.M
         (NO_RETENTION, False),
     ):
         world.core.space.room.may_keep = may_keep
-        world.ledger.report(world.session, Report(hashes, 64, 0, 0, 0.0, retention))
+        world.ledger.report(world.session, RequestReport(hashes, 64, 0, 0, 0.0, retention))
     list(world.ledger.follow())
     assert seen == [True, False, False]
 
@@ -193,7 +193,7 @@ def test_blocks_of_two_key_spaces_are_not_taken_for_each_other() -> None:
     world, hashes = World(), np.arange(1, 33, dtype=np.uint32).reshape(4, 8)
     other = KeySpace("large", "w", "bfloat16", (FULL,), 16)
     record = world.core.open_session("engine", "scheduler", other, 0.0)
-    said = Report(hashes, 64, 0, 0, 0.0, NO_RETENTION)
+    said = RequestReport(hashes, 64, 0, 0, 0.0, NO_RETENTION)
     for session in (world.session, LiveSession(record, "second", other, "test")):
         world.ledger.report(session, said)
     assert world.followed_tokens == 128 and world.ledger.outlook(0).ceiling_ratio == 0.0

@@ -13,6 +13,7 @@ import pytest
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.messages.layout import key_space_message
 from hotkv_proto.v1 import cache_pb2, warm_pb2
 from hotkv_server.cache import catalog
 from hotkv_server.cache.core import CacheCore
@@ -25,7 +26,6 @@ from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.state import ServerState, read_state, write_state
 from hotkv_server.node.node import Node
 from hotkv_server.warm_start.service import WarmStartService
-from hotkv_server.wire import space_convert
 from tests.core.support import begin_store, hash_of, words_of
 from tests.server.capable import capable
 
@@ -237,7 +237,7 @@ def test_a_key_space_that_is_fetched_for_is_known_as_if_an_engine_had_come(
 ) -> None:
     """It is written down first, told of, and forgotten by a timer that goes on."""
     request = warm_pb2.PrefetchBlocksRequest(
-        key_space=space_convert.key_space_message(SPACE),
+        key_space=key_space_message(SPACE),
         groups=[cache_pb2.GroupHashes(group_index=0, hashes=hash_of(1))],
     )
 

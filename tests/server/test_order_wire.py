@@ -29,6 +29,7 @@ from hotkv_client.types import TransferStatus
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.layout import MemoryHandle
+from hotkv_proto.messages.layout import read_device_mark, read_device_order
 from hotkv_proto.order import (
     EVENT_HANDLE_BYTES,
     MAX_MARKS,
@@ -38,7 +39,6 @@ from hotkv_proto.order import (
     OrderKind,
 )
 from hotkv_proto.v1 import cache_pb2, layout_pb2
-from hotkv_server.wire import space_convert
 from tests.server.test_life import wait_until
 
 Make = Callable[..., PagedEngine]
@@ -59,7 +59,7 @@ def test_an_order_comes_out_as_it_went_in(order: DeviceOrder) -> None:
     engine = PagedEngine("unix:/nowhere")
     request = _wire.register_memory(engine.layout, order)
     assert (
-        space_convert.device_order(
+        read_device_order(
             type(request).FromString(request.SerializeToString()).register_memory.order
         )
         == order
@@ -69,11 +69,11 @@ def test_an_order_comes_out_as_it_went_in(order: DeviceOrder) -> None:
 @given(st.integers(-(1 << 31), (1 << 31) - 1), st.integers(-(1 << 63), (1 << 63) - 1))
 def test_a_mark_comes_out_as_it_went_in(index: int, value: int) -> None:
     after = After(OrderKind.FLAGS, DeviceMark(index, value))
-    assert space_convert.device_mark(_wire.load("t", "l", [], 1.0, after).load) == after.mark
-    assert space_convert.device_mark(
-        cache_pb2.StoreRequest(after=layout_pb2.DeviceMark())
-    ) == DeviceMark(0, 0)
-    assert space_convert.device_mark(cache_pb2.StoreRequest()) is None
+    assert read_device_mark(_wire.load("t", "l", [], 1.0, after).load) == after.mark
+    assert read_device_mark(cache_pb2.StoreRequest(after=layout_pb2.DeviceMark())) == DeviceMark(
+        0, 0
+    )
+    assert read_device_mark(cache_pb2.StoreRequest()) is None
 
 
 def test_kinds_have_the_numbers_of_the_wire() -> None:

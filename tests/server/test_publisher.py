@@ -18,6 +18,7 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 
+from hotkv_proto.blocks import RunContent
 from hotkv_proto.results import BlockResult
 from hotkv_server.cache.values import EvictionNotice, Run
 from hotkv_server.events.drive import (
@@ -25,7 +26,6 @@ from hotkv_server.events.drive import (
     BlocksStored,
     Event,
     KeySpaceCleared,
-    RunContent,
     removed_events,
     stored_events,
 )

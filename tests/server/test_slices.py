@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hotkv_proto.blocks import RunContent
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import burst_bounds, incremental
@@ -17,13 +18,7 @@ from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.room.removal import Removal
 from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.events.capability import EventsCapability
-from hotkv_server.events.drive import (
-    BlocksRemoved,
-    BlocksStored,
-    KeySpaceCleared,
-    RunContent,
-    stored_events,
-)
+from hotkv_server.events.drive import BlocksRemoved, BlocksStored, KeySpaceCleared, stored_events
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node import removals, slices
 from hotkv_server.node.node import Node

@@ -328,7 +328,6 @@ def test_a_load_that_cannot_be_verified_fails_and_ends(
     from hotkv_server.cache.core import CacheCore
     from hotkv_server.cache.room.policies import LRU
     from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run
-    from hotkv_server.dataplane.engine import Outcome
     from hotkv_server.dataplane.host import HostCopyEngine
     from hotkv_server.memory.arena import NodeMemory
     from hotkv_server.node.node import Node
@@ -361,7 +360,7 @@ def test_a_load_that_cannot_be_verified_fails_and_ends(
         await node.sessions.close(session)
         end = await load
         assert (
-            end.outcome is (Outcome.CANCELLED if good else Outcome.FAILED)
+            end.status is (TransferStatus.CANCELLED if good else TransferStatus.FAILED)
             and ("ZeroDivisionError" in end.message) != good
         )
         node.core.check_invariants()

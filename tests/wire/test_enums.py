@@ -14,6 +14,7 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import admin as _admin_wire
 from hotkv_proto.errors import RETRYABLE, Reason
+from hotkv_proto.messages import fields
 from hotkv_proto.v1 import (
     admin_pb2,
     cache_pb2,
@@ -25,7 +26,6 @@ from hotkv_proto.v1 import (
     sparse_pb2,
 )
 from hotkv_proto.versions import Feature
-from hotkv_server.wire import convert
 from hotkv_server.wire.errors import CODES
 from tests.server.support import block_ids, hashes
 
@@ -119,7 +119,7 @@ def test_every_value_is_used(enum: Any, used: set[str]) -> None:
 def test_the_client_and_the_server_say_an_enum_alike(kind: Any) -> None:
     for value in kind.values[1:]:
         said = _admin_wire.enum_word(kind, value.number)
-        assert said == convert.enum_word(EnumTypeWrapper(kind), value.number)
+        assert said == fields.enum_word(EnumTypeWrapper(kind), value.number)
         assert said and value.name.endswith(str(said).upper().replace(" ", "_"))
     assert _admin_wire.enum_word(kind, 0) == "" and _admin_wire.enum_word(kind, 99) == 99
 

@@ -8,8 +8,9 @@ import pytest
 from demo.processes import Server, runtime_folder
 from hotkv_client.wire import answers as _answers
 from hotkv_proto.errors import RETRYABLE, HotKVError, Reason
+from hotkv_proto.messages.errors import STATUS_KEY, error_status, field_at_fault, read_error_detail
 from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc, errors_pb2
-from hotkv_server.wire import errors
+from hotkv_server.wire.errors import CODES
 
 google = pytest.importorskip("google.rpc", reason="googleapis-common-protos is not installed")
 from google.rpc import error_details_pb2, status_pb2  # noqa: E402
@@ -17,9 +18,11 @@ from google.rpc import error_details_pb2, status_pb2  # noqa: E402
 
 @pytest.mark.parametrize("reason", Reason)
 def test_every_reason_reads_as_googles_own_messages(reason: Reason) -> None:
-    packed = errors.status(HotKVError(reason, "lease_id is odd")).SerializeToString()
+    packed = error_status(
+        HotKVError(reason, "lease_id is odd"), CODES[reason].value[0]
+    ).SerializeToString()
     status = status_pb2.Status.FromString(packed)
-    assert (status.code, status.message) == (errors.CODES[reason].value[0], "lease_id is odd")
+    assert (status.code, status.message) == (CODES[reason].value[0], "lease_id is odd")
     info = error_details_pb2.ErrorInfo()
     assert len(status.details) == 1 and status.details[0].Unpack(info)
     assert (info.reason, info.domain) == (reason.name, "hotkv")
@@ -46,7 +49,7 @@ class FailedCall(grpc.RpcError):
 @pytest.mark.parametrize("reason", Reason)
 def test_the_client_reads_the_trailer(reason: Reason) -> None:
     told = HotKVError(reason, "hashes is odd")
-    trailer = (errors.STATUS_KEY, errors.status(told).SerializeToString())
+    trailer = (STATUS_KEY, error_status(told, 1).SerializeToString())
     read = _answers.as_error(FailedCall(("x", b""), trailer))
     assert (read.reason, read.message, read.retryable) == (reason, told.message, RETRYABLE[reason])
 
@@ -56,20 +59,20 @@ def test_the_client_reads_the_trailer(reason: Reason) -> None:
 )
 def test_a_reason_of_a_newer_server_keeps_its_advice(retryable: bool, reason: Reason) -> None:
     detail = errors_pb2.ErrorDetail(reason=99, message="new", retryable=retryable)  # type: ignore[arg-type]
-    assert _answers.refusal(detail).reason is reason
+    assert read_error_detail(detail).reason is reason
     info = error_details_pb2.ErrorInfo(
         reason="NEW", domain="hotkv", metadata={"retryable": str(retryable).lower()}
     )
     status = status_pb2.Status(message="new")
     status.details.add().Pack(info)
-    read = _answers.as_error(FailedCall((errors.STATUS_KEY, status.SerializeToString())))
+    read = _answers.as_error(FailedCall((STATUS_KEY, status.SerializeToString())))
     assert (read.reason, read.message) == (reason, "new")
 
 
 def test_details_of_others_are_not_taken_for_hotkvs() -> None:
     status = status_pb2.Status(message="proxy")
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason="DRAINING", domain="a.proxy"))
-    read = _answers.as_error(FailedCall((errors.STATUS_KEY, status.SerializeToString())))
+    read = _answers.as_error(FailedCall((STATUS_KEY, status.SerializeToString())))
     assert (read.reason, read.message) == (Reason.INTERNAL, "ABORTED: details")
 
 
@@ -90,7 +93,7 @@ def test_details_of_others_are_not_taken_for_hotkvs() -> None:
     ],
 )
 def test_the_field_is_what_the_sentence_begins_with(message: str, field: str) -> None:
-    assert errors.field_at_fault(message) == field
+    assert field_at_fault(message) == field
 
 
 def test_a_failed_call_carries_both_trailers() -> None:
@@ -101,7 +104,7 @@ def test_a_failed_call_carries_both_trailers() -> None:
             with pytest.raises(grpc.RpcError) as caught:
                 stub.Lookup(cache_pb2.LookupRequest(key_space_id=77))
     trailers = dict(caught.value.trailing_metadata())  # type: ignore[attr-defined]
-    status = status_pb2.Status.FromString(trailers[errors.STATUS_KEY])
+    status = status_pb2.Status.FromString(trailers[STATUS_KEY])
     info = error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
     assert (info.reason, info.metadata["field"]) == ("UNKNOWN_KEY_SPACE", "key_space_id")

@@ -9,14 +9,14 @@ from hypothesis import given
 
 from hotkv_client import LoadEnd, RequestReport
 from hotkv_client.wire import answers as _answers
-from hotkv_client.wire import reports as _report_wire
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_HASH_BYTES, MIN_HASH_BYTES
+from hotkv_proto.messages.cache import pack, packed_words, read_hashes, unpack
+from hotkv_proto.messages.errors import error_detail
+from hotkv_proto.messages.session import read_load_ends, read_reports
 from hotkv_proto.misses import SAID_BY_ENGINES, Miss
 from hotkv_proto.v1 import session_pb2
-from hotkv_server.wire import convert, report_convert
-from hotkv_server.wire.errors import detail
 
 HASH_BYTES = st.integers(MIN_HASH_BYTES, MAX_HASH_BYTES)
 
@@ -24,11 +24,11 @@ HASH_BYTES = st.integers(MIN_HASH_BYTES, MAX_HASH_BYTES)
 @given(data=st.data(), hash_bytes=HASH_BYTES, count=st.integers(0, 6))
 def test_there_and_back(data: st.DataObject, hash_bytes: int, count: int) -> None:
     hashes = [data.draw(st.binary(min_size=hash_bytes, max_size=hash_bytes)) for _ in range(count)]
-    packed = _wire.pack(hashes, hash_bytes)
-    words = convert.hashes("hashes", packed, hash_bytes)
+    packed = pack(hashes, hash_bytes)
+    words = read_hashes("hashes", packed, hash_bytes)
     assert words.shape == (count, 8)
-    assert convert.unpadded(words, hash_bytes) == packed
-    assert _answers.unpack(packed, hash_bytes) == hashes
+    assert packed_words(words, hash_bytes) == packed
+    assert unpack(packed, hash_bytes) == hashes
 
 
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6), hash_bytes=HASH_BYTES)
@@ -38,10 +38,10 @@ def test_the_client_names_the_first_hash_of_another_length(
     hashes = [b"x" * length for length in lengths]
     wrong = [number for number, length in enumerate(lengths) if length != hash_bytes]
     if not wrong:
-        assert _wire.pack(hashes, hash_bytes) == b"".join(hashes)
+        assert pack(hashes, hash_bytes) == b"".join(hashes)
         return
     with pytest.raises(HotKVError) as caught:
-        _wire.pack(hashes, hash_bytes)
+        pack(hashes, hash_bytes)
     assert caught.value.reason is Reason.INVALID_HASH
     assert f"hashes[{wrong[0]}] has {lengths[wrong[0]]} bytes" in caught.value.message
 
@@ -49,18 +49,16 @@ def test_the_client_names_the_first_hash_of_another_length(
 @given(num_bytes=st.integers(0, 200), hash_bytes=HASH_BYTES)
 def test_the_server_refuses_a_wrong_total(num_bytes: int, hash_bytes: int) -> None:
     if num_bytes % hash_bytes == 0:
-        assert (
-            len(convert.hashes("hashes", bytes(num_bytes), hash_bytes)) == num_bytes // hash_bytes
-        )
+        assert len(read_hashes("hashes", bytes(num_bytes), hash_bytes)) == num_bytes // hash_bytes
         return
     with pytest.raises(HotKVError, match="no multiple"):
-        convert.hashes("hashes", bytes(num_bytes), hash_bytes)
+        read_hashes("hashes", bytes(num_bytes), hash_bytes)
 
 
 @given(age_s=st.floats(0, 1e6))
 def test_the_age_of_a_report_goes_in_milliseconds(age_s: float) -> None:
     report = RequestReport([], 10, 0, 0, age_s)
-    (request,) = _report_wire.report_requests([report], 32)
+    (request,) = _wire.report_requests([report], 32)
     (message,) = request.report_use.requests
     assert message.age_ms <= age_s * 1000 < message.age_ms + 1
 
@@ -80,11 +78,11 @@ def test_what_a_report_says_for_the_ledger_arrives(
         [], 10, 0, 0, 0.0, miss=miss, saved_s=saved_s, wait_s=wait_s, report_id=number
     )
     end = LoadEnd(number, seconds[0], failed)
-    (request,) = _report_wire.report_requests([said], 32, 0.0, loads=[end])
+    (request,) = _wire.report_requests([said], 32, 0.0, loads=[end])
     message = request.report_use
     (heard,), (ended,) = (
-        report_convert.reports(message.requests, 32),
-        report_convert.load_ends(message.loads),
+        read_reports(message.requests, 32),
+        read_load_ends(message.loads),
     )
     assert heard.miss == (miss if miss in SAID_BY_ENGINES else Miss.UNKNOWN)
     assert (heard.saved_s, heard.wait_s) == tuple(min(one, 86_400.0) for one in seconds)
@@ -94,7 +92,7 @@ def test_what_a_report_says_for_the_ledger_arrives(
 
 @pytest.mark.parametrize("read", [_answers.link_sizes, _answers.ticket])
 def test_a_refusal_of_the_descriptor_socket_is_raised(read: Callable[[bytes], object]) -> None:
-    error = detail(HotKVError(Reason.NOT_ALLOWED, "not for you"))
+    error = error_detail(HotKVError(Reason.NOT_ALLOWED, "not for you"))
     packet = session_pb2.LinkResponse(error=error).SerializeToString()
     with pytest.raises(HotKVError, match="not for you") as raised:
         read(packet)

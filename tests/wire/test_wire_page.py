@@ -5,13 +5,16 @@ from pathlib import Path
 
 from hotkv_proto import hints, keys, layout, traces, versions, words
 from hotkv_proto.errors import RETRYABLE, Reason
+from hotkv_proto.messages import fields
+from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS, MAX_STORED_BLOCKS
+from hotkv_proto.messages.hints import MAX_ENVELOPE_CHARS
+from hotkv_proto.messages.layout import MAX_KEY_SPACE_BYTES
 from hotkv_proto.v1 import errors_pb2, session_pb2
 from hotkv_server.cache.values import CoreConfig
-from hotkv_server.hints import messages as hint_convert
 from hotkv_server.node import sessions, transfers
 from hotkv_server.residency.book import register as residency_book
 from hotkv_server.security import tickets
-from hotkv_server.wire import calls, convert, descriptors, server, space_convert
+from hotkv_server.wire import calls, descriptors, server
 from hotkv_server.wire.errors import CODES
 from hotkv_server.wire.guard import message_limits
 from hotkv_server.wire.session import outbox as session_outbox
@@ -23,13 +26,13 @@ CORE = CoreConfig(arena_bytes=1 << 30, slab_bytes=1 << 20, capacity=1 << 10)
 LIMITS = {
     "bytes of a message to the server": server.MAX_MESSAGE_BYTES,
     "fields, list entries and messages in one message": message_limits.MAX_PARTS,
-    "hash lists or runs in a call": convert.MAX_LISTS,
+    "hash lists or runs in a call": fields.MAX_LISTS,
     "hashes in a lookup or lease, or to extend a residency": CORE.max_blocks_per_call,
-    "blocks in a store or reservation": convert.MAX_STORED_BLOCKS,
-    "blocks in a load": convert.MAX_LOADED_BLOCKS,
-    "characters of an id or name": convert.MAX_IDENTIFIER,
+    "blocks in a store or reservation": MAX_STORED_BLOCKS,
+    "blocks in a load": MAX_LOADED_BLOCKS,
+    "characters of an id or name": fields.MAX_IDENTIFIER,
     "characters of a traceparent": traces.MAX_TRACEPARENT_CHARS,
-    "bytes of a key space on the wire": space_convert.MAX_KEY_SPACE_BYTES,
+    "bytes of a key space on the wire": MAX_KEY_SPACE_BYTES,
     "groups of a key space": keys.MAX_GROUPS,
     "bytes of a hash, at least": keys.MIN_HASH_BYTES,
     "bytes of a hash, at most": keys.MAX_HASH_BYTES,
@@ -40,7 +43,7 @@ LIMITS = {
     "requests in one report": calls.MAX_REPORTS,
     "ended requests in one report": calls.MAX_REPORTS,
     "actions of one request's hints": hints.MAX_ACTIONS,
-    "characters of an envelope of hints": hint_convert.MAX_ENVELOPE_CHARS,
+    "characters of an envelope of hints": MAX_ENVELOPE_CHARS,
     "answers of a stream that wait to be read, before the server reads on": (
         session_outbox.UNREAD_ANSWERS
     ),

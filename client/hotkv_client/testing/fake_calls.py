@@ -130,9 +130,9 @@ class FakeCalls:
 
     def report_requests(
         self,
-        reports: Sequence[RequestReport],
+        reports: Sequence[RequestReport[Sequence[bytes]]],
         prefill_tokens_per_s: float = 0.0,
-        ended: Sequence[EndedRequest] = (),
+        ended: Sequence[EndedRequest[Sequence[bytes]]] = (),
         loads: Sequence[LoadEnd] = (),
     ) -> None:
         self.server.calls.append(("report_requests", list(reports)))

@@ -1,7 +1,6 @@
 """Answers to sessions: messages in, typed values out; a refusal becomes a HotKVError."""
 
 import contextlib
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,53 +10,26 @@ from google.protobuf.message import DecodeError
 
 from hotkv_client.command import unanswered
 from hotkv_client.types import (
-    BoolMask,
     Evicted,
     Flushed,
     GroupHashes,
-    LeaseGrant,
     ResidencyOpened,
     ResidentBlocks,
     SequenceCreated,
     SequenceState,
-    TransferResult,
-    TransferStatus,
 )
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.keys import unsigned_salt
-from hotkv_proto.order import OrderKind
-from hotkv_proto.v1 import cache_pb2, errors_pb2, session_pb2, sparse_pb2
+from hotkv_proto.messages import cache, fields
+from hotkv_proto.messages.errors import STATUS_KEY, read_error_detail, read_error_status
+from hotkv_proto.messages.session import read_memory_registered
+from hotkv_proto.v1 import session_pb2
 from hotkv_proto.versions import Feature, agreed_features
-
-STATUS_KEY = "grpc-status-details-bin"
-"""Trailer of a failed call: a google.rpc.Status."""
-ERROR_INFO_URL = "type.googleapis.com/google.rpc.ErrorInfo"
 
 ANSWERED_AS = {"register_memory": "memory_registered", "ping": "pong", "flush": "flushed"}
 """The answer's name, for calls whose answer has another one."""
 
 Response = session_pb2.ConnectResponse
-
-
-def unpack(packed: bytes, hash_bytes: int) -> list[bytes]:
-    """Joined hashes as a list."""
-    return [packed[i : i + hash_bytes] for i in range(0, len(packed), hash_bytes)]
-
-
-def _masks(groups: Iterable[cache_pb2.GroupFlags]) -> tuple[BoolMask, ...]:
-    return tuple(np.frombuffer(group.flags, np.bool_) for group in groups)
-
-
-def refusal(detail: errors_pb2.ErrorDetail) -> HotKVError:
-    """The server's refusal as an exception."""
-    known = int(detail.reason) in set(Reason)
-    reason = Reason(int(detail.reason)) if known else None
-    return _refusal(reason, detail.message, detail.retryable)
-
-
-def _refusal(reason: Reason | None, message: str, retryable: bool) -> HotKVError:
-    """A reason that only newer servers know becomes OVERLOADED if a retry helps, else INTERNAL."""
-    return HotKVError(reason or (Reason.OVERLOADED if retryable else Reason.INTERNAL), message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +75,16 @@ def result(response: Response, call: str, lease_id: str = "") -> Any:
     HotKVError for a refusal, and whatever reading a malformed answer raises."""
     body = response.WhichOneof("body")
     if body == "error":
-        raise refusal(response.error)
+        raise read_error_detail(response.error)
     if body != ANSWERED_AS.get(call, call):
         raise HotKVError(Reason.INTERNAL, f"the server answered {call} by {body or 'nothing'}")
     match body:
         case "lookup":
-            return _masks(response.lookup.groups)
+            return cache.read_masks(response.lookup.groups)
         case "acquire_lease":
-            granted = response.acquire_lease
-            offsets = tuple(
-                np.frombuffer(g.offsets, "<i8").astype(np.int64) for g in granted.offsets
-            )
-            return LeaseGrant(lease_id, _masks(granted.groups), granted.ttl_ms / 1000, offsets)
+            return cache.read_lease_grant(lease_id, response.acquire_lease)
         case "reserve_blocks":
-            return tuple(
-                np.frombuffer(run.results, np.uint8) for run in response.reserve_blocks.runs
-            )
+            return cache.read_results(response.reserve_blocks.runs)
         case "open_residency":
             room = response.open_residency
             return ResidencyOpened(
@@ -126,36 +92,22 @@ def result(response: Response, call: str, lease_id: str = "") -> Any:
             )
         case "extend_residency":
             extended = response.extend_residency
-            found = np.frombuffer(extended.offsets, "<i8").astype(np.int64)
-            rows = np.frombuffer(extended.representation_offsets, "<i8").astype(np.int64)
+            found = fields.int64s(extended.offsets)
+            rows = fields.int64s(extended.representation_offsets)
             # A server that doesn't say leaves them to be built anew.
             is_said = len(rows) == len(found)
             return ResidentBlocks(found, rows if is_said else np.full(len(found), -1, np.int64))
         case "flushed":
             return Flushed(response.flushed.block_count, response.flushed.pending_tiers)
         case "memory_registered":
-            taken = response.memory_registered
-            return OrderKind(taken.order or OrderKind.HOST), taken.message
+            return read_memory_registered(response.memory_registered)
         case "load":
-            load_end = response.load
-            return TransferResult(
-                load_end.transfer_id,
-                _status(load_end.status),
-                load_end.byte_count,
-                message=load_end.message,
-            )
+            return cache.read_transfer_result(response.load)
         case "store":
-            store_end = response.store
-            runs = tuple(np.frombuffer(run.results, np.uint8) for run in store_end.runs)
-            return TransferResult(
-                store_end.transfer_id,
-                _status(store_end.status),
-                store_end.byte_count,
-                runs,
-                store_end.message,
-            )
+            return cache.read_transfer_result(response.store)
         case "create_sequence":
-            return _sequence_created(response.create_sequence)
+            created = response.create_sequence
+            return SequenceCreated(created.lease_id, created.covered_block_count)
         case "append_blocks":
             state = response.append_blocks
             return SequenceState(state.block_count, state.lease_id, state.covered_block_count)
@@ -165,25 +117,18 @@ def result(response: Response, call: str, lease_id: str = "") -> Any:
             return None
 
 
-def _status(number: int) -> TransferStatus:
-    """A status that only newer servers know becomes FAILED: the transfer has ended in any case."""
-    return TransferStatus(number) if number in set(TransferStatus) else TransferStatus.FAILED
-
-
-def _sequence_created(message: sparse_pb2.CreateSequenceResponse) -> SequenceCreated:
-    return SequenceCreated(message.lease_id, message.covered_block_count)
-
-
 def evicted(response: Response, hash_bytes: int) -> Evicted:
     """The eviction notice of a message that carries one."""
     groups = response.eviction_notice.groups
-    return Evicted(tuple(GroupHashes(g.group_index, unpack(g.hashes, hash_bytes)) for g in groups))
+    return Evicted(
+        tuple(GroupHashes(g.group_index, cache.unpack(g.hashes, hash_bytes)) for g in groups)
+    )
 
 
 def _link_response(packet: bytes) -> session_pb2.LinkResponse:
     response = session_pb2.LinkResponse.FromString(packet)
     if response.HasField("error"):
-        raise refusal(response.error)
+        raise read_error_detail(response.error)
     return response
 
 
@@ -218,22 +163,10 @@ def as_error(error: grpc.RpcError) -> HotKVError:
     """A failed call as a refusal, with the server's reason if it sent one that can be read."""
     trailers = dict(getattr(error, "trailing_metadata", lambda: ())() or ())
     with contextlib.suppress(DecodeError):
-        if (said := _said_in(trailers)) is not None:
+        packed = trailers.get(STATUS_KEY, b"")
+        if (said := read_error_status(packed)) is not None:
             return said
     code = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     details = getattr(error, "details", lambda: str(error))()
     reason = Reason.OVERLOADED if code == grpc.StatusCode.RESOURCE_EXHAUSTED else Reason.INTERNAL
     return HotKVError(reason, unanswered.sentence(code, str(details)))
-
-
-def _said_in(trailers: Mapping[str, Any]) -> HotKVError | None:
-    """The refusal that trailers carry. Raises DecodeError."""
-    if STATUS_KEY in trailers:
-        status = errors_pb2.Status.FromString(trailers[STATUS_KEY])
-        for packed in status.details:
-            if packed.type_url == ERROR_INFO_URL:
-                info = errors_pb2.ErrorInfo.FromString(packed.value)
-                if info.domain == "hotkv":
-                    retryable = info.metadata.get("retryable") == "true"
-                    return _refusal(Reason.__members__.get(info.reason), status.message, retryable)
-    return None

@@ -1,4 +1,4 @@
-"""Hints of routers and their outcomes: typed values and messages."""
+"""HintService: envelopes of routers, and their outcomes; plain values in and out."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,48 +9,10 @@ import grpc
 from hotkv_client.channels import Metadata
 from hotkv_client.wire.admin import plain
 from hotkv_client.wire.answers import as_error
-from hotkv_client.wire.requests import whole_ms
-from hotkv_proto.hints import ActionType, Hints
 from hotkv_proto.v1 import hints_pb2, hints_pb2_grpc
 
 Stub = hints_pb2_grpc.HintServiceStub
 """Of a channel that is open."""
-KINDS = {
-    ActionType.RETAIN: hints_pb2.HINT_ACTION_TYPE_RETAIN,
-    ActionType.PIN: hints_pb2.HINT_ACTION_TYPE_PIN,
-    ActionType.DEMOTE: hints_pb2.HINT_ACTION_TYPE_DEMOTE,
-    ActionType.PREFETCH: hints_pb2.HINT_ACTION_TYPE_PREFETCH,
-    ActionType.RELEASE: hints_pb2.HINT_ACTION_TYPE_RELEASE,
-}
-
-
-def request_hints(hints: Hints) -> hints_pb2.RequestHints | None:
-    """Hints of a request; None for none."""
-    if not hints:
-        return None
-    return hints_pb2.RequestHints(
-        message_id=hints.message_id,
-        actions=[
-            hints_pb2.HintAction(
-                action_id=one.action_id,
-                action_type=KINDS[one.kind],
-                session_id=one.target.session_id,
-                start_token=one.target.start_tokens,
-                end_token=one.target.end_tokens or 0,
-                priority=one.priority,
-                ttl_ms=whole_ms(one.ttl_s),
-                deadline_ms=whole_ms(one.deadline_s),
-                clipped=one.clipped,
-            )
-            for one in hints.actions
-        ],
-        rejections=[
-            hints_pb2.HintRejection(
-                action_id=one.action_id, action_type=one.kind, reason=one.reason
-            )
-            for one in hints.rejected
-        ],
-    )
 
 
 def send(

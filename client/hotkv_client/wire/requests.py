@@ -1,149 +1,39 @@
-"""Requests of sessions: typed values in, messages out. `_answers` reads what comes back.
-
-With `_answers`, `_report_wire`, `_sparse_wire`, `_hint_wire`, `_warm_wire` and `_admin_wire` the
-only modules of the client that see protobuf.
-"""
+"""Requests of sessions: a message for each call. `answers` reads what comes back."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 import hotkv_proto
+from hotkv_client.parts import PART_BYTES, split_messages
 from hotkv_client.types import (
     After,
-    BlockExtraKeys,
     BlockRun,
+    EndedRequest,
     GroupHashes,
+    LoadEnd,
     LoadRun,
+    RequestReport,
     SessionConfig,
 )
-from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout
+from hotkv_proto.messages import cache
+from hotkv_proto.messages.layout import (
+    device_mark_message,
+    device_order_message,
+    key_space_message,
+    layout_message,
+    representation_message,
+)
+from hotkv_proto.messages.session import ended_message, load_end_message, report_message
 from hotkv_proto.order import DeviceOrder
-from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.retention import Retention
 from hotkv_proto.store_options import StoreOptions
-from hotkv_proto.v1 import cache_pb2, layout_pb2, residency_pb2, session_pb2, session_pb2_grpc
+from hotkv_proto.v1 import cache_pb2, hints_pb2, residency_pb2, session_pb2, session_pb2_grpc
 from hotkv_proto.versions import FEATURES, NEWEST_VERSION, OLDEST_VERSION
 
 Request = session_pb2.ConnectRequest
 Stub = session_pb2_grpc.SessionServiceStub
 """Of a channel that is open."""
-
-
-def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
-    """Hashes joined for the wire. Raises INVALID_HASH if one has another length."""
-    if hashes and set(map(len, hashes)) != {hash_bytes}:
-        wrong = next(i for i, h in enumerate(hashes) if len(h) != hash_bytes)
-        raise HotKVError(
-            Reason.INVALID_HASH,
-            f"hashes[{wrong}] has {len(hashes[wrong])} bytes; this key space uses {hash_bytes}",
-        )
-    return b"".join(hashes)
-
-
-def _int32s(values: NDArray[np.int32]) -> bytes:
-    return np.ascontiguousarray(values, "<i4").tobytes()
-
-
-def packed_groups(groups: Iterable[GroupHashes], hash_bytes: int) -> list[cache_pb2.GroupHashes]:
-    return [
-        cache_pb2.GroupHashes(group_index=g.group_index, hashes=pack(g.hashes, hash_bytes))
-        for g in groups
-    ]
-
-
-def _runs(runs: Iterable[BlockRun], hash_bytes: int) -> list[cache_pb2.BlockRun]:
-    return [
-        cache_pb2.BlockRun(
-            group_index=run.group_index,
-            hashes=pack(run.hashes, hash_bytes),
-            parent_hash=run.parent_hash,
-            depth=run.depth,
-            block_ids=_int32s(run.block_ids),
-            token_ids=_int32s(np.asarray(run.token_ids, np.int32)),
-            lora_name=run.lora_name,
-            extra_keys=[_extra_keys(keys) for keys in run.extra_keys],
-        )
-        for run in runs
-    ]
-
-
-def _extra_keys(keys: BlockExtraKeys) -> cache_pb2.BlockExtraKeys:
-    message = cache_pb2.BlockExtraKeys()
-    for key in keys or ():
-        match key:
-            case str():
-                message.keys.add(text=key)
-            case bytes():
-                message.keys.add(digest=key)
-            case (identity, offset):
-                message.keys.add(
-                    multi_modal=cache_pb2.MultiModalKey(identifier=identity, offset=offset)
-                )
-    return message
-
-
-def key_space_message(value: KeySpace) -> layout_pb2.KeySpace:
-    """The key space on the wire."""
-    groups = [
-        layout_pb2.KvGroup(
-            group_index=index,
-            kind=layout_pb2.KvGroupKind.ValueType(int(group.kind)),
-            block_token_count=group.block_tokens,
-            window_token_count=group.window_tokens,
-            shard_byte_counts=group.shard_bytes,
-            layer_names=group.layer_names,
-        )
-        for index, group in enumerate(value.groups)
-    ]
-    return layout_pb2.KeySpace(
-        tenant=value.tenant,
-        model=value.model,
-        weights_identity=value.weights_identity,
-        dtype=value.dtype,
-        kv_dtype=value.kv_dtype,
-        hash_algorithm=value.hash_algorithm,
-        hash_seed=value.hash_seed,
-        hash_byte_count=value.hash_bytes,
-        hash_block_token_count=value.hash_block_tokens,
-        groups=groups,
-        parallel_shape=value.parallel_shape,
-        page_format=value.page_format,
-        extra=value.extra,
-    )
-
-
-def layout_message(value: Layout) -> layout_pb2.Layout:
-    """The layout on the wire."""
-    message = layout_pb2.Layout(
-        shard_index=value.shard_index, block_count=value.num_blocks, name=value.name
-    )
-    for handle in value.handles:
-        entry = message.handles.add(handle_id=handle.handle_id, byte_count=handle.num_bytes)
-        if handle.is_cuda:
-            entry.cuda_ipc.handle = handle.cuda_handle
-            entry.cuda_ipc.base_byte_offset = handle.base_offset_bytes
-            entry.cuda_ipc.device_uuid = handle.device_uuid
-        else:
-            entry.file_mapping.file_byte_offset = handle.base_offset_bytes
-    for tensor in value.tensors:
-        message.tensors.add(
-            group_index=tensor.group_index,
-            handle_id=tensor.handle_id,
-            base_byte_offset=tensor.base_offset_bytes,
-            block_stride_byte_count=tensor.block_stride_bytes,
-            run_byte_count=tensor.run_bytes,
-            shard_byte_offset=tensor.shard_offset_bytes,
-            layer_names=tensor.layer_names,
-            dims=[
-                layout_pb2.StridedDim(count=count, stride_byte_count=stride)
-                for count, stride in tensor.dims
-            ],
-        )
-    return message
 
 
 def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
@@ -157,15 +47,7 @@ def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
             role=session_pb2.SessionRole.ValueType(int(config.role)),
             key_space=key_space_message(config.key_space),
             client_name=f"{config.client_name} {hotkv_proto.__version__}",
-            representations=[
-                layout_pb2.Representation(
-                    group_index=kind.group_index,
-                    format=kind.format,
-                    version=kind.version,
-                    shard_byte_counts=kind.shard_bytes,
-                )
-                for kind in config.representations
-            ],
+            representations=list(map(representation_message, config.representations)),
             ticket=ticket,
             without_eviction_notices=config.on_evicted is None,
         )
@@ -174,22 +56,11 @@ def open_session(config: SessionConfig, ticket: bytes = b"") -> Request:
 
 def register_memory(layout: Layout, order: DeviceOrder) -> Request:
     """Declares memory."""
-    message = layout_pb2.DeviceOrder(
-        device_uuid=order.device_uuid,
-        event_handles=order.event_handles,
-        flags_handle_id=order.flags_handle_id,
-        flag_count=order.num_flags,
-    )
     return Request(
-        register_memory=session_pb2.RegisterMemory(layout=layout_message(layout), order=message)
-    )
-
-
-def _mark(after: After | None) -> layout_pb2.DeviceMark | None:
-    return (
-        None
-        if after is None
-        else layout_pb2.DeviceMark(index=after.mark.index, value=after.mark.value)
+        register_memory=session_pb2.RegisterMemory(
+            layout=layout_message(layout),
+            order=device_order_message(order),
+        )
     )
 
 
@@ -205,12 +76,7 @@ def lookup(
     hint, and the call must be quick."""
     request = Request()
     for group in groups:
-        packed = b"".join(group.hashes)
-        if len(packed) != len(group.hashes) * hash_bytes:
-            raise HotKVError(
-                Reason.INVALID_HASH,
-                f"hashes do not all have the {hash_bytes} bytes of this key space",
-            )
+        packed = cache.pack_quickly(group.hashes, hash_bytes)
         request.lookup.groups.add(group_index=group.group_index, hashes=packed)
     request.lookup.SetInParent()
     if traceparent:
@@ -231,23 +97,12 @@ def acquire(
     return Request(
         acquire_lease=cache_pb2.AcquireLeaseRequest(
             lease_id=lease_id,
-            groups=packed_groups(groups, hash_bytes),
+            groups=cache.group_messages(groups, hash_bytes),
             ttl_ms=int(ttl_s * 1000),
             wants_offsets=wants_offsets,
             traceparent=traceparent or "",
         )
     )
-
-
-def retention_message(value: Retention) -> cache_pb2.Retention | None:
-    if value == NO_RETENTION:
-        return None
-    return cache_pb2.Retention(priority=value.priority, ttl_ms=whole_ms(value.ttl_s), pin=value.pin)
-
-
-def whole_ms(seconds: float) -> int:
-    """Milliseconds; 1 for what is shorter, since 0 means none."""
-    return int(seconds * 1000) or int(seconds > 0)
 
 
 def reserve(
@@ -257,9 +112,9 @@ def reserve(
     return Request(
         reserve_blocks=cache_pb2.ReserveBlocksRequest(
             lease_id=lease_id,
-            runs=_runs(runs, hash_bytes),
+            runs=cache.run_messages(runs, hash_bytes),
             ttl_ms=int(ttl_s * 1000),
-            retention=retention_message(retention),
+            retention=cache.retention_message(retention),
         )
     )
 
@@ -293,7 +148,7 @@ def extend_residency(
             residency_id=residency_id,
             group_index=group_index,
             first_position=first_position,
-            hashes=pack(hashes, hash_bytes),
+            hashes=cache.pack(hashes, hash_bytes),
         )
     )
 
@@ -312,22 +167,13 @@ def load(
     traceparent: str | None = None,
 ) -> Request:
     """Copies leased blocks into engine memory."""
-    messages = [
-        cache_pb2.LoadRun(
-            group_index=run.group_index,
-            lease_positions=_int32s(run.lease_positions),
-            block_ids=_int32s(run.block_ids),
-        )
-        for run in runs
-    ]
-    timeout_ms = int(timeout_s * 1000)
     return Request(
         load=cache_pb2.LoadRequest(
             transfer_id=transfer_id,
             lease_id=lease_id,
-            runs=messages,
-            timeout_ms=timeout_ms,
-            after=_mark(after),
+            runs=cache.load_run_messages(runs),
+            timeout_ms=int(timeout_s * 1000),
+            after=device_mark_message(after.mark if after else None),
             traceparent=traceparent or "",
         )
     )
@@ -344,19 +190,16 @@ def store(
     after: After | None = None,
 ) -> Request:
     """Copies blocks from engine memory."""
-    return Request(
-        store=cache_pb2.StoreRequest(
-            transfer_id=transfer_id,
-            lease_id=lease_id,
-            runs=_runs(runs, hash_bytes),
-            timeout_ms=int(timeout_s * 1000),
-            fence_index=fence_index,
-            retention=retention_message(options.retention),
-            after=_mark(after),
-            residency_id=options.residency_id,
-            traceparent=options.traceparent,
-        )
+    request = cache_pb2.StoreRequest(
+        transfer_id=transfer_id,
+        lease_id=lease_id,
+        runs=cache.run_messages(runs, hash_bytes),
+        timeout_ms=int(timeout_s * 1000),
+        fence_index=fence_index,
+        after=device_mark_message(after.mark if after else None),
     )
+    cache.put_store_options(request, options)
+    return Request(store=request)
 
 
 def cancel(transfer_id: str) -> Request:
@@ -367,6 +210,38 @@ def cancel(transfer_id: str) -> Request:
 def flush() -> Request:
     """Forgets the key space's blocks."""
     return Request(flush=session_pb2.Flush())
+
+
+def report_use(groups: Sequence[GroupHashes], hash_bytes: int) -> Request:
+    """Reports device cache hits."""
+    named = cache.group_messages(groups, hash_bytes)
+    return Request(report_use=session_pb2.ReportUse(groups=named))
+
+
+def report_requests(
+    reports: Iterable[RequestReport[Sequence[bytes]]],
+    hash_bytes: int,
+    prefill_tokens_per_s: float = 0.0,
+    ended: Iterable[EndedRequest[Sequence[bytes]]] = (),
+    loads: Iterable[LoadEnd] = (),
+) -> Iterator[Request]:
+    """Reports scheduled requests, those that have ended, and loads that have ended: a message, or
+    several if it would be too large."""
+    messages = [report_message(report, hash_bytes) for report in reports]
+    over = [ended_message(one, hash_bytes) for one in ended]
+    ends = [load_end_message(end) for end in loads]
+    whole = session_pb2.ReportUse(
+        requests=messages, prefill_tokens_per_s=prefill_tokens_per_s, ended=over, loads=ends
+    )
+    if whole.ByteSize() <= PART_BYTES:
+        yield Request(report_use=whole)
+        return
+    first = session_pb2.ReportUse(prefill_tokens_per_s=prefill_tokens_per_s, loads=ends)
+    yield Request(report_use=first)
+    for part in split_messages(messages, session_pb2.RequestReport.ByteSize):
+        yield Request(report_use=session_pb2.ReportUse(requests=part))
+    for ended_part in split_messages(over, hints_pb2.EndedRequest.ByteSize):
+        yield Request(report_use=session_pb2.ReportUse(ended=ended_part))
 
 
 def connect(

@@ -1,5 +1,4 @@
-"""The stubs of sparse decode; with `_wire` and `_admin_wire` the only modules of the client that
-see protobuf."""
+"""Sparse decode: a message for each call, and what comes back of selections."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,23 +6,17 @@ from typing import Any
 import numpy as np
 
 from hotkv_client.types import Float32s, Int32s, SelectConfig, SelectedBlocks
-from hotkv_client.wire.answers import refusal
-from hotkv_client.wire.requests import Request, pack
+from hotkv_client.wire.requests import Request
 from hotkv_proto.counters import SPARSE_COUNTERS
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.messages.cache import pack
+from hotkv_proto.messages.errors import read_error_detail
+from hotkv_proto.messages.fields import packed_float32s, packed_int32s
 from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 
 SelectRequest = sparse_pb2.SelectBlocksRequest
 Stub = sparse_pb2_grpc.SparseServiceStub
 """Of a channel that is open."""
-
-
-def _int32s(values: Int32s) -> bytes:
-    return np.ascontiguousarray(values, "<i4").tobytes()
-
-
-def _float32s(values: Float32s) -> bytes:
-    return np.ascontiguousarray(values, "<f4").tobytes()
 
 
 def _read_int32s(packed: bytes) -> Int32s:
@@ -73,7 +66,7 @@ def _centre_messages(value: SelectConfig) -> list[sparse_pb2.LayerCentre]:
                 if bias is not None
             ]
             messages.append(
-                sparse_pb2.LayerCentre(layer_index=layer, mu=_float32s(mu_HD), biases=known)
+                sparse_pb2.LayerCentre(layer_index=layer, mu=packed_float32s(mu_HD), biases=known)
             )
     return messages
 
@@ -129,7 +122,7 @@ def report_sparse(
     return Request(
         report_sparse=sparse_pb2.ReportSparse(
             sequences=[
-                sparse_pb2.SequenceReport(sequence_id=name, positions=_int32s(at))
+                sparse_pb2.SequenceReport(sequence_id=name, positions=packed_int32s(at))
                 for name, at in positions.items()
             ],
             layers=[
@@ -155,16 +148,16 @@ def select_request(
         sequence_id=sequence_id,
         layer_index=layer_index,
         shard_index=shard_index,
-        query=_float32s(query_QD),
+        query=packed_float32s(query_QD),
         context_token_count=context_tokens,
-        always_log_mass=b"" if always_log_mass_Q is None else _float32s(always_log_mass_Q),
+        always_log_mass=b"" if always_log_mass_Q is None else packed_float32s(always_log_mass_Q),
     )
 
 
 def selected(response: sparse_pb2.SelectBlocksResponse) -> SelectedBlocks:
     """A selection. Raises HotKVError if it was refused."""
     if response.HasField("error"):
-        raise refusal(response.error)
+        raise read_error_detail(response.error)
     return SelectedBlocks(
         _read_int32s(response.positions),
         np.frombuffer(response.weights, "<f4").astype(np.float32),

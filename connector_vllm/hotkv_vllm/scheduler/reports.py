@@ -124,7 +124,9 @@ class UseReports:
         if waiting:
             self._stats.add("reported_requests", len(waiting))
 
-    def _report(self, state: RequestState, external_tokens: int, now_s: float) -> RequestReport:
+    def _report(
+        self, state: RequestState, external_tokens: int, now_s: float
+    ) -> RequestReport[Sequence[bytes]]:
         request, use = state.request, state.use
         on_device = min(use.device_hit_tokens, request.num_prompt_tokens)
         hit_tokens = min(use.device_hit_tokens + external_tokens, request.num_prompt_tokens)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.results import LeaseGrant
 from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
 from hotkv_proto.table import BlockTable
@@ -35,7 +36,6 @@ from hotkv_server.cache.values import (
     CoreConfig,
     Entries,
     EvictionNotice,
-    Grant,
     HashList,
     Int64s,
     KeySpaceRecord,
@@ -167,7 +167,7 @@ class CacheCore:
 
     def acquire(
         self, session_number: int, lease_id: str, groups: list[HashList], ttl_s: float, now_s: float
-    ) -> Grant:
+    ) -> LeaseGrant:
         """Pins those blocks that are ready. The same call again returns the same grant; the id with
         other blocks is refused."""
         session = self.sessions.record(session_number)

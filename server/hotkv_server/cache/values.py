@@ -119,14 +119,6 @@ class SlotRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
-    """Answer to acquire: one mask a group in the order asked, and the lifetime."""
-
-    pinned: tuple[BoolMask, ...]
-    ttl_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class OpenedResidency:
     """Answer to opening a residency: the reader's word and its value, and the generation."""
 

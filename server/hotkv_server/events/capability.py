@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv_proto.blocks import RunContent
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.v1 import events_pb2, events_pb2_grpc
 from hotkv_server.cache.values import Entries, EvictionNotice, Medium, Run
@@ -12,7 +13,6 @@ from hotkv_server.events.drive import EventHub, moved_events, removed_events, st
 from hotkv_server.events.publish import check_publisher, make_publisher
 from hotkv_server.events.service import EventService
 from hotkv_server.node.capability import Capability, Service
-from hotkv_server.node.content import RunContent
 from hotkv_server.node.health import Health
 from hotkv_server.node.node import STALLED_WORK_S, Node
 from hotkv_server.node.session import LiveSession

@@ -1,15 +1,9 @@
 """Events on the wire."""
 
-from hotkv_proto.v1 import cache_pb2, events_pb2
+from hotkv_proto.messages.cache import extra_keys_message, packed_words
+from hotkv_proto.v1 import events_pb2
 from hotkv_server.cache.values import Medium
-from hotkv_server.events.drive import (
-    BlocksRemoved,
-    BlocksStored,
-    KeySpaceCleared,
-    TimedEvent,
-)
-from hotkv_server.node.content import BlockExtraKeys
-from hotkv_server.wire.convert import unpadded
+from hotkv_server.events.drive import BlocksRemoved, BlocksStored, KeySpaceCleared, TimedEvent
 
 MEDIA = {
     Medium.CPU: events_pb2.MEDIUM_CPU,
@@ -33,39 +27,24 @@ def event(item: TimedEvent) -> events_pb2.Event:
                 content.lora_name,
             )
             stored.hashes, stored.token_ids = (
-                unpadded(words, key_space.hash_bytes),
+                packed_words(words, key_space.hash_bytes),
                 content.token_ids.tobytes(),
             )
             stored.parent_hash = (
                 b""
                 if value.parent is None
-                else unpadded(value.parent.reshape(1, 8), key_space.hash_bytes)
+                else packed_words(value.parent.reshape(1, 8), key_space.hash_bytes)
             )
             stored.block_count = len(words)
             stored.block_token_count = key_space.groups[value.group_index].block_tokens
             stored.medium, stored.tier = MEDIA[value.medium], value.tier
-            stored.extra_keys.extend(_extra_keys_message(keys) for keys in content.extra_keys)
+            stored.extra_keys.extend(extra_keys_message(keys) for keys in content.extra_keys)
         case BlocksRemoved(hashes=words):
             message.removed.group_index, message.removed.block_count = value.group_index, len(words)
-            message.removed.hashes = unpadded(words, key_space.hash_bytes)
+            message.removed.hashes = packed_words(words, key_space.hash_bytes)
             message.removed.medium, message.removed.tier = MEDIA[value.medium], value.tier
         case KeySpaceCleared():
             message.cleared.SetInParent()
-    return message
-
-
-def _extra_keys_message(keys: BlockExtraKeys) -> cache_pb2.BlockExtraKeys:
-    message = cache_pb2.BlockExtraKeys()
-    for key in keys or ():
-        match key:
-            case str():
-                message.keys.add(text=key)
-            case bytes():
-                message.keys.add(digest=key)
-            case (identity, offset):
-                message.keys.add(
-                    multi_modal=cache_pb2.MultiModalKey(identifier=identity, offset=offset)
-                )
     return message
 
 

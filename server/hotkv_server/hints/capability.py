@@ -9,9 +9,8 @@ from hotkv_server.hints import told
 from hotkv_server.hints.drive import HintDesk
 from hotkv_server.hints.service import HintService
 from hotkv_server.hints.work import Origin
-from hotkv_server.node.capability import Capability, Service
+from hotkv_server.node.capability import Capability, Ended, Report, Service
 from hotkv_server.node.node import Node
-from hotkv_server.node.reports import Ended, Report
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.topics import Topic
 from hotkv_server.settings import Settings

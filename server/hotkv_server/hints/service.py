@@ -5,19 +5,21 @@ is that tenant's, and for all else the answer is as if it were not there.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.messages import fields
+from hotkv_proto.messages.cache import read_hashes
+from hotkv_proto.messages.hints import read_envelope
 from hotkv_proto.v1 import hints_pb2, hints_pb2_grpc
 from hotkv_server.cache import inspect
-from hotkv_server.hints import messages as hint_convert
+from hotkv_server.cache.values import Outcome
 from hotkv_server.hints.drive import HintDesk
 from hotkv_server.hints.told import DEFAULT_PAGE, MAX_PAGE
 from hotkv_server.hints.work import Origin
 from hotkv_server.node.node import Node
 from hotkv_server.security.identity import AccessControl, Peer
-from hotkv_server.wire import convert
 from hotkv_server.wire.errors import answer
 
 Asking = hints_pb2.SendHintsRequest | hints_pb2.GetHintOutcomesRequest
@@ -38,7 +40,7 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
 
     def _admit(self, request: Asking, context: Any) -> str:
         """The tenant that the peer may act for. Raises UNAUTHENTICATED or NOT_ALLOWED."""
-        tenant = convert.name("tenant", request.tenant)
+        tenant = fields.name("tenant", request.tenant)
         self._access.admit(self._identify(request, context), tenant)
         return tenant
 
@@ -47,11 +49,9 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
     ) -> hints_pb2.SendHintsResponse:
         async def call() -> hints_pb2.SendHintsResponse:
             tenant = self._admit(request, context)
-            hints = hint_convert.envelope(request.kv_hints)
+            hints = read_envelope(request.kv_hints)
             found = await self._desk.act(self._origin(tenant, request), hints)
-            return hints_pb2.SendHintsResponse(
-                outcomes=hint_convert.outcomes(found, tenant, time.monotonic())
-            )
+            return hints_pb2.SendHintsResponse(outcomes=outcomes(found, tenant, time.monotonic()))
 
         return await answer(self._node, context, call)
 
@@ -64,7 +64,7 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
                 Reason.UNKNOWN_KEY_SPACE,
                 f"key_space_id is {number}; this tenant has no such key space here",
             )
-        hashes = convert.hashes("hashes", request.hashes, core.key_space(number).hash_bytes)
+        hashes = read_hashes("hashes", request.hashes, core.key_space(number).hash_bytes)
         most = inspect.limits(core).max_blocks_per_call
         if len(hashes) > most:
             raise HotKVError(
@@ -84,7 +84,7 @@ class HintService(hints_pb2_grpc.HintServiceServicer):
             cursor = request.cursor if request.cursor <= known.last_sequence else 0
             found = known.since(cursor, request.message_id, page_size(request.page_size))
             return hints_pb2.GetHintOutcomesResponse(
-                outcomes=hint_convert.outcomes(found, tenant, time.monotonic()),
+                outcomes=outcomes(found, tenant, time.monotonic()),
                 next_cursor=found[-1].sequence if found else cursor,
             )
 
@@ -96,3 +96,25 @@ def page_size(asked: int) -> int:
     if not 0 <= asked <= MAX_PAGE:
         raise HotKVError(Reason.INVALID_FIELD, f"page_size is {asked}; allowed are 0 to {MAX_PAGE}")
     return asked or DEFAULT_PAGE
+
+
+def outcomes(found: Sequence[Outcome], tenant: str, now_s: float) -> list[hints_pb2.HintOutcome]:
+    """What has come of actions."""
+    return [
+        hints_pb2.HintOutcome(
+            message_id=one.message_id,
+            action_id=one.action_id,
+            action_type=one.kind,
+            session_id=one.session_id,
+            status=hints_pb2.HintStatus.Value(f"HINT_STATUS_{one.status.name}"),
+            reason=one.reason,
+            block_count=one.num_blocks,
+            done_block_count=one.num_done,
+            reused_block_count=one.reused_blocks,
+            saved_s=one.saved_s,
+            age_s=max(0.0, now_s - one.came_s),
+            sequence=one.sequence,
+            tenant=tenant,
+        )
+        for one in found
+    ]

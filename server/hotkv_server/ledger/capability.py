@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 
+from hotkv_proto.reports import LoadEnd
 from hotkv_server.ledger import told
 from hotkv_server.ledger.drive import LiveLedger
 from hotkv_server.ledger.live_history import LiveHistory
-from hotkv_server.node.capability import Capability, Samples
+from hotkv_server.node.capability import Capability, Report, Samples
 from hotkv_server.node.node import Node
-from hotkv_server.node.reports import LoadEnd, Report
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.topics import Figures, Filters, Topic
 from hotkv_server.settings import Settings

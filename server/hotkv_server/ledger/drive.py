@@ -20,6 +20,7 @@ import numpy as np
 
 from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.misses import Miss
+from hotkv_proto.reports import LoadEnd
 from hotkv_proto.retention import NO_RETENTION
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
@@ -34,7 +35,7 @@ from hotkv_server.ledger.book.forecast import Demand, Forecast, Outlook
 from hotkv_server.ledger.book.outcome import counted_group, note_outcome
 from hotkv_server.ledger.file import read_ledger, save_ledger
 from hotkv_server.memory.clerk import Clerk
-from hotkv_server.node.reports import LoadEnd, Report
+from hotkv_server.node.capability import Report
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.slices import slices
 

@@ -8,24 +8,24 @@ another machine, unless it says so.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv_proto.blocks import RunContent
 from hotkv_proto.keys import KeySpace
+from hotkv_proto.reports import EndedRequest, LoadEnd, RequestReport
 from hotkv_proto.table import Words
 from hotkv_server.cache.histogram import Histogram
 from hotkv_server.cache.values import Entries, EvictionNotice, Medium, Run
-from hotkv_server.node.content import RunContent
 from hotkv_server.node.health import Health
+from hotkv_server.node.seams import Tracer
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.topics import Figures, Topic
 
-if TYPE_CHECKING:
-    from hotkv_server.node.reports import Ended, LoadEnd, Report
-    from hotkv_server.node.seams import Tracer
-
+Report = RequestReport[Words]
+Ended = EndedRequest[Words]
 SessionCall = Callable[[LiveSession, Any], Any]
 """Serves one kind of message of a session's stream: returns the answer's message, a task or an
 awaitable of it, or None for no answer."""
@@ -105,16 +105,16 @@ class Capability:
     def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
         """A session has given everything back. `is_last`: its engine has no other."""
 
-    def request_scheduled(self, session: LiveSession, report: "Report") -> None:
+    def request_scheduled(self, session: LiveSession, report: Report) -> None:
         """An engine has reported a request, whose blocks are about to count as used."""
 
-    async def request_noted(self, session: LiveSession, report: "Report") -> None:
+    async def request_noted(self, session: LiveSession, report: Report) -> None:
         """The blocks of a reported request count as used. May serve others meanwhile."""
 
-    def request_ended(self, session: LiveSession, ended: "Ended") -> None:
+    def request_ended(self, session: LiveSession, ended: Ended) -> None:
         """A request has ended."""
 
-    def load_ended(self, session: LiveSession, end: "LoadEnd") -> None:
+    def load_ended(self, session: LiveSession, end: LoadEnd) -> None:
         """A load whose request was reported has ended."""
 
     def bytes_moved(self, session: LiveSession, loaded: int, stored: int) -> None:
@@ -164,7 +164,7 @@ class Capability:
         return calls
 
     @property
-    def tracer(self) -> "Tracer | None":
+    def tracer(self) -> Tracer | None:
         """For spans of what is done for a call."""
         return None
 

@@ -9,27 +9,16 @@ for it.
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.results import LeaseGrant
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.leases import ReadLease
-from hotkv_server.cache.values import BoolMask
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.session import LiveSession
-
-
-@dataclass(frozen=True, slots=True)
-class InPlaceGrant:
-    """A lease's grant to a reader of the arena: one mask and one array of slot offsets a group, -1
-    for blocks that are not granted."""
-
-    pinned: tuple[BoolMask, ...]
-    offsets: tuple[NDArray[np.int64], ...]
-    ttl_s: float
 
 
 class InPlace:
@@ -45,11 +34,9 @@ class InPlace:
     def __repr__(self) -> str:
         return f"InPlace({len(self._comparing)} leases being compared)"
 
-    def grant(
-        self, session: LiveSession, lease_id: str
-    ) -> "InPlaceGrant | asyncio.Task[InPlaceGrant]":
-        """The grant of the session's read lease, at once if all of it has been compared. The task
-        raises UNKNOWN_LEASE if the lease ends meanwhile.
+    def grant(self, session: LiveSession, lease_id: str) -> "LeaseGrant | asyncio.Task[LeaseGrant]":
+        """The grant of the session's read lease with offsets, at once if all of it has been
+        compared. The task raises UNKNOWN_LEASE if the lease ends meanwhile.
         """
         offsets = self._core.slot_offsets(session.record.number, lease_id)
         lease = self._core.leases.get(session.record.engine_id, lease_id)
@@ -58,7 +45,7 @@ class InPlace:
             return _granted(lease, offsets)
         return asyncio.create_task(self._compared(session, lease))
 
-    async def _compared(self, session: LiveSession, lease: ReadLease) -> InPlaceGrant:
+    async def _compared(self, session: LiveSession, lease: ReadLease) -> LeaseGrant:
         if lease.number not in self._comparing:
             comparing = asyncio.create_task(self._compare(lease))
             self._comparing[lease.number] = comparing
@@ -85,9 +72,10 @@ class InPlace:
             self._tell()
 
 
-def _granted(lease: ReadLease, offsets: tuple[NDArray[np.int64], ...]) -> InPlaceGrant:
-    return InPlaceGrant(
+def _granted(lease: ReadLease, offsets: tuple[NDArray[np.int64], ...]) -> LeaseGrant:
+    return LeaseGrant(
+        lease.lease_id,
         tuple(found >= 0 for found in offsets),
-        offsets,
         max(0.0, lease.expires_s - time.monotonic()),
+        offsets,
     )

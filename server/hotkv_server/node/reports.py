@@ -13,16 +13,14 @@ import numpy as np
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import needed_blocks
-from hotkv_proto.hints import NO_HINTS, Hints
 from hotkv_proto.keys import KeySpace
-from hotkv_proto.misses import Miss
-from hotkv_proto.retention import NO_RETENTION, Retention
-from hotkv_proto.table import Words
+from hotkv_proto.reports import LoadEnd
+from hotkv_proto.retention import NO_RETENTION
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import incremental
 from hotkv_server.cache.values import HashList
 from hotkv_server.node.broadcast import Feeds
-from hotkv_server.node.capability import Capability
+from hotkv_server.node.capability import Capability, Ended, Report
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.slices import Breaks, slices
 
@@ -30,84 +28,46 @@ MAX_PROMPT_TOKENS = 1 << 32
 """Beyond any context. Sums over all reports stay numbers that 64 bits hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """One scheduled request; see `hotkv.v1.RequestReport`. `hashes` [n, 8] words: of the prompt,
-    one for each full hash block."""
-
-    hashes: Words
-    prompt_tokens: int
-    device_hit_tokens: int
-    hit_tokens: int
-    age_s: float
-    retention: Retention
-    session_id: str = ""
-    hints: Hints = NO_HINTS
-    miss: Miss = Miss.UNKNOWN
-    saved_s: float = 0.0
-    wait_s: float = 0.0
-    report_id: int = 0
-
-    def check(self, key_space: KeySpace, max_blocks: int) -> None:
-        """Raises INVALID_FIELD if the numbers contradict each other, TOO_LARGE for more than
-        `max_blocks` hashes."""
-        if len(self.hashes) > max_blocks:
-            raise HotKVError(
-                Reason.TOO_LARGE,
-                f"requests.hashes has {len(self.hashes)} hashes; at most {max_blocks} are accepted",
-            )
-        if len(self.hashes) * key_space.hash_block_tokens > self.prompt_tokens:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                f"requests.hashes has {len(self.hashes)} hashes of {key_space.hash_block_tokens} "
-                f"tokens each; prompt_token_count is {self.prompt_tokens}",
-            )
-        if not 0 <= self.device_hit_tokens <= self.hit_tokens <= self.prompt_tokens:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                f"requests: device_hit_token_count {self.device_hit_tokens}, hit_token_count "
-                f"{self.hit_tokens} and "
-                f"prompt_token_count {self.prompt_tokens} must rise in this order, from 0",
-            )
-        if self.prompt_tokens > MAX_PROMPT_TOKENS:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                f"requests.prompt_token_count is {self.prompt_tokens}; at most "
-                f"{MAX_PROMPT_TOKENS} are accepted",
-            )
-
-    def used_blocks(self, key_space: KeySpace) -> list[HashList]:
-        """The blocks that the device hit needed, a list for each group; with a retention, all
-        blocks of the prompt."""
-        lists, needs = [], needed_blocks(key_space.groups, self.device_hit_tokens)
-        for index, (group, needed) in enumerate(zip(key_space.groups, needs, strict=True)):
-            step = group.block_tokens // key_space.hash_block_tokens
-            hashes = np.ascontiguousarray(self.hashes[step - 1 :: step])
-            chosen = (
-                hashes if self.retention != NO_RETENTION else hashes[needed.start : needed.stop]
-            )
-            if len(chosen):
-                lists.append(HashList(index, chosen))
-        return lists
+def check(report: Report, key_space: KeySpace, max_blocks: int) -> None:
+    """Raises INVALID_FIELD if the numbers contradict each other, TOO_LARGE for more than
+    `max_blocks` hashes."""
+    if len(report.hashes) > max_blocks:
+        raise HotKVError(
+            Reason.TOO_LARGE,
+            f"requests.hashes has {len(report.hashes)} hashes; at most {max_blocks} are accepted",
+        )
+    if len(report.hashes) * key_space.hash_block_tokens > report.prompt_tokens:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"requests.hashes has {len(report.hashes)} hashes of {key_space.hash_block_tokens} "
+            f"tokens each; prompt_token_count is {report.prompt_tokens}",
+        )
+    if not 0 <= report.device_hit_tokens <= report.hit_tokens <= report.prompt_tokens:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"requests: device_hit_token_count {report.device_hit_tokens}, hit_token_count "
+            f"{report.hit_tokens} and "
+            f"prompt_token_count {report.prompt_tokens} must rise in this order, from 0",
+        )
+    if report.prompt_tokens > MAX_PROMPT_TOKENS:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"requests.prompt_token_count is {report.prompt_tokens}; at most "
+            f"{MAX_PROMPT_TOKENS} are accepted",
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A request that has ended; see `hotkv.v1.EndedRequest`. `hashes` [n, 8] words: of prompt and
-    answer."""
-
-    hashes: Words
-    session_id: str
-    hints: Hints
-
-
-@dataclass(frozen=True, slots=True)
-class LoadEnd:
-    """The end of a load whose request was reported; see `hotkv.v1.LoadEnd`."""
-
-    report_id: int
-    wait_s: float
-    failed: bool
+def used_blocks(report: Report, key_space: KeySpace) -> list[HashList]:
+    """The blocks that the device hit needed, a list for each group; with a retention, all
+    blocks of the prompt."""
+    lists, needs = [], needed_blocks(key_space.groups, report.device_hit_tokens)
+    for index, (group, needed) in enumerate(zip(key_space.groups, needs, strict=True)):
+        step = group.block_tokens // key_space.hash_block_tokens
+        hashes = np.ascontiguousarray(report.hashes[step - 1 :: step])
+        chosen = hashes if report.retention != NO_RETENTION else hashes[needed.start : needed.stop]
+        if len(chosen):
+            lists.append(HashList(index, chosen))
+    return lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +117,7 @@ class Reports:
         Others are served meanwhile; for them, requests are noted one after the other.
         """
         for report in reports:
-            report.check(session.key_space, self._core.config.max_blocks_per_call)
+            check(report, session.key_space, self._core.config.max_blocks_per_call)
         now_s, unix_time_s = time.monotonic(), time.time()
         number, hash_bytes = session.record.key_space_id, session.key_space.hash_bytes
         self.watched.put(
@@ -192,7 +152,7 @@ class Reports:
         for report in reports:
             for one in self._capabilities:
                 one.request_scheduled(session, report)
-            for hash_list in report.used_blocks(session.key_space):
+            for hash_list in used_blocks(report, session.key_space):
                 yield from incremental.use(
                     self._core, session.record.number, hash_list, now_s, report.retention
                 )

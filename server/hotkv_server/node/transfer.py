@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv_proto.results import TransferResult, TransferStatus
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.bounds import Account
 from hotkv_server.cache.values import SlotRun
@@ -39,14 +40,10 @@ Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
 
 
 @dataclass(frozen=True, slots=True)
-class TransferEnd:
-    """How a transfer ended. `results`: BlockResult values a run, for stores. `copy_began_s`,
-    `copy_ended_s`: by the monotonic clock; the former is None if no byte was copied."""
+class TransferEnd(TransferResult):
+    """How a transfer ended. `copy_began_s`, `copy_ended_s`: by the monotonic clock; the former is
+    None if no byte was copied."""
 
-    outcome: Outcome
-    num_bytes: int
-    message: str
-    results: list[NDArray[np.uint8]]
     copy_began_s: float | None = None
     copy_ended_s: float = 0.0
 
@@ -192,10 +189,11 @@ class Transfer:
         if not self._future.cancelled():
             self._future.set_result(
                 TransferEnd(
-                    outcome,
+                    call.transfer_id,
+                    TransferStatus[outcome.name],
                     moved,
+                    tuple(results),
                     message or call.deadline.message,
-                    results,
                     job.begun_s,
                     copy_ended_s,
                 )

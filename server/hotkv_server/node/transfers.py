@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv_proto.blocks import RunContent
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.order import DeviceMark
@@ -26,7 +27,6 @@ from hotkv_server.integrity.check_values import Sums
 from hotkv_server.integrity.sums import SumThreads
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.capability import Capability
-from hotkv_server.node.content import RunContent
 from hotkv_server.node.deadline import Deadline
 from hotkv_server.node.engine_memory import EngineMemory
 from hotkv_server.node.health import Health

@@ -3,19 +3,20 @@
 import asyncio
 
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.messages import fields
+from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.table import Words
 from hotkv_proto.v1 import residency_pb2
 from hotkv_server.cache.values import HashList
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.residency.drive import Extended, ResidencyDesk
-from hotkv_server.wire import convert
 from hotkv_server.wire.calls import unless_flushed
 
 
 def residency_id(text: str) -> str:
     """The id of a residency, which operators are shown."""
-    return convert.name("residency_id", text)
+    return fields.name("residency_id", text)
 
 
 def _check_reads(session: LiveSession) -> None:
@@ -33,7 +34,7 @@ async def open_residency(
 ) -> residency_pb2.OpenResidencyResponse:
     """Reserves room for a request."""
     _check_reads(session)
-    convert.check_lists("groups", request.groups)
+    fields.check_lists("groups", request.groups)
     num_blocks = {session.group_index(g.group_index): g.block_count for g in request.groups}
     if len(num_blocks) < len(request.groups):
         raise HotKVError(Reason.INVALID_FIELD, "groups lists a group twice; list each once")
@@ -57,7 +58,7 @@ def extend_residency(
     _check_reads(session)
     group_index = session.group_index(request.group_index)
     named = HashList(
-        group_index, convert.hashes("hashes", request.hashes, session.key_space.hash_bytes)
+        group_index, read_hashes("hashes", request.hashes, session.key_space.hash_bytes)
     )
 
     def extend(hashes: Words) -> "Extended | asyncio.Task[Extended]":

@@ -3,16 +3,17 @@
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.keys import MAX_GROUPS
+from hotkv_proto.messages import fields
+from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.v1 import sparse_pb2
 from hotkv_server.cache import inspect
 from hotkv_server.node.session import LiveSession
 from hotkv_server.sparse import messages
 from hotkv_server.sparse.drive import SparseDecode
-from hotkv_server.wire import convert
 
 
 def _sequence_id(text: str) -> str:
-    return convert.identifier("sequence_id", text)
+    return fields.identifier("sequence_id", text)
 
 
 def create_sequence(
@@ -47,7 +48,7 @@ def create_sequence(
                 f"{request.group_index} that the session declares",
             )
         spec.check_slots(record.representation(spec.representation_group).shard_bytes)
-    hashes = convert.hashes("hashes", request.hashes, session.key_space.hash_bytes)
+    hashes = read_hashes("hashes", request.hashes, session.key_space.hash_bytes)
     sequence = sparse.create(
         session, _sequence_id(request.sequence_id), request.group_index, hashes, spec
     )
@@ -60,7 +61,7 @@ def append_blocks(
     sparse: SparseDecode, session: LiveSession, request: sparse_pb2.AppendBlocksRequest
 ) -> sparse_pb2.AppendBlocksResponse:
     """Adds blocks to a sequence."""
-    hashes = convert.hashes("hashes", request.hashes, session.key_space.hash_bytes)
+    hashes = read_hashes("hashes", request.hashes, session.key_space.hash_bytes)
     sequence = sparse.append(
         session, _sequence_id(request.sequence_id), request.first_position, hashes
     )

@@ -1,5 +1,5 @@
-"""Between the wire's messages of sparse decode and the values behind them; as `convert`, every
-refusal names its field."""
+"""Between the wire's messages of sparse decode and the values behind them. Every refusal names its
+field."""
 
 import math
 from collections.abc import Iterable
@@ -9,15 +9,14 @@ from numpy.typing import NDArray
 
 from hotkv_proto.counters import SPARSE_COUNTERS
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.messages.fields import float32s, identifier, int32s
 from hotkv_proto.v1 import sparse_pb2
 from hotkv_server.node.session import LiveSession
 from hotkv_server.sparse.book.figures import MAX_LAYERS, LayerGrowth
 from hotkv_server.sparse.book.selection import PackedCentre, Selected, SelectRequest, SelectSpec
-from hotkv_server.wire import convert
 from hotkv_sparse.config import SparseConfig
 
 I32 = NDArray[np.int32]
-F32 = NDArray[np.float32]
 MAX_COUNT = 1e18
 """Largest growth of a counter: sums of it stay exact enough."""
 
@@ -29,7 +28,7 @@ def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
 def positions(field: str, packed: bytes, most: int) -> I32:
     """Positions of blocks in a context, int32 [n]. Raises INVALID_FIELD for negative ones,
     TOO_LARGE for more than `most`."""
-    values = convert.int32s(field, packed).astype(np.int32)
+    values = int32s(field, packed).astype(np.int32)
     if len(values) > most:
         raise _invalid(
             f"{field} has {len(values)} entries; at most {most} are accepted", Reason.TOO_LARGE
@@ -37,12 +36,6 @@ def positions(field: str, packed: bytes, most: int) -> I32:
     if len(values) and int(values.min()) < 0:
         raise _invalid(f"{field} has {int(values.min())}; positions count blocks from 0")
     return values
-
-
-def _float32s(field: str, packed: bytes) -> F32:
-    if len(packed) % 4:
-        raise _invalid(f"{field} has {len(packed)} bytes; packed float32 take 4 each")
-    return np.frombuffer(packed, "<f4").astype(np.float32)
 
 
 def _check_layer(field: str, layer: int) -> None:
@@ -116,14 +109,14 @@ def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:
 
 def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) -> SelectRequest:
     """One layer's query; what the sequence makes of it is for `check_request`."""
-    query = _float32s("query", message.query)
+    query = float32s("query", message.query)
     if len(query) % spec.head_size:
         raise _invalid(
             f"query has {len(message.query)} bytes; float32 heads of {spec.head_size} channels "
             f"take {4 * spec.head_size} each"
         )
     log_mass = (
-        _float32s("always_log_mass", message.always_log_mass) if message.always_log_mass else None
+        float32s("always_log_mass", message.always_log_mass) if message.always_log_mass else None
     )
     return SelectRequest(
         message.layer_index,
@@ -158,7 +151,7 @@ def used(messages: Iterable[sparse_pb2.SequenceReport], most: int) -> dict[str, 
     for m in messages:
         values = positions("sequences.positions", m.positions, most)
         most -= len(values)
-        name = convert.identifier("sequences.sequence_id", m.sequence_id)
+        name = identifier("sequences.sequence_id", m.sequence_id)
         result[name] = np.concatenate([result[name], values]) if name in result else values
     return result
 

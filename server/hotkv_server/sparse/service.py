@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.messages.errors import error_detail
 from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
 from hotkv_server.cache.room.bounds import FairBound
 from hotkv_server.node.node import Node
@@ -21,7 +22,7 @@ from hotkv_server.sparse import messages as sparse_convert
 from hotkv_server.sparse.drive import SparseDecode
 from hotkv_server.sparse.selections import spec_of
 from hotkv_server.wire.edge import MAX_SELECT_STREAMS
-from hotkv_server.wire.errors import abort, answer, as_refusal, detail
+from hotkv_server.wire.errors import abort, answer, as_refusal
 from hotkv_server.wire.guard.guests import Guests
 from hotkv_server.wire.guard.interceptor import Malformed
 from hotkv_server.wire.guard.throttle import Pace
@@ -105,7 +106,7 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
 
     def _refused(self, error: Exception, context: Any) -> sparse_pb2.SelectBlocksResponse:
         return sparse_pb2.SelectBlocksResponse(
-            error=detail(as_refusal(self._node, error, f"peer={context.peer()}"))
+            error=error_detail(as_refusal(self._node, error, f"peer={context.peer()}"))
         )
 
     async def _session(self, request: sparse_pb2.SelectBlocksRequest | Malformed) -> LiveSession:

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from hotkv_proto.results import BlockResult
+from hotkv_proto.results import BlockResult, TransferStatus
 from hotkv_proto.v1 import cache_pb2
-from hotkv_server.dataplane.engine import Outcome
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.transfer import TransferEnd
 from hotkv_server.tracing.drive import Tracing, reason, wall_ns
-from hotkv_server.wire import convert
+from hotkv_server.wire.calls import block_runs
 from hotkv_server.wire.edge import Calls
 
 if TYPE_CHECKING:
@@ -98,8 +97,7 @@ class TracedCalls:
         with self._tracing.serving(span):
             end = await self._calls.store(node, session, request)
         if node.tiers is not None:
-            hash_bytes = session.key_space.hash_bytes
-            runs = convert.runs(request.runs, hash_bytes, session.group_index)
+            runs = block_runs(session, request.runs)
             self._tracing.stored(span, (run.hashes for run in runs))
         end.add_done_callback(partial(_moved, span))
         return end
@@ -146,7 +144,7 @@ def _moved(span: "Span", done: "asyncio.Future[TransferEnd]") -> None:
             if count:
                 name = f"hotkv.{BlockResult(value).name.lower()}_blocks"
                 span.attributes[name] = int(span.attributes.get(name, 0)) + count
-    error = "" if end.outcome is Outcome.DONE else end.outcome.name
+    error = "" if end.status is TransferStatus.DONE else end.status.name
     if end.copy_began_s is None:
         span.end(error)
         return

@@ -6,12 +6,14 @@ from typing import Any
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import KeySpace
+from hotkv_proto.messages import fields
+from hotkv_proto.messages.cache import packed_words, read_groups
+from hotkv_proto.messages.layout import key_space_message, read_key_space
 from hotkv_proto.v1 import cache_pb2, warm_pb2, warm_pb2_grpc
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import HashList
 from hotkv_server.node.node import Node
 from hotkv_server.warm_start.drive import WarmStart
-from hotkv_server.wire import convert, space_convert
 from hotkv_server.wire.errors import abort, answer, as_refusal
 from hotkv_server.wire.prompts import of_groups, prompt_hashes
 
@@ -35,7 +37,7 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
                     f"byte_count is {request.byte_count}; it is 0 for all, or positive",
                 )
             space = self._node.core.key_space(request.key_space_id)
-            message = space_convert.key_space_message(space)
+            message = key_space_message(space)
             yield warm_pb2.ExportBlocksResponse(key_space=message)
             async for lists in self._warm.export(request.key_space_id, request.byte_count):
                 groups = [_named(one, space) for one in lists]
@@ -47,7 +49,7 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
         self, request: warm_pb2.PrefetchBlocksRequest, context: Any
     ) -> warm_pb2.PrefetchBlocksResponse:
         async def call() -> warm_pb2.PrefetchBlocksResponse:
-            wait_s = convert.seconds("timeout_ms", request.timeout_ms) or DEFAULT_WAIT_S
+            wait_s = fields.seconds("timeout_ms", request.timeout_ms) or DEFAULT_WAIT_S
             if wait_s > MAX_WAIT_S:
                 raise HotKVError(
                     Reason.INVALID_FIELD,
@@ -73,15 +75,14 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
         if request.key_space_id:
             self._node.core.key_space(request.key_space_id)
             return request.key_space_id
-        key_space = space_convert.key_space(request.key_space)
+        key_space = read_key_space(request.key_space)
         return await self._node.sessions.declare(key_space)
 
     async def _lists(self, number: int, request: warm_pb2.PrefetchBlocksRequest) -> list[HashList]:
         """All blocks named. Raises HotKVError."""
         space = self._node.core.key_space(number)
-        lists = convert.hash_lists(
-            request.groups, space.hash_bytes, lambda index: _checked(space, index)
-        )
+        named = read_groups(request.groups, space.hash_bytes, lambda index: _checked(space, index))
+        lists = [HashList(*one) for one in named]
         for prompt in request.prompts:
             hashes = await asyncio.to_thread(prompt_hashes, space, prompt.hashes, prompt.token_ids)
             lists += of_groups(space, hashes)
@@ -99,7 +100,7 @@ class WarmStartService(warm_pb2_grpc.WarmStartServiceServicer):
 
 
 def _named(some: HashList, space: KeySpace) -> cache_pb2.GroupHashes:
-    packed = convert.unpadded(some.hashes, space.hash_bytes)
+    packed = packed_words(some.hashes, space.hash_bytes)
     return cache_pb2.GroupHashes(group_index=some.group_index, hashes=packed)
 
 

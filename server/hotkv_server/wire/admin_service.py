@@ -8,12 +8,13 @@ import orjson
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.limits import MAX_MESSAGE_BYTES
+from hotkv_proto.messages import fields
+from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.v1 import admin_pb2, admin_pb2_grpc
 from hotkv_server.cache import inspect
 from hotkv_server.node.node import Node
 from hotkv_server.node.topics import tell
 from hotkv_server.told.kernel import all_topics
-from hotkv_server.wire import convert
 from hotkv_server.wire.errors import answer
 from hotkv_server.wire.explain import explain
 from hotkv_server.wire.watch import watch_requests
@@ -50,7 +51,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             if request.all:
                 evicted, kept = await self._node.removals.evict_all(request.key_space_id)
             else:
-                words = convert.hashes(
+                words = read_hashes(
                     "hashes",
                     request.hashes,
                     self._node.core.key_space(request.key_space_id).hash_bytes,
@@ -81,7 +82,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
         async def call() -> admin_pb2.DrainResponse:
-            self._node.drain(convert.seconds("timeout_ms", request.timeout_ms) or None)
+            self._node.drain(fields.seconds("timeout_ms", request.timeout_ms) or None)
             live = inspect.counts(self._node.core)
             return admin_pb2.DrainResponse(
                 lease_count=live.num_leases, transfer_count=live.num_transfers

@@ -3,9 +3,10 @@
 import asyncio
 from typing import Any
 
+from hotkv_proto.messages.cache import load_response, store_response
 from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_server.node.node import Node
-from hotkv_server.wire import calls, convert
+from hotkv_server.wire import calls
 from hotkv_server.wire.edge import calls_of
 from hotkv_server.wire.errors import answer
 
@@ -61,7 +62,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
             end = await self._traceable.load(
                 self._node, self._node.sessions.get(request.session_id), request
             )
-            return convert.load_response(request.transfer_id, end)
+            return load_response(end)
 
         return await answer(self._node, context, call)
 
@@ -71,9 +72,7 @@ class CacheService(cache_pb2_grpc.CacheServiceServicer):
                 self._node, self._node.sessions.get(request.session_id), request
             )
             end = await storing
-            return convert.store_response(
-                request.transfer_id, [run.group_index for run in request.runs], end
-            )
+            return store_response(end, [run.group_index for run in request.runs])
 
         return await answer(self._node, context, call)
 

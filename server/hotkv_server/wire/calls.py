@@ -3,30 +3,43 @@
 import asyncio
 import os
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.store_options import StoreOptions
+from hotkv_proto.messages import cache, fields
+from hotkv_proto.messages.layout import read_device_mark
+from hotkv_proto.messages.session import read_ended, read_load_ends, read_reports
+from hotkv_proto.results import LeaseGrant
 from hotkv_proto.v1 import cache_pb2, session_pb2
 from hotkv_server.cache import inspect
-from hotkv_server.cache.values import HashList
-from hotkv_server.node.in_place import InPlaceGrant
+from hotkv_server.cache.values import HashList, LoadPositions, Run
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.transfer import TransferEnd
-from hotkv_server.wire import convert, report_convert, space_convert
 from hotkv_server.wire.errors import rights_log
 
 MAX_REPORTS = 1024
 
 
 def _lease_id(text: str) -> str:
-    return convert.identifier("lease_id", text)
+    return fields.identifier("lease_id", text)
 
 
 def _transfer_id(text: str) -> str:
-    return convert.identifier("transfer_id", text)
+    return fields.identifier("transfer_id", text)
+
+
+def _hash_lists(session: LiveSession, messages: Sequence[cache_pb2.GroupHashes]) -> list[HashList]:
+    groups = cache.read_groups(messages, session.key_space.hash_bytes, session.group_index)
+    return [HashList(*one) for one in groups]
+
+
+def block_runs(session: LiveSession, messages: Sequence[cache_pb2.BlockRun]) -> list[Run]:
+    """Chains of blocks as the cache takes them. Raises HotKVError."""
+    named = cache.read_runs(messages, session.key_space.hash_bytes, session.group_index)
+    return [Run(*one) for one in named]
 
 
 def lookup(
@@ -46,7 +59,9 @@ def lookup(
     if node.has_tenants and not is_own:
         raise _hidden(session, number)
     group_index = session.group_index if session is not None and is_own else int
-    groups = convert.hash_lists(request.groups, node.core.key_space(number).hash_bytes, group_index)
+    hash_bytes = node.core.key_space(number).hash_bytes
+    named = cache.read_groups(request.groups, hash_bytes, group_index)
+    groups = [HashList(*one) for one in named]
     answer: cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]
     if node.tiers is not None and is_own and node.tiers.lookups.must_ask(session, groups):
         assert session is not None
@@ -70,7 +85,7 @@ def _lookup(
         if session is not None and any(other.any() for other in elsewhere):
             node.tiers.fetch_ahead(session, groups, masks, elsewhere)
         masks = [ready | other for ready, other in zip(masks, elsewhere, strict=True)]
-    return cache_pb2.LookupResponse(groups=convert.flags(request.groups, masks))
+    return cache_pb2.LookupResponse(groups=cache.flag_messages(request.groups, masks))
 
 
 async def _lookup_later(
@@ -121,7 +136,7 @@ def acquire(
             "wants_offsets is set, but this session was not given the arena: it has no link, "
             "or its tenant may not map it; load the blocks",
         )
-    groups = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
+    groups = _hash_lists(session, request.groups)
     lease_id = _lease_id(request.lease_id)
     answer: cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]
     if node.tiers is not None and (
@@ -178,50 +193,35 @@ def _acquire(
     groups: list[HashList],
 ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
     """Pins what is ready now."""
-    ttl_s = convert.seconds("ttl_ms", request.ttl_ms)
+    ttl_s = fields.seconds("ttl_ms", request.ttl_ms)
     grant = node.core.acquire(session.record.number, lease_id, groups, ttl_s, time.monotonic())
     if not request.wants_offsets:
-        return cache_pb2.AcquireLeaseResponse(
-            groups=convert.flags(request.groups, list(grant.pinned)),
-            ttl_ms=int(grant.ttl_s * 1000),
-        )
+        return cache.lease_response(request.groups, grant)
     granted = node.in_place.grant(session, lease_id)
     return (
         asyncio.create_task(_in_place_later(request, granted))
         if isinstance(granted, asyncio.Task)
-        else _in_place(request, granted)
-    )
-
-
-def _in_place(
-    request: cache_pb2.AcquireLeaseRequest, granted: InPlaceGrant
-) -> cache_pb2.AcquireLeaseResponse:
-    return cache_pb2.AcquireLeaseResponse(
-        groups=convert.flags(request.groups, granted.pinned),
-        ttl_ms=int(granted.ttl_s * 1000),
-        offsets=convert.offsets(request.groups, granted.offsets),
+        else cache.lease_response(request.groups, granted)
     )
 
 
 async def _in_place_later(
-    request: cache_pb2.AcquireLeaseRequest, granted: "asyncio.Task[InPlaceGrant]"
+    request: cache_pb2.AcquireLeaseRequest, granted: "asyncio.Task[LeaseGrant]"
 ) -> cache_pb2.AcquireLeaseResponse:
-    return _in_place(request, await granted)
+    return cache.lease_response(request.groups, await granted)
 
 
 async def reserve(
     node: Node, session: LiveSession, request: cache_pb2.ReserveBlocksRequest
 ) -> cache_pb2.ReserveBlocksResponse:
     """Reserves slots."""
-    runs = convert.runs(request.runs, session.key_space.hash_bytes, session.group_index)
-    ttl_s, retention = (
-        convert.seconds("ttl_ms", request.ttl_ms),
-        convert.retention("retention", request.retention),
-    )
+    runs = block_runs(session, request.runs)
+    ttl_s = fields.seconds("ttl_ms", request.ttl_ms)
+    retention = cache.read_retention("retention", request.retention)
     lease_id = _lease_id(request.lease_id)
     values, ttl_s = await node.reserve(session, lease_id, runs, ttl_s, retention)
     return cache_pb2.ReserveBlocksResponse(
-        runs=convert.results([run.group_index for run in request.runs], values),
+        runs=cache.result_messages([run.group_index for run in request.runs], values),
         ttl_ms=int(ttl_s * 1000),
     )
 
@@ -243,8 +243,9 @@ def load(
     node: Node, session: LiveSession, request: cache_pb2.LoadRequest
 ) -> "asyncio.Future[TransferEnd]":
     """Starts a load."""
-    positions, block_ids = convert.load_runs(request.runs, session.group_index)
-    timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
+    named, block_ids = cache.read_load_runs(request.runs, session.group_index)
+    positions = [LoadPositions(*one) for one in named]
+    timeout_s = fields.seconds("timeout_ms", request.timeout_ms)
     transfer_id, lease_id = _transfer_id(request.transfer_id), _lease_id(request.lease_id)
     try:
         return node.transfers.load(
@@ -254,7 +255,7 @@ def load(
             positions,
             block_ids,
             timeout_s,
-            space_convert.device_mark(request),
+            read_device_mark(request),
             request.ByteSize(),
         )
     except HotKVError as error:
@@ -265,16 +266,12 @@ async def store(
     node: Node, session: LiveSession, request: cache_pb2.StoreRequest
 ) -> "asyncio.Future[TransferEnd]":
     """Makes room for a store, then starts it."""
-    runs = convert.runs(request.runs, session.key_space.hash_bytes, session.group_index)
-    block_ids = [convert.int32s("runs.block_ids", run.block_ids) for run in request.runs]
-    timeout_s = convert.seconds("timeout_ms", request.timeout_ms)
+    runs = block_runs(session, request.runs)
+    block_ids = [fields.int32s("runs.block_ids", run.block_ids) for run in request.runs]
+    timeout_s = fields.seconds("timeout_ms", request.timeout_ms)
     transfer_id, lease_id = _transfer_id(request.transfer_id), _lease_id(request.lease_id)
-    contents = [convert.run_content(run, session.key_space) for run in request.runs]
-    options = StoreOptions(
-        convert.retention("retention", request.retention),
-        convert.name("residency_id", request.residency_id),
-        request.traceparent,
-    )
+    contents = [cache.read_run_content(run, session.key_space) for run in request.runs]
+    options = cache.read_store_options(request)
     return await node.transfers.store(
         session,
         transfer_id,
@@ -285,7 +282,7 @@ async def store(
         options,
         request.fence_index,
         contents,
-        space_convert.device_mark(request),
+        read_device_mark(request),
         request.ByteSize(),
     )
 
@@ -306,8 +303,8 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
             f"with {inspect.limits(node.core).max_blocks_per_call}"
             " are accepted in a message; send several",
         )
-    speed = convert.rate("prefill_tokens_per_s", request.prefill_tokens_per_s)
-    used = convert.hash_lists(request.groups, session.key_space.hash_bytes, session.group_index)
+    speed = fields.rate("prefill_tokens_per_s", request.prefill_tokens_per_s)
+    used = _hash_lists(session, request.groups)
     session.prefill_tokens_per_s = speed or session.prefill_tokens_per_s
     node.core.touch(session.record.number, used, time.monotonic())
     if len(request.loads) > MAX_REPORTS:
@@ -316,9 +313,9 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
             f"loads has {len(request.loads)} entries; at most {MAX_REPORTS} are accepted in a "
             "message; send several",
         )
-    loads = report_convert.load_ends(request.loads)
-    reports = report_convert.reports(request.requests, session.key_space.hash_bytes)
-    ended = report_convert.ended(request.ended, session.key_space.hash_bytes)
+    loads = read_load_ends(request.loads)
+    reports = read_reports(request.requests, session.key_space.hash_bytes)
+    ended = read_ended(request.ended, session.key_space.hash_bytes)
     await node.reports.note(session, reports)
     node.reports.loads_ended(session, loads)
     node.reports.ended(session, ended)

@@ -19,6 +19,8 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.messages import fields
+from hotkv_proto.messages.errors import error_detail
 from hotkv_proto.v1 import session_pb2
 from hotkv_proto.words import WORD_COUNT, words_offset_bytes
 from hotkv_server.node.node import Node
@@ -26,8 +28,7 @@ from hotkv_server.node.session import LiveSession
 from hotkv_server.security.handles import check_memory
 from hotkv_server.security.identity import AccessControl, Peer
 from hotkv_server.security.tickets import Tickets
-from hotkv_server.wire import convert
-from hotkv_server.wire.errors import as_refusal, detail
+from hotkv_server.wire.errors import as_refusal
 from hotkv_server.wire.guard import peers
 
 log = logging.getLogger(__name__)
@@ -205,7 +206,9 @@ class DescriptorServer:
         except Exception as error:  # noqa: BLE001 The edge of the descriptor socket: every failure is an answer.
             refusal = as_refusal(self._node, error, f"descriptor socket {peer}")
             try:
-                connection.send(session_pb2.LinkResponse(error=detail(refusal)).SerializeToString())
+                connection.send(
+                    session_pb2.LinkResponse(error=error_detail(refusal)).SerializeToString()
+                )
             except OSError:
                 log.info("descriptor socket: the peer left before the answer")
             return False
@@ -226,7 +229,7 @@ class DescriptorServer:
         if session.close_link is not None:
             raise HotKVError(Reason.DUPLICATE_ID, "session_id has a link already")
         for handle_id, fd in zip(request.handle_ids, fds, strict=True):
-            check_memory(fd, convert.identifier("handle_ids", handle_id))
+            check_memory(fd, fields.identifier("handle_ids", handle_id))
         received: list[str] = []
         try:
             for handle_id, fd in zip(request.handle_ids, fds, strict=True):

@@ -1,34 +1,19 @@
-"""Refusals on the wire: one table from reasons to canonical gRPC codes, and the trailers of failed
-calls.
+"""Refusals of calls: one table from reasons to canonical gRPC codes, and the end of a failed call.
 
 Each refusal is counted by reason, and logged if it is about rights. The lines of that log are
 bounded: a client that is refused a thousand times a second fills no disk.
 """
 
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable
-from functools import cache
-from typing import Any as AnyType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
-from google.protobuf.any_pb2 import Any
 from google.protobuf.message import Message
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.v1 import (
-    admin_pb2,
-    cache_pb2,
-    errors_pb2,
-    events_pb2,
-    hints_pb2,
-    layout_pb2,
-    residency_pb2,
-    session_pb2,
-    sparse_pb2,
-)
+from hotkv_proto.messages.errors import STATUS_KEY, error_status
 from hotkv_server.node.node import Node
 from hotkv_server.wire.guard.throttle import LineBound
 
@@ -59,11 +44,6 @@ CODES: dict[Reason, grpc.StatusCode] = {
 }
 """Total over `Reason`; a test proves it."""
 
-STATUS_KEY = "grpc-status-details-bin"
-"""Trailer with a google.rpc.Status, where every gRPC library looks for it."""
-ERROR_INFO_URL = "type.googleapis.com/google.rpc.ErrorInfo"
-ERROR_DOMAIN = "hotkv"
-_PATH = re.compile(r"[a-z][a-z0-9_]*(\[\d+\])?(\.[a-z][a-z0-9_]*(\[\d+\])?)*(?![\w'])")
 ABOUT_RIGHTS = frozenset(
     {
         Reason.UNAUTHENTICATED,
@@ -107,58 +87,6 @@ def _is_of_the_server(record: logging.LogRecord) -> bool:
 logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_the_server)
 
 
-def detail(error: HotKVError) -> errors_pb2.ErrorDetail:
-    """The refusal on the wire."""
-    return errors_pb2.ErrorDetail(
-        reason=errors_pb2.ErrorReason.ValueType(int(error.reason)),
-        message=error.message,
-        field=field_at_fault(error.message),
-        retryable=error.retryable,
-    )
-
-
-@cache
-def _field_names() -> frozenset[str]:
-    """Names of all fields of the wire, and of what stands for one of several."""
-    files = (
-        admin_pb2,
-        cache_pb2,
-        events_pb2,
-        hints_pb2,
-        layout_pb2,
-        residency_pb2,
-        session_pb2,
-        sparse_pb2,
-    )
-    messages = [m for f in files for m in f.DESCRIPTOR.message_types_by_name.values()]
-    return frozenset(
-        item.name for message in messages for item in (*message.fields, *message.oneofs)
-    )
-
-
-def field_at_fault(message: str) -> str:
-    """Path of the field that a refusal's sentence begins with; empty if it begins with none."""
-    path = _PATH.match(message)
-    if path is None or path[0].partition(".")[0].partition("[")[0] not in _field_names():
-        return ""
-    return path[0]
-
-
-def status(error: HotKVError) -> errors_pb2.Status:
-    """The refusal as a google.rpc.Status with one google.rpc.ErrorInfo."""
-    told = detail(error)
-    metadata = {"retryable": str(told.retryable).lower()}
-    if told.field:
-        metadata["field"] = told.field
-    info = errors_pb2.ErrorInfo(reason=error.reason.name, domain=ERROR_DOMAIN, metadata=metadata)
-    code: int = CODES[error.reason].value[0]
-    return errors_pb2.Status(
-        code=code,
-        message=error.message,
-        details=[Any(type_url=ERROR_INFO_URL, value=info.SerializeToString())],
-    )
-
-
 def as_refusal(node: Node, error: Exception, who: str) -> HotKVError:
     """Returns the refusal for any exception: itself, or INTERNAL for a defect, which is logged
     here. `who`: the caller, for the log."""
@@ -176,14 +104,16 @@ def as_refusal(node: Node, error: Exception, who: str) -> HotKVError:
     return refusal
 
 
-async def abort(context: AnyType, error: HotKVError) -> NoReturn:
+async def abort(context: Any, error: HotKVError) -> NoReturn:
     """Ends a call with the refusal's code, message and machine-readable reason."""
-    trailers = ((STATUS_KEY, status(error).SerializeToString()),)
-    await context.abort(CODES[error.reason], error.message, trailers)
+    code = CODES[error.reason]
+    status = error_status(error, code.value[0])
+    trailers = ((STATUS_KEY, status.SerializeToString()),)
+    await context.abort(code, error.message, trailers)
     raise AssertionError("abort returned")
 
 
-async def answer(node: Node, context: AnyType, call: Callable[[], Awaitable[Answer]]) -> Answer:
+async def answer(node: Node, context: Any, call: Callable[[], Awaitable[Answer]]) -> Answer:
     """Runs a unary call; the edge where exceptions become codes."""
     try:
         return await call()

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import longest_hit, needed_blocks
 from hotkv_proto.keys import KeySpace
+from hotkv_proto.messages import fields
+from hotkv_proto.messages.cache import packed_words
 from hotkv_proto.table import RESERVED_FLAG
 from hotkv_proto.v1 import admin_pb2
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import DISK_TIER
 from hotkv_server.node.node import Node
 from hotkv_server.tiers.drive.lookups import Lying
-from hotkv_server.wire import convert
 from hotkv_server.wire.prompts import of_groups, prompt_hashes
 
 HITS = (admin_pb2.BLOCK_VERDICT_READY, admin_pb2.BLOCK_VERDICT_BELOW)
@@ -97,7 +98,7 @@ def _of_session(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
     if request.hashes or request.token_ids:
         raise HotKVError(Reason.INVALID_FIELD, "session_id: give it without a prompt")
     return [
-        (tenant, number, convert.unpadded(words, node.core.key_space(number).hash_bytes), b"")
+        (tenant, number, packed_words(words, node.core.key_space(number).hash_bytes), b"")
         for one in node.capabilities
         for tenant, number, words in one.session_prompts(request.session_id, request.tenant)
         if number in node.core.key_spaces and len(words) and request.key_space_id in (0, number)
@@ -137,7 +138,7 @@ def _explain(
                 verdict, text = admin_pb2.BLOCK_VERDICT_RESERVED, "it is being written"
             else:
                 verdict, text = admin_pb2.BLOCK_VERDICT_READY, ""
-            packed = convert.unpadded(group.hashes[depth : depth + 1], space.hash_bytes)
+            packed = packed_words(group.hashes[depth : depth + 1], space.hash_bytes)
             explanation.blocks.add(
                 group_index=index,
                 depth=depth,
@@ -216,6 +217,6 @@ def _summary(
     missing = next((b for b in blocks if b.group_index == limiting and b.verdict not in HITS), None)
     why = "a block it needs is missing"
     if missing is not None:
-        verdict = convert.enum_word(admin_pb2.BlockVerdict, missing.verdict)
+        verdict = fields.enum_word(admin_pb2.BlockVerdict, missing.verdict)
         why = f"block {missing.depth} is {verdict}"
     return f"{hit} of {num_tokens} tokens hit; group {limiting} stops there: {why}"

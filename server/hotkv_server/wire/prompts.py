@@ -4,9 +4,10 @@ import numpy as np
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import KeySpace, token_block_hashes
+from hotkv_proto.messages import fields
+from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.table import Words
 from hotkv_server.cache.values import HashList
-from hotkv_server.wire import convert
 
 
 def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
@@ -16,8 +17,8 @@ def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
     can't be computed from tokens.
     """
     if hashes:
-        return convert.hashes("hashes", hashes, space.hash_bytes)
-    tokens = convert.int32s("token_ids", token_ids)
+        return read_hashes("hashes", hashes, space.hash_bytes)
+    tokens = fields.int32s("token_ids", token_ids)
     try:
         computed = token_block_hashes(
             tokens.tolist(), space.hash_block_tokens, space.hash_algorithm, space.hash_seed
@@ -26,7 +27,7 @@ def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
         raise HotKVError(
             Reason.INVALID_FIELD, f"token_ids: {error}; give hashes instead"
         ) from error
-    return convert.hashes("token_ids", b"".join(computed), space.hash_bytes)
+    return read_hashes("token_ids", b"".join(computed), space.hash_bytes)
 
 
 def of_groups(space: KeySpace, hashes: Words) -> list[HashList]:

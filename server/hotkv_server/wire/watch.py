@@ -3,10 +3,10 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
+from hotkv_proto.messages.cache import packed_words
 from hotkv_proto.v1 import admin_pb2
 from hotkv_server.node.node import Node
 from hotkv_server.node.reports import WatchedReport
-from hotkv_server.wire.convert import unpadded
 from hotkv_server.wire.streams import stream
 
 
@@ -32,7 +32,7 @@ def _watched_request(value: WatchedReport) -> admin_pb2.WatchedRequest:
     """One reported request on the wire."""
     return admin_pb2.WatchedRequest(
         key_space_id=value.key_space_id,
-        hashes=unpadded(value.report.hashes, value.hash_bytes),
+        hashes=packed_words(value.report.hashes, value.hash_bytes),
         prompt_token_count=value.report.prompt_tokens,
         device_hit_token_count=value.report.device_hit_tokens,
         hit_token_count=value.report.hit_tokens,

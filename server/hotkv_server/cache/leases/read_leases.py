@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from hotkv_proto import table
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS
+from hotkv_proto.results import LeaseGrant
 from hotkv_server.cache.cache_books import CacheBooks
 from hotkv_server.cache.leases.leases import ReadLease, content_of, lifetime_s, read_weight
 from hotkv_server.cache.sessions import check_named
-from hotkv_server.cache.values import Entries, Grant, HashList, Int64s, SessionRecord
+from hotkv_server.cache.values import Entries, HashList, Int64s, SessionRecord
 
 
 class ReadLeases:
@@ -32,7 +33,7 @@ class ReadLeases:
         groups: list[HashList],
         ttl_s: float,
         now_s: float,
-    ) -> Grant:
+    ) -> LeaseGrant:
         """As `CacheCore.acquire`."""
         books = self._books
         indices = [g.group_index for g in groups]
@@ -79,7 +80,7 @@ class ReadLeases:
         books.space.index.pin(lease.entries(), 1)
         for group_index, entries in pinned:
             self._note_use(group_index, entries, now_s)
-        return Grant(tuple(entries != 0 for _, entries in pinned), ttl_s)
+        return LeaseGrant(lease_id, tuple(entries != 0 for _, entries in pinned), ttl_s)
 
     def _within_budget(
         self, key_space_id: int, groups: list[HashList]
@@ -175,8 +176,10 @@ class ReadLeases:
         )
 
 
-def _grant(lease: ReadLease, now_s: float) -> Grant:
+def _grant(lease: ReadLease, now_s: float) -> LeaseGrant:
     """The answer that a lease once gave, with what is left of its life."""
-    return Grant(
-        tuple(entries != 0 for _, entries in lease.groups), max(0.0, lease.expires_s - now_s)
+    return LeaseGrant(
+        lease.lease_id,
+        tuple(entries != 0 for _, entries in lease.groups),
+        max(0.0, lease.expires_s - now_s),
     )

@@ -12,13 +12,17 @@ from functools import partial
 from typing import Any
 
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.messages.cache import load_response, store_response
+from hotkv_proto.messages.errors import error_detail
+from hotkv_proto.messages.layout import read_device_order, read_layout
+from hotkv_proto.messages.session import memory_registered_message
 from hotkv_proto.v1 import session_pb2
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.transfer import TransferEnd
-from hotkv_server.wire import calls, convert, space_convert
+from hotkv_server.wire import calls
 from hotkv_server.wire.edge import calls_of
-from hotkv_server.wire.errors import as_refusal, detail
+from hotkv_server.wire.errors import as_refusal
 from hotkv_server.wire.guard.throttle import Pace
 
 
@@ -44,7 +48,7 @@ class SessionCalls:
     def refused(self, error: Exception) -> session_pb2.ConnectResponse:
         """The answer to a call that failed."""
         return session_pb2.ConnectResponse(
-            error=detail(as_refusal(self._node, error, self._session.name))
+            error=error_detail(as_refusal(self._node, error, self._session.name))
         )
 
     async def handle(
@@ -79,18 +83,12 @@ class SessionCalls:
             case "load":
                 load = self._traceable.load(node, session, request.load)
                 # What answers a transfer does not keep its message.
-                load.add_done_callback(
-                    partial(self._answer_load, request.request_id, request.load.transfer_id)
-                )
+                load.add_done_callback(partial(self._answer_load, request.request_id))
                 return None
             case "store":
                 store = await self._traceable.store(node, session, request.store)
                 groups = [run.group_index for run in request.store.runs]
-                store.add_done_callback(
-                    partial(
-                        self._answer_store, request.request_id, request.store.transfer_id, groups
-                    )
-                )
+                store.add_done_callback(partial(self._answer_store, request.request_id, groups))
                 return None
             case "cancel_transfer":
                 return session_pb2.ConnectResponse(
@@ -107,11 +105,11 @@ class SessionCalls:
                 memory = request.register_memory
                 taken = await node.sessions.register_memory(
                     session,
-                    space_convert.layout(memory.layout),
-                    space_convert.device_order(memory.order),
+                    read_layout(memory.layout),
+                    read_device_order(memory.order),
                 )
                 return session_pb2.ConnectResponse(
-                    memory_registered=space_convert.memory_registered(*taken)
+                    memory_registered=memory_registered_message(*taken)
                 )
             case "malformed":
                 raise await self._slowed(request.error())
@@ -153,20 +151,14 @@ class SessionCalls:
         response.request_id = request_id
         self._send(response)
 
-    def _answer_load(
-        self, request_id: int, transfer_id: str, done: "asyncio.Future[TransferEnd]"
-    ) -> None:
+    def _answer_load(self, request_id: int, done: "asyncio.Future[TransferEnd]") -> None:
         if not done.cancelled():
-            answer = convert.load_response(transfer_id, done.result())
+            answer = load_response(done.result())
             self._send(session_pb2.ConnectResponse(request_id=request_id, load=answer))
 
     def _answer_store(
-        self,
-        request_id: int,
-        transfer_id: str,
-        groups: list[int],
-        done: "asyncio.Future[TransferEnd]",
+        self, request_id: int, groups: list[int], done: "asyncio.Future[TransferEnd]"
     ) -> None:
         if not done.cancelled():
-            answer = convert.store_response(transfer_id, groups, done.result())
+            answer = store_response(done.result(), groups)
             self._send(session_pb2.ConnectResponse(request_id=request_id, store=answer))

@@ -13,6 +13,8 @@ from typing import Any
 import hotkv_proto
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import KeySpace, signed_salt
+from hotkv_proto.messages import fields
+from hotkv_proto.messages.layout import read_key_space, read_representations
 from hotkv_proto.v1 import session_pb2, session_pb2_grpc
 from hotkv_proto.versions import (
     NEWEST_VERSION,
@@ -23,7 +25,6 @@ from hotkv_proto.versions import (
 )
 from hotkv_server.node.session import LiveSession
 from hotkv_server.security.identity import Peer, Tenant
-from hotkv_server.wire import convert, space_convert
 from hotkv_server.wire.edge import Edge
 from hotkv_server.wire.errors import abort, as_refusal
 from hotkv_server.wire.session.stream import SessionStream
@@ -31,6 +32,12 @@ from hotkv_server.wire.session.stream import SessionStream
 log = logging.getLogger(__name__)
 
 FIRST_MESSAGE_TIMEOUT_S = 10.0
+ROLES = {
+    "scheduler": session_pb2.SESSION_ROLE_SCHEDULER,
+    "worker": session_pb2.SESSION_ROLE_WORKER,
+    "tool": session_pb2.SESSION_ROLE_TOOL,
+}
+"""By the role's name in the core."""
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
@@ -71,16 +78,16 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
 
     async def _open(self, opening: session_pb2.OpenSession, peer: Peer) -> LiveSession:
         _version(opening)
-        if opening.role not in space_convert.ROLES.values():
+        if opening.role not in ROLES.values():
             raise HotKVError(
                 Reason.INVALID_FIELD,
                 f"role is {opening.role}; allowed are 1 (scheduler), 2 (worker) and 3 (tool)",
             )
-        convert.name("engine_id", opening.engine_id)
-        convert.name("client_name", opening.client_name)
+        fields.name("engine_id", opening.engine_id)
+        fields.name("client_name", opening.client_name)
         key_space, representations = (
-            space_convert.key_space(opening.key_space),
-            space_convert.representations(opening.representations),
+            read_key_space(opening.key_space),
+            read_representations(opening.representations),
         )
         tenant = self._edge.access.admit(peer, key_space.tenant)
         self._check_sessions(tenant)
@@ -89,7 +96,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             if tenant is None or not opening.engine_id
             else f"{tenant.name}/{opening.engine_id}"
         )
-        role = convert.enum_word(session_pb2.SessionRole, opening.role)
+        role = fields.enum_word(session_pb2.SessionRole, opening.role)
         session = await self._node.sessions.open(
             engine_id, role, key_space, opening.client_name, representations,
             hears_evictions=not opening.without_eviction_notices,
@@ -167,7 +174,7 @@ def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
     """Salts of the block table, as signed numbers, by group index as the session names it."""
     salts = [
         *map(space.group_salt, range(len(space.groups))),
-        *map(space.representation_salt, space_convert.representations(opening.representations)),
+        *map(space.representation_salt, read_representations(opening.representations)),
     ]
     return [signed_salt(salt) for salt in salts]
 

@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from hotkv_proto.errors import HotKVError
+from hotkv_proto.messages.cache import packed_words
 from hotkv_proto.v1 import cache_pb2, session_pb2
 from hotkv_server.cache.values import EvictionNotice
 from hotkv_server.node.effects import NOTICE_BLOCKS
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession, Notice
-from hotkv_server.wire import convert
 from hotkv_server.wire.guard.throttle import Pace
 from hotkv_server.wire.session.calls import SessionCalls
 from hotkv_server.wire.session.outbox import SessionOutbox
@@ -115,7 +115,7 @@ class SessionStream:
         groups, num_blocks = list[cache_pb2.GroupHashes](), 0
         for notice in notices:
             if isinstance(notice, EvictionNotice):
-                packed = convert.unpadded(notice.hashes, self._session.key_space.hash_bytes)
+                packed = packed_words(notice.hashes, self._session.key_space.hash_bytes)
                 if groups and num_blocks + len(notice.hashes) > NOTICE_BLOCKS:
                     self._put_evicted(groups)
                     groups, num_blocks = [], 0

@@ -1,7 +1,7 @@
-"""Key spaces, representations, memory and device order: between the wire and the core's values.
+"""Key spaces, representations, engine memory and its device order (layout.proto).
 
-Checks what a message says of itself, and names the field; `Layout.validate` and registering check
-the rest.
+`Layout.validate` and registering check a layout and an order against the key space and against each
+other.
 """
 
 from collections.abc import Iterable
@@ -10,9 +10,9 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
+from hotkv_proto.messages import fields
 from hotkv_proto.order import MAX_MARKS, DeviceMark, DeviceOrder, OrderKind
-from hotkv_proto.v1 import cache_pb2, layout_pb2, session_pb2
-from hotkv_server.wire.convert import check_printable, identifier, name
+from hotkv_proto.v1 import cache_pb2, layout_pb2
 
 MAX_TENSORS = 1 << 16
 MAX_KEY_SPACE_BYTES = 32 << 10
@@ -21,17 +21,13 @@ KEY_SPACE_TEXTS = (
     "tenant", "model", "weights_identity", "dtype", "kv_dtype", "hash_algorithm", "hash_seed",
     "parallel_shape", "page_format",
 )  # fmt: skip
-ROLES = {
-    "scheduler": session_pb2.SESSION_ROLE_SCHEDULER,
-    "worker": session_pb2.SESSION_ROLE_WORKER,
-    "tool": session_pb2.SESSION_ROLE_TOOL,
-}
-"""By the role's name in the core."""
+
+# ------------------------------------------------------------------------------------- key spaces
 
 
-def key_space(message: layout_pb2.KeySpace) -> KeySpace:
-    """The key space of a message. Raises INVALID_FIELD if it contradicts itself, TOO_LARGE if it is
-    too much to keep."""
+def read_key_space(message: layout_pb2.KeySpace) -> KeySpace:
+    """Reads a key space. Raises INVALID_FIELD if it contradicts itself, TOO_LARGE if it is too much
+    to keep."""
     if message.ByteSize() > MAX_KEY_SPACE_BYTES:
         raise HotKVError(
             Reason.TOO_LARGE,
@@ -40,10 +36,8 @@ def key_space(message: layout_pb2.KeySpace) -> KeySpace:
     if len(message.groups) > MAX_GROUPS:
         raise HotKVError(
             Reason.TOO_LARGE,
-            (
-                f"key_space.groups has {len(message.groups)} entries; at most {MAX_GROUPS} are "
-                "accepted"
-            ),
+            f"key_space.groups has {len(message.groups)} entries; at most {MAX_GROUPS} are "
+            "accepted",
         )
     _check_texts(message)
     try:
@@ -88,16 +82,16 @@ def _check_texts(message: layout_pb2.KeySpace) -> None:
     """Raises INVALID_FIELD for what a log, a list for operators or a topic of events could take for
     something else."""
     for field in KEY_SPACE_TEXTS:
-        check_printable(f"key_space.{field}", getattr(message, field))
+        fields.check_printable(f"key_space.{field}", getattr(message, field))
     for index, text in enumerate(message.extra):
-        check_printable(f"key_space.extra[{index}]", text)
+        fields.check_printable(f"key_space.extra[{index}]", text)
     for index, group in enumerate(message.groups):
         for text in group.layer_names:
-            check_printable(f"key_space.groups[{index}].layer_names", text)
+            fields.check_printable(f"key_space.groups[{index}].layer_names", text)
 
 
 def key_space_message(value: KeySpace) -> layout_pb2.KeySpace:
-    """The key space on the wire."""
+    """Makes the message of a key space."""
     return layout_pb2.KeySpace(
         tenant=value.tenant,
         model=value.model,
@@ -125,11 +119,13 @@ def key_space_message(value: KeySpace) -> layout_pb2.KeySpace:
     )
 
 
-def representations(messages: Iterable[layout_pb2.Representation]) -> tuple[Representation, ...]:
-    """Kinds of representations. Raises INVALID_FIELD if one has a number out of range."""
+def read_representations(
+    messages: Iterable[layout_pb2.Representation],
+) -> tuple[Representation, ...]:
+    """Reads kinds of representations. Raises INVALID_FIELD if one has a number out of range."""
     kinds = []
     for index, m in enumerate(messages):
-        check_printable(f"representations[{index}].format", m.format)
+        fields.check_printable(f"representations[{index}].format", m.format)
         try:
             kinds.append(
                 Representation(m.group_index, m.format, m.version, tuple(m.shard_byte_counts))
@@ -140,7 +136,7 @@ def representations(messages: Iterable[layout_pb2.Representation]) -> tuple[Repr
 
 
 def representation_message(value: Representation) -> layout_pb2.Representation:
-    """The kind of representation on the wire."""
+    """Makes the message of a kind of representation."""
     return layout_pb2.Representation(
         group_index=value.group_index,
         format=value.format,
@@ -149,13 +145,46 @@ def representation_message(value: Representation) -> layout_pb2.Representation:
     )
 
 
-def layout(message: layout_pb2.Layout) -> Layout:
-    """The layout as it came; `Layout.validate` checks it against its key space."""
+# ----------------------------------------------------------------------------------------- memory
+
+
+def layout_message(value: Layout) -> layout_pb2.Layout:
+    """Makes the message of a layout."""
+    message = layout_pb2.Layout(
+        shard_index=value.shard_index, block_count=value.num_blocks, name=value.name
+    )
+    for handle in value.handles:
+        entry = message.handles.add(handle_id=handle.handle_id, byte_count=handle.num_bytes)
+        if handle.is_cuda:
+            entry.cuda_ipc.handle = handle.cuda_handle
+            entry.cuda_ipc.base_byte_offset = handle.base_offset_bytes
+            entry.cuda_ipc.device_uuid = handle.device_uuid
+        else:
+            entry.file_mapping.file_byte_offset = handle.base_offset_bytes
+    for tensor in value.tensors:
+        message.tensors.add(
+            group_index=tensor.group_index,
+            handle_id=tensor.handle_id,
+            base_byte_offset=tensor.base_offset_bytes,
+            block_stride_byte_count=tensor.block_stride_bytes,
+            run_byte_count=tensor.run_bytes,
+            shard_byte_offset=tensor.shard_offset_bytes,
+            layer_names=tensor.layer_names,
+            dims=[
+                layout_pb2.StridedDim(count=count, stride_byte_count=stride)
+                for count, stride in tensor.dims
+            ],
+        )
+    return message
+
+
+def read_layout(message: layout_pb2.Layout) -> Layout:
+    """Reads a layout. Raises INVALID_LAYOUT, INVALID_FIELD or TOO_LARGE."""
     if len(message.tensors) > MAX_TENSORS or len(message.handles) > MAX_TENSORS:
         raise HotKVError(Reason.TOO_LARGE, f"layout has more than {MAX_TENSORS} tensors or handles")
     handles = []
     for index, handle in enumerate(message.handles):
-        identifier(f"layout.handles[{index}].handle_id", handle.handle_id)
+        fields.identifier(f"layout.handles[{index}].handle_id", handle.handle_id)
         match handle.WhichOneof("source"):
             case "file_mapping":
                 handles.append(
@@ -205,42 +234,49 @@ def layout(message: layout_pb2.Layout) -> Layout:
         message.block_count,
         tuple(handles),
         tensors,
-        name("layout.name", message.name),
+        fields.name("layout.name", message.name),
     )
 
 
-def device_order(message: layout_pb2.DeviceOrder) -> DeviceOrder:
-    """The order as it came; registering the memory checks it against its layout."""
+def device_order_message(value: DeviceOrder) -> layout_pb2.DeviceOrder:
+    """Makes the message of a device order."""
+    return layout_pb2.DeviceOrder(
+        device_uuid=value.device_uuid,
+        event_handles=value.event_handles,
+        flags_handle_id=value.flags_handle_id,
+        flag_count=value.num_flags,
+    )
+
+
+def read_device_order(message: layout_pb2.DeviceOrder) -> DeviceOrder:
+    """Reads a device order. Raises TOO_LARGE."""
     if len(message.event_handles) > MAX_MARKS:
         raise HotKVError(
             Reason.TOO_LARGE,
-            (
-                f"order.event_handles has {len(message.event_handles)} entries; at most "
-                f"{MAX_MARKS} "
-                "are accepted"
-            ),
+            f"order.event_handles has {len(message.event_handles)} entries; at most {MAX_MARKS} "
+            "are accepted",
         )
     return DeviceOrder(
         message.device_uuid,
         tuple(message.event_handles),
-        identifier("order.flags_handle_id", message.flags_handle_id),
+        fields.identifier("order.flags_handle_id", message.flags_handle_id),
         message.flag_count,
     )
 
 
-def device_mark(request: cache_pb2.LoadRequest | cache_pb2.StoreRequest) -> DeviceMark | None:
-    """The mark after which a transfer may begin; None for at once. Whether the session has such a
-    mark is told when it begins."""
+def device_mark_message(value: DeviceMark | None) -> layout_pb2.DeviceMark | None:
+    """Makes the message of a mark; None for none."""
+    return None if value is None else layout_pb2.DeviceMark(index=value.index, value=value.value)
+
+
+def read_device_mark(request: cache_pb2.LoadRequest | cache_pb2.StoreRequest) -> DeviceMark | None:
+    """Reads the mark after which a transfer may begin; None for at once. Beginning the transfer
+    checks that the session has such a mark."""
     return (
         DeviceMark(request.after.index, request.after.value) if request.HasField("after") else None
     )
 
 
 def order_kind(kind: OrderKind) -> layout_pb2.DeviceOrderKind.ValueType:
-    """The kind of a mark on the wire."""
+    """Returns the wire's number of a kind of mark."""
     return layout_pb2.DeviceOrderKind.ValueType(int(kind))
-
-
-def memory_registered(kind: OrderKind, message: str) -> session_pb2.MemoryRegistered:
-    """The part of a device order that was taken, on the wire."""
-    return session_pb2.MemoryRegistered(order=order_kind(kind), message=message)

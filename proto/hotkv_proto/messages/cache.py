@@ -1,0 +1,376 @@
+"""Calls on blocks (cache.proto): hashes, runs to store or load, and what answers say of each block.
+
+Engines have hashes as bytes, the server as words [n, 8]. A session names groups by indexes of its
+own, which a `GroupIndex` turns into the server's. Raises HotKVError for a group that is unknown.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv_proto.blocks import BlockExtraKeys, BlockRun, ExtraKey, GroupHashes, LoadRun, RunContent
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import KeySpace
+from hotkv_proto.messages import fields
+from hotkv_proto.results import LeaseGrant, TransferResult, TransferStatus
+from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.store_options import StoreOptions
+from hotkv_proto.table import Words, hash_words
+from hotkv_proto.v1 import cache_pb2
+
+Int64s = NDArray[np.int64]
+Uint8s = NDArray[np.uint8]
+BoolMask = NDArray[np.bool_]
+GroupIndex = Callable[[int], int]
+MAX_STORED_BLOCKS = 1 << 16
+"""Most blocks that a call may reserve or store: half of what it may look up, since making room
+takes longer than finding."""
+MAX_LOADED_BLOCKS = 1 << 17
+"""As many as a lease finds in a call."""
+
+# ---------------------------------------------------------------------------------------- hashes
+
+
+def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
+    """Joins hashes for the wire. Raises INVALID_HASH if one has another length."""
+    if hashes and set(map(len, hashes)) != {hash_bytes}:
+        wrong = next(i for i, h in enumerate(hashes) if len(h) != hash_bytes)
+        raise HotKVError(
+            Reason.INVALID_HASH,
+            f"hashes[{wrong}] has {len(hashes[wrong])} bytes; this key space uses {hash_bytes}",
+        )
+    return b"".join(hashes)
+
+
+def pack_quickly(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
+    """Joins hashes for a lookup, whose answer is a hint: checks only their total length. Raises
+    INVALID_HASH."""
+    packed = b"".join(hashes)
+    if len(packed) != len(hashes) * hash_bytes:
+        raise HotKVError(
+            Reason.INVALID_HASH,
+            f"hashes do not all have the {hash_bytes} bytes of this key space",
+        )
+    return packed
+
+
+def unpack(packed: bytes, hash_bytes: int) -> list[bytes]:
+    """Splits packed hashes into a list."""
+    return [packed[i : i + hash_bytes] for i in range(0, len(packed), hash_bytes)]
+
+
+def read_hashes(field: str, packed: bytes, hash_bytes: int) -> Words:
+    """Returns hashes as words [n, 8]. Raises INVALID_HASH for a length that is no multiple."""
+    if len(packed) % hash_bytes:
+        raise HotKVError(
+            Reason.INVALID_HASH,
+            f"{field} has {len(packed)} bytes, which is no multiple of the {hash_bytes} of a "
+            "block hash",
+        )
+    return hash_words(packed, hash_bytes)
+
+
+def packed_words(words: Words, hash_bytes: int) -> bytes:
+    """Packs words [n, 8] as hashes."""
+    return np.ascontiguousarray(words).view(np.uint8).reshape(-1, 32)[:, :hash_bytes].tobytes()
+
+
+def group_messages(groups: Iterable[GroupHashes], hash_bytes: int) -> list[cache_pb2.GroupHashes]:
+    """Makes the messages of lists of hashes. Raises INVALID_HASH."""
+    return [
+        cache_pb2.GroupHashes(group_index=g.group_index, hashes=pack(g.hashes, hash_bytes))
+        for g in groups
+    ]
+
+
+def read_groups(
+    messages: Sequence[cache_pb2.GroupHashes], hash_bytes: int, group_index: GroupIndex
+) -> Iterator[tuple[int, Words]]:
+    """Yields group index and hashes of each list. Raises TOO_LARGE or INVALID_HASH."""
+    fields.check_lists("groups", messages)
+    for m in messages:
+        yield group_index(m.group_index), read_hashes("groups.hashes", m.hashes, hash_bytes)
+
+
+# ------------------------------------------------------------------------------- runs to be stored
+
+
+def run_messages(runs: Iterable[BlockRun], hash_bytes: int) -> list[cache_pb2.BlockRun]:
+    """Makes the messages of runs to store. Raises INVALID_HASH."""
+    return [
+        cache_pb2.BlockRun(
+            group_index=run.group_index,
+            hashes=pack(run.hashes, hash_bytes),
+            parent_hash=run.parent_hash,
+            depth=run.depth,
+            block_ids=fields.packed_int32s(run.block_ids),
+            token_ids=fields.packed_int32s(run.token_ids),
+            lora_name=run.lora_name,
+            extra_keys=[extra_keys_message(keys) for keys in run.extra_keys],
+        )
+        for run in runs
+    ]
+
+
+def read_runs(
+    messages: Sequence[cache_pb2.BlockRun], hash_bytes: int, group_index: GroupIndex
+) -> Iterator[tuple[int, Words, Words | None, int]]:
+    """Yields group index, hashes, parent (words [8], None at the root) and depth of each run.
+    Raises TOO_LARGE or INVALID_HASH."""
+    fields.check_lists("runs", messages)
+    num_blocks = sum(len(m.hashes) for m in messages) // hash_bytes
+    _check_blocks(num_blocks, MAX_STORED_BLOCKS)
+    for m in messages:
+        if m.parent_hash and len(m.parent_hash) != hash_bytes:
+            raise HotKVError(
+                Reason.INVALID_HASH,
+                f"runs.parent_hash has {len(m.parent_hash)} bytes; a block hash has {hash_bytes}",
+            )
+        parent = (
+            read_hashes("runs.parent_hash", m.parent_hash, hash_bytes)[0] if m.parent_hash else None
+        )
+        yield (
+            group_index(m.group_index),
+            read_hashes("runs.hashes", m.hashes, hash_bytes),
+            parent,
+            m.depth,
+        )
+
+
+def _check_blocks(num_blocks: int, most: int) -> None:
+    if num_blocks > most:
+        raise HotKVError(
+            Reason.TOO_LARGE,
+            f"runs name {num_blocks} blocks; at most {most} are accepted in a call: send several",
+        )
+
+
+def read_run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunContent:
+    """Reads token ids and extra keys of a run, whose group and hashes were checked before; none for
+    representations.
+
+    Raises INVALID_FIELD if there are not as many as its blocks need.
+    """
+    if message.group_index < 0:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"runs.group_index is {message.group_index}; this key space has "
+            f"{len(key_space.groups)} groups",
+        )
+    if message.group_index >= len(key_space.groups):
+        return RunContent(np.empty(0, np.int32))
+    num_blocks = len(message.hashes) // key_space.hash_bytes
+    num_tokens = num_blocks * key_space.groups[message.group_index].block_tokens
+    if message.token_ids and len(message.token_ids) != 4 * num_tokens:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"runs.token_ids has {len(message.token_ids)} bytes; {num_tokens} tokens of "
+            f"{num_blocks} blocks take 4 each",
+        )
+    if message.extra_keys and len(message.extra_keys) != num_blocks:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"runs.extra_keys has {len(message.extra_keys)} entries for {num_blocks} blocks",
+        )
+    return RunContent(
+        np.frombuffer(message.token_ids, "<i4"),
+        fields.identifier("runs.lora_name", message.lora_name),
+        tuple(tuple(_extra_key(key) for key in block.keys) or None for block in message.extra_keys),
+    )
+
+
+def extra_keys_message(keys: BlockExtraKeys) -> cache_pb2.BlockExtraKeys:
+    """Makes the message of one block's extra keys."""
+    message = cache_pb2.BlockExtraKeys()
+    for key in keys or ():
+        match key:
+            case str():
+                message.keys.add(text=key)
+            case bytes():
+                message.keys.add(digest=key)
+            case (identity, offset):
+                message.keys.add(
+                    multi_modal=cache_pb2.MultiModalKey(identifier=identity, offset=offset)
+                )
+    return message
+
+
+def _extra_key(message: cache_pb2.ExtraKey) -> ExtraKey:
+    match message.WhichOneof("key"):
+        case "text":
+            return message.text
+        case "digest":
+            return message.digest
+        case "multi_modal":
+            return message.multi_modal.identifier, message.multi_modal.offset
+        case _:
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                "runs.extra_keys.keys.key is empty; give text, digest or multi_modal",
+            )
+
+
+# ------------------------------------------------------------------------------ options of a store
+
+
+def retention_message(value: Retention) -> cache_pb2.Retention | None:
+    """Makes the message of a retention; None for the default."""
+    if value == NO_RETENTION:
+        return None
+    return cache_pb2.Retention(
+        priority=value.priority, ttl_ms=fields.whole_ms(value.ttl_s), pin=value.pin
+    )
+
+
+def read_retention(field: str, message: cache_pb2.Retention) -> Retention:
+    """Reads a retention; the default if the message is not set. Raises INVALID_FIELD."""
+    try:
+        return Retention(
+            message.priority, fields.seconds(f"{field}.ttl_ms", message.ttl_ms), message.pin
+        )
+    except ValueError as error:
+        raise HotKVError(Reason.INVALID_FIELD, f"{field}: {error}") from error
+
+
+def put_store_options(request: cache_pb2.StoreRequest, value: StoreOptions) -> None:
+    """Sets the options in the request of a store."""
+    if (kept := retention_message(value.retention)) is not None:
+        request.retention.CopyFrom(kept)
+    request.residency_id = value.residency_id
+    request.traceparent = value.traceparent
+
+
+def read_store_options(request: cache_pb2.StoreRequest) -> StoreOptions:
+    """Reads the options of a store. Raises INVALID_FIELD or TOO_LARGE."""
+    return StoreOptions(
+        read_retention("retention", request.retention),
+        fields.name("residency_id", request.residency_id),
+        request.traceparent,
+    )
+
+
+# ------------------------------------------------------------------------------- runs to be loaded
+
+
+def load_run_messages(runs: Iterable[LoadRun]) -> list[cache_pb2.LoadRun]:
+    """Makes the messages of runs to load."""
+    return [
+        cache_pb2.LoadRun(
+            group_index=run.group_index,
+            lease_positions=fields.packed_int32s(run.lease_positions),
+            block_ids=fields.packed_int32s(run.block_ids),
+        )
+        for run in runs
+    ]
+
+
+def read_load_runs(
+    messages: Sequence[cache_pb2.LoadRun], group_index: GroupIndex
+) -> tuple[list[tuple[int, Int64s]], list[Int64s]]:
+    """Reads group index and positions in the lease of each run, and the block ids of each. Raises
+    TOO_LARGE or INVALID_FIELD."""
+    fields.check_lists("runs", messages)
+    _check_blocks(sum(len(m.lease_positions) for m in messages) // 4, MAX_LOADED_BLOCKS)
+    positions = [
+        (group_index(m.group_index), fields.int32s("runs.lease_positions", m.lease_positions))
+        for m in messages
+    ]
+    block_ids = [fields.int32s("runs.block_ids", m.block_ids) for m in messages]
+    for (_, places), ids in zip(positions, block_ids, strict=True):
+        if len(places) != len(ids):
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"runs.block_ids has {len(ids)} ids for {len(places)} lease_positions",
+            )
+    return positions, block_ids
+
+
+# ----------------------------------------------------------------------------------------- answers
+
+
+def flag_messages(
+    messages: Sequence[cache_pb2.GroupHashes], masks: Sequence[BoolMask]
+) -> list[cache_pb2.GroupFlags]:
+    """Makes the messages of one mask for each list of hashes that was asked: one byte a hash."""
+    return [
+        cache_pb2.GroupFlags(group_index=m.group_index, flags=mask.tobytes())
+        for m, mask in zip(messages, masks, strict=True)
+    ]
+
+
+def read_masks(messages: Iterable[cache_pb2.GroupFlags]) -> tuple[BoolMask, ...]:
+    """Reads the mask of each list, in the order asked."""
+    return tuple(np.frombuffer(group.flags, np.bool_) for group in messages)
+
+
+def lease_response(
+    asked: Sequence[cache_pb2.GroupHashes], value: LeaseGrant
+) -> cache_pb2.AcquireLeaseResponse:
+    """Makes the answer that grants the lists that were `asked`."""
+    offsets = zip(asked, value.offsets, strict=True) if value.offsets else ()
+    return cache_pb2.AcquireLeaseResponse(
+        groups=flag_messages(asked, value.pinned),
+        ttl_ms=int(value.ttl_s * 1000),
+        offsets=[
+            cache_pb2.GroupOffsets(group_index=m.group_index, offsets=found.astype("<i8").tobytes())
+            for m, found in offsets
+        ],
+    )
+
+
+def read_lease_grant(lease_id: str, message: cache_pb2.AcquireLeaseResponse) -> LeaseGrant:
+    """Reads a grant. Raises ValueError if its offsets are not whole."""
+    offsets = tuple(fields.int64s(group.offsets) for group in message.offsets)
+    return LeaseGrant(lease_id, read_masks(message.groups), message.ttl_ms / 1000, offsets)
+
+
+def result_messages(
+    group_indexes: Sequence[int], results: Sequence[Uint8s]
+) -> list[cache_pb2.RunResults]:
+    """Makes the messages of each run's BlockResult values; groups as the session names them."""
+    return [
+        cache_pb2.RunResults(group_index=group, results=value.tobytes())
+        for group, value in zip(group_indexes, results, strict=True)
+    ]
+
+
+def read_results(messages: Iterable[cache_pb2.RunResults]) -> tuple[Uint8s, ...]:
+    """Reads the BlockResult values of each run, in the order asked."""
+    return tuple(np.frombuffer(run.results, np.uint8) for run in messages)
+
+
+def load_response(value: TransferResult) -> cache_pb2.LoadResponse:
+    """Makes the answer to a load."""
+    return cache_pb2.LoadResponse(
+        transfer_id=value.transfer_id,
+        status=cache_pb2.TransferStatus.ValueType(int(value.status)),
+        byte_count=value.num_bytes,
+        message=value.message,
+    )
+
+
+def store_response(value: TransferResult, group_indexes: Sequence[int]) -> cache_pb2.StoreResponse:
+    """Makes the answer to a store. `group_indexes`: of its runs, as the session names them."""
+    return cache_pb2.StoreResponse(
+        transfer_id=value.transfer_id,
+        status=cache_pb2.TransferStatus.ValueType(int(value.status)),
+        byte_count=value.num_bytes,
+        runs=result_messages(group_indexes, value.results),
+        message=value.message,
+    )
+
+
+def read_transfer_result(
+    message: cache_pb2.LoadResponse | cache_pb2.StoreResponse,
+) -> TransferResult:
+    """Reads how a transfer ended. A status of a newer protocol becomes FAILED: the transfer has
+    ended in any case."""
+    status = int(message.status)
+    return TransferResult(
+        message.transfer_id,
+        TransferStatus(status) if status in set(TransferStatus) else TransferStatus.FAILED,
+        message.byte_count,
+        read_results(message.runs) if isinstance(message, cache_pb2.StoreResponse) else (),
+        message.message,
+    )

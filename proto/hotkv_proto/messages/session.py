@@ -1,0 +1,111 @@
+"""Reports of engines, and the answer to registering memory (session.proto)."""
+
+from collections.abc import Iterable, Sequence
+
+from hotkv_proto.messages import fields
+from hotkv_proto.messages.cache import pack, read_hashes, read_retention, retention_message
+from hotkv_proto.messages.hints import hint_identifier, read_request_hints, request_hints_message
+from hotkv_proto.messages.layout import order_kind
+from hotkv_proto.misses import SAID_BY_ENGINES, Miss
+from hotkv_proto.order import OrderKind
+from hotkv_proto.reports import EndedRequest, LoadEnd, RequestReport
+from hotkv_proto.table import Words
+from hotkv_proto.v1 import hints_pb2, session_pb2
+
+MAX_REPORTED_S = 86_400.0
+"""Longer times that a client reports count as a day."""
+
+
+def report_message(
+    value: RequestReport[Sequence[bytes]], hash_bytes: int
+) -> session_pb2.RequestReport:
+    """Makes the message of a scheduled request. Raises INVALID_HASH."""
+    return session_pb2.RequestReport(
+        hashes=pack(value.hashes, hash_bytes),
+        prompt_token_count=value.prompt_tokens,
+        device_hit_token_count=value.device_hit_tokens,
+        hit_token_count=value.hit_tokens,
+        age_ms=int(value.age_s * 1000),
+        retention=retention_message(value.retention),
+        session_id=value.session_id,
+        hints=request_hints_message(value.hints),
+        miss_reason=session_pb2.MissReason.ValueType(value.miss),
+        saved_s=value.saved_s,
+        wait_s=value.wait_s,
+        report_id=value.report_id,
+    )
+
+
+def read_reports(
+    messages: Iterable[session_pb2.RequestReport], hash_bytes: int
+) -> list[RequestReport[Words]]:
+    """Reads requests that were scheduled. Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE."""
+    return [
+        RequestReport(
+            read_hashes("requests.hashes", m.hashes, hash_bytes),
+            m.prompt_token_count,
+            m.device_hit_token_count,
+            m.hit_token_count,
+            fields.seconds("requests.age_ms", m.age_ms),
+            read_retention("requests.retention", m.retention),
+            hint_identifier("requests.session_id", m.session_id),
+            read_request_hints("requests.hints", m.hints),
+            _said(m.miss_reason),
+            min(fields.rate("requests.saved_s", m.saved_s), MAX_REPORTED_S),
+            min(fields.rate("requests.wait_s", m.wait_s), MAX_REPORTED_S),
+            m.report_id,
+        )
+        for m in messages
+    ]
+
+
+def _said(reason: int) -> Miss:
+    """Returns a reason that engines may give; UNKNOWN for others and those of a newer protocol."""
+    return Miss(reason) if reason in SAID_BY_ENGINES else Miss.UNKNOWN
+
+
+def ended_message(value: EndedRequest[Sequence[bytes]], hash_bytes: int) -> hints_pb2.EndedRequest:
+    """Makes the message of a request that has ended. Raises INVALID_HASH."""
+    return hints_pb2.EndedRequest(
+        hashes=pack(value.hashes, hash_bytes),
+        session_id=value.session_id,
+        hints=request_hints_message(value.hints),
+    )
+
+
+def read_ended(
+    messages: Iterable[hints_pb2.EndedRequest], hash_bytes: int
+) -> list[EndedRequest[Words]]:
+    """Reads requests that have ended. Raises INVALID_HASH, INVALID_FIELD or TOO_LARGE."""
+    return [
+        EndedRequest(
+            read_hashes("ended.hashes", m.hashes, hash_bytes),
+            hint_identifier("ended.session_id", m.session_id),
+            read_request_hints("ended.hints", m.hints),
+        )
+        for m in messages
+    ]
+
+
+def load_end_message(value: LoadEnd) -> session_pb2.LoadEnd:
+    """Makes the message of a load's end."""
+    return session_pb2.LoadEnd(report_id=value.report_id, wait_s=value.wait_s, failed=value.failed)
+
+
+def read_load_ends(messages: Iterable[session_pb2.LoadEnd]) -> list[LoadEnd]:
+    """Reads loads that have ended. Raises INVALID_FIELD."""
+    return [
+        LoadEnd(m.report_id, min(fields.rate("loads.wait_s", m.wait_s), MAX_REPORTED_S), m.failed)
+        for m in messages
+    ]
+
+
+def memory_registered_message(kind: OrderKind, message: str) -> session_pb2.MemoryRegistered:
+    """Makes the answer that names the kind of marks that was taken. `message`: why no more."""
+    return session_pb2.MemoryRegistered(order=order_kind(kind), message=message)
+
+
+def read_memory_registered(message: session_pb2.MemoryRegistered) -> tuple[OrderKind, str]:
+    """Reads the kind of marks that was taken, and why no more. Raises ValueError for a kind of a
+    newer protocol."""
+    return OrderKind(message.order or OrderKind.HOST), message.message
