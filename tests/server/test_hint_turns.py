@@ -20,8 +20,8 @@ from hotkv_server.hints.capability import HintsCapability
 from hotkv_server.hints.drive import HintDesk
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node import slices
-from hotkv_server.node.node import Node
 from hotkv_server.node.capability import Report
+from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from tests.core.support import make_key_space, words_of
 from tests.server.capable import capable

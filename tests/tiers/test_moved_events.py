@@ -10,9 +10,16 @@ import numpy as np
 import pytest
 
 from hotkv_proto.keys import KeySpace
-from hotkv_server.cache.values import DISK_TIER, HashList, Medium
-from hotkv_server.events.drive import BlocksRemoved, BlocksStored, Event, EventHub, KeySpaceCleared
-from hotkv_server.events.moved import MovedEvents, moved_events
+from hotkv_server.cache.values import DISK_TIER, Entries, HashList, Medium
+from hotkv_server.events.capability import EventsCapability
+from hotkv_server.events.drive import (
+    BlocksRemoved,
+    BlocksStored,
+    Event,
+    EventHub,
+    KeySpaceCleared,
+    moved_events,
+)
 from hotkv_server.node.effects import Effects
 from hotkv_server.node.health import Health
 from hotkv_server.testing.memory_tier import MemoryStore
@@ -52,9 +59,14 @@ class Heard:
         core, self.listener = node.core, Listener()
         self.hub = EventHub(self.listener)
         self.hub.add_key_space(1, core.key_space(1))
-        self.effects = Effects(core, self.hub, list, asyncio.Event())
-        self.moved = MovedEvents(core, self.hub, self.effects.run)
+        self.events = EventsCapability(node, self.hub)
+        self.effects = Effects(core, [self.events], list, asyncio.Event())
         self.read()
+
+    def moved(self, entries: Entries, medium: Medium, tier: str) -> None:
+        """As the node: what was removed before is told of before."""
+        self.effects.run()
+        self.events.blocks_moved(entries, medium, tier)
 
     def read(self) -> list[Event]:
         """What came since the last call."""
@@ -70,7 +82,7 @@ def numbers_of(words: Any) -> list[int]:
 @contextlib.asynccontextmanager
 async def heard(one: Any) -> AsyncIterator[Heard]:
     ear = Heard(one)
-    one.tiers.start(Health(), ear.effects.run, one_flush(one), ear.moved.publish)
+    one.tiers.start(Health(), ear.effects.run, one_flush(one), ear.moved)
     await one.tiers.epochs.meet(1)
     try:
         yield ear
