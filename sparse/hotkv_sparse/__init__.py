@@ -16,7 +16,7 @@ from hotkv_sparse.budget import AdaptiveCapacity
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.formats import FORMATS, bytes_per_block, version
 from hotkv_sparse.hotset import HotSet
-from hotkv_sparse.moves import Growth, HotMap, Moves, Step
+from hotkv_sparse.hotset_answers import Growth, HotMap, SlotMoves, Step
 from hotkv_sparse.representations import build
 from hotkv_sparse.scores import Query, prepare, score
 from hotkv_sparse.selector import Source, exact_log_mass, select_layer
@@ -30,9 +30,9 @@ __all__ = [
     "Growth",
     "HotMap",
     "HotSet",
-    "Moves",
     "Query",
     "Selection",
+    "SlotMoves",
     "Source",
     "Span",
     "SparseConfig",

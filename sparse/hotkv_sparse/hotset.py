@@ -22,8 +22,8 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import hotset_eviction as eviction
 from hotkv_sparse import hotset_reference as reference
 from hotkv_sparse.config import CACHE_POLICIES
+from hotkv_sparse.hotset_answers import Growth, HotMap, SlotMoves, SlotState, Step
 from hotkv_sparse.hotset_tables import FREE, MAPPED, NO_BLOCKS, NO_SLOT, HotTables
-from hotkv_sparse.moves import Growth, HotMap, Moves, SlotState, Step
 from hotkv_sparse.topk import Selection, Span
 
 I32 = npt.NDArray[np.int32]
@@ -133,7 +133,7 @@ class HotSet:
             & ~tables.swapping[:num_complete]
         ).astype(np.int32)
         tables.swapping[swap_out] = True
-        return Growth(Moves(fresh, room.slots, room.victims), swap_out)
+        return Growth(SlotMoves(fresh, room.slots, room.victims), swap_out)
 
     def swapped_out(self, blocks: I32, success: bool) -> None:
         """Host memory has (or, without success, has not) a copy of `blocks`; those that failed are
@@ -143,7 +143,7 @@ class HotSet:
             self.tables.has_copy[blocks] |= self.tables.swapping[blocks]
         self.tables.swapping[blocks] = False
 
-    def seed(self, blocks: I32) -> Moves:
+    def seed(self, blocks: I32) -> SlotMoves:
         """Maps `blocks` of host memory, in order of importance, as far as there is room without
         evicting; load them before attending."""
         tables = self.tables
@@ -156,7 +156,7 @@ class HotSet:
         blocks, slots = blocks[: max(count, 0)], free[: max(count, 0)]
         tables.has_copy[blocks] = True
         tables.put(blocks, slots, MAPPED)
-        return Moves(blocks, slots, NO_BLOCKS)
+        return SlotMoves(blocks, slots, NO_BLOCKS)
 
     def step(self, selection: Selection, max_loads: int) -> Step:
         """One step with a fresh selection over the present span: at most `max_loads` missing
@@ -190,16 +190,16 @@ class HotSet:
         tables.clock += 1
         if num_loads or num_out:
             present = tables.publish(maps[:, :num_mapped])
-        loads = Moves(moves[0, :num_loads], moves[1, :num_loads], moves[2, :num_out])
+        loads = SlotMoves(moves[0, :num_loads], moves[1, :num_loads], moves[2, :num_out])
         return Step(
             present, loads, moves[3, :num_rest], len(blocks) - num_always, num_resident - num_kept
         )
 
-    def begin_prefetch(self, blocks: I32) -> Moves:
+    def begin_prefetch(self, blocks: I32) -> SlotMoves:
         """Free slots for `blocks`, in order, as far as they reach; report each with
         `finish_prefetch`. Nothing is evicted."""
         if not len(blocks):
-            return Moves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
+            return SlotMoves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
         if self._kernels is None:
             return reference.begin_prefetch(self.tables, blocks)
         tables = self.tables
@@ -210,7 +210,7 @@ class HotSet:
         )  # fmt: skip
         if num == self._kernels.REFUSED:
             raise tables.outside()
-        return Moves(moves[0, :num], moves[1, :num], NO_BLOCKS)
+        return SlotMoves(moves[0, :num], moves[1, :num], NO_BLOCKS)
 
     def finish_prefetch(self, slots: I32, success: bool) -> None:
         """The prefetch has written `slots`, or will never touch them again."""
@@ -223,7 +223,7 @@ class HotSet:
         if answer == self._kernels.REFUSED:
             raise tables.not_loading()
 
-    def adopt(self) -> Moves:
+    def adopt(self) -> SlotMoves:
         """Step boundary: prefetched blocks join the map, evicting others; those without room are
         dropped. No copies."""
         if self._kernels is None:
@@ -239,7 +239,7 @@ class HotSet:
         )  # fmt: skip
         if num or num_out:
             tables.publish(maps[:, :num_mapped])
-        return Moves(moves[0, :num], moves[1, :num], moves[2, :num_out])
+        return SlotMoves(moves[0, :num], moves[1, :num], moves[2, :num_out])
 
     def resize(self, capacity_blocks: int) -> I32:
         """Sets the capacity: adds slots, or evicts what may be evicted now; later changes evict the

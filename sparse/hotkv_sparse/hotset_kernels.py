@@ -16,8 +16,8 @@ import numba
 import numpy as np
 from numba import types
 
+from hotkv_sparse.hotset_answers import SlotState
 from hotkv_sparse.key_order_kernels import coldest, sort
-from hotkv_sparse.moves import SlotState
 
 _FREE, _MAPPED, _LOADING, _READY, _CANCELLED = (int(state) for state in SlotState)
 _NO_SLOT = -1

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv_sparse import hotset_eviction as eviction
+from hotkv_sparse.hotset_answers import SlotMoves, Step
 from hotkv_sparse.hotset_tables import (
     CANCELLED,
     FREE,
@@ -19,7 +20,6 @@ from hotkv_sparse.hotset_tables import (
     READY,
     HotTables,
 )
-from hotkv_sparse.moves import Moves, Step
 from hotkv_sparse.topk import Selection
 
 I32 = npt.NDArray[np.int32]
@@ -47,7 +47,7 @@ def step(tables: HotTables, selection: Selection, max_loads: int) -> Step:
     rest = blocks[missing[len(chosen) :]]
     prefetch = rest[tables.slot_of[rest] == NO_SLOT]
     num_resident = int(mapped.sum()) - (num_always - num_kept)
-    moves = Moves(chosen, room.slots, np.concatenate([dropped, room.victims]))
+    moves = SlotMoves(chosen, room.slots, np.concatenate([dropped, room.victims]))
     return Step(tables.map(), moves, prefetch, len(blocks) - num_always, num_resident)
 
 
@@ -60,7 +60,7 @@ def _drop_unselected(tables: HotTables) -> I32:
     return blocks
 
 
-def begin_prefetch(tables: HotTables, blocks: I32) -> Moves:
+def begin_prefetch(tables: HotTables, blocks: I32) -> SlotMoves:
     """See `HotSet.begin_prefetch`."""
     tables.check_blocks(blocks)
     _, order = np.unique(blocks, return_index=True)
@@ -69,7 +69,7 @@ def begin_prefetch(tables: HotTables, blocks: I32) -> Moves:
     free = np.flatnonzero(tables.state == FREE).astype(np.int32)
     count = min(len(blocks), len(free))
     tables.put(blocks[:count], free[:count], LOADING)
-    return Moves(blocks[:count], free[:count], NO_BLOCKS)
+    return SlotMoves(blocks[:count], free[:count], NO_BLOCKS)
 
 
 def finish_prefetch(tables: HotTables, slots: I32, success: bool) -> None:
@@ -87,11 +87,11 @@ def finish_prefetch(tables: HotTables, slots: I32, success: bool) -> None:
     tables.release(unwanted)
 
 
-def adopt(tables: HotTables) -> Moves:
+def adopt(tables: HotTables) -> SlotMoves:
     """See `HotSet.adopt`."""
     ready = np.flatnonzero(tables.state == READY).astype(np.int32)
     if not len(ready):
-        return Moves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
+        return SlotMoves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
     excess = tables.num_mapped + len(ready) - tables.capacity_blocks
     victims = eviction.victims(tables, excess)
     num_kept = len(ready) - max(excess - len(victims), 0)
@@ -102,4 +102,4 @@ def adopt(tables: HotTables) -> Moves:
     tables.state[kept] = MAPPED
     tables.used_at[kept] = tables.clock
     tables.version += 1
-    return Moves(tables.block_of[kept], kept, victims)
+    return SlotMoves(tables.block_of[kept], kept, victims)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_sparse.moves import HotMap, SlotState
+from hotkv_sparse.hotset_answers import HotMap, SlotState
 from hotkv_sparse.topk import Span
 
 I32 = npt.NDArray[np.int32]

@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from hotkv_proto.hints import Status
 from hotkv_proto.table import Words
 from hotkv_server.cache.table.prefixes import Chains, chain_keys, common_blocks
-from hotkv_server.cache.values import Outcome
-from hotkv_server.hints.book.outcomes import HintBook, HintLimits, TenantHints
+from hotkv_server.hints.book.outcomes import HintBook, HintLimits, HintOutcome, TenantHints
 from hotkv_server.hints.book.sessions import MAX_OTHERS, MAX_OTHERS_BYTES, RECENT_S, HintSessions
 
 LIMITS = HintLimits(
@@ -124,9 +123,9 @@ class TenantMachine(RuleBasedStateMachine):
     def start(self) -> None:
         self.book = HintBook(LIMITS)
         self.real = self.book.tenant("t", 0.0)
-        self.naive: OrderedDict[tuple[str, str], Outcome] = OrderedDict()
-        self.watched: list[tuple[Outcome, list[int], int, set[int]]] = []
-        self.changes: list[Outcome] = []
+        self.naive: OrderedDict[tuple[str, str], HintOutcome] = OrderedDict()
+        self.watched: list[tuple[HintOutcome, list[int], int, set[int]]] = []
+        self.changes: list[HintOutcome] = []
         self.now_s = 0.0
 
     @rule(
@@ -136,7 +135,7 @@ class TenantMachine(RuleBasedStateMachine):
         start=st.integers(0, 12),
     )
     def act(self, message: str, action: str, chain: list[int], start: int) -> None:
-        outcome = Outcome(message, action, "pin", "", self.now_s)
+        outcome = HintOutcome(message, action, "pin", "", self.now_s)
         begun = self.real.begin(outcome)
         if message and (message, action) in self.naive:
             assert begun is None

@@ -25,9 +25,9 @@ from hotkv_server.device.devices import NO_DEVICES, Devices, uuid_text
 from hotkv_server.device.runtime import DeviceError
 from hotkv_server.memory import sigbus
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.node.engine_memory import EngineMemory, check_handles, open_engine_memory
 from hotkv_server.node.node import Node
 from hotkv_server.node.order import SessionOrder
+from hotkv_server.node.session_memory import SessionMemory, check_handles, open_session_memory
 from hotkv_server.testing.device import FakeRuntime
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
 from tests.server.devices_support import until
@@ -65,9 +65,9 @@ def _open(
     devices: Devices,
     order: DeviceOrder = NO_ORDER,
     fds: dict[str, int] | None = None,
-) -> EngineMemory:
+) -> SessionMemory:
     check_handles(layout, order, devices)
-    return open_engine_memory(layout, order, fds or {}, devices, lambda: None)
+    return open_session_memory(layout, order, fds or {}, devices, lambda: None)
 
 
 def _gate(order: SessionOrder, index: int, value: int = 0):  # type: ignore[no-untyped-def]
@@ -216,14 +216,14 @@ def test_a_handle_of_another_tenants_memory_opens_nothing(runtime: FakeRuntime) 
     """Who has come by the 64 bytes of a handle would read its memory: stores copy from it."""
     devices, memory = _devices(runtime), FakeAllocation(2 * PAGE)
     layout = _layout(_cuda("k", memory))
-    mine = open_engine_memory(layout, NO_ORDER, {}, devices, lambda: None, "one")
+    mine = open_session_memory(layout, NO_ORDER, {}, devices, lambda: None, "one")
     with pytest.raises(HotKVError, match="'k' can't be opened: no such memory"):
-        open_engine_memory(layout, NO_ORDER, {}, devices, lambda: None, "two")
+        open_session_memory(layout, NO_ORDER, {}, devices, lambda: None, "two")
     # Sessions of its own tenant share it, and once nobody has it open any more it is anybody's.
-    again = open_engine_memory(layout, NO_ORDER, {}, devices, lambda: None, "one")
+    again = open_session_memory(layout, NO_ORDER, {}, devices, lambda: None, "one")
     for one in (mine, again):
         one.close()
-    open_engine_memory(layout, NO_ORDER, {}, devices, lambda: None, "two").close()
+    open_session_memory(layout, NO_ORDER, {}, devices, lambda: None, "two").close()
     assert not runtime.held() and not devices.num_open
     memory.close()
 

@@ -13,9 +13,10 @@ from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU
-from hotkv_server.cache.values import CoreConfig, Outcome
+from hotkv_server.cache.values import CoreConfig
 from hotkv_server.hints import drive as hints_module
 from hotkv_server.hints import work as hint_work
+from hotkv_server.hints.book.outcomes import HintOutcome
 from hotkv_server.hints.capability import HintsCapability
 from hotkv_server.hints.drive import HintDesk
 from hotkv_server.memory.arena import NodeMemory
@@ -62,7 +63,7 @@ class Desk:
         tenant, number = KEY_SPACE.tenant, self.session.record.key_space_id
         return hint_work.Origin(tenant, number, hashes, session_id)
 
-    def outcome(self, message_id: str, action_id: str = "a") -> Outcome:
+    def outcome(self, message_id: str, action_id: str = "a") -> HintOutcome:
         known = self.desk.book.known(KEY_SPACE.tenant)
         assert known is not None
         return known.outcomes[message_id, action_id]

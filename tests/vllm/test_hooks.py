@@ -21,7 +21,7 @@ from hotkv_vllm.fallbacks import FALLBACKS
 from hotkv_vllm.hooks import HOOKS
 from hotkv_vllm.identity import rekeying
 from hotkv_vllm.scheduler import hits, stores_in_flight
-from hotkv_vllm.worker import loads
+from hotkv_vllm.worker import rank_loads
 from tests.vllm.faults import broken, called_by_hooks
 from tests.vllm.harness import Engine, prompt
 
@@ -211,7 +211,7 @@ def quick() -> Iterator[None]:
     """What the connector waits for by the clock it does not wait for here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hits, "MISS_MEMORY_S", 0.0)
-        patch.setattr(loads, "CANCEL_GRACE_S", 0.0)
+        patch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
         patch.setattr(rekeying, "ASK_AGAIN_S", 0.0)
         patch.setattr(rekeying, "PATIENCE_S", 0.1)
         yield
@@ -250,8 +250,8 @@ def test_the_traffic_is_what_it_says(bench: Bench, calls: dict[str, list[Functio
     assert not [hook for hook in IN_STEPS if not calls[hook] and hook not in ("_rows_of",)]
     taken = {one.__qualname__ for called in calls.values() for one in called}
     assert taken >= {
-        "Stores._take_back",
-        "Loads.give_up",
+        "RankStores._take_back",
+        "RankLoads.give_up",
         "Quarantine.overdue",
         "HitFinder.load_failed",
         "CacheReset.begin",

@@ -16,9 +16,9 @@ from hotkv_client.types import LoadRun
 from hotkv_vllm.metadata import HotKVWorkerMetadata, LoadJob
 from hotkv_vllm.scheduler import worker_links
 from hotkv_vllm.scheduler.quarantine import Quarantine
-from hotkv_vllm.worker import loads
+from hotkv_vllm.worker import rank_loads
 from hotkv_vllm.worker.device_order import Mark
-from hotkv_vllm.worker.loads import Loads, never_begun
+from hotkv_vllm.worker.rank_loads import RankLoads, never_begun
 from tests.vllm.engine_core import Core
 from tests.vllm.harness import prompt
 from tests.vllm.processes import Daemon, Engines
@@ -31,7 +31,7 @@ PROMPT = prompt(1, 200)
 
 @pytest.fixture(autouse=True)
 def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loads, "CANCEL_GRACE_S", 0.0)
+    monkeypatch.setattr(rank_loads, "CANCEL_GRACE_S", 0.0)
 
 
 def free_blocks(one: Any) -> int:
@@ -218,7 +218,9 @@ def test_blocks_are_held_until_all_ranks_are_settled() -> None:
     from concurrent.futures import Future
 
     sent: list[list[Any]] = [[], []]
-    ranks = [Loads(lambda job, _, s=s: s.append(Future()) or s[-1], lambda _: None) for s in sent]
+    ranks = [
+        RankLoads(lambda job, _, s=s: s.append(Future()) or s[-1], lambda _: None) for s in sent
+    ]
     holds = Quarantine(2)
     holds.pool = pool = Pool()
     holds.begun(
@@ -269,7 +271,7 @@ def test_blocks_are_held_until_all_ranks_are_settled() -> None:
 
 def test_a_load_that_was_never_sent_is_not_sent_once_its_blocks_are_held() -> None:
     mark = Mark(event=SimpleNamespace(query=lambda: False))
-    one = Loads(lambda *_: never_begun("not now"), lambda _: None)
+    one = RankLoads(lambda *_: never_begun("not now"), lambda _: None)
     one.begin(job(1), mark)
     assert one.settled(("t1",)) == (["t1"], [])
     assert one.take()[:2] == ({"r1"}, {"r1"})
@@ -282,7 +284,7 @@ def test_results_that_break_once_are_reported_once(
     engine."""
     answer = engine().generate("first", PROMPT, 4)[0]
     one = engine()
-    original, calls = loads._bytes_loaded, []
+    original, calls = rank_loads._bytes_loaded, []
 
     def once(future: Any) -> Any:
         calls.append(future)
@@ -290,7 +292,7 @@ def test_results_that_break_once_are_reported_once(
             raise RuntimeError("told to break")
         return original(future)
 
-    monkeypatch.setattr(loads, "_bytes_loaded", once)
+    monkeypatch.setattr(rank_loads, "_bytes_loaded", once)
     reported: list[str] = []
     one.before_forward = lambda: None
     results = one.worker.get_transfer_results

@@ -13,12 +13,12 @@ from hotkv_client.types import BlockResult, ResidencyOpened, ResidentBlocks
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind
 from hotkv_vllm.compat.kv_groups import CacheGroup
-from hotkv_vllm.residency.calls import ASK_AGAIN_S, TURN_S, Reservations
-from hotkv_vllm.residency.residencies import Residencies
+from hotkv_vllm.residency.calls import ASK_AGAIN_S, TURN_S, ResidencyCalls
+from hotkv_vllm.residency.resident_requests import ResidentRequests
 from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.scheduler.stores import StorePlanner
-from hotkv_vllm.sparse.memory import Streams
+from hotkv_vllm.sparse.sequences import Streams
 from tests.vllm.parts import TOKENS, Parts, block_hash, report, request
 
 TIMEOUT_S = 30.0
@@ -66,8 +66,8 @@ class Books:
         self.streams = Streams(lambda state, why: None)
         session = self.parts.session
         object.__setattr__(session.config, "on_state", self.streams)
-        self.reservations = Reservations(session, self.streams, self.parts.stats)
-        self.books = Residencies(
+        self.reservations = ResidencyCalls(session, self.streams, self.parts.stats)
+        self.books = ResidentRequests(
             self.reservations,
             self.parts.groups,
             self.parts.exactness,

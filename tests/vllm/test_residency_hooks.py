@@ -19,7 +19,7 @@ MODULES = [
     "residency.kept_rows",
     "residency.page_copies",
     "residency.pages",
-    "residency.residencies",
+    "residency.resident_requests",
     "residency.resident",
     "residency.sequence",
     "residency.sequences",

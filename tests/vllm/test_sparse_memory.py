@@ -19,10 +19,10 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, group_hashes
 from hotkv_vllm.metadata import HotKVWorkerMetadata
 from hotkv_vllm.scheduler.request import RequestState, StoreState
-from hotkv_vllm.sparse import memory as memory_module
-from hotkv_vllm.sparse.memory import SparseGroup, SparseMemory, Streams
+from hotkv_vllm.sparse import sequences as memory_module
 from hotkv_vllm.sparse.reporter import REPORT_INTERVAL_S, SparseReport, SparseReporter
 from hotkv_vllm.sparse.rows import SparseRows
+from hotkv_vllm.sparse.sequences import SparseGroup, SparseSequences, Streams
 from tests.vllm.harness import prompt
 from tests.vllm.test_sparse_worker import Engine
 
@@ -64,7 +64,7 @@ class Side:
         self.session = self.server.open(
             SessionConfig("unix:/none", "e", Role.SCHEDULER, space, on_state=self.streams)
         )
-        self.memory = SparseMemory(
+        self.memory = SparseSequences(
             self.session, self.streams, groups, self._hashes, MIN_TOKENS, "p"
         )
         self.requests: dict[str, Request] = {}

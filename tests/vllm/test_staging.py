@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv_vllm.residency.page_copies import PageCopier
-from hotkv_vllm.sparse.staging import Staging, staged_places
+from hotkv_vllm.sparse.page_staging import PageStaging, staged_places
 
 NUM_LAYERS, NUM_SLOTS, NUM_BLOCKS, PAGE = 3, 12, 6, 64
 DICE = np.random.default_rng(0)
@@ -34,16 +34,16 @@ asked = st.tuples(
 )
 
 
-def filled(staging: Staging, index: int, slots: list[int], blocks: list[int], on: bool) -> Any:
+def filled(staging: PageStaging, index: int, slots: list[int], blocks: list[int], on: bool) -> Any:
     at = ARENA.ctypes.data + np.array(slots, np.int64) * NUM_LAYERS * PAGE
     here = DEVICE[index].ctypes.data + np.array(blocks, np.int64) * PAGE
     return staging.fill(LAYERS[index], at, here, goes_on=on).numpy()[: len(slots) + len(blocks)]
 
 
-def staging_of(monkeypatch: pytest.MonkeyPatch, num_cores: int) -> Staging:
+def staging_of(monkeypatch: pytest.MonkeyPatch, num_cores: int) -> PageStaging:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(num_cores)))
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
-    return Staging(LAYERS, PLACES, PageCopier())
+    return PageStaging(LAYERS, PLACES, PageCopier())
 
 
 @given(calls=st.lists(asked, max_size=12), num_cores=st.integers(1, 2))

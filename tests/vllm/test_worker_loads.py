@@ -6,7 +6,7 @@ import pytest
 
 from hotkv_client.types import TransferResult, TransferStatus
 from hotkv_vllm.metadata import HotKVMetadata
-from hotkv_vllm.worker.loads import CANCEL_GRACE_S
+from hotkv_vllm.worker.rank_loads import CANCEL_GRACE_S
 from tests.vllm.worker_parts import (
     Rig,
     load,

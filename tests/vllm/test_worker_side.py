@@ -10,7 +10,7 @@ from hotkv_client.types import LoadRun, TransferStatus
 from hotkv_proto.order import NO_ORDER
 from hotkv_vllm.identity.adapters import NO_WORK
 from hotkv_vllm.metadata import HotKVMetadata
-from hotkv_vllm.worker import memory, transfers
+from hotkv_vllm.worker import exported_memory, rank_transfers
 from tests.vllm.parts import ids
 from tests.vllm.worker_parts import (
     FAILED,
@@ -98,7 +98,7 @@ def test_adapters_are_watched_from_the_first_export_on(
     one = rig()
     found = [SimpleNamespace(is_watching=False), SimpleNamespace(is_watching=True)]
     left = list(found)
-    monkeypatch.setattr(transfers, "watch_adapters", lambda config: left.pop(0))
+    monkeypatch.setattr(rank_transfers, "watch_adapters", lambda config: left.pop(0))
     for watch in (*found, found[1]):
         one.worker.transfers.watch_adapters()
         assert one.worker.transfers.adapters is watch
@@ -242,11 +242,11 @@ def test_a_server_that_hangs_does_not_keep_the_engine_awake(
         left = {answer for answer in answers if not answer.done()}
         return SimpleNamespace(not_done=left)
 
-    monkeypatch.setattr(memory, "wait_futures", wait)
+    monkeypatch.setattr(exported_memory, "wait_futures", wait)
     one.session.ends_cancelled = ends
     one.step(loads=(load("a"),), stores=(store(1),))
     one.worker.memory._let_go()
-    assert waits == [one.config.store_timeout_s + memory.FENCE_GRACE_S]
+    assert waits == [one.config.store_timeout_s + exported_memory.FENCE_GRACE_S]
     assert len(one.worker.stores) == (1 if ends else 0)
     assert one.results() == {1: [FAILED]}
     # A load that a hung server has not ended stays unreported.

@@ -8,7 +8,7 @@ import pytest
 from hotkv_proto.store_options import StoreOptions
 from hotkv_vllm.compat.places import RankPlace
 from hotkv_vllm.metadata import HotKVMetadata
-from hotkv_vllm.worker import side, stores
+from hotkv_vllm.worker import rank_stores, side
 from tests.vllm.worker_parts import (
     FAILED,
     REPRESENTED,
@@ -152,7 +152,7 @@ def test_while_the_server_is_slow_no_step_waits_for_it(
     rig: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = rig(flush_timeout_s=0.25)
-    monkeypatch.setattr(stores, "_all_done", noted := NotedWaits(stores._all_done))
+    monkeypatch.setattr(rank_stores, "_all_done", noted := NotedWaits(rank_stores._all_done))
     waits = noted.waits
     for number in (1, 2):
         one.step(stores=(store(number),))
@@ -184,7 +184,7 @@ def test_stores_that_have_not_read_or_are_revoked_are_taken_back_without_waiting
     rig: Any, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     one = rig(flush_timeout_s=0.25)
-    monkeypatch.setattr(stores, "_all_done", noted := NotedWaits(stores._all_done))
+    monkeypatch.setattr(rank_stores, "_all_done", noted := NotedWaits(rank_stores._all_done))
     if reason == "fenced":
         one.rank.fence = object()
     one.step(stores=(store(),))
@@ -213,7 +213,7 @@ def test_a_store_that_a_server_does_not_end_takes_the_session(
     rig: Any, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     one = rig()
-    monkeypatch.setattr(stores, "_all_done", noted := NotedWaits(stores._all_done))
+    monkeypatch.setattr(rank_stores, "_all_done", noted := NotedWaits(rank_stores._all_done))
     one.session.ends_cancelled = False
     one.rank.fence = object() if reason == "fenced" else None
     one.step(stores=(store(1),))
@@ -222,7 +222,7 @@ def test_a_store_that_a_server_does_not_end_takes_the_session(
     one.now_s += 1
     one.step(flush_stores=(1, 2))
     assert one.session.is_closed and len(one.opened) == 1
-    assert noted.waits[-1] == one.config.store_timeout_s + stores.FENCE_GRACE_S - 1
+    assert noted.waits[-1] == one.config.store_timeout_s + rank_stores.FENCE_GRACE_S - 1
     assert one.results() == {1: [FAILED], 2: [FAILED]} and not one.worker.stores
     # Its marks are free again.
     assert len(one.rank.marks._spare) == 2

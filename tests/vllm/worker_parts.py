@@ -12,7 +12,7 @@ from hotkv_proto.order import OrderKind
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.metadata import HotKVMetadata, LoadJob, StoreJob
-from hotkv_vllm.worker import loads, side, stores
+from hotkv_vllm.worker import rank_loads, rank_stores, side
 from hotkv_vllm.worker.side import HotKVWorker
 from tests.vllm.parts import Clock, ids
 
@@ -92,7 +92,7 @@ class Rig:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.now_s = 100.0
-        for module in (loads, side, stores):
+        for module in (rank_loads, side, rank_stores):
             monkeypatch.setattr(module.time, "monotonic", lambda: self.now_s)
         vllm_config = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(engine_id="engine"),

@@ -15,7 +15,7 @@ from hotkv_client.types import Int64s, ResidencyOpened, ResidentBlocks
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_vllm import link
 from hotkv_vllm.residency.resident import Resident
-from hotkv_vllm.sparse.memory import Streams
+from hotkv_vllm.sparse.sequences import Streams
 from hotkv_vllm.stats import HotKVStats
 
 logger = link.logger
@@ -29,7 +29,7 @@ CLOSED = -1
 """Stands for a stream in which there is no residency."""
 
 
-class Reservations:
+class ResidencyCalls:
     """See the module. Scheduler thread only, but for what a call's future brings."""
 
     def __init__(self, session: link.CacheSession, streams: Streams, stats: HotKVStats) -> None:
@@ -40,7 +40,7 @@ class Reservations:
         self._refused: dict[str, float] = {}
 
     def __repr__(self) -> str:
-        return f"Reservations({len(self._refused)} refused)"
+        return f"ResidencyCalls({len(self._refused)} refused)"
 
     @property
     def is_connected(self) -> bool:

@@ -18,7 +18,7 @@ from hotkv_vllm.residency.page_copies import PageCopier
 from hotkv_vllm.residency.sequence import ResidentSequence
 from hotkv_vllm.residency.slot_places import SlotPlaces
 from hotkv_vllm.sparse.batch import SparseLayer
-from hotkv_vllm.sparse.staging import Staging
+from hotkv_vllm.sparse.page_staging import PageStaging
 
 I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
@@ -35,7 +35,7 @@ class ResidentPages:
     def __init__(self, layers: Sequence[SparseLayer], places: SlotPlaces) -> None:
         self._places = places
         self._copier = PageCopier()
-        self.staging = Staging(layers, places, self._copier)
+        self.staging = PageStaging(layers, places, self._copier)
         self.counted: Counter[str] = Counter()
 
     def __repr__(self) -> str:

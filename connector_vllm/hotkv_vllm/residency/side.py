@@ -11,7 +11,7 @@ from typing import Any
 from hotkv_vllm.compat.device_pool import DevicePool
 from hotkv_vllm.hooks import HookEdge, hook
 from hotkv_vllm.link import logger
-from hotkv_vllm.residency.residencies import Residencies
+from hotkv_vllm.residency.resident_requests import ResidentRequests
 from hotkv_vllm.scheduler.sharing import Sharing
 
 
@@ -61,6 +61,6 @@ class ResidentSide:
         self._pool.lose_blocks(first_blocks)
 
     @property
-    def _residencies(self) -> Residencies | None:
+    def _residencies(self) -> ResidentRequests | None:
         cache = self._sharing.cache
         return None if cache is None else cache.residencies

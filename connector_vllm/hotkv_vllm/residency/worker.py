@@ -30,7 +30,7 @@ from hotkv_vllm.residency.slot_places import SlotPlaces
 from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.sparse.batch import Batch, Context, Plan, Rewrite, Row, SparseLayer
 from hotkv_vllm.sparse.first_prompt import NO_TURNING, Turning
-from hotkv_vllm.sparse.staging import staged_places
+from hotkv_vllm.sparse.page_staging import staged_places
 from hotkv_vllm.sparse.worker import SparseWorker
 
 F32 = npt.NDArray[np.float32]

@@ -15,8 +15,8 @@ from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.identity.adapters import Adapters
 from hotkv_vllm.identity.agreement import Agreement
 from hotkv_vllm.identity.exactness import Exactness
-from hotkv_vllm.residency.calls import Reservations
-from hotkv_vllm.residency.residencies import Residencies
+from hotkv_vllm.residency.calls import ResidencyCalls
+from hotkv_vllm.residency.resident_requests import ResidentRequests
 from hotkv_vllm.scheduler.failed_loads import FailedLoads
 from hotkv_vllm.scheduler.fence import Fence
 from hotkv_vllm.scheduler.groups import CachedGroups
@@ -25,7 +25,7 @@ from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.stores import StorePlanner
-from hotkv_vllm.sparse.memory import SparseGroup, SparseMemory, Streams
+from hotkv_vllm.sparse.sequences import SparseGroup, SparseSequences, Streams
 from hotkv_vllm.stats import HotKVStats
 from hotkv_vllm.tracing.requests import RequestTraces, open_traces
 
@@ -70,8 +70,8 @@ class Assembly:
     planner: StorePlanner
     reports: UseReports
     reset: CacheReset
-    memory: SparseMemory | None
-    residencies: Residencies | None
+    memory: SparseSequences | None
+    residencies: ResidentRequests | None
 
 
 def assemble(engine: Engine, agreement: Agreement) -> Assembly:
@@ -132,8 +132,8 @@ def _over(
     )
     residencies = None
     if engine.pool.spec is not None:
-        residencies = Residencies(
-            Reservations(session, streams, stats),
+        residencies = ResidentRequests(
+            ResidencyCalls(session, streams, stats),
             groups,
             engine.exactness,
             engine.pool,
@@ -164,7 +164,7 @@ def _over(
     memory = None
     if config.sparse is not None and sparse_groups:
         min_tokens = config.sparse.min_context_tokens
-        memory = SparseMemory(session, streams, sparse_groups, groups.hashes, min_tokens, prefix)
+        memory = SparseSequences(session, streams, sparse_groups, groups.hashes, min_tokens, prefix)
     reset = CacheReset(session, planner)
     return Assembly(cache_groups, session, finder, planner, reports, reset, memory, residencies)
 

@@ -4,7 +4,7 @@ What is always true: before anybody writes a block that a store reads, that stor
 ended. There are two ways, and callers need not know which one is in use:
 
 - Each step lists the stores that read blocks which it gives away, and each worker ends those before
-  the step goes on (`worker.stores`). This is done always.
+  the step goes on (`worker.rank_stores`). This is done always.
 - If the runner writes blocks before it tells connectors (`checks.writes_before_it_tells`) the list
   would come too late. Then the ranks share a page with the scheduler, each store has a word in it,
   and the scheduler sets the word before any worker gets the step. The server reads the word between

@@ -21,7 +21,7 @@ from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
 from hotkv_vllm.link import CacheSession
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
-from hotkv_vllm.residency.residencies import Residencies
+from hotkv_vllm.residency.resident_requests import ResidentRequests
 from hotkv_vllm.scheduler.fence import Fence
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.missing_blocks import Handoffs, MissingBlocks, Tables, portions
@@ -50,7 +50,7 @@ class StorePlanner:
         id_prefix: str,
         fence: Fence | None = None,
         exactness: Exactness | None = None,
-        residencies: Residencies | None = None,
+        residencies: ResidentRequests | None = None,
     ) -> None:
         self._session = session
         self._finder, self._groups = finder, finder.groups

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
 from hotkv_vllm.sparse.rank import SparseRank
-from hotkv_vllm.worker.loads import ActiveLoad, Loads
+from hotkv_vllm.worker.rank_loads import ActiveLoad, RankLoads
+from hotkv_vllm.worker.rank_stores import RankStores
+from hotkv_vllm.worker.rank_transfers import RankTransfers
 from hotkv_vllm.worker.session import RankSession
-from hotkv_vllm.worker.stores import Stores
-from hotkv_vllm.worker.transfers import Transfers
 
 
 class RankReport:
@@ -55,9 +55,9 @@ class RankReport:
     def take(
         self,
         meta: HotKVMetadata | None,
-        loads: Loads,
-        stores: Stores,
-        transfers: Transfers,
+        loads: RankLoads,
+        stores: RankStores,
+        transfers: RankTransfers,
         handshake: Callable[[], HotKVHandshake | None],
     ) -> HotKVWorkerMetadata | None:
         """Returns the report; None if there is nothing to say. `meta`: the step's. `handshake`:
@@ -76,7 +76,7 @@ class RankReport:
         return report
 
     @hook(nothing, is_part=True)
-    def _state_report(self, loads: Loads) -> None:
+    def _state_report(self, loads: RankLoads) -> None:
         """Puts into the report how hung loads, the session and the weights are now."""
         report = self._next
         report.overdue_loads, report.settled_loads, report.links = (), {}, {}

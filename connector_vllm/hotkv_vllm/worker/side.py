@@ -25,12 +25,12 @@ from hotkv_vllm.identity.rekeying import RECONNECT_S
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
 from hotkv_vllm.sparse.rank import SparseRank
-from hotkv_vllm.worker.loads import Ended, Loads
-from hotkv_vllm.worker.memory import EngineMemory
+from hotkv_vllm.worker.exported_memory import ExportedMemory
+from hotkv_vllm.worker.rank_loads import Ended, RankLoads
+from hotkv_vllm.worker.rank_stores import RankStores
+from hotkv_vllm.worker.rank_transfers import RankTransfers
 from hotkv_vllm.worker.report import RankReport
 from hotkv_vllm.worker.session import RankSession
-from hotkv_vllm.worker.stores import Stores
-from hotkv_vllm.worker.transfers import Transfers
 
 
 class HotKVWorker:
@@ -50,12 +50,12 @@ class HotKVWorker:
         self.sparse = SparseRank(
             vllm_config, kv_cache_config, config, centres, edge, self.rank.arena
         )
-        self.transfers = Transfers(vllm_config, self.rank, config)
-        self.loads = Loads(self.transfers.load, self.transfers.cancel)
+        self.transfers = RankTransfers(vllm_config, self.rank, config)
+        self.loads = RankLoads(self.transfers.load, self.transfers.cancel)
         number = vllm_config.parallel_config.rank
         self.report = RankReport(self.rank, number, self.sparse, edge)
-        self.stores = Stores(self.rank, config, self.transfers, self.report.count)
-        self.memory = EngineMemory(
+        self.stores = RankStores(self.rank, config, self.transfers, self.report.count)
+        self.memory = ExportedMemory(
             self.rank, self.sparse, self.transfers, self.loads, self.stores, config
         )
 

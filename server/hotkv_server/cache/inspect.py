@@ -50,7 +50,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
-class TierFigures:
+class RoomFigures:
     """One tier, in bytes, blocks and slabs.
 
     `capacity_bytes`: as far as the arena has memory; `full_capacity_bytes`: once all of it has.
@@ -154,10 +154,10 @@ def census(core: CacheCore) -> Iterator[Census]:
     return take(core.space)
 
 
-def tier(core: CacheCore, counted: Census) -> TierFigures:
+def tier(core: CacheCore, counted: Census) -> RoomFigures:
     """The host tier."""
     pool = core.space.pool
-    return TierFigures(
+    return RoomFigures(
         pool.capacity_bytes,
         pool.num_slabs * pool.slab_bytes,
         core.space.used_bytes(),
@@ -172,13 +172,13 @@ def tier(core: CacheCore, counted: Census) -> TierFigures:
     )
 
 
-def lower_tier(core: CacheCore) -> TierFigures | None:
+def lower_tier(core: CacheCore) -> RoomFigures | None:
     """The tier below, nothing of which is pinned or not verified; None without one."""
     if core.lower is None:
         return None
     space = core.lower.space
     pool, num_blocks = space.pool, space.index.num_entries
-    return TierFigures(
+    return RoomFigures(
         pool.capacity_bytes,
         pool.capacity_bytes,
         space.used_bytes(),

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.groups import GroupSpec
-from hotkv_proto.hints import Status
 from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv_proto.table import Words
 
@@ -220,23 +219,3 @@ class KeySpaceRecord:
             if group_index < MAX_GROUPS
             else self.representation(group_index).group_index
         )
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What has come of one action of a hint. `num_blocks`: meant, of all groups; `num_done`: for
-    which it was done. `reused_blocks`: hash blocks that requests have hit since; `saved_s`: prefill
-    saved by them, 0 if the speed is not known."""
-
-    message_id: str
-    action_id: str
-    kind: str
-    session_id: str
-    came_s: float
-    status: Status = Status.DEFERRED
-    reason: str = ""
-    num_blocks: int = 0
-    num_done: int = 0
-    reused_blocks: int = 0
-    saved_s: float = 0.0
-    sequence: int = 0

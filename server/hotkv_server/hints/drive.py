@@ -13,8 +13,7 @@ from typing import Any
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.hints import NO_HINTS, Action, ActionType, Hints, Rejection, Status
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.values import Outcome
-from hotkv_server.hints.book.outcomes import HintBook, TenantHints
+from hotkv_server.hints.book.outcomes import HintBook, HintOutcome, TenantHints
 from hotkv_server.hints.work import HintWork, Origin
 from hotkv_server.node.effects import Effects
 from hotkv_server.node.seams import BlocksBelow
@@ -85,14 +84,16 @@ class HintDesk:
         else:
             tenant.sessions.use_without(origin.key_space_id, origin.hashes, now_s)
 
-    async def act(self, origin: Origin, hints: Hints, *, has_ended: bool = False) -> list[Outcome]:
+    async def act(
+        self, origin: Origin, hints: Hints, *, has_ended: bool = False
+    ) -> list[HintOutcome]:
         """Does what hints ask; returns the outcomes so far. `has_ended`: the request that brought
         them; what was deferred until then is done."""
         if not hints:
             return []
         now_s = time.monotonic()
         tenant = self.book.tenant(origin.tenant, now_s)
-        outcomes: list[Outcome] = []
+        outcomes: list[HintOutcome] = []
         later = hints.split(origin.session_id)[1].actions if origin.is_running else ()
         breaks = Breaks()
         for action in hints.actions:
@@ -100,7 +101,9 @@ class HintDesk:
             known = tenant.outcomes.get((hints.message_id, action.action_id))
             session_id = _session_of(action, origin)
             outcome = tenant.begin(
-                Outcome(hints.message_id, action.action_id, action.kind.value, session_id, now_s)
+                HintOutcome(
+                    hints.message_id, action.action_id, action.kind.value, session_id, now_s
+                )
             )
             if outcome is None:
                 assert known is not None, "an action that came before has an outcome"
@@ -120,7 +123,7 @@ class HintDesk:
         return [self._reject(tenant, hints, one, now_s) for one in hints.rejected] + outcomes
 
     async def _try(
-        self, tenant: TenantHints, origin: Origin, action: Action, outcome: Outcome
+        self, tenant: TenantHints, origin: Origin, action: Action, outcome: HintOutcome
     ) -> None:
         if id(outcome) in self._tried:
             return
@@ -179,8 +182,10 @@ class HintDesk:
                 {"message": "a hint broke", "exception": error}
             )
 
-    def _reject(self, tenant: TenantHints, hints: Hints, one: Rejection, now_s: float) -> Outcome:
-        outcome = Outcome(hints.message_id, one.action_id, one.kind, "", now_s)
+    def _reject(
+        self, tenant: TenantHints, hints: Hints, one: Rejection, now_s: float
+    ) -> HintOutcome:
+        outcome = HintOutcome(hints.message_id, one.action_id, one.kind, "", now_s)
         if tenant.begin(outcome) is None:
             return tenant.outcomes[hints.message_id, one.action_id]
         tenant.settle(outcome, Status.REJECTED, one.reason)
@@ -195,6 +200,6 @@ def _session_of(action: Action, origin: Origin) -> str:
     return action.target.session_id
 
 
-def _may_end(outcome: Outcome) -> bool:
+def _may_end(outcome: HintOutcome) -> bool:
     """Whether an action waits for the end of its request."""
     return outcome.status is Status.DEFERRED and outcome.kind != ActionType.PREFETCH.value

@@ -14,7 +14,7 @@ from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.messages.hints import read_envelope
 from hotkv_proto.v1 import hints_pb2, hints_pb2_grpc
 from hotkv_server.cache import inspect
-from hotkv_server.cache.values import Outcome
+from hotkv_server.hints.book.outcomes import HintOutcome
 from hotkv_server.hints.drive import HintDesk
 from hotkv_server.hints.told import DEFAULT_PAGE, MAX_PAGE
 from hotkv_server.hints.work import Origin
@@ -98,7 +98,9 @@ def page_size(asked: int) -> int:
     return asked or DEFAULT_PAGE
 
 
-def outcomes(found: Sequence[Outcome], tenant: str, now_s: float) -> list[hints_pb2.HintOutcome]:
+def outcomes(
+    found: Sequence[HintOutcome], tenant: str, now_s: float
+) -> list[hints_pb2.HintOutcome]:
     """What has come of actions."""
     return [
         hints_pb2.HintOutcome(

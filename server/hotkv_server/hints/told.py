@@ -2,8 +2,7 @@
 
 import time
 
-from hotkv_server.cache.values import Outcome
-from hotkv_server.hints.book.outcomes import HintBook
+from hotkv_server.hints.book.outcomes import HintBook, HintOutcome
 from hotkv_server.node.topics import Figures, Filters
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
@@ -40,7 +39,7 @@ def hints(book: HintBook, filters: Filters) -> Figures:
     }
 
 
-def _outcome(one: Outcome, tenant: str, now_s: float) -> Figures:
+def _outcome(one: HintOutcome, tenant: str, now_s: float) -> Figures:
     return {
         "message_id": one.message_id,
         "action_id": one.action_id,

@@ -16,10 +16,10 @@ from hotkv_proto.hints import Action, ActionType, Status, Target
 from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.values import HashList, Outcome
+from hotkv_server.cache.values import HashList
 from hotkv_server.hints.book import actions as hint_actions
 from hotkv_server.hints.book.actions import Done
-from hotkv_server.hints.book.outcomes import TenantHints
+from hotkv_server.hints.book.outcomes import HintOutcome, TenantHints
 from hotkv_server.node.effects import Effects
 from hotkv_server.node.seams import BlocksBelow
 from hotkv_server.node.slices import Breaks, slices
@@ -137,7 +137,7 @@ class HintWork:
         self.blocks = Blocks(core, effects)
 
     async def do(
-        self, tenant: TenantHints, origin: Origin, action: Action, outcome: Outcome
+        self, tenant: TenantHints, origin: Origin, action: Action, outcome: HintOutcome
     ) -> None:
         target = Target(outcome.session_id, action.target.start_tokens, action.target.end_tokens)
         prompts = self.blocks.prompts(tenant, origin, target)
@@ -163,7 +163,7 @@ class HintWork:
         tenant: TenantHints,
         origin: Origin,
         action: Action,
-        outcome: Outcome,
+        outcome: HintOutcome,
         prompts: list[Prompt],
     ) -> None:
         is_noted = not outcome.session_id and _covers(origin.noted, action.retention)
@@ -188,7 +188,7 @@ class HintWork:
         else:
             self._settle_there(tenant, outcome, action.clipped)
 
-    def _settle_there(self, tenant: TenantHints, outcome: Outcome, clipped: str) -> None:
+    def _settle_there(self, tenant: TenantHints, outcome: HintOutcome, clipped: str) -> None:
         """Settles an action that was done for all blocks that are there."""
         if not outcome.num_done:
             tenant.settle(outcome, Status.MISSING, "none of the blocks is in host memory")
@@ -203,7 +203,7 @@ class HintWork:
         tenant: TenantHints,
         origin: Origin,
         action: Action,
-        outcome: Outcome,
+        outcome: HintOutcome,
         prompts: list[Prompt],
     ) -> None:
         num_shared, own = 0, outcome.session_id or origin.session_id
@@ -231,7 +231,7 @@ class HintWork:
             self._settle_there(tenant, outcome, action.clipped)
 
     async def _begin_prefetch(
-        self, tenant: TenantHints, action: Action, outcome: Outcome, prompts: list[Prompt]
+        self, tenant: TenantHints, action: Action, outcome: HintOutcome, prompts: list[Prompt]
     ) -> None:
         _add(outcome, await self.blocks.count(prompts))
         if outcome.num_done == outcome.num_blocks:
@@ -249,7 +249,7 @@ class HintWork:
         return int(PREFETCH_SHARE * self._core.config.arena_bytes)
 
     async def _prefetch(
-        self, tenant: TenantHints, action: Action, outcome: Outcome, prompts: list[Prompt]
+        self, tenant: TenantHints, action: Action, outcome: HintOutcome, prompts: list[Prompt]
     ) -> None:
         until_s, breaks = outcome.came_s + action.deadline_s, Breaks()
         try:
@@ -300,7 +300,7 @@ def _covers(noted: Retention, asked: Retention) -> bool:
     return noted != NO_RETENTION and noted.priority >= asked.priority and noted.ttl_s >= asked.ttl_s
 
 
-def _add(outcome: Outcome, done: Done) -> None:
+def _add(outcome: HintOutcome, done: Done) -> None:
     outcome.num_blocks += done.num_blocks
     outcome.num_done += done.num_done
 

@@ -17,7 +17,7 @@ from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS
 from hotkv_server.cache.values import EvictionNotice, SessionRecord
 from hotkv_server.dataplane.engine import CopyJob
 from hotkv_server.memory.mapping import FileMapping
-from hotkv_server.node.engine_memory import EngineMemory
+from hotkv_server.node.session_memory import SessionMemory
 from hotkv_server.security.identity import Peer
 
 OUTBOX_MESSAGES = 4096
@@ -58,7 +58,7 @@ class LiveSession:
     num_reads: int = 0
     """Selections and comparisons under way, which read the arena under its leases."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
-    memory: EngineMemory | None = None
+    memory: SessionMemory | None = None
     received_fds: dict[str, int] = field(default_factory=dict)
     fence: FileMapping | None = None
     hears_evictions: bool = True

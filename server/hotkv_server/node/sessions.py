@@ -19,9 +19,9 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import incremental
 from hotkv_server.device.devices import Devices
 from hotkv_server.node.capability import Capability
-from hotkv_server.node.engine_memory import EngineMemory, check_handles, open_engine_memory
 from hotkv_server.node.removals import Removals
 from hotkv_server.node.session import LiveSession
+from hotkv_server.node.session_memory import SessionMemory, check_handles, open_session_memory
 from hotkv_server.node.slices import slices
 
 log = logging.getLogger(__name__)
@@ -211,13 +211,13 @@ class Sessions:
 
     async def _open_memory(
         self, session: LiveSession, layout: Layout, order: DeviceOrder, fds: dict[str, int]
-    ) -> EngineMemory:
-        """As `open_engine_memory`, on a thread; if the call is cancelled, what is being opened is
+    ) -> SessionMemory:
+        """As `open_session_memory`, on a thread; if the call is cancelled, what is being opened is
         closed again."""
         loop = asyncio.get_running_loop()
         opening = loop.run_in_executor(
             None,
-            open_engine_memory,
+            open_session_memory,
             layout,
             order,
             fds,

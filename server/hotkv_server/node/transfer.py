@@ -23,10 +23,10 @@ from hotkv_server.dataplane.engine import CopyEngine, CopyJob, Outcome
 from hotkv_server.dataplane.plan import Plan, Region, block_copies
 from hotkv_server.integrity.verifier import Case, Verifier
 from hotkv_server.node.deadline import Deadline
-from hotkv_server.node.engine_memory import EngineMemory
 from hotkv_server.node.health import Health
 from hotkv_server.node.order import MarkGate
 from hotkv_server.node.session import LiveSession
+from hotkv_server.node.session_memory import SessionMemory
 from hotkv_server.node.timings import Timings
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Call:
 
     session: LiveSession
     transfer_id: str
-    memory: EngineMemory
+    memory: SessionMemory
     block_ids: BlockIds
     deadline: Deadline
     gate: MarkGate | None

@@ -28,9 +28,9 @@ from hotkv_server.integrity.sums import SumThreads
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.capability import Capability
 from hotkv_server.node.deadline import Deadline
-from hotkv_server.node.engine_memory import EngineMemory
 from hotkv_server.node.health import Health
 from hotkv_server.node.session import LiveSession
+from hotkv_server.node.session_memory import SessionMemory
 from hotkv_server.node.slices import in_slices
 from hotkv_server.node.timings import Timings
 from hotkv_server.node.transfer import BlockIds, Call, Means, Transfer, TransferEnd
@@ -261,7 +261,7 @@ def _plan_bytes(block_ids: BlockIds) -> int:
 
 def _usable_memory(
     session: LiveSession, block_ids: BlockIds, groups: Sequence[int]
-) -> EngineMemory:
+) -> SessionMemory:
     """The session's memory, checked against the block ids and groups of a transfer."""
     if session.closing:
         raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")

@@ -143,7 +143,7 @@ def tier_rows(node: Node, counted: Census) -> list[Figures]:
     return rows
 
 
-def _places(name: str, figures: inspect.TierFigures) -> Figures:
+def _places(name: str, figures: inspect.RoomFigures) -> Figures:
     """What a tier has whose places the core knows."""
     return {
         "name": name,

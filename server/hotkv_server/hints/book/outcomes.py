@@ -15,11 +15,31 @@ import numpy as np
 from hotkv_proto.hints import Status
 from hotkv_proto.table import Words
 from hotkv_server.cache.table.prefixes import ChainKeys, Chains, chain_keys
-from hotkv_server.cache.values import BoolMask, Outcome
+from hotkv_server.cache.values import BoolMask
 from hotkv_server.hints.book.sessions import HintSessions
 
 OutcomeKey = tuple[str, str]
 """Message and action."""
+
+
+@dataclass(slots=True)
+class HintOutcome:
+    """What has come of one action of a hint. `num_blocks`: meant, of all groups; `num_done`: for
+    which it was done. `reused_blocks`: hash blocks that requests have hit since; `saved_s`: prefill
+    saved by them, 0 if the speed is not known."""
+
+    message_id: str
+    action_id: str
+    kind: str
+    session_id: str
+    came_s: float
+    status: Status = Status.DEFERRED
+    reason: str = ""
+    num_blocks: int = 0
+    num_done: int = 0
+    reused_blocks: int = 0
+    saved_s: float = 0.0
+    sequence: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +64,7 @@ class HintLimits:
 class _Tracked:
     """Blocks [start, stop) of a chain that an action meant. `seen` [stop - start]: hit since."""
 
-    outcome: Outcome
+    outcome: HintOutcome
     key_space_id: int
     keys: ChainKeys
     start: int
@@ -62,7 +82,7 @@ class TenantHints:
 
     limits: HintLimits
     sessions: HintSessions
-    outcomes: OrderedDict[OutcomeKey, Outcome] = field(default_factory=OrderedDict)
+    outcomes: OrderedDict[OutcomeKey, HintOutcome] = field(default_factory=OrderedDict)
     tokens: float = 0.0
     filled_s: float = 0.0
     last_sequence: int = 0
@@ -82,7 +102,7 @@ class TenantHints:
         self.tokens -= count
         return True
 
-    def begin(self, outcome: Outcome) -> Outcome | None:
+    def begin(self, outcome: HintOutcome) -> HintOutcome | None:
         """Notes an action; None if it came before, under the same ids."""
         key = outcome.message_id, outcome.action_id
         if outcome.message_id and key in self.outcomes:
@@ -96,17 +116,17 @@ class TenantHints:
         self.changed(outcome)
         return outcome
 
-    def changed(self, outcome: Outcome) -> None:
+    def changed(self, outcome: HintOutcome) -> None:
         """Gives an outcome that has changed a new sequence number."""
         self.last_sequence += 1
         outcome.sequence = self.last_sequence
 
-    def settle(self, outcome: Outcome, status: Status, reason: str) -> None:
+    def settle(self, outcome: HintOutcome, status: Status, reason: str) -> None:
         """An action has come to this."""
         outcome.status, outcome.reason = status, reason
         self.changed(outcome)
 
-    def since(self, cursor: int, message_id: str, most: int) -> list[Outcome]:
+    def since(self, cursor: int, message_id: str, most: int) -> list[HintOutcome]:
         """Outcomes that have changed since, the oldest change first."""
         found = [
             one
@@ -116,7 +136,7 @@ class TenantHints:
         return sorted(found, key=lambda one: one.sequence)[:most]
 
     def track(
-        self, outcome: Outcome, key_space_id: int, hashes: Words, start: int, stop: int
+        self, outcome: HintOutcome, key_space_id: int, hashes: Words, start: int, stop: int
     ) -> None:
         """From now on it is watched whether requests hit these hash blocks [start, stop). What was
         watched for the same action in this key space goes on."""

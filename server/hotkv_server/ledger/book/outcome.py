@@ -27,7 +27,7 @@ engine that computes sooner need not have asked whether there is anything to loa
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PromptOutcome:
     """Of one request, in tokens: `hit_tokens` by the number of the tier (0 for host memory), and
     `missed_tokens` by reason."""
 
@@ -49,7 +49,7 @@ def note_outcome(
     device_hit_tokens: int,
     hit_tokens: int,
     reason: Miss,
-) -> Outcome:
+) -> PromptOutcome:
     """What became of a request that has just been scheduled. `hashes` [n, 8]: of its prompt, one
     for each full hash block. `reason`: as its engine says.
 
@@ -86,7 +86,7 @@ def note_outcome(
         rest = missed - sum(reasons.values())
         largest = max(counts, key=lambda one: counts[one])
         reasons[largest] += rest
-    return Outcome(
+    return PromptOutcome(
         {tier: count for tier, count in hits.items() if count},
         {why: count for why, count in reasons.items() if count},
     )

@@ -24,7 +24,7 @@ from hotkv_sparse.centre import TOKEN_FORMATS
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.formats import bytes_per_block, head_bytes, needs_axes, token_scorer
 from hotkv_sparse.hotset import HotSet
-from hotkv_sparse.moves import HotMap, Moves, Step
+from hotkv_sparse.hotset_answers import HotMap, SlotMoves, Step
 from hotkv_sparse.scores import prepare, score
 from hotkv_sparse.selector import Source, select_layer
 from hotkv_sparse.topk import Selection, Span, span
@@ -236,7 +236,7 @@ class SelectRequest:
 
 NO_BLOCKS = np.empty(0, np.int32)
 NO_MAP = HotMap(0, NO_BLOCKS, NO_BLOCKS)
-NO_MOVES = Moves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
+NO_MOVES = SlotMoves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ class Selected:
 
     selection: Selection
     map: HotMap = NO_MAP
-    load: Moves = NO_MOVES
+    load: SlotMoves = NO_MOVES
     evicted: I32 = field(default_factory=lambda: NO_BLOCKS)
 
 

@@ -78,7 +78,7 @@ class _Followed:
     end_by_s: float = 0.0
 
 
-class SparseMemory:
+class SparseSequences:
     """See the module. Scheduler thread only."""
 
     def __init__(
@@ -112,7 +112,7 @@ class SparseMemory:
 
     def __repr__(self) -> str:
         return (
-            f"SparseMemory({len(self._followed)} requests, {len(self._ending)} ending, "
+            f"SparseSequences({len(self._followed)} requests, {len(self._ending)} ending, "
             f"{len(self._unanswered)} calls unanswered)"
         )
 

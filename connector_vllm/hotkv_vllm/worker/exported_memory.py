@@ -10,13 +10,13 @@ from typing import Any
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.link import logger
 from hotkv_vllm.sparse.rank import SparseRank
-from hotkv_vllm.worker.loads import Loads
+from hotkv_vllm.worker.rank_loads import RankLoads
+from hotkv_vllm.worker.rank_stores import FENCE_GRACE_S, RankStores
+from hotkv_vllm.worker.rank_transfers import RankTransfers
 from hotkv_vllm.worker.session import RankSession
-from hotkv_vllm.worker.stores import FENCE_GRACE_S, Stores
-from hotkv_vllm.worker.transfers import Transfers
 
 
-class EngineMemory:
+class ExportedMemory:
     """Exports the memory and begins the rank's session. `*_broke`: what makes up for a hook that
     has raised."""
 
@@ -24,9 +24,9 @@ class EngineMemory:
         self,
         rank: RankSession,
         sparse: SparseRank,
-        transfers: Transfers,
-        loads: Loads,
-        stores: Stores,
+        transfers: RankTransfers,
+        loads: RankLoads,
+        stores: RankStores,
         config: ConnectorConfig,
     ) -> None:
         self._rank = rank
@@ -39,7 +39,7 @@ class EngineMemory:
         self._is_unregistered = False
 
     def __repr__(self) -> str:
-        return f"EngineMemory({len(self._kv_caches)} layers)"
+        return f"ExportedMemory({len(self._kv_caches)} layers)"
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         """vLLM has made its KV caches: a tensor per layer."""

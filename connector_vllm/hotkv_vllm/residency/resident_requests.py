@@ -19,7 +19,7 @@ from typing import Any
 from hotkv_vllm.compat.device_pool import DevicePool
 from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.metadata import StoreJob
-from hotkv_vllm.residency.calls import Reservations
+from hotkv_vllm.residency.calls import ResidencyCalls
 from hotkv_vllm.residency.resident import Resident
 from hotkv_vllm.residency.rows import ResidentRows
 from hotkv_vllm.residency.step import ResidentStep
@@ -35,12 +35,12 @@ MAX_LOSSES = 8
 """A request whose bytes are lost so often without a new token between ends with an error."""
 
 
-class Residencies:
+class ResidentRequests:
     """See the module."""
 
     def __init__(
         self,
-        reservations: Reservations,
+        reservations: ResidencyCalls,
         groups: CachedGroups,
         exactness: Exactness,
         pool: DevicePool,
@@ -61,7 +61,7 @@ class Residencies:
         self._ended: list[str] = []
 
     def __repr__(self) -> str:
-        return f"Residencies({len(self._residents)} requests)"
+        return f"ResidentRequests({len(self._residents)} requests)"
 
     # ------------------------------------------------------------------------------------- requests
 

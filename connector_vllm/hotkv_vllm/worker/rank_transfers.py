@@ -14,11 +14,11 @@ from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.adapter_watch import AdapterWatch, watch_adapters
 from hotkv_vllm.metadata import LoadJob, StoreJob
 from hotkv_vllm.worker.device_order import Mark
-from hotkv_vllm.worker.loads import never_begun
+from hotkv_vllm.worker.rank_loads import never_begun
 from hotkv_vllm.worker.session import RankSession
 
 
-class Transfers:
+class RankTransfers:
     """See the module. Owns the watch over the rank's adapters."""
 
     def __init__(self, vllm_config: Any, rank: RankSession, config: ConnectorConfig) -> None:
@@ -28,7 +28,7 @@ class Transfers:
         self.adapters = AdapterWatch(None, vllm_config.parallel_config.rank)
 
     def __repr__(self) -> str:
-        return f"Transfers({'' if self.is_trusted else 'not '}trusted, {self.adapters})"
+        return f"RankTransfers({'' if self.is_trusted else 'not '}trusted, {self.adapters})"
 
     def watch_adapters(self) -> None:
         """Watches the adapters of the vLLM worker that is registering its KV caches."""

@@ -29,7 +29,7 @@ on the memory, faster."""
 
 
 @dataclass(slots=True)
-class EngineMemory:
+class SessionMemory:
     """Registered memory of a session: its layout, and a region for each handle. `allocations`:
     (device, IPC handle) that are open for it."""
 
@@ -149,21 +149,21 @@ def _check_end(index: int, handle: MemoryHandle, allocation: Allocation) -> None
         )
 
 
-def open_engine_memory(
+def open_session_memory(
     layout: Layout,
     order: DeviceOrder,
     fds: dict[str, int],
     devices: Devices,
     on_cut: Callable[[], None],
     tenant: str = "",
-) -> EngineMemory:
+) -> SessionMemory:
     """Maps all files with their page tables and opens all allocations. Blocks. Raises
     INVALID_LAYOUT.
 
     Takes the descriptors over, also if it raises. `on_cut`: see FileMapping. `tenant`: owner of the
     memory.
     """
-    memory = EngineMemory(layout, devices)
+    memory = SessionMemory(layout, devices)
     try:
         for index, handle in enumerate(layout.handles):
             base, name = handle.base_offset_bytes, f"memory {handle.handle_id!r}"

@@ -76,7 +76,7 @@ class Ended:
         return self.load.seconds
 
 
-class Loads:
+class RankLoads:
     """The loads under way, those that the server hangs in, and failures to report. `given_up`: by
     request, seconds that late loads took until they were given up, below 0; until they are
     reported.
@@ -101,7 +101,7 @@ class Loads:
 
     def __repr__(self) -> str:
         return (
-            f"Loads({len(self._active)} active, {len(self._hung)} hung, {len(self._failed)} "
+            f"RankLoads({len(self._active)} active, {len(self._hung)} hung, {len(self._failed)} "
             "to report as failed)"
         )
 

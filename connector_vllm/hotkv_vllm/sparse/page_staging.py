@@ -41,7 +41,7 @@ def staged_places(is_away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
     return places
 
 
-class Staging:
+class PageStaging:
     """See the module. One thread asks; its memory stays."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Staging:
 
     def __repr__(self) -> str:
         sizes = " + ".join(str(area.numel() >> 20) for area in self._areas)
-        return f"Staging({sizes} MiB, {self.num_ahead} pages copied ahead)"
+        return f"PageStaging({sizes} MiB, {self.num_ahead} pages copied ahead)"
 
     @property
     def num_bytes(self) -> int:

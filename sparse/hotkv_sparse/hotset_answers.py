@@ -30,7 +30,7 @@ class HotMap:
 
 
 @dataclass(frozen=True, slots=True)
-class Moves:
+class SlotMoves:
     """Blocks to copy from host memory into hot slots before the map is used, and the blocks that
     lost theirs. int32 arrays."""
 
@@ -49,7 +49,7 @@ class Step:
     """
 
     map: HotMap
-    load: Moves
+    load: SlotMoves
     prefetch: I32
     num_selected: int
     num_resident: int
@@ -60,5 +60,5 @@ class Growth:
     """`new`: slots for the blocks that the context gained, for the engine to fill; `swap_out`:
     complete blocks to copy to host memory."""
 
-    new: Moves
+    new: SlotMoves
     swap_out: I32

@@ -21,9 +21,9 @@ from hotkv_vllm import link
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.metadata import StoreJob, StoreReport
 from hotkv_vllm.worker.device_order import Mark
-from hotkv_vllm.worker.loads import never_begun
+from hotkv_vllm.worker.rank_loads import never_begun
+from hotkv_vllm.worker.rank_transfers import RankTransfers
 from hotkv_vllm.worker.session import RankSession
-from hotkv_vllm.worker.transfers import Transfers
 
 logger = link.logger
 
@@ -43,14 +43,14 @@ class ActiveStore:
     answer: "Future[TransferResult] | None" = None
 
 
-class Stores:
+class RankStores:
     """See the module."""
 
     def __init__(
         self,
         rank: RankSession,
         config: ConnectorConfig,
-        transfers: Transfers,
+        transfers: RankTransfers,
         count: Callable[[str, float], None],
     ) -> None:
         self._rank = rank
@@ -66,7 +66,7 @@ class Stores:
         return len(self.active)
 
     def __repr__(self) -> str:
-        return f"Stores({len(self.active)} active, {len(self._reports)} to report)"
+        return f"RankStores({len(self.active)} active, {len(self._reports)} to report)"
 
     # --------------------------------------------------------------------------------------- begin
 
