@@ -74,7 +74,8 @@ class ColdQueue:
             < count
         ):
             yield from self._refill(count, evictable, [])
-        self._is_swept = True
+        # If it found enough, others may have taken or used some of it between two parts.
+        self._is_swept = len(self._entries) < count
 
     def take(self, count: int, evictable: Evictable, held: Evictable | None = None) -> Entries:
         """The coldest evictable entries, at most `count`; pinned ones are passed over until the
