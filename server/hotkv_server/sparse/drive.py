@@ -74,7 +74,7 @@ class SparseDecode:
         spec: SelectSpec | None,
     ) -> LiveSequence:
         """Creates a sequence over these blocks. The same call again finds the same sequence."""
-        owner = self.core.owner(session.record)
+        owner = self.core.sessions.owner(session.record)
         sequence, is_new = self.sequences.create(
             session.record.number, sequence_id, group_index, hashes, spec, owner
         )

@@ -132,7 +132,7 @@ class SequenceBook:
         return self._sessions.get(session_number, {}).get(sequence_id)
 
     def get(self, session_number: int, sequence_id: str) -> LiveSequence:
-        """As `find`. Raises INVALID_FIELD if there is none."""
+        """The session's sequence with this id. Raises INVALID_FIELD if there is none."""
         sequence = self.find(session_number, sequence_id)
         if sequence is None:
             raise _invalid(
@@ -188,8 +188,7 @@ class SequenceBook:
         count = len(sequence.hashes)
         if not 0 <= first_position <= count:
             raise _invalid(
-                f"first_position is {first_position}; the sequence has {count} blocks, go on "
-                "at "
+                f"first_position is {first_position}; the sequence has {count} blocks, go on at "
                 f"{count}"
             )
         known = min(count - first_position, len(hashes))
@@ -212,8 +211,7 @@ class SequenceBook:
     def _check_room(self, owner: str, num_more: int, num_blocks: int) -> None:
         if num_blocks > self.max_sequence_blocks:
             raise _invalid(
-                f"hashes: a sequence of {num_blocks} blocks; at most "
-                f"{self.max_sequence_blocks} "
+                f"hashes: a sequence of {num_blocks} blocks; at most {self.max_sequence_blocks} "
                 "are accepted",
                 Reason.TOO_LARGE,
             )
@@ -233,10 +231,6 @@ class SequenceBook:
             if not sequences:
                 del self._sessions[session_number]
         return sequence
-
-    def of_session(self, session_number: int) -> list[LiveSequence]:
-        """All sequences of a session."""
-        return list(self._sessions.get(session_number, {}).values())
 
     def drop_session(self, session_number: int) -> None:
         """Ends all sequences of a session."""

@@ -101,8 +101,7 @@ class SelectSpec:
         least = self.config.max_always_blocks(self.block_tokens) + 1
         if self.hot_blocks and self.hot_blocks < least:
             raise _invalid(
-                f"select.hot_block_count is {self.hot_blocks}; what is always kept and one "
-                "more "
+                f"select.hot_block_count is {self.hot_blocks}; what is always kept and one more "
                 f"take {least}, or use 0 for none"
             )
         if not 0 <= self.hot_blocks * len(layers) * self.num_shards <= MAX_HOT_SLOTS:
@@ -127,8 +126,7 @@ class SelectSpec:
     def _check_centres(self) -> None:
         if self.centre_bytes > MAX_CENTRE_BYTES:
             raise _invalid(
-                f"select.centres have {self.centre_bytes} bytes; at most {MAX_CENTRE_BYTES} "
-                "are "
+                f"select.centres have {self.centre_bytes} bytes; at most {MAX_CENTRE_BYTES} are "
                 "accepted",
                 Reason.TOO_LARGE,
             )
@@ -317,8 +315,7 @@ def check_request(spec: SelectSpec, request: SelectRequest, num_covered: int) ->
     where = span(spec.config, request.context_tokens, spec.block_tokens)
     if num_heads * where.count > MAX_SCORES:
         raise _invalid(
-            f"query has {num_heads} heads for {where.count} blocks; at most {MAX_SCORES} "
-            "scores "
+            f"query has {num_heads} heads for {where.count} blocks; at most {MAX_SCORES} scores "
             "are made",
             Reason.TOO_LARGE,
         )
