@@ -68,7 +68,7 @@ class Bench:
         block_table = BlockTable(np.zeros(geometry.file_bytes, np.uint8), geometry)
         config = CoreConfig(arena_bytes, SLAB_BYTES, self.num_blocks)
         self.core = CacheCore(config, block_table, POLICIES[self.policy](self.num_blocks))
-        self.core.back_entries(self.num_blocks)
+        self.core.space.index.back(self.num_blocks)
         groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16, (SLOT_ALIGN,)),)
         self.session = self.core.open_session(
             "bench", "tool", KeySpace("bench", "bench", "bfloat16", groups, 16), 0.0

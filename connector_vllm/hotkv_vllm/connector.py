@@ -245,7 +245,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @hook(nothing)
     def shutdown(self) -> None:
         self._scheduler.turn_off()
-        self._worker.shutdown()
+        self._worker.memory.shutdown()
         self.clock.log()
         self.clock.write(self.config.hook_timing_file)
 

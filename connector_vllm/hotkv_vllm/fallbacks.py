@@ -8,7 +8,7 @@ FALLBACKS: dict[str, str] = {
         "The rank says that it is off, and has no session; the scheduler then leaves the engine "
         "without hotkv."
     ),
-    "_install_sparse": "Layers without a worker attend to everything.",
+    "install_sparse": "Layers without a worker attend to everything.",
     "opened": "The first request that needs the arena makes it readable for the device.",
     "unregister_kv_caches": (
         "The session is closed with all its transfers, so nothing reaches memory that is given up."
@@ -43,7 +43,7 @@ FALLBACKS: dict[str, str] = {
         "What is not taken is reported by a later step; the scheduler forgets stores that are "
         "never reported."
     ),
-    "_sparse_report": "What was selected and counted is reported later, or not at all.",
+    "sparse_report": "What was selected and counted is reported later, or not at all.",
     "_state_report": (
         "States are said again by each step: a hung load's request waits, or its blocks stay out "
         "of use."

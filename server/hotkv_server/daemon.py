@@ -80,7 +80,7 @@ class Opened:
             arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
             lower = open_lower(settings, arena, reset=reset)
             if lower is not None:
-                undo.callback(lower.close)
+                undo.callback(lower.memory.close)
             core, verifier = open_cache(settings, memory, lower)
             tiers = make_tiers(settings, core, verifier, memory, lower)
             node = Node(core, memory, cuda.copy_engine, verifier, cuda.devices, tiers)
@@ -92,11 +92,11 @@ class Opened:
         loop, node, memory = asyncio.get_running_loop(), self.node, self.memory
 
         def on_filled(filled_bytes: int, coming_bytes: int) -> None:
-            loop.call_soon_threadsafe(node.core.grow, filled_bytes, coming_bytes)
+            loop.call_soon_threadsafe(node.core.space.grow, filled_bytes, coming_bytes)
 
         def backed() -> Iterator[int]:
             for num_entries in memory.records.back_rest():
-                loop.call_soon_threadsafe(node.core.back_entries, num_entries)
+                loop.call_soon_threadsafe(node.core.space.index.back, num_entries)
                 yield num_entries
 
         # The pinner settles what it is about to pin.
@@ -107,7 +107,7 @@ class Opened:
         self.memory.filling.close()
         self.cuda.close()
         if self.lower is not None:
-            self.lower.close()
+            self.lower.memory.close()
         for one in self.node.capabilities:
             one.release()
         if len(self.node.core.moves):

@@ -86,7 +86,7 @@ def test_a_map_is_what_each_entry_says(
 ) -> None:
     config = CoreConfig(NUM_SLABS * SLAB, SLAB, CAPACITY, is_backed=False)
     core = CacheCore(config, make_table(CAPACITY), POLICIES[policy](CAPACITY))
-    core.grow(backed * SLAB, 0)
+    core.space.grow(backed * SLAB, 0)
     kind = Representation(0, "min-max", 1, (SLOT_ALIGN,))
     space = make_key_space("one", *(size * SLOT_ALIGN for size in sizes))
     session = core.open_session("engine", "rank", space, 0.0, (kind,))

@@ -288,7 +288,7 @@ def test_slabs_in_which_blocks_came_back_are_brought_in(
     memory = NodeMemory.open(place / "here", num_slabs * slab, slab, 100, 7)
     config = CoreConfig(num_slabs * slab, slab, 100, is_backed=False)
     core = CacheCore(config, make_table(100), POLICIES["lru"](100))
-    core.grow(memory.filling.filled_bytes)
+    core.space.grow(memory.filling.filled_bytes, 0)
     core.space.pool.claim(SLOT_ALIGN, np.array([11 * slab + SLOT_ALIGN]))
     core.space.pool.claim(2 * slab, np.array([20 * slab]))
     before_bytes = allocated_bytes(memory.arena)
@@ -314,7 +314,7 @@ def test_the_core_waits_for_what_comes_and_evicts_for_the_rest() -> None:
         return len(slots[0].entries)
 
     assert stored("none", range(4)) == 0 and core.retention_pins.budget_bytes == 0
-    core.grow(2 * slab + SLOT_ALIGN, 6 * SLOT_ALIGN)
+    core.space.grow(2 * slab + SLOT_ALIGN, 6 * SLOT_ALIGN)
     assert core.retention_pins.budget_bytes == core.space.tenants.surely_bytes(0) // 4 == slab // 2
     assert stored("fits", range(8)) == 8
     assert stored("waits", range(10, 14)) == 0 and core.take_effects() == []
@@ -322,7 +322,7 @@ def test_the_core_waits_for_what_comes_and_evicts_for_the_rest() -> None:
         stored("waits and takes", range(20, 25)) == 3
         and sum(len(e.hashes) for e in core.take_effects()) == 3
     )
-    core.grow(3 * slab, 0)
+    core.space.grow(3 * slab, 0)
     assert stored("grown", range(30, 34)) == 4 and core.take_effects() == []
     assert (
         stored("takes", range(40, 42)) == 2 and sum(len(e.hashes) for e in core.take_effects()) == 2

@@ -293,12 +293,12 @@ def test_entries_without_memory_are_not_used() -> None:
     core = CacheCore(
         CoreConfig(NUM_SLOTS * SLOT_ALIGN, 4 * SLOT_ALIGN, 100), make_table(100), LRU(100)
     )
-    core.back_entries(5)
+    core.space.index.back(5)
     session = core.open_session(
         "engine", "rank", make_key_space("one", SLOT_ALIGN, SLOT_ALIGN), 0.0
     ).number
     for limit, name in ((5, "a"), (8, "b")):
-        core.back_entries(limit)
+        core.space.index.back(limit)
         run = [Run(0, words_of(list(range(limit * 100, limit * 100 + 12))))]
         begin_store(core, session, name, name, run, 0, 0.0, 1.0)
         results = core.end_store(session, name, True, 1.0)[0].tolist()

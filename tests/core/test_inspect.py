@@ -58,7 +58,6 @@ def test_counts_and_tier_are_those_of_the_books() -> None:
     core.acquire(cache.session, "r", [HashList(0, words_of([1, 2]))], 0.0, 1.0)
     assert inspect.counts(core) == inspect.Counts(1, 2, 1, 0, SLAB)
     assert inspect.leases_of_engines(core) == {"engine": 2}
-    assert inspect.has_leases(core, cache.session) and not inspect.has_leases(core, 99)
     assert inspect.limits(core) == inspect.Limits(60, core.config.max_blocks_per_call)
     tier = inspect.tier(core, census(core))
     assert (tier.capacity_bytes, tier.full_capacity_bytes) == (4 * SLAB, 4 * SLAB)

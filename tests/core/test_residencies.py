@@ -372,7 +372,7 @@ def test_closing_goes_in_parts_and_ends_with_the_session_all_the_same(
 
 def test_while_the_arena_grows_promised_blocks_are_evicted_for_rather_than_refused() -> None:
     place = Place(is_backed=False)
-    place.core.grow(8 * SLAB, 8 * SLAB)
+    place.core.space.grow(8 * SLAB, 8 * SLAB)
     session, other = place.open(), place.open("other", "n")
     place.store(other, list(range(100, 132)))
     assert place.store(session, [1, 2, 3]) == [BlockResult.NO_SPACE] * 3, "room comes soon"

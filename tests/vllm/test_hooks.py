@@ -58,7 +58,7 @@ IN_STEPS = sorted(
     - AT_END
     - OF_METRICS
     - OF_RESIDENTS
-    - {"_install_sparse", "_tell_reporter", "_plan_sparse"}
+    - {"install_sparse", "_tell_reporter", "_plan_sparse"}
 )
 FIRST, SECOND, THIRD = prompt(1, 200), prompt(2, 400), prompt(3, 100)
 

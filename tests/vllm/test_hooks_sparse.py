@@ -61,7 +61,7 @@ HOOKS = {
     "_tell_reporter",
     "_begin_sequences",
     "_end_sequences",
-    "_sparse_report",
+    "sparse_report",
 }
 
 

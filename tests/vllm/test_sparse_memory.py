@@ -375,7 +375,7 @@ def test_what_breaks_here_costs_no_load_and_no_store(engine: Any, server: Any) -
         and "failed_loads" not in one.counters
     )
     assert {"_plan_sparse", "_begin_sequences", "_end_sequences"} <= one.connector.edge.broken
-    assert "_sparse_report" in one.worker.edge.broken
+    assert "sparse_report" in one.worker.edge.broken
 
 
 # ------------------------------------------------------------------------------------------- worker

@@ -48,7 +48,7 @@ def resolve(future: Future[Any], act: Callable[[], Any], cancelled: bool) -> Non
 
 
 class FakeCalls:
-    """See the module."""
+    """Answers the calls of one session of a `FakeServer`."""
 
     def __init__(
         self,

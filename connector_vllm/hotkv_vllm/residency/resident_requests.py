@@ -36,7 +36,7 @@ MAX_LOSSES = 8
 
 
 class ResidentRequests:
-    """See the module."""
+    """The residencies of a scheduler: opens them, follows what is stored, and closes them."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ Handoffs = Mapping[str, Sequence[Handoff]]
 
 
 class MissingBlocks:
-    """See the module."""
+    """Finds the blocks of a request that are to be stored now."""
 
     def __init__(
         self,

@@ -65,12 +65,9 @@ class SparseRank:
         layers = self.worker.layers.values() if self.worker is not None else ()
         return tuple((layer.index, layer.group) for layer in layers)
 
-    def install(self, kv_caches: Mapping[str, Any]) -> None:
-        """Puts sparse attention into the engine's layers."""
-        self._install_sparse(kv_caches)
-
     @hook(nothing, is_part=True)
-    def _install_sparse(self, kv_caches: Mapping[str, Any]) -> None:
+    def install_sparse(self, kv_caches: Mapping[str, Any]) -> None:
+        """Puts sparse attention into the engine's layers."""
         if self._config.sparse is None:
             return
         try:
@@ -191,12 +188,9 @@ class SparseRank:
             return False
         return True
 
-    def report(self, report: HotKVWorkerMetadata) -> None:
-        """Adds to the report what was counted and selected since the last one."""
-        self._sparse_report(report)
-
     @hook(nothing, is_part=True)
-    def _sparse_report(self, report: HotKVWorkerMetadata) -> None:
+    def sparse_report(self, report: HotKVWorkerMetadata) -> None:
+        """Adds to the report what was counted and selected since the last one."""
         worker = self.cuda if self.worker is None else self.worker
         if worker is not None:
             for name, value in worker.take_counters().items():

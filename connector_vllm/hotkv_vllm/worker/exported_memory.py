@@ -47,7 +47,7 @@ class ExportedMemory:
         # First the memory moves, then others look at it; the session tells the server of all of it
         # at once.
         self._export()
-        self._sparse.install(kv_caches)
+        self._sparse.install_sparse(kv_caches)
         if self._sparse.lacks_residency:
             self._rank.turn_off("its layers can't attend to blocks in host memory; see its log")
             return

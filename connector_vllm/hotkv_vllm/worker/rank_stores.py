@@ -44,7 +44,8 @@ class ActiveStore:
 
 
 class RankStores:
-    """See the module."""
+    """Sends the stores of a rank, follows them, and takes them back before a step overwrites their
+    blocks."""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ class RankReport:
     ) -> HotKVWorkerMetadata | None:
         """Returns the report; None if there is nothing to say. `meta`: the step's. `handshake`:
         called if the scheduler has asked for one."""
-        self._sparse.report(self._next)
+        self._sparse.sparse_report(self._next)
         self._state_report(loads)
         self._step_report(meta, handshake)
         over, self._over = self._over, []

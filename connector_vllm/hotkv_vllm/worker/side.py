@@ -70,10 +70,6 @@ class HotKVWorker:
         """Returns what the scheduler has to know of this rank."""
         return replace(self.rank.handshake, sparse_layers=self.sparse.layers)
 
-    def shutdown(self) -> None:
-        """Closes the session and the export."""
-        self.memory.shutdown()
-
     # ---------------------------------------------------------------------------------------- steps
 
     def before_step(self, meta: HotKVMetadata) -> None:

@@ -85,14 +85,6 @@ class CacheCore:
             f"{len(self.transfers)} transfers, {self.grace!r}, {self.space!r})"
         )
 
-    def grow(self, num_bytes: int, coming_bytes: int = 0) -> None:
-        """As `Space.grow`. Never shrinks it."""
-        self.space.grow(num_bytes, coming_bytes)
-
-    def back_entries(self, num_entries: int) -> None:
-        """So many entries have memory in the block table now; until the first call all have."""
-        self.space.index.back(num_entries)
-
     # Sessions and key spaces
 
     @property
@@ -136,10 +128,6 @@ class CacheCore:
     def key_space(self, number: int) -> KeySpace:
         """The key space with this number. Raises UNKNOWN_KEY_SPACE."""
         return self.catalog.record(number).key_space
-
-    def owner(self, session: SessionRecord) -> str:
-        """As `SessionBook.owner`."""
-        return self.sessions.owner(session)
 
     # Lookup and uses
 

@@ -220,11 +220,6 @@ def leases_of_engines(core: CacheCore) -> dict[str, int]:
     return held
 
 
-def has_leases(core: CacheCore, session_number: int) -> bool:
-    """True if the session took a lease that has not ended."""
-    return bool(core.leases.of_session(session_number))
-
-
 def find_blocks(core: CacheCore, start: int, most: int, key_space_id: int) -> Iterator[list[int]]:
     """Entries of blocks in the order of their numbers, from `start` on: those found so far, after
     each part. The last answer has `most`, or all there are.

@@ -57,7 +57,7 @@ class CoreConfig:
     `write_bytes_per_day`: budget of a tier below, None for no limit. `encoded_bytes`: of its places
     for encoded blocks, see `place_sizes`; None if it is to encode none.
     `tenants`: shares by name; a tenant that is not named has none of its own and no bound.
-    `is_backed`: False if the arena has no memory yet; `CacheCore.grow` says how much has.
+    `is_backed`: False if the arena has no memory yet; `Space.grow` says how much has.
     """
 
     arena_bytes: int

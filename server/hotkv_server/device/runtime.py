@@ -78,7 +78,7 @@ class Event(Protocol):
 
 
 class DeviceRuntime(Protocol):
-    """See the module."""
+    """What the server asks of CUDA."""
 
     def devices(self) -> Sequence[DeviceInfo]:
         """All devices, by number."""

@@ -27,8 +27,8 @@ def take_over(
     Compares bytes for `check_s` at most; None: nothing is ever compared, and all blocks count as
     verified.
     """
-    core.grow(memory.filling.filled_bytes, memory.filling.coming_bytes)
-    core.back_entries(memory.records.num_entries)
+    core.space.grow(memory.filling.filled_bytes, memory.filling.coming_bytes)
+    core.space.index.back(memory.records.num_entries)
     if memory.why_empty:
         log.warning("starting empty reason=%r", memory.why_empty)
     left = memory.leftover
@@ -50,7 +50,7 @@ def take_over(
         states = left.table.records[:, table.W_GROUP_STATE] >> np.uint32(16)
         num_back = int(np.isin(states, (table.STATE_READY, table.STATE_DETACHED)).sum())
         memory.records.back(num_back)
-        core.back_entries(memory.records.num_entries)
+        core.space.index.back(memory.records.num_entries)
         restored = restore(core, left.table.records, numbers, left.last_used_s, began_s, left.marks)
         _prefault_claimed(core.space.pool, memory)
         is_renumbered = any(old_number != number for old_number, number in numbers.items())

@@ -34,7 +34,7 @@ class Survey:
 
 
 class LiveSurvey:
-    """See the module."""
+    """Keeps the latest survey of a node, and makes a new one if it is asked for and old."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core

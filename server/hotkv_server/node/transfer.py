@@ -99,7 +99,7 @@ class Transfer:
         self._began_s = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._future: asyncio.Future[TransferEnd] = self._loop.create_future()
-        self._owner = means.core.owner(call.session.record)
+        self._owner = means.core.sessions.owner(call.session.record)
         self._slots: Sequence[SlotRun] = ()
         self._job: CopyJob | None = None
 

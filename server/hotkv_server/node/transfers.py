@@ -204,7 +204,7 @@ class Transfers:
 
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
         """Raises OVERLOADED if the session has as much under way as one alone may have."""
-        owner = self._core.owner(session.record)
+        owner = self._core.sessions.owner(session.record)
         if kept_bytes > self.kept_bytes.room(owner):
             raise HotKVError(
                 Reason.OVERLOADED,

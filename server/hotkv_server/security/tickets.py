@@ -19,7 +19,7 @@ MAX_TICKETS_OF_USER = 512
 
 
 class Tickets:
-    """See the module."""
+    """Issues tickets, and redeems each once. `fresh`: makes the bytes of one."""
 
     def __init__(
         self, fresh: Callable[[], bytes] = lambda: secrets.token_bytes(TICKET_BYTES)

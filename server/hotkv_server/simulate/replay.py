@@ -68,10 +68,6 @@ class Tier:
         """Entries [n] of blocks, 0 for those that are not here. No entry is ever left reserved."""
         return self.space.index.find(KEY_SPACE, GROUP, hashes)
 
-    def touch(self, entries: Entries, now_s: float) -> None:
-        """Notes a use of entries, in chain order."""
-        self.space.touch(entries, now_s)
-
     def demote(self, hashes: Words, now_s: float) -> None:
         """Nobody is expected to use these blocks, in chain order, soon."""
         entries = self.find(hashes)

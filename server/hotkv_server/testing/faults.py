@@ -52,7 +52,7 @@ def arm(point: str, how: str, trigger: Path) -> None:
 
 
 def main() -> int:
-    """See the module."""
+    """Arms the fault that the command line names, and runs the server."""
     from hotkv_server.cli import main as run
 
     point, how, trigger, *arguments = sys.argv[1:]

@@ -47,15 +47,12 @@ SLOWEST_BYTES_PER_S = 50 << 20
 
 @dataclass(frozen=True, slots=True)
 class LowerPart:
-    """The disk tier of a server: its records, the space that the core fills, and its bytes."""
+    """The disk tier of a server: its records, the space that the core fills, and its bytes.
+    Closing `memory`, after the tier, lets another server have the folder."""
 
     memory: LowerMemory
     space: Space
     tier: "DiskTier"
-
-    def close(self) -> None:
-        """Lets another server have the folder, after the tier was closed."""
-        self.memory.close()
 
 
 def check_tiers(settings: Settings) -> None:

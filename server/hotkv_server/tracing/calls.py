@@ -27,7 +27,7 @@ Answer = TypeVar("Answer", cache_pb2.LookupResponse, cache_pb2.AcquireLeaseRespo
 
 
 class TracedCalls:
-    """See the module."""
+    """Makes calls as the module `calls` does, each in a span."""
 
     def __init__(self, tracing: Tracing, calls: Calls) -> None:
         self._tracing = tracing

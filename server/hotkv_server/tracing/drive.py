@@ -33,7 +33,7 @@ _current: "ContextVar[Span | None]" = ContextVar("hotkv_span", default=None)
 
 
 class Tracing:
-    """See the module."""
+    """Begins the spans of a node, and remembers which stored blocks belong to which."""
 
     def __init__(self, traces: "Traces") -> None:
         self.traces = traces
@@ -43,10 +43,6 @@ class Tracing:
 
     def __repr__(self) -> str:
         return f"Tracing({self.traces!r}, {len(self._stored)} stored blocks)"
-
-    def close(self) -> None:
-        """Exports what waits, for a bounded time. Blocks."""
-        self.traces.close()
 
     # Calls
 

@@ -26,7 +26,11 @@ class Loads:
     def begin(
         self, session: SessionRecord, transfer_id: str, lease_id: str, runs: list[LoadPositions]
     ) -> list[SlotRun]:
-        """As `CacheCore.begin_load`."""
+        """Starts a load under a read lease; returns the slots to copy from.
+
+        Raises INVALID_FIELD if the lease does not pin what the runs name, or they name a block
+        twice.
+        """
         books, owner = self._books, self._books.sessions.owner(session)
         books.transfers.check_new(session.number, transfer_id, owner)
         lease = books.leases.live(session, lease_id)
@@ -55,7 +59,7 @@ class Loads:
         return SlotRun(run.group_index, np.arange(len(chosen)), offsets, chosen)
 
     def end(self, session_number: int, transfer_id: str, succeeded: bool) -> None:
-        """As `CacheCore.end_load`."""
+        """Ends a load, whose copy touches nothing any more, and its lease if that was released."""
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, LoadTransfer), "a store ended as a load"
         transfer.lease.num_copies -= 1

@@ -34,7 +34,8 @@ class ReadLeases:
         ttl_s: float,
         now_s: float,
     ) -> LeaseGrant:
-        """As `CacheCore.acquire`."""
+        """Pins those blocks that are ready, up to the tenant's budget of leases without a load. The
+        same call again returns the same grant. Raises DUPLICATE_ID if the id names other blocks."""
         books = self._books
         indices = [g.group_index for g in groups]
         num_blocks = sum(len(g.hashes) for g in groups)
@@ -117,7 +118,8 @@ class ReadLeases:
             counters.missed_representations += len(entries) - len(found)
 
     def slot_offsets(self, session: SessionRecord, lease_id: str) -> tuple[Int64s, ...]:
-        """As `CacheCore.slot_offsets`."""
+        """Slot offsets of the blocks of a read lease, one array a group in the order asked; -1 for
+        a block that is not pinned or not verified."""
         lease = self._books.leases.live(session, lease_id)
         if not isinstance(lease, ReadLease):
             raise HotKVError(

@@ -139,7 +139,8 @@ class Stores:
         now_s: float,
         sums: Sequence[Sums] = (),
     ) -> list[NDArray[np.uint8]]:
-        """As `CacheCore.end_store`."""
+        """Ends a store, whose copy touches nothing any more: publishes the blocks that have every
+        shard written, then their representations. Returns BlockResult values, one array a run."""
         transfer = self._books.transfers.pop(session_number, transfer_id)
         assert isinstance(transfer, StoreTransfer), "a load ended as a store"
         lease = transfer.lease

@@ -19,7 +19,7 @@ class Uses:
         self._books = books
 
     def lookup(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
-        """As `CacheCore.lookup`."""
+        """Which blocks are ready, one mask a list: a hint, from the table as readers see it."""
         books = self._books
         check_named(
             books.catalog.record(key_space_id),
@@ -45,7 +45,7 @@ class Uses:
         now_s: float,
         retention: Retention = NO_RETENTION,
     ) -> None:
-        """As `CacheCore.touch`."""
+        """Notes a use of those blocks that are ready. Raises INVALID_FIELD for representations."""
         books = self._books
         check_named(
             books.catalog.record(session.key_space_id),
@@ -58,7 +58,7 @@ class Uses:
             self.note(self._ready(session, g), retention, now_s)
 
     def hold(self, session: SessionRecord, hash_list: HashList, until_s: float) -> None:
-        """As `CacheCore.hold`."""
+        """Pins those of the blocks that are ready until then, as far as the budget allows."""
         self._pin(self._ready(session, hash_list), until_s)
 
     def note(self, entries: Entries, retention: Retention, now_s: float) -> None:

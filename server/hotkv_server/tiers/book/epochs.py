@@ -158,7 +158,7 @@ class EpochBook:
         return self._record(fingerprint).stores[store]
 
     def local(self, fingerprint: str) -> int:
-        """See `Record`."""
+        """The number of the flush under which a key space's blocks are sealed on the disk."""
         record = self.records.get(fingerprint)
         return self.base if record is None else record.local
 

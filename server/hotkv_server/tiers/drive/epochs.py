@@ -140,7 +140,7 @@ class Epochs:
         tasks.spawn(self._run())
 
     def discard(self) -> None:
-        """As `EpochNotes.discard`."""
+        """Removes the notes of a server that leaves no blocks, unless a flush is untold. Blocks."""
         self._notes.discard(self.book)
 
     # Flushes

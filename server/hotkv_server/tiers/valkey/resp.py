@@ -58,7 +58,8 @@ class Source(Protocol):
     """Where replies come from."""
 
     def receive(self, buffers: Sequence[memoryview], until_s: float) -> int:
-        """As `Stream.receive`."""
+        """Fills the buffers in their order with what has come, and waits for the first byte.
+        Returns the number of bytes, at least 1."""
 
 
 def command(*words: bytes) -> bytes:
