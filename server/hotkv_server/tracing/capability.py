@@ -34,7 +34,7 @@ class TracingCapability(Capability):
 
     def release(self) -> None:
         if self.tracing is not None:
-            self.tracing.close()
+            self.tracing.traces.close()
 
     def counters(self) -> Mapping[str, float]:
         traces = None if self.tracing is None else self.tracing.traces
