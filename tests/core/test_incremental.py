@@ -17,8 +17,7 @@ from hotkv_proto.keys import MAX_GROUPS, Representation
 from hotkv_proto.results import BlockResult
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room import books, incremental, rebalancing, removal, slab_choice
-from hotkv_server.cache.room import making as room
+from hotkv_server.cache.room import books, incremental, making, removal
 from hotkv_server.cache.room.books import finished
 from hotkv_server.cache.room.policies import LRU, POLICIES
 from hotkv_server.cache.room.policies.queue import ColdQueue, Highest
@@ -44,11 +43,11 @@ def small_parts() -> Iterator[None]:
         patch.setattr(incremental, "BLOCKS", 3)
         patch.setattr(incremental, "SCANNED_ENTRIES", 11)
         patch.setattr(incremental, "LEASED_BLOCKS", 1)
-        for module in (books, rebalancing):
+        for module in (books, making):
             patch.setattr(module, "PART_ENTRIES", 5)
-        for module in (removal, rebalancing, room):
+        for module in (removal, making):
             patch.setattr(module, "EVICTED_PER_PART", 3)
-        patch.setattr(slab_choice, "RUNS_PER_PART", 1)
+        patch.setattr(making, "RUNS_PER_PART", 1)
         yield
 
 

@@ -280,7 +280,7 @@ def test_a_transfer_that_cannot_be_planned_leaves_no_trace(
     from hotkv_server.cache.values import CoreConfig, Run
     from hotkv_server.dataplane.host import HostCopyEngine
     from hotkv_server.memory.arena import NodeMemory
-    from hotkv_server.node import transfer as transfer_module
+    from hotkv_server.node import transfers as transfer_module
     from hotkv_server.node.node import Node
 
     async def scenario() -> None:

@@ -17,8 +17,8 @@ from hotkv_server.security import tickets
 from hotkv_server.wire import calls, descriptors, server
 from hotkv_server.wire.errors import CODES
 from hotkv_server.wire.guard import message_limits
-from hotkv_server.wire.session import outbox as session_outbox
 from hotkv_server.wire.session import service as session_service
+from hotkv_server.wire.session import stream as session_outbox
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "wire.md").read_text()

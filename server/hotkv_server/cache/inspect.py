@@ -16,7 +16,7 @@ from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import Histogram
-from hotkv_server.cache.room.pool_figures import PoolFigures, SlabClassStats
+from hotkv_server.cache.room.slabs import PoolFigures, SlabClassStats
 from hotkv_server.cache.table.census import PART_ENTRIES, Census, take
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, HashList

@@ -17,7 +17,7 @@ from hotkv_server.cache import inspect
 from hotkv_server.cache.values import HashList, LoadPositions, Run
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
-from hotkv_server.node.transfer import TransferEnd
+from hotkv_server.node.transfers import TransferEnd
 from hotkv_server.wire.errors import rights_log
 
 MAX_REPORTS = 1024

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from hotkv_proto.v1 import cache_pb2
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
-from hotkv_server.node.transfer import TransferEnd
+from hotkv_server.node.transfers import TransferEnd
 from hotkv_server.security.identity import AccessControl, Peer
 from hotkv_server.wire import calls
 from hotkv_server.wire.guard.guests import Guests

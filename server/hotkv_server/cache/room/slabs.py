@@ -7,19 +7,219 @@ evicts anything: an allocation that does not fit is granted short. `floors` says
 kept for a size.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
 from hotkv_proto import native
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.arrays import distinct
-from hotkv_server.cache.room.free_slots import FreeSlots
-from hotkv_server.cache.room.pool_figures import PoolFigures, SlabClassStats, figures_of
-from hotkv_server.cache.room.slab_floors import SlabFloors
 from hotkv_server.cache.values import BoolMask, Int64s
 
+CHUNK_SLOTS = 1 << 14
+"""Freed slots join the chunk before them as long as that has no more slots."""
 FREE, ABSENT = -1, -2
 """In place of a slot size in the table of owners: the slab is lent to no size; it has no memory
 yet."""
+
+
+class FreeSlots:
+    """Free slots of one size: their offsets.
+
+    Always true: the slot that came last is handed out first. Offsets are kept in chunks: one array
+    of millions would be copied at every change.
+    """
+
+    __slots__ = ("_chunks", "_num")
+
+    def __init__(self) -> None:
+        self._chunks: list[Int64s] = []
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __repr__(self) -> str:
+        return f"FreeSlots({self._num})"
+
+    def add(self, offsets: Int64s) -> None:
+        """Adds slots; they are handed out first."""
+        if self._chunks and len(self._chunks[-1]) + len(offsets) <= CHUNK_SLOTS:
+            self._chunks[-1] = np.concatenate((self._chunks[-1], offsets))
+        elif len(offsets):
+            self._chunks.append(offsets)
+        self._num += len(offsets)
+
+    def add_below(self, offsets: Int64s) -> None:
+        """Adds slots; they are handed out after all others."""
+        if len(offsets):
+            self._chunks.insert(0, offsets)
+        self._num += len(offsets)
+
+    def take(self, count: int) -> Int64s:
+        """Removes and returns the last `count`, or all there are, the last one first."""
+        taken: list[Int64s] = []
+        missing = min(count, self._num)
+        self._num -= missing
+        while missing:
+            chunk = self._chunks[-1]
+            taken.append(chunk[max(0, len(chunk) - missing) :][::-1])
+            if len(chunk) > missing:
+                self._chunks[-1] = chunk[: len(chunk) - missing]
+            else:
+                self._chunks.pop()
+            missing -= len(taken[-1])
+        return np.concatenate(taken) if taken else np.empty(0, np.int64)
+
+    def keep(self, is_kept: Callable[[Int64s], BoolMask]) -> None:
+        """Drops the slots for which `is_kept` is False; the rest stays in order."""
+        kept = []
+        for chunk in self._chunks:
+            mask = is_kept(chunk)
+            kept.append(chunk if mask.all() else chunk[mask])
+        self._chunks = [chunk for chunk in kept if len(chunk)]
+        self._num = sum(map(len, self._chunks))
+
+    def all(self) -> Int64s:
+        """All free slots, the last one last."""
+        return np.concatenate(self._chunks) if self._chunks else np.empty(0, np.int64)
+
+
+class SlabFloors:
+    """How many slots of each size somebody was promised, so that its slabs stay within reach.
+    `lent`: how many slabs a size has; `num_free`: how many nobody has.
+
+    Bytes alone promise little: one pinned slot keeps its slab from every other slot size. Always
+    true between two calls of the core: as many slabs are free as the sizes with a floor are short
+    of. A size takes free slabs only if enough stay for the floors of others, and gives up slabs to
+    another size only down to its own floor. So within its slabs, lent and to come, a size has room
+    for all that it was promised, once what may be evicted of that size is.
+    """
+
+    def __init__(
+        self, slab_bytes: int, lent: Callable[[int], int], num_free: Callable[[], int]
+    ) -> None:
+        self._slab_bytes = slab_bytes
+        self._lent = lent
+        self._num_free = num_free
+        self._slots: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        return f"SlabFloors({self._slots}, {self.shortfall} slabs short)"
+
+    def add(self, slot_bytes: int, num_slots: int) -> None:
+        """Promises so many slots more of an aligned size; fewer, if negative."""
+        if not num_slots:
+            return
+        assert slot_bytes % SLOT_ALIGN == 0, "floors are of aligned sizes"
+        self._slots[slot_bytes] = self._slots.get(slot_bytes, 0) + num_slots
+        assert self._slots[slot_bytes] >= 0, "more slots were given back than promised"
+        if not self._slots[slot_bytes]:
+            del self._slots[slot_bytes]
+
+    def _needed(self, slot_bytes: int) -> int:
+        slots_per_slab = max(1, self._slab_bytes // slot_bytes)
+        slabs_per_slot = -(-slot_bytes // self._slab_bytes)
+        return -(-self._slots.get(slot_bytes, 0) // slots_per_slab) * slabs_per_slot
+
+    def missing(self, slot_bytes: int) -> int:
+        """Slabs that the size is short of."""
+        return max(0, self._needed(slot_bytes) - self._lent(slot_bytes))
+
+    def surplus(self, slot_bytes: int) -> int:
+        """Slabs that the size may give to others."""
+        return max(0, self._lent(slot_bytes) - self._needed(slot_bytes))
+
+    def sizes(self) -> list[int]:
+        """Sizes with a floor."""
+        return list(self._slots)
+
+    def kept_for_others(self, slot_bytes: int) -> int:
+        """Free slabs that this size may not take."""
+        return sum(self.missing(size) for size in self._slots if size != slot_bytes)
+
+    @property
+    def shortfall(self) -> int:
+        """Slabs that must become free before all floors hold."""
+        return max(0, sum(map(self.missing, self._slots)) - self._num_free())
+
+    def would_fit(self, more: Mapping[int, int]) -> bool:
+        """True if all floors hold with so many slots more by size."""
+        for size, count in more.items():
+            self.add(size, count)
+        fits = not self.shortfall
+        for size, count in more.items():
+            self.add(size, -count)
+        return fits
+
+    def check(self, slots: Mapping[int, int]) -> None:
+        """Raises AssertionError if floors are others than these, or do not hold."""
+        expected = {size: count for size, count in slots.items() if count}
+        assert self._slots == expected, "slots of floors miscounted"
+        assert not self.shortfall, "a floor does not hold"
+
+
+@dataclass(frozen=True, slots=True)
+class SlabClassStats:
+    """One slot size: slabs that are lent to it, slots in them, slots in use."""
+
+    slot_bytes: int
+    num_slabs: int
+    num_slots: int
+    num_used: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFigures:
+    """How well the arena is divided among slot sizes, as far as it has memory: lent bytes are used,
+    idle or tail.
+
+    `lent_bytes`: slabs that are lent to some slot size. `idle_bytes`: free slots in them.
+    `tail_bytes`: bytes of them that no slot covers, because slot sizes don't divide slabs.
+    `stranded_bytes`: free slabs that don't lie together as the widest known slot size needs them; 0
+    if no slot spans slabs.
+    `shares`: (slot size, its slabs / slabs with memory, its used bytes / all used bytes) of each
+    size that has slabs.
+    """
+
+    arena_bytes: int
+    lent_bytes: int
+    idle_bytes: int
+    tail_bytes: int
+    stranded_bytes: int
+    shares: tuple[tuple[int, float, float], ...]
+
+    @property
+    def fragmentation_ratio(self) -> float:
+        """(idle + tail) / lent: the share of lent memory that holds nothing. 0 if none is lent."""
+        return (self.idle_bytes + self.tail_bytes) / self.lent_bytes if self.lent_bytes else 0.0
+
+    @property
+    def imbalance_ratio(self) -> float:
+        """½ Σ |share of lent slabs - share of used bytes| over slot sizes: the share of lent memory
+        that other sizes have than those that use it.
+
+        0 if every size has slabs in proportion to its used bytes; below 1.
+        """
+        lent_share = sum(of_arena for _, of_arena, _ in self.shares)
+        return sum(abs(of_arena / lent_share - of_used) for _, of_arena, of_used in self.shares) / 2
+
+
+def figures_of(
+    rows: Sequence[SlabClassStats], num_backed: int, num_stranded: int, slab_bytes: int
+) -> PoolFigures:
+    """Figures of a pool whose slot sizes have these `rows`. `num_backed`, `num_stranded`: slabs."""
+    used = sum(row.num_used * row.slot_bytes for row in rows)
+    idle = sum((row.num_slots - row.num_used) * row.slot_bytes for row in rows)
+    lent = sum(row.num_slabs for row in rows) * slab_bytes
+    shares = tuple(
+        (row.slot_bytes, row.num_slabs / num_backed, row.num_used * row.slot_bytes / max(1, used))
+        for row in rows
+    )
+    return PoolFigures(
+        num_backed * slab_bytes, lent, idle, lent - idle - used, num_stranded * slab_bytes, shares
+    )
 
 
 def aligned(num_bytes: int) -> int:

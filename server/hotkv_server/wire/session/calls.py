@@ -19,7 +19,7 @@ from hotkv_proto.messages.session import memory_registered_message
 from hotkv_proto.v1 import session_pb2
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
-from hotkv_server.node.transfer import TransferEnd
+from hotkv_server.node.transfers import TransferEnd
 from hotkv_server.wire import calls
 from hotkv_server.wire.edge import calls_of
 from hotkv_server.wire.errors import as_refusal
