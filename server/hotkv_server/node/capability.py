@@ -1,9 +1,9 @@
-"""What a capability is to the node: a part that adds something and that the node can do without.
+"""The seam between the node and its capabilities: parts that the node can do without.
 
-The node holds a tuple of capabilities, tells each what happens, and asks each what it has to tell
-and which calls it serves. It knows no more of them, and they know nothing of each other. Every
-method has a default that adds nothing. All run on the event loop; none may wait for a file or for
-another machine, unless it says so.
+The node holds a tuple of capabilities. It calls each when something happens, and asks each for its
+figures and for the calls that it serves. Capabilities do not know each other. Every method has a
+default that adds nothing. All methods run on the event loop and wait for no file and for no other
+machine, unless they say so.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,14 +27,14 @@ from hotkv_server.node.topics import Figures, Topic
 Report = RequestReport[Words]
 Ended = EndedRequest[Words]
 SessionCall = Callable[[LiveSession, Any], Any]
-"""Serves one kind of message of a session's stream: returns the answer's message, a task or an
-awaitable of it, or None for no answer."""
+"""Serves one kind of message of a session's stream. Returns the message of the answer, a task or an
+awaitable of it, or None if there is no answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A gRPC service. `add`: registers `servicer` with a server, as grpcio's generated code does.
-    `name`: with its package. `is_admin`: it is for operators."""
+    """A gRPC service. `name` contains its package. `add` registers `servicer` with a server, as the
+    code does that grpcio generates. `is_admin`: only operators may call it."""
 
     name: str
     add: Callable[[Any, Any], None]
@@ -44,8 +44,8 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """A metric with labels, by its name without `hotkv_`: labels and the value of each sample.
-    `kind`: `counter`, `gauge` or `histogram`."""
+    """A metric with labels. `name` lacks the prefix `hotkv_`; `kind` is `counter`, `gauge` or
+    `histogram`; `samples` are pairs of labels and value."""
 
     name: str
     kind: str
@@ -53,33 +53,33 @@ class Samples:
 
 
 class Capability:
-    """See the module."""
+    """A part of a server that adds something to the node."""
 
     # Its life
 
     def start(self, health: Health) -> None:
-        """The node has started; `health` watches what it starts."""
+        """Called when the node starts. `health` watches what the capability starts."""
 
     async def tick(self, now_s: float) -> None:
-        """One turn of the node's timer."""
+        """Called with each turn of the node's timer."""
 
     async def close(self) -> None:
-        """The node ends; sessions have closed, the core is still there."""
+        """Called when the node ends, after all sessions have closed."""
 
     def save(self) -> None:
-        """Writes down for the next server. Blocks; on a clerk's thread."""
+        """Writes files for the next server. Blocks, on a clerk's thread."""
 
     def release(self) -> None:
-        """Gives back what it holds beside the node, after the node's end or if it never started.
-        Blocks."""
+        """Closes what it holds outside the node. Called after the node has ended, or if it never
+        started. Blocks."""
 
     # What happens
 
     def key_space_added(self, number: int, key_space: KeySpace) -> None:
-        """A key space is known from now on."""
+        """Called when a key space becomes known."""
 
     def key_space_forgotten(self, number: int) -> None:
-        """A key space, which has no blocks, is not known any more."""
+        """Called when a key space without blocks is forgotten."""
 
     def blocks_stored(
         self,
@@ -88,10 +88,11 @@ class Capability:
         contents: Sequence[RunContent],
         results: Sequence[NDArray[np.uint8]],
     ) -> None:
-        """A store has ended: BlockResult values by run. `contents`: one a run, or none."""
+        """Called when a store has ended. `results`: BlockResult values, an array a run.
+        `contents`: one a run, or empty."""
 
     def blocks_moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """Blocks are ready in another medium than they were stored in; as `seams.OnReady`."""
+        """Called when a tier has moved blocks; arguments as of `seams.OnReady`."""
 
     def blocks_removed(
         self,
@@ -99,81 +100,80 @@ class Capability:
         below: Sequence[EvictionNotice],
         flushed_key_space_id: int,
     ) -> None:
-        """Blocks are gone from host memory, and from the tier `below`. `flushed_key_space_id`: of
-        this key space nothing is left; 0 for none."""
+        """Called when blocks were removed from host memory (`notices`) and from the tier below it.
+        `flushed_key_space_id`: the key space that a flush has emptied; 0 without a flush."""
 
     def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
-        """A session has given everything back. `is_last`: its engine has no other."""
+        """Called when a session has closed. `is_last`: its engine has no other session."""
 
     def request_scheduled(self, session: LiveSession, report: Report) -> None:
-        """An engine has reported a request, whose blocks are about to count as used."""
+        """Called when an engine has reported a request, before its blocks count as used."""
 
     async def request_noted(self, session: LiveSession, report: Report) -> None:
-        """The blocks of a reported request count as used. May serve others meanwhile."""
+        """Called when the blocks of a reported request count as used. May let others run."""
 
     def request_ended(self, session: LiveSession, ended: Ended) -> None:
-        """A request has ended."""
+        """Called when an engine has reported the end of a request."""
 
     def load_ended(self, session: LiveSession, end: LoadEnd) -> None:
-        """A load whose request was reported has ended."""
+        """Called when the load of a reported request has ended."""
 
     def bytes_moved(self, session: LiveSession, loaded: int, stored: int) -> None:
-        """A transfer has ended, with so many bytes."""
+        """Called when a transfer has ended, with the bytes that it has loaded and stored."""
 
     # What it tells
 
     def topics(self) -> Mapping[str, Topic]:
-        """What operators can ask it, by name."""
+        """Returns the topics that operators can ask about, by name."""
         return {}
 
     def status(self, *, has_names: bool) -> Figures:
-        """Its part of the status page. `has_names`: False leaves out what names tenants, models or
-        engines. A value that is a function is called later, on another thread, and gives the
-        value."""
+        """Returns fields of the status page. `has_names`: False leaves out names of tenants, models
+        and engines. A value may be a function, which is called later on another thread."""
         return {}
 
     def session_figures(self) -> Mapping[str, Mapping[int, int]]:
-        """Counts by name and number of a session; sessions without one may be left out."""
+        """Returns columns for the list of sessions: counts by session number, 0 where one is
+        missing."""
         return {}
 
     def counters(self) -> Mapping[str, float]:
-        """Counters by their metric names, without `hotkv_`; they never fall."""
+        """Returns counters by metric name without `hotkv_`. They never fall."""
         return {}
 
     def gauges(self) -> Mapping[str, float]:
-        """Gauges by their metric names, without `hotkv_`."""
+        """Returns gauges by metric name without `hotkv_`."""
         return {}
 
     def samples(self) -> Iterable[Samples]:
-        """Metrics with labels."""
+        """Returns metrics with labels."""
         return ()
 
     # What it does for others
 
     def services(self, edge: Any) -> Iterable[Service]:
-        """The gRPC services that it adds to a listener, whose `wire.edge.Edge` is given."""
+        """Returns the gRPC services for a listener. `edge`: a `wire.edge.Edge`."""
         return ()
 
     def session_calls(self) -> Mapping[str, SessionCall]:
-        """The messages of a session's stream that it serves, by their field in
-        `hotkv.v1.ConnectRequest`."""
+        """Returns calls of a session's stream, by their field in `hotkv.v1.ConnectRequest`."""
         return {}
 
     def traced(self, calls: Any) -> Any:
-        """The calls of `wire.calls` as they are to be served."""
+        """Returns the calls of `wire.calls`, wrapped if the capability traces them."""
         return calls
 
     @property
     def tracer(self) -> Tracer | None:
-        """For spans of what is done for a call."""
+        """Returns who makes spans for work below a call; None without tracing."""
         return None
 
     @property
     def wants_token_ids(self) -> bool:
-        """Whether engines are to send the token ids of what they store."""
+        """Returns whether engines must send token ids with their stores."""
         return False
 
     def session_prompts(self, session_id: str, tenant: str) -> Sequence[tuple[str, int, Words]]:
-        """The latest prompts of a session that a router has named: tenant, key space and hash
-        words of each. `tenant`: empty for all."""
+        """Returns the latest prompts of a session that a router has named: tenant, key space id and
+        hash words of each. `tenant`: empty for all tenants."""
         return ()

@@ -61,13 +61,6 @@ class Guests:
         for task in [task for task, until_s in self._until_s.items() if until_s <= now_s]:
             self._tell(task, "the request did not come whole in time; send it again")
 
-    def end_all(self, why: str) -> int:
-        """Ends all guests and returns how many."""
-        staying = list(self._until_s)
-        for task in staying:
-            self._tell(task, why)
-        return len(staying)
-
     def _tell(self, task: "asyncio.Task[object]", why: str) -> None:
         del self._until_s[task]
         self._told[task] = why
