@@ -132,6 +132,11 @@ class Capability:
         and engines. A value may be a function, which is called later on another thread."""
         return {}
 
+    def tiers(self) -> Iterable[Figures]:
+        """Returns a row for each tier besides host memory, in the order in which they are asked:
+        `name`, `capacity_byte_count`, and its `activity`, if it says so."""
+        return ()
+
     def session_figures(self) -> Mapping[str, Mapping[int, int]]:
         """Returns columns for the list of sessions: counts by session number, 0 where one is
         missing."""

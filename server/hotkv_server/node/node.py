@@ -33,14 +33,13 @@ from hotkv_server.node.lag import LoopLag
 from hotkv_server.node.persistence import Persistence
 from hotkv_server.node.removals import Removals
 from hotkv_server.node.reports import Reports
+from hotkv_server.node.seams import BlocksBelow, Flushed
 from hotkv_server.node.session import Drain, LiveSession
 from hotkv_server.node.sessions import Sessions
 from hotkv_server.node.slices import in_slices, slices
 from hotkv_server.node.survey import LiveSurvey
 from hotkv_server.node.timings import Timings
 from hotkv_server.node.transfers import Transfers
-from hotkv_server.tiers.drive.epochs import Flushed
-from hotkv_server.tiers.drive.tiers import Tiers
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class Node:
         copy_engine: CopyEngine,
         verifier: Verifier | None = None,
         devices: Devices = NO_DEVICES,
-        tiers: Tiers | None = None,
+        tiers: BlocksBelow | None = None,
     ) -> None:
         self.core = core
         self.memory = memory

@@ -11,6 +11,7 @@ from hotkv_server.node.node import Node
 from hotkv_server.residency import capability as residency
 from hotkv_server.settings import Settings
 from hotkv_server.sparse import capability as sparse
+from hotkv_server.tiers import capability as tiers
 from hotkv_server.tracing import capability as tracing
 from hotkv_server.warm_start import capability as warm_start
 
@@ -29,6 +30,7 @@ CAPABILITIES: tuple[Attaches, ...] = (
     residency,
     sparse,
     hints,
+    tiers,
     tracing,
     warm_start,
 )

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from hotkv_server.cache import inspect
 from hotkv_server.cache.table.census import Census
 from hotkv_server.node.node import Node
-from hotkv_server.tiers import told as tier_figures
 
 FRESH_PARTS = 8
 """A census of so many parts, a million entries, takes some 20 ms."""
@@ -67,7 +66,6 @@ def counters(node: Node) -> dict[str, float]:
         (f"reported_{name}_total", float(value))
         for name, value in asdict(node.reports.counters).items()
     )
-    values.update(tier_figures.counters(node.tiers))
     for one in node.capabilities:
         values.update(one.counters())
     return values
@@ -108,7 +106,6 @@ def gauges(node: Node, counted: Census) -> dict[str, float]:
         "held_budget_bytes": float(live.held_budget_bytes),
         "request_watchers": float(len(node.reports.watched)),
         "notices_queued": float(max((s.notices.qsize() for s in node.sessions), default=0)),
-        **tier_figures.gauges(node.tiers),
         **{f"eviction_{name}": value for name, value in inspect.policy_figures(node.core).items()},
     }
     for one in node.capabilities:

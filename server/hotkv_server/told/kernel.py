@@ -23,7 +23,6 @@ from hotkv_server.cache.values import DISK_TIER, HOST_TIER
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.topics import MAX_KEY_SPACE_ID, Figures, Filters, Topic
-from hotkv_server.tiers import told as tier_figures
 from hotkv_server.told.counts import census, counters, gauges
 from hotkv_server.told.devices import device_figures
 
@@ -133,13 +132,11 @@ def tier_rows(node: Node, counted: Census) -> list[Figures]:
     if (lower := inspect.lower_tier(node.core)) is not None:
         rows.append(_places(DISK_TIER, lower))
     by_name = {row["name"]: row for row in rows}
-    for state in tier_figures.states(node.tiers):
-        if state.is_shared:
-            row: Figures = {"name": state.name, "capacity_byte_count": state.capacity_bytes}
-            rows.append(row)
+    for told in (told for one in node.capabilities for told in one.tiers()):
+        if told["name"] in by_name:
+            by_name[told["name"]]["activity"] = told["activity"]
         else:
-            row = by_name[state.name]
-        row["activity"] = tier_figures.activity(state)
+            rows.append(told)
     return rows
 
 

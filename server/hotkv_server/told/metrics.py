@@ -27,7 +27,6 @@ from hotkv_server.device.devices import Devices
 from hotkv_server.node.capability import Samples
 from hotkv_server.node.node import Node
 from hotkv_server.node.timings import LOAD, STORE, Timings
-from hotkv_server.tiers import told as tier_figures
 from hotkv_server.told.counts import RecentCensus, counters, gauges
 from hotkv_server.told.metric_help import HELP, LABELS, SPARSE_LAYER_HELP
 
@@ -68,7 +67,6 @@ class NodeCollector(Collector):
             _histogram("eviction_age_seconds", inspect.eviction_ages(node.core)),
             _refusals(node),
             *_device_metrics(node.devices),
-            _tier_reads(node),
             *(_of(samples) for one in node.capabilities for samples in one.samples()),
         ]
 
@@ -115,8 +113,8 @@ def _health(node: Node, now_s: float) -> Iterator[Metric]:
     for name, said in found.items():
         # "a copy thread" in a sentence.
         problem.add_metric([name.removeprefix("the ").removeprefix("a ")], float(bool(said)))
-    for tier in tier_figures.states(node.tiers):
-        problem.add_metric([f"tier {tier.name}"], float(not tier.is_up))
+    for tier in (tier for one in node.capabilities for tier in one.tiers()):
+        problem.add_metric([f"tier {tier['name']}"], float(not tier["activity"]["is_up"]))
     yield from (built, _gauge("ready", float(ready)), problem)
 
 
@@ -141,15 +139,6 @@ def _refusals(node: Node) -> Metric:
     family = _counter(REFUSED)
     for reason in Reason:
         family.add_metric([reason.name.lower()], float(node.refusals[reason]))
-    return family
-
-
-def _tier_reads(node: Node) -> Metric:
-    """How long reads from each tier took."""
-    family = _histogram("tier_read_seconds")
-    for tier in tier_figures.states(node.tiers):
-        times = tier.reads.times_s
-        family.add_metric([tier.name], times.cumulative(), times.sum)
     return family
 
 

@@ -20,7 +20,7 @@ from hotkv_proto.v1 import admin_pb2
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import DISK_TIER
 from hotkv_server.node.node import Node
-from hotkv_server.tiers.drive.lookups import Lying
+from hotkv_server.node.seams import Lying
 from hotkv_server.wire.prompts import of_groups, prompt_hashes
 
 HITS = (admin_pb2.BLOCK_VERDICT_READY, admin_pb2.BLOCK_VERDICT_BELOW)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.memory.clerk import Clerk
+from hotkv_server.node.seams import Flushed
 from hotkv_server.tiers.book.epochs import NO_EPOCH, TELL_S, EpochBook, Raise, Ticket
 from hotkv_server.tiers.drive.epoch_notes import EpochNotes, text_of
 from hotkv_server.tiers.drive.tasks import TierTasks, future, on_loop
@@ -57,15 +58,6 @@ class EpochRelay:
 
     def __call__(self, fingerprint: str, epoch: int) -> None:
         self.hear(fingerprint, epoch)
-
-
-@dataclass(frozen=True, slots=True)
-class Flushed:
-    """What has become of a flush. `pending`: tiers that it is not in yet, and will be: until then
-    other nodes, or this one after a power loss, may find blocks of before there."""
-
-    num_blocks: int
-    pending: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

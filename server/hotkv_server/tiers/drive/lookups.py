@@ -7,13 +7,13 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from hotkv_server.cache.arrays import rows
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import BoolMask, HashList
+from hotkv_server.node.seams import Lying
 from hotkv_server.node.session import LiveSession
 from hotkv_server.tiers.drive.choice import Listed, both, count, either, needed, worth
 from hotkv_server.tiers.drive.epochs import Epochs
@@ -26,17 +26,6 @@ MAX_WAITING = 256
 memory."""
 EXPLAIN_WAIT_S = 2.0
 """Longest wait of an operator for shared tiers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lying:
-    """What lies in one tier of some lists: a mask a list. `is_up`: the tier can be read.
-    `bytes_per_s`: as of `TierReads`."""
-
-    name: str
-    masks: list[BoolMask]
-    is_up: bool
-    bytes_per_s: float
 
 
 class WaitingCalls:

@@ -213,12 +213,6 @@ class Tiers:
                 return
             await asyncio.sleep(PREFETCH_PAUSE_S)
 
-    def lies_elsewhere(
-        self, key_space_id: int, groups: list[HashList], ready: Sequence[BoolMask]
-    ) -> list[BoolMask]:
-        """As `TierLookups.lies_elsewhere`, however fast the engine computes."""
-        return self.lookups.lies_elsewhere(key_space_id, groups, ready)
-
     # Leases
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:

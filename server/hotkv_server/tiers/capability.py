@@ -1,0 +1,46 @@
+"""Tiers, as a capability of the node: their figures. Calls reach them through `node.seams`."""
+
+from collections.abc import Iterable, Mapping
+
+from hotkv_server.node.capability import Capability, Samples
+from hotkv_server.node.node import Node
+from hotkv_server.node.topics import Figures
+from hotkv_server.settings import Settings
+from hotkv_server.tiers import told
+from hotkv_server.tiers.drive.tiers import Tiers
+
+
+def attach(settings: Settings, node: Node) -> "TiersCapability":
+    """The figures of this node's tiers."""
+    assert node.tiers is None or isinstance(node.tiers, Tiers), "tiers of another kind"
+    return TiersCapability(node.tiers)
+
+
+class TiersCapability(Capability):
+    """See the folder's README. `tiers`: None for a node without any; then all figures are 0."""
+
+    def __init__(self, tiers: Tiers | None) -> None:
+        self._tiers = tiers
+
+    def __repr__(self) -> str:
+        return f"TiersCapability({self._tiers!r})"
+
+    def tiers(self) -> Iterable[Figures]:
+        return [
+            {
+                "name": state.name,
+                "capacity_byte_count": state.capacity_bytes,
+                "activity": told.activity(state),
+            }
+            for state in told.states(self._tiers)
+        ]
+
+    def counters(self) -> Mapping[str, float]:
+        return told.counters(self._tiers)
+
+    def gauges(self) -> Mapping[str, float]:
+        return told.gauges(self._tiers)
+
+    def samples(self) -> Iterable[Samples]:
+        times = [((state.name,), state.reads.times_s) for state in told.states(self._tiers)]
+        return [Samples("tier_read_seconds", "histogram", times)]
