@@ -110,7 +110,7 @@ class Opened:
             self.lower.memory.close()
         for one in self.node.capabilities:
             one.release()
-        if len(self.node.core.moves):
+        if any(one.is_moving for one in self.node.core.below):
             # A disk that hangs may still write slots: the next server gets the arena when the
             # kernel has ended this process.
             log.error("a move from a tier has not ended: the arena stays locked until it has")

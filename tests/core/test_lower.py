@@ -19,6 +19,7 @@ from hotkv_server.cache.room import incremental
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import FIRST_MOVE, BoolMask, CoreConfig, HashList, Run
+from hotkv_server.tiers.book.books import TierBooks, books_of
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.book.write_gate import Offered
 from tests.core.support import begin_store, evict, flush, make_key_space, make_table, words_of
@@ -53,11 +54,12 @@ class LowerMachine(RuleBasedStateMachine):
     ) -> None:
         below = Space(make_table(capacity), places * SLAB, SLAB, POLICIES[policy](capacity))
         by = encoded_bytes if encodes else None
-        config = CoreConfig(6 * SLAB, SLAB, 40, lease_ttl_s=10.0, encoded_bytes=by)
+        config = CoreConfig(6 * SLAB, SLAB, 40, lease_ttl_s=10.0)
         self.sizes, self.encodes = sizes, encodes
-        self.core = CacheCore(config, make_table(40), POLICIES[policy](40), below=below)
-        assert self.core.lower is not None
-        self.lower = self.core.lower
+        self.core = CacheCore(config, make_table(40), POLICIES[policy](40))
+        self.books = TierBooks(self.core, below, encoded_bytes=by)
+        assert self.books.lower is not None
+        self.lower = self.books.lower
         self.sessions = {
             number: self.core.open_session(
                 "e", "worker", make_key_space(f"m{number}", *sizes), 0.0
@@ -172,7 +174,7 @@ class LowerMachine(RuleBasedStateMachine):
         if move is None:
             return
         assert len(move) <= len(wanted)
-        assert self.core.arrivals.is_coming(space, listed.group_index, listed.hashes).sum() >= len(
+        assert self.books.arrivals.is_coming(space, listed.group_index, listed.hashes).sum() >= len(
             move
         )
         offsets = self.core.space.index.offsets(move.entries).tolist()
@@ -242,7 +244,7 @@ class LowerMachine(RuleBasedStateMachine):
         if up:
             move = data.draw(st.sampled_from(range(len(up))).map(up.__getitem__))
             spaces, groups, words = self.core.space.index.keys(move.entries)
-            self.core.arrivals.forsake(move)
+            self.books.arrivals.forsake(move)
             for space, group, one in zip(spaces, groups, words, strict=True):
                 found = self.core.space.index.find(int(space), int(group), one.reshape(1, 8))
                 assert not found[0], "a block that a hung tier was to bring in is still reserved"
@@ -251,7 +253,7 @@ class LowerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def let_go(self, data: st.DataObject) -> None:
         move = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
-        self.core.arrivals.let_go(move)
+        self.books.arrivals.let_go(move)
 
     @precondition(lambda self: len(self.lower.space.index.ready_blocks()))
     @rule(data=st.data(), is_read=st.booleans())
@@ -331,7 +333,7 @@ class LowerMachine(RuleBasedStateMachine):
             else:
                 self.lower.down.end(move, none, np.zeros(len(move), np.uint64), self.now_s)
         for move in self.waiting:
-            self.core.arrivals.let_go(move)
+            self.books.arrivals.let_go(move)
         for name, session in self.leases:
             self.core.release(session, name)
         self.core.check_invariants()
@@ -348,12 +350,13 @@ TestLowerMachine.settings = settings(max_examples=150, deadline=None)
 def test_what_waits_is_taken_in_order_once_and_only_while_it_is_there() -> None:
     below = Space(make_table(40), 8 * SLAB, SLAB, POLICIES["lru"](40))
     config = CoreConfig(6 * SLAB, SLAB, 6)
-    core = CacheCore(config, make_table(6), POLICIES["lru"](6), below=below)
+    core = CacheCore(config, make_table(6), POLICIES["lru"](6))
+    TierBooks(core, below)
     session = core.open_session(
         "e", "worker", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN), 0.0
     ).number
-    assert core.lower is not None
-    down = core.lower.down
+    assert books_of(core).lower is not None
+    down = books_of(core).lower.down
 
     def store(number: int) -> None:
         name = f"store {number}"
@@ -388,14 +391,13 @@ def test_the_gate_is_told_what_is_before_each_block() -> None:
     """A part that goes on after one that is below, or goes there first; one that follows a gap; one
     whose beginning is gone."""
     below = Space(make_table(40), 8 * SLAB, SLAB, POLICIES["lru"](40))
-    core = CacheCore(
-        CoreConfig(6 * SLAB, SLAB, 40), make_table(40), POLICIES["lru"](40), None, below
-    )
+    core = CacheCore(CoreConfig(6 * SLAB, SLAB, 40), make_table(40), POLICIES["lru"](40))
+    TierBooks(core, below)
     session = core.open_session(
         "e", "worker", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN), 0.0
     ).number
-    assert core.lower is not None
-    down, seen = core.lower.down, []
+    assert books_of(core).lower is not None
+    down, seen = books_of(core).lower.down, []
 
     class Admits:
         """Writes what begins with an even number."""
@@ -446,16 +448,17 @@ def test_the_gate_is_told_what_is_before_each_block() -> None:
 def test_numbers_of_leases_and_moves_never_meet() -> None:
     """Both begin again at the end of their half, and leave out those in use."""
     below = Space(make_table(4), 2 * SLAB, SLAB, POLICIES["lru"](4))
-    core = CacheCore(CoreConfig(2 * SLAB, SLAB, 4), make_table(4), POLICIES["lru"](4), below=below)
+    core = CacheCore(CoreConfig(2 * SLAB, SLAB, 4), make_table(4), POLICIES["lru"](4))
+    TierBooks(core, below)
     session = core.open_session("e", "worker", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN), 0.0)
-    assert core.lower is not None
+    assert books_of(core).lower is not None
     core.acquire(session.number, "first", [HashList(0, words_of([1]))], 10.0, 0.0)
     (lease,) = core.leases.all()
     assert lease.number == 1
     core.leases._next_number = FIRST_MOVE - 1
     assert [core.leases.next_number() for _ in range(2)] == [FIRST_MOVE - 1, 2]
     none = np.empty(0, np.uint32)
-    moves = core.lower.moves
+    moves = books_of(core).lower.moves
     moves.add(moves.next_number(), 1, False, none, none)
     moves._next_number = (1 << 32) - 1
     assert [moves.next_number() for _ in range(2)] == [(1 << 32) - 1, FIRST_MOVE + 1]
@@ -463,9 +466,10 @@ def test_numbers_of_leases_and_moves_never_meet() -> None:
 
 def test_a_key_space_is_known_as_long_as_it_has_a_block_below() -> None:
     below = Space(make_table(4), 2 * SLAB, SLAB, POLICIES["lru"](4))
-    core = CacheCore(CoreConfig(2 * SLAB, SLAB, 4), make_table(4), POLICIES["lru"](4), below=below)
+    core = CacheCore(CoreConfig(2 * SLAB, SLAB, 4), make_table(4), POLICIES["lru"](4))
+    TierBooks(core, below)
     session = core.open_session("e", "worker", make_key_space("m", SLOT_ALIGN, SLOT_ALIGN), 0.0)
-    number, lower = session.number, core.lower
+    number, lower = session.number, books_of(core).lower
     assert lower is not None
     begin_store(core, number, "s", "s", [Run(0, words_of([1]))], 0, 0.0, 1.0)
     core.end_store(number, "s", True, 1.0)

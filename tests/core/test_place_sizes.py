@@ -14,6 +14,7 @@ from hotkv_server.cache.restore.restore import Below, Restored, restore_below
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import CoreConfig, Entries, HashList, KeySpaceRecord, Run
+from hotkv_server.tiers.book.books import TierBooks
 from hotkv_server.tiers.book.place_sizes import MIN_TRIED, RETRY_BLOCKS, PlaceSizes
 from tests.core.support import begin_store, evict, make_key_space, make_table, words_of
 from tests.core.test_lower import encoded_bytes
@@ -80,13 +81,12 @@ class Node:
 
     def __init__(self) -> None:
         below = Space(make_table(CAPACITY), 8 * SLAB, SLAB, POLICIES["lru"](CAPACITY))
-        config = CoreConfig(
-            8 * SLAB, SLAB, CAPACITY, write_bytes_per_day=DAY_BYTES, encoded_bytes=encoded_bytes
-        )
-        self.core = CacheCore(config, make_table(CAPACITY), POLICIES["lru"](CAPACITY), None, below)
+        config = CoreConfig(8 * SLAB, SLAB, CAPACITY)
+        self.core = CacheCore(config, make_table(CAPACITY), POLICIES["lru"](CAPACITY))
+        books = TierBooks(self.core, below, DAY_BYTES, encoded_bytes)
         self.session = self.core.open_session("e", "worker", KEY_SPACE, 0.0).number
-        assert self.core.lower is not None
-        self.lower, self.down = self.core.lower, self.core.lower.down
+        assert books.lower is not None
+        self.lower, self.down = books.lower, books.lower.down
 
     def store(self, group: int, numbers: list[int]) -> None:
         name = f"{group} {numbers}"

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 
 from hotkv_server.cache.values import HashList
+from hotkv_server.tiers.book.books import TierBooks, books_of
 from hotkv_server.tiers.book.copies import MAX_TRIES, OLD, Copies
 from hotkv_server.tiers.book.moves import Move
 from tests.core.support import words_of
@@ -28,10 +29,17 @@ class SharedMachine(LowerMachine):
         self._copies: Copies | None = None
 
     @property
+    def _tiers(self) -> TierBooks:
+        try:
+            return books_of(self.core)
+        except LookupError:
+            return TierBooks(self.core)
+
+    @property
     def copies(self) -> Copies:
         if self._copies is None:
-            self._copies = Copies(self.core.moves)
-            self.core.copies.append(self._copies)
+            self._copies = Copies(self._tiers.moves)
+            self._tiers.copies.append(self._copies)
         return self._copies
 
     @precondition(lambda self: self.copies.num_waiting)
@@ -44,7 +52,7 @@ class SharedMachine(LowerMachine):
         key_spaces = self.core.space.index.key_spaces(taken).tolist()
         flushed = key_spaces[0] if is_flushed and key_spaces else 0
         held, before = np.array(key_spaces) == flushed, len(self.copies.lanes[lane])
-        with self.core.moves.stopped(flushed) if flushed else contextlib.nullcontext():
+        with self._tiers.moves.stopped(flushed) if flushed else contextlib.nullcontext():
             moves = self.copies.begin(taken, lane)
         assert sum(map(len, moves)) == (~held).sum()
         assert len(self.copies.lanes[lane]) == before + held.sum()
@@ -80,9 +88,9 @@ class SharedMachine(LowerMachine):
     @rule(space=SPACES, group=GROUPS, numbers=NUMBERS)
     def begin_in(self, space: int, group: int, numbers: list[int]) -> None:
         listed, record = HashList(group, words_of(numbers)), self.core.catalog.record(space)
-        (absent,) = self.core.arrivals.absent(space, [listed])
+        (absent,) = self._tiers.arrivals.absent(space, [listed])
         there = [at for at in absent if self.content(space, group, numbers[at]) in self.remote]
-        move = self.core.arrivals.begin(
+        move = self._tiers.arrivals.begin(
             space, [listed], [np.array(there, np.int64)], lambda one: record.shape(one).slot_bytes
         )
         if move is not None:
@@ -112,7 +120,7 @@ class SharedMachine(LowerMachine):
                 self.slots[offsets[at]] = content
                 found[at] = True
         self.now_s += 1.0
-        came = self.core.arrivals.end(move, found, None, self.now_s)
+        came = self._tiers.arrivals.end(move, found, None, self.now_s)
         assert len(came) == int((found & ~move.is_void).sum())
         self.waiting.append(move)
 
@@ -123,7 +131,7 @@ class SharedMachine(LowerMachine):
 
     def teardown(self) -> None:
         for move, _ in self.coming:
-            self.core.arrivals.end(move, np.zeros(len(move), np.bool_), None, self.now_s)
+            self._tiers.arrivals.end(move, np.zeros(len(move), np.bool_), None, self.now_s)
             self.waiting.append(move)
         for move, *_ in self.going:
             self.copies.end(move)

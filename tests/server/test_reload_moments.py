@@ -51,8 +51,8 @@ def test_what_the_write_gate_knows_outlives_a_reload(tmp_path: Path) -> None:
     gate._remember(seen)
     gate.add(600_000_000, 0.0)
     wanted = [settings()]
-    lower = SimpleNamespace(down=SimpleNamespace(gate=gate))
-    node: Any = SimpleNamespace(core=SimpleNamespace(lower=lower, draining=False))
+    tiers = SimpleNamespace(set_write_budget=gate.set_budget)
+    node: Any = SimpleNamespace(core=SimpleNamespace(draining=False), tiers=tiers)
     rpc = SimpleNamespace(
         pace=SimpleNamespace(set_rate=lambda per_s: None), audit=SimpleNamespace(covers="")
     )

@@ -21,6 +21,7 @@ from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node import slices
 from hotkv_server.node.health import Health
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
+from hotkv_server.tiers.book.books import TierBooks
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import lookups as tier_lookups
 from hotkv_server.tiers.drive.below import TierBelow
@@ -42,9 +43,10 @@ class Setup:
     def __init__(self, lookup_wait_s: float) -> None:
         space = Space(make_table(200), 256 * SLOT_ALIGN, SLAB, LRU(200))
         config = CoreConfig(ARENA_BYTES, SLAB, 200, check_stride=1)
-        self.core = CacheCore(config, make_table(200), LRU(200), below=space)
-        assert self.core.lower is not None
-        self.lower = self.core.lower
+        self.core = CacheCore(config, make_table(200), LRU(200))
+        self.books = TierBooks(self.core, space)
+        assert self.books.lower is not None
+        self.lower = self.books.lower
         self.removed: list[bytes] = []
         self.memory = np.zeros(ARENA_BYTES, np.uint8)
         arena = Region(self.memory.ctypes.data, ARENA_BYTES, "arena")
@@ -125,7 +127,7 @@ async def made(lookup_wait_s: float = 10.0) -> AsyncIterator[Setup]:
     finally:
         await one.tiers.close()
         one.core.check_invariants()
-        assert not len(one.core.moves)
+        assert not len(one.books.moves)
         assert not one.core.space.index.pins.any()
 
 
@@ -223,12 +225,12 @@ def test_a_caller_that_gives_up_while_it_waits_pins_nothing() -> None:
             lists = [HashList(0, words_of(BLOCKS))]
             waiting = asyncio.create_task(one.tiers.bring_up(one.session, lists))
             await asyncio.sleep(0.05)
-            assert len(one.core.moves)
+            assert len(one.books.moves)
             waiting.cancel()
             await asyncio.wait([waiting])
             one.tier.faults.is_hung = False
             until_s = time.monotonic() + 60
-            while len(one.core.moves):
+            while len(one.books.moves):
                 assert time.monotonic() < until_s, "a move up never ends"
                 await asyncio.sleep(0.01)
             assert all(await one.leased(BLOCKS))
@@ -414,7 +416,7 @@ def test_a_lookup_begins_to_bring_its_hit_up() -> None:
             one.tiers.fetch_ahead(one.session, lists, nothing, told)
             one.tiers.fetch_ahead(one.session, lists, nothing, told)
             until_s = time.monotonic() + 60
-            while not one.core.lookup(1, lists)[0].any() or len(one.core.moves):
+            while not one.core.lookup(1, lists)[0].any() or len(one.books.moves):
                 assert time.monotonic() < until_s, "nothing comes up"
                 await asyncio.sleep(0.01)
             assert one.core.lookup(1, lists)[0].tolist() == [True] * 6 + [False] * 3
@@ -422,7 +424,7 @@ def test_a_lookup_begins_to_bring_its_hit_up() -> None:
             one.core.check_invariants()
             one.session.knows_tiers = False
             one.tiers.fetch_ahead(one.session, lists, nothing, [np.ones(9, np.bool_)])
-            assert not len(one.core.moves)
+            assert not len(one.books.moves)
             below = one.tiers.below
             assert below is not None and below.reads.queued_bytes == 0
 

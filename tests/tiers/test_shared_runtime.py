@@ -23,6 +23,7 @@ from hotkv_server.node.health import Health
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
 from hotkv_server.testing.shared_memory_tier import SharedMemoryTier
 from hotkv_server.tiers.book import epochs as epoch_book
+from hotkv_server.tiers.book.books import TierBooks
 from hotkv_server.tiers.drive import breaker
 from hotkv_server.tiers.drive import copies as tier_copies
 from hotkv_server.tiers.drive import shared as tier_shared
@@ -55,7 +56,8 @@ class SharedNode:
         there was none. `disk`: of a tier below."""
         config = CoreConfig(ARENA_BYTES, SLAB, 200, check_stride=1)
         places = Space(make_table(200), 256 * SLOT_ALIGN, SLAB, LRU(200)) if disk else None
-        self.core = CacheCore(config, make_table(200), LRU(200), below=places)
+        self.core = CacheCore(config, make_table(200), LRU(200))
+        self.books = TierBooks(self.core, places)
         self.num_calls = self.num_flushed_here = 0
         self.memory = np.zeros(ARENA_BYTES, np.uint8)
         self.arena = arena = Region(self.memory.ctypes.data, ARENA_BYTES, "arena")
@@ -176,7 +178,7 @@ async def nodes(
         for one in made:
             await one.tiers.close()
             one.core.check_invariants()
-            assert not len(one.core.moves)
+            assert not len(one.books.moves)
             assert not one.core.space.index.pins.any()
 
 
@@ -651,11 +653,11 @@ def test_what_is_being_copied_as_a_flush_begins_is_found_by_nobody(
     async def run() -> None:
         async with nodes() as (a, b):
             a.put(BLOCKS)
-            await until(lambda: len(a.core.moves) == 1, "nothing is copied")
+            await until(lambda: len(a.books.moves) == 1, "nothing is copied")
             flushing = asyncio.create_task(a.flush())
             await until(lambda: a.num_flushed_here, "it is not flushed")
             compared.set()
-            await until(lambda: not len(a.core.moves), "the copy did not end")
+            await until(lambda: not len(a.books.moves), "the copy did not end")
             assert not await flushing
             assert not any(await b.leased(BLOCKS)) and not any(await a.leased(BLOCKS))
 

@@ -7,6 +7,7 @@
 from dataclasses import dataclass, field
 
 from hotkv_proto.table import BlockTable
+from hotkv_server.cache.below import Below
 from hotkv_server.cache.catalog import Catalog
 from hotkv_server.cache.leases.leases import LeaseBook
 from hotkv_server.cache.leases.pin_budget import PinBudget
@@ -19,11 +20,7 @@ from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.sessions import SessionBook
 from hotkv_server.cache.table.grace import Grace
 from hotkv_server.cache.table.reader_words import Marks, ReaderMemory, ReaderWords, no_readers
-from hotkv_server.cache.values import CoreConfig, Counters, Entries
-from hotkv_server.tiers.book.arrivals import Arrivals
-from hotkv_server.tiers.book.copies import Copies
-from hotkv_server.tiers.book.lower import LowerTier
-from hotkv_server.tiers.book.moves import Moves
+from hotkv_server.cache.values import CoreConfig, Counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +42,8 @@ class CacheBooks:
     words: ReaderWords
     marks: Marks
     grace: Grace
-    moves: Moves
-    arrivals: Arrivals
-    lower: LowerTier | None = None
-    copies: list[Copies] = field(default_factory=list)
+    below: list[Below]
     pinners: list[Pinner] = field(default_factory=list)
-
-    def offer_stored(self, entries: Entries) -> None:
-        """Blocks were stored, in chain order: tiers may have them."""
-        for one in self.copies:
-            one.add_stored(entries)
-        self.offer_used(entries)
-
-    def offer_used(self, entries: Entries) -> None:
-        """Blocks were used, in chain order: what the tier below has refused, it may take now."""
-        if self.lower is not None:
-            self.lower.down.waiting.add(entries)
 
 
 def make_books(
@@ -68,10 +51,8 @@ def make_books(
     block_table: BlockTable,
     policy: Policy,
     readers: ReaderMemory | None = None,
-    below: Space | None = None,
 ) -> CacheBooks:
-    """Books of a cache that is empty. `readers`: None if nobody reads the arena. `below`: places of
-    a tier below host memory; None without one."""
+    """Books of a cache that is empty. `readers`: None if nobody reads the arena."""
     readers = readers or no_readers(config.capacity)
     space = Space(
         block_table,
@@ -81,14 +62,8 @@ def make_books(
         config.tenants,
         is_backed=config.is_backed,
     )
-    moves = Moves(space)
-    arrivals = Arrivals(moves)
-    lower = (
-        None
-        if below is None
-        else LowerTier(moves, arrivals, below, config.write_bytes_per_day, config.encoded_bytes)
-    )
-    catalog = Catalog(space, len(config.tenants), lower)
+    below: list[Below] = []
+    catalog = Catalog(space, len(config.tenants), below)
     client_memory = FairBound(config.client_memory_bytes)
     sessions, pin_budget = SessionBook(catalog, space.tenants), PinBudget(space.tenants)
     words = ReaderWords(readers.words)
@@ -106,7 +81,5 @@ def make_books(
         words,
         readers.marks,
         Grace(space, words, readers.marks),
-        moves,
-        arrivals,
-        lower,
+        below,
     )

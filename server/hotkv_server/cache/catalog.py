@@ -8,14 +8,14 @@ another key space as long as one of its own has no session: that one is forgotte
 left longest ago, of those without a block if there are any.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
+from hotkv_server.cache.below import Below
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import KEY_SPACE_ROWS, MAX_REPRESENTATIONS, KeySpaceRecord
-from hotkv_server.tiers.book.lower import LowerTier
 
 MAX_SHARDS = 31
 MAX_KEY_SPACES = 4096
@@ -54,11 +54,11 @@ class _Holding:
 class Catalog:
     """Records of key spaces by number, from 1 on. `revision` changes with every change."""
 
-    def __init__(self, space: Space, num_tenants: int = 0, lower: LowerTier | None = None) -> None:
+    def __init__(self, space: Space, num_tenants: int = 0, below: Sequence[Below] = ()) -> None:
         self.records: dict[int, KeySpaceRecord] = {}
         self.revision = 0
         self._space = space
-        self._lower = lower
+        self._below = below
         self._numbers: dict[bytes, int] = {}
         self._last = 0
         self._rows = {0}
@@ -122,8 +122,8 @@ class Catalog:
             self._space.index.add_key_space(
                 number, [key_space.group_salt(g) for g in range(len(key_space.groups))]
             )
-            if self._lower is not None:
-                self._lower.add_key_space(self.records[number])
+            for one in self._below:
+                one.add_key_space(self.records[number])
         return number, tuple(self._group_index(number, kind) for kind in kinds)
 
     def knows(self, key_space: KeySpace) -> bool:
@@ -179,7 +179,7 @@ class Catalog:
     def has_blocks(self, number: int) -> bool:
         """Whether a slot of host memory, or a tier below, has something of the key space."""
         return bool(self._space.tenants.bytes_of(number)) or (
-            self._lower is not None and self._lower.has_blocks(number)
+            any(one.has_blocks(number) for one in self._below)
         )
 
     def forget(self, number: int) -> bool:
@@ -191,8 +191,8 @@ class Catalog:
         self.revision += 1
         del self._left_s[number], self._numbers[record.key_space.fingerprint]
         self._rows.remove(number % KEY_SPACE_ROWS)
-        if self._lower is not None:
-            self._lower.forget_key_space(record)
+        for one in self._below:
+            one.forget_key_space(record)
         self._count(record.key_space, -1, -weight_bytes(record.key_space, record.representations))
         return True
 

@@ -29,7 +29,6 @@ from hotkv_server.cache.pinner import StorePins
 from hotkv_server.cache.room.books import Parts
 from hotkv_server.cache.room.policies.protocol import Policy
 from hotkv_server.cache.room.reservations import Reservations
-from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.reader_words import ReaderMemory
 from hotkv_server.cache.values import (
     BoolMask,
@@ -57,9 +56,8 @@ class CacheCore:
         block_table: BlockTable,
         policy: Policy,
         readers: ReaderMemory | None = None,
-        below: Space | None = None,
     ) -> None:
-        books = make_books(config, block_table, policy, readers, below)
+        books = make_books(config, block_table, policy, readers)
         self.config = config
         self.counters = books.counters
         self.space = books.space
@@ -71,8 +69,7 @@ class CacheCore:
         self.transfers = books.transfers
         self.words, self.marks, self.grace = books.words, books.marks, books.grace
         self.pinners, self.pin_budget = books.pinners, books.pin_budget
-        self.moves, self.arrivals = books.moves, books.arrivals
-        self.lower, self.copies = books.lower, books.copies
+        self.below = books.below
         self._read_leases = ReadLeases(books)
         self._uses = Uses(books)
         self._loads = Loads(books, self._read_leases)
@@ -318,9 +315,8 @@ class CacheCore:
         for pinner in self.pinners:
             pinner.check_invariants(self.sessions.records)
         self._reservations.check_invariants()
-        if self.lower is not None:
-            self.lower.check_invariants()
-        self.moves.check_invariants()
+        for one in self.below:
+            one.check_invariants()
         _check_kinds(self)
 
 
@@ -333,9 +329,13 @@ def _check_copies(core: CacheCore) -> None:
 
 def _other_pins(core: CacheCore) -> Int64s:
     """Pins by entry number that are neither leases' nor kept as a request has asked."""
-    pins = core.moves.pins()
+    pins = np.zeros(core.space.index.capacity + 1, np.int64)
     np.add.at(pins, core.grace.entries, 1)
-    return pins + sum(pinner.pins() for pinner in core.pinners)
+    for pinner in core.pinners:
+        pins += pinner.pins()
+    for one in core.below:
+        pins += one.pins()
+    return pins
 
 
 def _check_kinds(core: CacheCore) -> None:

@@ -174,9 +174,9 @@ def tier(core: CacheCore, counted: Census) -> RoomFigures:
 
 def lower_tier(core: CacheCore) -> RoomFigures | None:
     """The tier below, nothing of which is pinned or not verified; None without one."""
-    if core.lower is None:
+    space = next((one.space for one in core.below if one.space is not None), None)
+    if space is None:
         return None
-    space = core.lower.space
     pool, num_blocks = space.pool, space.index.num_entries
     return RoomFigures(
         pool.capacity_bytes,
@@ -281,8 +281,8 @@ def prompt_blocks(
 ) -> PromptBlocks:
     """What the cache knows of the blocks of a prompt in one group."""
     below = np.zeros(len(hashes), np.bool_)
-    if core.lower is not None:
-        below = core.lower.up.find(key_space_id, HashList(group_index, hashes)) != 0
+    for one in core.below:
+        below |= one.find(key_space_id, HashList(group_index, hashes))
     return PromptBlocks(
         hashes,
         core.space.index.find(key_space_id, group_index, hashes),

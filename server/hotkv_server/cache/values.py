@@ -1,7 +1,7 @@
 """Frozen values that go into and come out of the core."""
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,8 +54,6 @@ class CoreConfig:
     `residency_grace_s`: how long an earlier server's readers may go on. `client_memory_bytes`: most
     that clients' leases, transfers and sequences take besides the arena. `check_stride`: of check
     values, see `checks`; 0 for none.
-    `write_bytes_per_day`: budget of a tier below, None for no limit. `encoded_bytes`: of its places
-    for encoded blocks, see `place_sizes`; None if it is to encode none.
     `tenants`: shares by name; a tenant that is not named has none of its own and no bound.
     `is_backed`: False if the arena has no memory yet; `Space.grow` says how much has.
     """
@@ -73,8 +71,6 @@ class CoreConfig:
     residency_grace_s: float = 10.0
     client_memory_bytes: int = 96 << 20
     check_stride: int = 0
-    write_bytes_per_day: int | None = None
-    encoded_bytes: Callable[[int], int] | None = None
     tenants: Mapping[str, TenantShare] = field(default_factory=dict)
     is_backed: bool = True
 

@@ -75,11 +75,9 @@ class EventsCapability(Capability):
         if not self.hub.is_heard:
             return
         core = self._node.core
-        index = core.space.index
-        if medium is Medium.DISK:
-            assert core.lower is not None, "blocks on a disk without a tier below"
-            index = core.lower.space.index
-        self.hub.publish(list(moved_events(index, entries, medium, tier)))
+        places = [one.space for one in core.below if one.space is not None]
+        space = places[0] if medium is Medium.DISK else core.space
+        self.hub.publish(list(moved_events(space.index, entries, medium, tier)))
 
     def blocks_removed(
         self,

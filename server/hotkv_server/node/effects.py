@@ -38,8 +38,8 @@ class Effects:
         """Takes the core's effects and carries them out. `flushed_key_space_id`: a key space of
         which nothing is left."""
         notices = [piece for notice in self._core.take_effects() for piece in _pieces(notice)]
-        lower = self._core.lower
-        below = [] if lower is None else lower.space.removal.take_effects()
+        places = [one.space for one in self._core.below if one.space is not None]
+        below = [notice for space in places for notice in space.removal.take_effects()]
         if notices or below or flushed_key_space_id:
             pieces = [piece for notice in below for piece in _pieces(notice)]
             for one in self._capabilities:

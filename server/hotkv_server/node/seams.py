@@ -105,6 +105,9 @@ class BlocksBelow(Protocol):
     async def close(self) -> None:
         """Begins no move any more and ends those under way, for a bounded time."""
 
+    def set_write_budget(self, bytes_per_day: int | None) -> None:
+        """Changes how much may be written to the tier below in 24 hours; None for no limit."""
+
     def fetch_ahead(
         self,
         session: "LiveSession",

@@ -13,7 +13,7 @@ from hotkv_server.node.recovery import take_over
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.access import tenant_shares
-from hotkv_server.tiers.start import LowerPart, encoded_bytes, take_over_lower
+from hotkv_server.tiers.start import LowerPart, open_books, take_over_lower
 
 MAX_BLOCKS_PER_CALL = 1 << 17
 """The event loop serves nobody else during a call: some 20 ms to find so many."""
@@ -44,25 +44,18 @@ def open_cache(
         residency_grace_s=settings.residency.grace_s,
         client_memory_bytes=settings.client_memory_bytes,
         check_stride=settings.integrity.stride,
-        write_bytes_per_day=settings.tiers.write_bytes_per_day,
-        encoded_bytes=encoded_bytes(settings),
         tenants=tenant_shares(settings.security),
         is_backed=False,
     )
     policy = POLICIES[settings.policy](config.capacity)
-    core = CacheCore(
-        config,
-        memory.table,
-        policy,
-        ReaderMemory(memory.words, memory.marks),
-        None if lower is None else lower.space,
-    )
+    core = CacheCore(config, memory.table, policy, ReaderMemory(memory.words, memory.marks))
+    open_books(settings, core, lower)
     verifier = Verifier(core, Region(memory.arena.address, memory.arena.num_bytes, "the arena"))
     check_s = settings.integrity.start_check_s if settings.integrity.stride else None
     try:
         take_over(core, memory, verifier, check_s)
         if lower is not None:
-            take_over_lower(core, lower)
+            take_over_lower(settings, core, lower)
             # Key spaces of the tier may be new to the arena.
             memory.save_state(state_of(core, memory.slab_bytes))
     except OSError as error:

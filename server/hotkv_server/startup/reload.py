@@ -140,8 +140,8 @@ class Reloader:
             access.tenants = new.tenants
             node.removals.share_out(tenant_shares(security))
             self._end_sessions()
-        if "tiers.disk.write_gb_per_day" in live and node.core.lower is not None:
-            node.core.lower.down.gate.set_budget(settings.tiers.write_bytes_per_day)
+        if "tiers.disk.write_gb_per_day" in live and node.tiers is not None:
+            node.tiers.set_write_budget(settings.tiers.write_bytes_per_day)
 
     def _end_sessions(self) -> None:
         """Ends sessions whose peers may no longer act for their tenants, or map the block table."""

@@ -23,6 +23,7 @@ from hotkv_server.node.persistence import state_of
 from hotkv_server.settings import Settings
 from hotkv_server.settings.compression import STAGING_BYTES
 from hotkv_server.startup import StartError
+from hotkv_server.tiers.book.books import TierBooks, books_of
 from hotkv_server.tiers.book.place_sizes import EncodedBytes
 from hotkv_server.tiers.compression.form import room_bytes
 from hotkv_server.tiers.drive.below import TierBelow
@@ -136,15 +137,23 @@ def encoded_bytes(settings: Settings) -> EncodedBytes | None:
     return room_bytes if settings.tiers.disk.compress == "auto" else None
 
 
-def take_over_lower(core: CacheCore, part: LowerPart) -> None:
+def open_books(settings: Settings, core: CacheCore, lower: LowerPart | None) -> None:
+    """Gives the core the books of the tiers of the settings, if there are any."""
+    if lower is not None or shared_tiers(settings):
+        space = None if lower is None else lower.space
+        TierBooks(core, space, settings.tiers.write_bytes_per_day, encoded_bytes(settings))
+
+
+def take_over_lower(settings: Settings, core: CacheCore, part: LowerPart) -> None:
     """Fills the space of the tier with what its records say, whether this server encodes or not.
     Blocks. Raises StartError."""
     memory, began_s = part.memory, time.monotonic()
     num_encoded = 0
-    assert core.lower is not None, "a tier without places"
+    books = books_of(core)
+    assert books.lower is not None, "a tier without places"
     try:
         wall_s, written = time.time(), memory.read_written()
-        core.lower.down.gate.recall([(wall_s - at_s, size) for at_s, size in written], began_s)
+        books.lower.down.gate.recall([(wall_s - at_s, size) for at_s, size in written], began_s)
     except (StateError, OSError) as error:
         log.warning("the disk's write budget begins anew reason=%r", str(error))
     if memory.why_empty:
@@ -167,7 +176,7 @@ def take_over_lower(core: CacheCore, part: LowerPart) -> None:
             time.monotonic() - began_s,
         )
     try:
-        if num_encoded or core.config.encoded_bytes is not None:
+        if num_encoded or encoded_bytes(settings) is not None:
             part.tier.prepare_encoding()
     except OSError as error:
         raise StartError(f"tiers.disk.compress: no memory: {error}") from error

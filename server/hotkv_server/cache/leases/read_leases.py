@@ -110,7 +110,8 @@ class ReadLeases:
         counters, found = self._books.counters, entries[entries != 0]
         if group_index < MAX_GROUPS:
             self._books.space.touch(found, now_s)
-            self._books.offer_used(found)
+            for one in self._books.below:
+                one.offer_used(found)
             counters.acquired_blocks += len(found)
             counters.missed_blocks += len(entries) - len(found)
         else:

@@ -211,7 +211,8 @@ class Stores:
         if len(entries):
             self._books.space.refresh_ancestors(int(entries[0]), now_s)
         self._uses.retain(entries, lease.retention, now_s)
-        self._books.offer_stored(entries)
+        for one in self._books.below:
+            one.offer_stored(entries)
         self._books.counters.stored_blocks += len(entries)
 
     def _publish_representations(

@@ -64,7 +64,8 @@ class Uses:
     def note(self, entries: Entries, retention: Retention, now_s: float) -> None:
         """Touches ready entries, in chain order, and pins them for as long as `retention` asks."""
         self._books.space.touch(entries, now_s, retention)
-        self._books.offer_used(entries)
+        for one in self._books.below:
+            one.offer_used(entries)
         self.retain(entries, retention, now_s)
 
     def retain(self, entries: Entries, retention: Retention, now_s: float) -> None:

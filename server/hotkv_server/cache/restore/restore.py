@@ -12,7 +12,7 @@ ready that is not whole.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,7 +29,6 @@ from hotkv_server.cache.room.burst_bounds import keep_bounds
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import BoolMask, Entries, Int64s
-from hotkv_server.tiers.book.place_sizes import EncodedBytes
 
 ADMIT_PARTS = 64
 """Blocks come back in so many parts, those used longest ago first."""
@@ -106,7 +105,7 @@ class Below:
 
     space: Space
     catalog: Catalog
-    encoded_bytes: EncodedBytes | None = None
+    encoded_bytes: Callable[[int], int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +266,10 @@ def _by_kind(numbers: Entries, groups: Entries) -> Iterator[tuple[int, int, Int6
 
 
 def _well_shaped(
-    core: Restorable, shapes: Shapes, numbers: Entries, encoded_bytes: EncodedBytes | None = None
+    core: Restorable,
+    shapes: Shapes,
+    numbers: Entries,
+    encoded_bytes: Callable[[int], int] | None = None,
 ) -> BoolMask:
     """Which records have a known shape, a slot size that belongs to it, and a slot inside the arena
     where slots of that size lie. A size belongs to a shape if it is that of its slots, or a smaller

@@ -108,9 +108,9 @@ def flush(core: CacheCore, key_space_id: int) -> Iterator[int]:
                 core.abort(lease)
         yield 0
     with ExitStack() as while_flushed:
-        while_flushed.enter_context(core.moves.stopped(key_space_id))
-        if core.lower is not None:
-            for _ in core.lower.flush(key_space_id, SCANNED_ENTRIES):
+        for one in core.below:
+            while_flushed.enter_context(one.stopped(key_space_id))
+            for _ in one.flush(key_space_id, SCANNED_ENTRIES):
                 yield 0
         for entries in _ready_blocks(core, key_space_id):
             core.flush(entries)

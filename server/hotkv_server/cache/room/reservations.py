@@ -392,7 +392,8 @@ class Reservations:
     def check_invariants(self) -> None:
         """Raises AssertionError if write leases, moves and reserved entries disagree. Linear in
         capacity."""
-        index, owned = self._books.space.index, [self._books.moves.reserved()]
+        index = self._books.space.index
+        owned = [np.empty(0, np.uint32), *(one.reserved() for one in self._books.below)]
         for lease in self._books.leases.all():
             if isinstance(lease, WriteLease):
                 owned.append(lease.entries)

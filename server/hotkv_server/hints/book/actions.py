@@ -102,10 +102,8 @@ def demote(core: CacheCore, key_space_id: int, lists: list[HashList], now_s: flo
             done.num_there += len(entries)
             done.num_done += len(entries)
             core.retention_pins.let_go(entries)
-            if core.lower is not None and len(entries):
-                lacks = core.lower.down.lacks(entries)
-                core.lower.down.waiting.add(entries[lacks])
-                core.space.removal.evict(entries[~lacks])
+            for below in core.below if len(entries) else ():
+                core.space.removal.evict(entries[below.offer_demoted(entries)])
                 entries = entries[core.space.index.is_ready(entries)]
             core.space.policy.demote(entries, core.space.index.mixed(entries), now_s)
             yield

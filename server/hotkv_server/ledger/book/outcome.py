@@ -120,9 +120,8 @@ def _why(
     words = core.space.index.find(key_space_id, group_index, hashes)
     evicted = core.space.removal.was_evicted(key_space_id, group_index, hashes)
     codes = np.where(evicted, int(Miss.EVICTED), int(Miss.NEVER_STORED))
-    if core.lower is not None:
-        below = core.lower.up.find(key_space_id, HashList(group_index, hashes)) != 0
-        codes[below] = int(Miss.LEFT_BELOW)
+    for one in core.below:
+        codes[one.find(key_space_id, HashList(group_index, hashes))] = int(Miss.LEFT_BELOW)
     codes[words >= table.RESERVED_FLAG] = int(Miss.IN_FLIGHT)
     is_ready = table.is_ready(words)
     codes[is_ready] = 0

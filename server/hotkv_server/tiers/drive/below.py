@@ -17,6 +17,7 @@ from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.persistence import state_of
 from hotkv_server.node.seams import OnReady, Tracer, nobody
 from hotkv_server.node.slices import slices
+from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.breaker import Breaker
 from hotkv_server.tiers.drive.epochs import Epochs
@@ -50,9 +51,10 @@ class TierBelow:
         moving_bytes: int,
         memory: LowerMemory | None = None,
     ) -> None:
-        assert core.lower is not None, "a tier without places"
+        lower = books_of(core).lower
+        assert lower is not None, "a tier without places"
         self.memory = memory
-        self.lower = core.lower
+        self.lower = lower
         self.tier = tier
         self.name = DISK_TIER
         self.breaker = Breaker(tier, *([] if memory is None else [memory.stalled_s]))

@@ -19,6 +19,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Entries, Int64s, Medium
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.seams import OnReady, Tracer, nobody
+from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.copies import OLD, STORED, Copies
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.breaker import Breaker
@@ -79,8 +80,9 @@ class TierCopies:
         self._breaker = breaker
         self._epochs = epochs
         self._verifier = verifier
-        self._copies = Copies(core.moves)
-        core.copies.append(self._copies)
+        books = books_of(core)
+        self._copies = Copies(books.moves)
+        books.copies.append(self._copies)
         self._most_bytes = min(MAX_OUT_BYTES, moving_bytes)
         self._out_bytes = 0
         # When other blocks than those that were stored here have their turn.

@@ -15,6 +15,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import BoolMask, HashList
 from hotkv_server.node.seams import Lying
 from hotkv_server.node.session import LiveSession
+from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.drive.choice import Listed, both, count, either, needed, worth
 from hotkv_server.tiers.drive.epochs import Epochs
 from hotkv_server.tiers.drive.shared import TierShared
@@ -72,6 +73,7 @@ class TierLookups:
         lookup_wait_s: float,
     ) -> None:
         self._core = core
+        self._books = books_of(core)
         self._sources = sources
         self._shared = shared
         self._epochs = epochs
@@ -96,16 +98,16 @@ class TierLookups:
         if all(mask.all() for mask in ready):
             return [np.zeros(len(mask), np.bool_) for mask in ready]
         # Of a tier that hangs nobody knows when it comes.
-        is_well = any(move.is_up for move in self._core.moves) and all(
+        is_well = any(move.is_up for move in self._books.moves) and all(
             one.breaker.lets_pass for one in self._sources
         )
         masks = [
-            self._core.arrivals.is_coming(key_space_id, one.group_index, one.hashes)
+            self._books.arrivals.is_coming(key_space_id, one.group_index, one.hashes)
             if is_well
             else np.zeros(len(one.hashes), np.bool_)
             for one in groups
         ]
-        absent = self._core.arrivals.absent(key_space_id, groups)
+        absent = self._books.arrivals.absent(key_space_id, groups)
         lacking = [np.zeros(len(one.hashes), np.bool_) for one in groups]
         for lack, positions in zip(lacking, absent, strict=True):
             lack[positions] = True

@@ -18,6 +18,7 @@ from hotkv_server.cache.arrays import rows
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import BoolMask, HashList, Int64s
 from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.breaker import Breaker
 from hotkv_server.tiers.drive.copies import TierCopies
@@ -68,6 +69,7 @@ class TierShared:
         self.out = TierCopies(core, tier, self.breaker, epochs, verifier, moving_bytes)
         self._epochs = epochs
         self._core = core
+        self._books = books_of(core)
         self._found: dict[bytes, float] = {}
 
     def __repr__(self) -> str:
@@ -134,7 +136,7 @@ class TierShared:
         for keys in self._keys(key_space_id, groups, wanted):
             for key in keys:
                 self._found.pop(key, None)
-        return self._core.arrivals.begin(
+        return self._books.arrivals.begin(
             key_space_id, groups, wanted, lambda group: record.shape(group).slot_bytes
         )
 
@@ -148,15 +150,15 @@ class TierShared:
     def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
         """The tier has read; returns how many blocks came damaged. One that is not there any more
         is no loss."""
-        came = self._core.arrivals.end(move, codes == Read.FOUND, checks, now_s)
+        came = self._books.arrivals.end(move, codes == Read.FOUND, checks, now_s)
         self.num_fetched += len(came)
         return int((codes == Read.CORRUPT).sum())
 
     def _absent(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
         """Positions of blocks that neither host memory nor the tier below has, or host memory
         alone while that tier is passed by."""
-        absent = self._core.arrivals.absent(key_space_id, groups)
-        lower = self._core.lower
+        absent = self._books.arrivals.absent(key_space_id, groups)
+        lower = self._books.lower
         if lower is None or (self.below is not None and not self.below.lets_pass):
             return absent
         return [

@@ -20,6 +20,7 @@ from hotkv_server.node.health import Health
 from hotkv_server.node.seams import OnReady, Tracer, nobody
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.slices import slices
+from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.below import TierBelow
 from hotkv_server.tiers.drive.epochs import Epochs, Flush
@@ -90,6 +91,7 @@ class Tiers:
         self._sources: list[Source] = [] if below is None else [below]
         self._sources.extend(shared)
         self._core = core
+        self._arrivals = books_of(core).arrivals
         self._arena = arena
         self._lookup_wait_s = lookup_wait_s
         self._coming: dict[int, Coming] = {}
@@ -144,7 +146,7 @@ class Tiers:
                 source.breaker.say()
             for coming in self._coming.values():
                 if coming.source.breaker.hangs and len(coming.move.entries):
-                    self._core.arrivals.forsake(coming.move)
+                    self._arrivals.forsake(coming.move)
                     self._tell()
 
     def trace(self, tracing: Tracer) -> None:
@@ -171,6 +173,11 @@ class Tiers:
     def names(self) -> list[str]:
         """The tiers by their numbers in `Space.origins`, the first of which is 1."""
         return [one.name for one in self._sources]
+
+    def set_write_budget(self, bytes_per_day: int | None) -> None:
+        """Changes the budget of the tier below, as `WriteGate.set_budget`; without one, nothing."""
+        if self.below is not None:
+            self.below.lower.down.gate.set_budget(bytes_per_day)
 
     def fetch_ahead(
         self,
@@ -262,7 +269,7 @@ class Tiers:
         """Moves up of blocks of these lists, of tiers that don't hang."""
         if not self._coming:
             return []
-        coming = [self._coming[n] for n in self._core.arrivals.numbers(key_space_id, groups)]
+        coming = [self._coming[n] for n in self._arrivals.numbers(key_space_id, groups)]
         return [one for one in coming if one.source.breaker.lets_pass]
 
     async def _begin_up(
@@ -331,7 +338,7 @@ class Tiers:
 
     def _end_up(self, coming: Coming) -> None:
         if self._coming.pop(coming.move.number, None) is not None:
-            self._core.arrivals.let_go(coming.move)
+            self._arrivals.let_go(coming.move)
 
 
 def moving_bytes(core: CacheCore) -> int:
