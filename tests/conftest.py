@@ -47,6 +47,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 LONGEST = (
+    "server/test_without.py",
     "pairs/test_nodes.py",
     "pairs/test_pairs.py",
     "vllm/test_residency_faults.py",

@@ -24,7 +24,8 @@ from hotkv_server.cache.room.tenants import TenantBook
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import HashList
 from hotkv_server.residency.book.residency import ResidentGroup
-from tests.core.support import residencies, words_of
+from tests.core.resident import residencies
+from tests.core.support import words_of
 
 Key = tuple[int, int, int]
 """Key space, group, number of the hash."""

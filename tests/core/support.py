@@ -19,7 +19,6 @@ from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.reader_words import ReaderMemory
 from hotkv_server.cache.values import Entries, Int64s, Reservation, Run, SlotRun
-from hotkv_server.residency.book.residencies import Residencies
 
 
 def make_table(capacity: int, num_buckets: int = 0, arena_bytes: int = 1 << 30) -> BlockTable:
@@ -142,11 +141,3 @@ def evict_all(core: CacheCore, key_space_id: int) -> tuple[int, int]:
     """All parts of `incremental.evict_all`: (dropped, kept)."""
     counts = list(incremental.evict_all(core, key_space_id))
     return sum(dropped for dropped, _ in counts), sum(kept for _, kept in counts)
-
-
-def residencies(core: CacheCore) -> Residencies:
-    """The residencies of this core, which has some from the first call on."""
-    for pinner in core.pinners:
-        if isinstance(pinner, Residencies):
-            return pinner
-    return Residencies(core)

@@ -20,6 +20,7 @@ from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.integrity.evidence import condemn
 from hotkv_server.residency.book import residencies as book
 from hotkv_server.residency.book.bound import slot_cost
+from tests.core.resident import residencies
 from tests.core.support import (
     begin_store,
     evict,
@@ -27,7 +28,6 @@ from tests.core.support import (
     flush,
     make_key_space,
     make_table,
-    residencies,
     words_of,
 )
 
