@@ -396,13 +396,15 @@ def test_tools_read_the_same_over_grpc(published: tuple[Server, Path], engine: M
         admin.evict(number, 0, prompt[0])
         one.session.flush().result(60)
         seen: list[dict[str, Any]] = []
-        while len(seen) < 3:
+        while not seen or seen[-1]["event"] != "cleared":
             items, lost = next(stream)
             assert lost == 0
             seen += items
         stream.close()  # type: ignore[attr-defined]
-    stored_event, removed, _ = seen
-    assert [item["event"] for item in seen] == ["stored", "removed", "cleared"]
+    stored_event, removed = seen[:2]
+    assert [item["event"] for item in seen[:2]] == ["stored", "removed"]
+    # A flush in parts may tell of blocks before it tells that all are gone.
+    assert {item["event"] for item in seen[2:-1]} <= {"removed"}
     assert {item["key_space_id"] for item in seen} == {number}
     assert stored_event["hashes"] == b"".join(prompt).hex() and stored_event["token_ids"] == ids
     assert (

@@ -110,7 +110,7 @@ def test_sparse_attention_is_put_in_before_the_session_begins(
     one = rig()
     done: list[str] = []
     monkeypatch.setattr(one.rank, "export", lambda caches: done.append("export"))
-    monkeypatch.setattr(one.worker.sparse, "install", lambda caches: done.append("install"))
+    monkeypatch.setattr(one.worker.sparse, "install_sparse", lambda caches: done.append("install"))
     monkeypatch.setattr(one.rank, "open", lambda *_: done.append("open"))
     one.worker.memory.register({})
     assert done == ["export", "install", "open"]
