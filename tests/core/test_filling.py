@@ -101,6 +101,33 @@ def test_the_start_fills_so_much_at_least(arena: FileMapping, place: Path) -> No
     filling.close()
 
 
+def test_a_piece_that_somebody_fills_before_the_start_sets_nothing_back(
+    arena: FileMapping, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pinner waits for memory before the thread starts, and is slow with its piece."""
+    filling = Filling(arena, place / "filled", 0)
+    begun, go, populate = threading.Event(), threading.Event(), arena.populate
+
+    def slow(start: int, length: int) -> None:
+        if not begun.is_set():
+            begun.set()
+            go.wait(1.0)
+        populate(start, length)
+
+    monkeypatch.setattr(arena, "populate", slow)
+    waiting = threading.Thread(target=filling.wait, args=(ARENA,))
+    waiting.start()
+    assert begun.wait(DEADLINE_S)
+    filling.start(lambda *_: None, settles=False)
+    assert filling._thread is not None
+    filling._thread.join(1.0)
+    go.set()
+    waiting.join(DEADLINE_S)
+    filling._thread.join(DEADLINE_S)
+    assert not waiting.is_alive() and filling.is_done and filling.is_alive()
+    filling.close()
+
+
 def test_the_note_is_of_one_file(arena: FileMapping, place: Path) -> None:
     filling, note = Filling(arena, place / "filled", 0), place / "filled"
     filling.fill_for(0)

@@ -63,7 +63,7 @@ class Filling:
         # Huge pages were tried up to here.
         self._huge_end = 0
         self._takes_huge = filled_bytes < arena.num_bytes
-        self._changed = threading.Condition()
+        self._turn, self._changed = threading.Lock(), threading.Condition()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -222,17 +222,21 @@ class Filling:
 
     def _fill_next(self) -> None:
         """Fills one piece. Blocks. Raises OSError if memory is short."""
-        start = self._filled_bytes
-        length, began_s = min(COLLAPSE_BYTES, self._arena.num_bytes - start), time.monotonic()
-        available_bytes = limits.available_bytes()
-        if available_bytes < length + RESERVE_BYTES:
-            raise OSError(f"only {available_bytes >> 20} MiB of memory are free")
-        self._bring_in_next(start, length)
-        self._bytes_per_s = length / max(1e-6, time.monotonic() - began_s)
-        with self._changed:
-            self._filled_bytes = start + length
-            self._changed.notify_all()
-        self._write_note()
+        # Who waits before `start` fills by itself, and may still do so when the thread begins.
+        with self._turn:
+            start = self._filled_bytes
+            length, began_s = min(COLLAPSE_BYTES, self._arena.num_bytes - start), time.monotonic()
+            if not length:
+                return
+            available_bytes = limits.available_bytes()
+            if available_bytes < length + RESERVE_BYTES:
+                raise OSError(f"only {available_bytes >> 20} MiB of memory are free")
+            self._bring_in_next(start, length)
+            self._bytes_per_s = length / max(1e-6, time.monotonic() - began_s)
+            with self._changed:
+                self._filled_bytes = start + length
+                self._changed.notify_all()
+            self._write_note()
 
     def _bring_in_next(self, start: int, length: int) -> None:
         if self._takes_huge:
