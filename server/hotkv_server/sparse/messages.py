@@ -169,11 +169,3 @@ def layer_growth(messages: Iterable[sparse_pb2.LayerCounters]) -> list[LayerGrow
             LayerGrowth(m.layer_index, np.array([getattr(m, name) for name in SPARSE_COUNTERS]))
         )
     return growth
-
-
-def layer_counters(growth: LayerGrowth) -> sparse_pb2.LayerCounters:
-    """A layer's counters on the wire."""
-    return sparse_pb2.LayerCounters(
-        layer_index=growth.layer_index,
-        **dict(zip(SPARSE_COUNTERS, growth.values.tolist(), strict=True)),
-    )
