@@ -218,7 +218,7 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/worker/side.py": RANK,
     "connector_vllm/hotkv_vllm/scheduler/": REQUESTS,
     "connector_vllm/hotkv_vllm/scheduler/reset.py": f"tests/vllm/test_reset.py {REQUESTS}",
-    "connector_vllm/hotkv_vllm/scheduler/storable.py": f"tests/vllm/test_hybrid.py {REQUESTS}",
+    "connector_vllm/hotkv_vllm/scheduler/stores.py": f"tests/vllm/test_hybrid.py {REQUESTS}",
     "connector_vllm/hotkv_vllm/residency/resident_requests.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/residency/resident.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/residency/rows.py": RESIDENTS,
@@ -232,7 +232,7 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/identity/exactness.py": f"tests/vllm/test_exactness.py {ENGINE}",
     "connector_vllm/hotkv_vllm/metadata.py": f"tests/vllm/test_metadata.py {ENGINE}",
     "connector_vllm/hotkv_vllm/compat/multi.py": "tests/vllm/test_multi_connector.py",
-    "connector_vllm/hotkv_vllm/scheduler/other_loads.py": (
+    "connector_vllm/hotkv_vllm/scheduler/loads.py": (
         "tests/vllm/test_load_books.py tests/vllm/test_multi_connector.py"
     ),
     "connector_vllm/hotkv_vllm/sides.py": f"tests/vllm/test_sides.py {ENGINE}",

@@ -15,12 +15,11 @@ from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob, StoreReport
-from hotkv_vllm.scheduler.fence import Fence
-from hotkv_vllm.scheduler.groups import CachedGroups
+from hotkv_vllm.scheduler.groups import CachedGroups, RepresentationPlanner
 from hotkv_vllm.scheduler.hits import HitFinder
-from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.scheduler.stores import StorePlanner
+from hotkv_vllm.scheduler.stores_in_flight import Fence
 from hotkv_vllm.stats import HotKVStats
 
 TOKENS = 16

@@ -90,7 +90,7 @@ def pool(_: Any) -> dict[str, Any]:
 
 
 def come_alone(llm: Any) -> dict[str, Any]:
-    from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
+    from hotkv_vllm.scheduler.groups import RepresentationPlanner
 
     finder = _scheduler_side(llm).cache.finder
     finder.representations = RepresentationPlanner(len(finder.groups.specs))

@@ -15,12 +15,10 @@ from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.identity.adapters import Adapters, Standing
 from hotkv_vllm.scheduler import admission
 from hotkv_vllm.scheduler.admission import Admission
-from hotkv_vllm.scheduler.assembly import Assembly, Engine
-from hotkv_vllm.scheduler.joining import Joining
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Phase
 from hotkv_vllm.scheduler.reset import CacheReset
-from hotkv_vllm.scheduler.sharing import LINKS_PATIENCE_S, Sharing
+from hotkv_vllm.scheduler.sharing import LINKS_PATIENCE_S, Assembly, Engine, Joining, Sharing
 from hotkv_vllm.sparse import rows
 from hotkv_vllm.sparse.rows import SparseRows
 from tests.vllm.parts import TOKENS, Clock, Parts, request

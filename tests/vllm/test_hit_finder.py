@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from hotkv_client.types import LeaseGrant
-from hotkv_vllm.scheduler.failed_loads import PATIENCE_S
 from hotkv_vllm.scheduler.hits import (
     HINT_MEMORY_S,
     LEASE_SHARE_BEFORE_LOAD,
@@ -16,6 +15,7 @@ from hotkv_vllm.scheduler.hits import (
     NEVER_AGAIN,
     pinned_masks,
 )
+from hotkv_vllm.scheduler.loads import ADMISSION_PATIENCE_S
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, HitState, Phase
 from tests.vllm.parts import FULL, STATES, TOKENS, WINDOW, Parts, request
 
@@ -476,7 +476,7 @@ def test_a_grant_does_not_wait_for_ever_behind_a_request_whose_load_failed() -> 
     parts = Parts()
     state = granted(parts)
     parts.finder.load_failed(parts.state(request("other", LONG)))
-    parts.clock += PATIENCE_S
+    parts.clock += ADMISSION_PATIENCE_S
     assert parts.match(state) == (4 * TOKENS, True)
     parts.clock += 0.01
     assert parts.match(state) == NO_HIT and not parts.server.leases

@@ -14,8 +14,8 @@ import pytest
 
 from hotkv_client.types import LoadRun
 from hotkv_vllm.metadata import HotKVWorkerMetadata, LoadJob
-from hotkv_vllm.scheduler import worker_links
-from hotkv_vllm.scheduler.quarantine import Quarantine
+from hotkv_vllm.scheduler import sharing
+from hotkv_vllm.scheduler.loads import Quarantine
 from hotkv_vllm.worker import rank_loads
 from hotkv_vllm.worker.device_order import Mark
 from hotkv_vllm.worker.rank_loads import RankLoads, never_begun
@@ -353,7 +353,7 @@ def test_a_worker_that_is_lost_later_is_said_after_a_while(
     one.generate("a", prompt(2, 100), 4)
     one.drop_local()
     assert one.generate("b", PROMPT, 2) == (answer, 0) and not lines
-    monkeypatch.setattr(worker_links, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(sharing, "ABSENCE_PATIENCE_S", 0.0)
     one.generate("c", prompt(3, 100), 4)
     one.generate("d", prompt(4, 100), 4)
     assert len(lines) == 1 and server.count("load") == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hotkv_proto.groups import GroupKind, GroupSpec, needed_blocks
 from hotkv_vllm.compat import kv_groups
-from hotkv_vllm.scheduler.storable import StorableBlocks, prompt_boundaries
+from hotkv_vllm.scheduler.stores import StorableBlocks, prompt_boundaries
 from tests.vllm.harness import prompt
 from tests.vllm.specs import HYBRIDS, full_model, hybrid_model, uneven_model
 

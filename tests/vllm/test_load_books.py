@@ -10,10 +10,8 @@ import pytest
 from hotkv_client.types import LoadRun
 from hotkv_vllm.compat import NULL_BLOCK
 from hotkv_vllm.metadata import LoadJob
-from hotkv_vllm.scheduler.failed_loads import PATIENCE_S, FailedLoads
-from hotkv_vllm.scheduler.load_orders import LoadOrders
-from hotkv_vllm.scheduler.other_loads import OtherLoads
-from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
+from hotkv_vllm.scheduler.admission import WrittenBlocks
+from hotkv_vllm.scheduler.loads import ADMISSION_PATIENCE_S, FailedLoads, LoadOrders, OtherLoads
 from tests.vllm.parts import ids
 
 # ------------------------------------------------------------------------------------- failed loads
@@ -33,8 +31,8 @@ def test_a_hit_waits_a_moment_while_requests_wait_whose_load_failed() -> None:
     failed = FailedLoads()
     assert not failed.outwait(10.0, 99.0)
     failed.add("a")
-    assert not failed.outwait(10.0, 10.0 + PATIENCE_S)
-    assert failed.outwait(10.0, 10.0 + PATIENCE_S + 0.01)
+    assert not failed.outwait(10.0, 10.0 + ADMISSION_PATIENCE_S)
+    assert failed.outwait(10.0, 10.0 + ADMISSION_PATIENCE_S + 0.01)
     failed.scheduled(["b"])
     assert failed.outwait(10.0, 99.0)
     failed.scheduled(["a"])

@@ -20,8 +20,8 @@ from hotkv_vllm import link
 from hotkv_vllm.compat import checks
 from hotkv_vllm.connector import HotKVConnector
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata, StoreReport
-from hotkv_vllm.scheduler import joining
-from hotkv_vllm.scheduler.other_loads import OtherLoads
+from hotkv_vllm.scheduler import sharing
+from hotkv_vllm.scheduler.loads import OtherLoads
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.other_connectors import (
     PLAN,
@@ -119,7 +119,7 @@ def test_a_rank_that_never_answers(
     for _ in range(3):
         one.step()
     assert not one.outputs["waits"]
-    monkeypatch.setattr(joining, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(sharing, "JOINING_PATIENCE_S", 0.0)
     children(one.connector)[0]._scheduler.sharing.joining._until_s = None
     one.run()
     assert len(one.outputs["waits"]) == 4 and not server.blocks
@@ -197,14 +197,14 @@ def test_reports_of_two_ranks() -> None:
     assert joined.stores[1].results == [b"\0", b"\1"] and joined.stores[2].results == [b""]
     assert whole.kv_connector_output.failed_recving == {"a"}
     assert (
-        joining.Joining(2).handshakes(joined) == handshakes
-        and joining.Joining(3).handshakes(joined) == []
+        sharing.Joining(2).handshakes(joined) == handshakes
+        and sharing.Joining(3).handshakes(joined) == []
     )
     late = KVOutputAggregator(2)
     half = late.aggregate([output(ranks[0], {"a"}), output(None, set())])
     assert half is not None and half.kv_connector_output is not None
     assert (
-        joining.Joining(2).handshakes(half.kv_connector_output.kv_connector_worker_meta.metadata[1])
+        sharing.Joining(2).handshakes(half.kv_connector_output.kv_connector_worker_meta.metadata[1])
         == []
     )
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_vllm.scheduler.patience import MOST_PASSED_BY, PATIENCE_S, Patience
+from hotkv_vllm.scheduler.hits import ANSWER_PATIENCE_S, MOST_PASSED_BY, Patience
 from tests.vllm.parts import TOKENS, Parts, request
 
 SHARES = st.sampled_from([0.0, 0.1, 0.4, 0.6, 1.0, 1.5, 30.0])
@@ -35,7 +35,7 @@ class Server:
 
     @property
     def left_s(self) -> float:
-        return PATIENCE_S - sum(self.waits) - WAKING_S * len(self.waits)
+        return ANSWER_PATIENCE_S - sum(self.waits) - WAKING_S * len(self.waits)
 
     def wait_for(self, answer: "Future[Any]", seconds: float) -> bool:
         needs_s = self.needs_s[id(answer)]
@@ -56,7 +56,7 @@ def test_waits_are_bounded_in_each_step_and_rare_after_waits_in_vain(
         patience.begin_step()
         server.waits.clear()
         for share in shares:
-            asked.append(server.ask(share * PATIENCE_S))
+            asked.append(server.ask(share * ANSWER_PATIENCE_S))
             before, left_s = len(server.waits), server.left_s
             is_there = patience.awaits(asked[-1])
             has_waited = len(server.waits) > before
@@ -68,10 +68,10 @@ def test_waits_are_bounded_in_each_step_and_rare_after_waits_in_vain(
                 passes_by -= 1
                 assert not is_there and not has_waited
             else:
-                assert has_waited and is_there == (share * PATIENCE_S <= left_s)
+                assert has_waited and is_there == (share * ANSWER_PATIENCE_S <= left_s)
                 vain = 0 if is_there else vain + 1
                 passes_by = min(2**vain - 1, MOST_PASSED_BY)
-        assert sum(server.waits) <= PATIENCE_S * (1 + 1e-9)
+        assert sum(server.waits) <= ANSWER_PATIENCE_S * (1 + 1e-9)
 
 
 def test_it_really_waits_for_an_answer_and_no_longer_than_it_may() -> None:

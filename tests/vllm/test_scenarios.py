@@ -8,7 +8,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from hotkv_vllm import link
-from hotkv_vllm.scheduler import missing_blocks, step_planner
+from hotkv_vllm.scheduler import step_planner, stores
 from tests.vllm.harness import Engine, prompt
 from tests.vllm.oracle import answer_of, audit
 from tests.vllm.specs import full_model, hybrid_model, mixed_model
@@ -229,7 +229,7 @@ def test_a_step_of_very_many_blocks_is_stored_in_parts(
 ) -> None:
     """The server takes so many in a call, and not more; with two requests in a step and one chain
     longer than a part."""
-    monkeypatch.setattr(missing_blocks, "STORE_BLOCKS", 3)
+    monkeypatch.setattr(stores, "STORE_BLOCKS", 3)
     first, second = engine(specs=model(), v2=v2), engine(specs=model(), v2=v2)
     first.add("a", PROMPT, 2)
     first.add("b", OTHER, 2)

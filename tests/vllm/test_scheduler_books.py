@@ -13,13 +13,11 @@ from hotkv_proto.retention import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retenti
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.hints.requests import LOG_INTERVAL_S, HintReader
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
-from hotkv_vllm.scheduler import hidden_keys, joining, worker_links
-from hotkv_vllm.scheduler.groups import CachedGroups
-from hotkv_vllm.scheduler.hidden_keys import HiddenKeys
-from hotkv_vllm.scheduler.joining import Joining
+from hotkv_vllm.scheduler import hits, sharing
+from hotkv_vllm.scheduler.groups import CachedGroups, RepresentationPlanner
+from hotkv_vllm.scheduler.hits import HiddenKeys
 from hotkv_vllm.scheduler.reports import UseReports
-from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
-from hotkv_vllm.scheduler.worker_links import WorkerLinks
+from hotkv_vllm.scheduler.sharing import Joining, WorkerLinks
 from hotkv_vllm.stats import HotKVStats
 from tests.vllm.parts import FULL, TOKENS, Parts, request
 
@@ -82,7 +80,7 @@ def test_the_first_epoch_clears_what_was_hidden_before_it() -> None:
 
 
 def test_the_oldest_keys_are_forgotten_beyond_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hidden_keys, "MAX_HIDDEN_KEYS", 3)
+    monkeypatch.setattr(hits, "MAX_HIDDEN_KEYS", 3)
     hidden = HiddenKeys()
     hidden.hide(0, [b"a", b"b", b"c"])
     assert shown(hidden, 0, b"a", b"b", b"c") == [False] * 3
@@ -282,7 +280,7 @@ def test_a_worker_that_stays_absent_is_warned_of_once(
     warnings: list[str], patience_s: float | None
 ) -> None:
     links = WorkerLinks()
-    waits_s = worker_links.PATIENCE_S if patience_s is None else patience_s
+    waits_s = sharing.ABSENCE_PATIENCE_S if patience_s is None else patience_s
     links.check(True, 0.0, patience_s)
     links.told({1: "gone"}, 10.0)
     # The time runs from the first of them on.
@@ -305,9 +303,9 @@ def test_without_a_server_no_worker_is_warned_of(warnings: list[str]) -> None:
     links = WorkerLinks()
     links.told({1: "gone"}, 10.0)
     links.check(False, 100.0)
-    links.check(True, 100.0 + worker_links.PATIENCE_S - 0.1)
+    links.check(True, 100.0 + sharing.ABSENCE_PATIENCE_S - 0.1)
     assert not warnings
-    links.check(True, 100.0 + worker_links.PATIENCE_S)
+    links.check(True, 100.0 + sharing.ABSENCE_PATIENCE_S)
     assert len(warnings) == 1
 
 
@@ -318,9 +316,9 @@ def test_requests_ask_again_until_ranks_are_late(warnings: list[str]) -> None:
     one = Joining(2)
     assert not one.was_late
     assert one.asks_again(10.0) and not one.was_late
-    assert one.asks_again(10.0 + joining.PATIENCE_S - 0.1) and not warnings
+    assert one.asks_again(10.0 + sharing.JOINING_PATIENCE_S - 0.1) and not warnings
     for _ in range(3):
-        assert not one.asks_again(10.0 + joining.PATIENCE_S)
+        assert not one.asks_again(10.0 + sharing.JOINING_PATIENCE_S)
         assert one.was_late and len(warnings) == 1
 
 

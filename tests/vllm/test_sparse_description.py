@@ -15,7 +15,7 @@ from hotkv_sparse.centre_file import write_centres
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConfigError, ConnectorConfig
-from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
+from hotkv_vllm.scheduler.admission import WrittenBlocks
 from hotkv_vllm.sparse.batch import SparseLayer
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 from hotkv_vllm.sparse.setup import centre_of

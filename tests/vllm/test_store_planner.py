@@ -9,8 +9,8 @@ from hotkv_client.fence import Revocations, SharedFence
 from hotkv_client.types import BlockResult, BlockRun
 from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_vllm.identity.exactness import EVERYTHING
-from hotkv_vllm.scheduler.fence import Fence
-from hotkv_vllm.scheduler.missing_blocks import STORE_BLOCKS, portions
+from hotkv_vllm.scheduler.stores import STORE_BLOCKS, portions
+from hotkv_vllm.scheduler.stores_in_flight import Fence
 from tests.vllm.parts import (
     BLOCK_BYTES,
     FULL,
@@ -355,9 +355,9 @@ def test_one_store_has_so_many_blocks_at_most(sizes: list[int], stores: int) -> 
 
 
 def test_chains_are_no_longer_than_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hotkv_vllm.scheduler import missing_blocks
+    from hotkv_vllm.scheduler import stores
 
-    monkeypatch.setattr(missing_blocks, "STORE_BLOCKS", 3)
+    monkeypatch.setattr(stores, "STORE_BLOCKS", 3)
     parts = Parts()
     jobs, _ = plan(parts, (parts.state(request("a", 112)), 112))
     assert stored(jobs) == [(0, [1, 2, 3]), (0, [4, 5, 6]), (0, [7])]

@@ -10,9 +10,7 @@ from hotkv_client.fence import Revocations, SharedFence
 from hotkv_client.types import BlockResult, BlockRun
 from hotkv_vllm.metadata import StoreJob
 from hotkv_vllm.scheduler import stores_in_flight
-from hotkv_vllm.scheduler.fence import Fence
-from hotkv_vllm.scheduler.store_results import stored_whole
-from hotkv_vllm.scheduler.stores_in_flight import StoreInFlight
+from hotkv_vllm.scheduler.stores_in_flight import Fence, StoreInFlight, stored_whole
 from tests.vllm.parts import (
     BLOCK_BYTES,
     Parts,

@@ -17,7 +17,7 @@ from hotkv_proto.store_options import StoreOptions
 from hotkv_proto.traces import Span, Traces
 from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
 from hotkv_vllm.config import ConfigError, ConnectorConfig
-from hotkv_vllm.scheduler.tails import Tails
+from hotkv_vllm.scheduler.stores import Tails
 from hotkv_vllm.tracing.requests import RequestTrace, open_traces
 from tests.server.test_life import wait_until
 from tests.vllm.harness import prompt

@@ -11,7 +11,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from hotkv_client.types import LinkState
-from hotkv_vllm.scheduler.load_room import LoadRoom
+from hotkv_vllm.scheduler.loads import LoadRoom
 from tests.vllm.harness import prompt
 from tests.vllm.specs import WINDOW, hybrid_model
 from tests.vllm.tiny import BLOCK_TOKENS

@@ -3,25 +3,22 @@
 What is always true: each request that hotkv knows has one state; what is taken for it (a lease, a
 load) is given back when it ends, however it ends; and each block that vLLM gives a request is in
 `written` before any worker gets the step. Scheduler thread only; blocks for the moment that
-`patience` allows, no longer.
+`hits.Patience` allows, no longer.
 """
 
 import time
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from hotkv_proto.misses import Miss
-from hotkv_vllm.compat import NULL_BLOCK, kv_groups, sparse_layers
+from hotkv_vllm.compat import NULL_BLOCK, kv_groups, sparse_layers, steps
 from hotkv_vllm.costs.load_choice import LoadChoice
 from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.identity.adapters import Standing
-from hotkv_vllm.scheduler.assembly import Assembly, Engine
-from hotkv_vllm.scheduler.load_orders import LoadOrders
-from hotkv_vllm.scheduler.load_room import LoadRoom
-from hotkv_vllm.scheduler.other_loads import OtherLoads
+from hotkv_vllm.scheduler.loads import LoadOrders, LoadRoom, OtherLoads
 from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Answer, Phase, RequestState
-from hotkv_vllm.scheduler.sharing import Sharing
-from hotkv_vllm.scheduler.written_blocks import WrittenBlocks
+from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
 from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
 
 
@@ -301,3 +298,67 @@ class Admission:
                 self._abandon(request_id)
         finally:
             self.others.admitted(request_id)
+
+
+# ----------------------------------------------------------------------- blocks about to be written
+
+
+class WrittenBlocks:
+    """Blocks that somebody is about to write for the first time since vLLM gave them away: what was
+    known of them is void, and stores that read them must end.
+
+    A step's prefill and decode show in its schedule, loads of this connector in its plan. What
+    another connector loads, beside this one, shows only where vLLM says that a request has its
+    blocks. This is the one collector of all three. Scheduler thread only.
+
+    Collects them from one step to the next.
+    """
+
+    def __init__(self, tokens_per_block: Sequence[int]) -> None:
+        """`tokens_per_block`: per vLLM group; 0 takes all blocks of the group."""
+        self._block_tokens = tuple(tokens_per_block)
+        self._matched_tokens: dict[str, int] = {}
+        self._blocks: set[int] = set()
+        self._scheduler_output: Any = None
+
+    def __repr__(self) -> str:
+        return f"WrittenBlocks(requests {len(self._matched_tokens)}, blocks {len(self._blocks)})"
+
+    def matched(self, request_id: str, num_tokens: int) -> None:
+        """vLLM's own prefix cache holds the first `num_tokens`."""
+        self._matched_tokens[request_id] = num_tokens
+
+    def allocated(self, request: Any, blocks: Any) -> None:
+        """The request has its blocks; those behind its own prefix hit, or behind a load that has
+        ended, are new to it."""
+        valid_tokens = max(
+            request.num_computed_tokens, self._matched_tokens.pop(request.request_id, 0)
+        )
+        for tokens, ids in zip(self._block_tokens, blocks.get_block_ids(), strict=True):
+            self._blocks.update(ids[valid_tokens // tokens if tokens else 0 :])
+
+    def add(self, blocks: Collection[int]) -> None:
+        """These were given away, too."""
+        self._blocks.update(blocks)
+
+    def ended(self, request_id: str) -> None:
+        """The request is no more."""
+        self._matched_tokens.pop(request_id, None)
+
+    def step(self, scheduler_output: Any) -> None:
+        """A step is planned. What it writes is looked up only if somebody asks."""
+        self._scheduler_output = scheduler_output
+
+    def of_step(self) -> set[int]:
+        """Blocks that were given away since the step before, and those that this step writes."""
+        if self._scheduler_output is not None:
+            self._blocks |= steps.fresh_block_ids(self._scheduler_output, self._block_tokens)
+            self._scheduler_output = None
+        self._blocks.discard(NULL_BLOCK)
+        return self._blocks
+
+    def take(self) -> set[int]:
+        """What is known of the step by now, and begins anew: the step's workers are told."""
+        taken, self._blocks, self._scheduler_output = self._blocks, set(), None
+        taken.discard(NULL_BLOCK)
+        return taken

@@ -1,27 +1,34 @@
-"""The groups of a key space as the scheduler side uses them: what names a block, and which hit a
-set of ready blocks makes.
+"""The groups of a key space as the scheduler side uses them: what names a block, which hit a set of
+ready blocks makes (`CachedGroups`), and which representations go with blocks
+(`RepresentationPlanner`)."""
 
-What is always true: a hit ends at a multiple of the alignment and leaves at least one token to
-compute; a request that may not be shared (its adapter is not known, or vLLM's hashes don't cover
-its media) has no shared names, and so neither hits nor stores that others find.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from hotkv_client.types import GroupHashes
+from hotkv_client.types import BlockRun, GroupHashes, LoadRun
 from hotkv_proto.groups import GroupSpec, longest_hit, needed_blocks
-from hotkv_proto.keys import group_hashes
+from hotkv_proto.keys import Representation, group_hashes
 from hotkv_vllm.identity.adapters import Adapters
+from hotkv_vllm.link import BoolMask, CacheSession
 from hotkv_vllm.scheduler.request import Masks
+
+# ----------------------------------------------------------------------------------- names and hits
 
 
 class CachedGroups:
-    """See the module. `draft_groups`: indices of groups whose hits must know one block more.
-    `counts_media`: vLLM's hashes name media by a counter, so requests with media have no shared
-    names."""
+    """The groups of a key space as the scheduler side uses them: what names a block, and which hit
+    a set of ready blocks makes.
+
+    What is always true: a hit ends at a multiple of the alignment and leaves at least one token to
+    compute; a request that may not be shared (its adapter is not known, or vLLM's hashes don't
+    cover its media) has no shared names, and so neither hits nor stores that others find.
+
+    `draft_groups`: indices of groups whose hits must know one block more. `counts_media`: vLLM's
+    hashes name media by a counter, so requests with media have no shared names.
+    """
 
     def __init__(
         self,
@@ -121,3 +128,78 @@ class CachedGroups:
             range(max(blocks.start, computed_tokens // spec.block_tokens), blocks.stop)
             for spec, blocks in zip(self.specs, needed_blocks(self.specs, hit_tokens), strict=True)
         ]
+
+
+# ---------------------------------------------------------------------------------- representations
+
+
+class RepresentationPlanner:
+    """Representations of a request's blocks, from the scheduler's side: what to ask a lease for,
+    what to load, what is missing.
+
+    They go with blocks and are never waited for: a hit is as long without them, and the worker
+    builds what did not come. In a session the first kind has the index that follows the groups.
+    Groups without a kind pass by untouched.
+
+    The kinds that a session declares, one a group at most.
+    """
+
+    def __init__(self, num_groups: int, kinds: Sequence[Representation] = ()) -> None:
+        self.slot_bytes = tuple(kind.slot_bytes for kind in kinds)
+        self._num_groups = num_groups
+        self._of_group = {kind.group_index: num_groups + place for place, kind in enumerate(kinds)}
+
+    def __repr__(self) -> str:
+        return f"Represented(groups {sorted(self._of_group)})"
+
+    def asked(self, groups: Sequence[GroupHashes]) -> list[GroupHashes]:
+        """What a lease over `groups` asks for besides: the representations of the same blocks."""
+        return [
+            GroupHashes(self._of_group[g.group_index], g.hashes)
+            for g in groups
+            if g.group_index in self._of_group
+        ]
+
+    def granted(self, pinned: Sequence[BoolMask]) -> dict[int, BoolMask]:
+        """By group: of which leased blocks the representation is pinned. `pinned` is a grant's
+        answer to `asked`."""
+        return dict(zip(sorted(self._of_group), pinned, strict=True))
+
+    def loads(
+        self, granted: Mapping[int, BoolMask], runs: Sequence[LoadRun]
+    ) -> tuple[LoadRun, ...]:
+        """What comes along with the blocks of `runs`."""
+        found = []
+        for run in runs:
+            mask = granted.get(run.group_index)
+            if mask is not None and (come := mask[run.lease_positions]).any():
+                found.append(
+                    LoadRun(
+                        self._of_group[run.group_index],
+                        run.lease_positions[come],
+                        run.block_ids[come],
+                    )
+                )
+        return tuple(found)
+
+    def lacking(
+        self, session: CacheSession, group: int, hashes: Sequence[bytes]
+    ) -> BoolMask | None:
+        """Of which blocks of a group the server has no representation, as a hint; None for a group
+        without them."""
+        kind = self._of_group.get(group)
+        if kind is None:
+            return None
+        ready = session.probe(kind, hashes)
+        return np.ones(len(hashes), np.bool_) if ready is None else ~ready
+
+    def of_run(self, run: BlockRun) -> BlockRun:
+        """The run of a chain's representations."""
+        return replace(
+            run, group_index=self._of_group[run.group_index], token_ids=(), extra_keys=()
+        )
+
+    def split(self, runs: Sequence[BlockRun]) -> tuple[tuple[BlockRun, ...], tuple[BlockRun, ...]]:
+        """Runs of blocks, and runs of representations."""
+        blocks = tuple(run for run in runs if run.group_index < self._num_groups)
+        return blocks, tuple(run for run in runs if run.group_index >= self._num_groups)

@@ -9,28 +9,286 @@ itself; an answer that comes after its deadline is a miss and its lease is given
 is overdue nobody else waits; a hit leaves at least one token to compute; keys of a failed load are
 not offered again until the server answers for them or has a new epoch; representations never make a
 hit longer or shorter.
+
+`HitFinder` does this. The parts before it: `HiddenKeys`, `TableProbe`, arithmetic over the blocks
+of one hit, and `Patience`.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
-from hotkv_client.types import LeaseGrant
+import numpy as np
+
+from hotkv_client.types import Int32s, LeaseGrant, LoadRun
+from hotkv_proto.groups import PREFIX_CLOSED, Int64s, longest_prefix, needed_blocks
 from hotkv_proto.misses import Miss
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.answer_time import AnswerTime
-from hotkv_vllm.link import CacheSession
+from hotkv_vllm.link import BoolMask, CacheSession
 from hotkv_vllm.metadata import LoadJob
-from hotkv_vllm.scheduler.failed_loads import FailedLoads
-from hotkv_vllm.scheduler.groups import CachedGroups
-from hotkv_vllm.scheduler.hidden_keys import HiddenKeys
-from hotkv_vllm.scheduler.leased_blocks import load_runs, pinned_masks, stored_blocks
-from hotkv_vllm.scheduler.patience import Patience
-from hotkv_vllm.scheduler.representation_planner import RepresentationPlanner
-from hotkv_vllm.scheduler.request import ASK_AGAIN, NO_HIT, Answer, Masks, Phase, RequestState
-from hotkv_vllm.scheduler.table_probe import TableProbe
+from hotkv_vllm.scheduler.groups import CachedGroups, RepresentationPlanner
+from hotkv_vllm.scheduler.loads import FailedLoads
+from hotkv_vllm.scheduler.request import (
+    ASK_AGAIN,
+    NO_HIT,
+    Answer,
+    HitState,
+    Masks,
+    Phase,
+    RequestState,
+)
 from hotkv_vllm.stats import HotKVStats
+
+# --------------------------------------------------------------------------- keys whose load failed
+
+MAX_HIDDEN_KEYS = 1 << 16
+"""The oldest are forgotten beyond that."""
+
+
+class HiddenKeys:
+    """Keys whose load failed. They are not offered, and are stored again, until the server has
+    answered for them or has a new epoch.
+
+    A key is (group, block hash).
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[tuple[int, bytes], None] = {}
+        self._epoch = 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __repr__(self) -> str:
+        return f"HiddenKeys({len(self._keys)})"
+
+    def set_epoch(self, epoch: int) -> None:
+        """Notes the server's epoch. A new one clears everything."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._keys.clear()
+
+    def hide(self, group: int, hashes: Iterable[bytes]) -> None:
+        """Adds keys whose load failed."""
+        self._keys.update(((group, h), None) for h in hashes)
+        excess = len(self._keys) - MAX_HIDDEN_KEYS
+        for key in list(itertools.islice(self._keys, max(0, excess))):
+            del self._keys[key]
+
+    def clear(self, group: int, block_hash: bytes) -> None:
+        """Removes a key: the server has it anew."""
+        self._keys.pop((group, block_hash), None)
+
+    def clear_all(self) -> None:
+        """Removes all keys."""
+        self._keys.clear()
+
+    def mask(self, group: int, hashes: Sequence[bytes], ready: BoolMask) -> BoolMask:
+        """Returns `ready` without the hidden keys."""
+        if not self._keys:
+            return ready
+        return ready & np.fromiter(
+            ((group, h) not in self._keys for h in hashes), np.bool_, len(hashes)
+        )
+
+
+# ---------------------------------------------------------------------------------- the block table
+
+
+class TableProbe:
+    """Looks at the mapped block table for what a request could hit. A hint: a lease settles it.
+
+    Probes group by group, those first whose ready blocks bound every hit.
+    """
+
+    def __init__(self, session: CacheSession, groups: CachedGroups, hidden: HiddenKeys) -> None:
+        self._session = session
+        self._groups = groups
+        self._hidden = hidden
+        specs = groups.specs
+        self._order = sorted(
+            range(len(specs)), key=lambda index: specs[index].kind not in PREFIX_CLOSED
+        )
+
+    def __repr__(self) -> str:
+        return f"TableProbe({len(self._order)} groups)"
+
+    def ready(self, request: Any, computed_tokens: int) -> Masks | None:
+        """Which blocks are ready, per group; None if no table is mapped. `computed_tokens`: hit in
+        the engine's own cache."""
+        limit = request.num_tokens - 1
+        specs = self._groups.specs
+        masks: list[BoolMask] = [np.zeros(0, np.bool_)] * len(specs)
+        for index in self._order:
+            spec = specs[index]
+            hashes = self._groups.hashes(request, index)[: self._groups.num_blocks(index, limit)]
+            if spec.kind in PREFIX_CLOSED:
+                ready = self._prefix(index, hashes, computed_tokens // spec.block_tokens)
+            else:
+                ready = self._session.probe(index, hashes)
+            if ready is None:
+                return None
+            masks[index] = self._hidden.mask(index, hashes, ready)
+            if spec.kind in PREFIX_CLOSED:
+                # No hit is longer, so the other groups need not be looked at beyond.
+                limit = min(limit, spec.reach_tokens(masks[index]))
+                if limit <= computed_tokens:
+                    break
+        return tuple(masks)
+
+    def may_lie_below(self, request: Any, masks: Masks, computed_tokens: int) -> bool:
+        """Whether a hit may be longer than the table says, because the server has tiers."""
+        limit = request.num_tokens - 1
+        return self._session.has_tiers and not self._groups.is_whole(masks, computed_tokens, limit)
+
+    def _prefix(self, index: int, hashes: Sequence[bytes], first: int) -> BoolMask | None:
+        """Leading blocks that are ready, by a few probes. Blocks before `first` are the engine's
+        own."""
+        # Most requests that miss do so at their first block.
+        head = self._session.probe(index, hashes[first : first + 1])
+        if head is None:
+            return None
+        left = len(hashes) - first if head.all() else 0
+
+        def ready_at(places: Int64s) -> BoolMask:
+            ready = self._session.probe(index, [hashes[first + place] for place in places.tolist()])
+            return np.zeros(len(places), np.bool_) if ready is None else ready
+
+        return np.arange(len(hashes)) < first + longest_prefix(ready_at, max(0, left))
+
+
+# ---------------------------------------------------------------------------- the blocks of one hit
+
+# Arithmetic over the blocks of one hit: which of them its lease has pinned, which to load where,
+# and which need not be stored afterwards. Pure.
+#
+# What is always true: nothing is loaded that the lease does not pin.
+
+
+def leased_positions(blocks: range, left_out: range) -> Int32s:
+    """The blocks of a group that a lease covers, rising: those of `blocks` but for `left_out`."""
+    found = np.arange(blocks.start, blocks.stop, dtype=np.int32)
+    return found[(found < left_out.start) | (found >= left_out.stop)]
+
+
+def stored_blocks(groups: CachedGroups, hit: HitState) -> tuple[int, ...]:
+    """Per group: leading blocks that need not be stored after a load, as the server has them."""
+    found = []
+    for index, spec in enumerate(groups.specs):
+        num_blocks = hit.hit_tokens // spec.block_tokens
+        mask = hit.represented.get(index)
+        if mask is not None and not mask.all():
+            # Blocks that came without a representation are looked at once more, so that they get
+            # one.
+            positions = leased_positions(hit.leased[index], hit.left_out)
+            num_blocks = min(num_blocks, int(positions[np.argmin(mask)]))
+        found.append(num_blocks)
+    return tuple(found)
+
+
+def pinned_masks(groups: CachedGroups, hit: HitState, pinned: Sequence[BoolMask]) -> Masks:
+    """Which blocks a lease has pinned, per group; `pinned` is the grant's answer for the leased
+    ones. What is left out counts as pinned: others see to that."""
+    masks = []
+    for index, (blocks, is_pinned) in enumerate(zip(hit.leased, pinned, strict=True)):
+        # Of the block behind a drafter's hit only the hash matters, so it is not leased.
+        mask = np.ones(groups.num_blocks(index, hit.hit_tokens), np.bool_)
+        mask[: blocks.stop] = False
+        mask[leased_positions(blocks, hit.left_out)] = is_pinned
+        mask[hit.left_out.start : hit.left_out.stop] = True
+        masks.append(mask)
+    return tuple(masks)
+
+
+def load_runs(
+    groups: CachedGroups,
+    hit: HitState,
+    block_ids: Sequence[Sequence[int]],
+    hit_tokens: int,
+    null_block: int,
+) -> list[LoadRun]:
+    """What to load where for a hit of `hit_tokens`, per group; nothing if the lease does not cover
+    all of it."""
+    runs = []
+    for index, (spec, blocks) in enumerate(
+        zip(groups.specs, needed_blocks(groups.specs, hit_tokens), strict=True)
+    ):
+        first = max(blocks.start, hit.computed_tokens // spec.block_tokens)
+        table = np.asarray(block_ids[index][first : blocks.stop], np.int32)
+        if first + len(table) < blocks.stop:
+            return []
+        wanted = np.arange(first, first + len(table), dtype=np.int32)[table != null_block]
+        table = table[table != null_block]
+        if not len(table):
+            continue
+        leased = leased_positions(hit.leased[index], hit.left_out)
+        at = np.searchsorted(leased, wanted).astype(np.int32)
+        is_leased = at[-1] < len(leased) and np.array_equal(leased[at], wanted)
+        if not is_leased or not hit.ready[index][wanted].all():
+            return []
+        runs.append(LoadRun(index, at, table))
+    return runs
+
+
+# ------------------------------------------------------------------------------ waiting for answers
+
+ANSWER_PATIENCE_S = 0.002
+"""In each step. With asynchronous scheduling the workers compute meanwhile."""
+MOST_PASSED_BY = 63
+"""So many answers at most are not waited for after one that was, and did not come."""
+
+
+def _is_there_in(answer: "Future[Any]", seconds: float) -> bool:
+    return bool(wait((answer,), seconds).done)
+
+
+class Patience:
+    """Waits a moment for the server's answers, so that a hit costs the engine no further step.
+
+    The server answers sooner than a step ends, and vLLM asks the connector again only in its next
+    step. Always true: all waits of one step together last ANSWER_PATIENCE_S at most; after waits in
+    vain fewer are tried. Scheduler thread only.
+
+    `clock`: seconds. `wait_for`: waits for an answer so many seconds at most; whether it is there.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        wait_for: "Callable[[Future[Any], float], bool]" = _is_there_in,
+    ) -> None:
+        self._clock, self._wait_for = clock, wait_for
+        self._left_s = ANSWER_PATIENCE_S
+        self._pause = self._passes_by = 0
+
+    def __repr__(self) -> str:
+        return f"Patience({self._left_s:.4f} s left, {self._passes_by} to pass by)"
+
+    def begin_step(self) -> None:
+        """The engine plans its next step."""
+        self._left_s = ANSWER_PATIENCE_S
+
+    def awaits(self, answer: "Future[Any]") -> bool:
+        """Whether the answer is there, maybe after a wait."""
+        if answer.done():
+            return True
+        if self._left_s <= 0:
+            return False
+        if self._passes_by:
+            self._passes_by -= 1
+            return False
+        began_s = self._clock()
+        is_there = self._wait_for(answer, self._left_s)
+        self._left_s -= self._clock() - began_s
+        self._pause = 0 if is_there else min(2 * self._pause + 1, MOST_PASSED_BY)
+        self._passes_by = self._pause
+        return is_there
+
+
+# ------------------------------------------------------------------------ from a request to its hit
 
 MISS_MEMORY_S = 0.05
 """A request that missed is not looked up again for this long."""

@@ -4,22 +4,336 @@ What is always true: there is a `cache` only while the ranks of one engine agree
 is the one that stands for the engine's weights as far as ranks have said; and nothing is offered or
 stored while a rank is without a session, while weights may be others, or while a reset is under
 way. Scheduler thread only; waits for the server at the start and after changed weights, else never.
+
+`Sharing` decides. The parts before it: `WorkerLinks` (which workers have a session), `Joining` (a
+start whose handshakes come late) and `Assembly` (what works over one key space).
 """
 
+import logging
 import threading
 import time
-from dataclasses import replace
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hotkv_client.types import Role, SessionConfig
 from hotkv_proto import native
-from hotkv_vllm.compat import Unsupported
+from hotkv_vllm import link
+from hotkv_vllm.compat import Unsupported, kv_groups
+from hotkv_vllm.compat.device_pool import DevicePool
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.costs.prefill_speed import PrefillSpeed
+from hotkv_vllm.identity.adapters import Adapters
 from hotkv_vllm.identity.agreement import Agreement, agree
+from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.identity.rekeying import RECONNECT_S, Rekeying
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
-from hotkv_vllm.scheduler.assembly import Assembly, Engine, assemble
-from hotkv_vllm.scheduler.joining import Joining
-from hotkv_vllm.scheduler.worker_links import WorkerLinks
+from hotkv_vllm.residency.calls import ResidencyCalls
+from hotkv_vllm.residency.resident_requests import ResidentRequests
+from hotkv_vllm.scheduler.groups import CachedGroups, RepresentationPlanner
+from hotkv_vllm.scheduler.hits import HitFinder
+from hotkv_vllm.scheduler.loads import FailedLoads
+from hotkv_vllm.scheduler.reports import UseReports
+from hotkv_vllm.scheduler.reset import CacheReset
+from hotkv_vllm.scheduler.stores import StorePlanner
+from hotkv_vllm.scheduler.stores_in_flight import Fence
+from hotkv_vllm.sparse.sequences import SparseGroup, SparseSequences, Streams
+from hotkv_vllm.stats import HotKVStats
+from hotkv_vllm.tracing.requests import RequestTraces, open_traces
+
+# -------------------------------------------------------------------------- sessions of the workers
+
+ABSENCE_PATIENCE_S = 5.0
+"""How long a worker may be without a session before a warning; sessions reconnect on their own, one
+after the other."""
+
+
+class WorkerLinks:
+    """Which of the engine's workers have a session with the server, as they say themselves.
+    Scheduler thread only.
+
+    What is always true: while a worker is without a session nothing is offered and nothing planned
+    for storing, since that worker could neither load nor store. Workers say when their state
+    changes, and in each step in which they are asked; they are asked while one is absent.
+    """
+
+    def __init__(self) -> None:
+        self._absent: dict[int, str] = {}
+        self._since_s = 0.0
+        self._said: set[int] = set()
+        self._heard = True
+
+    def __repr__(self) -> str:
+        return f"WorkerLinks(absent: {self._absent})"
+
+    @property
+    def are_complete(self) -> bool:
+        return not self._absent
+
+    @property
+    def will_say(self) -> bool:
+        """A worker was absent when there was no server, and has not been heard of since: it may be
+        there again."""
+        return bool(self._absent) and not self._heard
+
+    def told(self, links: Mapping[int, str], now_s: float, is_connected: bool = True) -> None:
+        """By rank: why it has no session; empty for one that has. `is_connected`: the scheduler's
+        own session."""
+        if links:
+            self._heard = is_connected
+        for rank, why in links.items():
+            if not why:
+                self._absent.pop(rank, None)
+                self._said.discard(rank)
+                continue
+            if not self._absent:
+                self._since_s = now_s
+            self._absent[rank] = why
+
+    def check(self, is_connected: bool, now_s: float, patience_s: float | None = None) -> None:
+        """Warns once of a worker that stays absent while the scheduler's own session
+        `is_connected`."""
+        if not self._absent:
+            return
+        if not is_connected:
+            # No server: the scheduler's own session says so.
+            self._since_s = now_s
+            return
+        if now_s < self._since_s + (ABSENCE_PATIENCE_S if patience_s is None else patience_s):
+            return
+        for rank, why in self._absent.items():
+            if rank not in self._said:
+                self._said.add(rank)
+                logger.warning(
+                    "hotkv: worker %d has no session with the KV cache server (%s), so this "
+                    "engine neither loads nor stores; the server "
+                    "must run on the worker's node, answer at hotkv.target and be able to map "
+                    "its memory (a unix: target; for CUDA a "
+                    "server with the same GPU). The worker goes on trying",
+                    rank,
+                    why,
+                )
+
+
+# ------------------------------------------------------------------------ handshakes that come late
+
+JOINING_PATIENCE_S = 5.0
+
+
+class Joining:
+    """The start of a connector whose handshake comes with a step's report, because vLLM has not
+    forwarded it (MultiConnector).
+
+    Until all ranks have reported theirs the scheduler side stores and loads nothing, so nothing
+    needs to be revoked either. Requests that arrive meanwhile are kept and answered "ask again":
+    the step that this leaves empty brings the reports within milliseconds. A rank that never
+    answers delays the first requests once, by `JOINING_PATIENCE_S` at most.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._requests: dict[str, Any] = {}
+        self._until_s: float | None = None
+        self.was_late = False
+
+    def __repr__(self) -> str:
+        return (
+            f"Joining(ranks={self._num_ranks}, requests={len(self._requests)}, "
+            f"late={self.was_late})"
+        )
+
+    def arrived(self, request: Any) -> None:
+        """Keeps a request until hotkv can look at it."""
+        self._requests[request.request_id] = request
+
+    def ended(self, request_id: str) -> None:
+        """Forgets a request."""
+        self._requests.pop(request_id, None)
+
+    def asks_again(self, now_s: float) -> bool:
+        """Returns True while a request is to be asked again; its time runs from the first call on.
+        Warns once of ranks that are late."""
+        if self._until_s is None:
+            self._until_s = now_s + JOINING_PATIENCE_S
+        was_late, self.was_late = self.was_late, now_s >= self._until_s
+        if self.was_late and not was_late:
+            logger.warning(
+                "hotkv is off until all ranks have told the scheduler what they store; the engine "
+                "runs without it"
+            )
+        return not self.was_late
+
+    def handshakes(self, report: HotKVWorkerMetadata) -> list[HotKVHandshake]:
+        """The handshakes of all ranks; empty while one is missing."""
+        return list(report.handshakes) if len(report.handshakes) >= self._num_ranks else []
+
+    def take_requests(self) -> list[Any]:
+        """The requests that wait, in the order of their arrival."""
+        taken, self._requests = list(self._requests.values()), {}
+        return taken
+
+
+# -------------------------------------------------------------------- what works over one key space
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What lasts as long as the engine, whatever its key space. `counts_media`: block hashes do not
+    cover the content of images and other media. `learnt_prefill`: what hits are weighed against;
+    None if all are to be taken, as where contexts live in host memory. `traces`: None without
+    tracing."""
+
+    vllm_config: Any
+    kv_cache_config: Any
+    config: ConnectorConfig
+    stats: HotKVStats
+    adapters: Adapters
+    exactness: Exactness
+    counts_media: bool
+    pool: DevicePool
+    prefill: PrefillSpeed = field(init=False)
+    learnt_prefill: PrefillSpeed | None = field(init=False)
+    failed_loads: FailedLoads = field(init=False)
+    traces: RequestTraces | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        prefill = PrefillSpeed(self.stats)
+        weighs = self.config.load == "auto" and self.pool.spec is None
+        object.__setattr__(self, "prefill", prefill)
+        object.__setattr__(self, "learnt_prefill", prefill if weighs else None)
+        object.__setattr__(self, "failed_loads", FailedLoads())
+        object.__setattr__(self, "traces", open_traces(self.config))
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """What works over one key space on the scheduler side. Once the ranks agree it is made, and
+    made anew for another key space.
+
+    `cache_groups`: as vLLM numbers them. `memory`: None without sparse decode. `residencies`: None
+    where the whole context stays on the device.
+    """
+
+    cache_groups: tuple[kv_groups.CacheGroup, ...]
+    session: link.CacheSession
+    finder: HitFinder
+    planner: StorePlanner
+    reports: UseReports
+    reset: CacheReset
+    memory: SparseSequences | None
+    residencies: ResidentRequests | None
+
+
+def assemble(engine: Engine, agreement: Agreement) -> Assembly:
+    """Begins the scheduler's session and makes what works over it. Whatever it raises, no session
+    is left behind."""
+    config = engine.config
+    engine_id = str(engine.vllm_config.kv_transfer_config.engine_id)
+    cache_groups = kv_groups.cache_groups(engine.vllm_config, engine.kv_cache_config)
+    streams = Streams(link.log_state("scheduler", logging.INFO))
+    session = link.open_session(
+        SessionConfig(
+            target=config.target,
+            engine_id=engine_id,
+            role=Role.SCHEDULER,
+            key_space=agreement.space,
+            representations=agreement.kinds,
+            client_name="hotkv-vllm scheduler",
+            use_table=config.use_table,
+            credentials=config.credentials,
+            on_state=streams,
+        )
+    )
+    prefix = f"{engine_id[:8]}-{uuid.uuid4().hex[:8]}"
+    try:
+        return _over(session, engine, agreement, cache_groups, streams, prefix)
+    except BaseException:
+        session.close()
+        raise
+
+
+def _over(
+    session: link.CacheSession,
+    engine: Engine,
+    agreement: Agreement,
+    cache_groups: tuple[kv_groups.CacheGroup, ...],
+    streams: Streams,
+    prefix: str,
+) -> Assembly:
+    space, config, stats = agreement.space, engine.config, engine.stats
+    groups = CachedGroups(
+        space.groups,
+        space.hash_block_tokens,
+        kv_groups.hit_alignment_tokens(engine.kv_cache_config, cache_groups),
+        kv_groups.draft_groups(engine.vllm_config, cache_groups),
+        engine.adapters,
+        engine.counts_media,
+    )
+    representations = RepresentationPlanner(len(space.groups), agreement.kinds)
+    finder = HitFinder(
+        session,
+        groups,
+        config,
+        stats,
+        prefix,
+        representations,
+        engine.pool.left_out,
+        engine.failed_loads,
+    )
+    residencies = None
+    if engine.pool.spec is not None:
+        residencies = ResidentRequests(
+            ResidencyCalls(session, streams, stats),
+            groups,
+            engine.exactness,
+            engine.pool,
+            stats,
+            config.residency_timeout_s,
+        )
+    planner = StorePlanner(
+        session,
+        finder,
+        cache_groups,
+        engine.vllm_config.parallel_config.world_size,
+        config,
+        stats,
+        prefix,
+        Fence(agreement.revocations),
+        engine.exactness,
+        residencies,
+    )
+    reports = UseReports(
+        session,
+        space.hash_block_tokens,
+        stats,
+        groups.keys,
+        engine.prefill,
+        tells_speed=engine.learnt_prefill is not None,
+    )
+    sparse_groups = _sparse_groups(agreement, cache_groups)
+    memory = None
+    if config.sparse is not None and sparse_groups:
+        min_tokens = config.sparse.min_context_tokens
+        memory = SparseSequences(session, streams, sparse_groups, groups.hashes, min_tokens, prefix)
+    reset = CacheReset(session, planner)
+    return Assembly(cache_groups, session, finder, planner, reports, reset, memory, residencies)
+
+
+def _sparse_groups(
+    agreement: Agreement, cache_groups: tuple[kv_groups.CacheGroup, ...]
+) -> list[SparseGroup]:
+    """The groups that have layers which decode sparsely."""
+    sparse = {number for _, number in agreement.sparse_layers}
+    return [
+        SparseGroup(index, group.block_tokens)
+        for index, group in enumerate(cache_groups)
+        if group.vllm_group in sparse
+    ]
+
+
+# ------------------------------------------------------------------------- whether there is a cache
 
 LINKS_PATIENCE_S = 0.25
 """How long a request may wait for the workers to say that they, too, have a session with a server
@@ -27,7 +341,10 @@ that has come back."""
 
 
 class Sharing:
-    """See the module. `joining`: while handshakes are awaited that vLLM does not forward."""
+    """Decides whether there is a cache, and opens and closes it.
+
+    `joining`: while handshakes are awaited that vLLM does not forward; else None.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -3,7 +3,8 @@
 Holds together what lasts as long as the engine: `sharing` (whether there is a cache, and of which
 key space), `requests` (what each request has), `steps` (what the workers are to do) and `residents`
 (requests that outgrow the device). In the scheduler's thread; after the start nothing blocks but a
-reset, and a hit as long as `patience` lasts. Without a cache every hook returns after one test.
+reset, and a hit as long as `hits.Patience` lasts. Without a cache every hook returns after one
+test.
 """
 
 import time
@@ -20,8 +21,7 @@ from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
 from hotkv_vllm.residency.side import ResidentSide
 from hotkv_vllm.scheduler.admission import Admission
-from hotkv_vllm.scheduler.assembly import Assembly, Engine
-from hotkv_vllm.scheduler.sharing import Sharing
+from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
 from hotkv_vllm.scheduler.step_planner import StepPlanner
 from hotkv_vllm.stats import HotKVStats
 

@@ -14,8 +14,7 @@ from hotkv_vllm.costs.prefill_speed import LEAST_STEP_TOKENS
 from hotkv_vllm.hooks import HookEdge, hook, nothing
 from hotkv_vllm.metadata import HotKVMetadata, StoreJob
 from hotkv_vllm.scheduler.admission import Admission
-from hotkv_vllm.scheduler.assembly import Assembly, Engine
-from hotkv_vllm.scheduler.sharing import Sharing
+from hotkv_vllm.scheduler.sharing import Assembly, Engine, Sharing
 from hotkv_vllm.sparse.rows import SparseRows, sparse_rows
 
 

@@ -2,35 +2,343 @@
 only; never blocks.
 
 What is always true: a block being stored is not written before its store has ended or is revoked
-(`fence`), because every step that may write blocks for the first time lists the stores that read
-any of them, whoever writes them. Block tables are read from vLLM at each step and never kept. A
-block has at most one store in flight (`stores_in_flight`). Which of a request's blocks are worth
-storing is `missing_blocks`'.
+(`stores_in_flight.Fence`), because every step that may write blocks for the first time lists the
+stores that read any of them, whoever writes them. Block tables are read from vLLM at each step and
+never kept. A block has at most one store in flight (`stores_in_flight`).
+
+`StorePlanner` plans a step. The parts before it: `StorableBlocks` (which blocks a hit can use),
+`MissingBlocks` (which of a request's blocks the server lacks) and `Tails` (blocks of ended
+requests).
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from hotkv_client.types import BlockRun
+from hotkv_client.types import BlockRun, Int32s
+from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.retention import Retention
 from hotkv_proto.store_options import StoreOptions
+from hotkv_vllm.compat import NULL_BLOCK, steps
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.exactness import EVERYTHING, Exactness
-from hotkv_vllm.link import CacheSession
+from hotkv_vllm.link import BoolMask, CacheSession
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
 from hotkv_vllm.residency.resident_requests import ResidentRequests
-from hotkv_vllm.scheduler.fence import Fence
 from hotkv_vllm.scheduler.hits import HitFinder
-from hotkv_vllm.scheduler.missing_blocks import Handoffs, MissingBlocks, Tables, portions
 from hotkv_vllm.scheduler.request import RequestState, StoreState
-from hotkv_vllm.scheduler.store_results import settle
-from hotkv_vllm.scheduler.stores_in_flight import StoresInFlight
-from hotkv_vllm.scheduler.tails import Tails
+from hotkv_vllm.scheduler.stores_in_flight import Fence, StoresInFlight, settle
 from hotkv_vllm.stats import HotKVStats
 from hotkv_vllm.tracing.requests import RequestTrace
+
+# ----------------------------------------------------------------------- which blocks a hit can use
+
+
+class StorableBlocks:
+    """The blocks of one group that a hit could ever use, and so are worth storing.
+
+    Hits end at multiples of the hit alignment. A block is reachable if some such boundary at or
+    behind its end needs it. What a boundary needs reaches further back the later it is at most, so
+    the first boundary behind the block decides. Reachability repeats along the prompt, so each
+    group has a pattern of one period.
+
+    `alignment_tokens`: of hits, a multiple of the group's block size.
+    `state_interval_tokens` (recurrent states only): states at multiples of it, rounded up to whole
+    alignments, are kept; 0 for all. `is_draft`: a hit also needs to know the block behind it
+    (`hotkv_proto.groups.longest_hit`).
+    """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        alignment_tokens: int,
+        state_interval_tokens: int = 0,
+        is_draft: bool = False,
+    ) -> None:
+        self._spec = spec
+        self._is_draft = is_draft
+        self._alignment = alignment_tokens
+        self._interval = (
+            -(-state_interval_tokens // alignment_tokens) * alignment_tokens
+            if spec.kind is GroupKind.MAMBA
+            else 0
+        )
+        period_tokens = math.lcm(
+            self._interval or alignment_tokens,
+            spec.window_tokens if spec.kind is GroupKind.CHUNKED_LOCAL else 1,
+        )
+        self._pattern: BoolMask = np.array(
+            [self._at(block) for block in range(period_tokens // spec.block_tokens)], np.bool_
+        )
+        self.is_everything = bool(self._pattern.all())
+
+    def __repr__(self) -> str:
+        return (
+            f"Reach({self._spec.kind.name}, {int(self._pattern.sum())} of "
+            f"{len(self._pattern)} blocks)"
+        )
+
+    def _at(self, block: int) -> bool:
+        end_tokens = (block + 1) * self._spec.block_tokens
+        if self._interval:
+            return end_tokens % self._interval == 0
+        if self._is_draft and block * self._spec.block_tokens % self._alignment == 0:
+            return True
+        boundary = -(-end_tokens // self._alignment) * self._alignment
+        return self._spec.first_needed_block(boundary) <= block
+
+    def mask(self, first: int, stop: int, kept_boundaries: tuple[int, ...] = ()) -> BoolMask:
+        """Which of blocks [first, stop) to store. `kept_boundaries`: tokens at which a state is
+        kept whatever the interval."""
+        mask = np.take(self._pattern, np.arange(first, stop) % len(self._pattern))
+        if self._interval:
+            for boundary in kept_boundaries:
+                block = boundary // self._spec.block_tokens - 1
+                if boundary % self._alignment == 0 and first <= block < stop:
+                    mask[block - first] = True
+        return mask
+
+
+def prompt_boundaries(
+    prompt_tokens: int, alignment_tokens: int, drops_last_block: bool
+) -> tuple[int, ...]:
+    """Where a later request can go on that repeats this prompt, or extends it; one alignment
+    earlier too where a drafter has the last block of a hit recomputed.
+    """
+    ends = {(prompt_tokens - 1) // alignment_tokens, prompt_tokens // alignment_tokens}
+    if drops_last_block:
+        ends |= {end - 1 for end in ends}
+    return tuple(sorted(end * alignment_tokens for end in ends if end > 0))
+
+
+# -------------------------------------------------------------------- which blocks the server lacks
+
+STORE_BLOCKS = 1 << 13
+"""Most blocks of one store. The server takes no more than 2^16 in a call, and the sooner a store
+ends the sooner its blocks are found."""
+Handoff = tuple[int, int, int]
+"""A state at a block boundary that vLLM names itself (Mamba "align" mode): vLLM's group, block,
+boundary in tokens."""
+Tables = Callable[[str], "tuple[Sequence[int], ...] | None"]
+"""A request's block ids per vLLM group, as they are in this step."""
+Handoffs = Mapping[str, Sequence[Handoff]]
+"""By request: states that vLLM names itself."""
+
+
+class MissingBlocks:
+    """Finds which of a request's full blocks the server lacks, as runs of neighbours.
+
+    What is always true: only blocks that a hit can use are stored (`StorableBlocks`), only exact
+    ones (`exactness`), and no block twice at a time. What holds for a block that is stored holds
+    for one whose representation is.
+    """
+
+    def __init__(
+        self,
+        session: CacheSession,
+        finder: HitFinder,
+        cache_groups: tuple[CacheGroup, ...],
+        state_interval_tokens: int,
+        stats: HotKVStats,
+        in_flight: StoresInFlight,
+    ) -> None:
+        self._in_flight = in_flight
+        self._session = session
+        self._finder = finder
+        self._groups = finder.groups
+        self._cache_groups = cache_groups
+        self._representations = finder.representations
+        self._stats = stats
+        self._storable = tuple(
+            StorableBlocks(
+                spec,
+                self._groups.alignment_tokens,
+                state_interval_tokens,
+                index in self._groups.draft_groups,
+            )
+            for index, spec in enumerate(self._groups.specs)
+        )
+
+    def __repr__(self) -> str:
+        return f"MissingBlocks({self._groups})"
+
+    def runs(
+        self,
+        state: RequestState,
+        index: int,
+        hashes: Sequence[bytes],
+        begin: int,
+        ids: Int32s,
+        planned: set[int],
+    ) -> list[BlockRun]:
+        """What of one group's blocks `ids`, the first of which is block `begin`, is to be stored.
+        `planned`: blocks that are about to be stored; these are added.
+
+        A representation is stored with its block, or after it if the server lacks it.
+        """
+        if not len(ids):
+            return []
+        end, wanted = begin + len(ids), ids != NULL_BLOCK
+        if not self._storable[index].is_everything:
+            storable = self._storable_mask(state, index, begin, end)
+            num_useless = int((wanted & ~storable).sum())
+            if num_useless:
+                self._stats.add("unreachable_blocks", num_useless)
+            wanted &= storable
+        reading = self._in_flight.reading
+        if reading or planned:
+            wanted &= np.fromiter(
+                (b not in reading and b not in planned for b in ids.tolist()), np.bool_, len(ids)
+            )
+        names = hashes[begin:end]
+        lacking = self._representations.lacking(self._session, index, names)
+        along = (
+            []
+            if lacking is None
+            else self._chains(state, index, hashes, begin, ids, wanted & lacking)
+        )
+        ready = self._session.probe(index, names)
+        if ready is not None:
+            wanted &= ~self._finder.hidden.mask(index, names, ready)
+        runs = self._chains(state, index, hashes, begin, ids, wanted) + [
+            self._representations.of_run(run) for run in along
+        ]
+        planned.update(block for run in runs for block in run.block_ids.tolist())
+        return runs
+
+    def handed_over(
+        self,
+        state: RequestState,
+        entries: Sequence[Handoff],
+        exact_tokens: int,
+        planned: set[int],
+    ) -> list[BlockRun]:
+        """What of the states `entries` is to be stored: none behind the request's `exact_tokens`.
+        `planned`: as in `runs`."""
+        found: list[BlockRun] = []
+        groups = self._cache_groups
+        for vllm_group, block, boundary in entries:
+            index = next((i for i, g in enumerate(groups) if g.vllm_group == vllm_group), -1)
+            if index < 0 or boundary % groups[index].block_tokens or boundary > exact_tokens:
+                continue
+            place = boundary // groups[index].block_tokens - 1
+            hashes = self._groups.hashes(state.request, index)
+            if 0 <= place < len(hashes):
+                one = np.array([block], np.int32)
+                found += self.runs(state, index, hashes, place, one, planned)
+        return found
+
+    def _storable_mask(self, state: RequestState, index: int, begin: int, end: int) -> BoolMask:
+        """Which of a group's blocks [begin, end) a hit could use."""
+        ends = prompt_boundaries(
+            state.request.num_prompt_tokens,
+            self._groups.alignment_tokens,
+            bool(self._groups.draft_groups),
+        )
+        kept = (*ends, steps.shared_prefix_boundary(state.request))
+        return self._storable[index].mask(begin, end, kept)
+
+    def _chains(
+        self,
+        state: RequestState,
+        index: int,
+        hashes: Sequence[bytes],
+        begin: int,
+        ids: Int32s,
+        wanted: BoolMask,
+    ) -> list[BlockRun]:
+        """The wanted ones of the blocks `ids` as chains of neighbours, each no longer than a
+        store."""
+        places = np.flatnonzero(wanted)
+        chains = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
+        chains = [
+            chain[start : start + STORE_BLOCKS]
+            for chain in chains
+            for start in range(0, len(chain), STORE_BLOCKS)
+        ]
+        return [
+            self._run(state, index, hashes, begin + int(chain[0]), ids[chain]) for chain in chains
+        ]
+
+    def _run(
+        self, state: RequestState, index: int, hashes: Sequence[bytes], first: int, ids: Int32s
+    ) -> BlockRun:
+        """A chain of neighbours that begins with the group's block `first`."""
+        stop, tokens = first + len(ids), self._groups.specs[index].block_tokens
+        parent = hashes[first - 1] if first else b""
+        if not self._session.wants_token_ids:
+            return BlockRun(index, list(hashes[first:stop]), ids, parent, first)
+        token_ids = state.request.all_token_ids[first * tokens : stop * tokens]
+        extra_keys = steps.event_extra_keys(state.request, range(first, stop), tokens)
+        return BlockRun(
+            index, list(hashes[first:stop]), ids, parent, first, token_ids, extra_keys=extra_keys
+        )
+
+
+def portions(runs: Sequence[BlockRun]) -> list[list[BlockRun]]:
+    """Runs of at most STORE_BLOCKS blocks each, in their order, as stores of no more than that."""
+    stores: list[list[BlockRun]] = []
+    room = 0
+    for run in runs:
+        if not stores or len(run.hashes) > room:
+            stores.append([])
+            room = STORE_BLOCKS
+        stores[-1].append(run)
+        room -= len(run.hashes)
+    return stores
+
+
+# -------------------------------------------------------------------------- tails of ended requests
+
+Tail = tuple[Retention, RequestTrace | None, tuple[BlockRun, ...]]
+
+
+class Tails:
+    """Blocks of ended requests that wait for the next step's stores: their hash became known after
+    the request's last step.
+
+    What is always true: a tail that has a block which is about to be written is not stored, not
+    even in part, because what follows a gap is found by nobody.
+
+    Scheduler thread only. `waiting`: the tails, and `blocks`: what they have.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[Tail] = []
+        self.blocks: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"Tails({len(self.waiting)})"
+
+    def add(
+        self, retention: Retention, runs: Sequence[BlockRun], trace: RequestTrace | None = None
+    ) -> None:
+        """Keeps a request's tail until the next step."""
+        if runs:
+            self.waiting.append((retention, trace, tuple(runs)))
+
+    def drop_written(self, written: Collection[int]) -> None:
+        """Drops tails that have one of these blocks."""
+        self.waiting = [
+            (retention, trace, tail)
+            for retention, trace, tail in self.waiting
+            if not any(int(block) in written for run in tail for block in run.block_ids)
+        ]
+
+    def take(self) -> list[Tail]:
+        """Returns what waits; from now on nothing does."""
+        taken, self.waiting, self.blocks = self.waiting, [], set()
+        return taken
+
+    def forget(self) -> None:
+        """Drops what waits."""
+        self.waiting, self.blocks = [], set()
+
+
+# ------------------------------------------------------------------------------- what a step stores
 
 Whose = tuple[Retention, str, RequestTrace | None]
 """What blocks of one store share: retention, the resident request (or none), the traced one."""

@@ -1,24 +1,78 @@
-"""Stores that ranks are working at, and the blocks that these read. Scheduler thread only.
-
-What is always true: a block has at most one store in flight; the bytes in flight are those of the
-stores that are here; a store leaves when all ranks have reported its end, or UNREPORTED_S after it
-was planned.
+"""Stores that ranks are working at: how each can be revoked (`Fence`), which blocks they read
+(`StoresInFlight`), and what they have come to (`settle`). Scheduler thread only.
 """
 
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hotkv_client.types import BlockRun
+import numpy as np
+
+from hotkv_client.fence import Revocations
+from hotkv_client.types import BlockResult, BlockRun
 from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
-from hotkv_vllm.scheduler.fence import Fence
+from hotkv_vllm.scheduler.hits import HiddenKeys
+from hotkv_vllm.stats import HotKVStats
 from hotkv_vllm.tracing.requests import RequestTrace, end_store
 
 if TYPE_CHECKING:
     from hotkv_proto.traces import Span
+
+
+# ----------------------------------------------------------------------------------------- revoking
+
+
+class Fence:
+    """How a step takes blocks back from stores that read them: the one fence of the scheduler side.
+
+    What is always true: before anybody writes a block that a store reads, that store is revoked or
+    has ended. There are two ways, and callers need not know which one is in use:
+
+    - Each step lists the stores that read blocks which it gives away, and each worker ends those
+      before the step goes on (`worker.rank_stores`). This is done always.
+    - If the runner writes blocks before it tells connectors (`checks.writes_before_it_tells`) the
+      list would come too late. Then the ranks share a page with the scheduler, each store has a
+      word in it, and the scheduler sets the word before any worker gets the step. The server reads
+      the word between copy and commit.
+
+    Without `revocations` the workers alone take blocks back.
+    """
+
+    def __init__(self, revocations: Revocations | None = None) -> None:
+        self.revocations = revocations
+
+    def __repr__(self) -> str:
+        return f"Fence({self.revocations or 'workers take back'})"
+
+    def take(self) -> int | None:
+        """A word for a new store, 0 if it needs none. None if all words are in use: the store could
+        not be revoked, and must not be sent."""
+        if self.revocations is None:
+            return 0
+        return self.revocations.take() or None
+
+    def revoke(self, index: int) -> None:
+        """From here on the store of this word commits nothing more."""
+        if self.revocations is not None:
+            self.revocations.revoke(index)
+
+    def revoke_all(self) -> None:
+        """The same for all stores under way."""
+        if self.revocations is not None:
+            self.revocations.revoke_all()
+
+    def end(self, index: int) -> None:
+        """Gives a word back. A rank may have given up waiting for the server, which may still be at
+        work, so the word is revoked too."""
+        if self.revocations is not None:
+            self.revocations.end(index)
+
+
+# ---------------------------------------------------------------------------------------- in flight
+
 
 _store_ids = itertools.count(1)
 """Of all planners of this process: workers may report stores of one that is gone."""
@@ -52,7 +106,14 @@ class StoreInFlight:
 
 
 class StoresInFlight:
-    """See the module. `reading`: by block, the store that reads it and was not taken back."""
+    """Stores that ranks are working at, and the blocks that these read.
+
+    What is always true: a block has at most one store in flight; the bytes in flight are those of
+    the stores that are here; a store leaves when all ranks have reported its end, or UNREPORTED_S
+    after it was planned.
+
+    `reading`: by block, the store that reads it and was not taken back.
+    """
 
     def __init__(
         self,
@@ -215,3 +276,37 @@ class StoresInFlight:
         for block in self.stores[store_id].read:
             if self.reading.get(block) == store_id:
                 del self.reading[block]
+
+
+# ------------------------------------------------------------------------------------------ results
+
+
+def settle(store: StoreInFlight, stats: HotKVStats, hidden: HiddenKeys) -> None:
+    """Counts what a store has come to, and offers again what it has stored."""
+    whole, num_stored = stored_whole(store)
+    num_whole = int(whole.sum())
+    for name, count in (
+        ("stored_blocks", num_stored),
+        ("present_blocks", num_whole - num_stored),
+        ("refused_blocks", store.num_blocks - num_whole),
+    ):
+        if count:
+            stats.add(name, count)
+    if len(hidden):
+        keys = [(run.group_index, one) for run in store.runs for one in run.hashes]
+        for (group, block_hash), good in zip(keys, whole.tolist(), strict=True):
+            if good:
+                hidden.clear(group, block_hash)
+
+
+def stored_whole(store: StoreInFlight) -> tuple[Any, int]:
+    """Returns which blocks of a store count as stored, as a mask, and how many of these are new to
+    the server. A block counts only if every rank has its shard in the server."""
+    num_blocks = store.num_blocks
+    answers = np.full((max(1, len(store.results)), num_blocks), BlockResult.ABORTED, np.uint8)
+    for row, result in enumerate(store.results):
+        part = np.frombuffer(result, np.uint8)[:num_blocks]
+        answers[row, : len(part)] = part
+    is_written = (answers <= BlockResult.WRITTEN).all(axis=0)
+    whole = is_written & (answers <= BlockResult.PRESENT).any(axis=0)
+    return whole, int((whole & (answers == BlockResult.STORED).any(axis=0)).sum())
