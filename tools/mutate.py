@@ -187,13 +187,14 @@ TESTS: dict[str, str] = {
     ),
     "connector_vllm/hotkv_vllm/identity/adapter_watch.py": "tests/vllm/test_adapters.py",
     "connector_vllm/hotkv_vllm/worker/layout.py": (
-        f"tests/vllm/test_folding.py tests/vllm/test_sparse_parts.py {SEAMS}"
+        f"tests/vllm/test_folding.py tests/vllm/test_cuda_export.py {SEAMS} "
+        "tests/vllm/test_sparse_parts.py"
     ),
     "connector_vllm/hotkv_vllm/identity/ranks.py": (
         "tests/vllm/test_ranks.py tests/vllm/test_ranks_together.py"
     ),
     "connector_vllm/hotkv_vllm/identity/rekeying.py": "tests/vllm/test_rekeying.py",
-    "connector_vllm/hotkv_vllm/worker/session.py": f"tests/vllm/test_rekeying.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/worker/session.py": (f"tests/vllm/test_rekeying.py {RANK} {ENGINE}"),
     "connector_vllm/hotkv_vllm/compat/weight_files.py": (
         "tests/vllm/test_weights_files.py tests/vllm/test_rekeying.py"
     ),
@@ -211,10 +212,8 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/worker/device_order.py": (
         "tests/vllm/test_marks.py tests/vllm/test_device_order.py"
     ),
-    "connector_vllm/hotkv_vllm/worker/exported.py": "tests/vllm/test_cuda_export.py",
     "connector_vllm/hotkv_vllm/worker/rank_stores.py": RANK,
     "connector_vllm/hotkv_vllm/worker/rank_loads.py": RANK,
-    "connector_vllm/hotkv_vllm/worker/rank_transfers.py": RANK,
     "connector_vllm/hotkv_vllm/worker/side.py": RANK,
     "connector_vllm/hotkv_vllm/scheduler/": REQUESTS,
     "connector_vllm/hotkv_vllm/scheduler/reset.py": f"tests/vllm/test_reset.py {REQUESTS}",

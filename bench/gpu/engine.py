@@ -36,7 +36,7 @@ from hotkv_client.types import After, Int32s
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout
-from hotkv_vllm.worker.exported import ExportedMemory
+from hotkv_vllm.worker.layout import ExportedMemory
 
 DEADLINE_S = 30.0
 LEASE_S = 600.0

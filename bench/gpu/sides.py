@@ -15,7 +15,7 @@ from hotkv_proto.layout import MemoryHandle
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
 from hotkv_server.testing.with_devices import FakeDevices
 from hotkv_vllm.worker.device_order import WORDS_HANDLE, CudaDevice, Event, Marks, Words
-from hotkv_vllm.worker.exported import cuda_handle
+from hotkv_vllm.worker.layout import cuda_handle
 
 
 class Side(Protocol):

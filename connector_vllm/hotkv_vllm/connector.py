@@ -88,20 +88,20 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     # --------------------------------------------------------------------------------- worker hooks
 
-    @hook(lambda self, *_: self._worker.memory.broke("shown to the server"))
+    @hook(lambda self, *_: self._worker.memory_broke("shown to the server"))
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.memory.register(kv_caches)
+        self._worker.register(kv_caches)
 
-    @hook(lambda self: self._worker.memory.unregister_broke())
+    @hook(lambda self: self._worker.unregister_broke())
     def unregister_kv_caches(self) -> None:
         """vLLM is about to discard the KV memory (from 0.33 on; 0.32 sleeps only with memory that
         hotkv can't share)."""
-        self._worker.memory.unregister()
+        self._worker.unregister()
 
-    @hook(lambda self: self._worker.memory.broke("shared again after a sleep"))
+    @hook(lambda self: self._worker.memory_broke("shared again after a sleep"))
     def restore_kv_caches(self) -> None:
         """The KV memory is mapped again at its old addresses, with other contents."""
-        self._worker.memory.restore()
+        self._worker.restore()
 
     @hook(lambda *_: HotKVHandshake(None, "a worker's handshake broke; see the engine's log"))
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -245,7 +245,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
     @hook(nothing)
     def shutdown(self) -> None:
         self._scheduler.turn_off()
-        self._worker.memory.shutdown()
+        self._worker.shutdown()
         self.clock.log()
         self.clock.write(self.config.hook_timing_file)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from hotkv_vllm.metadata import HotKVMetadata
 
-PARTS = frozenset({"memory", "requests", "residents", "sparse", "steps"})
+PARTS = frozenset({"requests", "residents", "sparse", "steps"})
 """Parts of a side that the connector calls."""
 ANSWERS: dict[str, Callable[..., Any]] = {
     "is_freeing": lambda *_: False,

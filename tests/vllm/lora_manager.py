@@ -53,7 +53,7 @@ def with_adapters(one: Any, files: dict[str, int], capacity: int = 2) -> Manager
     managers = []
     for rank, worker in enumerate(one.each_worker()):
         managers.append(Manager(files, capacity))
-        our_connector(worker)._worker.transfers.adapters = AdapterWatch(managers[-1], rank)
+        our_connector(worker)._worker.rank.adapters = AdapterWatch(managers[-1], rank)
 
     def content_of(request: LoRARequest) -> int:
         """All ranks load it."""

@@ -272,7 +272,7 @@ def test_a_worker_that_is_not_trusted_loads_and_stores_nothing(engine: Any, serv
     one.generate("stores end", prompt(9, 40))
     watch = AdapterWatch(Manager({}))
     watch._unacknowledged, watch.before_step = frozenset({1}), Mock()
-    other.worker._worker.transfers.adapters = watch
+    other.worker._worker.rank.adapters = watch
     num_stores, num_loads = server.count("store"), server.count("load")
     other.generate("warm", PROMPT + prompt(2, 50), 2)
     other.generate("stores would end", prompt(8, 40))

@@ -20,7 +20,7 @@ from hotkv_vllm.worker.device_order import (
     Marks,
     marks_for,
 )
-from hotkv_vllm.worker.exported import ExportedMemory
+from hotkv_vllm.worker.layout import ExportedMemory
 from tests.vllm.device import ToldDevice
 
 

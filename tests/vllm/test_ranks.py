@@ -19,7 +19,7 @@ from hotkv_vllm.compat.places import RankPlace
 from hotkv_vllm.identity import ranks
 from hotkv_vllm.identity.ranks import RankNote
 from hotkv_vllm.metadata import HotKVHandshake
-from hotkv_vllm.worker import own_memory
+from hotkv_vllm.worker import layout
 from tests.vllm.harness import prompt
 
 PROMPT = prompt(1, 200)
@@ -219,7 +219,7 @@ def test_a_rank_tells_the_others_whatever_breaks_in_it(
         AssertionError(),
     ):
         monkeypatch.setattr(
-            own_memory, "describe", lambda *_, error=error: (_ for _ in ()).throw(error)
+            layout, "describe", lambda *_, error=error: (_ for _ in ()).throw(error)
         )
         one = engine()
         assert told[-1].space is None and told[-1].why_off in (

@@ -14,7 +14,6 @@ from hotkv_vllm.scheduler.side import HotKVScheduler
 from hotkv_vllm.scheduler.step_planner import StepPlanner
 from hotkv_vllm.sides import ANSWERS, PARTS, NoSide
 from hotkv_vllm.sparse.rank import SparseRank
-from hotkv_vllm.worker.exported_memory import ExportedMemory
 from hotkv_vllm.worker.side import HotKVWorker
 
 OWNERS = {
@@ -23,7 +22,6 @@ OWNERS = {
     "_scheduler.residents": ResidentSide,
     "_scheduler.steps": StepPlanner,
     "_worker": HotKVWorker,
-    "_worker.memory": ExportedMemory,
     "_worker.sparse": SparseRank,
 }
 CALLED = sorted(

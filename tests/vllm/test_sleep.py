@@ -222,7 +222,7 @@ def test_memory_that_can_not_be_shared_again_turns_hotkv_off(
     answer, _ = one.generate("a", PROMPT, 4)
     one.generate("b", prompt(2, 40))
     core.sleep()
-    monkeypatch.setattr("hotkv_vllm.worker.own_memory.export", lambda *_: 1 // 0)
+    monkeypatch.setattr("hotkv_vllm.worker.layout.export", lambda *_: 1 // 0)
     core.wake_up()
     assert one.connector._scheduler.cache is None
     assert one.generate("c", PROMPT, 4) == (answer, 0)
@@ -234,7 +234,7 @@ def test_an_unregister_that_breaks_ends_the_session(
 ) -> None:
     one = engine()
     session = one.worker._worker.rank.session
-    monkeypatch.setattr(one.worker._worker.memory, "_let_go", lambda: 1 // 0)
+    monkeypatch.setattr(one.worker._worker, "_let_go", lambda: 1 // 0)
     one.worker.unregister_kv_caches()
     assert session.closed and one.worker._worker.rank.session is None
 

@@ -30,7 +30,7 @@ def test_a_load_is_sent_and_reported_once(rig: Any) -> None:
 def test_a_load_that_failed_is_reported_as_failed(rig: Any, how: str) -> None:
     one = rig()
     if how == "not trusted":
-        one.worker.transfers.adapters._unacknowledged = frozenset({1})
+        one.rank.adapters._unacknowledged = frozenset({1})
     one.step(loads=(load(),))
     answer = one.session.answers.get("t-a-k0")
     match how:

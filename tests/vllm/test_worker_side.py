@@ -3,14 +3,16 @@
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from hotkv_client.types import LoadRun, TransferStatus
 from hotkv_proto.order import NO_ORDER
+from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.identity.adapters import NO_WORK
 from hotkv_vllm.metadata import HotKVMetadata
-from hotkv_vllm.worker import exported_memory, rank_transfers
+from hotkv_vllm.worker import session, side
 from tests.vllm.parts import ids
 from tests.vllm.worker_parts import (
     FAILED,
@@ -85,7 +87,7 @@ def test_transfers_whose_mark_has_passed_are_sent_before_the_next_step(rig: Any)
 
 def test_adapters_are_told_of_each_step_before_anything_is_sent(rig: Any) -> None:
     one = rig()
-    one.worker.transfers.adapters._unacknowledged = frozenset({1})
+    one.rank.adapters._unacknowledged = frozenset({1})
     acknowledged = replace(NO_WORK, acknowledged=frozenset({1}))
     one.step(adapters=acknowledged, stores=(store(),))
     assert list(one.session.sent) == ["w1-k0"]
@@ -98,10 +100,14 @@ def test_adapters_are_watched_from_the_first_export_on(
     one = rig()
     found = [SimpleNamespace(is_watching=False), SimpleNamespace(is_watching=True)]
     left = list(found)
-    monkeypatch.setattr(rank_transfers, "watch_adapters", lambda config: left.pop(0))
+    monkeypatch.setattr(session, "watch_adapters", lambda config: left.pop(0))
+    before = one.rank.adapters
+    monkeypatch.setattr(one.rank, "_export", Mock(side_effect=Unsupported("no")))
+    assert not one.rank.export({}) and one.rank.adapters is before
+    monkeypatch.setattr(one.rank, "_export", lambda caches: None)
     for watch in (*found, found[1]):
-        one.worker.transfers.watch_adapters()
-        assert one.worker.transfers.adapters is watch
+        assert one.rank.export({})
+        assert one.rank.adapters is watch
 
 
 def test_sparse_attention_is_put_in_before_the_session_begins(
@@ -112,13 +118,13 @@ def test_sparse_attention_is_put_in_before_the_session_begins(
     monkeypatch.setattr(one.rank, "export", lambda caches: done.append("export"))
     monkeypatch.setattr(one.worker.sparse, "install_sparse", lambda caches: done.append("install"))
     monkeypatch.setattr(one.rank, "open", lambda *_: done.append("open"))
-    one.worker.memory.register({})
+    one.worker.register({})
     assert done == ["export", "install", "open"]
 
 
 def test_an_unregistration_that_broke_leaves_no_session(rig: Any) -> None:
     one = rig()
-    one.worker.memory.unregister_broke()
+    one.worker.unregister_broke()
     assert one.session.is_closed and one.rank.session is None
 
 
@@ -223,11 +229,11 @@ def test_before_a_sleep_all_transfers_are_ended(rig: Any, monkeypatch: pytest.Mo
     one.session.end("w2-k0", [STORED, STORED])
     one.device.is_there = False
     one.step(stores=(store(3),))
-    one.worker.memory.unregister()
+    one.worker.unregister()
     assert one.session.cancelled == ["t-a-k0", "w1-k0"] and closed == [True]
     assert one.worker.take_results() == ({"a"}, {"a"})
     assert one.results() == {1: [FAILED], 2: [bytes([STORED] * 2)], 3: [FAILED]}
-    assert "w3-k0" not in one.session.sent and one.worker.memory._is_unregistered
+    assert "w3-k0" not in one.session.sent and one.worker._is_unregistered
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -242,11 +248,11 @@ def test_a_server_that_hangs_does_not_keep_the_engine_awake(
         left = {answer for answer in answers if not answer.done()}
         return SimpleNamespace(not_done=left)
 
-    monkeypatch.setattr(exported_memory, "wait_futures", wait)
+    monkeypatch.setattr(side, "wait_futures", wait)
     one.session.ends_cancelled = ends
     one.step(loads=(load("a"),), stores=(store(1),))
-    one.worker.memory._let_go()
-    assert waits == [one.config.store_timeout_s + exported_memory.FENCE_GRACE_S]
+    one.worker._let_go()
+    assert waits == [one.config.store_timeout_s + side.FENCE_GRACE_S]
     assert len(one.worker.stores) == (1 if ends else 0)
     assert one.results() == {1: [FAILED]}
     # A load that a hung server has not ended stays unreported.
@@ -259,9 +265,9 @@ def test_a_worker_without_a_session_has_nothing_to_let_go(
     one = rig()
     one.rank.session = None
     monkeypatch.setattr(one.worker.loads, "make_void", lambda: 1 // 0)
-    one.worker.memory.unregister()
-    one.worker.memory._let_go()
-    assert not one.worker.memory._is_unregistered
+    one.worker.unregister()
+    one.worker._let_go()
+    assert not one.worker._is_unregistered
 
 
 def test_memory_is_exported_again_after_a_sleep_and_not_before(
@@ -271,17 +277,16 @@ def test_memory_is_exported_again_after_a_sleep_and_not_before(
     done: list[str] = []
     monkeypatch.setattr(one.rank, "export", lambda caches: done.append("export") or True)
     monkeypatch.setattr(one.rank, "open", lambda *_: done.append("open"))
-    monkeypatch.setattr(one.worker.transfers, "watch_adapters", lambda: done.append("watch"))
-    one.worker.memory.restore()
+    one.worker.restore()
     assert not done
-    one.worker.memory.unregister()
-    one.worker.memory.restore()
-    assert done == ["export", "watch", "open"]
-    one.worker.memory.restore()
-    assert len(done) == 3
+    one.worker.unregister()
+    one.worker.restore()
+    assert done == ["export", "open"]
+    one.worker.restore()
+    assert len(done) == 2
     monkeypatch.setattr(one.rank, "export", lambda caches: False)
-    one.worker.memory.register({})
-    assert done[3:] == ["open"]
+    one.worker.register({})
+    assert done[2:] == ["open"]
 
 
 def test_memory_that_was_exported_before_is_let_go_of_first(
@@ -290,9 +295,9 @@ def test_memory_that_was_exported_before_is_let_go_of_first(
     one = rig()
     done: list[str] = []
     monkeypatch.setattr(one.rank, "export", lambda caches: done.append("export"))
-    monkeypatch.setattr(one.worker.memory, "_let_go", lambda: done.append("let go"))
-    one.worker.memory.register({})
+    monkeypatch.setattr(one.worker, "_let_go", lambda: done.append("let go"))
+    one.worker.register({})
     one.rank.memory = SimpleNamespace(close=lambda: None)
-    one.worker.memory.register({})
+    one.worker.register({})
     one.rank.memory = None
     assert done == ["export", "let go", "export"] and one.rank.marks.order == NO_ORDER

@@ -81,7 +81,7 @@ def test_stores_that_this_rank_does_not_write_are_reported_at_once(rig: Any, why
     if why == "copies":
         one.rank.place = RankPlace(1, 1, 0, False)
     else:
-        one.worker.transfers.adapters._unacknowledged = frozenset({1})
+        one.rank.adapters._unacknowledged = frozenset({1})
     one.step(stores=(store(1), store(2, 3)))
     assert not one.session.sent and not one.worker.stores
     wanted = (

@@ -21,7 +21,7 @@ from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import CENTRE
 from hotkv_vllm.sparse.batch import SparseLayer
 from hotkv_vllm.sparse.pool import BlockReprManager
-from hotkv_vllm.worker.exported import ExportedMemory
+from hotkv_vllm.worker.layout import ExportedMemory
 
 HANDLE = "representations"
 

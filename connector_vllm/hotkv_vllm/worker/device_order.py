@@ -28,7 +28,7 @@ from hotkv_proto.layout import MemoryHandle
 from hotkv_proto.order import NO_ORDER, DeviceMark, OrderKind
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported
-from hotkv_vllm.worker.exported import ExportedMemory, cuda_device_uuid, cuda_handle
+from hotkv_vllm.worker.layout import ExportedMemory, cuda_device_uuid, cuda_handle
 
 logger = link.logger
 

@@ -16,10 +16,103 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import group_kernel_blocks
 
+from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
-from hotkv_vllm.compat import Unsupported
-from hotkv_vllm.compat.kv_groups import CacheGroup
-from hotkv_vllm.worker.exported import ExportedMemory, cuda_handle
+from hotkv_vllm.compat import Unsupported, key_space, kv_groups, places, reuse
+from hotkv_vllm.config import ConnectorConfig
+from hotkv_vllm.identity.ranks import RankNote, this_host
+from hotkv_vllm.link import logger
+
+# ---------------------------------------------------------------------- memory that the server maps
+
+CUDA_HANDLE_BYTES = 64
+UNSET_EXPANDABLE = "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
+
+
+@dataclass(slots=True)
+class ExportedMemory:
+    """Layout for the server, and descriptors of the file mappings in it; the owner closes them."""
+
+    layout: Layout
+    fds: dict[str, int]
+
+    def close(self) -> None:
+        for fd in self.fds.values():
+            os.close(fd)
+        self.fds = {}
+
+
+def cuda_handle(handle_id: str, storage: Any) -> MemoryHandle:
+    """IPC handle of the allocation and where the storage begins in it. Raises Unsupported, with
+    what stands in the way.
+
+    Source: `_share_cuda_` of torch 2.x gives (device, handle, bytes, offset, counter file, counter
+    offset, event, event is needed).
+    """
+    try:
+        device, handle, num_bytes, offset, *counter = storage._share_cuda_()
+    except RuntimeError as error:
+        why = _why_not_shared(storage)
+        raise Unsupported(
+            f"CUDA does not share this memory with other processes ({_first_line(error)}); {why}"
+        ) from error
+    if len(counter) >= 2 and counter[0]:
+        # torch counts the receivers, to keep the memory for them after its tensor is gone. The
+        # server is none that torch knows.
+        torch.UntypedStorage._release_ipc_counter_cuda(counter[0], counter[1])
+    return MemoryHandle(
+        handle_id,
+        num_bytes,
+        offset,
+        _plain_handle(bytes(handle)),
+        cuda_device_uuid(torch.device("cuda", device)),
+    )
+
+
+def _plain_handle(handle: bytes) -> bytes:
+    """CUDA's 64 bytes out of torch's handle: since 2.5 a version and the kind of memory (`c`:
+    cudaMalloc, `e`: a segment that grows) come before them.
+    """
+    if len(handle) == CUDA_HANDLE_BYTES:
+        return handle
+    if handle[1:2] == b"e":
+        raise Unsupported(
+            "the memory is a segment that can grow, which other processes can't open; "
+            f"{UNSET_EXPANDABLE}"
+        )
+    if len(handle) == CUDA_HANDLE_BYTES + 2 and handle[1:2] == b"c":
+        return handle[2:]
+    raise Unsupported(
+        f"this torch gives a handle of {len(handle)} bytes that begins with {handle[:2]!r}, "
+        "which is not known"
+    )
+
+
+def cuda_device_uuid(device: torch.device) -> bytes:
+    """16 bytes, whatever CUDA_VISIBLE_DEVICES calls the device. torch gives them as bytes, or as a
+    list of numbers."""
+    return bytes(torch.cuda.get_device_properties(device).uuid.bytes)
+
+
+def _why_not_shared(storage: Any) -> str:
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    settings = ",".join(os.environ.get(name, "") for name in names)
+    if "expandable_segments:true" in settings.lower():
+        return UNSET_EXPANDABLE
+    if "MIG" in torch.cuda.get_device_name(storage.device):
+        return "a MIG instance shares memory only within itself: run the server in the same one"
+    return (
+        "memory must come from cudaMalloc: leave out enable_sleep_mode and "
+        "enable_cumem_allocator, and use no managed memory or other "
+        "allocator"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+# ------------------------------------------------------------------------------ where the pages lie
 
 SHARED_MEMORY_DIR = "/dev/shm"
 Dims = tuple[tuple[int, int], ...]
@@ -62,7 +155,9 @@ class EngineMemoryMap:
 
 
 def describe(
-    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any, groups: Sequence[CacheGroup]
+    kv_caches: Mapping[str, torch.Tensor],
+    kv_cache_config: Any,
+    groups: Sequence[kv_groups.CacheGroup],
 ) -> EngineMemoryMap:
     """Reads the layout from the registered tensors and checks it against vLLM's placement.
 
@@ -311,3 +406,56 @@ def unpacked_keys(pages: torch.Tensor, blocks: torch.Tensor, packing: KeyPacking
             0, 2, 4, 1, 3, 5
         )
     return keys.float().reshape(count, tokens, heads, head_size).contiguous()
+
+
+# --------------------------------------------------------------------- what a rank finds of its own
+
+
+@dataclass(frozen=True, slots=True)
+class OwnMemory:
+    """`note`: what the other ranks must know. `memory`: None if it can't be shown; the note says
+    why."""
+
+    note: RankNote
+    memory: ExportedMemory | None = None
+    groups: tuple[kv_groups.CacheGroup, ...] = ()
+    device: Any = None
+
+
+def find_own(
+    kv_caches: Mapping[str, Any],
+    vllm_config: Any,
+    kv_cache_config: Any,
+    config: ConnectorConfig,
+    place: places.RankPlace,
+    known_space: KeySpace | None,
+) -> OwnMemory:
+    """Reads the layout off the tensors and exports them. Raises nothing: the other ranks wait for
+    the note.
+
+    `known_space`: after a sleep, this rank's key space from before; None to work it out.
+    """
+    host = this_host()
+    try:
+        reuse.check_reuse(vllm_config, kv_cache_config)
+        groups = kv_groups.cache_groups(vllm_config, kv_cache_config)
+        found = describe(kv_caches, kv_cache_config, groups)
+        if not found.storages:
+            raise Unsupported(f"pipeline stage {place.stage} has no layer with a KV cache")
+        device = next(iter(found.storages.values())).device
+        packing = key_space.packing(vllm_config, kv_cache_config, groups, device.type)
+        page_format = f"{found.page_format};{packing}"
+        # A key space has no group without bytes; the sizes of the whole slot come with the other
+        # ranks' notes.
+        sizes = tuple(size or 1 for size in found.shard_bytes)
+        space = known_space or key_space.key_space(
+            vllm_config, kv_cache_config, config, groups, sizes, 1, page_format
+        )
+        name = str(getattr(kv_cache_config, "kv_cache_layout", "") or "")
+        memory = export(found, kv_cache_config.num_blocks, place.shard_index, name)
+    except (Unsupported, OSError, ValueError) as error:
+        return OwnMemory(RankNote(place, host, None, why_off=str(error) or type(error).__name__))
+    except Exception as error:  # noqa: BLE001 - a rank that raised would leave the others waiting
+        logger.exception("hotkv: the KV cache's layout can't be read")
+        return OwnMemory(RankNote(place, host, None, why_off=f"{type(error).__name__}: {error}"))
+    return OwnMemory(RankNote(place, host, space, tuple(found.shard_bytes)), memory, groups, device)

@@ -22,7 +22,6 @@ from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.metadata import StoreJob, StoreReport
 from hotkv_vllm.worker.device_order import Mark
 from hotkv_vllm.worker.rank_loads import never_begun
-from hotkv_vllm.worker.rank_transfers import RankTransfers
 from hotkv_vllm.worker.session import RankSession
 
 logger = link.logger
@@ -51,12 +50,10 @@ class RankStores:
         self,
         rank: RankSession,
         config: ConnectorConfig,
-        transfers: RankTransfers,
         count: Callable[[str, float], None],
     ) -> None:
         self._rank = rank
         self._config = config
-        self._transfers = transfers
         self._count = count
         self._is_server_slow = False
         self._reports: dict[int, StoreReport] = {}
@@ -95,7 +92,7 @@ class RankStores:
     def _submit(self, store: ActiveStore) -> None:
         runs = (*store.job.runs, *store.representations)
         if runs:
-            store.answer = self._transfers.store(store.job, runs, store.after)
+            store.answer = self._rank.store(store.job, runs, store.after)
             return
         # Nothing but representations, and they could not be built.
         store.answer = Future()
@@ -148,7 +145,7 @@ class RankStores:
             return True
         for store in stores:
             if store.answer is not None and not store.answer.done():
-                self._transfers.cancel(store.job.lease_id)
+                self._rank.cancel(store.job.lease_id)
         # If the session shares a fence page with the server, a cancelled store has ended by now,
         # whatever the server does.
         last_s = (
@@ -208,7 +205,7 @@ class RankStores:
             if store.answer is None:
                 store.answer = never_begun("the engine sleeps")
             elif not store.answer.done():
-                self._transfers.cancel(store.job.lease_id)
+                self._rank.cancel(store.job.lease_id)
             answers.append(store.answer)
         return answers
 

@@ -12,7 +12,6 @@ from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetada
 from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.worker.rank_loads import ActiveLoad, RankLoads
 from hotkv_vllm.worker.rank_stores import RankStores
-from hotkv_vllm.worker.rank_transfers import RankTransfers
 from hotkv_vllm.worker.session import RankSession
 
 
@@ -57,7 +56,6 @@ class RankReport:
         meta: HotKVMetadata | None,
         loads: RankLoads,
         stores: RankStores,
-        transfers: RankTransfers,
         handshake: Callable[[], HotKVHandshake | None],
     ) -> HotKVWorkerMetadata | None:
         """Returns the report; None if there is nothing to say. `meta`: the step's. `handshake`:
@@ -69,7 +67,7 @@ class RankReport:
         for load in over:
             self._rank.marks.done(load.after)
         self._next.stores.update(stores.take_reports())
-        self._next.adapters = transfers.adapters.take_report()
+        self._next.adapters = self._rank.adapters.take_report()
         if self._next.is_empty():
             return None
         report, self._next = self._next, HotKVWorkerMetadata()

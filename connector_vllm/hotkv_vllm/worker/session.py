@@ -1,21 +1,24 @@
 """A rank's memory and its session with the server: from the tensors that vLLM registers to a
-session that the scheduler knows of.
+session that the scheduler knows of, and the transfers that it sends.
 
 What is always true: a session is opened only over memory that the server can map, and under a key
 space that all ranks have agreed on; memory that the engine is about to unmap has no session.
-`handshake` says at any time what the scheduler has to know, be it why this rank is off.
+Nothing is sent without a server, or while this rank holds other weights or adapters than the
+scheduler's plans rest on. A transfer that could not be begun has failed. `handshake` says at any
+time what the scheduler has to know, be it why this rank is off.
 """
 
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 from hotkv_client.arena import Arena
 from hotkv_client.fence import SharedFence
-from hotkv_client.types import Role, SessionConfig
+from hotkv_client.types import BlockRun, Role, SessionConfig, TransferResult
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.order import NO_ORDER, OrderKind
 from hotkv_sparse.centre import Centres
@@ -23,20 +26,22 @@ from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported, checks, kv_groups, model_weights, places
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity import ranks
+from hotkv_vllm.identity.adapter_watch import AdapterWatch, watch_adapters
 from hotkv_vllm.identity.rekeying import RankWeights, WeightsOrder
 from hotkv_vllm.identity.weights_watch import watch_callers
-from hotkv_vllm.metadata import HotKVHandshake
+from hotkv_vllm.metadata import HotKVHandshake, LoadJob, StoreJob
 from hotkv_vllm.sparse.shared import HANDLE, shared_pool
 from hotkv_vllm.sparse.worker import SparseWorker
 from hotkv_vllm.worker.device_order import Mark, Marks, marks_for
-from hotkv_vllm.worker.exported import ExportedMemory
-from hotkv_vllm.worker.own_memory import find_own
+from hotkv_vllm.worker.layout import ExportedMemory, find_own
+from hotkv_vllm.worker.rank_loads import never_begun
 
 logger = link.logger
 
 
 class RankSession:
-    """See the module. `shared`: representations that go with blocks; None if none do."""
+    """See the module. `shared`: representations that go with blocks; None if none do. `adapters`:
+    the watch over this rank's adapters."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
@@ -54,12 +59,14 @@ class RankSession:
         self.marks = Marks()
         self.fence: SharedFence | None = None
         self.weights: RankWeights | None = None
+        self.adapters = AdapterWatch(None, vllm_config.parallel_config.rank)
         self.shared: SparseWorker | None = None
         self.session: link.CacheSession | None = None
         self.handshake = HotKVHandshake(None, "the worker registered no KV cache")
 
     def __repr__(self) -> str:
-        return f"RankSession({self.session}, {self.place})"
+        trusted = "trusted" if self.is_trusted else "not trusted"
+        return f"RankSession({self.session}, {self.place}, {trusted}, {self.adapters})"
 
     @property
     def is_connected(self) -> bool:
@@ -78,6 +85,8 @@ class RankSession:
             logger.warning("hotkv is off in this worker: %s", error)
             self.handshake = HotKVHandshake(None, str(error))
             return False
+        if not self.adapters.is_watching:
+            self.adapters = watch_adapters(self._vllm_config)
         return True
 
     def _export(self, kv_caches: Mapping[str, Any]) -> None:
@@ -255,6 +264,66 @@ class RankSession:
         finally:
             if memory is not None:
                 memory.close()
+
+    # ------------------------------------------------------------------------------------ transfers
+
+    @property
+    def is_trusted(self) -> bool:
+        """Returns True if this rank holds what the scheduler's plans and the session's key space
+        rest on."""
+        return self.adapters.is_trusted and (self.weights is None or not self.weights.held)
+
+    def load(self, job: LoadJob, mark: Mark) -> "Future[TransferResult]":
+        """Begins a load behind the mark. Never raises."""
+        runs = job.runs if self.shared is None else (*job.runs, *job.representations)
+        return self._begun(
+            lambda session: session.load(
+                self._name(job.transfer_id),
+                job.lease_id,
+                runs,
+                job.timeout_s,
+                mark.after,
+                job.traceparent,
+            )
+        )
+
+    def store(
+        self, job: StoreJob, runs: tuple[BlockRun, ...], mark: Mark
+    ) -> "Future[TransferResult]":
+        """Begins a store of `runs` behind the mark. Never raises."""
+        return self._begun(
+            lambda session: session.store(
+                self._name(job.lease_id),
+                job.lease_id,
+                runs,
+                self._config.store_timeout_s,
+                job.options,
+                mark.after,
+                job.fence_index,
+            )
+        )
+
+    def cancel(self, transfer_id: str) -> None:
+        """Asks the server to end a transfer; its future's end is the acknowledgement."""
+        if self.session is not None:
+            self.session.cancel(self._name(transfer_id))
+
+    def _name(self, transfer_id: str) -> str:
+        """Names this rank's part of a transfer."""
+        return f"{transfer_id}-k{self.place.rank}"
+
+    def _begun(
+        self, begin: "Callable[[link.CacheSession], Future[TransferResult]]"
+    ) -> "Future[TransferResult]":
+        """Returns the transfer's future; a failed one if it could not be begun."""
+        if self.session is None or not self.session.connected:
+            return never_begun("no server")
+        if not self.is_trusted:
+            return never_begun("weights or adapters have changed")
+        try:
+            return begin(self.session)
+        except Exception as error:  # noqa: BLE001 - hook edge: a transfer that was not begun has failed, whatever the cause
+            return never_begun(f"{type(error).__name__}: {error}")
 
     # ---------------------------------------------------------------------------------------- state
 

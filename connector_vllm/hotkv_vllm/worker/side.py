@@ -1,8 +1,11 @@
 """The connector's worker side: carries out each step's loads and stores.
 
-Holds together the engine's memory, the rank's session, its loads and its stores (`memory`,
-`session`, `loads`, `stores` have their own rules). Nothing here waits, but for stores that a step
-must wait for.
+Holds together the rank's memory and session, its loads and its stores (`session`, `rank_loads`,
+`rank_stores` have their own rules). Nothing here waits, but for stores that a step must wait for,
+and for the server when the engine's memory comes or goes.
+
+The memory is shown to the server when vLLM registers it, given up before vLLM unmaps it (a sleep),
+and shown anew when it is mapped again.
 
 Every transfer lies behind a mark in the device's queue (`device_order`). If the server can ask for
 the mark the transfer is sent at once, else in the hook that sees it passed. Deadlines of a transfer
@@ -14,6 +17,7 @@ more.
 """
 
 import time
+from concurrent.futures import wait as wait_futures
 from dataclasses import replace
 from typing import Any
 
@@ -25,17 +29,15 @@ from hotkv_vllm.identity.rekeying import RECONNECT_S
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
 from hotkv_vllm.sparse.rank import SparseRank
-from hotkv_vllm.worker.exported_memory import ExportedMemory
 from hotkv_vllm.worker.rank_loads import Ended, RankLoads
-from hotkv_vllm.worker.rank_stores import RankStores
-from hotkv_vllm.worker.rank_transfers import RankTransfers
+from hotkv_vllm.worker.rank_stores import FENCE_GRACE_S, RankStores
 from hotkv_vllm.worker.report import RankReport
 from hotkv_vllm.worker.session import RankSession
 
 
 class HotKVWorker:
-    """Worker side. Idle until `memory` was found exportable and has begun a session.
-    `*_broke`: what makes up for a hook that has raised."""
+    """Worker side. Idle until the memory was found exportable and a session begun. `*_broke`: what
+    makes up for a hook that has raised."""
 
     def __init__(
         self,
@@ -50,14 +52,12 @@ class HotKVWorker:
         self.sparse = SparseRank(
             vllm_config, kv_cache_config, config, centres, edge, self.rank.arena
         )
-        self.transfers = RankTransfers(vllm_config, self.rank, config)
-        self.loads = RankLoads(self.transfers.load, self.transfers.cancel)
+        self.loads = RankLoads(self.rank.load, self.rank.cancel)
         number = vllm_config.parallel_config.rank
         self.report = RankReport(self.rank, number, self.sparse, edge)
-        self.stores = RankStores(self.rank, config, self.transfers, self.report.count)
-        self.memory = ExportedMemory(
-            self.rank, self.sparse, self.transfers, self.loads, self.stores, config
-        )
+        self.stores = RankStores(self.rank, config, self.report.count)
+        self._kv_caches: dict[str, Any] = {}
+        self._is_unregistered = False
 
     def __repr__(self) -> str:
         return f"HotKVWorker({self.rank}, {self.loads}, {self.stores})"
@@ -70,13 +70,82 @@ class HotKVWorker:
         """Returns what the scheduler has to know of this rank."""
         return replace(self.rank.handshake, sparse_layers=self.sparse.layers)
 
+    # --------------------------------------------------------------------------------------- memory
+
+    def register(self, kv_caches: dict[str, Any]) -> None:
+        """vLLM has made its KV caches: a tensor per layer."""
+        self._kv_caches = kv_caches
+        # First the memory moves, then others look at it; the session tells the server of all of it
+        # at once.
+        self._export()
+        self.sparse.install_sparse(kv_caches)
+        if self.sparse.lacks_residency:
+            self.rank.turn_off("its layers can't attend to blocks in host memory; see its log")
+            return
+        self.rank.open(self.sparse.worker, self.sparse.centres)
+        self.sparse.opened()
+
+    def unregister(self) -> None:
+        """vLLM is about to discard the KV memory."""
+        if self.rank.session is None:
+            return
+        self._is_unregistered = True
+        self._let_go()
+        self.sparse.will_write_all()
+
+    def unregister_broke(self) -> None:
+        """The memory is given up, and it is not known what still reaches it."""
+        self.rank.shutdown()
+
+    def restore(self) -> None:
+        """The KV memory is there again, with other contents."""
+        if self._is_unregistered:
+            self._is_unregistered = False
+            self._export()
+            self.rank.open(self.sparse.worker, self.sparse.centres)
+
+    def memory_broke(self, what: str) -> None:
+        """The memory could not be `what`."""
+        self.rank.turn_off(f"its memory could not be {what}; see the engine's log")
+
+    def shutdown(self) -> None:
+        """Closes the session and the export."""
+        self._kv_caches = {}
+        self.rank.shutdown()
+
+    def _export(self) -> None:
+        """Lets go of memory that was exported before, and exports what there is now."""
+        if self.rank.memory is not None:
+            self._let_go()
+        self.rank.export(self._kv_caches)
+
+    def _let_go(self) -> None:
+        """Ends all transfers, the session and the export of memory that the engine is about to
+        unmap.
+
+        Waits for the server as long as for the end of a store. A hung server keeps mappings of its
+        own, so what it still writes reaches no memory that the engine gets afterwards; a load that
+        it has not ended stays unreported, and vLLM keeps its blocks.
+        """
+        if self.rank.session is not None:
+            self.loads.make_void()
+            answers = [answer for answer in self.loads.answers if answer is not None]
+            answers += self.stores.end_early()
+            if wait_futures(answers, self._config.store_timeout_s + FENCE_GRACE_S).not_done:
+                logger.error(
+                    "hotkv: the server did not end all transfers before the engine sleeps; its "
+                    "session is closed"
+                )
+                self.stores.fail_all()
+        self.rank.shutdown(keeps_fence=True)
+
     # ---------------------------------------------------------------------------------------- steps
 
     def before_step(self, meta: HotKVMetadata) -> None:
         """Prepares for the step's first write of blocks."""
         if meta.lost_track:
             self.distrust()
-        self.transfers.adapters.before_step(meta.adapters)
+        self.rank.adapters.before_step(meta.adapters)
         if self.rank.follow(meta.weights):
             was_connected = self.rank.is_connected
             self.stores.begin_anew()
@@ -103,7 +172,7 @@ class HotKVWorker:
             self.sparse.will_write(run.block_ids)
         self.report.asked = meta
         self.loads.fail(meta.abandoned_loads)
-        if not self.transfers.is_trusted:
+        if not self.rank.is_trusted:
             self.loads.fail([job.request_id for job in meta.loads])
         elif meta.loads:
             after = self.rank.mark()
@@ -124,7 +193,7 @@ class HotKVWorker:
         self._send_waiting()
         if not meta.stores:
             return
-        if not self.transfers.is_trusted:
+        if not self.rank.is_trusted:
             self.stores.refuse(meta.stores)
             return
         if not self.rank.place.is_writer:
@@ -194,7 +263,7 @@ class HotKVWorker:
 
     def take_report(self, meta: HotKVMetadata | None) -> HotKVWorkerMetadata | None:
         """Returns what the scheduler is to hear of this step; None for nothing."""
-        return self.report.take(meta, self.loads, self.stores, self.transfers, self.handshake)
+        return self.report.take(meta, self.loads, self.stores, self.handshake)
 
     def _send_waiting(self) -> None:
         """Sends transfers that were not yet to be sent and whose mark has passed."""
