@@ -146,7 +146,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/integrity/": (
         f"tests/core/test_checks.py tests/core/test_verifier.py {CORE}"
     ),
-    "server/hotkv_server/dataplane/fair_queue.py": "tests/dataplane/test_fair_queue.py",
+    "server/hotkv_server/dataplane/host.py": f"tests/dataplane/test_fair_queue.py {COPIES}",
     "server/hotkv_server/dataplane/": (
         f"tests/dataplane/test_plans.py {COPIES} tests/dataplane/test_layouts.py "
         "tests/dataplane/test_gates.py tests/server/test_health.py"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.layout import Int64s, Layout, MemoryHandle, PageTensor, Recipe
-from hotkv_server.dataplane.engine import CopyJob, Outcome
+from hotkv_server.dataplane.engines import CopyJob, Outcome
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import Region, block_copies
 

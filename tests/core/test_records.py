@@ -9,9 +9,8 @@ import pytest
 
 from demo.processes import runtime_folder
 from hotkv_proto.table import RECORD_WORDS, TableGeometry
-from hotkv_server.memory import records as records_module
-from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.memory.records import RecordsMemory
+from hotkv_server.memory import arena as arena_module
+from hotkv_server.memory.arena import NodeMemory, RecordsMemory
 
 ARENA, SLAB, CAPACITY = 1 << 20, 1 << 16, 5000
 
@@ -21,7 +20,7 @@ def allocated_bytes(fd: int) -> int:
 
 
 def test_records_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records_module, "PIECE_ENTRIES", 2000)
+    monkeypatch.setattr(arena_module, "PIECE_ENTRIES", 2000)
     geometry = TableGeometry.for_capacity(CAPACITY, 1, ARENA)
     with runtime_folder(1 << 24) as folder:
         fd = os.open(folder / "table", os.O_RDWR | os.O_CREAT)

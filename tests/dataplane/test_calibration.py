@@ -12,9 +12,9 @@ from hotkv_server.dataplane.cuda.calibration import (
     STAGED_RUN_PAGES,
     Calibration,
     driver_version,
+    measure,
     rule_of_thumb,
 )
-from hotkv_server.dataplane.cuda.measure import measure
 from hotkv_server.dataplane.cuda.values import Direction, Method
 from hotkv_server.device.runtime import DeviceError
 from hotkv_server.testing.device import FakeRuntime

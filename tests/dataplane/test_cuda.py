@@ -11,7 +11,7 @@ import pytest
 from hotkv_server.dataplane.cuda.calibration import Calibration
 from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
 from hotkv_server.dataplane.cuda.values import CudaCopySettings, Direction, Method
-from hotkv_server.dataplane.engine import Outcome
+from hotkv_server.dataplane.engines import Outcome
 from hotkv_server.dataplane.plan import CopyPlan, Region
 from hotkv_server.device.runtime import DeviceError, Event
 from hotkv_server.testing.copy_engine_contract import Ends, whole_plan

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hotkv_server.dataplane.fair_queue import FairQueue
+from hotkv_server.dataplane.host import FairQueue
 
 
 class Machine(RuleBasedStateMachine):

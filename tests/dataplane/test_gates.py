@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from hotkv_server.dataplane import engines
-from hotkv_server.dataplane.engine import Outcome
-from hotkv_server.dataplane.engines import CopyEngines
+from hotkv_server.dataplane.engines import CopyEngines, Outcome
 from hotkv_server.device.runtime import DeviceError
 from hotkv_server.testing.copy_engine_contract import Ends, Rig, whole_plan
 from tests.dataplane.rigs import mixed_rig

@@ -17,7 +17,7 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.layout import Int64s, Layout, MemoryHandle, PageTensor, Recipe
 from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
 from hotkv_server.dataplane.cuda.values import Method
-from hotkv_server.dataplane.engine import Outcome
+from hotkv_server.dataplane.engines import Outcome
 from hotkv_server.dataplane.plan import block_copies
 from hotkv_server.testing.copy_engine_contract import Bytes, Ends
 from hotkv_server.testing.device import FakeRuntime

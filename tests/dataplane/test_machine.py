@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
 from hotkv_server.dataplane.cuda.values import CudaCopySettings, Method
-from hotkv_server.dataplane.engine import CopyJob, Outcome
-from hotkv_server.dataplane.engines import CopyEngines
+from hotkv_server.dataplane.engines import CopyEngines, CopyJob, Outcome
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import CopyPlan, Region
 from hotkv_server.device.runtime import HOST, DeviceError

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hotkv_proto import native
 from hotkv_proto.layout import Recipe
 from hotkv_server.dataplane import host
-from hotkv_server.dataplane.engine import CopyJob, Outcome
+from hotkv_server.dataplane.engines import CopyJob, Outcome
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.dataplane.plan import BlockCopies, CopyPlan, Region
 

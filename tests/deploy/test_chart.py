@@ -20,7 +20,7 @@ from hotkv_proto.errors import HotKVError
 from hotkv_proto.table import TableGeometry
 from hotkv_server import cli as server_cli
 from hotkv_server.daemon import STOP_S
-from hotkv_server.memory import readers
+from hotkv_server.memory.arena import table_file_bytes
 from hotkv_server.settings import Settings, load_settings
 from tests.deploy import objects
 from tests.deploy.dockerfile import parse
@@ -181,10 +181,10 @@ def check_memory(rendered: Objects, tmp_path: Path) -> None:
     settings = loaded(rendered, tmp_path)
     arena = settings.arena
     geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
-    needed_bytes = arena.bytes + readers.table_file_bytes(geometry) + SPARE_BYTES
+    needed_bytes = arena.bytes + table_file_bytes(geometry) + SPARE_BYTES
     if settings.tiers.disk.path is not None:
         below = TableGeometry.for_capacity(settings.tiers.capacity, 1, settings.tiers.disk.bytes)
-        needed_bytes += readers.table_file_bytes(below)
+        needed_bytes += table_file_bytes(below)
     resources = rendered.server["resources"]
     assert resources["limits"]["memory"] == resources["requests"]["memory"]
     memory = resources["limits"]["memory"]

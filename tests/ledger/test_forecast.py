@@ -8,8 +8,7 @@ import pytest
 
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.ledger.book.forecast import GIB, MAX_SEEN, Demand, Forecast, step_bytes
-from hotkv_server.simulate.bounds import unbounded
-from hotkv_server.simulate.replay import replay
+from hotkv_server.simulate.replay import replay, unbounded
 from hotkv_server.simulate.trace import Trace, load_trace, make_trace
 from tests.simulate.traces import MAKERS
 

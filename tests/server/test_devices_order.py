@@ -23,7 +23,7 @@ from hotkv_server.cache.values import CoreConfig
 from hotkv_server.dataplane.host import HostCopyEngine
 from hotkv_server.device.devices import NO_DEVICES, Devices, uuid_text
 from hotkv_server.device.runtime import DeviceError
-from hotkv_server.memory import sigbus
+from hotkv_server.memory import mapping
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node.node import Node
 from hotkv_server.node.order import SessionOrder
@@ -411,7 +411,7 @@ def test_the_engine_waits_where_nothing_works(runtime: FakeRuntime) -> None:
 
 
 def test_words_in_a_file_need_no_device() -> None:
-    sigbus.install()
+    mapping.install_guard()
     fd = _file(2 * PAGE)
     mine = os.dup(fd)
     opened = _open(

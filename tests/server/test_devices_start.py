@@ -25,7 +25,7 @@ from hotkv_server.device.start import (
 )
 from hotkv_server.memory.arena import NodeMemory, clear
 from hotkv_server.settings import Settings, load_settings
-from hotkv_server.settings.copies import CopySettings
+from hotkv_server.settings.storage import CopySettings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.arena import placer
 from hotkv_server.testing.device import FakeRuntime

@@ -244,7 +244,7 @@ def test_each_part_that_is_watched_has_a_row_also_while_it_works() -> None:
 
 
 def test_a_copy_thread_that_is_stuck_says_for_how_long() -> None:
-    from hotkv_server.dataplane.engine import CopyJob
+    from hotkv_server.dataplane.engines import CopyJob
     from hotkv_server.dataplane.host import HostCopyEngine
     from hotkv_server.dataplane.plan import CopyPlan, Region
 

@@ -12,10 +12,17 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_server.security import path_checks, tickets
-from hotkv_server.security.handles import check_memory
-from hotkv_server.security.identity import AccessControl, Peer, Proofs, Tenant, digest_of
-from hotkv_server.security.tickets import TTL_S, Tickets
+from hotkv_server.security import identity, path_checks
+from hotkv_server.security.identity import (
+    TTL_S,
+    AccessControl,
+    Peer,
+    Proofs,
+    Tenant,
+    Tickets,
+    digest_of,
+)
+from hotkv_server.security.path_checks import check_memory
 from hotkv_server.settings import load_settings
 
 TOKENS = ("", "t1", "t2", "\u00fc")
@@ -119,8 +126,8 @@ class TicketMachine(RuleBasedStateMachine):
         for _ in range(times):
             live = self._live()
             full = (
-                sum(u == uid for _, u, _ in live) >= tickets.MAX_TICKETS_OF_USER
-                or len(live) >= tickets.MAX_TICKETS
+                sum(u == uid for _, u, _ in live) >= identity.MAX_TICKETS_OF_USER
+                or len(live) >= identity.MAX_TICKETS
             )
             if full:
                 with pytest.raises(HotKVError) as caught:

@@ -25,8 +25,7 @@ from hotkv_proto.misses import SAID_BY_ENGINES, Miss
 from hotkv_proto.v1 import session_pb2
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.ledger.book import pack
-from hotkv_server.simulate.bounds import unbounded
-from hotkv_server.simulate.replay import replay
+from hotkv_server.simulate.replay import replay, unbounded
 from hotkv_server.simulate.trace import load_trace
 from tests.server.support import FULL, PAGE_BYTES, WINDOW, GroupsEngine, block_ids, hashes
 from tests.server.test_health import free_port

@@ -37,7 +37,7 @@ from hotkv_proto.v1 import (
     session_pb2_grpc,
 )
 from hotkv_server.cache.catalog import MAX_KEY_SPACES_OF_TENANT
-from hotkv_server.security.tickets import TTL_S
+from hotkv_server.security.identity import TTL_S
 from tests.server import guarded as support
 from tests.server.certificates import Authority
 from tests.server.guarded import (
@@ -491,7 +491,7 @@ def test_a_fault_elsewhere_still_ends_the_server() -> None:
                 server.wait_ready()
                 one = PagedEngine(server.target).connect()
                 if cause == "signal":
-                    # It must not meet a thread that takes the GIL: see `memory.sigbus`.
+                    # It must not meet a thread that takes the GIL: see `memory.mapping`.
                     time.sleep(1.0)
                     os.kill(server.pid, signal.SIGBUS)
                 else:

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 
 from hotkv_server.cache.room.policies import POLICIES
-from hotkv_server.simulate.bounds import clairvoyant, unbounded
-from hotkv_server.simulate.replay import replay
+from hotkv_server.simulate.replay import clairvoyant, replay, unbounded
 from hotkv_server.simulate.trace import make_trace
 from tests.simulate.naive import any_requests, chained_requests, most_hits, unbounded_hits
 from tests.simulate.traces import MAKERS, Requests

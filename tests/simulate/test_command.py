@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hotkv_server.cache.room.policies import POLICIES
-from hotkv_server.simulate import plot
+from hotkv_server.simulate import report
 from hotkv_server.simulate.report import Row
 from tests import daemons
 from tests.simulate.naive import lru_hits, two_tier_hits
@@ -186,7 +186,7 @@ def test_a_plot_shows_gib_and_hit_rate() -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure()
     panel = figure.subplots()
     rows = [Row("t", "lru", at, blocks, rate, 100, 1.0) for at, blocks, rate in SOME_RATES]
-    plot._draw_panel(panel, "t", rows, 2.0)
+    report._draw_panel(panel, "t", rows, 2.0)
     assert "GiB" in panel.get_xlabel() and panel.get_ylabel().startswith("hit rate")
     assert panel.lines[0].get_ydata().tolist() == [rate for *_, rate in SOME_RATES]
     assert [text.get_text().split("\n")[0] for text in panel.get_xticklabels()] == [

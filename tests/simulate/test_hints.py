@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 
 from hotkv_server.cache.room.policies import LRU
-from hotkv_server.simulate.hints import LONG_PAUSE_S, derive_hints
-from hotkv_server.simulate.replay import replay
+from hotkv_server.simulate.replay import LONG_PAUSE_S, derive_hints, replay
 from hotkv_server.simulate.trace import Trace, make_trace
 from tests.simulate.naive import chained_requests, distinct
 from tests.simulate.traces import Requests

@@ -7,9 +7,7 @@ import pytest
 
 from hotkv_server.cache.room.policies import POLICIES, Hotness
 from hotkv_server.cache.room.policies.duel import CONTENDERS, Duel
-from hotkv_server.simulate.bounds import clairvoyant
-from hotkv_server.simulate.hints import derive_hints
-from hotkv_server.simulate.replay import replay
+from hotkv_server.simulate.replay import clairvoyant, derive_hints, replay
 from hotkv_server.simulate.trace import Trace, make_trace
 from tests.simulate.traces import MAKERS
 

@@ -7,7 +7,6 @@ from hypothesis import given
 
 from hotkv_server.cache.room.policies import POLICIES, Hotness, Policy
 from hotkv_server.cache.room.policies.duel import CONTENDERS
-from hotkv_server.simulate.bounds import unbounded
 from hotkv_server.simulate.replay import (
     BLOCK_TOKENS,
     OneTier,
@@ -15,6 +14,7 @@ from hotkv_server.simulate.replay import (
     TwoTiers,
     replay,
     replay_two_tiers,
+    unbounded,
 )
 from hotkv_server.simulate.trace import make_trace
 from tests.simulate.naive import any_requests, chained_requests, lru_hits, two_tier_hits

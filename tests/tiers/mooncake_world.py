@@ -22,7 +22,7 @@ import numpy as np
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.settings.mooncake import MooncakeSettings
+from hotkv_server.settings.tiers import MooncakeSettings
 from hotkv_server.testing.tier_contract import (
     ARENA_BYTES,
     SLOT_BYTES,

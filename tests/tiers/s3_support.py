@@ -21,7 +21,7 @@ import pytest
 from obstore.store import S3Store
 
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.settings.s3 import S3Settings
+from hotkv_server.settings.tiers import S3Settings
 from hotkv_server.testing.fault_proxy import FaultProxy, nothing
 from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig
 from hotkv_server.tiers.s3.packs import folder_of, list_bytes, space_of

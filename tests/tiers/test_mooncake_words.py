@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.settings.mooncake import MooncakeSettings
+from hotkv_server.settings.tiers import MooncakeSettings
 from hotkv_server.tiers.mooncake import tier, words
 from hotkv_server.tiers.mooncake.words import Line, quoted
 from hotkv_server.tiers.remote.errors import LostError

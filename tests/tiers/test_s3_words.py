@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 pytest.importorskip("obstore", reason="obstore speaks S3")
 
-from hotkv_server.settings.s3 import S3Settings
+from hotkv_server.settings.tiers import S3Settings
 from hotkv_server.testing.tier_contract import Bench
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote.errors import LateError, LostError, UnusableError

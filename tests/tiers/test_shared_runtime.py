@@ -20,8 +20,7 @@ from hotkv_server.cache.values import CoreConfig, HashList
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.health import Health
-from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
-from hotkv_server.testing.shared_memory_tier import SharedMemoryTier
+from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier, SharedMemoryTier
 from hotkv_server.tiers.book import epochs as epoch_book
 from hotkv_server.tiers.book.books import TierBooks
 from hotkv_server.tiers.drive import breaker

@@ -11,8 +11,7 @@ import pytest
 
 from hotkv_server.cli import main
 from hotkv_server.startup import StartError
-from hotkv_server.testing.memory_tier import MemoryStore
-from hotkv_server.testing.shared_memory_tier import SharedMemoryTier
+from hotkv_server.testing.memory_tier import MemoryStore, SharedMemoryTier
 from hotkv_server.tiers import check as tier_check
 from hotkv_server.tiers.disk.slab_file import SlabFile
 from hotkv_server.tiers.protocol import Blocks, Codes, OnRead, Read

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from hotkv_server.settings.valkey import ValkeySettings
+from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.testing.tier_contract import Bench, Codes, Rig, check_tier, content, key
 from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
 from hotkv_server.tiers.valkey import epochs

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.settings.valkey import ValkeySettings
+from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.testing.tier_contract import ARENA_BYTES, Bench, Rig
 from hotkv_server.tiers.valkey.tier import ValkeyTier
 

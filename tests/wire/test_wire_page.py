@@ -13,7 +13,7 @@ from hotkv_proto.v1 import errors_pb2, session_pb2
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.node import sessions, transfers
 from hotkv_server.residency.book import register as residency_book
-from hotkv_server.security import tickets
+from hotkv_server.security import identity
 from hotkv_server.wire import calls, descriptors, server
 from hotkv_server.wire.errors import CODES
 from hotkv_server.wire.guard import message_limits
@@ -49,7 +49,7 @@ LIMITS = {
     ),
     "seconds for the first message of a stream": session_service.FIRST_MESSAGE_TIMEOUT_S,
     "seconds for the first packet on the descriptor socket": descriptors.REQUEST_TIMEOUT_S,
-    "seconds that a ticket is good": tickets.TTL_S,
+    "seconds that a ticket is good": identity.TTL_S,
     "bytes of a packet on the descriptor socket": descriptors.MAX_PACKET_BYTES,
     "descriptors in a packet": descriptors.MAX_DESCRIPTORS,
     "words of the fence": layout.FENCE_WORDS,

@@ -17,15 +17,14 @@ from hotkv_server import systemd
 from hotkv_server.dataplane.cuda.calibration import Calibration, driver_version
 from hotkv_server.dataplane.cuda.engine import CudaCopyEngine
 from hotkv_server.dataplane.cuda.values import CudaCopySettings, Method
-from hotkv_server.dataplane.engine import CopyEngine
-from hotkv_server.dataplane.engines import CopyEngines
+from hotkv_server.dataplane.engines import CopyEngine, CopyEngines
 from hotkv_server.device.devices import Devices
 from hotkv_server.device.runtime import DeviceError, DeviceInfo, DeviceRuntime
 from hotkv_server.memory import numa
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.pinning import ArenaPinner, refusal
 from hotkv_server.settings import Settings
-from hotkv_server.settings.copies import CopySettings
+from hotkv_server.settings.storage import CopySettings
 
 log = logging.getLogger(__name__)
 

@@ -5,16 +5,17 @@ All are files of one directory on tmpfs, locked by one server. They outlive it: 
 the directory goes on with the arena as it is and makes a table of its own out of the old one's
 records (`Leftover`). Always true: until `adopt` the directory is as the old server left it, so that
 a start that is killed has lost nothing. Before the server is ready all buckets of the table have
-memory, some of its records and some of the arena. The rest is prefaulted behind: first the records
-(`records`), then the arena (`filling`).
+memory, some of its records and some of the arena. The rest is prefaulted behind: first the
+records, then the arena (`filling`).
 """
 
 import errno
 import fcntl
+import mmap
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,13 +23,100 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.table import BlockTable, TableGeometry
-from hotkv_proto.words import file_bytes
-from hotkv_server.memory import readers
+from hotkv_proto.table import RECORD_WORDS, BlockTable, TableGeometry
+from hotkv_proto.words import WORD_BYTES, file_bytes, words_offset_bytes
 from hotkv_server.memory.filling import Filling, read_note
 from hotkv_server.memory.mapping import FileMapping
-from hotkv_server.memory.records import FIRST_ENTRIES, RecordsMemory
 from hotkv_server.memory.state import ServerState, StateError, read_state, write_state
+
+# ----------------------------------------------------------------------- Records of the block table
+# They get memory from the first on, in pieces. The start does some, the thread that fills the arena
+# the rest.
+#
+# Always true: the first `num_entries` records have memory, and the number only grows; the core has
+# no more entries than that, so nothing is written where memory might be missing, which would end
+# the process.
+
+FIRST_ENTRIES = 1 << 21
+"""Records that the start prefaults: 144 MiB, enough for an arena of 32 GiB with as many blocks as
+there are by default."""
+PIECE_ENTRIES = 1 << 20
+
+
+class RecordsMemory:
+    """Records of one table file, whose buckets have memory. `num_entries`: how many entries there
+    may be for now."""
+
+    def __init__(self, fd: int, geometry: TableGeometry, num_entries: int) -> None:
+        self.num_entries = num_entries
+        self._fd = fd
+        self._geometry = geometry
+
+    def __repr__(self) -> str:
+        return f"RecordsMemory({self.num_entries}/{self._geometry.capacity} entries)"
+
+    @property
+    def is_done(self) -> bool:
+        """Returns True if all records have memory."""
+        return self.num_entries == self._geometry.capacity
+
+    def back(self, num_entries: int) -> None:
+        """Prefaults the first so many records, or all there are. Blocks; raises OSError, with
+        nothing changed, if memory is short."""
+        end = min(num_entries, self._geometry.capacity)
+        if end > self.num_entries:
+            start_bytes, end_bytes = (
+                self._geometry.records_offset_bytes + count * RECORD_WORDS * 4
+                for count in (self.num_entries, end + 1)
+            )
+            os.posix_fallocate(self._fd, start_bytes, end_bytes - start_bytes)
+            self.num_entries = end
+
+    def back_rest(self) -> Iterator[int]:
+        """Prefaults the rest; yields `num_entries` after each piece. Blocks for a piece at a time;
+        raises OSError if memory is short."""
+        while not self.is_done:
+            self.back(self.num_entries + PIECE_ENTRIES)
+            yield self.num_entries
+
+
+# ------------------------------------------------------------ For those who read the arena in place
+# Words behind the arena (`hotkv_proto.words`), and marks behind the block table of what they may
+# read.
+#
+# Always true: words have memory, so that writing one never fails; the marks are in the table's
+# file, so that they change place together with the entry numbers that they are about. A file of an
+# older server has neither: its arena is extended, its table has no marks.
+
+Marks = NDArray[np.uint8]
+
+
+def map_words(fd: int, arena_bytes: int) -> NDArray[np.uint64]:
+    """The words of an arena's file, writable, mapped as long as somebody holds them; added to the
+    file if it has none. Raises OSError."""
+    start = words_offset_bytes(arena_bytes)
+    os.posix_fallocate(fd, start, WORD_BYTES)
+    return np.frombuffer(mmap.mmap(fd, WORD_BYTES, offset=start), "<u8")
+
+
+def _marks_offset_bytes(geometry: TableGeometry) -> int:
+    """Where the marks begin in a table's file."""
+    return -(-geometry.file_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def table_file_bytes(geometry: TableGeometry) -> int:
+    """Bytes of a table's file, marks included."""
+    return _marks_offset_bytes(geometry) + geometry.capacity + 1
+
+
+def marks_of(mapping: NDArray[np.uint8], geometry: TableGeometry) -> Marks:
+    """The marks in a mapped table's file, uint8 [capacity + 1] by entry number; all 0 if it has
+    none."""
+    start, end = _marks_offset_bytes(geometry), table_file_bytes(geometry)
+    return mapping[start:end] if len(mapping) >= end else np.zeros(end - start, np.uint8)
+
+
+# ----------------------------------------------------------------------------- The memory of a node
 
 ARENA_FILE, TABLE_FILE, NEW_TABLE_FILE, STATE_FILE, USE_FILE, LOCK_FILE = (
     "arena",
@@ -71,12 +159,12 @@ class BusyError(OSError):
 @dataclass(frozen=True, slots=True)
 class Leftover:
     """What an old server left. `last_used_s` float64 by entry number, in seconds of the monotonic
-    clock, nan for entries that are newer. `marks` by entry number, until `adopt`: see `readers`."""
+    clock, nan for entries that are newer. `marks` by entry number, until `adopt`."""
 
     table: BlockTable
     state: ServerState
     last_used_s: NDArray[np.float64] | None
-    marks: readers.Marks
+    marks: Marks
 
 
 @dataclass(slots=True)
@@ -96,7 +184,7 @@ class NodeMemory:
     filling: Filling
     records: RecordsMemory
     words: NDArray[np.uint64]
-    marks: readers.Marks
+    marks: Marks
     leftover: Leftover | None = None
     why_empty: str = ""
     _lock_fd: int = -1
@@ -129,7 +217,7 @@ class NodeMemory:
                 _remove_files(directory)
             epoch = fresh_epoch if leftover is None else leftover.table.geometry.epoch
             geometry = TableGeometry.for_capacity(capacity, epoch, arena_bytes)
-            table_bytes = readers.table_file_bytes(geometry)
+            table_bytes = table_file_bytes(geometry)
             # The next start has two tables for a moment, and should not fail if this one does not.
             more_bytes = 0 if leftover is not None else arena_bytes + table_bytes
             _check_room(directory, table_bytes + more_bytes, arena_bytes)
@@ -140,14 +228,14 @@ class NodeMemory:
                 arena_fd = _open_own(arena_path, os.O_RDWR)
                 arena = FileMapping(arena_fd, arena_bytes, str(arena_path), exclusive=True)
             table_path = directory / (TABLE_FILE if leftover is None else NEW_TABLE_FILE)
-            words = readers.map_words(arena.fd, arena_bytes)
+            words = map_words(arena.fd, arena_bytes)
             table_file = FileMapping.create(table_path, table_bytes, mode)
         except BaseException:
             os.close(lock_fd)
             raise
         view, header = table_file.array(), geometry.pack()
         view[: len(header)] = memoryview(header)
-        table, marks = BlockTable(view, geometry), readers.marks_of(view, geometry)
+        table, marks = BlockTable(view, geometry), marks_of(view, geometry)
         filled_bytes = arena_bytes
         if prefault and (leftover is None or arena.has_holes()):
             filled_bytes = 0 if leftover is None else read_note(directory / FILLED_FILE, arena)
@@ -371,7 +459,7 @@ def _leftover(directory: Path, arena_bytes: int, slab_bytes: int) -> tuple[Lefto
     except BaseException:
         mapping.close()
         raise
-    marks = readers.marks_of(mapping.array(), old.geometry)
+    marks = marks_of(mapping.array(), old.geometry)
     return Leftover(old, state, _read_use(directory / USE_FILE, old.geometry), marks), mapping
 
 

@@ -19,7 +19,7 @@ from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import incremental
 from hotkv_server.cache.values import Entries, Medium, Run
-from hotkv_server.dataplane.engine import CopyEngine
+from hotkv_server.dataplane.engines import CopyEngine
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.device.devices import NO_DEVICES, Devices
 from hotkv_server.integrity.verifier import Verifier

@@ -15,7 +15,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS, KeySpace
 from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS
 from hotkv_server.cache.values import EvictionNotice, SessionRecord
-from hotkv_server.dataplane.engine import CopyJob
+from hotkv_server.dataplane.engines import CopyJob
 from hotkv_server.memory.mapping import FileMapping
 from hotkv_server.node.session_memory import SessionMemory
 from hotkv_server.security.identity import Peer

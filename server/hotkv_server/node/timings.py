@@ -9,7 +9,7 @@ from collections import Counter
 from typing import TypeVar
 
 from hotkv_server.cache.histogram import SECONDS, SIZES_BYTES, Histogram
-from hotkv_server.dataplane.engine import Outcome
+from hotkv_server.dataplane.engines import Outcome
 
 Answer = TypeVar("Answer")
 LOAD, STORE = "load", "store"

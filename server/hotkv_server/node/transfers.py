@@ -24,7 +24,7 @@ from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.bounds import Account
 from hotkv_server.cache.values import LoadPositions, Run, SlotRun
-from hotkv_server.dataplane.engine import CopyEngine, CopyJob, Outcome
+from hotkv_server.dataplane.engines import CopyEngine, CopyJob, Outcome
 from hotkv_server.dataplane.plan import Plan, Region, block_copies
 from hotkv_server.integrity.check_values import Sums
 from hotkv_server.integrity.sums import SumThreads

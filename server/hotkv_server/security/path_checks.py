@@ -1,14 +1,20 @@
-"""Path checks before a server starts: no other user may be able to put something in the place of
-its directories and files.
+"""Checks of paths before a server starts, and of descriptors that peers send.
 
-Refuses and says what to do; repairs nothing that another user has made. A missing directory is
-made.
+Both refuse and say what to do.
 """
 
+import ctypes
 import os
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Final
+
+from hotkv_proto.errors import HotKVError, Reason
+
+# -------------------------------------------------------------------------------------------- Paths
+# No other user may be able to put something in the place of the server's directories and files.
+# What another user has made is not repaired; a missing directory is made.
 
 OTHERS_WRITE = stat.S_IWOTH | stat.S_IWGRP
 
@@ -117,3 +123,35 @@ def _check_place(path: Path, is_kind: Callable[[int], bool], kind: str) -> None:
 
 def _mode(status: os.stat_result) -> str:
     return f"{stat.S_IMODE(status.st_mode):04o}"
+
+
+# ---------------------------------------------------------------------- Descriptors that peers send
+# They are checked before they are mapped: they must be memory whose pages nobody can withhold. A
+# file on disk, on the network or in user space (FUSE) could hang a copy thread; a pipe, a socket
+# or a device is no memory at all.
+
+MEMORY_FILE_SYSTEMS: Final = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
+"""File systems in memory, by their magic numbers in statfs(2)."""
+STATFS_BYTES = 256
+"""More than the size of struct statfs on any architecture; its first member is the magic number."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check_memory(fd: int, name: str) -> None:
+    """Raises INVALID_LAYOUT unless the descriptor is a regular file in memory: a memfd, or one of
+    /dev/shm or of hugetlbfs."""
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        raise HotKVError(
+            Reason.INVALID_LAYOUT,
+            f"handle {name!r} is of kind {stat.filemode(mode)[0]!r}, no file; send a memfd",
+        )
+    buffer = ctypes.create_string_buffer(STATFS_BYTES)
+    if _libc.fstatfs(fd, buffer):
+        raise OSError(ctypes.get_errno(), f"handle {name!r}: {os.strerror(ctypes.get_errno())}")
+    if ctypes.c_long.from_buffer(buffer).value & 0xFFFF_FFFF not in MEMORY_FILE_SYSTEMS:
+        raise HotKVError(
+            Reason.INVALID_LAYOUT,
+            f"handle {name!r} is a file on a disk or network; send a memfd or a file of /dev/shm",
+        )

@@ -30,17 +30,16 @@ from pydantic_settings import (
 )
 
 from hotkv_server.settings import sources
-from hotkv_server.settings.copies import CopySettings
-from hotkv_server.settings.outlets import EventSettings, HttpSettings
+from hotkv_server.settings.outlets import EventSettings, HttpSettings, TracingSettings
 from hotkv_server.settings.security import SecuritySettings
 from hotkv_server.settings.storage import (
     ArenaSettings,
+    CopySettings,
     IntegritySettings,
     LeaseSettings,
     ResidencySettings,
 )
 from hotkv_server.settings.tiers import TierSettings
-from hotkv_server.settings.tracing import TracingSettings
 
 if sys.version_info >= (3, 11):
     import tomllib

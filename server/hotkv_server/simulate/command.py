@@ -13,18 +13,27 @@ from pathlib import Path
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from hotkv_server.cache.room.policies import POLICIES
-from hotkv_server.simulate.bounds import clairvoyant, next_uses, unbounded
-from hotkv_server.simulate.hints import derive_hints
-from hotkv_server.simulate.plot import PlotError, check_plot, write_plot
-from hotkv_server.simulate.replay import BLOCK_TOKENS, Progress, replay, replay_two_tiers
+from hotkv_server.simulate.replay import (
+    BLOCK_TOKENS,
+    Progress,
+    clairvoyant,
+    derive_hints,
+    next_uses,
+    replay,
+    replay_two_tiers,
+    unbounded,
+)
 from hotkv_server.simulate.report import (
     CLAIRVOYANT,
     UNBOUNDED,
     LowerTier,
+    PlotError,
     Row,
     Units,
     as_json,
     as_table,
+    check_plot,
+    write_plot,
 )
 from hotkv_server.simulate.trace import Int64s, Trace, TraceError, load_trace
 

@@ -7,12 +7,14 @@ before the next one begins.
 """
 
 import contextlib
+import heapq
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
@@ -21,11 +23,70 @@ from hotkv_server.cache.room.books import finished
 from hotkv_server.cache.room.policies import Policy
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import Entries, HashList, KeySpaceRecord
-from hotkv_server.simulate.hints import Hints
 from hotkv_server.simulate.trace import Int64s, Trace
 from hotkv_server.tiers.book.arrivals import Arrivals
 from hotkv_server.tiers.book.lower import LowerTier
 from hotkv_server.tiers.book.moves import Moves
+
+# --------------------------------------------------------------------------------- Hints of a trace
+# What a trace's sessions would have told: which turn was a session's last, and after which
+# it pauses for long.
+#
+# A turn is a request; the session's next one is the first later request that has all its blocks,
+# but for the last, which may not be full. Only ends and pauses look into the future, as an agent
+# knows its own; which blocks a session shares is taken from the past.
+
+SHARED = -1
+LONG_PAUSE_S = 30.0
+"""Pauses from here on are told: the session's blocks may go meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hints:
+    """Of each request. `pauses_s` [R]: time until the session's next turn; infinite after its last.
+    `own_from` [R]: place in the request of the first block that no other session has used so
+    far."""
+
+    def cold_from(self, request: int) -> int | None:
+        """Place of the first block of a request that nobody is expected to use soon; None if all
+        are."""
+        is_long = self.pauses_s[request] >= LONG_PAUSE_S
+        return int(self.own_from[request]) if is_long else None
+
+    pauses_s: NDArray[np.float64]
+    own_from: Int64s
+
+
+def derive_hints(trace: Trace) -> Hints:
+    """Finds the sessions of a trace. Linear in its accesses."""
+    starts, blocks = trace.starts.tolist(), trace.blocks.tolist()
+    num_requests = trace.num_requests
+    pauses_s = np.full(num_requests, np.inf)
+    own_from = np.zeros(num_requests, np.int64)
+    # Per block, the request that waits for a next turn with this block, and the only session that
+    # has used it; SHARED if there are several.
+    waiting: dict[int, int] = {}
+    owner: dict[int, int] = {}
+    session_of = list(range(num_requests))
+    for request in range(num_requests):
+        chain = blocks[starts[request] : starts[request + 1]]
+        before = [waiting.pop(block) for block in chain if block in waiting]
+        for earlier in before:
+            pauses_s[earlier] = trace.times_s[request] - trace.times_s[earlier]
+        if before:
+            session_of[request] = session_of[before[-1]]
+        session = session_of[request]
+        num_shared = 0
+        for place, block in enumerate(chain):
+            if owner.setdefault(block, session) != session:
+                owner[block] = SHARED
+                num_shared = place + 1
+        own_from[request] = num_shared
+        waiting[chain[max(0, len(chain) - 2)]] = request
+    return Hints(pauses_s, own_from)
+
+
+# ------------------------------------------------------------------------------------------ Replays
 
 MakePolicy = Callable[[int], Policy]
 """Makes a policy for entry numbers 1 to the given capacity."""
@@ -274,3 +335,58 @@ def _warm_up(trace: Trace, make_policy: MakePolicy) -> None:
     starts = trace.starts[: WARM_UP_REQUESTS + 1].tolist()
     for start, end in pairwise(starts):
         cache.serve(trace.hashes[start:end], 0.0)
+
+
+# ------------------------------------------------------------------- Bounds that no policy can beat
+# A cache without end, and one that knows the future.
+#
+# Both count as the policies are judged: blocks of the contiguous prefix. They need a trace whose
+# ids stand for a block and all before it; then a block's next use is never before that of the
+# block that it follows.
+
+
+def unbounded(trace: Trace) -> Int64s:
+    """Prefix lengths [R] if nothing is ever evicted."""
+    first = np.zeros(len(trace.blocks), np.bool_)
+    first[np.unique(trace.blocks, return_index=True)[1]] = True
+    return trace.prefix_lengths(~first)
+
+
+def next_uses(blocks: Int64s) -> Int64s:
+    """For each access [B] the next one to the same block; B if there is none."""
+    order = np.argsort(blocks, kind="stable")
+    following = np.full(len(blocks), len(blocks), np.int64)
+    same = blocks[order[1:]] == blocks[order[:-1]]
+    following[order[:-1][same]] = order[1:][same]
+    return following
+
+
+def clairvoyant(trace: Trace, capacity_blocks: int, following: Int64s | None = None) -> Int64s:
+    """Prefix lengths [R] of the best cache of that many blocks: Belady's rule with bypass, a
+    request at a time.
+
+    Of the blocks it holds and those of the request just served it keeps the ones that are used
+    again soonest, and need not keep any. Choosing so which stretches between two uses to bridge
+    serves the most blocks (greedy colouring of interval graphs, Carlisle and Lloyd 1995). Of blocks
+    that the same request uses again the deepest is dropped first, so the blocks held are closed
+    under prefixes.
+    """
+    kept = bytearray(len(trace.blocks))
+    uses = (next_uses(trace.blocks) if following is None else following).tolist()
+    # Next uses of held blocks, the farthest first; those in the past are at the end and don't
+    # count as held.
+    farthest: list[int] = []
+    num_held = 0
+    starts = trace.starts.tolist()
+    for start, end in pairwise(starts):
+        num_held -= kept.count(1, start, end)
+        for use in uses[start:end]:
+            if use == len(uses):
+                continue
+            kept[use] = 1
+            if num_held < capacity_blocks:
+                heapq.heappush(farthest, -use)
+                num_held += 1
+            else:
+                kept[-heapq.heappushpop(farthest, -use)] = 0
+    return trace.prefix_lengths(np.frombuffer(kept, np.bool_))

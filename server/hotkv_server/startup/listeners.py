@@ -8,9 +8,8 @@ import contextlib
 from dataclasses import dataclass
 
 from hotkv_server.node.node import Node
-from hotkv_server.security.identity import AccessControl
+from hotkv_server.security.identity import AccessControl, Tickets
 from hotkv_server.security.path_checks import UnsafeError
-from hotkv_server.security.tickets import Tickets
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.access import (

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from hotkv_proto.table import TableGeometry
 from hotkv_server.device import start as device_start
-from hotkv_server.memory import limits, readers
-from hotkv_server.memory.arena import ARENA_FILE, LOCK_FILE, TABLE_FILE
+from hotkv_server.memory import limits
+from hotkv_server.memory.arena import ARENA_FILE, LOCK_FILE, TABLE_FILE, table_file_bytes
 from hotkv_server.security.path_checks import UnsafeError
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
@@ -136,7 +136,7 @@ def check_arena_room(settings: Settings) -> None:
     arena, directory = settings.arena, settings.arena_dir
     geometry = TableGeometry.for_capacity(arena.capacity, 1, arena.bytes)
     held = sum(limits.allocated_bytes(directory / name) for name in (ARENA_FILE, TABLE_FILE))
-    missing_bytes = arena.bytes + readers.table_file_bytes(geometry) - held
+    missing_bytes = arena.bytes + table_file_bytes(geometry) - held
     folder = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     try:
         space = os.statvfs(folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hotkv_server.memory import sigbus
+from hotkv_server.memory import mapping
 
 PRIVATE_UMASK = 0o077
 """Nothing that the server makes is open to others, unless it says so itself."""
@@ -34,7 +34,7 @@ def hear_sigterm() -> None:
 def prepare() -> None:
     """First of all: private files, SIGBUS, malloc's threshold, the limit of descriptors."""
     os.umask(PRIVATE_UMASK)
-    sigbus.install()
+    mapping.install_guard()
     return_large_blocks()
     raise_file_limit()
 

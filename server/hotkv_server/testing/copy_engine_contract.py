@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_server.dataplane.engine import CopyEngine, CopyJob, Gate, Outcome
+from hotkv_server.dataplane.engines import CopyEngine, CopyJob, Gate, Outcome
 from hotkv_server.dataplane.plan import CopyPlan, Region
 
 Bytes = NDArray[np.uint8]

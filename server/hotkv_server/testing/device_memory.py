@@ -1,12 +1,10 @@
-"""Memory and events of a made-up device that two processes can share, and the engine's side of
-both.
-
-An allocation is a memfd: whoever has its handle of 64 bytes maps it through /proc/<pid>/fd, so a
-dead engine's memory is seen in /proc/<pid>/maps of those that still hold it, as
-`memfd:hotkv-device`. An event is a memfd with two counters: recorded and passed.
+"""Memory of a made-up device: what two processes can share, events included, and what the device's
+streams may copy.
 """
 
+import bisect
 import ctypes
+import itertools
 import mmap
 import os
 import struct
@@ -16,7 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_server.device.runtime import DeviceError
+from hotkv_server.device.runtime import HOST, DeviceError, Extent
+
+# -------------------------------------------------------------------------------- Between processes
+# An allocation is a memfd: whoever has its handle of 64 bytes maps it through /proc/<pid>/fd, so a
+# dead engine's memory is seen in /proc/<pid>/maps of those that still hold it, as
+# `memfd:hotkv-device`. An event is a memfd with two counters: recorded and passed.
 
 MEMORY_NAME, EVENT_NAME = "hotkv-device", "hotkv-device-event"
 EVENT_BYTES = 16
@@ -182,3 +185,230 @@ class FakeIpcEvent:
 
     def close(self) -> None:
         self._memory.close()
+
+
+# -------------------------------------------------------------------------------- What streams know
+# Which addresses streams may copy, and where their bytes lie.
+#
+# Always true: device memory has addresses and no pages behind them, so the host can't touch it; a
+# range that leaves its allocation, crosses registrations, was freed or closed, or is another
+# device's is refused as CUDA refuses it, or loses the device as a kernel would. Addresses that
+# were freed stay reserved. The caller holds the runtime's lock.
+
+
+@dataclass(slots=True, eq=False)
+class Memory:
+    """Memory that streams know. `shadow`: where the bytes of [start, end) really lie. `device`:
+    HOST for registered memory."""
+
+    start: int
+    end: int
+    shadow: int
+    device: int
+    read_only: bool = False
+    mapped_bytes: int = 0
+    handle: bytes = b""
+    num_opened: int = 0
+
+    @property
+    def kind(self) -> str:
+        """How it came: allocated, opened, pinned or registered."""
+        if self.device != HOST:
+            return "opened" if self.handle else "allocated"
+        return "pinned" if self.mapped_bytes else "registered"
+
+
+class Ranges:
+    """See above. `version` changes with every change."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._memories: list[Memory] = []
+        self._graves: list[tuple[int, int]] = []
+
+    def __repr__(self) -> str:
+        return f"Ranges({len(self._memories)} memories, {len(self._graves)} given back)"
+
+    def held(self) -> dict[str, int]:
+        """Numbers of memories that have not been given back, by kind."""
+        kinds = [memory.kind for memory in self._memories]
+        return {
+            kind: kinds.count(kind)
+            for kind in ("allocated", "pinned", "registered", "opened")
+            if kind in kinds
+        }
+
+    # What comes and goes
+
+    def allocate(self, device: int, num_bytes: int) -> int:
+        """Address of new device memory."""
+        return self._keep_device(device, num_bytes, map_pages(num_bytes), b"")
+
+    def allocate_pinned(self, num_bytes: int) -> int:
+        """Address of new registered host memory."""
+        start = map_pages(num_bytes)
+        return self._keep(Memory(start, start + num_bytes, start, HOST, mapped_bytes=num_bytes))
+
+    def register(self, address: int, num_bytes: int, *, read_only: bool) -> None:
+        """Registers host memory. Raises DeviceError unless it is whole pages, none of them
+        registered."""
+        if address % PAGE_BYTES or num_bytes % PAGE_BYTES or num_bytes <= 0:
+            raise DeviceError(
+                f"fake device: register: invalid argument: {address:#x} and {num_bytes} bytes are "
+                "no whole pages"
+            )
+        if self._overlapping(address, address + num_bytes):
+            raise DeviceError(
+                "fake device: register: part or all of the requested memory range is already mapped"
+            )
+        self._keep(Memory(address, address + num_bytes, address, HOST, read_only))
+
+    def open(self, device: int, handle: bytes) -> int:
+        """Address of another process's allocation; opened again, the same one."""
+        for memory in self._memories:
+            if memory.handle == handle and memory.device == device:
+                memory.num_opened += 1
+                return memory.start
+        parsed = Handle.parse(handle, MEMORY_NAME)
+        if parsed.device != device:
+            raise DeviceError(
+                f"fake device {device}: open_memory: invalid device context: the memory is of "
+                f"device {parsed.device}"
+            )
+        return self._keep_device(device, parsed.num_bytes, parsed.map(), handle)
+
+    def close(self, device: int, address: int) -> None:
+        """Closes an opened allocation once."""
+        memory = self.find("close_memory", address, device, "opened")
+        memory.num_opened -= 1
+        if not memory.num_opened:
+            self.drop(memory)
+
+    def find(self, method: str, address: int, device: int, kind: str) -> Memory:
+        """The memory of this kind that begins there. Raises DeviceError."""
+        for memory in self._memories:
+            if (memory.start, memory.device, memory.kind) == (address, device, kind):
+                return memory
+        raise DeviceError(
+            f"fake device: {method}: invalid argument: nothing of the kind at {address:#x}"
+        )
+
+    def drop(self, memory: Memory) -> None:
+        """Frees, closes or unregisters it."""
+        self.version += 1
+        self._memories.remove(memory)
+        if memory.device != HOST:
+            unmap_pages(memory.shadow, memory.mapped_bytes)
+            # Its addresses stay reserved, so that nothing else is taken for it.
+            self._graves.append((memory.start, memory.end))
+        elif memory.mapped_bytes:
+            unmap_pages(memory.shadow, memory.mapped_bytes)
+
+    def drop_all(self) -> None:
+        """Gives everything back."""
+        for memory in list(self._memories):
+            self.drop(memory)
+
+    def _keep_device(self, device: int, num_bytes: int, shadow: int, handle: bytes) -> int:
+        start = reserve_pages(num_bytes)
+        return self._keep(
+            Memory(
+                start,
+                start + num_bytes,
+                shadow,
+                device,
+                mapped_bytes=num_bytes,
+                handle=handle,
+                num_opened=1,
+            )
+        )
+
+    def _keep(self, memory: Memory) -> int:
+        self.version += 1
+        bisect.insort(self._memories, memory, key=lambda other: other.start)
+        return memory.start
+
+    # Where bytes lie
+
+    def extent(self, device: int, address: int) -> Extent:
+        """The device allocation in which the address lies. Raises DeviceError."""
+        for memory in self._memories:
+            if memory.device != HOST and memory.start <= address < memory.end:
+                return Extent(memory.start, memory.end - memory.start, memory.device)
+        raise DeviceError(
+            f"fake device {device}: extent: invalid argument: no memory of a device at {address:#x}"
+        )
+
+    def shadow_of(self, address: int, num_bytes: int) -> int:
+        """Where the bytes of a range lie. Raises ValueError unless one memory covers it."""
+        found = self._overlapping(address, address + num_bytes)
+        if not found or not (found[0].start <= address and address + num_bytes <= found[0].end):
+            raise ValueError(f"no memory of a device at {address:#x}")
+        return address - found[0].start + found[0].shadow
+
+    def copy_range(
+        self, device: int, start: int, num_bytes: int, what: str
+    ) -> tuple[int, Memory | None]:
+        """Where the bytes of a range lie, and in what memory; None for memory that is not
+        registered. Raises DeviceError as a copy would."""
+        end = start + num_bytes
+        found = self._overlapping(start, end)
+        problem = ""
+        if any(start < grave_end and end > grave for grave, grave_end in self._graves):
+            problem = "memory that was freed or closed"
+        elif found and not (found[0].start <= start and end <= found[0].end):
+            problem = (
+                "a range that leaves its allocation"
+                if found[0].device != HOST
+                else "a range that crosses registrations"
+            )
+        elif found and found[0].device not in (HOST, device):
+            problem = f"memory of device {found[0].device}"
+        if problem:
+            raise DeviceError(
+                f"fake device {device}: {what}: invalid argument: {problem}: {start:#x} and "
+                f"{num_bytes} bytes"
+            )
+        return (start, None) if not found else (start - found[0].start + found[0].shadow, found[0])
+
+    def kernel_range(self, device: int, start: int, num_bytes: int, *, writes: bool) -> int:
+        """Resolves a range to where its bytes lie. Raises DeviceError, with the device lost, if a
+        kernel could not access it."""
+        found, end = self._overlapping(start, start + num_bytes), start + num_bytes
+        # Registrations that adjoin are one range to a kernel: each has the host's own addresses.
+        covered = (
+            found
+            and found[0].start <= start
+            and end <= found[-1].end
+            and all(a.end == b.start for a, b in itertools.pairwise(found))
+        )
+        if num_bytes and (
+            not covered
+            or (len(found) > 1 and any(m.device != HOST for m in found))
+            or found[0].device not in (HOST, device)
+            or (writes and any(m.read_only for m in found))
+        ):
+            raise DeviceError("an illegal memory access was encountered", is_lost=True)
+        return start - found[0].start + found[0].shadow if found else start
+
+    def word(self, device: int, address: int) -> int:
+        """Where a uint32 that streams wait for or write lies. Raises DeviceError."""
+        if address % 4:
+            raise DeviceError(
+                f"fake device {device}: invalid argument: the word at {address:#x} is not aligned"
+            )
+        real, memory = self.copy_range(device, address, 4, "word")
+        if memory is None:
+            raise DeviceError(
+                f"fake device {device}: invalid argument: the word at {address:#x} lies in memory "
+                "that is not registered"
+            )
+        return real
+
+    def _overlapping(self, start: int, end: int) -> list[Memory]:
+        at = bisect.bisect_right(self._memories, start, key=lambda memory: memory.end)
+        found = []
+        while at < len(self._memories) and self._memories[at].start < end:
+            found.append(self._memories[at])
+            at += 1
+        return found

@@ -21,7 +21,7 @@ from hotkv_server.memory.clerk import Clerk
 from hotkv_server.memory.state import StateError
 from hotkv_server.node.persistence import state_of
 from hotkv_server.settings import Settings
-from hotkv_server.settings.compression import STAGING_BYTES
+from hotkv_server.settings.tiers import STAGING_BYTES
 from hotkv_server.startup import StartError
 from hotkv_server.tiers.book.books import TierBooks, books_of
 from hotkv_server.tiers.book.place_sizes import EncodedBytes

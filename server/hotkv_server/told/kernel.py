@@ -1,4 +1,4 @@
-"""What the kernel tells: the server, tiers, key spaces, sessions, blocks.
+"""What the kernel tells: the server, tiers, key spaces, sessions, blocks, devices.
 
 The rows are made once, here, for `hotkv`, its `--json`, the status page and its API. On the event
 loop only.
@@ -20,11 +20,15 @@ from hotkv_proto.table import Words
 from hotkv_server.cache import inspect
 from hotkv_server.cache.table.census import Census
 from hotkv_server.cache.values import DISK_TIER, HOST_TIER
+from hotkv_server.dataplane.cuda.values import CudaCopyFigures
+from hotkv_server.device.devices import Devices, uuid_text
+from hotkv_server.device.runtime import DeviceInfo
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.topics import MAX_KEY_SPACE_ID, Figures, Filters, Topic
 from hotkv_server.told.counts import census, counters, gauges
-from hotkv_server.told.devices import device_figures
+
+# ------------------------------------------------------------------------------------------- Topics
 
 MAX_ROWS = 256
 """Most sessions, and most key spaces, that are listed unless more are asked for."""
@@ -288,4 +292,58 @@ def _block(node: Node, block: inspect.BlockFigures, now_s: float) -> dict[str, A
         "idle_s": max(0.0, now_s - block.last_used_s) if block.last_used_s else 0.0,
         "parent_hash": text(block.parent_words),
         "representation_byte_count": block.representation_bytes,
+    }
+
+
+# ------------------------------------------------------------------------------------------ Devices
+# Bytes copied, the measured speed of each method, and what is wrong.
+
+
+def device_figures(devices: Devices) -> Figures:
+    """The GPUs, and the part of the arena that they reach. `why_none`: if there is no GPU;
+    `registering_error`: why no more of the arena is registered, empty while it goes on and when all
+    is."""
+    pinner = devices.pinner
+    return {
+        "devices": [_device(devices, info, figures) for info, figures in devices.figures()],
+        "why_none": devices.why_none,
+        "registered_byte_count": devices.pinned_bytes,
+        "registering_s": pinner.took_s if pinner is not None else 0.0,
+        "registering_error": pinner.error if pinner is not None else "",
+        "open_allocation_count": devices.num_open,
+    }
+
+
+def _device(devices: Devices, info: DeviceInfo, figures: CudaCopyFigures) -> Figures:
+    calibration = devices.engines[info.number].calibration
+    return {
+        "number": info.number,
+        "uuid": uuid_text(info.uuid),
+        "name": info.name,
+        "pci_bus_id": info.pci_bus_id,
+        "numa_node": info.numa_node,
+        "problem": figures.problem,
+        "copies": [
+            {
+                "direction": moved.direction.value,
+                "method": moved.method,
+                "byte_count": moved.num_bytes,
+                "piece_count": moved.num_pieces,
+            }
+            for moved in figures.moved
+        ],
+        "queued_piece_count": figures.num_queued,
+        "flying_piece_count": figures.num_in_flight,
+        "failed_job_count": figures.num_failed,
+        "speeds": [
+            {
+                "direction": direction.value,
+                "method": method.value,
+                "page_byte_count": page_bytes,
+                "gb_per_s": speed,
+            }
+            for (direction, method, page_bytes), speed in (
+                calibration.speeds.items() if calibration is not None else ()
+            )
+        ],
     }

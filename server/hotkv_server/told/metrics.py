@@ -22,7 +22,7 @@ from hotkv_proto.errors import Reason
 from hotkv_proto.versions import NEWEST_VERSION
 from hotkv_server.cache import inspect
 from hotkv_server.cache.histogram import Histogram
-from hotkv_server.dataplane.engine import Outcome
+from hotkv_server.dataplane.engines import Outcome
 from hotkv_server.device.devices import Devices
 from hotkv_server.node.capability import Samples
 from hotkv_server.node.node import Node

@@ -6,7 +6,7 @@ import logging
 
 from hotkv_server.security.path_checks import UnsafeError, check_private_key
 from hotkv_server.settings import Settings
-from hotkv_server.settings.tracing import TracingSettings
+from hotkv_server.settings.outlets import TracingSettings
 from hotkv_server.startup import StartError
 from hotkv_server.tracing.drive import Tracing
 

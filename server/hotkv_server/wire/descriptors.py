@@ -25,9 +25,8 @@ from hotkv_proto.v1 import session_pb2
 from hotkv_proto.words import WORD_COUNT, words_offset_bytes
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
-from hotkv_server.security.handles import check_memory
-from hotkv_server.security.identity import AccessControl, Peer
-from hotkv_server.security.tickets import Tickets
+from hotkv_server.security.identity import AccessControl, Peer, Tickets
+from hotkv_server.security.path_checks import check_memory
 from hotkv_server.wire.errors import as_refusal
 from hotkv_server.wire.guard import peers
 

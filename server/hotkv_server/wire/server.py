@@ -36,8 +36,7 @@ from hotkv_proto.v1 import (
 from hotkv_server.node.capability import Service
 from hotkv_server.node.node import Node
 from hotkv_server.node.sessions import MAX_SESSIONS
-from hotkv_server.security.identity import AccessControl, Peer
-from hotkv_server.security.tickets import Tickets
+from hotkv_server.security.identity import AccessControl, Peer, Tickets
 from hotkv_server.wire.admin_service import AdminService
 from hotkv_server.wire.cache_service import CacheService
 from hotkv_server.wire.edge import MAX_SELECT_STREAMS, Edge, full_name

@@ -9,9 +9,8 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from hotkv_server.dataplane.cuda.calibration import Calibration, rule_of_thumb
+from hotkv_server.dataplane.cuda.calibration import Calibration, measure, rule_of_thumb
 from hotkv_server.dataplane.cuda.lane import Lane
-from hotkv_server.dataplane.cuda.measure import measure
 from hotkv_server.dataplane.cuda.values import (
     CudaCopyFigures,
     CudaCopySettings,
@@ -19,7 +18,7 @@ from hotkv_server.dataplane.cuda.values import (
     Method,
     PinnedArena,
 )
-from hotkv_server.dataplane.engine import CopyJob
+from hotkv_server.dataplane.engines import CopyJob
 from hotkv_server.dataplane.plan import Plan
 from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime
 

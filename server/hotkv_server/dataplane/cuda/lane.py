@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from hotkv_server.dataplane.cuda.methods import GIVE, Slot
+from hotkv_server.dataplane.cuda.methods import GIVE, Slot, Slots
 from hotkv_server.dataplane.cuda.pieces import Choose, Piece, pieces
-from hotkv_server.dataplane.cuda.slots import Slots
 from hotkv_server.dataplane.cuda.values import (
     CudaCopySettings,
     Direction,
@@ -27,7 +26,7 @@ from hotkv_server.dataplane.cuda.values import (
     Moved,
     PinnedArena,
 )
-from hotkv_server.dataplane.engine import CopyJob
+from hotkv_server.dataplane.engines import CopyJob
 from hotkv_server.device.runtime import DeviceError, DeviceRuntime, Priority
 
 PAGEABLE = "pageable"

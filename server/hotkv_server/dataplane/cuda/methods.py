@@ -1,16 +1,19 @@
-"""Gives pieces to a stream: one small function for each method. All return at once; the slot is in
-use until the stream has passed an event after them.
+"""Gives pieces to a stream: one small function for each method, and the slots that they use. All
+return at once; the slot is in use until the stream has passed an event after them.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from hotkv_server.dataplane.cuda.pieces import Piece, plan_staged
-from hotkv_server.dataplane.cuda.values import MAX_PIECE_RUNS, Direction, Method
+from hotkv_server.dataplane.cuda.values import MAX_PIECE_RUNS, CudaCopySettings, Direction, Method
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.device.runtime import DeviceRuntime, Event, Int64s, Stream
+from hotkv_server.device.runtime import DeviceError, DeviceRuntime, Event, Int64s, Stream
+
+# ------------------------------------------------------------------------------------------ Methods
 
 TABLE_BYTES = 3 * 8 * MAX_PIECE_RUNS
 
@@ -87,3 +90,81 @@ GIVE: Mapping[Method | None, Callable[[DeviceRuntime, Stream, Piece, Slot], None
     Method.STAGED: staged,
 }
 """Functions by method; None stands for host memory that is not pinned."""
+
+
+# ---------------------------------------------------------------------------------- Slots of a lane
+# For each piece in flight an event, a pinned table, and staging memory if the device has it.
+#
+# Always true: all slots have staging memory or none has; slots that can't be made leave nothing
+# allocated.
+
+log = logging.getLogger(__name__)
+
+
+class Slots:
+    """See above. `all`: as many as `settings.depth`."""
+
+    def __init__(
+        self,
+        runtime: DeviceRuntime,
+        device: int,
+        settings: CudaCopySettings,
+        direction: Direction,
+    ) -> None:
+        """Raises DeviceError."""
+        self._runtime = runtime
+        self._device = device
+        self._direction = direction
+        self.can_stage = False
+        self.all: list[Slot] = []
+        num_staging_bytes = settings.slot_staging_bytes
+        try:
+            for _ in range(settings.depth):
+                event, table = runtime.new_event(device), runtime.allocate_pinned(TABLE_BYTES)
+                self.all.append(Slot(event, table, 0))
+            if settings.method in (None, Method.STAGED) and num_staging_bytes > 0:
+                self._add_staging(num_staging_bytes)
+        except DeviceError:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"Slots({len(self.all)}, {'with' if self.can_stage else 'no'} staging)"
+
+    def _add_staging(self, num_bytes: int) -> None:
+        """Gives each slot staging memory, if the device can spare it for all."""
+        staging: list[int] = []
+        try:
+            staging.extend(self._runtime.allocate(self._device, num_bytes) for _ in self.all)
+        except DeviceError as error:
+            if error.is_lost:
+                raise
+            log.warning(
+                "no staging memory device=%d lane=%s error=%s",
+                self._device,
+                self._direction.value,
+                error,
+            )
+            for address in staging:
+                self._runtime.free(self._device, address)
+            return
+        self.can_stage = True
+        self.all = [
+            Slot(slot.event, slot.table, address)
+            for slot, address in zip(self.all, staging, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Frees all memory; nothing uses it any more. Failures are logged."""
+        for slot in self.all:
+            try:
+                if slot.staging:
+                    self._runtime.free(self._device, slot.staging)
+                self._runtime.free_pinned(slot.table)
+            except DeviceError as error:
+                log.warning(
+                    "not given back device=%d lane=%s error=%s",
+                    self._device,
+                    self._direction.value,
+                    error,
+                )

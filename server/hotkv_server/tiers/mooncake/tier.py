@@ -18,7 +18,7 @@ import numpy as np
 
 from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.settings.mooncake import MooncakeSettings
+from hotkv_server.settings.tiers import MooncakeSettings
 from hotkv_server.tiers.mooncake.words import Line, quoted
 from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Seals, Shown, TierFacts, TierMemory
 from hotkv_server.tiers.remote.calls import PART_BYTES

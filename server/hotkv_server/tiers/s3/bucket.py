@@ -16,7 +16,7 @@ from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
-from hotkv_server.settings.s3 import S3Settings
+from hotkv_server.settings.tiers import S3Settings
 from hotkv_server.tiers.remote.errors import LateError, MissingError, StoreError, UnusableError
 from hotkv_server.tiers.s3.credentials import read_access_key
 from hotkv_server.tiers.s3.errors import BeyondError, is_gone, store_error

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from hotkv_server.settings.s3 import S3Settings
+from hotkv_server.settings.tiers import S3Settings
 from hotkv_server.tiers.protocol import (
     NO_EPOCH,
     NO_EPOCHS,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.settings.s3 import S3Settings
+from hotkv_server.settings.tiers import S3Settings
 from hotkv_server.tiers.protocol import Int64s, TierFacts, TierMemory
 from hotkv_server.tiers.remote.calls import cut
 from hotkv_server.tiers.remote.tier import RemoteTier

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from hotkv_server.settings.valkey import ValkeySettings
+from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.remote.errors import LostError, StoreError, UnusableError
 from hotkv_server.tiers.valkey.connection import Connection
 from hotkv_server.tiers.valkey.errors import INCOMPLETE, INCOMPLETE_CODES, STANDALONE, unusable

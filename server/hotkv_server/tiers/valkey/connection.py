@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from hotkv_server.settings.valkey import ValkeySettings
+from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.valkey.greeting import greet, read_login
 from hotkv_server.tiers.valkey.resp import Bulk, Command, ErrorReply, Place, Replies, Reply
 from hotkv_server.tiers.valkey.stream import Stream, connect

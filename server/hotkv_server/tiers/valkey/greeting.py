@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hotkv_server.security.path_checks import UnsafeError, check_private_key
-from hotkv_server.settings.valkey import ValkeySettings
+from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.remote.errors import LostError, UnusableError, quoted
 from hotkv_server.tiers.valkey.errors import STANDALONE, unusable
 from hotkv_server.tiers.valkey.resp import ErrorReply, Reply, command

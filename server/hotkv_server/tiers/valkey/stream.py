@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from hotkv_server.security.path_checks import UnsafeError, check_private_key
-from hotkv_server.settings.valkey import ValkeySettings
+from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.remote.errors import LateError, LostError, UnusableError
 
 MAX_PIECES = 1024

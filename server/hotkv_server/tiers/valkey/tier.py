@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.settings.valkey import ValkeySettings
+from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.protocol import TierFacts
 from hotkv_server.tiers.remote.calls import PART_BYTES
 from hotkv_server.tiers.remote.tier import RemoteTier
