@@ -195,7 +195,7 @@ TESTS: dict[str, str] = {
     ),
     "connector_vllm/hotkv_vllm/identity/rekeying.py": "tests/vllm/test_rekeying.py",
     "connector_vllm/hotkv_vllm/worker/session.py": (f"tests/vllm/test_rekeying.py {RANK} {ENGINE}"),
-    "connector_vllm/hotkv_vllm/compat/weight_files.py": (
+    "connector_vllm/hotkv_vllm/compat/model_weights.py": (
         "tests/vllm/test_weights_files.py tests/vllm/test_rekeying.py"
     ),
     "connector_vllm/hotkv_vllm/identity/weights_watch.py": (
@@ -223,18 +223,17 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/residency/rows.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/residency/side.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/residency/calls.py": RESIDENTS,
-    "connector_vllm/hotkv_vllm/compat/device_pool.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/compat/residency.py": RESIDENTS,
-    "connector_vllm/hotkv_vllm/identity/agreement.py": (
+    "connector_vllm/hotkv_vllm/scheduler/sharing.py": (
         f"tests/vllm/test_ranks.py tests/vllm/test_revocations.py {ENGINE}"
     ),
     "connector_vllm/hotkv_vllm/identity/exactness.py": f"tests/vllm/test_exactness.py {ENGINE}",
     "connector_vllm/hotkv_vllm/metadata.py": f"tests/vllm/test_metadata.py {ENGINE}",
-    "connector_vllm/hotkv_vllm/compat/multi.py": "tests/vllm/test_multi_connector.py",
+    "connector_vllm/hotkv_vllm/compat/checks.py": "tests/vllm/test_multi_connector.py",
     "connector_vllm/hotkv_vllm/scheduler/loads.py": (
         "tests/vllm/test_load_books.py tests/vllm/test_multi_connector.py"
     ),
-    "connector_vllm/hotkv_vllm/sides.py": f"tests/vllm/test_sides.py {ENGINE}",
+    "connector_vllm/hotkv_vllm/connector.py": f"tests/vllm/test_sides.py {ENGINE}",
     "connector_vllm/hotkv_vllm/": ENGINE,
 }
 """The tests of a file: those of the longest entry that its path begins with, quick ones first."""

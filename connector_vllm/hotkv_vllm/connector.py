@@ -1,12 +1,13 @@
 """`HotKVConnector`: vLLM's view of hotkv. Fails open: no exception of hotkv's reaches vLLM from any
 hook.
 
-Thin: it holds one object for each side, of which one is real (`sides`), and each hook calls one of
+Thin: it holds one object for each side, of which one is real (`NoSide`), and each hook calls one of
 them. A hook that breaks is logged once, counted, and answered by its fallback, each of which says
 what makes it safe (`hooks`). Only a wrong configuration raises, when the connector is constructed.
 Nothing happens per layer.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,7 @@ try:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from hotkv_vllm.compat import checks, multi, sparse_layers
+    from hotkv_vllm.compat import checks, sparse_layers
     from hotkv_vllm.scheduler.side import HotKVScheduler
     from hotkv_vllm.worker.side import HotKVWorker
 except ImportError as error:
@@ -35,8 +36,40 @@ except ImportError as error:
 
 from hotkv_vllm.hooks import HookEdge, class_hook, hook, nothing
 from hotkv_vllm.metadata import HotKVHandshake, HotKVMetadata, HotKVWorkerMetadata
-from hotkv_vllm.sides import NoSide
 from hotkv_vllm.stats import HookClock, HotKVPromMetrics, HotKVStats, SilentPromMetrics
+
+PARTS = frozenset({"requests", "residents", "sparse", "steps"})
+"""Parts of a side that the connector calls."""
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "is_freeing": lambda *_: False,
+    "match": lambda *_: (0, False),
+    "plan": lambda *_: HotKVMetadata(),
+    "plan_broke": lambda *_: HotKVMetadata(),
+    "reset_broke": lambda *_: False,
+    "take_results": lambda *_: (set(), set()),
+    "take_stats": lambda *_: None,
+    "take_failed_results": lambda *_: set(),
+    "take_lost": lambda *_: set(),
+    "lost_broke": lambda *_: set(),
+}
+"""By method of `scheduler.side.HotKVScheduler`, of its parts or of `worker.side.HotKVWorker`. All
+others answer None."""
+
+
+class NoSide:
+    """Stands in for a side that is not there: that of the other role, or both with hotkv off.
+
+    So no hook asks whether there is a side. It takes every call and does nothing; its answers leave
+    vLLM as it would be without hotkv.
+    """
+
+    def __init__(self) -> None:
+        vars(self).update(ANSWERS | dict.fromkeys(PARTS, self))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_: None
 
 
 class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
@@ -63,7 +96,7 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         if config.sparse is not None:
             sparse_layers.check_sparse(vllm_config, kv_cache_config, config.sparse)
         centres = config.read_centres()
-        outer = multi.outer_configs()
+        outer = checks.outer_configs()
         self._is_child = bool(outer)
         if is_scheduler:
             checks.use_recompute_policy(outer or (vllm_config,), self._is_child)
@@ -264,8 +297,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
 
         In a MultiConnector another connector's wish goes first, as vLLM refuses two.
         """
-        layout, outer = checks.preferred_layout(), multi.outer_configs()
-        is_second = layout is not None and outer and multi.others_state_a_layout(cls, outer)
+        layout, outer = checks.preferred_layout(), checks.outer_configs()
+        is_second = layout is not None and outer and checks.others_state_a_layout(cls, outer)
         return None if is_second else layout
 
     @classmethod

@@ -1,6 +1,6 @@
 """The edge between vLLM and the connector: no exception of hotkv passes it.
 
-Each hook names its fallback, whose answer vLLM gets if the hook raises; `fallbacks` says why that
+Each hook names its fallback, whose answer vLLM gets if the hook raises; `FALLBACKS` says why that
 is safe. What is always true: a hook that raises is counted and answered by its fallback; a fallback
 that raises too is counted and answered by `last`, which is a constant. A fallback shares as little
 state as it can with its hook, so that one fault does not break both.
@@ -13,9 +13,119 @@ from types import FunctionType
 from typing import Any, Protocol, TypeVar, cast
 
 from hotkv_vllm import link
-from hotkv_vllm.fallbacks import FALLBACKS
 
 logger = link.logger
+
+# ---------------------------------------------------------------------------------------- fallbacks
+
+FALLBACKS: dict[str, str] = {
+    # ------------------------------------------------------------------------------- worker's start
+    "register_kv_caches": (
+        "The rank says that it is off, and has no session; the scheduler then leaves the engine "
+        "without hotkv."
+    ),
+    "install_sparse": "Layers without a worker attend to everything.",
+    "opened": "The first request that needs the arena makes it readable for the device.",
+    "unregister_kv_caches": (
+        "The session is closed with all its transfers, so nothing reaches memory that is given up."
+    ),
+    "restore_kv_caches": (
+        "The rank says that it is off, and has no session; the scheduler then leaves the engine "
+        "without hotkv."
+    ),
+    "get_handshake_metadata": (
+        "The scheduler leaves an engine without hotkv if one of its ranks is off."
+    ),
+    # ------------------------------------------------------------------------------- worker's steps
+    "handle_preemptions": (
+        "All stores are revoked, or their session is closed, and the step attends to everything."
+    ),
+    "_tell_reporter": (
+        "Selections that are not reported count for nothing in the server, and cost nothing else."
+    ),
+    "start_load_kv": (
+        "Loads of this step that were not begun are reported as failed; those that were begun go "
+        "on."
+    ),
+    "wait_for_save": "Stores of this step that were not sent are reported as failed, never sent.",
+    "get_transfer_results": (
+        "Loads that are over, which nobody writes any more, are reported as failed: their "
+        "requests compute."
+    ),
+    "get_block_ids_with_load_errors": (
+        "All requests with blocks in host memory only are computed anew."
+    ),
+    "build_connector_worker_meta": (
+        "What is not taken is reported by a later step; the scheduler forgets stores that are "
+        "never reported."
+    ),
+    "sparse_report": "What was selected and counted is reported later, or not at all.",
+    "_state_report": (
+        "States are said again by each step: a hung load's request waits, or its blocks stay out "
+        "of use."
+    ),
+    "_step_report": (
+        "The scheduler asks again for a handshake, and trusts no step whose end it has not heard "
+        "of."
+    ),
+    # ------------------------------------------------------------------------------------ scheduler
+    "set_xfer_handshake_metadata_pp_aware": "The scheduler offers nothing and plans nothing.",
+    "set_xfer_handshake_metadata": "The scheduler offers nothing and plans nothing.",
+    "bind_kv_cache_manager": (
+        "Without the pool no block is held back: a request whose load hangs waits for the server. "
+        "Without the manager no block is given back."
+    ),
+    "has_pending_block_frees": "vLLM preempts, as without hotkv.",
+    "_kept_tokens": "No block is given back in this step.",
+    "_has_room": "The request waits.",
+    "on_new_request": (
+        "The request is unknown to hotkv: nothing is loaded for it, nothing of it stored. Where "
+        "contexts live in host memory it ends with an error."
+    ),
+    "_begin_sequences": "Rows that have no name attend to everything.",
+    "get_num_new_matched_tokens": (
+        "A miss; from now on the request is unknown to hotkv, and its lease is given back. Where "
+        "contexts live in host memory it ends with an error."
+    ),
+    "update_state_after_alloc": (
+        "The request's load is reported as failed, and the next step takes all stores back."
+    ),
+    "build_connector_meta": (
+        "The step takes all stores back and attends to everything; loads that were to begin are "
+        "reported as failed."
+    ),
+    "_plan_sparse": "The server hears of the step's sequences with a later one.",
+    "update_connector_output": (
+        "Loads that the step reports count as failed for hotkv, its stores as ended."
+    ),
+    "request_finished_all_groups": (
+        "The lease is given back and the request forgotten. Its blocks may go: steps that reuse "
+        "them wait for stores that read them."
+    ),
+    "_end_sequences": (
+        "Names of requests that have ended match no row; the server ends sequences with their "
+        "session."
+    ),
+    "reset_cache": (
+        "The caller hears that it failed; nothing is loaded or stored until a later flush has "
+        "succeeded."
+    ),
+    "get_kv_connector_stats": "Counters go out with a later step.",
+    # ---------------------------------------------------------------------------- both, and neither
+    "shutdown": "What is left ends with the process, and the server notices.",
+    "supports_sleep_mode": "vLLM starts, and hotkv is off if the memory can't be shared.",
+    "get_required_kvcache_layout": "vLLM takes its own layout.",
+    "build_kv_connector_stats": "Nothing is counted.",
+    "build_prom_metrics": "vLLM has no metrics of hotkv's.",
+}
+"""What makes the fallback of each hook safe: what vLLM gets if the hook breaks, and why no request
+is lost and no wrong KV is served. By hook, or by part of a hook that the rest of it does without.
+`hook` refuses a hook that is not here."""
+
+
+# ----------------------------------------------------------------------------------------- the edge
+
+
 T = TypeVar("T")
 
 HOOKS: dict[str, FunctionType] = {}

@@ -10,7 +10,7 @@ import pytest
 from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_sparse.config import SparseConfig
 from hotkv_vllm.compat import NULL_BLOCK
-from hotkv_vllm.compat.device_pool import DevicePool
+from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.identity.adapters import Adapters, Standing
 from hotkv_vllm.scheduler import admission

@@ -19,8 +19,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from hotkv_client.testing import FakeServer
 from hotkv_vllm.compat import Unsupported, fingerprint, key_space, model_weights
-from hotkv_vllm.compat.fingerprint import canonical, digest, key_space_factors
-from hotkv_vllm.compat.harmless import HARMLESS, HARMLESS_ENVIRONMENT
+from hotkv_vllm.compat.fingerprint import (
+    HARMLESS,
+    HARMLESS_ENVIRONMENT,
+    canonical,
+    digest,
+    key_space_factors,
+)
 from tests.vllm.config_walk import config_classes, config_objects
 from tests.vllm.harness import Engine
 from tests.vllm.specs import full_spec
@@ -320,7 +325,7 @@ def test_what_a_processor_makes_of_an_image_is_in_the_key_space(config: Any) -> 
 
 
 def test_a_processors_file_is_part_of_the_weights_identity(tmp_path: Path) -> None:
-    from hotkv_vllm.compat.weight_files import files_identity
+    from hotkv_vllm.compat.model_weights import files_identity
 
     (tmp_path / "model.bin").write_bytes(b"weights")
     before = files_identity(tmp_path)

@@ -17,8 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from hotkv_client.testing import FakeServer
 from hotkv_vllm.connector import HotKVConnector
-from hotkv_vllm.fallbacks import FALLBACKS
-from hotkv_vllm.hooks import HOOKS
+from hotkv_vllm.hooks import FALLBACKS, HOOKS
 from hotkv_vllm.identity import rekeying
 from hotkv_vllm.scheduler import hits, stores_in_flight
 from hotkv_vllm.worker import rank_loads

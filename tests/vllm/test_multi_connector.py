@@ -102,7 +102,7 @@ def test_policy_out_of_reach_is_said(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(link.logger, "warning", lambda text, *_: said.append(text))
-    monkeypatch.setattr("hotkv_vllm.compat.multi._has_children", lambda _: False)
+    monkeypatch.setattr("hotkv_vllm.compat.checks._has_children", lambda _: False)
     one = engine(within=beside("LoadingConnector", ours_first=True))
     assert not one.scheduler.recompute_kv_load_failures and "kv_load_failure_policy" in said[0]
 

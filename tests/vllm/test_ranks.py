@@ -15,7 +15,7 @@ from torch.distributed import HashStore, distributed_c10d
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_vllm.compat import Unsupported, checks, key_space
-from hotkv_vllm.compat.places import RankPlace
+from hotkv_vllm.compat.checks import RankPlace
 from hotkv_vllm.identity import ranks
 from hotkv_vllm.identity.ranks import RankNote
 from hotkv_vllm.metadata import HotKVHandshake

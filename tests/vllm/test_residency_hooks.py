@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 TOKENS = 12
 """Of each answer."""
 MODULES = [
-    "compat.device_pool",
+    "compat.residency",
     "residency.calls",
     "residency.kept_rows",
     "residency.page_copies",

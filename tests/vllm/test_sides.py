@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from hotkv_vllm import connector
+from hotkv_vllm.connector import ANSWERS, PARTS, NoSide
 from hotkv_vllm.residency.side import ResidentSide
 from hotkv_vllm.scheduler.admission import Admission
 from hotkv_vllm.scheduler.side import HotKVScheduler
 from hotkv_vllm.scheduler.step_planner import StepPlanner
-from hotkv_vllm.sides import ANSWERS, PARTS, NoSide
 from hotkv_vllm.sparse.rank import SparseRank
 from hotkv_vllm.worker.side import HotKVWorker
 

@@ -15,7 +15,7 @@ from vllm.model_executor.layers import rotary_embedding
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.axes import AxesEstimate
 from hotkv_sparse.centre import FIRST_TOKENS, Centres, LayerCentre
-from hotkv_vllm.compat import Unsupported, rope
+from hotkv_vllm.compat import Unsupported, sparse_layers
 from hotkv_vllm.sparse.batch import Batch
 from hotkv_vllm.sparse.first_prompt import ENOUGH_TOKENS, NO_TURNING, FirstPrompt, Turning
 from hotkv_vllm.sparse.pool import BlockReprManager
@@ -249,7 +249,7 @@ def rotary(head_size: int, theta: float, **more: Any) -> SimpleNamespace:
 
 def known(monkeypatch: pytest.MonkeyPatch, *modules: SimpleNamespace) -> Any:
     monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", dict(enumerate(modules)))
-    return rope.frequencies(64)
+    return sparse_layers.rope_frequencies(64)
 
 
 def test_frequencies_are_those_of_the_models_modules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotkv_vllm.compat import weight_files
+from hotkv_vllm.compat import model_weights
 
 
 def safetensors(path: Path, tensors: dict[str, bytes]) -> None:
@@ -35,13 +35,13 @@ def test_weights_identity_is_content_not_path(tmp_path: Path) -> None:
         tmp_path / "tuned" / "model.safetensors", big | {"t2": bytes(255 - b for b in big["t2"])}
     )
     one, two, tuned = (
-        weight_files.files_identity(tmp_path / name) for name in ("one", "two", "tuned")
+        model_weights.files_identity(tmp_path / name) for name in ("one", "two", "tuned")
     )
     assert one == two != tuned
     (tmp_path / "two" / "config.json").write_text('{"a": 1}')
-    assert weight_files.files_identity(tmp_path / "two") != one
+    assert model_weights.files_identity(tmp_path / "two") != one
     with pytest.raises(ValueError, match="no weights files"):
-        weight_files.files_identity(tmp_path)
+        model_weights.files_identity(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def test_weights_identity_is_content_not_path(tmp_path: Path) -> None:
 )
 def test_weights_identity_of_damaged_files(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(data)
-    first = weight_files.files_identity(tmp_path)
+    first = model_weights.files_identity(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(data + b"y")
-    assert weight_files.files_identity(tmp_path) != first
+    assert model_weights.files_identity(tmp_path) != first
 
 
 def safetensors_of(path: Path, name: str, data: bytes, shape: tuple[int, ...]) -> str:
@@ -59,7 +59,7 @@ def safetensors_of(path: Path, name: str, data: bytes, shape: tuple[int, ...]) -
         {name: {"dtype": "U8", "shape": shape, "data_offsets": [0, len(data)]}}
     ).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-    return weight_files.files_identity(path)
+    return model_weights.files_identity(path)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_weights_identity_tells_one_row_of_embeddings_and_one_expert(
 @pytest.mark.parametrize(
     ("shape", "num_slices"),
     [
-        ((weight_files.MAX_SLICES, 2, 8), weight_files.MAX_SLICES),
-        ((weight_files.MAX_SLICES + 1, 2, 8), 1),
+        ((model_weights.MAX_SLICES, 2, 8), model_weights.MAX_SLICES),
+        ((model_weights.MAX_SLICES + 1, 2, 8), 1),
         ((3, 2, 8), 3),
         ((3, 16), 1),
         ((1, 2, 8), 1),
@@ -95,7 +95,7 @@ def test_slices_of_a_tensor_are_sampled_as_long_as_they_are_few(
     shape: tuple[int, ...], num_slices: int
 ) -> None:
     size = int(np.prod(shape)) * 4096
-    pieces = weight_files._pieces("experts.w2", {"data_offsets": [64, 64 + size], "shape": shape})
+    pieces = model_weights._pieces("experts.w2", {"data_offsets": [64, 64 + size], "shape": shape})
     assert len(pieces) == 3 * num_slices
     assert {begin for begin, _ in pieces} >= {
         64 + number * (size // num_slices) for number in range(num_slices)
@@ -104,7 +104,7 @@ def test_slices_of_a_tensor_are_sampled_as_long_as_they_are_few(
 
 
 def test_a_tensor_without_values_is_read_as_nothing() -> None:
-    assert not weight_files._pieces("experts.w2", {"data_offsets": [64, 64], "shape": [0, 2, 8]})
+    assert not model_weights._pieces("experts.w2", {"data_offsets": [64, 64], "shape": [0, 2, 8]})
 
 
 def test_what_changed_since_a_moment(tmp_path: Path) -> None:
@@ -120,10 +120,10 @@ def test_what_changed_since_a_moment(tmp_path: Path) -> None:
         # File systems' clocks go by some milliseconds.
         time.sleep(0.02)
         moment_s = time.time()
-        assert not weight_files.changed_since(path, moment_s)
+        assert not model_weights.changed_since(path, moment_s)
         time.sleep(0.02)
         change()
-        return weight_files.changed_since(path, moment_s)
+        return model_weights.changed_since(path, moment_s)
 
     def switch() -> None:
         (tmp_path / "next").symlink_to("two")
@@ -141,7 +141,7 @@ def test_what_changed_since_a_moment(tmp_path: Path) -> None:
 
 def test_when_this_process_began() -> None:
     code = (
-        "import time; from hotkv_vllm.compat.weight_files import process_start_s as began; "
+        "import time; from hotkv_vllm.compat.model_weights import process_start_s as began; "
         "print(time.time(), began())"
     )
     before_s = time.time()
@@ -156,7 +156,7 @@ def test_when_this_process_began() -> None:
 
 def test_commits_name_weights_and_branches_do_not() -> None:
     assert (
-        weight_files.is_commit("0" * 40)
-        and not weight_files.is_commit("main")
-        and not weight_files.is_commit("v1.0")
+        model_weights.is_commit("0" * 40)
+        and not model_weights.is_commit("main")
+        and not model_weights.is_commit("v1.0")
     )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hotkv_proto.store_options import StoreOptions
-from hotkv_vllm.compat.places import RankPlace
+from hotkv_vllm.compat.checks import RankPlace
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker import rank_stores, side
 from tests.vllm.worker_parts import (

@@ -2,17 +2,21 @@
 
 Reads `ParallelConfig` (context-parallel sizes, `nnodes_within_dp`, `distributed_executor_backend`),
 `KVCacheConfig.needs_kv_cache_zeroing`, `VllmConfig.use_v2_model_runner`,
-`MultiModalConfig.mm_processor_cache_gb`, `CacheConfig.enable_prefix_caching`, `current_platform`,
-and the names of functions on the call stack (`is_pausing`). Sets
+`KVCacheConfig.kv_tp_replicas`, vLLM's process groups, `MultiModalConfig.mm_processor_cache_gb`,
+`CacheConfig.enable_prefix_caching`, `current_platform`, and functions on the call stack
+(`is_pausing`, `outer_configs`). Sets
 `KVTransferConfig.kv_load_failure_policy`, and registers the connector by name.
 """
 
 import sys
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.link import logger
+
+# --------------------------------------------------------------------------------------- the engine
 
 
 def check_ranks(vllm_config: Any) -> None:
@@ -94,7 +98,7 @@ def use_recompute_policy(configs: tuple[Any, ...], is_child: bool) -> None:
     """Makes vLLM compute what could not be loaded: sets the policy for failed loads to `recompute`.
     Must run before vLLM's scheduler reads it.
 
-    `configs`: those that the scheduler may read, as `multi.outer_configs`; `is_child`: of a
+    `configs`: those that the scheduler may read, as `outer_configs`; `is_child`: of a
     MultiConnector.
     """
     if None in configs:
@@ -125,3 +129,102 @@ def name_connector(name: str, module: str) -> None:
     except ValueError:
         # It is known already.
         return
+
+
+# ---------------------------------------------------------------------------------------- its ranks
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank's shard lies. Of ranks that hold the same KV only the first writes. `rank`
+    counts the engine's ranks, `stage` those of its pipeline.
+    """
+
+    rank: int
+    num_shards: int
+    shard_index: int
+    is_writer: bool
+    stage: int = 0
+
+
+def rank_place(vllm_config: Any, kv_cache_config: Any) -> RankPlace:
+    """This worker's place among the shards of a slot, if all stages hold as many copies as this one
+    does."""
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+
+    parallel = vllm_config.parallel_config
+    tp_size, pp_size, replicas = (
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+        kv_cache_config.kv_tp_replicas,
+    )
+    rank = get_tensor_model_parallel_rank() if tp_size > 1 else 0
+    stage = get_pp_group().rank_in_group if pp_size > 1 else 0
+    per_stage = tp_size // replicas
+    return RankPlace(
+        stage * tp_size + rank,
+        pp_size * per_stage,
+        stage * per_stage + rank // replicas,
+        rank % replicas == 0,
+        stage,
+    )
+
+
+def num_ranks(vllm_config: Any) -> int:
+    """Workers of this engine; another data-parallel rank is another engine."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+
+
+# ------------------------------------------------------------------------------- its MultiConnector
+
+MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
+
+
+def outer_configs() -> tuple[Any, ...]:
+    """Returns the engine's configuration, once for each MultiConnector that calls us, innermost
+    first; empty if none does.
+
+    MultiConnector gives each child a copy of the engine's configuration that holds the child's own
+    `kv_transfer_config`. The copy has no reference to the original, and vLLM does not see what a
+    child changes in it. MultiConnector also forwards the handshake of one child only, to all
+    children, and raises if two children ask for different KV cache layouts. So a child has to know
+    that it is one, and looks for the MultiConnector that is constructing or asking it on the call
+    stack. It reads frames, changes nothing of vLLM and keeps nothing.
+
+    None stands for a configuration that was not found in the frame of its MultiConnector.
+    """
+    multi: type | None = getattr(sys.modules.get(MULTI_CONNECTOR), "MultiConnector", None)
+    found: list[Any] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and multi is not None:
+        names = frame.f_locals
+        owner = names.get("self", names.get("cls"))
+        if owner is not None and issubclass(
+            owner if isinstance(owner, type) else type(owner), multi
+        ):
+            found.append(next((value for value in names.values() if _has_children(value)), None))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _has_children(config: Any) -> bool:
+    transfer = getattr(config, "kv_transfer_config", None)
+    return transfer is not None and "connectors" in transfer.kv_connector_extra_config
+
+
+def others_state_a_layout(connector: type, outer: tuple[Any, ...]) -> bool:
+    """Returns True if another child asks for a KV cache layout, or if that can't be found out."""
+    if len(outer) != 1 or outer[0] is None:
+        # Of MultiConnectors within each other the outer one would ask us again.
+        return True
+    children = getattr(
+        sys.modules[MULTI_CONNECTOR].MultiConnector, "_get_connector_classes_and_configs", None
+    )
+    if children is None:
+        return True
+    return any(
+        child.get_required_kvcache_layout(config) is not None
+        for child, config in children(outer[0])
+        if child is not connector
+    )

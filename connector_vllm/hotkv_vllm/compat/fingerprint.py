@@ -1,5 +1,5 @@
-"""Which of vLLM's settings decide the bytes of a KV block: all of them, but for those that
-`harmless` lists.
+"""Which of vLLM's settings decide the bytes of a KV block: all of them, but for those in
+`HARMLESS` and `HARMLESS_ENVIRONMENT`.
 
 So a setting that is new in another vLLM version keeps engines apart until somebody has looked at
 it. Nothing here knows a model, a layer or a value: `key_space_factors` walks vLLM's config objects
@@ -20,7 +20,166 @@ from typing import Any
 from vllm import envs
 
 from hotkv_vllm import versions
-from hotkv_vllm.compat.harmless import HARMLESS, HARMLESS_ENVIRONMENT
+
+# --------------------------------------------------------------------------------- what is left out
+
+# A field is harmless if two engines that differ in it alone compute the same KV for the same
+# tokens, up to the rounding that batch size and kernel fusion change anyway.
+
+
+def _names(text: str) -> frozenset[str]:
+    """Returns the words of all lines that do not begin with `#`."""
+    return frozenset(
+        word
+        for line in text.splitlines()
+        if not line.strip().startswith("#")
+        for word in line.split()
+    )
+
+
+HARMLESS: Mapping[str, frozenset[str]] = {
+    "VllmConfig": _names("""
+        # Serving, watching, debugging; transfer of KV, of encoder outputs, of weights (whose
+        # identity is taken on its own).
+        instance_id kv_transfer_config kv_events_config ec_transfer_config ec_manager_config
+        observability_config logging_config profiler_config weight_transfer_config shutdown_timeout
+        reasoning_config structured_outputs_config aux_output_config
+        # Acts on sampled tokens.
+        watermark_config
+        # Fuses and captures the same arithmetic; plans batches; places weights in host memory.
+        compilation_config optimization_level performance_mode scheduler_config offload_config
+        # Requests of an adapter have keys of their own (`adapters`), a drafter's KV has groups of
+        # its own.
+        lora_config speculative_config
+    """),
+    "ModelConfig": _names("""
+        # Where the weights come from; their identity is taken on its own.
+        model model_weights hf_config_path revision hf_token hf_overrides
+        # Text to tokens and back: keys are hashes of tokens.
+        tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init io_processor_plugin
+        renderer_num_workers served_model_name allowed_local_media_path allowed_media_domains
+        enable_prompt_embeds
+        # Sampling and pooling, behind the last layer. The seed of random weights is in their
+        # identity.
+        seed max_logprobs logprobs_mode use_fp64_gumbel return_sampling_mask generation_config
+        override_generation_config logits_processors pooler_config
+        # Graph capture, sleep, allocators.
+        enforce_eager disable_cascade_attn enable_sleep_mode sleep_preserve_parameter_names
+        sleep_mode_backend sleep_mode_offload_cudagraph enable_nccl_comm_suspend
+        enable_cumem_allocator
+    """),
+    "MultiModalConfig": _names("""
+        limit_per_prompt enable_mm_embeds mm_processor_cache_gb mm_processor_cache_type
+        mm_shm_cache_max_object_size_mb mm_encoder_tp_mode mm_encoder_fp8_scale_save_path
+        mm_encoder_fp8_scale_save_margin skip_mm_profiling mm_tensor_ipc mm_ipc_gpu_memory_gb
+    """),
+    "CacheConfig": _names("""
+        # How much memory, and what vLLM works out from it.
+        gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks
+        kv_cache_memory_bytes kv_cache_size_tokens kv_cache_max_concurrency
+        # Sizes and layout are read off the groups and the tensors.
+        block_size user_specified_block_size _block_size_resolved effective_attention_block_size
+        hash_block_size cache_hit_alignment_tokens kv_cache_layout prefix_caching_hash_algo
+        # What the engine keeps itself, and where else.
+        enable_prefix_caching prefix_cache_retention_interval kv_offloading_size
+        kv_offloading_backend enable_mamba_shared_prefix_checkpoint
+    """),
+    "ParallelConfig": _names("""
+        # Replicas, and where processes run and listen. The sizes that cut the KV are not here.
+        data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local
+        data_parallel_index data_parallel_master_ip data_parallel_rpc_port data_parallel_master_port
+        data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb dp_sync_interval
+        disable_nccl_for_dp_synchronization distributed_executor_backend worker_cls
+        worker_extension_cls master_addr master_port node_rank nnodes numa_bind numa_bind_nodes
+        numa_bind_cpus assigned_physical_gpu_ids distributed_timeout_seconds
+        cpu_distributed_timeout_seconds world_size rank placement_group ray_workers_use_nsight
+        ray_runtime_env max_parallel_loading_workers enable_fault_tolerance fault_tolerance_config
+        _data_parallel_master_port_list _coord_store_port _api_process_count _api_process_rank
+        # Which rank computes an expert or a batch, over which links.
+        enable_eplb eplb_config enable_elastic_ep elastic_ep_max_dp_size expert_placement_strategy
+        enable_ep_weight_filter all2all_backend disable_custom_all_reduce enable_shm_tensor_arena
+        enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold
+        enable_batch_sharded_sampling dcp_comm_backend
+    """),
+    "LoadConfig": _names("""
+        download_dir safetensors_load_strategy safetensors_prefetch_num_threads
+        safetensors_prefetch_block_size device use_tqdm_on_load pt_load_map_location
+    """),
+    "KernelConfig": _names("""
+        enable_flashinfer_autotune enable_rocm_segmented_attn_autotune enable_cutedsl_warmup
+        enable_jit_warmup
+    """),
+    "SpeculativeConfig": _names("""
+        # The draft model's own config objects are walked; its weights have an identity.
+        model revision code_revision target_model_config target_parallel_config
+        draft_parallel_config draft_load_config enforce_eager draft_tensor_parallel_size
+        tensor_parallel_size
+        # How many tokens are drafted, and which of them are kept.
+        num_speculative_tokens num_speculative_tokens_per_batch_size disable_padded_drafter_batch
+        use_local_argmax_reduction prompt_lookup_max prompt_lookup_min
+        suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests
+        suffix_decoding_max_spec_factor suffix_decoding_min_token_prob rejection_sample_method
+        synthetic_acceptance_rates synthetic_acceptance_length enable_adaptive_verification
+        draft_sample_method dspark_draft_topk
+    """),
+    "DeviceConfig": _names("device"),
+    "KVCacheSpec": _names("block_stride_alignment num_speculative_blocks"),
+    "LoRAConfig": _names(
+        "max_lora_rank max_lora_cls_labels max_loras max_cpu_loras default_mm_loras "
+        "specialize_active_lora fully_sharded_loras"
+    ),
+}
+"""By name of a config class (or a base of it): fields that do not change KV."""
+
+HARMLESS_ENVIRONMENT = _names("""
+    # Build and packaging.
+    VLLM_TARGET_DEVICE VLLM_MAIN_CUDA_VERSION NVCC_THREADS VLLM_USE_PRECOMPILED
+    VLLM_USE_PRECOMPILED_RUST CMAKE_BUILD_TYPE VERBOSE VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX
+    VLLM_DOCKER_BUILD_CONTEXT VLLM_BUILD_COMMIT VLLM_BUILD_PIPELINE VLLM_BUILD_URL VLLM_IMAGE_TAG
+    CUDA_HOME VLLM_NCCL_SO_PATH VLLM_NCCL_INCLUDE_PATH VLLM_CUDART_SO_PATH VLLM_USE_RUST_FRONTEND
+    VLLM_USE_RUST_BENCH VLLM_RUST_FRONTEND_PATH
+    # Processes, threads, places, ranks, ports.
+    VLLM_CPU_OMP_THREADS_BIND VLLM_CPU_NUM_OF_RESERVED_CPU VLLM_CPU_CI_ENV VLLM_PROCESS_NAME_PREFIX
+    VLLM_LOOPBACK_IP VLLM_DP_RANK VLLM_DP_RANK_LOCAL VLLM_DP_SIZE VLLM_RAY_PER_WORKER_GPUS
+    VLLM_RAY_BUNDLE_INDICES VLLM_RAY_DP_PACK_STRATEGY VLLM_RAY_DP_PLACEMENT_NODE_IPS
+    VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY VLLM_RAY_EXTRA_ENV_VARS_TO_COPY
+    VLLM_NIXL_SIDE_CHANNEL_PORT VLLM_P2P_SIDE_CHANNEL_HOST VLLM_P2P_SIDE_CHANNEL_PORT
+    VLLM_P2P_MAX_PEERS VLLM_EC_SIDE_CHANNEL_HOST VLLM_EC_SIDE_CHANNEL_PORT
+    VLLM_MOONCAKE_BOOTSTRAP_PORT MOONCAKE_PREFERRED_SEGMENT MOONCAKE_REQUESTER_LOCAL_HOSTNAME
+    VLLM_USE_SPINLOOP_EXT VLLM_USE_V2_MODEL_RUNNER VLLM_GPU_NIC_PCIE_MAPPING VLLM_NIC_SELECTION_VARS
+    VLLM_SKIP_P2P_CHECK VLLM_DISABLE_PYNCCL
+    # Limits of time and memory, logs, metrics.
+    VLLM_ENGINE_READY_TIMEOUT_S VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT VLLM_USAGE_SOURCE
+    VLLM_CONFIGURE_LOGGING VLLM_TRACE_FUNCTION VLLM_P2P_HANDSHAKE_TIMEOUT_S VLLM_P2P_IDLE_TIMEOUT_S
+    VLLM_MOONCAKE_CONNECTOR_TIMEOUT VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT
+    VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS VLLM_XGRAMMAR_CACHE_MB
+    VLLM_MQ_MAX_CHUNK_BYTES_MB VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB VLLM_MAX_N_SEQUENCES
+    VLLM_MAX_COMPLETION_PROMPTS VLLM_MAX_STOP_STRINGS VLLM_MAX_NUM_BAD_WORDS
+    VLLM_MAX_BAD_WORDS_TOTAL_TOKENS VLLM_LOG_BATCHSIZE_INTERVAL VLLM_LOG_MODEL_INSPECTION
+    VLLM_DEBUG_MFU_METRICS VLLM_DISABLE_LOG_LOGO VLLM_GC_DEBUG VLLM_DEBUG_WORKSPACE
+    VLLM_GPU_SYNC_CHECK VLLM_PATTERN_MATCH_DEBUG VLLM_CUSTOM_SCOPES_FOR_PROFILING
+    VLLM_NVTX_SCOPES_FOR_PROFILING VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS
+    VLLM_COMPUTE_NANS_IN_LOGITS VLLM_RAISE_ON_LOGIT_NANS VLLM_DISABLE_COMPILE_CACHE
+    VLLM_COMPILE_CACHE_SAVE_FORMAT VLLM_MSGPACK_ZERO_COPY_THRESHOLD
+    VLLM_DISABLE_REQUEST_ID_RANDOMIZATION VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE
+    # Requests before they are tokens, tokens after they were sampled.
+    VLLM_USE_FASTOKENS VLLM_V1_USE_OUTLINES_CACHE VLLM_ENFORCE_STRICT_TOOL_CALLING
+    VLLM_TOOL_JSON_ERROR_AUTOMATIC_RETRY VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS
+    VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS VLLM_SYSTEM_START_DATE VLLM_ENABLE_COHERE_API
+    VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT VLLM_ENABLE_RESPONSES_API_STORE VLLM_USE_FLASHINFER_SAMPLER
+    VLLM_ALLOW_INSECURE_SERIALIZATION
+    # What may be loaded besides; adapters have keys of their own. A longer max_model_len is in the
+    # model's config.
+    VLLM_PLUGINS VLLM_LORA_RESOLVER_CACHE_DIR VLLM_LORA_RESOLVER_HF_REPO_LIST
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_KV_CACHE_LAYOUT
+    VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
+""")
+"""Environment variables of vLLM that do not change KV. Any other that is set is part of the key
+space."""
+
+
+# --------------------------------------------------------------------------------- what is taken in
+
 
 _WITHOUT_OWN_KV = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 """Methods of speculation that keep no KV of their own."""

@@ -5,17 +5,179 @@ Reads `ModelConfig.model`, `model_weights`, `revision`, `hf_config` and `seed`,
 of the files.
 """
 
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hotkv_vllm.compat import Unsupported
 from hotkv_vllm.compat.fingerprint import digest, draft_model
-from hotkv_vllm.compat.weight_files import (
-    changed_since,
-    files_identity,
-    is_commit,
-    process_start_s,
+
+# -------------------------------------------------------------------------------------------- files
+
+# Identity of a model's weights: equal only where the weights are.
+#
+# Never a path. A revision's commit where the model comes from a hub; else a digest of the files:
+# all names, sizes and small files whole, of each tensor in a safetensors file its header entry and
+# pieces, of other large files a page in every mebibyte. Fine-tunes share index and headers, so
+# these alone would not do. Training moves a share of all elements of what it trains, but that may
+# be one expert alone, or the embeddings of a few tokens: so each expert of a stacked tensor has
+# pieces of its own, and embeddings are read whole.
+
+
+WHOLE_FILE_BYTES = 8 << 20
+SAMPLE_BYTES = 4096
+STRIDE_BYTES = 1 << 20
+CHUNK_BYTES = 8 << 20
+MAX_HEADER_BYTES = 256 << 20
+MAX_SLICES = 4096
+"""A tensor stacked of more is sampled as one."""
+MAX_LINKS = 40
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt")
+SIDE_FILES = (
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    "config.json",
+    "quantize_config.json",
+    "hf_quant_config.json",
+    "params.json",
+    # What makes embeddings of images, video and sound.
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_EMBEDDINGS = re.compile(r"embed|wte|wpe")
+"""In the names of tensors of which a model reads single rows."""
+
+
+def is_commit(revision: str) -> bool:
+    """True for a full commit hash, which names bytes; a branch or a tag does not."""
+    return bool(_COMMIT.fullmatch(revision))
+
+
+def files_identity(path: Path) -> str:
+    """Digest of a weights file, or of all weights files of a folder. Raises OSError, or ValueError
+    where there are none."""
+    files = _weights_files(path)
+    if not files:
+        raise ValueError(f"{path} has no weights files ({', '.join(WEIGHT_SUFFIXES)})")
+    digest = hashlib.sha256(b"hotkv-weights-3\0")
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}\0".encode())
+        with file.open("rb") as stream:
+            for begin, end in _sampled_ranges(file, stream, size):
+                stream.seek(begin)
+                for at in range(begin, end, CHUNK_BYTES):
+                    digest.update(stream.read(min(CHUNK_BYTES, end - at)))
+    for side in _side_files(path):
+        digest.update(side.name.encode() + b"\0" + side.read_bytes())
+    return "content:" + digest.hexdigest()
+
+
+def changed_since(path: Path, moment_s: float) -> bool:
+    """Whether a file that `files_identity` reads, its folder, or a symbolic link on the way to them
+    was made, moved or written after a moment of the system's clock. Raises OSError.
+    """
+    files = [*_weights_files(path), *_side_files(path)]
+    times = [place.stat().st_ctime for place in (path, *files)]
+    times += [
+        link.lstat().st_ctime for place in (path, *files) for link in _links(place.absolute())
+    ]
+    return max(times) > moment_s
+
+
+def process_start_s() -> float:
+    """When this process began, by the system's clock; at most 10 ms late. A forked one begins with
+    its fork. Raises OSError."""
+    hertz = os.sysconf("SC_CLK_TCK")
+    began_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - (began_ticks + 1) / hertz)
+
+
+def _weights_files(path: Path) -> list[Path]:
+    return (
+        [path]
+        if path.is_file()
+        else sorted(f for f in path.iterdir() if f.is_file() and f.suffix in WEIGHT_SUFFIXES)
+    )
+
+
+def _side_files(path: Path) -> list[Path]:
+    """What else decides how a model computes; its code among them, if it brings its own."""
+    if not path.is_dir():
+        return []
+    return [side for name in SIDE_FILES if (side := path / name).is_file()] + sorted(
+        path.glob("*.py")
+    )
+
+
+def _links(path: Path) -> Iterator[Path]:
+    """Symbolic links that lead to where an absolute path ends."""
+    for _ in range(MAX_LINKS):
+        link = next(
+            (place for place in (*reversed(path.parents), path) if place.is_symlink()), None
+        )
+        if link is None:
+            return
+        yield link
+        path = Path(os.path.normpath(link.parent / link.readlink() / path.relative_to(link)))
+
+
+def _sampled_ranges(file: Path, stream: BinaryIO, size: int) -> Iterable[tuple[int, int]]:
+    if size <= WHOLE_FILE_BYTES:
+        return [(0, size)]
+    if file.suffix == ".safetensors":
+        ranges = _tensor_ranges(stream, size)
+        if ranges:
+            return ranges
+    return [(at, min(at + SAMPLE_BYTES, size)) for at in range(0, size, STRIDE_BYTES)] + [
+        (size - SAMPLE_BYTES, size)
+    ]
+
+
+def _tensor_ranges(stream: BinaryIO, size: int) -> list[tuple[int, int]]:
+    """Header, and samples of every tensor; nothing where the header can't be read."""
+    header_bytes = int.from_bytes(stream.read(8), "little")
+    data = 8 + header_bytes
+    if header_bytes > min(MAX_HEADER_BYTES, size - 8):
+        return []
+    try:
+        entries = json.loads(stream.read(header_bytes))
+        pieces = sorted(
+            piece
+            for name, entry in entries.items()
+            if name != "__metadata__"
+            for piece in _pieces(name, entry)
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return [(0, data), *((data + begin, data + end) for begin, end in pieces)]
+
+
+def _pieces(name: str, entry: dict[str, Any]) -> list[tuple[int, int]]:
+    """What is read of a tensor, as bytes behind the header: begin, middle and end of each slice, or
+    all of it."""
+    (begin, end), shape = entry["data_offsets"], entry["shape"]
+    if len(shape) > 1 and _EMBEDDINGS.search(name):
+        return [(begin, end)]
+    num_slices = shape[0] if len(shape) > 2 and 0 < shape[0] <= MAX_SLICES else 1
+    size = (end - begin) // num_slices
+    pieces = []
+    for first in range(begin, begin + num_slices * size, size or 1):
+        for at in (first, first + size // 2, first + size - SAMPLE_BYTES):
+            piece = max(first, at)
+            pieces.append((piece, min(piece + SAMPLE_BYTES, first + size)))
+    return pieces
+
+
+# ------------------------------------------------------------------------------------------- models
 
 
 def weights_identity(vllm_config: Any) -> str:

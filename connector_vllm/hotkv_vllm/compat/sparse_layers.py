@@ -2,12 +2,15 @@
 
 Reads `device_config`, `speculative_config`, `CacheConfig.cache_dtype`, `ParallelConfig`, the specs
 of `KVCacheConfig.kv_cache_groups`, and of each layer in `static_forward_context` its `impl` and
-`isa`. Puts attention backends in the place of vLLM's for CPU and of its FlashAttention.
+`isa`, and the rotary modules that the model has made in this process (`_ROPE_DICT`). Puts
+attention backends in the place of vLLM's for CPU and of its FlashAttention.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from vllm.v1.kv_cache_interface import KVCacheSpecKind, get_kv_cache_spec_kind
 
 from hotkv_proto.errors import HotKVError
@@ -16,6 +19,8 @@ from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import format_named
 from hotkv_vllm.compat import residency, reuse
 from hotkv_vllm.config import ALLOW_CUDA, CENTRE, SPARSE, ConfigError
+
+# ------------------------------------------------------------------------------------- which layers
 
 
 def override_cpu_attention(class_path: str) -> None:
@@ -187,3 +192,26 @@ def _is_plain(impl: Any) -> bool:
     shape = (impl.attn_type, impl.kv_sharing_target_layer_name)
     is_whole = impl.sliding_window in (-1, (-1, -1))
     return shape == ("decoder", None) and is_whole and impl.alibi_slopes is None
+
+
+# ------------------------------------------------------------------------------ how keys are turned
+
+
+def rope_frequencies(head_size: int) -> npt.NDArray[np.float64] | None:
+    """Radians a token float64 [F] by which heads of this size are turned, channel i with channel
+    i + F; None if that is not known: no such module, several unlike ones, or another order of
+    channels. The tables of the model's rotary modules hold for any scaling of RoPE."""
+    from vllm.model_executor.layers import rotary_embedding
+
+    found: list[npt.NDArray[np.float64]] = []
+    for module in getattr(rotary_embedding, "_ROPE_DICT", {}).values():
+        if getattr(module, "head_size", None) != head_size:
+            continue
+        table: Any = getattr(module, "cos_sin_cache", None)
+        if table is None or not getattr(module, "is_neox_style", False) or len(table) < 2:
+            return None
+        cos, sin = table[1].detach().double().cpu().numpy().reshape(2, -1)
+        found.append(np.arctan2(sin, cos))
+    if not found or any(not np.array_equal(found[0], other) for other in found[1:]):
+        return None
+    return found[0]

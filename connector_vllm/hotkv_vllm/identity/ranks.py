@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from hotkv_proto.groups import GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_vllm.compat import Unsupported
-from hotkv_vllm.compat.places import RankPlace
+from hotkv_vllm.compat.checks import RankPlace
 
 AGREE_TIMEOUT_S = 300.0
 """How long a rank waits for the others' notes. They may still be reading weights to name them."""

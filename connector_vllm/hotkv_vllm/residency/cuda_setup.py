@@ -22,7 +22,7 @@ from hotkv_sparse.cuda.residents import PagePlaces, Residents
 from hotkv_sparse.cuda.selector import CudaSelector
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
 from hotkv_vllm import link
-from hotkv_vllm.compat import Unsupported, places, residency, sparse_layers
+from hotkv_vllm.compat import Unsupported, checks, residency, sparse_layers
 from hotkv_vllm.residency.cuda_worker import CudaLayer, CudaWorker
 from hotkv_vllm.sparse.cuda_device import TorchDevice
 from hotkv_vllm.sparse.setup import centre_of
@@ -55,7 +55,7 @@ def install(
     if device is None:
         device = TorchDevice(first.device)
         device.compile()
-    place = places.rank_place(vllm_config, kv_cache_config)
+    place = checks.rank_place(vllm_config, kv_cache_config)
     page_bytes = {name: _page_bytes(kv_caches[name]) for name in group.layer_names}
     shard_bytes = sum(page_bytes.values())
     offsets, at = {}, place.shard_index * shard_bytes
@@ -171,7 +171,7 @@ def _layer(
     pages: torch.Tensor,
     offset: int,
     num_rows: int,
-    place: places.RankPlace,
+    place: checks.RankPlace,
     centres: Centres | None,
 ) -> CudaLayer:
     shape = workspace.shape

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hotkv_vllm.compat.device_pool import DevicePool
+from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.metadata import StoreJob
 from hotkv_vllm.residency.calls import ResidencyCalls

@@ -4,7 +4,7 @@ the device. Scheduler thread only."""
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hotkv_vllm.compat.device_pool import DevicePool
+from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.residency.resident import Resident
 from hotkv_vllm.residency.step import ResidentRow
 from hotkv_vllm.sparse.rows import RowNames

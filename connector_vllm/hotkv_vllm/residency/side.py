@@ -8,7 +8,7 @@ import time
 from collections.abc import Set
 from typing import Any
 
-from hotkv_vllm.compat.device_pool import DevicePool
+from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.hooks import HookEdge, hook
 from hotkv_vllm.link import logger
 from hotkv_vllm.residency.resident_requests import ResidentRequests

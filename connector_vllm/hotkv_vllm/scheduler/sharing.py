@@ -6,27 +6,30 @@ stored while a rank is without a session, while weights may be others, or while 
 way. Scheduler thread only; waits for the server at the start and after changed weights, else never.
 
 `Sharing` decides. The parts before it: `WorkerLinks` (which workers have a session), `Joining` (a
-start whose handshakes come late) and `Assembly` (what works over one key space).
+start whose handshakes come late), `agree` (what the ranks have to agree on) and `Assembly` (what
+works over one key space).
 """
 
 import logging
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hotkv_client.fence import Revocations
 from hotkv_client.types import Role, SessionConfig
 from hotkv_proto import native
+from hotkv_proto.keys import KeySpace, Representation
 from hotkv_vllm import link
-from hotkv_vllm.compat import Unsupported, kv_groups
-from hotkv_vllm.compat.device_pool import DevicePool
+from hotkv_vllm.compat import Unsupported, checks, kv_groups
+from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.identity.adapters import Adapters
-from hotkv_vllm.identity.agreement import Agreement, agree
 from hotkv_vllm.identity.exactness import Exactness
+from hotkv_vllm.identity.ranks import this_host
 from hotkv_vllm.identity.rekeying import RECONNECT_S, Rekeying
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata
@@ -173,6 +176,78 @@ class Joining:
         """The requests that wait, in the order of their arrival."""
         taken, self._requests = list(self._requests.values()), {}
         return taken
+
+
+# -------------------------------------------------------------------------- what the ranks agree on
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks have said. `sparse_layers`: (layer, vLLM's group). `revocations`: None if
+    workers revoke their stores."""
+
+    space: KeySpace
+    kinds: tuple[Representation, ...]
+    sparse_layers: tuple[tuple[int, int], ...]
+    revocations: Revocations | None
+
+
+def agree(
+    handshakes: Sequence[HotKVHandshake], vllm_config: Any, kv_cache_config: Any
+) -> Agreement:
+    """Returns what the ranks have agreed on, read off their handshakes. Maps the ranks' fences if
+    stores need words.
+
+    An engine shares KV only if every rank has said what it found, all are on the scheduler's
+    machine, and their key spaces are one. Raises Unsupported otherwise, with the reason that the
+    engine's log gives."""
+    num_ranks = vllm_config.parallel_config.world_size
+    space = _key_space(handshakes, num_ranks)
+    revocations = None
+    # Ranks that have named a fence take no store without a word.
+    if checks.writes_before_it_tells(vllm_config, kv_cache_config) or any(
+        h.fence is not None for h in handshakes
+    ):
+        try:
+            revocations = _revocations(handshakes, num_ranks)
+        except (OSError, ValueError) as error:
+            raise Unsupported(
+                "model runner V2 writes blocks of this model before it tells connectors' workers "
+                f"that they change hands, and the scheduler can't reach the workers' fences "
+                f"({error}); set VLLM_USE_V2_MODEL_RUNNER=0"
+            ) from None
+    kinds = handshakes[0].representations
+    if any(h.representations != kinds for h in handshakes):
+        logger.warning("hotkv: the ranks do not agree on representations; each rank builds its own")
+        kinds = ()
+    return Agreement(space, kinds, handshakes[0].sparse_layers, revocations)
+
+
+def _key_space(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> KeySpace:
+    """The one key space of all ranks. Raises Unsupported."""
+    spaces = [h.key_space for h in handshakes if h.key_space is not None]
+    if len(spaces) < len(handshakes):
+        why_off = next(h.why_off for h in handshakes if h.key_space is None)
+        raise Unsupported(why_off or "the ranks do not agree on the key space")
+    if any(space.fingerprint != spaces[0].fingerprint for space in spaces):
+        raise Unsupported("the ranks do not agree on the key space")
+    if len(handshakes) < num_ranks:
+        # The others have no session, and no store would ever be whole.
+        raise Unsupported(f"{len(handshakes)} of {num_ranks} ranks have said what they found")
+    if any(h.host not in ("", this_host()) for h in handshakes):
+        raise Unsupported(
+            "the scheduler and the engine's ranks are on different machines; hotkv keeps KV of "
+            "engines that are on one"
+        )
+    return spaces[0]
+
+
+def _revocations(handshakes: Sequence[HotKVHandshake], num_ranks: int) -> Revocations:
+    """The fences of all ranks. Raises OSError, ValueError."""
+    places = [h.fence for h in handshakes if h.fence is not None]
+    if len(places) != num_ranks:
+        raise ValueError(f"{len(places)} of {num_ranks} ranks have named one")
+    return Revocations(places)
 
 
 # -------------------------------------------------------------------- what works over one key space

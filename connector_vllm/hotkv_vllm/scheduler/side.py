@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hotkv_vllm.compat import checks, kv_groups
-from hotkv_vllm.compat.device_pool import DevicePool
+from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.hooks import HookEdge
 from hotkv_vllm.identity.adapters import Adapters

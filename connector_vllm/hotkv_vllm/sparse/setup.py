@@ -12,7 +12,7 @@ from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.formats import token_scorer
 from hotkv_vllm import link
-from hotkv_vllm.compat import Unsupported, places, rope, sparse_layers
+from hotkv_vllm.compat import Unsupported, checks, sparse_layers
 from hotkv_vllm.config import CENTRE
 from hotkv_vllm.residency.slot_places import slot_places
 from hotkv_vllm.residency.worker import ResidentWorker
@@ -37,7 +37,7 @@ def install(
     """Attaches a worker to all layers that may be sparse. Raises Unsupported if there are none."""
     from hotkv_vllm.sparse.backend import HotAttentionImpl
 
-    place = places.rank_place(vllm_config, kv_cache_config)
+    place = checks.rank_place(vllm_config, kv_cache_config)
     layers, impls = [], []
     for layer in sparse_layers.full_attention_layers(vllm_config, kv_cache_config):
         if layer.index in config.dense_layers:
@@ -85,7 +85,7 @@ def _turning(layers: list[SparseLayer], vllm_config: Any) -> Turning:
     sizes = {layer.shape.head_size for layer in layers if not layer.shape.is_calibrated}
     if not sizes:
         return NO_TURNING
-    known = rope.frequencies(sizes.pop()) if len(sizes) == 1 else None
+    known = sparse_layers.rope_frequencies(sizes.pop()) if len(sizes) == 1 else None
     if known is None:
         raise Unsupported(
             "mix2 can't calibrate itself with this model, since it is not known how positions turn "

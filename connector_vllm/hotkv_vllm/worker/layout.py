@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import group_kernel_blocks
 
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
-from hotkv_vllm.compat import Unsupported, key_space, kv_groups, places, reuse
+from hotkv_vllm.compat import Unsupported, checks, key_space, kv_groups, reuse
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity.ranks import RankNote, this_host
 from hotkv_vllm.link import logger
@@ -427,7 +427,7 @@ def find_own(
     vllm_config: Any,
     kv_cache_config: Any,
     config: ConnectorConfig,
-    place: places.RankPlace,
+    place: checks.RankPlace,
     known_space: KeySpace | None,
 ) -> OwnMemory:
     """Reads the layout off the tensors and exports them. Raises nothing: the other ranks wait for

@@ -23,7 +23,7 @@ from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.order import NO_ORDER, OrderKind
 from hotkv_sparse.centre import Centres
 from hotkv_vllm import link
-from hotkv_vllm.compat import Unsupported, checks, kv_groups, model_weights, places
+from hotkv_vllm.compat import Unsupported, checks, kv_groups, model_weights
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.identity import ranks
 from hotkv_vllm.identity.adapter_watch import AdapterWatch, watch_adapters
@@ -54,7 +54,7 @@ class RankSession:
         self._state_log: link.StateLog | None = None
         self._logged_link = True
         self._logged_order: tuple[OrderKind, str] | None = None
-        self.place = places.RankPlace(0, 1, 0, True)
+        self.place = checks.RankPlace(0, 1, 0, True)
         self.memory: ExportedMemory | None = None
         self.marks = Marks()
         self.fence: SharedFence | None = None
@@ -93,12 +93,12 @@ class RankSession:
         """After a sleep the memory is described and exported anew; what it holds and what orders
         transfers stay."""
         checks.check_ranks(self._vllm_config)
-        place = self.place = places.rank_place(self._vllm_config, self._kv_cache_config)
+        place = self.place = checks.rank_place(self._vllm_config, self._kv_cache_config)
         vllm, kv_cache = self._vllm_config, self._kv_cache_config
         own = find_own(kv_caches, vllm, kv_cache, self._config, place, self._own_space)
         memory = own.memory
         try:
-            num_ranks = places.num_ranks(self._vllm_config)
+            num_ranks = checks.num_ranks(self._vllm_config)
             space, self.place = ranks.agree(own.note, num_ranks, self._engine_id)
             assert memory is not None, "the ranks agreed, although this one has no memory to show"
             memory.layout = replace(memory.layout, shard_index=self.place.shard_index)
