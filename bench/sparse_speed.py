@@ -29,7 +29,7 @@ import torch
 import hotkv_sparse
 from bench.report import median, parser, print_report
 from bench.sparse.service import service_figures
-from hotkv_sparse.selector import choose
+from hotkv_sparse.selection import choose
 
 KV_HEADS, GROUP, HEAD_SIZE, BLOCK_TOKENS = 8, 4, 128, 16
 QUERY_HEADS = KV_HEADS * GROUP

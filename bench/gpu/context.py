@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.gpu.model import LLAMA_8B, ModelShape
-from hotkv_sparse.budget import USUAL_SETS
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.cuda.device import Array, Device, address_of
 from hotkv_sparse.cuda.hotsets import CudaHotSets, Fragment
@@ -23,6 +22,7 @@ from hotkv_sparse.cuda.index import Index, IndexShape, Pages, upload
 from hotkv_sparse.cuda.residents import EngineBatch, NamedRow, PagePlaces, Residents
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
+from hotkv_sparse.hotset import USUAL_SETS
 
 BLOCK_TOKENS = 16
 STEPS = 40

@@ -22,7 +22,7 @@ from bench.sparse.pages import Pages, open_slots
 from bench.sparse.scorers import Scorer, scorer_of
 from bench.sparse.variants import ORACLE, Variant
 from hotkv_sparse import Span, aggregate
-from hotkv_sparse.selector import exact_log_mass
+from hotkv_sparse.selection import exact_log_mass
 
 F32 = npt.NDArray[np.float32]
 STRONG_MASS = 0.1

@@ -20,7 +20,7 @@ from hotkv_client import BlockRun, EngineMemory, Role, SelectConfig, Session, Se
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
-from hotkv_sparse.selector import Source, select_layer
+from hotkv_sparse.selection import Source, select_layer
 
 KV_HEADS = 8
 QUERY_HEADS = 32

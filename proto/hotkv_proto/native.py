@@ -2,8 +2,8 @@
 
 Modules named `kernels` import numba at their top, so they are imported by name, on first use and
 never at import: numba takes a second to load, clients may do without it, and vLLM's CPU kernel scan
-must run before it. Clients and the sparse library call `load` and compute in numpy without numba.
-The server calls `require`.
+must run before it. Clients call `load` and compute in numpy without numba. The server and the
+sparse library call `require`.
 """
 
 import functools
@@ -22,10 +22,10 @@ def available() -> bool:
 
 
 def why_unavailable() -> str:
-    """Returns what keeps a server from using kernels, and what to do."""
+    """Returns what keeps kernels from being used, and what to do."""
     if os.environ.get("HOTKV_DISABLE_NUMBA"):
-        return "HOTKV_DISABLE_NUMBA is set: the server does not run without kernels, unset it"
-    return "numba is not installed: the server needs its extra, pip install 'hotkv[server]'"
+        return "HOTKV_DISABLE_NUMBA is set: server and sparse decode need kernels, unset it"
+    return "numba is not installed: pip install 'hotkv[server]' or 'hotkv[vllm]'"
 
 
 @functools.cache
@@ -35,6 +35,7 @@ def load(module_name: str) -> ModuleType | None:
     return importlib.import_module(module_name) if available() else None
 
 
+@functools.cache
 def require(module_name: str) -> ModuleType:
     """Loads a kernel module that the caller can't do without. Takes seconds the first time. Raises
     ImportError if kernels can't be used."""

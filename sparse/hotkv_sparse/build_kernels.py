@@ -2,27 +2,159 @@
 """Numba kernels that rotate and quantise: keys of a block into a representation, queries into
 codes. Part of `hotkv_sparse.kernels`, through which they are loaded.
 
-Their references are in `hotkv_sparse.representations` and `hotkv_sparse.scores`. The callers check
-the arrays. All run without the GIL and allocate only scratch. Sixteen tokens of one head, or the
-queries of sixteen heads, lie side by side in the lanes of a vector. Loops assign single elements:
-an assignment of slices takes numba a second to compile, with its error messages.
+Their references are in `tests/oracles/sparse.py`. The callers check the arrays. All run without the
+GIL and allocate only scratch. Sixteen tokens of one head, or the queries of sixteen heads, lie side
+by side in the lanes of a vector. Loops assign single elements: an assignment of slices takes numba
+a second to compile, with its error messages.
 
-Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels, C channels with
-padding, P parts, N bytes of a block and head.
+Operations are written in the vectors of `hotkv_sparse.vectors`, which any machine runs. Their
+operands are integer addresses and counts, and nothing in them checks bounds: the kernels own the
+arrays. (numba's disk cache does not see changes of `vectors`.)
+
+Shapes: B blocks, T tokens of a block, H KV heads, R runs of 16 tokens, Q query heads, D channels, C
+coded channels with padding, P parts, N bytes of a block and head.
 """
 
 from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
-from hotkv_sparse import build_lanes as lanes
+from hotkv_sparse.formats import FORMATS, LINE_BYTES, NO_TOKEN
+from hotkv_sparse.vectors import (
+    F32,
+    FLOATS,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    call,
+    floats,
+    ints,
+    load,
+    offset,
+    operation,
+    splat,
+    store,
+    variable,
+)
 
 _KEYS = types.Array(types.float32, 4, "A", readonly=True)
 _F32_2 = types.Array(types.float32, 2, "C", readonly=True)
 _I32_1 = types.Array(types.int32, 1, "C", readonly=True)
 _I64_1 = types.Array(types.int64, 1, "C", readonly=True)
+_F32_3 = types.Array(types.float32, 3, "C", readonly=True)
+_F32_4 = types.Array(types.float32, 4, "A", readonly=True)
+
+# ---------------------------------------------------------------------- operations on sixteen lanes
+
+
+def _emit_scale_rows(builder: Any, args: Any) -> None:
+    """(rows, factors, num_rows): row r of float32 [num_rows][16] times float32 factors[r]."""
+    rows, factors, num_rows = args
+    with cgutils.for_range(builder, num_rows, intp=I64) as loop:
+        place = offset(builder, rows, loop.index, 4 * LANES)
+        factor = splat(builder, load(builder, offset(builder, factors, loop.index, 4), F32), FLOATS)
+        store(builder, builder.fmul(load(builder, place, FLOATS), factor), place)
+
+
+def _emit_butterfly(builder: Any, args: Any) -> None:
+    """(rows, half, num_pairs): a stage of the Walsh-Hadamard transform of float32 [2 *
+    num_pairs][16]; partners are `half` rows apart."""
+    rows, half, num_pairs = args
+    mask = builder.sub(half, I64(1))
+    apart = builder.mul(half, I64(4 * LANES))
+    with cgutils.for_range(builder, num_pairs, intp=I64) as loop:
+        inner = builder.and_(loop.index, mask)
+        first = offset(
+            builder, rows, builder.sub(builder.shl(loop.index, I64(1)), inner), 4 * LANES
+        )
+        second = builder.add(first, apart)
+        low, high = load(builder, first, FLOATS), load(builder, second, FLOATS)
+        store(builder, builder.fadd(low, high), first)
+        store(builder, builder.fsub(low, high), second)
+
+
+def _pack_run(bits: int) -> Any:
+    """(rows, num_channels, num_steps, out, valid): packs rotated keys float32 [num_steps * channels
+    of a step][16] into a run of 16 tokens.
+
+    `num_channels` of them count for the rms; the rest are zero. Lanes from `valid` on have no
+    token. See `formats` for steps and bytes.
+    """
+    form = FORMATS[f"rot{bits}u"]
+    step_channels = 16 if bits == 2 else 32
+    num_lines = step_channels // 16
+    steps_between = zip(form.levels, form.levels[1:], strict=False)
+    cuts = [
+        (float(np.float32((low + high) / 2.0 / form.level_unit)), float(high - low))
+        for low, high in steps_between
+    ]
+
+    def emit(builder: Any, args: Any) -> None:
+        rows, num_channels, num_steps, out, valid = args
+        energy, product = variable(builder, floats(0.0)), variable(builder, floats(0.0))
+        with cgutils.for_range(builder, num_channels, intp=I64) as loop:
+            value = load(builder, offset(builder, rows, loop.index, 4 * LANES), FLOATS)
+            builder.store(
+                call(builder, "llvm.fma.v16f32", FLOATS, [value, value, builder.load(energy)]),
+                energy,
+            )
+        count = splat(builder, builder.sitofp(num_channels, F32), FLOATS)
+        rms = call(builder, "llvm.sqrt.v16f32", FLOATS, [builder.fdiv(builder.load(energy), count)])
+        bounds = [(builder.fmul(floats(cut), rms), floats(rise)) for cut, rise in cuts]
+        high_base = offset(builder, out, num_steps, num_lines * LINE_BYTES)
+        with cgutils.for_range(builder, num_steps, intp=I64) as loop:
+            lines, high_line = [ints(0)] * num_lines, ints(0)
+            for channel in range(step_channels):
+                row = builder.add(builder.mul(loop.index, I64(step_channels)), I64(channel))
+                value = load(builder, offset(builder, rows, row, 4 * LANES), FLOATS)
+                code, level = ints(0), floats(float(form.levels[0]))
+                for bound, rise in bounds:
+                    above = builder.fcmp_ordered(">", value, bound)
+                    code = builder.add(code, builder.zext(above, INTS))
+                    level = builder.fadd(level, builder.select(above, rise, floats(0.0)))
+                builder.store(
+                    call(builder, "llvm.fma.v16f32", FLOATS, [value, level, builder.load(product)]),
+                    product,
+                )
+                line, inner = divmod(channel, 16)
+                low = builder.and_(code, ints(3)) if bits == 3 else code
+                lines[line] = builder.or_(
+                    lines[line], builder.shl(low, ints(8 * (inner % 4) + 2 * (inner // 4)))
+                )
+                if bits == 3:
+                    bit = builder.lshr(code, ints(2))
+                    high_line = builder.or_(
+                        high_line, builder.shl(bit, ints(8 * (channel % 4) + channel // 4))
+                    )
+            for line in range(num_lines):
+                place = builder.add(builder.mul(loop.index, I64(num_lines)), I64(line))
+                store(builder, lines[line], offset(builder, out, place, LINE_BYTES))
+            if bits == 3:
+                store(builder, high_line, offset(builder, high_base, loop.index, LINE_BYTES))
+        along = builder.load(product)
+        sigma = builder.fmul(builder.fdiv(builder.load(energy), along), floats(form.level_unit))
+        sigma = builder.select(builder.fcmp_ordered(">", along, floats(0.0)), sigma, floats(0.0))
+        sigma = call(builder, "llvm.minnum.v16f32", FLOATS, [sigma, floats(65504.0)])
+        lane = ir.Constant(INTS, list(range(LANES)))
+        present = builder.icmp_signed("<", lane, splat(builder, builder.trunc(valid, I32), INTS))
+        sigma = builder.fptrunc(
+            builder.select(present, sigma, floats(NO_TOKEN)), ir.VectorType(ir.HalfType(), LANES)
+        )
+        store(builder, sigma, offset(builder, high_base, num_steps, LINE_BYTES if bits == 3 else 0))
+
+    return operation(5, emit)
+
+
+SCALE_ROWS, BUTTERFLY = operation(3, _emit_scale_rows), operation(3, _emit_butterfly)
+PACK_2, PACK_3 = _pack_run(2), _pack_run(3)
+
+
+# ---------------------------------------------------------------------- rotated and summary formats
 
 
 @numba.njit(nogil=True, cache=True)
@@ -30,10 +162,10 @@ def _rotate_lanes(y: Any, factors: Any, starts: Any, sizes: Any) -> None:
     """Rotates y [>= D, 16], a vector of D channels in each lane."""
     for index in range(starts.shape[0]):
         size, rows = sizes[index], y.ctypes.data + starts[index] * 64
-        lanes.SCALE_ROWS(rows, factors[index, starts[index] :].ctypes.data, size)
+        SCALE_ROWS(rows, factors[index, starts[index] :].ctypes.data, size)
         half = 1
         while half < size:
-            lanes.BUTTERFLY(rows, half, size // 2)
+            BUTTERFLY(rows, half, size // 2)
             half *= 2
 
 
@@ -84,9 +216,9 @@ def build_tokens(
                 _rotate_lanes(y, factors, starts, sizes)
                 place = out[block, head, run * run_bytes :].ctypes.data
                 if bits == 2:
-                    lanes.PACK_2(y.ctypes.data, head_size, steps, place, valid)
+                    PACK_2(y.ctypes.data, head_size, steps, place, valid)
                 else:
-                    lanes.PACK_3(y.ctypes.data, head_size, steps, place, valid)
+                    PACK_3(y.ctypes.data, head_size, steps, place, valid)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -205,3 +337,138 @@ def build_parts(keys: Any, mu: Any, num_tokens: Any, kind: Any, channels: Any, o
                 scale[0] = scale[0] if count > 0 else np.float32(-1)
                 for byte in range(4):
                     out[block, head, num_parts * channels + 4 * part + byte] = scale_bytes[byte]
+
+
+# -------------------------------------------------------------------- mix2: codes of principal axes
+
+
+@numba.njit(nogil=True, cache=True)
+def _load_run(y: Any, first: Any, valid: Any, lanes: Any) -> None:
+    """lanes [>= D, 16] = the channels y [T, D] of sixteen tokens; 0 from `valid` on."""
+    for channel in range(y.shape[1]):
+        for lane in range(16):
+            lanes[channel, lane] = y[first + lane, channel] if lane < valid else np.float32(0)
+
+
+@numba.njit(nogil=True, cache=True)
+def _measure(
+    lanes: Any, rms: Any, num_fine: Any, num_coded: Any, head_size: Any, energy: Any, inverse: Any
+) -> None:
+    """`energy` [16] of the tokens, and `inverse` [16]: 1 / gain, 0 of a token without coded
+    energy."""
+    energy[:] = 0
+    inverse[:] = 0
+    for channel in range(head_size):
+        usual = rms[0] if channel < num_fine else rms[1]
+        for lane in range(16):
+            value = lanes[channel, lane]
+            energy[lane] += value * value
+            if channel < num_coded:
+                relative = value / usual
+                inverse[lane] += relative * relative
+    for lane in range(16):
+        gain = np.sqrt(inverse[lane] / np.float32(num_coded))
+        inverse[lane] = np.float32(1) / gain if gain > 0 else np.float32(0)
+
+
+@numba.njit(
+    types.void(
+        _F32_4,
+        _F32_2,
+        _F32_2,
+        _I32_1,
+        _I32_1,
+        types.int64,
+        types.int64,
+        types.float32[:, :, :, ::1],
+        types.uint8[:, :, :],
+    ),
+    nogil=True,
+    cache=True,
+)
+def build_axes(
+    y: Any,
+    rms: Any,
+    half_steps: Any,
+    offsets: Any,
+    num_tokens: Any,
+    num_fine: Any,
+    num_coded: Any,
+    sigma: Any,
+    out: Any,
+) -> None:
+    """Lines of codes in out uint8 [B, H, N], and sigma [B, H, R, 16], -1 if there is no token, from
+    channels y [H, B, T, D]; `rms` [H, 2], `half_steps` [H, C], `offsets` [C].
+
+    The caller puts sigma behind the lines.
+    """
+    head_size, channels, num_runs = y.shape[3], offsets.shape[0], sigma.shape[2]
+    run_bytes = out.shape[2] // num_runs
+    lanes = np.zeros((max(channels, head_size), 16), np.float32)
+    energy, inverse, product = (
+        np.empty(16, np.float32),
+        np.empty(16, np.float32),
+        np.empty(16, np.float32),
+    )
+    for block in range(y.shape[1]):
+        for head in range(y.shape[0]):
+            for run in range(num_runs):
+                valid = min(16, max(0, num_tokens[block] - run * 16))
+                _load_run(y[head, block], run * 16, valid, lanes)
+                _measure(lanes, rms[head], num_fine, num_coded, head_size, energy, inverse)
+                product[:] = 0
+                for byte in range(run_bytes - 32):
+                    out[block, head, run * run_bytes + byte] = 0
+                for channel in range(channels):
+                    most, half = offsets[channel], half_steps[head, channel]
+                    step, middle = np.float32(2) * half, np.float32((most + 1) // 2)
+                    if channel < num_fine:
+                        line, inner, width = channel // 8, channel % 8, 4
+                    else:
+                        beyond = channel - num_fine
+                        line, inner, width = num_fine // 8 + beyond // 16, beyond % 16, 2
+                    place = run * run_bytes + line * 64 + inner % 4
+                    shift = width * (inner // 4)
+                    for lane in range(16):
+                        value = lanes[channel, lane]
+                        position = value * inverse[lane] / step + middle
+                        # A value that is not a number has code 0, as in the reference.
+                        position = position if position > 0 else np.float32(0)
+                        code = np.int32(min(position, np.float32(most)))
+                        product[lane] += value * (np.float32(2 * code - most) * half)
+                        out[block, head, place + 4 * lane] |= np.uint8(code << shift)
+                for lane in range(16):
+                    along = product[lane]
+                    scale = energy[lane] / along if along > 0 else np.float32(0)
+                    scale = min(scale, np.float32(65504))
+                    sigma[block, head, run, lane] = scale if lane < valid else np.float32(-1)
+
+
+@numba.njit(
+    types.void(_F32_2, _F32_3, _I32_1, types.float32[::1], types.int32[::1], types.int8[:, ::1]),
+    nogil=True,
+    cache=True,
+)
+def prepare_axes(query: Any, weights: Any, offsets: Any, peaks: Any, sums: Any, codes: Any) -> None:
+    """int8 codes [Q, C] of queries [Q, D], one step per 127th of peaks [Q], and minus their
+    products with `offsets`, sums [Q]; `weights` [H, D, C]."""
+    num_heads, head_size = query.shape
+    channels, group = weights.shape[2], num_heads // weights.shape[0]
+    worth = np.empty(channels, np.float32)
+    for head in range(num_heads):
+        own = weights[head // group]
+        worth[:] = 0
+        for channel in range(head_size):
+            value = query[head, channel]
+            for code in range(channels):
+                worth[code] += value * own[channel, code]
+        peak = np.float32(1e-20)
+        for code in range(channels):
+            peak = max(peak, abs(worth[code]))
+        peaks[head] = peak
+        unit, total = np.float32(127) / peak, np.int32(0)
+        for code in range(channels):
+            step = np.int32(np.rint(worth[code] * unit))
+            codes[head, code] = step
+            total += step * offsets[code]
+        sums[head] = -total

@@ -2,9 +2,13 @@
 """Numba kernels that turn scores into a choice of blocks; part of `hotkv_sparse.kernels`, through
 which they are loaded.
 
-Their references are in `hotkv_sparse.weights` and `hotkv_sparse.topk`. They are called with checked
-arrays; scratch is their own; all run without the GIL. A row of scores is read twice,
-the second time from the nearest cache.
+Their references are in `tests/oracles/sparse.py`. They are called with checked arrays;
+scratch is their own; all run without the GIL. A row of scores is read twice, the second time from
+the nearest cache.
+
+Operations are written in the vectors of `hotkv_sparse.vectors`, which any machine runs. Their
+operands are integer addresses and counts, and nothing in them checks bounds: the kernels own the
+arrays. (numba's disk cache does not see changes of `vectors`.)
 
 Shapes: Q query heads, H KV heads, S scored blocks, n blocks of a selection.
 """
@@ -13,15 +17,164 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
-from hotkv_sparse import choice_lanes as lanes
-from hotkv_sparse.vectors import MIN_SCORE
+from hotkv_sparse.vectors import (
+    F32,
+    FLOATS,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    LN2,
+    MIN_SCORE,
+    call,
+    exp2,
+    floats,
+    ints,
+    larger,
+    load,
+    offset,
+    operation,
+    prefetch,
+    splat,
+    store,
+    variable,
+)
 
 _F32_1, _F32_2 = (
     types.Array(types.float32, 1, "C", readonly=True),
     types.Array(types.float32, 2, "C", readonly=True),
 )
+
+# ---------------------------------------------------------------------- operations on sixteen lanes
+
+
+def _emit_exp(builder: Any, args: Any) -> None:
+    """(scores, reference, weights, num_runs, total, ahead, factor, sums): sums += weights * factor,
+    then weights = e^(score - reference).
+
+    float32 [num_runs][16] each; adds the sum of the new weights to float32 `total`. What one head's
+    weights add to the sums waits for the next head's pass, whose arithmetic hides it. Asks the
+    caches for what lies `ahead` bytes behind the scores, which is read next.
+    """
+    scores, reference, weights, num_runs, total, ahead, factor, out = args
+    base = splat(builder, builder.fmul(load(builder, reference, F32), F32(-1 / LN2)), FLOATS)
+    scale = splat(builder, load(builder, factor, F32), FLOATS)
+    sums = variable(builder, floats(0.0))
+    with cgutils.for_range(builder, num_runs, intp=I64) as loop:
+        at = builder.mul(loop.index, I64(4 * LANES))
+        prefetch(builder, builder.add(builder.add(scores, at), ahead))
+        values = load(builder, builder.add(scores, at), FLOATS)
+        place, target = builder.add(weights, at), builder.add(out, at)
+        added = [load(builder, place, FLOATS), scale, load(builder, target, FLOATS)]
+        store(builder, call(builder, "llvm.fma.v16f32", FLOATS, added), target)
+        weight = exp2(
+            builder, call(builder, "llvm.fma.v16f32", FLOATS, [values, floats(1 / LN2), base])
+        )
+        builder.store(builder.fadd(builder.load(sums), weight), sums)
+        store(builder, weight, place)
+    summed = call(
+        builder,
+        "llvm.vector.reduce.fadd.v16f32",
+        F32,
+        [load(builder, total, F32), builder.load(sums)],
+        ("reassoc",),
+    )
+    store(builder, summed, total)
+
+
+def _emit_peak(builder: Any, args: Any) -> None:
+    """(scores, num_runs, peak): raises float32 `peak` to the maximum of float32 [num_runs][16], in
+    four chains of which none waits long."""
+    scores, num_runs, peak = args
+    initial = splat(builder, load(builder, peak, F32), FLOATS)
+    peaks = [variable(builder, initial) for _ in range(4)]
+
+    def visit(chain: int, index: Any) -> None:
+        values = load(builder, offset(builder, scores, index, 4 * LANES), FLOATS)
+        builder.store(larger(builder, values, builder.load(peaks[chain])), peaks[chain])
+
+    quads = builder.lshr(num_runs, I64(2))
+    with cgutils.for_range(builder, quads, intp=I64) as loop:
+        for chain in range(4):
+            visit(chain, builder.add(builder.shl(loop.index, I64(2)), I64(chain)))
+    done = builder.shl(quads, I64(2))
+    with cgutils.for_range(builder, builder.sub(num_runs, done), intp=I64) as loop:
+        visit(0, builder.add(done, loop.index))
+    highest = builder.load(peaks[0])
+    for chain in range(1, 4):
+        highest = larger(builder, highest, builder.load(peaks[chain]))
+    store(
+        builder,
+        call(builder, "llvm.vector.reduce.fmax.v16f32", F32, [highest], ("nnan", "nsz")),
+        peak,
+    )
+
+
+def _emit_add_scaled(builder: Any, args: Any) -> None:
+    """(values, factor, out, num_runs): out += values * factor, float32 [num_runs][16] and one
+    float32."""
+    values, factor, out, num_runs = args
+    scale = splat(builder, load(builder, factor, F32), FLOATS)
+    with cgutils.for_range(builder, num_runs, intp=I64) as loop:
+        at = builder.mul(loop.index, I64(4 * LANES))
+        place = builder.add(out, at)
+        operands = [
+            load(builder, builder.add(values, at), FLOATS),
+            scale,
+            load(builder, place, FLOATS),
+        ]
+        store(builder, call(builder, "llvm.fma.v16f32", FLOATS, operands), place)
+
+
+def _emit_count(builder: Any, args: Any) -> None:
+    """(values, num_runs, least, count): writes to int32 `count` how many of int32 [num_runs][16]
+    are at least int32 `least`."""
+    values, num_runs, least, count = args
+    bound = splat(builder, load(builder, least, I32), INTS)
+    sums = variable(builder, ints(0))
+    with cgutils.for_range(builder, num_runs, intp=I64) as loop:
+        enough = builder.icmp_signed(
+            ">=", load(builder, offset(builder, values, loop.index, 4 * LANES), INTS), bound
+        )
+        # All bits of a lane that counts are set: minus one.
+        builder.store(builder.sub(builder.load(sums), builder.sext(enough, INTS)), sums)
+    store(builder, call(builder, "llvm.vector.reduce.add.v16i32", I32, [builder.load(sums)]), count)
+
+
+def _emit_collect(builder: Any, args: Any) -> None:
+    """(values, num_runs, least, out): writes to int32 `out` which of int32 [num_runs][16] are at
+    least int32 `least`, ascending."""
+    values, num_runs, least, out = args
+    bound = splat(builder, load(builder, least, I32), INTS)
+    place, left = variable(builder, out), variable(builder, I32(0))
+    with cgutils.for_range(builder, num_runs, intp=I64) as loop:
+        enough = builder.icmp_signed(
+            ">=", load(builder, offset(builder, values, loop.index, 4 * LANES), INTS), bound
+        )
+        mask = builder.zext(builder.bitcast(enough, ir.IntType(LANES)), I32)
+        builder.store(mask, left)
+        first = builder.trunc(builder.mul(loop.index, I64(LANES)), I32)
+        with cgutils.for_range(builder, call(builder, "llvm.ctpop.i32", I32, [mask]), intp=I32):
+            lanes_left, where = builder.load(left), builder.load(place)
+            lane = call(builder, "llvm.cttz.i32", I32, [lanes_left, ir.Constant(ir.IntType(1), 0)])
+            store(builder, builder.add(first, lane), where)
+            builder.store(builder.add(where, I64(4)), place)
+            builder.store(builder.and_(lanes_left, builder.sub(lanes_left, I32(1))), left)
+
+
+EXP, PEAK, ADD_SCALED = (
+    operation(8, _emit_exp),
+    operation(3, _emit_peak),
+    operation(4, _emit_add_scaled),
+)
+COUNT, COLLECT = operation(4, _emit_count), operation(4, _emit_collect)
+
+
+# ------------------------------------------------------------------------------------------ kernels
 
 
 @numba.njit(nogil=True, cache=True)
@@ -43,12 +196,12 @@ def _exps(
     for i in range(rest, 16):
         tail[i] = -np.inf
     words[0] = max(log_mass, np.float32(MIN_SCORE))
-    lanes.PEAK(row, runs, words_at)
-    lanes.PEAK(tail.ctypes.data, 1, words_at)
+    PEAK(row, runs, words_at)
+    PEAK(tail.ctypes.data, 1, words_at)
     own = np.float32(np.exp(log_mass - words[0]))
     words[1] = own
-    lanes.EXP(row, words_at, weights_at, runs, words_at + 4, num_blocks * 4, words_at + 8, sums_at)
-    lanes.EXP(
+    EXP(row, words_at, weights_at, runs, words_at + 4, num_blocks * 4, words_at + 8, sums_at)
+    EXP(
         tail.ctypes.data,
         words_at,
         weights_at + runs * 64,
@@ -88,10 +241,10 @@ def aggregate(scores: Any, always_log_mass: Any, per_head: Any, shared: Any, alw
         )
         words[2] = np.float32(1.0) / (total * np.float32(group))
         always[head // group] += own * words[2]
-    lanes.ADD_SCALED(weights.ctypes.data, factor_at, sums[kv_heads - 1].ctypes.data, runs)
+    ADD_SCALED(weights.ctypes.data, factor_at, sums[kv_heads - 1].ctypes.data, runs)
     words[2] = np.float32(1.0) / np.float32(kv_heads)
     for kv_head in range(kv_heads):
-        lanes.ADD_SCALED(sums[kv_head].ctypes.data, factor_at, sums[kv_heads].ctypes.data, runs)
+        ADD_SCALED(sums[kv_head].ctypes.data, factor_at, sums[kv_heads].ctypes.data, runs)
         for i in range(num_blocks):
             per_head[kv_head, i] = sums[kv_head, i]
     for i in range(num_blocks):
@@ -123,9 +276,9 @@ def _top(values: Any, num: Any, largest: Any, out: Any) -> None:
     while high - low > 1:
         middle = (low + high) >> 1
         words[0] = middle
-        lanes.COUNT(values.ctypes.data, runs, words.ctypes.data, words.ctypes.data + 4)
+        COUNT(values.ctypes.data, runs, words.ctypes.data, words.ctypes.data + 4)
         if words[1] == count:
-            lanes.COLLECT(values.ctypes.data, runs, words.ctypes.data, out.ctypes.data)
+            COLLECT(values.ctypes.data, runs, words.ctypes.data, out.ctypes.data)
             return
         if words[1] > count:
             low = middle
@@ -177,7 +330,7 @@ def choose(
         own, total = _exps(scores, head, always_log_mass[head], tail, words, exps, shared)
         words[2] = np.float32(1.0) / (total * np.float32(num_heads))
         always += own * words[2]
-    lanes.ADD_SCALED(exps.ctypes.data, words.ctypes.data + 8, shared.ctypes.data, runs)
+    ADD_SCALED(exps.ctypes.data, words.ctypes.data + 8, shared.ctypes.data, runs)
     num_chosen, mass = min(room, num), np.float64(0)
     chosen = blocks[first : first + num_chosen]
     if room >= num:

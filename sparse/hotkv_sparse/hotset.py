@@ -1,17 +1,25 @@
 """The hot set of one sequence, layer and set of heads: which blocks are resident in which hot
-slots.
+slots, and how large it should be.
 
-Always true:
-- The promises of `hotset_tables` about slots, blocks and maps, and of `hotset_eviction` about
-  victims.
+Always true (`check_invariants`):
+- A slot is free, mapped, loading (a prefetch writes it), ready (written, not adopted yet) or
+  cancelled (loading, but unwanted).
+- A block has at most one slot that is mapped, loading or ready; the map names exactly the mapped
+  ones, at most `capacity_blocks` of them.
+- A map that was handed out never changes; `version` grows with every change of the present one.
+- Mapped blocks that are always kept (sinks, recent window, the partial block) or have no copy in
+  host memory are never evicted. Of the others, the block that was selected least recently is
+  evicted first, of equals the lowest.
 - Prefetch gets free slots only. A block that it wrote becomes visible in `adopt`, at a step
   boundary, in a new map. A correction may take the slot of the block it evicts, as the engine
   writes it itself before it attends.
 
-Decides, and does nothing: the caller copies. One owner, one thread. A step is a compiled kernel
-over the tables (`hotset_kernels`), with `hotset_reference` beside it.
+Decides, and does nothing: the caller copies. One owner, one thread. Steps and prefetches are
+compiled kernels over the tables (`hotset_kernels`).
 """
 
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -19,14 +27,84 @@ import numpy.typing as npt
 
 from hotkv_proto import native
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_sparse import hotset_eviction as eviction
-from hotkv_sparse import hotset_reference as reference
 from hotkv_sparse.config import CACHE_POLICIES
-from hotkv_sparse.hotset_answers import Growth, HotMap, SlotMoves, SlotState, Step
-from hotkv_sparse.hotset_tables import FREE, MAPPED, NO_BLOCKS, NO_SLOT, HotTables
-from hotkv_sparse.topk import Selection, Span
+from hotkv_sparse.selection import Selection, Span
 
 I32 = npt.NDArray[np.int32]
+Mask = npt.NDArray[np.bool_]
+NO_SLOT = -1
+NO_BLOCKS = np.empty(0, np.int32)
+_FIRST_BLOCKS = 64
+USUAL_SETS = 2
+"""Hot set over selection: twice the budget did better than fresh selections alone (SmolLM2)."""
+MAX_SETS = 4.0
+_DECAY = 0.98
+_PRESSURE_RATE = 0.1
+
+
+# ------------------------------------------------------------------------------------------ answers
+
+
+class SlotState(IntEnum):
+    """State of a hot slot."""
+
+    FREE = 0
+    MAPPED = 1
+    LOADING = 2
+    READY = 3
+    CANCELLED = 4
+
+
+# Plain integers: numpy compares arrays with them several times faster than with members of an enum.
+FREE, MAPPED, LOADING, READY, CANCELLED = (int(state) for state in SlotState)
+
+
+@dataclass(frozen=True, slots=True)
+class HotMap:
+    """Blocks that may be attended: `blocks` int32, ascending, and their `slots` int32. Read-only;
+    `version` grows with every change."""
+
+    version: int
+    blocks: I32
+    slots: I32
+
+
+@dataclass(frozen=True, slots=True)
+class SlotMoves:
+    """Blocks to copy from host memory into hot slots before the map is used, and the blocks that
+    lost theirs. int32 arrays."""
+
+    blocks: I32
+    slots: I32
+    victims: I32
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A layer's part of one decode step: carry out `load`, attend to all of `map`, hand
+    `prefetch` (int32, heaviest first) on.
+
+    `num_selected`, `num_resident`: candidates selected, and how many of them were resident before;
+    always kept blocks are not counted.
+    """
+
+    map: HotMap
+    load: SlotMoves
+    prefetch: I32
+    num_selected: int
+    num_resident: int
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """`new`: slots for the blocks that the context gained, for the engine to fill; `swap_out`:
+    complete blocks to copy to host memory."""
+
+    new: SlotMoves
+    swap_out: I32
+
+
+# ------------------------------------------------------------------------------------------ the set
 
 
 class HotSet:
@@ -52,7 +130,7 @@ class HotSet:
             )
         self.tables = HotTables(capacity_blocks, spare_slots, policy)
         self._keeps_unselected = policy != "none"
-        self._kernels: Any = native.load("hotkv_sparse.kernels")
+        self._kernels: Any = native.require("hotkv_sparse.kernels")
 
     def __repr__(self) -> str:
         counts = ", ".join(
@@ -109,22 +187,22 @@ class HotSet:
         fresh = np.arange(max(old.count, num_host), where.count, dtype=np.int32)
         tables.add_blocks(where.count)
         tables.span = Span(where.first, where.last, max(where.count, old.count))
-        room = eviction.room(tables, len(fresh), whole=True)
-        if len(room.slots) < len(fresh):
+        slots, victims = _room(tables, len(fresh))
+        if len(slots) < len(fresh):
             tables.span = old
             raise HotKVError(
                 Reason.OVERLOADED,
                 f"{len(fresh)} new blocks don't fit in {self!r}; wait until blocks are stored, or "
                 "raise the capacity",
             )
-        tables.evict(room.victims)
+        tables.evict(victims)
         if where.count < old.count:
             tables.forget(np.arange(where.count, old.count, dtype=np.int32))
         tables.span = where
         tables.has_copy[old.count : num_host] = True
         tables.has_copy[where.count :] = False
         tables.swapping[num_complete:] = False
-        tables.put(fresh, room.slots, MAPPED)
+        tables.put(fresh, slots, MAPPED)
         mapped = tables.is_mapped()
         tables.has_copy[num_complete : where.count] &= ~mapped[num_complete:]
         swap_out = np.flatnonzero(
@@ -133,7 +211,7 @@ class HotSet:
             & ~tables.swapping[:num_complete]
         ).astype(np.int32)
         tables.swapping[swap_out] = True
-        return Growth(SlotMoves(fresh, room.slots, room.victims), swap_out)
+        return Growth(SlotMoves(fresh, slots, victims), swap_out)
 
     def swapped_out(self, blocks: I32, success: bool) -> None:
         """Host memory has (or, without success, has not) a copy of `blocks`; those that failed are
@@ -165,8 +243,6 @@ class HotSet:
         Always kept blocks are resident unless they were never seeded; those that are missing are
         loaded first, whatever `max_loads` says.
         """
-        if self._kernels is None:
-            return reference.step(self.tables, selection, max_loads)
         blocks, weights = (
             np.asarray(selection.blocks, np.int32),
             np.asarray(selection.weights, np.float32),
@@ -200,8 +276,6 @@ class HotSet:
         `finish_prefetch`. Nothing is evicted."""
         if not len(blocks):
             return SlotMoves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
-        if self._kernels is None:
-            return reference.begin_prefetch(self.tables, blocks)
         tables = self.tables
         moves = np.empty((2, min(len(blocks), self.num_slots)), np.int32)
         num = self._kernels.hot_begin_prefetch(
@@ -214,8 +288,6 @@ class HotSet:
 
     def finish_prefetch(self, slots: I32, success: bool) -> None:
         """The prefetch has written `slots`, or will never touch them again."""
-        if self._kernels is None:
-            return reference.finish_prefetch(self.tables, slots, success)
         tables = self.tables
         answer = self._kernels.hot_finish_prefetch(
             np.asarray(slots, np.int32), success, tables.state, tables.block_of, tables.slot_of
@@ -226,8 +298,6 @@ class HotSet:
     def adopt(self) -> SlotMoves:
         """Step boundary: prefetched blocks join the map, evicting others; those without room are
         dropped. No copies."""
-        if self._kernels is None:
-            return reference.adopt(self.tables)
         tables = self.tables
         maps, moves = (
             np.empty((2, self.num_slots), np.int32),
@@ -251,6 +321,243 @@ class HotSet:
         tables = self.tables
         tables.add_slots(capacity_blocks + tables.spare_slots - self.num_slots)
         tables.capacity_blocks = capacity_blocks
-        victims = eviction.victims(tables, tables.num_mapped - capacity_blocks)
+        victims = _victims(tables, tables.num_mapped - capacity_blocks)
         tables.evict(victims)
         return victims
+
+
+# --------------------------------------------------------------------------------------- its tables
+
+
+class HotTables:
+    """The tables, by slot and by block, and the map that they stand for.
+
+    By slot: `state` int8, `block_of` int32, `used_at` int64 (the step that selected it last). By
+    block, longer than the context: `slot_of` int32, `has_copy` bool (host memory has it),
+    `swapping` bool (a copy to host memory is under way). `clock` counts steps.
+    """
+
+    def __init__(self, capacity_blocks: int, spare_slots: int, policy: str) -> None:
+        self.capacity_blocks, self.spare_slots, self.policy = capacity_blocks, spare_slots, policy
+        self.span = Span(0, 0, 0)
+        self.version, self.clock = 0, 0
+        self.mapped = NO_BLOCKS
+        self._map = HotMap(0, NO_BLOCKS, NO_BLOCKS)
+        num_slots = capacity_blocks + spare_slots
+        self.state = np.full(num_slots, FREE, np.int8)
+        self.block_of = np.full(num_slots, NO_SLOT, np.int32)
+        self.used_at = np.zeros(num_slots, np.int64)
+        self.slot_of = np.full(_FIRST_BLOCKS, NO_SLOT, np.int32)
+        self.has_copy = np.zeros(_FIRST_BLOCKS, np.bool_)
+        self.swapping = np.zeros(_FIRST_BLOCKS, np.bool_)
+
+    def __repr__(self) -> str:
+        counts = (f"{state.name.lower()} {int((self.state == state).sum())}" for state in SlotState)
+        return f"HotTables({len(self.state)} slots: {', '.join(counts)})"
+
+    def add_slots(self, more: int) -> None:
+        """Appends free slots."""
+        if more <= 0:
+            return
+        self.state = np.concatenate([self.state, np.full(more, FREE, np.int8)])
+        self.block_of = np.concatenate([self.block_of, np.full(more, NO_SLOT, np.int32)])
+        self.used_at = np.concatenate([self.used_at, np.zeros(more, np.int64)])
+
+    def add_blocks(self, num_blocks: int) -> None:
+        """Makes the tables by block hold `num_blocks` at least."""
+        if num_blocks <= len(self.slot_of):
+            return
+        more = max(num_blocks, 2 * len(self.slot_of)) - len(self.slot_of)
+        self.slot_of = np.concatenate([self.slot_of, np.full(more, NO_SLOT, np.int32)])
+        self.has_copy = np.concatenate([self.has_copy, np.zeros(more, np.bool_)])
+        self.swapping = np.concatenate([self.swapping, np.zeros(more, np.bool_)])
+
+    def for_kernels(self) -> tuple[npt.NDArray[Any], ...]:
+        """The arrays that kernels change, in their order."""
+        return self.state, self.block_of, self.used_at, self.slot_of, self.has_copy
+
+    # ------------------------------------------------------------------------------------------ map
+
+    def map(self) -> HotMap:
+        """The blocks that may be attended at present."""
+        if self._map.version != self.version:
+            blocks = np.sort(self.block_of[self.state == MAPPED])
+            self._set_map(np.stack([blocks, self.slot_of[blocks]]))
+        return self._map
+
+    def publish(self, map_2M: I32) -> HotMap:
+        """The next version of the map, with these blocks, ascending, and their slots."""
+        self.version += 1
+        self._set_map(map_2M)
+        return self._map
+
+    def _set_map(self, map_2M: I32) -> None:
+        # Kernels are called sooner with arrays that may be written; they don't write this one.
+        self.mapped = map_2M[0]
+        map_2M.setflags(write=False)
+        self._map = HotMap(self.version, map_2M[0], map_2M[1])
+
+    @property
+    def num_mapped(self) -> int:
+        """Blocks of the map."""
+        return len(self.map().blocks)
+
+    def is_mapped(self) -> Mask:
+        """bool [blocks of the context]: which of them may be attended."""
+        mapped = np.zeros(self.span.count, np.bool_)
+        mapped[self.map().blocks] = True
+        return mapped
+
+    def is_pinned(self, blocks: I32) -> Mask:
+        """Which of `blocks` are always kept or have no copy to come back from."""
+        return (blocks < self.span.first) | (blocks >= self.span.last) | ~self.has_copy[blocks]
+
+    # -------------------------------------------------------------------------------------- changes
+
+    def put(self, blocks: I32, slots: I32, state: int) -> None:
+        """Gives `blocks` the free `slots`, used now."""
+        if len(blocks):
+            self.slot_of[blocks] = slots
+            self.block_of[slots] = blocks
+            self.state[slots] = state
+            self.used_at[slots] = self.clock
+            self.version += state == MAPPED
+
+    def evict(self, blocks: I32) -> None:
+        """Takes the slots of mapped blocks."""
+        if len(blocks):
+            slots = self.slot_of[blocks]
+            self.slot_of[blocks] = NO_SLOT
+            self.release(slots)
+            self.version += 1
+
+    def release(self, slots: I32) -> None:
+        """Makes slots free whose blocks don't point to them any more."""
+        self.state[slots] = FREE
+        self.block_of[slots] = NO_SLOT
+
+    def abandon(self, blocks: I32) -> None:
+        """Drops prefetches of `blocks`: written slots are free at once, slots being written when
+        the writer is done."""
+        slots = self.slot_of[blocks]
+        slots = slots[slots >= 0]
+        self.slot_of[self.block_of[slots]] = NO_SLOT
+        self.block_of[slots] = NO_SLOT
+        self.state[slots] = np.where(self.state[slots] == LOADING, CANCELLED, FREE)
+
+    def forget(self, blocks: I32) -> None:
+        """Takes all slots of `blocks`, which have left the context."""
+        slots = self.slot_of[blocks]
+        self.evict(blocks[(slots >= 0) & (self.state[slots] == MAPPED)])
+        self.abandon(blocks)
+
+    # --------------------------------------------------------------------------------------- checks
+
+    def check_blocks(self, blocks: I32) -> None:
+        """INVALID_FIELD if one of `blocks` is outside the context."""
+        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self.span.count:
+            raise self.outside()
+
+    def outside(self) -> HotKVError:
+        """The error of a block outside the context."""
+        return HotKVError(Reason.INVALID_FIELD, f"blocks must be from 0 to {self.span.count - 1}")
+
+    def not_loading(self) -> HotKVError:
+        """The error of a slot that no prefetch is writing."""
+        why = (
+            f"slots (0 to {len(self.state) - 1}) include some that no prefetch is writing; pass "
+            "those of begin_prefetch, once"
+        )
+        return HotKVError(Reason.INVALID_FIELD, why)
+
+    def check_invariants(self) -> None:
+        """Asserts what the module promises."""
+        held = np.isin(self.state, (MAPPED, LOADING, READY))
+        assert (self.block_of[held] >= 0).all() and (self.block_of[~held] == NO_SLOT).all()
+        blocks = self.block_of[held]
+        assert len(np.unique(blocks)) == len(blocks) and (blocks < self.span.count).all()
+        assert (self.slot_of[blocks] == np.flatnonzero(held)).all()
+        assert int((self.slot_of >= 0).sum()) == len(blocks)
+        assert self.num_mapped <= len(self.state) - self.spare_slots
+        assert not self.has_copy[self.span.count :].any()
+        assert not (self.has_copy & self.swapping).any()
+        present = self.map()
+        assert (present.blocks == np.sort(self.block_of[self.state == MAPPED])).all()
+        assert (present.slots == self.slot_of[present.blocks]).all()
+        assert (np.diff(present.blocks) > 0).all()
+
+
+def _room(tables: HotTables, count: int) -> tuple[I32, I32]:
+    """Slots for `count` blocks, or fewer if too little may be evicted, and the blocks to evict
+    first.
+
+    Free slots while the map may grow, then those of victims. There may be more victims than
+    slots: a map above a capacity that was lowered shrinks. Writes nothing.
+    """
+    growth = tables.capacity_blocks - tables.num_mapped
+    free = NO_BLOCKS
+    if growth > 0:
+        free = np.flatnonzero(tables.state == FREE)[: max(min(count, growth), 0)].astype(np.int32)
+    excess = count - len(free) + max(-growth, 0)
+    evicted = _victims(tables, excess)
+    if len(evicted) < excess:
+        evicted = NO_BLOCKS
+    return np.concatenate([free, tables.slot_of[evicted]])[:count], evicted
+
+
+def _victims(tables: HotTables, count: int) -> I32:
+    """Up to `count` mapped blocks to evict, the least recently used first."""
+    if count <= 0:
+        return NO_BLOCKS
+    slots = np.flatnonzero(tables.state == MAPPED)
+    slots = slots[~tables.is_pinned(tables.block_of[slots])]
+    order = (tables.used_at[slots] << 32) | tables.block_of[slots]
+    if count < len(order):
+        order = np.partition(order, count - 1)[:count]
+    return (np.sort(order) & 0xFFFFFFFF).astype(np.int32)
+
+
+# ----------------------------------------------------------------------------------------- its size
+
+
+@dataclass(slots=True)
+class AdaptiveCapacity:
+    """Learns the capacity of one hot set from the blocks that its steps needed.
+
+    With `adaptive_p`, selections are as large as the attention mass asks, up to the budget. The hot
+    set follows: twice what selections need of late (quickly up, slowly down), more if steps keep
+    missing more than they may load. Always between twice the always kept blocks and `MAX_SETS`
+    times the budget.
+
+    `budget_blocks`: the ceiling of a selection; `always_blocks`: what
+    is kept whatever happens.
+
+    `needed_blocks`: a peak of recent selections that decays by 2 % a step. `pressure_ratio`: of
+    late, the share of steps that missed more than they might load. `sets`: capacity over need,
+    raised under pressure.
+    """
+
+    budget_blocks: int
+    always_blocks: int
+    needed_blocks: float = 0.0
+    pressure_ratio: float = 0.0
+    sets: float = USUAL_SETS
+
+    def observe(self, selected_blocks: int, left_blocks: int) -> int:
+        """Takes in one step's selected blocks and those left to prefetch; returns the capacity to
+        have."""
+        self.needed_blocks = max(
+            float(min(selected_blocks, self.budget_blocks)), self.needed_blocks * _DECAY
+        )
+        self.pressure_ratio += _PRESSURE_RATE * (float(left_blocks > 0) - self.pressure_ratio)
+        if self.pressure_ratio > 0.5:
+            self.sets = min(self.sets * 1.05, MAX_SETS)
+        elif self.pressure_ratio < 0.1:
+            self.sets = max(self.sets * 0.99, USUAL_SETS)
+        return self.capacity_blocks
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks the hot set should hold; before the first step, twice the budget."""
+        needed = self.needed_blocks or float(self.budget_blocks)
+        return round(max(self.sets * needed, USUAL_SETS * self.always_blocks, 1.0))

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels of the hot set's step; part of `hotkv_sparse.kernels`, through which they are
-loaded.
+"""Numba kernels of the hot set's steps and prefetches; part of `hotkv_sparse.kernels`, through
+which they are loaded.
 
-Their references are in `hotkv_sparse.hotset_reference`, the invariants in
-`hotkv_sparse.hotset_tables`. They change the
-caller's arrays, by slot and by block, in place; a call that refuses its arguments has changed
-nothing. All run without the GIL.
+The invariants are in `hotkv_sparse.hotset`, a naive model in `tests/sparse/naive.py`. Kernels
+change the caller's arrays, by slot and by block, in place; a call that refuses its arguments has
+changed nothing. All run without the GIL. What they sort by (age, weight, block) is packed into keys
+of int64, from 0 up.
 
 Shapes: n selected blocks, K slots, M blocks of the map, C blocks of the context.
 """
@@ -16,9 +16,10 @@ import numba
 import numpy as np
 from numba import types
 
-from hotkv_sparse.hotset_answers import SlotState
-from hotkv_sparse.key_order_kernels import coldest, sort
+from hotkv_sparse.hotset import SlotState
 
+_FEW = 16
+"""So many keys are put in order one by one; more are sorted by their bytes."""
 _FREE, _MAPPED, _LOADING, _READY, _CANCELLED = (int(state) for state in SlotState)
 _NO_SLOT = -1
 REFUSED = -1
@@ -35,6 +36,69 @@ _SLOTS = (
     types.boolean[::1],
 )
 """state [K], block_of [K], used_at [K], slot_of [>= C], has_copy [>= C]."""
+
+# ------------------------------------------------------------------------------------ order of keys
+
+
+@numba.njit(nogil=True, cache=True)
+def _sort(keys: Any, num: Any) -> None:
+    """Sorts keys[:num], int64 from 0 up, ascending: a few by insertion, more by their bytes from
+    the lowest on."""
+    if num <= _FEW:
+        for i in range(1, num):
+            key, place = keys[i], i
+            while place > 0 and keys[place - 1] > key:
+                keys[place] = keys[place - 1]
+                place -= 1
+            keys[place] = key
+        return
+    counts, other = np.zeros((8, 256), np.int32), np.empty(num, np.int64)
+    for i in range(num):
+        key = keys[i]
+        for byte in range(8):
+            counts[byte, (key >> (8 * byte)) & 255] += 1
+    source, target, is_elsewhere = keys, other, False
+    for byte in range(8):
+        shift = 8 * byte
+        if counts[byte, (source[0] >> shift) & 255] == num:
+            continue
+        total = 0
+        for digit in range(256):
+            count = counts[byte, digit]
+            counts[byte, digit] = total
+            total += count
+        for i in range(num):
+            digit = (source[i] >> shift) & 255
+            target[counts[byte, digit]] = source[i]
+            counts[byte, digit] += 1
+        source, target, is_elsewhere = target, source, not is_elsewhere
+    if is_elsewhere:
+        for i in range(num):
+            keys[i] = other[i]
+
+
+@numba.njit(nogil=True, cache=True)
+def _coldest(keys: Any, num: Any, count: Any) -> None:
+    """keys[:count] = the `count` smallest of keys[:num], ascending."""
+    if count > _FEW:
+        _sort(keys, num)
+        return
+    size = 0
+    for i in range(num):
+        key = keys[i]
+        if size == count:
+            if key > keys[size - 1]:
+                continue
+            size -= 1
+        place = size
+        while place > 0 and keys[place - 1] > key:
+            keys[place] = keys[place - 1]
+            place -= 1
+        keys[place] = key
+        size += 1
+
+
+# ------------------------------------------------------------------------------------------ kernels
 
 
 @numba.njit(nogil=True, cache=True)
@@ -58,7 +122,7 @@ def _victims(
             keys[num] = (used_at[slot] << 32) | block
             num += 1
     count = min(count, num)
-    coldest(keys, num, count)
+    _coldest(keys, num, count)
     for i in range(count):
         out[i] = keys[i] & 0xFFFFFFFF
     return count
@@ -143,7 +207,7 @@ def _missing(
             bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
             keys[num] = (np.int64(0x7FFFFFFF - np.int64(bits)) << 31) | i
             num += 1
-    sort(keys, num)
+    _sort(keys, num)
     for i in range(num):
         keys[i] &= 0x7FFFFFFF
     return num, num_kept, num_always
@@ -156,7 +220,7 @@ def _merged(old: Any, joined: Any, num_joined: Any, state: Any, slot_of: Any, ma
     keys, num, place = np.empty(num_joined, np.int64), 0, 0
     for i in range(num_joined):
         keys[i] = joined[i]
-    sort(keys, num_joined)
+    _sort(keys, num_joined)
     for i in range(old.shape[0]):
         block = old[i]
         while place < num_joined and keys[place] < block:

@@ -2,12 +2,10 @@
 time; the first import compiles for seconds.
 
 Always true: an import of this module loads every kernel, so `hotkv-server compile` and an image
-have them all. numba's disk cache notices a change of the file that defines a kernel, and misses one
-of the files that this kernel calls into (`*_lanes`, `key_order_kernels`): clear the cache then.
+have them all.
 """
 
-from hotkv_sparse.axis_kernels import build_axes, prepare_axes
-from hotkv_sparse.build_kernels import build_parts, build_tokens, prepare
+from hotkv_sparse.build_kernels import build_axes, build_parts, build_tokens, prepare, prepare_axes
 from hotkv_sparse.choice_kernels import aggregate, choose, top
 from hotkv_sparse.hotset_kernels import (
     REFUSED,

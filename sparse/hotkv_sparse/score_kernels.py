@@ -2,9 +2,13 @@
 """Numba kernels that score blocks with a step's queries; part of `hotkv_sparse.kernels`, through
 which they are loaded.
 
-Their references are in `hotkv_sparse.scores`. The callers check the arrays. All run
-without the GIL and allocate only scratch. Sixteen tokens of one head lie side by side in the lanes
-of a vector.
+Their references are in `tests/oracles/sparse.py`. The callers check the arrays. All run without the
+GIL and allocate only scratch. Sixteen tokens of one head lie side by side in the lanes of a vector.
+
+Operations are written in the vectors of `hotkv_sparse.vectors`, which any machine runs. Their
+operands are integer addresses and counts, and nothing in them checks bounds: the kernels own the
+arrays. (numba's disk cache does not see changes of `vectors`.) With AVX-512 and VNNI,
+one instruction multiplies 64 unsigned by 64 signed bytes, and one looks 64 codes up.
 
 Shapes: B blocks, H KV heads, Q query heads, D channels, C channels with padding, P parts.
 """
@@ -13,11 +17,39 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
 from hotkv_proto.kernels import prefetch_address
-from hotkv_sparse import score_lanes as lanes
-from hotkv_sparse.vectors import MIN_SCORE
+from hotkv_sparse.formats import FORMATS, LEVEL_OFFSET, LINE_BYTES
+from hotkv_sparse.vectors import (
+    BYTES,
+    F32,
+    FLOATS,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    LN2,
+    MIN_SCORE,
+    SHORTS,
+    VNNI,
+    call,
+    dot4,
+    exp2,
+    floats,
+    ints,
+    larger,
+    load,
+    log2,
+    offset,
+    operation,
+    splat,
+    store,
+    transposed,
+    variable,
+)
 
 _CHUNK_BLOCKS = 64
 _AHEAD_BLOCKS = 2
@@ -35,11 +67,350 @@ _I8_2, _I32_1, _I32_2 = (
     types.Array(types.int32, 1, "C", readonly=True),
     types.int32[:, ::1],
 )
-_BF16_1, _BF16_4 = lanes.BF16_KEYS
-_F16_1, _F16_4 = lanes.F16_KEYS
-_BF16_PAIR_1, _BF16_PAIR_4 = lanes.BF16_PAIRS
-_F16_PAIR_1, _F16_PAIR_4 = lanes.F16_PAIRS
-_F32_KEYS_1, _F32_KEYS_4 = lanes.F32_KEYS
+
+# ---------------------------------------------------------------------- operations on sixteen lanes
+
+
+def _codes(builder: Any, bits: int, low: Any, high: Any, plane: int) -> Any:
+    """Levels plus offset, 64 unsigned bytes, of one plane of a low line (and of a high line, for 3
+    bits); lines as 16 ints."""
+    codes = builder.and_(builder.lshr(low, ints(2 * (plane % 4))), ints(0x03030303))
+    if bits == 3:
+        moved = (
+            builder.shl(high, ints(2 - plane)) if plane < 2 else builder.lshr(high, ints(plane - 2))
+        )
+        codes = builder.or_(codes, builder.and_(moved, ints(0x04040404)))
+    bytes_of = [level + LEVEL_OFFSET for level in FORMATS[f"rot{bits}u"].levels]
+    if VNNI:
+        table = ir.Constant(BYTES, (bytes_of * 16)[:16] * 4)
+        looked_up = call(
+            builder, "llvm.x86.avx512.pshuf.b.512", BYTES, [table, builder.bitcast(codes, BYTES)]
+        )
+        return builder.bitcast(looked_up, INTS)
+    codes, looked_up = builder.bitcast(codes, BYTES), ir.Constant(BYTES, [bytes_of[0]] * LINE_BYTES)
+    for code, value in enumerate(bytes_of[1:], 1):
+        above = builder.icmp_unsigned(">=", codes, ir.Constant(BYTES, [code] * LINE_BYTES))
+        looked_up = builder.select(above, ir.Constant(BYTES, [value] * LINE_BYTES), looked_up)
+    return builder.bitcast(looked_up, INTS)
+
+
+def _store_scores(
+    builder: Any, totals: list[Any], sigma: Any, factor: Any, out: Any, out_stride: Any
+) -> None:
+    """Writes total * sigma * factor of sixteen tokens for each head, MIN_SCORE if there is no
+    token; `sigma` is the address of their float16 scales."""
+    halves = load(builder, sigma, ir.VectorType(ir.HalfType(), LANES))
+    scales = builder.fpext(halves, FLOATS)
+    absent = builder.fcmp_ordered("<", scales, floats(0.0))
+    for h, total in enumerate(totals):
+        unit = splat(builder, load(builder, offset(builder, factor, h, 4), F32), FLOATS)
+        product = builder.fmul(builder.sitofp(total, FLOATS), builder.fmul(scales, unit))
+        score = builder.select(absent, floats(MIN_SCORE), product)
+        store(builder, score, builder.add(out, builder.mul(out_stride, I64(h))))
+
+
+def _axes_operation(num_heads: int) -> Any:
+    """As the operations of `_run_operation`, for mix2: (run, num_lines, ...), the first half of the
+    lines fine.
+
+    A code is taken out of its line doubled, so that a level in half steps is the byte less its
+    offset, and needs no table.
+    """
+
+    def emit(builder: Any, args: Any) -> None:
+        run, num_lines, query, query_stride, bias, factor, out, out_stride = args
+        totals = [
+            variable(builder, splat(builder, load(builder, offset(builder, bias, h, 4), I32), INTS))
+            for h in range(num_heads)
+        ]
+        num_fine = builder.lshr(num_lines, I64(1))
+        num_coarse = builder.sub(num_lines, num_fine)
+        lines, channels = run, query
+        for count, width, mask in ((num_fine, 4, 0x1E1E1E1E), (num_coarse, 2, 0x06060606)):
+            planes = 8 // width
+            with cgutils.for_range(builder, count, intp=I64) as loop:
+                line = load(builder, offset(builder, lines, loop.index, LINE_BYTES), INTS)
+                for plane in range(planes):
+                    moved = (
+                        builder.lshr(line, ints(plane * width - 1))
+                        if plane
+                        else builder.shl(line, ints(1))
+                    )
+                    codes = builder.and_(moved, ints(mask))
+                    place = offset(builder, channels, loop.index, 4 * planes)
+                    for h, total in enumerate(totals):
+                        own = builder.add(
+                            offset(builder, place, plane, 4), builder.mul(query_stride, I64(h))
+                        )
+                        four = splat(builder, load(builder, own, I32), INTS)
+                        builder.store(dot4(builder, builder.load(total), codes, four), total)
+            lines = offset(builder, lines, count, LINE_BYTES)
+            channels = offset(builder, channels, count, 4 * planes)
+        sums = [builder.load(total) for total in totals]
+        _store_scores(builder, sums, lines, factor, out, out_stride)
+
+    return operation(8, emit)
+
+
+def _run_operation(bits: int, num_heads: int) -> Any:
+    """(run, num_steps, query, query_stride, bias, factor, out, out_stride): scores of one run of 16
+    tokens for `num_heads` query heads.
+
+    A step is one line of codes (3 bits: two low lines and a high one). `query` int8
+    [heads][query_stride], `bias` int32 [heads] = -`LEVEL_OFFSET` * sum(query), `factor` float32
+    [heads]; writes float32 [heads][out_stride bytes], 16 each: (codes . query + bias) * sigma *
+    factor.
+    """
+    planes, low_lines, high_lines = (4, 1, 0) if bits == 2 else (8, 2, 1)
+
+    def emit(builder: Any, args: Any) -> None:
+        run, num_steps, query, query_stride, bias, factor, out, out_stride = args
+        heads = range(num_heads)
+        sums = [
+            [
+                variable(
+                    builder, splat(builder, load(builder, offset(builder, bias, h, 4), I32), INTS)
+                )
+                for h in heads
+            ]
+        ]
+        sums.append([variable(builder, ints(0)) for h in heads])
+        high_base = offset(builder, run, num_steps, low_lines * LINE_BYTES)
+        with cgutils.for_range(builder, num_steps, intp=I64) as loop:
+            low_address = offset(builder, run, loop.index, low_lines * LINE_BYTES)
+            low = [
+                load(builder, offset(builder, low_address, line, LINE_BYTES), INTS)
+                for line in range(low_lines)
+            ]
+            high = (
+                load(builder, offset(builder, high_base, loop.index, LINE_BYTES), INTS)
+                if high_lines
+                else None
+            )
+            for plane in range(planes):
+                codes = _codes(builder, bits, low[plane // 4], high, plane)
+                channel = offset(builder, offset(builder, query, loop.index, planes * 4), plane, 4)
+                for h in heads:
+                    channels = load(
+                        builder, builder.add(channel, builder.mul(query_stride, I64(h))), I32
+                    )
+                    total = dot4(
+                        builder,
+                        builder.load(sums[plane % 2][h]),
+                        codes,
+                        splat(builder, channels, INTS),
+                    )
+                    builder.store(total, sums[plane % 2][h])
+        sigma = offset(builder, high_base, num_steps, high_lines * LINE_BYTES)
+        totals = [builder.add(*(builder.load(sums[chain][h]) for chain in (0, 1))) for h in heads]
+        _store_scores(builder, totals, sigma, factor, out, out_stride)
+
+    return operation(8, emit)
+
+
+def _part_operation(num_heads: int) -> Any:
+    """(parts, num_parts, num_steps, query, query_stride, bias, factor, out, out_stride): score of
+    one summary for `num_heads` query heads.
+
+    A step is 32 bytes of a part. `query` int8 [heads][query_stride], its parts one behind the
+    other, `bias` int32 [heads][parts] = -128 * sum(query part), `factor` float32 [heads]; writes
+    float32 [heads][out_stride bytes]: sum over parts of scale * (bytes . query + bias) * factor, or
+    MIN_SCORE for an empty block.
+    """
+    ints = ir.VectorType(I32, 8)
+
+    def emit(builder: Any, args: Any) -> None:
+        parts, num_parts, num_steps, query, query_stride, bias, factor, out, out_stride = args
+        totals = [variable(builder, F32(0.0)) for _ in range(num_heads)]
+        scales = offset(builder, parts, builder.mul(num_parts, num_steps), 32)
+        with cgutils.for_range(builder, num_parts, intp=I64) as outer:
+            zero = ir.Constant(ints, [0] * 8)
+            sums = [variable(builder, zero) for _ in range(num_heads)]
+            first = builder.mul(outer.index, num_steps)
+            with cgutils.for_range(builder, num_steps, intp=I64) as inner:
+                step = builder.add(first, inner.index)
+                codes = load(builder, offset(builder, parts, step, 32), ints)
+                for h in range(num_heads):
+                    address = builder.add(
+                        offset(builder, query, step, 32), builder.mul(query_stride, I64(h))
+                    )
+                    builder.store(
+                        dot4(builder, builder.load(sums[h]), codes, load(builder, address, ints)),
+                        sums[h],
+                    )
+            scale = load(builder, offset(builder, scales, outer.index, 4), F32)
+            for h in range(num_heads):
+                total = call(builder, "llvm.vector.reduce.add.v8i32", I32, [builder.load(sums[h])])
+                place = builder.add(builder.mul(I64(h), num_parts), outer.index)
+                total = builder.add(total, load(builder, offset(builder, bias, place, 4), I32))
+                product = builder.fmul(builder.sitofp(total, F32), scale)
+                builder.store(builder.fadd(builder.load(totals[h]), product), totals[h])
+        absent = builder.fcmp_ordered("<", load(builder, scales, F32), F32(0.0))
+        for h in range(num_heads):
+            score = builder.fmul(
+                builder.load(totals[h]), load(builder, offset(builder, factor, h, 4), F32)
+            )
+            score = builder.select(absent, F32(float(np.float32(MIN_SCORE))), score)
+            store(builder, score, builder.add(out, builder.mul(out_stride, I64(h))))
+
+    return operation(9, emit)
+
+
+def _key_operation(bits: int, is_bfloat: bool, pair: int, num_heads: int) -> Any:
+    """(keys, num_steps, step_bytes, query, query_stride, out, out_stride): q . k of sixteen tokens
+    for `num_heads` query heads.
+
+    A step holds `pair` channels of the tokens, side by side, values of `bits` bits. `query` float32
+    [heads][query_stride bytes]; writes float32 [heads][out_stride bytes], 16 each.
+    """
+    values = ir.VectorType(ir.HalfType() if bits == 16 else F32, LANES)
+
+    def channels(builder: Any, address: Any) -> list[Any]:
+        if pair == 2:
+            both = load(builder, address, INTS)
+            if is_bfloat:
+                return [
+                    builder.bitcast(part, FLOATS)
+                    for part in (builder.shl(both, ints(16)), builder.and_(both, ints(-65536)))
+                ]
+            halves = (
+                builder.trunc(both, SHORTS),
+                builder.trunc(builder.lshr(both, ints(16)), SHORTS),
+            )
+            return [builder.fpext(builder.bitcast(part, values), FLOATS) for part in halves]
+        if is_bfloat:
+            return [
+                builder.bitcast(
+                    builder.shl(builder.zext(load(builder, address, SHORTS), INTS), ints(16)),
+                    FLOATS,
+                )
+            ]
+        loaded = load(builder, address, values)
+        return [loaded if bits == 32 else builder.fpext(loaded, FLOATS)]
+
+    def emit(builder: Any, args: Any) -> None:
+        keys, num_steps, step_bytes, query, query_stride, out, out_stride = args
+        sums = [[variable(builder, floats(0.0)) for _ in range(2)] for _ in range(num_heads)]
+
+        def visit(step: Any, chain: int) -> None:
+            for place, channel in enumerate(
+                channels(builder, builder.add(keys, builder.mul(step, step_bytes)))
+            ):
+                at = offset(builder, offset(builder, query, step, 4 * pair), place, 4)
+                for h in range(num_heads):
+                    own = splat(
+                        builder,
+                        load(builder, builder.add(at, builder.mul(query_stride, I64(h))), F32),
+                        FLOATS,
+                    )
+                    total = call(
+                        builder,
+                        "llvm.fma.v16f32",
+                        FLOATS,
+                        [channel, own, builder.load(sums[h][chain])],
+                    )
+                    builder.store(total, sums[h][chain])
+
+        halves = builder.lshr(num_steps, I64(1))
+        with cgutils.for_range(builder, halves, intp=I64) as loop:
+            for chain in range(2):
+                visit(builder.add(builder.shl(loop.index, I64(1)), I64(chain)), chain)
+        with builder.if_then(builder.trunc(num_steps, ir.IntType(1))):
+            visit(builder.sub(num_steps, I64(1)), 0)
+        for h in range(num_heads):
+            total = builder.fadd(builder.load(sums[h][0]), builder.load(sums[h][1]))
+            store(builder, total, builder.add(out, builder.mul(out_stride, I64(h))))
+
+    return operation(7, emit)
+
+
+def _emit_exp_sum(builder: Any, args: Any) -> None:
+    """(scores, num_runs, largest, total): of float32 [num_runs][16] at `scores`, their maximum and
+    the sum of 2^(score - maximum)."""
+    scores, num_runs, largest, total = args
+    peaks = variable(builder, floats(MIN_SCORE))
+    with cgutils.for_range(builder, num_runs, intp=I64) as loop:
+        values = load(builder, offset(builder, scores, loop.index, 4 * LANES), FLOATS)
+        builder.store(larger(builder, values, builder.load(peaks)), peaks)
+    peak = call(
+        builder, "llvm.vector.reduce.fmax.v16f32", F32, [builder.load(peaks)], ("nnan", "nsz")
+    )
+    sums = variable(builder, floats(0.0))
+    with cgutils.for_range(builder, num_runs, intp=I64) as loop:
+        values = load(builder, offset(builder, scores, loop.index, 4 * LANES), FLOATS)
+        builder.store(
+            builder.fadd(
+                builder.load(sums),
+                exp2(builder, builder.fsub(values, splat(builder, peak, FLOATS))),
+            ),
+            sums,
+        )
+    summed = call(
+        builder, "llvm.vector.reduce.fadd.v16f32", F32, [F32(0.0), builder.load(sums)], ("reassoc",)
+    )
+    store(builder, peak, largest)
+    store(builder, summed, total)
+
+
+def _emit_exp_sums(builder: Any, args: Any) -> None:
+    """(scores, stride, num_runs, largest, totals): `EXP_SUM` of sixteen rows at once, `stride`
+    bytes apart; writes float32 [16] each.
+
+    The rows are transposed in place, so that no step goes across lanes.
+    """
+    scores, stride, num_runs, largest, totals = args
+    peaks, sums = variable(builder, floats(MIN_SCORE)), variable(builder, floats(0.0))
+    places = [builder.add(scores, builder.mul(stride, I64(row))) for row in range(LANES)]
+    with cgutils.for_range(builder, num_runs, intp=I64) as loop:
+        at = builder.mul(loop.index, I64(4 * LANES))
+        rows = transposed(
+            builder, [load(builder, builder.add(place, at), FLOATS) for place in places]
+        )
+        for place, row in zip(places, rows, strict=True):
+            builder.store(larger(builder, row, builder.load(peaks)), peaks)
+            store(builder, row, builder.add(place, at))
+    peak = builder.load(peaks)
+    with cgutils.for_range(builder, num_runs, intp=I64) as loop:
+        at = builder.mul(loop.index, I64(4 * LANES))
+        for place in places:
+            difference = builder.fsub(load(builder, builder.add(place, at), FLOATS), peak)
+            builder.store(builder.fadd(builder.load(sums), exp2(builder, difference)), sums)
+    store(builder, peak, largest)
+    store(builder, builder.load(sums), totals)
+
+
+def _emit_finish(builder: Any, args: Any) -> None:
+    """(largest, totals, shift, out, num_runs): float32 [num_runs][16] each, `shift` one float32;
+    out = ln 2 * (largest + log2 totals) + shift, or -inf if the maximum is that of no token.
+    `out` may be `largest`.
+    """
+    largest, totals, shift, out, num_runs = args
+    added = splat(builder, load(builder, shift, F32), FLOATS)
+    with cgutils.for_range(builder, num_runs, intp=I64) as loop:
+        at = builder.mul(loop.index, I64(4 * LANES))
+        peak = load(builder, builder.add(largest, at), FLOATS)
+        log_mass = builder.fadd(peak, log2(builder, load(builder, builder.add(totals, at), FLOATS)))
+        log_mass = call(builder, "llvm.fma.v16f32", FLOATS, [log_mass, floats(LN2), added])
+        absent = builder.fcmp_ordered("<=", peak, floats(MIN_SCORE))
+        store(
+            builder, builder.select(absent, floats(float("-inf")), log_mass), builder.add(out, at)
+        )
+
+
+RUN_2_1, RUN_2_2, RUN_2_3, RUN_2_4 = (_run_operation(2, heads) for heads in (1, 2, 3, 4))
+AXES_1, AXES_2, AXES_3, AXES_4 = (_axes_operation(heads) for heads in (1, 2, 3, 4))
+RUN_3_1, RUN_3_2, RUN_3_3, RUN_3_4 = (_run_operation(3, heads) for heads in (1, 2, 3, 4))
+_BF16_1, _BF16_4 = (_key_operation(16, True, 1, h) for h in (1, 4))
+_F16_1, _F16_4 = (_key_operation(16, False, 1, h) for h in (1, 4))
+_BF16_PAIR_1, _BF16_PAIR_4 = (_key_operation(16, True, 2, h) for h in (1, 4))
+_F16_PAIR_1, _F16_PAIR_4 = (_key_operation(16, False, 2, h) for h in (1, 4))
+_F32_KEYS_1, _F32_KEYS_4 = (_key_operation(32, False, 1, h) for h in (1, 4))
+PART_1, PART_2, PART_3, PART_4 = (_part_operation(heads) for heads in (1, 2, 3, 4))
+EXP_SUM, FINISH = operation(4, _emit_exp_sum), operation(5, _emit_finish)
+EXP_SUMS = operation(5, _emit_exp_sums)
+
+
+# ------------------------------------------------------------------------------------------ kernels
 
 
 @numba.njit(nogil=True, cache=True, inline="always")
@@ -57,30 +428,30 @@ def _run_scores(
 ) -> None:
     if bits == 2:
         if heads == 4:
-            lanes.RUN_2_4(run, steps, query, stride, bias, factor, out, width)
+            RUN_2_4(run, steps, query, stride, bias, factor, out, width)
         elif heads == 3:
-            lanes.RUN_2_3(run, steps, query, stride, bias, factor, out, width)
+            RUN_2_3(run, steps, query, stride, bias, factor, out, width)
         elif heads == 2:
-            lanes.RUN_2_2(run, steps, query, stride, bias, factor, out, width)
+            RUN_2_2(run, steps, query, stride, bias, factor, out, width)
         else:
-            lanes.RUN_2_1(run, steps, query, stride, bias, factor, out, width)
+            RUN_2_1(run, steps, query, stride, bias, factor, out, width)
     elif bits == 3:
         if heads == 4:
-            lanes.RUN_3_4(run, steps, query, stride, bias, factor, out, width)
+            RUN_3_4(run, steps, query, stride, bias, factor, out, width)
         elif heads == 3:
-            lanes.RUN_3_3(run, steps, query, stride, bias, factor, out, width)
+            RUN_3_3(run, steps, query, stride, bias, factor, out, width)
         elif heads == 2:
-            lanes.RUN_3_2(run, steps, query, stride, bias, factor, out, width)
+            RUN_3_2(run, steps, query, stride, bias, factor, out, width)
         else:
-            lanes.RUN_3_1(run, steps, query, stride, bias, factor, out, width)
+            RUN_3_1(run, steps, query, stride, bias, factor, out, width)
     elif heads == 4:
-        lanes.AXES_4(run, steps, query, stride, bias, factor, out, width)
+        AXES_4(run, steps, query, stride, bias, factor, out, width)
     elif heads == 3:
-        lanes.AXES_3(run, steps, query, stride, bias, factor, out, width)
+        AXES_3(run, steps, query, stride, bias, factor, out, width)
     elif heads == 2:
-        lanes.AXES_2(run, steps, query, stride, bias, factor, out, width)
+        AXES_2(run, steps, query, stride, bias, factor, out, width)
     else:
-        lanes.AXES_1(run, steps, query, stride, bias, factor, out, width)
+        AXES_1(run, steps, query, stride, bias, factor, out, width)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -97,11 +468,11 @@ def _finish(scores: Any, runs: Any, shift: Any, out: Any, start: Any, count: Any
     for head in range(scores.shape[0]):
         rows = scores.ctypes.data + head * 16 * stride
         if runs <= _TRANSPOSED_RUNS:
-            lanes.EXP_SUMS(rows, stride, runs, peaks_at, totals_at)
+            EXP_SUMS(rows, stride, runs, peaks_at, totals_at)
         else:
             for i in range(count):
-                lanes.EXP_SUM(rows + i * stride, runs, peaks_at + 4 * i, totals_at + 4 * i)
-        lanes.FINISH(peaks_at, totals_at, shifts_at + head * 4, peaks_at, 1)
+                EXP_SUM(rows + i * stride, runs, peaks_at + 4 * i, totals_at + 4 * i)
+        FINISH(peaks_at, totals_at, shifts_at + head * 4, peaks_at, 1)
         for i in range(count):
             out[head, start + i] = peaks[i]
 
@@ -179,13 +550,13 @@ def _part_scores(
     out: Any,
 ) -> None:
     if heads == 4:
-        lanes.PART_4(parts, count, steps, query, stride, bias, factor, out, 4 * _CHUNK_BLOCKS)
+        PART_4(parts, count, steps, query, stride, bias, factor, out, 4 * _CHUNK_BLOCKS)
     elif heads == 3:
-        lanes.PART_3(parts, count, steps, query, stride, bias, factor, out, 4 * _CHUNK_BLOCKS)
+        PART_3(parts, count, steps, query, stride, bias, factor, out, 4 * _CHUNK_BLOCKS)
     elif heads == 2:
-        lanes.PART_2(parts, count, steps, query, stride, bias, factor, out, 4 * _CHUNK_BLOCKS)
+        PART_2(parts, count, steps, query, stride, bias, factor, out, 4 * _CHUNK_BLOCKS)
     else:
-        lanes.PART_1(parts, count, steps, query, stride, bias, factor, out, 4 * _CHUNK_BLOCKS)
+        PART_1(parts, count, steps, query, stride, bias, factor, out, 4 * _CHUNK_BLOCKS)
 
 
 @numba.njit(
@@ -320,8 +691,6 @@ def page_log_mass(
     for head in range(num_heads):
         for i in range(num_tokens, num_runs * 16):
             scores[head, i] = MIN_SCORE
-        lanes.EXP_SUM(
-            scores.ctypes.data + head * width, num_runs, peak.ctypes.data, total.ctypes.data
-        )
-        lanes.FINISH(peak.ctypes.data, total.ctypes.data, shift.ctypes.data, peak.ctypes.data, 1)
+        EXP_SUM(scores.ctypes.data + head * width, num_runs, peak.ctypes.data, total.ctypes.data)
+        FINISH(peak.ctypes.data, total.ctypes.data, shift.ctypes.data, peak.ctypes.data, 1)
         out[head] = peak[0]

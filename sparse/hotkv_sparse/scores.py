@@ -1,10 +1,9 @@
 """Scoring: how much attention each block would get from this step's query, judged by its
 representation.
 
-`score` is the one entry: it dispatches to compiled kernels if they can be used and to the plain
-references here elsewhere; both compute the same integers, so they differ by float rounding only. A
-score is a log mass in nats: token formats estimate logsumexp over the block's tokens of q · k *
-scale, summaries give the value of their formula.
+Compiled kernels compute integers; `tests/oracles/sparse.py` has the same in numpy and differs by
+float rounding only. A score is a log mass in nats: token formats estimate logsumexp over the
+block's tokens of q · k * scale, summaries give the value of their formula.
 
 Shapes: Q query heads, H KV heads (Q / H query heads share one), D channels, C channels with
 padding, P parts, B blocks of a pool, S scored blocks, N bytes of a block and head.
@@ -18,11 +17,11 @@ import numpy.typing as npt
 
 from hotkv_proto import native
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_sparse import axis_codes, formats
-from hotkv_sparse.axes import Axes
+from hotkv_sparse import formats
+from hotkv_sparse.axes import Axes, offsets_of
 from hotkv_sparse.formats import Format
-from hotkv_sparse.representations import Tokens, checked_axes, unpack_tokens
-from hotkv_sparse.rotation import factors, pass_arrays, rotate
+from hotkv_sparse.representations import checked_axes
+from hotkv_sparse.rotation import factors, pass_arrays
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -82,14 +81,11 @@ def prepare(
     codes = np.zeros(
         (num_heads, max(form.parts, 1), formats.padded_channels(form, head_size)), np.int8
     )
-    kernels = native.load("hotkv_sparse.kernels")
+    kernels = native.require("hotkv_sparse.kernels")
     unit = form.level_unit if form.bits else 1.0
     if form.by_axes:
         unit = 1.0
         peak, offsets = _prepare_by_axes(kernels, name, query_QD, codes[:, 0], axes)
-    elif kernels is None:
-        peak = _prepare_reference(form, query_QD, codes)
-        offsets = codes.sum(axis=2, dtype=np.int32) * np.int32(-formats.LEVEL_OFFSET)
     else:
         peak, sums = np.empty(num_heads, np.float32), np.zeros(codes.shape[:2], np.int32)
         starts, sizes = pass_arrays(head_size)
@@ -118,7 +114,7 @@ def prepare(
 
 
 def _prepare_by_axes(
-    kernels: ModuleType | None,
+    kernels: ModuleType,
     name: str,
     query_QD: F32,
     codes_QC: npt.NDArray[np.int8],
@@ -132,29 +128,10 @@ def _prepare_by_axes(
             Reason.INVALID_FIELD, f"axes are of {kv_heads} KV heads, the query has {num_heads}"
         )
     found = checked_axes(name, axes, (kv_heads, head_size))
-    if kernels is None:
-        peak, sums = axis_codes.prepare_reference(query_QD, found, codes_QC)
-    else:
-        peak, sums = np.empty(num_heads, np.float32), np.empty(num_heads, np.int32)
-        query, offsets = (
-            np.ascontiguousarray(query_QD, np.float32),
-            axis_codes.offsets_of(head_size),
-        )
-        kernels.prepare_axes(query, found.weights, offsets, peak, sums, codes_QC)
+    peak, sums = np.empty(num_heads, np.float32), np.empty(num_heads, np.int32)
+    query = np.ascontiguousarray(query_QD, np.float32)
+    kernels.prepare_axes(query, found.weights, offsets_of(head_size), peak, sums, codes_QC)
     return peak, sums[:, None]
-
-
-def _prepare_reference(form: Format, query_QD: F32, codes_QPC: npt.NDArray[np.int8]) -> F32:
-    """Fills the codes and returns the peaks float32 [Q]. quest: sum max(q M, q m) = q+ · M + q- ·
-    m."""
-    x_QD = rotate(query_QD) if form.bits else query_QD.astype(np.float32)
-    peak: F32 = np.maximum(np.abs(x_QD).max(axis=1), np.float32(1e-20))
-    steps = np.rint(x_QD * (np.float32(127.0) / peak)[:, None]).astype(np.int8)
-    parts = [steps]
-    if form.name == "quest":
-        parts = [np.maximum(steps, 0), np.minimum(steps, 0)]
-    codes_QPC[:, :, : query_QD.shape[1]] = np.stack(parts, axis=1)
-    return peak
 
 
 def _check_pool(query: Query, packed_BHN: U8, rows_S: I32) -> None:
@@ -204,13 +181,7 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
         else np.ascontiguousarray(rows_S, np.int32)
     )
     _check_pool(query, packed_BHN, rows_S)
-    kernels = native.load("hotkv_sparse.kernels")
-    if kernels is None:
-        if query.form.bits:
-            return score_tokens_reference(
-                query, unpack_tokens(query.form.name, packed_BHN[rows_S], query.head_size)
-            )
-        return score_parts_reference(query, packed_BHN[rows_S])
+    kernels = native.require("hotkv_sparse.kernels")
     out = np.empty((query.codes.shape[0], len(rows_S)), np.float32)
     if query.form.bits:
         run_bytes, factor = (
@@ -240,44 +211,3 @@ def score(query: Query, packed_BHN: U8, rows_S: I32 | None = None) -> F32:
             out,
         )
     return out
-
-
-def score_tokens_reference(query: Query, tokens: Tokens) -> F32:
-    """Token scores in plain numpy, of all blocks of `tokens`."""
-    levels, sigma = tokens.levels.astype(np.int32), tokens.sigma
-    num_blocks, kv_heads, num_tokens, channels = levels.shape
-    grouped = query.codes.astype(np.int32).reshape(kv_heads, len(query.codes) // kv_heads, channels)
-    products = np.einsum("bhtc,hgc->hgbt", levels, grouped).reshape(
-        len(query.codes), num_blocks, num_tokens
-    )
-    sigma_QBT = np.repeat(sigma.transpose(1, 0, 2), grouped.shape[1], axis=0)
-    scores = np.where(
-        sigma_QBT >= 0,
-        products.astype(np.float32) * sigma_QBT * query.factor[:, None, None],
-        -np.inf,
-    )
-    peak = np.maximum(scores.max(axis=-1), np.float32(-1e30))
-    with np.errstate(divide="ignore"):
-        log_mass = peak + np.log(np.exp(scores - peak[..., None]).sum(axis=-1))
-    return np.asarray(log_mass + query.shift[:, None], np.float32)
-
-
-def score_parts_reference(query: Query, packed_BHN: U8) -> F32:
-    """Summary scores in plain numpy, of all blocks of `packed_BHN`."""
-    form, packed = query.form, packed_BHN
-    num_blocks, kv_heads = packed.shape[:2]
-    channels = formats.padded_channels(form, query.head_size)
-    codes = (
-        packed[..., : form.parts * channels]
-        .reshape(num_blocks, kv_heads, form.parts, channels)
-        .astype(np.int32)
-        - 128
-    )
-    scale_BHP = np.ascontiguousarray(packed[..., form.parts * channels :]).view(np.float32)
-    grouped = query.codes.astype(np.int32).reshape(kv_heads, -1, form.parts, channels)
-    products = np.einsum("bhpc,hgpc->hgbp", codes, grouped).astype(np.float32)
-    sums = np.einsum("hgbp,bhp->hgb", products, scale_BHP).reshape(len(query.codes), num_blocks)
-    absent = np.repeat((scale_BHP[..., 0] < 0).T, grouped.shape[1], axis=0)
-    return np.where(absent, -np.inf, sums * query.factor[:, None] + query.shift[:, None]).astype(
-        np.float32
-    )

@@ -1,4 +1,4 @@
-"""Sparse decode's kernels on a real GPU, against the numpy references. Needs numpy, CuPy and
+"""Sparse decode's kernels on a real GPU, against those of the CPU. Needs numpy, numba, CuPy and
 pytest, nothing else.
 
 The same checks, with many more cases, run on the CPU in tests/sparse/test_cuda_*.py.
@@ -27,10 +27,10 @@ from hotkv_sparse.cuda.index import Index, IndexShape, Pages, upload
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
 from hotkv_sparse.hotset import HotSet
-from hotkv_sparse.representations import build, unpack_tokens
+from hotkv_sparse.representations import build
 from hotkv_sparse.scores import prepare, score
-from hotkv_sparse.selector import Source, exact_log_mass, select_layer
-from hotkv_sparse.topk import Selection, span
+from hotkv_sparse.selection import Selection, Source, exact_log_mass, select_layer, span
+from tests.oracles.sparse import unpack_tokens
 
 pytestmark = pytest.mark.gpu
 NAMES = ("rot2u", "rot3u")

@@ -17,7 +17,7 @@ from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres
-from hotkv_sparse.selector import Source
+from hotkv_sparse.selection import Source
 from tests.server.support import block_ids
 from tests.sparse.support import F32
 

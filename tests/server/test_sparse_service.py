@@ -18,7 +18,7 @@ from hotkv_proto.counters import SPARSE_COUNTERS
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.v1 import sparse_pb2
 from hotkv_sparse.centre import Centres, LayerCentre
-from hotkv_sparse.selector import select_layer
+from hotkv_sparse.selection import select_layer
 from tests.server.sparse_support import (
     BLOCK_TOKENS,
     CONFIG,

@@ -253,12 +253,12 @@ def test_variables_of_others_are_none_of_the_servers() -> None:
         (
             {},
             "sys.modules['numba'] = None",
-            "numba is not installed: the server needs its extra, pip install 'hotkv[server]'",
+            "numba is not installed: pip install 'hotkv[server]' or 'hotkv[vllm]'",
         ),
         (
             {"HOTKV_DISABLE_NUMBA": "1"},
             "",
-            "HOTKV_DISABLE_NUMBA is set: the server does not run without kernels, unset it",
+            "HOTKV_DISABLE_NUMBA is set: server and sparse decode need kernels, unset it",
         ),
     ],
 )

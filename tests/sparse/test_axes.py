@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_proto import native
 from hotkv_proto.errors import HotKVError
-from hotkv_sparse import axis_codes, formats, rope
+from hotkv_sparse import axes as head_axes
+from hotkv_sparse import formats
 from hotkv_sparse.axes import MIN_TOKENS, Axes, AxesEstimate, run_channels
-from hotkv_sparse.representations import build, unpack_tokens
-from hotkv_sparse.scores import prepare, score, score_tokens_reference
+from hotkv_sparse.representations import build
+from hotkv_sparse.scores import prepare, score
+from tests.oracles import sparse as oracle
 from tests.sparse.support import Case, cases
 
 F32 = npt.NDArray[np.float32]
@@ -69,7 +70,7 @@ def test_a_head_has_as_many_bytes_as_with_rot2u(head_size: int) -> None:
     fine, coarse = run_channels(head_size)
     assert fine >= 0 and coarse > 0 and fine + coarse <= head_size
     assert formats.head_bytes("mix2", 32, head_size) == formats.head_bytes("rot2u", 32, head_size)
-    assert len(axis_codes.offsets_of(head_size)) >= fine + coarse
+    assert len(head_axes.offsets_of(head_size)) >= fine + coarse
 
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
@@ -84,7 +85,7 @@ def test_axes_keep_products(head_size: int) -> None:
 
 def test_strong_channels_come_first_and_runs_are_even() -> None:
     one = calibrated(64)
-    y = axis_codes.channels_of(one.keys[:, None], one.mu, one.axes)[:, :, 0]
+    y = head_axes.channels_of(one.keys[:, None], one.mu, one.axes)[:, :, 0]
     energy = (y**2).mean(axis=1)
     fine, coarse = run_channels(64)
     runs = energy[:, :fine], energy[:, fine : fine + coarse], energy[:, fine + coarse :]
@@ -180,12 +181,12 @@ def test_a_version_covers_the_axes() -> None:
 def test_kernel_builds_what_the_reference_builds(case: Case, seed: int) -> None:
     axes, head_size = axes_of(case, seed), case.keys.shape[3]
     built = build("mix2", case.keys, case.mu, case.num_tokens, axes=axes)
-    channels = axis_codes.channels_of(case.keys, centre_of(case), axes)
-    expected = axis_codes.build_reference(channels, axes, case.num_tokens)
+    channels = head_axes.channels_of(case.keys, centre_of(case), axes)
+    expected = oracle.build_axes(channels, axes, case.num_tokens)
     assert built.shape == expected.shape and built.dtype == np.uint8
     # A channel between two codes may fall to either side by rounding.
     assert np.count_nonzero(built != expected) <= 1e-3 * built.size + 2
-    found, wanted = (unpack_tokens("mix2", some, head_size) for some in (built, expected))
+    found, wanted = (oracle.unpack_tokens("mix2", some, head_size) for some in (built, expected))
     same = (found.levels == wanted.levels).all(axis=-1)
     np.testing.assert_allclose(found.sigma[same], wanted.sigma[same], rtol=2e-3)
 
@@ -195,11 +196,11 @@ def test_codes_keep_the_keys_roughly(case: Case, seed: int) -> None:
     axes = axes_of(case, seed)
     _, block_tokens, _, head_size = case.keys.shape
     packed = build("mix2", case.keys, case.mu, case.num_tokens, axes=axes)
-    sigma = unpack_tokens("mix2", packed, head_size).sigma
+    sigma = oracle.unpack_tokens("mix2", packed, head_size).sigma
     present = np.arange(sigma.shape[2]) < case.num_tokens[:, None]
     assert ((sigma >= 0) == present[:, None]).all()
-    y = axis_codes.channels_of(case.keys, centre_of(case), axes).transpose(1, 0, 2, 3)
-    z = axis_codes.approximate_channels(packed, axes)[:, :, :block_tokens]
+    y = head_axes.channels_of(case.keys, centre_of(case), axes).transpose(1, 0, 2, 3)
+    z = oracle.approximate_channels(packed, axes)[:, :, :block_tokens]
     y, z = (
         np.pad(part, [(0, 0)] * 3 + [(0, max(y.shape[-1], z.shape[-1]) - part.shape[-1])])
         for part in (y, z)
@@ -246,27 +247,25 @@ def test_score_kernels_equal_their_reference(case: Case, seed: int, data: st.Dat
         data.draw(st.lists(st.integers(0, num_blocks - 1), max_size=150)) if num_blocks else [],
         np.int32,
     )
-    tokens = unpack_tokens("mix2", packed[rows], case.keys.shape[3])
-    expected = score_tokens_reference(query, tokens)
+    tokens = oracle.unpack_tokens("mix2", packed[rows], case.keys.shape[3])
+    expected = oracle.score_tokens(query, tokens)
     np.testing.assert_allclose(score(query, packed, rows), expected, rtol=2e-5, atol=2e-4)
     assert (np.isneginf(expected) == (case.num_tokens[rows] == 0)).all()
 
 
 @given(case=cases, seed=st.integers(0, 3))
-def test_plain_numpy_prepares_the_same_queries(case: Case, seed: int) -> None:
-    axes = axes_of(case, seed)
+def test_the_kernel_prepares_the_queries_of_its_reference(case: Case, seed: int) -> None:
+    axes, head_size = axes_of(case, seed), case.keys.shape[3]
     query = prepare("mix2", case.query, case.mu, axes=axes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "load", lambda module: None)
-        plain = prepare("mix2", case.query, case.mu, axes=axes)
+    codes = np.empty_like(query.codes)
+    peak, sums = oracle.prepare_axes(case.query, axes, codes)
     # A code between two integer steps may round either way.
-    assert np.abs(query.codes.astype(int) - plain.codes).max() <= 1
-    assert np.count_nonzero(query.codes != plain.codes) <= 1e-2 * query.codes.size + 2
-    np.testing.assert_allclose(query.factor, plain.factor, rtol=1e-4)
-    np.testing.assert_allclose(query.shift, plain.shift, rtol=1e-4, atol=1e-4)
-    offsets = axis_codes.offsets_of(case.keys.shape[3])
-    for one in (query, plain):
-        assert (one.offsets[:, 0] == -(one.codes.astype(int) @ offsets)).all()
+    assert np.abs(query.codes.astype(int) - codes).max() <= 1
+    assert np.count_nonzero(query.codes != codes) <= 1e-2 * codes.size + 2
+    np.testing.assert_allclose(query.factor, peak / (127 * np.sqrt(head_size)), rtol=1e-4)
+    offsets = head_axes.offsets_of(head_size)
+    assert (query.offsets[:, 0] == -(query.codes.astype(int) @ offsets)).all()
+    assert (sums == -(codes.astype(int) @ offsets)).all()
 
 
 @pytest.mark.parametrize("head_size", [64, 80, 128])
@@ -320,17 +319,17 @@ def test_moved_tokens_are_those_of_the_other_positions(
     x = dice.standard_normal((20, 3, 16)).astype(np.float32)
     frequencies = 10.0 ** -np.linspace(0, 4, turned)
     positions = dice.integers(0, context, 20)
-    for turn in range(rope.PLACES):
-        there = rope.places(positions, context, turn)
+    for turn in range(head_axes.PLACES):
+        there = head_axes.places(positions, context, turn)
         assert ((there >= 0) & (there < context) & (there == np.floor(there))).all()
         shifts = there.astype(np.int64) - positions
-        found = rope.moved(_turned(x, positions, frequencies), shifts, frequencies)
+        found = head_axes.moved(_turned(x, positions, frequencies), shifts, frequencies)
         expected = _turned(x, there.astype(np.int64), frequencies)
         np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_places_cover_a_context_evenly() -> None:
-    found = np.concatenate([rope.places(np.arange(64, 2048), 8192, turn) for turn in range(4)])
+    found = np.concatenate([head_axes.places(np.arange(64, 2048), 8192, turn) for turn in range(4)])
     counts = np.histogram(found, bins=16, range=(0, 8192))[0]
     assert (np.abs(counts / counts.mean() - 1) < 0.05).all()
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_sparse.budget import MAX_SETS, AdaptiveCapacity
+from hotkv_sparse.hotset import MAX_SETS, AdaptiveCapacity
 
 
 @given(

@@ -9,7 +9,7 @@ from hotkv_proto.errors import HotKVError
 from hotkv_sparse import FORMATS, build, prepare, score
 from hotkv_sparse.axes import Axes, AxesEstimate
 from hotkv_sparse.centre import MIN_TOKENS, TOKEN_FORMATS, CentreEstimate, measured_bias
-from hotkv_sparse.selector import exact_log_mass
+from hotkv_sparse.selection import exact_log_mass
 
 
 def test_the_mean_of_all_batches() -> None:

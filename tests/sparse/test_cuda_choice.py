@@ -14,8 +14,7 @@ from hotkv_sparse.cuda.index import Index, IndexShape, Pages
 from hotkv_sparse.cuda.selector import CudaSelector
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
 from hotkv_sparse.hotset import HotSet
-from hotkv_sparse.topk import Span, floor_blocks, select, span
-from hotkv_sparse.weights import aggregate
+from hotkv_sparse.selection import Span, aggregate, floor_blocks, select, span
 from tests.sparse.cuda_support import CpuDevice, needs_compiler
 from tests.sparse.test_hotset import selection_of
 

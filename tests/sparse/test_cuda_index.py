@@ -12,8 +12,9 @@ from hotkv_sparse.cuda.hotsets import CudaHotSets
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
-from hotkv_sparse.representations import approximate_keys, build, unpack_tokens
+from hotkv_sparse.representations import build
 from hotkv_sparse.scores import prepare, score
+from tests.oracles.sparse import approximate_keys, unpack_tokens
 from tests.sparse.cuda_support import CpuDevice, needs_compiler
 from tests.sparse.support import SUMMARIES, TOKEN_FORMATS, Case, make_case
 

@@ -10,8 +10,7 @@ from hotkv_sparse.cuda.index import Index, IndexShape, Pages
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
 from hotkv_sparse.hotset import HotSet
-from hotkv_sparse.selector import Source, exact_log_mass, select_layer
-from hotkv_sparse.topk import Selection, span
+from hotkv_sparse.selection import Selection, Source, exact_log_mass, select_layer, span
 from tests.sparse.cuda_support import CpuDevice, needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.long]

@@ -9,14 +9,9 @@ from hypothesis import strategies as st
 
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse import formats
-from hotkv_sparse.representations import (
-    approximate_keys,
-    build,
-    build_reference,
-    unpack_parts,
-    unpack_tokens,
-)
+from hotkv_sparse.representations import build
 from hotkv_sparse.rotation import passes, rotate, signs
+from tests.oracles import sparse as oracle
 from tests.sparse.support import SUMMARIES, TOKEN_FORMATS, UNCALIBRATED, Case, cases, make_case
 
 HEAD_SIZES = [1, 16, 40, 64, 80, 96, 128, 192, 256, 576]
@@ -24,7 +19,7 @@ HEAD_SIZES = [1, 16, 40, 64, 80, 96, 128, 192, 256, 576]
 
 def reference(name: str, case: Case) -> np.ndarray:
     mu = np.zeros(case.keys.shape[2:], np.float32) if case.mu is None else case.mu
-    return build_reference(formats.FORMATS[name], case.keys, mu, case.num_tokens)
+    return oracle.build(formats.FORMATS[name], case.keys, mu, case.num_tokens)
 
 
 def test_signs_are_the_bits_of_sha256() -> None:
@@ -62,8 +57,8 @@ def test_kernel_builds_what_the_reference_builds(case: Case, name: str) -> None:
     assert np.count_nonzero(built != expected) <= 1e-3 * built.size + 2
     if name in TOKEN_FORMATS:
         np.testing.assert_allclose(
-            unpack_tokens(name, built, head_size).sigma,
-            unpack_tokens(name, expected, head_size).sigma,
+            oracle.unpack_tokens(name, built, head_size).sigma,
+            oracle.unpack_tokens(name, expected, head_size).sigma,
             rtol=2e-2,
         )
 
@@ -72,11 +67,11 @@ def test_kernel_builds_what_the_reference_builds(case: Case, name: str) -> None:
 def test_token_formats_keep_the_keys_roughly(case: Case, name: str) -> None:
     _, block_tokens, _, head_size = case.keys.shape
     packed = build(name, case.keys, case.mu, case.num_tokens)
-    tokens = unpack_tokens(name, packed, head_size)
+    tokens = oracle.unpack_tokens(name, packed, head_size)
     present = np.arange(tokens.sigma.shape[2]) < case.num_tokens[:, None]
     assert ((tokens.sigma >= 0) == present[:, None]).all()
     x = np.moveaxis(case.keys if case.mu is None else case.keys - case.mu, 1, 2)
-    y, z = rotate(x), approximate_keys(name, packed, head_size)[:, :, :block_tokens]
+    y, z = rotate(x), oracle.approximate_keys(name, packed, head_size)[:, :, :block_tokens]
     valid = np.broadcast_to(present[:, None, :block_tokens], y.shape[:3])
     energy, product = (y * y).sum(-1)[valid], (y * z).sum(-1)[valid]
     # The scale is unbiased along the key: y . z = |y|^2, up to the rounding of a float16.
@@ -87,7 +82,7 @@ def test_token_formats_keep_the_keys_roughly(case: Case, name: str) -> None:
 @pytest.mark.parametrize("head_size", [64, 80, 128, 576])
 def test_codes_lose_what_lloyd_max_codes_lose(name: str, lost: float, head_size: int) -> None:
     x = np.random.default_rng(4).standard_normal((60, 16, 1, head_size)).astype(np.float32)
-    y, z = rotate(np.moveaxis(x, 1, 2)), approximate_keys(name, build(name, x), head_size)
+    y, z = rotate(np.moveaxis(x, 1, 2)), oracle.approximate_keys(name, build(name, x), head_size)
     assert np.mean(((y - z) ** 2).sum(-1) / (y * y).sum(-1)) == pytest.approx(lost, rel=0.1)
 
 
@@ -96,7 +91,7 @@ def test_summaries_keep_their_meaning(case: Case) -> None:
     head_size = case.keys.shape[3]
     x = case.keys if case.mu is None else case.keys - case.mu
     for name in SUMMARIES:
-        parts, some = unpack_parts(
+        parts, some = oracle.unpack_parts(
             name, build(name, case.keys, case.mu, case.num_tokens), head_size
         )
         assert (some == (case.num_tokens > 0)[:, None]).all()

@@ -2,15 +2,14 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_proto import native
 from hotkv_proto.errors import HotKVError
-from hotkv_sparse import formats, torch_ops
-from hotkv_sparse.representations import build, unpack_tokens
-from hotkv_sparse.scores import prepare, score, score_parts_reference, score_tokens_reference
+from hotkv_sparse import formats
+from hotkv_sparse.representations import build
+from hotkv_sparse.scores import prepare, score
+from tests.oracles import sparse as oracle
 from tests.sparse.support import SUMMARIES, TOKEN_FORMATS, UNCALIBRATED, Case, cases, make_case
 
 
@@ -27,7 +26,7 @@ def test_token_kernels_equal_their_reference(case: Case, name: str, data: st.Dat
         data.draw(st.lists(st.integers(0, num_blocks - 1), max_size=150)) if num_blocks else [],
         np.int32,
     )
-    expected = score_tokens_reference(query, unpack_tokens(name, packed[rows], head_size))
+    expected = oracle.score_tokens(query, oracle.unpack_tokens(name, packed[rows], head_size))
     close(score(query, packed, rows), expected)
     assert (np.isneginf(expected) == (case.num_tokens[rows] == 0)).all()
 
@@ -41,43 +40,24 @@ def test_summary_kernels_equal_their_reference(case: Case, name: str, data: st.D
         data.draw(st.lists(st.integers(0, num_blocks - 1), max_size=150)) if num_blocks else [],
         np.int32,
     )
-    expected = score_parts_reference(query, packed[rows])
+    expected = oracle.score_parts(query, packed[rows])
     close(score(query, packed, rows), expected)
     assert (np.isneginf(expected) == (case.num_tokens[rows] == 0)).all()
 
 
 @given(case=cases, name=st.sampled_from(UNCALIBRATED))
-def test_plain_numpy_gives_the_same(case: Case, name: str) -> None:
-    packed = build(name, case.keys, case.mu, case.num_tokens)
-    query = prepare(name, case.query, case.mu)
-    expected = score(query, packed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "load", lambda module: None)
-        close(score(prepare(name, case.query, case.mu), packed), expected)
-
-
-@given(case=cases, name=st.sampled_from(UNCALIBRATED))
-def test_torch_gives_the_same(case: Case, name: str) -> None:
-    packed = build(name, case.keys, case.mu, case.num_tokens)
-    mu = None if case.mu is None else torch.from_numpy(case.mu)
-    actual = torch_ops.score(name, torch.from_numpy(case.query), torch.from_numpy(packed), mu)
-    # A query channel between two integer steps may round either way.
-    expected = score(prepare(name, case.query, case.mu), packed)
-    finite = np.isfinite(expected)
-    assert (np.isfinite(actual.numpy()) == finite).all()
-    spread = np.abs(case.query).max() * (np.abs(case.keys).max(initial=0) + 1) / 127
-    assert (np.abs(actual.numpy()[finite] - expected[finite]) <= 1e-3 + 0.5 * spread).all()
-
-
-@given(case=cases, name=st.sampled_from(TOKEN_FORMATS))
-def test_torch_builds_the_same(case: Case, name: str) -> None:
-    built = torch_ops.build_token_format(
-        name, torch.from_numpy(case.keys), None if case.mu is None else torch.from_numpy(case.mu)
+def test_the_kernel_prepares_the_queries_of_its_reference(case: Case, name: str) -> None:
+    query, form = prepare(name, case.query, case.mu), formats.FORMATS[name]
+    codes = np.zeros(
+        (len(case.query), max(form.parts, 1), query.codes.shape[1] // max(form.parts, 1)), np.int8
     )
-    assert (
-        np.count_nonzero(built.numpy() != build(name, case.keys, case.mu))
-        <= 1e-2 * built.numel() + 2
-    )
+    peak = oracle.prepare(form, case.query, codes)
+    # A code between two integer steps may round either way.
+    assert np.abs(query.codes.astype(int) - codes.reshape(query.codes.shape)).max() <= 1
+    unit = 127.0 * (form.level_unit if form.bits else 1.0) * np.sqrt(case.query.shape[1])
+    np.testing.assert_allclose(query.factor, peak / unit, rtol=1e-4)
+    sums = query.codes.astype(int).reshape(codes.shape).sum(axis=2)
+    assert (query.offsets == -formats.LEVEL_OFFSET * sums).all()
 
 
 @pytest.mark.parametrize(("name", "error"), [("rot2u", 0.20), ("rot3u", 0.10)])
@@ -188,7 +168,3 @@ def test_a_calibrated_bias_takes_the_place_of_the_formats() -> None:
         score(prepare("rot2u", case.query, bias=0.1), packed),
     )
     np.testing.assert_allclose(own - usual, formats.FORMATS["rot2u"].bias - 0.1, atol=1e-4)
-    in_torch = torch_ops.score(
-        "rot2u", torch.from_numpy(case.query), torch.from_numpy(packed), bias=0.1
-    )
-    np.testing.assert_allclose(in_torch.numpy(), own, atol=0.05)

@@ -2,16 +2,13 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_proto import native
 from hotkv_proto.errors import HotKVError
-from hotkv_sparse import torch_ops
 from hotkv_sparse.config import SparseConfig
-from hotkv_sparse.topk import Span, floor_blocks, select, span, top, top_reference
-from hotkv_sparse.weights import aggregate, aggregate_reference, fuse
+from hotkv_sparse.selection import Span, aggregate, floor_blocks, fuse, select, span, top
+from tests.oracles import sparse as oracle
 
 
 def scores_of(
@@ -41,14 +38,12 @@ def test_weights_equal_their_references_and_sum_to_one(
     kv_heads, scores, always = case
     actual, expected = (
         aggregate(scores, always, kv_heads),
-        aggregate_reference(scores, always, kv_heads),
+        oracle.aggregate(scores, always, kv_heads),
     )
-    in_torch = torch_ops.aggregate(torch.from_numpy(scores), torch.from_numpy(always), kv_heads)
-    for name, other in zip(("per_head", "shared", "always"), in_torch, strict=True):
+    for name in ("per_head", "shared", "always"):
         np.testing.assert_allclose(
             getattr(actual, name), getattr(expected, name), rtol=1e-4, atol=1e-6
         )
-        np.testing.assert_allclose(other.numpy(), getattr(expected, name), rtol=1e-4, atol=1e-6)
     some = np.isfinite(np.concatenate([scores, always[:, None]], axis=1)).any(axis=1)
     total = actual.per_head.sum(axis=1) + actual.always
     np.testing.assert_allclose(total, some.reshape(kv_heads, -1).mean(axis=1), rtol=1e-4, atol=1e-6)
@@ -91,16 +86,15 @@ weight_lists = st.lists(
 @given(weights=weight_lists, count=st.integers(0, 70))
 def test_top_is_the_stable_order(weights: list[float], count: int) -> None:
     priority = np.array(weights, np.float32)
-    expected = top_reference(priority, count)
+    expected = oracle.top(priority, count)
     assert top(priority, count).tolist() == expected.tolist()
-    assert torch_ops.top(torch.from_numpy(priority), count).tolist() == expected.tolist()
 
 
 def test_top_of_many() -> None:
     priority = np.random.default_rng(2).gamma(0.05, 1, 20_000).astype(np.float32)
     priority[100:400] = priority[50]
     for count in (1, 17, 2000, 19_999):
-        assert (top(priority, count) == top_reference(priority, count)).all()
+        assert (top(priority, count) == oracle.top(priority, count)).all()
 
 
 @given(
@@ -170,13 +164,3 @@ def test_a_span_keeps_sinks_recent_and_the_partial_block(
 
 def test_floor() -> None:
     assert [floor_blocks(size) for size in (16, 48, 128, 256)] == [8, 3, 1, 1]
-
-
-def test_without_numba_the_references_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    scores, always = scores_of(1, 6, 50, 3.0, 0.1)
-    expected = aggregate(scores, always, 2)
-    monkeypatch.setattr(native, "load", lambda module: None)
-    np.testing.assert_allclose(
-        aggregate(scores, always, 2).per_head, expected.per_head, rtol=1e-4, atol=1e-7
-    )
-    assert top(expected.shared, 7).tolist() == top_reference(expected.shared, 7).tolist()

@@ -5,14 +5,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_proto import native
 from hotkv_proto.errors import HotKVError
-from hotkv_sparse import selector
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.representations import build
-from hotkv_sparse.selector import Source, exact_log_mass, select_layer
-from hotkv_sparse.topk import Span, span
-from hotkv_sparse.weights import aggregate
+from hotkv_sparse.selection import (
+    Source,
+    Span,
+    choose,
+    exact_log_mass,
+    select,
+    select_layer,
+    span,
+)
+from tests.oracles import sparse as oracle
 
 BLOCK, HEADS, GROUP, SIZE = 16, 2, 3, 64
 
@@ -60,7 +65,7 @@ class Context:
         return float(shares[:, :, tokens].sum(axis=-1).mean())
 
 
-def choose(context: Context, config: SparseConfig, query: np.ndarray, *names: str):  # type: ignore[no-untyped-def]
+def chosen(context: Context, config: SparseConfig, query: np.ndarray, *names: str):  # type: ignore[no-untyped-def]
     rows = np.arange(context.num_blocks, dtype=np.int32)
     always = context.always(config, query)
     return select_layer(
@@ -81,7 +86,7 @@ def test_selections_hold_most_of_what_the_best_blocks_hold(scorer: str, least: f
     found, best = 0.0, 0.0
     for _ in range(10):
         query = context.query()
-        selection = choose(context, config, query, scorer)
+        selection = chosen(context, config, query, scorer)
         assert len(selection.blocks) == config.budget_blocks(4090, BLOCK) == 26
         masses = np.array(
             [context.mass(query, np.array([block])) for block in range(context.num_blocks)]
@@ -100,7 +105,7 @@ def test_a_budget_that_covers_the_context_selects_everything() -> None:
         SparseConfig(sparse_topk=5000),
         SparseConfig(sparse_topk=1.0, scorer="mean"),
     ):
-        selection = choose(context, config, context.query(), config.scorer)
+        selection = chosen(context, config, context.query(), config.scorer)
         assert selection.blocks.tolist() == list(range(63)) and selection.mass == pytest.approx(
             1.0, abs=1e-5
         )
@@ -109,7 +114,7 @@ def test_a_budget_that_covers_the_context_selects_everything() -> None:
 def test_adaptive_selections_are_small_for_sharp_attention_and_roughly_keep_their_promise() -> None:
     context, config = Context(4090), SparseConfig(sparse_topk=0.5, adaptive_p=0.9)
     sharp, flat = context.query(4.0), context.query(0.0)
-    few, many = choose(context, config, sharp, "rot2u"), choose(context, config, flat, "rot2u")
+    few, many = chosen(context, config, sharp, "rot2u"), chosen(context, config, flat, "rot2u")
     assert len(few.blocks) < 0.5 * len(many.blocks)
     assert context.mass(sharp, few.blocks) > 0.8 and few.mass >= 0.9
 
@@ -117,8 +122,8 @@ def test_adaptive_selections_are_small_for_sharp_attention_and_roughly_keep_thei
 def test_fusion_uses_every_scorer() -> None:
     context = Context(4090)
     query = context.query()
-    single = choose(context, SparseConfig(), query, "rot2u")
-    fused = choose(
+    single = chosen(context, SparseConfig(), query, "rot2u")
+    fused = chosen(
         context, SparseConfig(fusion={"rot2u": 0.3, "mean": 0.7}), query, "rot2u", "mean"
     )
     assert len(fused.blocks) == len(single.blocks) and set(fused.blocks) != set(single.blocks)
@@ -134,7 +139,7 @@ def test_rows_say_where_blocks_lie() -> None:
     pool[rows] = source.pool
     always = context.always(config, query)
     moved = select_layer(config, 5, query, {"rot2u": Source(pool)}, rows, always, 2000, BLOCK)
-    assert (moved.blocks == choose(context, config, query, "rot2u").blocks).all()
+    assert (moved.blocks == chosen(context, config, query, "rot2u").blocks).all()
 
 
 def test_refusals() -> None:
@@ -190,11 +195,9 @@ def test_choosing_in_one_kernel_equals_its_reference(
         Span(first, first + num, first + num + recent),
     )
     options = {"adaptive_p": p, "floor_blocks": 2}
-    found = selector.choose(scores, always, where, budget, **options)  # type: ignore[arg-type]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "load", lambda module: None)
-        expected = selector.choose(scores, always, where, budget, **options)  # type: ignore[arg-type]
-        shares = aggregate(scores, always, 1)
+    found = choose(scores, always, where, budget, **options)  # type: ignore[arg-type]
+    shares = oracle.aggregate(scores, always, 1)
+    expected = select(shares.shared, shares.always_shared, where, budget, **options)  # type: ignore[arg-type]
     assert abs(len(found.blocks) - len(expected.blocks)) <= (p is not None)
     assert found.mass == pytest.approx(expected.mass, abs=1e-4 if p is None else 0.05)
     assert (np.diff(found.blocks) > 0).all() and (
@@ -213,9 +216,9 @@ def test_choosing_in_one_kernel_equals_its_reference(
 
 def test_choosing_refuses_what_does_not_fit() -> None:
     with pytest.raises(HotKVError, match="the span has 3 candidates"):
-        selector.choose(np.zeros((2, 4), np.float32), np.zeros(2, np.float32), Span(0, 3, 3), 2)
+        choose(np.zeros((2, 4), np.float32), np.zeros(2, np.float32), Span(0, 3, 3), 2)
     with pytest.raises(HotKVError, match="always_log_mass is"):
-        selector.choose(np.zeros((2, 3), np.float32), np.zeros(3, np.float32), Span(0, 3, 3), 2)
+        choose(np.zeros((2, 3), np.float32), np.zeros(3, np.float32), Span(0, 3, 3), 2)
 
 
 def test_exact_mass_of_nothing() -> None:

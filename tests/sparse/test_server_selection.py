@@ -22,7 +22,7 @@ from hotkv_server.sparse.book.selection import (
     select,
 )
 from hotkv_sparse.centre import TOKEN_FORMATS
-from hotkv_sparse.selector import Source, select_layer
+from hotkv_sparse.selection import Source, select_layer
 from tests.sparse.support import F32, UNCALIBRATED
 
 CONFIG = hotkv_sparse.SparseConfig(

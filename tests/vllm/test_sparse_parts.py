@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse import SparseConfig, build, span
-from hotkv_sparse.selector import exact_log_mass
+from hotkv_sparse.selection import exact_log_mass
 from hotkv_vllm import plugin
 from hotkv_vllm.compat import sparse_layers
 from hotkv_vllm.config import ConfigError, ConnectorConfig

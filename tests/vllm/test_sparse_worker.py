@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotkv_proto import native
 from hotkv_proto.counters import SPARSE_COUNTERS
 from hotkv_sparse import SparseConfig
-from hotkv_sparse.selector import exact_log_mass
+from hotkv_sparse.selection import exact_log_mass
 from hotkv_vllm.sparse import faults
 from hotkv_vllm.sparse.batch import Batch, Rewrite
 from hotkv_vllm.sparse.pages import KeyPages
@@ -137,9 +136,6 @@ def test_mass_read_from_packed_pages_is_that_of_their_keys(
     np.testing.assert_allclose(
         one.log_mass(query, blocks, num_tokens, 0.125), expected, rtol=2e-5, atol=2e-4
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "load", lambda module: None)
-        np.testing.assert_array_equal(one.log_mass(query, blocks, num_tokens, 0.125), expected)
 
 
 def test_pages_follow_their_memory_and_refuse_blocks_that_are_not_there() -> None:

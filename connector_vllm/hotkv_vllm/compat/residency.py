@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from hotkv_sparse import SparseConfig
-from hotkv_sparse.budget import USUAL_SETS
+from hotkv_sparse.hotset import USUAL_SETS
 from hotkv_vllm.config import SPARSE, ConfigError
 from hotkv_vllm.link import logger
 

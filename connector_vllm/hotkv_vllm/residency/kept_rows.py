@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from hotkv_sparse.selector import Source
+from hotkv_sparse.selection import Source
 from hotkv_vllm.sparse.pool import BlockReprManager
 
 I32 = npt.NDArray[np.int32]

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv_sparse import SparseConfig, build
-from hotkv_sparse.selector import Source
+from hotkv_sparse.selection import Source
 from hotkv_vllm.compat import NULL_BLOCK
 from hotkv_vllm.residency.kept_rows import KeptRows
 from hotkv_vllm.residency.pages import LostError, ResidentPages

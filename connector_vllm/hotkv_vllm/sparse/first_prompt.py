@@ -4,7 +4,7 @@ Representations along principal axes (mix2) need to know how keys and queries of
 a layer has seen `ENOUGH_TOKENS` tokens it has no such representations, and its rows attend to
 everything; from then on its axes are fixed. The tokens count as if they lay all over the longest
 context that the engine takes: axes of a short prompt alone would fail further on
-(`hotkv_sparse.rope`). Tokens whose KV was found in a cache are not computed and tell nothing.
+(`hotkv_sparse.axes`). Tokens whose KV was found in a cache are not computed and tell nothing.
 Nothing here is shared: other engines see other prompts.
 
 Shapes: N tokens of a step, R rows, H KV heads, Q query heads, D channels.

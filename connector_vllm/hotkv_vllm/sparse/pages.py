@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from hotkv_proto import native
-from hotkv_sparse.selector import exact_log_mass
+from hotkv_sparse.selection import exact_log_mass
 from hotkv_vllm.worker.layout import KeyPacking, unpacked_keys
 
 F32 = npt.NDArray[np.float32]
@@ -55,8 +55,7 @@ class KeyPages:
     def log_mass(self, query_QD: F32, blocks: I32, num_tokens: int, scale: float) -> F32:
         """logsumexp of q · k * scale, float32 [Q], over the first `num_tokens` tokens of `blocks`
         int32, in their order; -inf of none."""
-        kernels = native.load("hotkv_sparse.kernels")
-        if kernels is None or not num_tokens or not self._is_plain():
+        if not num_tokens or not self._is_plain():
             keys = self.keys_of(blocks)
             return exact_log_mass(query_QD, keys.reshape(-1, *keys.shape[2:])[:num_tokens], scale)
         # Negative numbers are large ones where the sign is a digit.
@@ -65,7 +64,7 @@ class KeyPages:
         out = np.empty(len(query_QD), np.float32)
         run, pair, block_tokens = self._packing.run, self._packing.pair, self._pages.shape[2]
         query = query_QD * np.float32(scale * _LOG2_E)
-        kernels.page_log_mass(
+        native.require("hotkv_sparse.kernels").page_log_mass(
             self._view(), blocks, num_tokens, block_tokens, run, pair, self._kind, query, out
         )
         return out

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from hotkv_sparse import build
 from hotkv_sparse.axes import Axes
 from hotkv_sparse.formats import bytes_per_block, needs_axes, token_scorer
-from hotkv_sparse.selector import Source
+from hotkv_sparse.selection import Source
 
 logger = logging.getLogger("vllm.hotkv")
 F32 = npt.NDArray[np.float32]

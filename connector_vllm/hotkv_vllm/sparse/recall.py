@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hotkv_sparse.selector import exact_log_mass
-from hotkv_sparse.topk import top
+from hotkv_sparse.selection import exact_log_mass, top
 from hotkv_vllm.sparse.sequence import Attended
 
 F32 = npt.NDArray[np.float32]

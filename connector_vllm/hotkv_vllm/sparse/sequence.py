@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv_sparse import AdaptiveCapacity, HotSet, Selection, Span, SparseConfig, span
-from hotkv_sparse.budget import USUAL_SETS
-from hotkv_sparse.selector import Source, select_layer
+from hotkv_sparse.hotset import USUAL_SETS
+from hotkv_sparse.selection import Source, select_layer
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -72,7 +72,7 @@ class LayerSequence:
         scale: float,
     ) -> Attended:
         """Selects with the query and brings the hot set up to date; arguments as in
-        `hotkv_sparse.selector.select_layer`."""
+        `hotkv_sparse.selection.select_layer`."""
         config = self._config
         where = span(config, context_tokens, self._block_tokens)
         budget = config.budget_blocks(context_tokens, self._block_tokens)

@@ -61,8 +61,10 @@ def install(
         impls.append(layer.impl)
     if not layers:
         raise Unsupported("the model has no layer of plain full attention beside dense_layers")
+    if not native.available():
+        raise Unsupported(native.why_unavailable())
     # Before the first request: numba takes a second to load and some kernels to compile.
-    native.load("hotkv_sparse.kernels")
+    native.require("hotkv_sparse.kernels")
     turning = _turning(layers, vllm_config)
     worker = SparseWorker(config, layers, recall_steps, turning)
     if config.residency == "host":

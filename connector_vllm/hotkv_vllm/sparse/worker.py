@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv_sparse import SparseConfig
-from hotkv_sparse.selector import Source
+from hotkv_sparse.selection import Source
 from hotkv_vllm.sparse.batch import Batch, Context, Plan, Rewrite, Row, SparseLayer
 from hotkv_vllm.sparse.counters import LayerCounters
 from hotkv_vllm.sparse.faults import Faults

@@ -72,7 +72,7 @@ class Selections:
     def warm_up(self) -> None:
         """Loads the kernels on a selection thread: it takes a moment, too long for the event
         loop."""
-        self._threads.submit(native.load, "hotkv_sparse.kernels")
+        self._threads.submit(native.require, "hotkv_sparse.kernels")
 
     def close(self) -> None:
         """Ends the threads, after all sessions have closed."""

@@ -6,7 +6,7 @@
 #include "common.cuh"
 
 // One thread a sequence: its plan (see PLAN_WORDS) from its number of tokens; 0 tokens, or no state (`state_of`): a sequence that is not
-// there. `budget_tokens`, or `budget_share` of the context if that is 0 (hotkv_sparse.topk.span, SparseConfig.budget_blocks).
+// there. `budget_tokens`, or `budget_share` of the context if that is 0 (hotkv_sparse.selection.span, SparseConfig.budget_blocks).
 // `epochs` [states], or null: in the first step of a state's epoch (not the one that `begun` [states] has) the budget is `first_factor`
 // times as large.
 extern "C" __global__ void plan_step(

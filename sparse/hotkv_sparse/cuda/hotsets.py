@@ -22,7 +22,7 @@ from hotkv_sparse.cuda.device import Array
 from hotkv_sparse.cuda.index import upload
 from hotkv_sparse.cuda.residents import PIECES
 from hotkv_sparse.cuda.workspace import Workspace
-from hotkv_sparse.hotset_answers import SlotState
+from hotkv_sparse.hotset import SlotState
 
 I32 = npt.NDArray[np.int32]
 

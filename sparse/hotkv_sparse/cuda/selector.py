@@ -12,7 +12,7 @@ Always true:
 - Everything is given to one stream. Shapes, buffers and grids are fixed when objects are made,
   nothing is allocated, nothing waits: a step may be captured in a CUDA graph and replayed (compile
   kernels first: `CupyDevice.compile`).
-- Selections are those of `hotkv_sparse.selector.select_layer`.
+- Selections are those of `hotkv_sparse.selection.select_layer`.
 
 Shapes: R sequences, Q query heads, H KV heads, D channels, B blocks a sequence may have, K hot
 slots of a sequence, S blocks selected at most.

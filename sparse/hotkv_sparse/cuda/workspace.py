@@ -21,12 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_sparse.budget import USUAL_SETS
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.cuda.device import Argument, Array, Device
 from hotkv_sparse.cuda.index import check_length, upload
 from hotkv_sparse.cuda.residents import EngineBatch, Residents
-from hotkv_sparse.topk import floor_blocks
+from hotkv_sparse.hotset import USUAL_SETS
+from hotkv_sparse.selection import floor_blocks
 
 I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]

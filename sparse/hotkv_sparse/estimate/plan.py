@@ -9,11 +9,11 @@ import enum
 import math
 from dataclasses import dataclass, field
 
-from hotkv_sparse.budget import USUAL_SETS
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.estimate.figures import check_count, check_number, refuse
 from hotkv_sparse.estimate.models import Model
 from hotkv_sparse.formats import head_bytes
+from hotkv_sparse.hotset import USUAL_SETS
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 

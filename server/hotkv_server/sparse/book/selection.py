@@ -23,11 +23,9 @@ from hotkv_server.sparse.book.figures import MAX_LAYERS
 from hotkv_sparse.centre import TOKEN_FORMATS
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.formats import bytes_per_block, head_bytes, needs_axes, token_scorer
-from hotkv_sparse.hotset import HotSet
-from hotkv_sparse.hotset_answers import HotMap, SlotMoves, Step
+from hotkv_sparse.hotset import HotMap, HotSet, SlotMoves, Step
 from hotkv_sparse.scores import prepare, score
-from hotkv_sparse.selector import Source, select_layer
-from hotkv_sparse.topk import Selection, Span, span
+from hotkv_sparse.selection import Selection, Source, Span, select_layer, span
 
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]

@@ -1,0 +1,363 @@
+"""Which blocks a layer attends to: from a query through scores and weights to a selection.
+
+`select_layer` is the whole way for one layer and step. Engines call it for every layer, and the
+server for clients that can't. The selection is shared by the layer's KV heads, as block tables are.
+Blocks that are always kept are not candidates: `Span` names them, and a selection adds them. Of
+equal weights the lower block wins, so the same weights give the same selection everywhere.
+
+Shapes: Q query heads, H KV heads (Q / H query heads share one), D channels, B blocks of a pool, N
+bytes of a block and head, C blocks of the context, S candidate blocks, R resident tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hotkv_proto import native
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_sparse.axes import Axes
+from hotkv_sparse.config import MIN_ADAPTIVE_TOKENS, SparseConfig
+from hotkv_sparse.scores import prepare, score
+
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+I32 = npt.NDArray[np.int32]
+
+
+# -------------------------------------------------------------------------------------------- spans
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The blocks of a context: [0, first) and [last, count) are always kept, [first, last) are
+    candidates."""
+
+    first: int
+    last: int
+    count: int
+
+    @property
+    def num_always(self) -> int:
+        """Blocks that are always kept."""
+        return self.count - (self.last - self.first)
+
+    @property
+    def always(self) -> I32:
+        """The always kept blocks, ascending."""
+        return np.concatenate(
+            [
+                np.arange(self.first, dtype=np.int32),
+                np.arange(self.last, self.count, dtype=np.int32),
+            ]
+        )
+
+    @property
+    def candidates(self) -> I32:
+        """The candidate blocks, ascending."""
+        return np.arange(self.first, self.last, dtype=np.int32)
+
+
+def span(config: SparseConfig, context_tokens: int, block_tokens: int) -> Span:
+    """Sinks, candidates and recent window of a context in blocks; the window covers the partial
+    block, whatever it asks for."""
+    count = -(-context_tokens // block_tokens)
+    first = min(-(-config.sink_tokens // block_tokens), count)
+    complete = context_tokens // block_tokens
+    last = min(max(context_tokens - config.recent_tokens, 0) // block_tokens, complete)
+    return Span(first, max(first, last), count)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """`blocks` int32, ascending, always kept ones included; `weights` float32, inf if always
+    kept; `mass`: their estimated share."""
+
+    blocks: I32
+    weights: F32
+    mass: float
+
+
+# ------------------------------------------------------------------------------------------ weights
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """`per_head` float32 [H, S] and `shared` float32 [S], their mean; `always` float32 [H]: the
+    share of what is always kept.
+
+    `always[h] + per_head[h].sum()` is 1 unless nothing at all was scored.
+    """
+
+    per_head: F32
+    shared: F32
+    always: F32
+
+    @property
+    def always_shared(self) -> float:
+        """The share of what is always kept, mean over the heads."""
+        return float(self.always.mean())
+
+
+def aggregate(scores_QS: F32, always_log_mass_Q: F32, kv_heads: int) -> Weights:
+    """w_b = mean over the group's query heads of exp(S_hb - Z_h), Z_h = logaddexp(L_h, logsumexp_b
+    S_hb) (docs/sparse.md).
+
+    `always_log_mass_Q` float32 [Q] is L_h: the exact log mass of sinks and recent window (-inf:
+    nothing is kept). INVALID_FIELD.
+    """
+    _check_scores(scores_QS, always_log_mass_Q, kv_heads)
+    kernels = native.require("hotkv_sparse.kernels")
+    per_head, shared = (
+        np.empty((kv_heads, scores_QS.shape[1]), np.float32),
+        np.empty(scores_QS.shape[1], np.float32),
+    )
+    always = np.empty(kv_heads, np.float32)
+    scores, log_mass = (
+        np.ascontiguousarray(scores_QS, np.float32),
+        np.ascontiguousarray(always_log_mass_Q, np.float32),
+    )
+    kernels.aggregate(scores, log_mass, per_head, shared, always)
+    return Weights(per_head, shared, always)
+
+
+def _check_scores(scores_QS: F32, always_log_mass_Q: F32, kv_heads: int) -> None:
+    num_heads = len(scores_QS)
+    if kv_heads < 1 or num_heads % kv_heads or always_log_mass_Q.shape != (num_heads,):
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"always_log_mass is {list(always_log_mass_Q.shape)} and kv_heads {kv_heads}; pass "
+            f"[{num_heads}] and a number of KV heads that divides it",
+        )
+
+
+def _log_total(scores_QS: F32, always_log_mass_Q: F32) -> F32:
+    """Z float32 [Q]; finite even if nothing has mass."""
+    everything = np.concatenate([scores_QS, always_log_mass_Q[:, None]], axis=1)
+    peak = np.maximum(everything.max(axis=1), np.float32(-1e30))
+    total: F32 = (
+        peak + np.log(np.maximum(np.exp(everything - peak[:, None]).sum(axis=1), np.float32(1e-30)))
+    ).astype(np.float32)
+    return total
+
+
+def fuse(
+    scores_QS: Sequence[F32], exponents: Sequence[float], always_log_mass_Q: F32
+) -> tuple[F32, F32]:
+    """Weighted geometric mean of the shares that several scorers give: (scores, always_log_mass)
+    for `aggregate`.
+
+    Each scorer's shares are normalised with its own Z first, so that scorers of unlike units meet
+    as shares.
+    """
+    if len(scores_QS) != len(exponents) or not scores_QS or min(exponents) <= 0:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            (
+                f"fusion of {len(scores_QS)} scorers has exponents {list(exponents)}; pass one "
+                "above "
+                "0 for each"
+            ),
+        )
+    totals = [_log_total(scores, always_log_mass_Q) for scores in scores_QS]
+    shares = np.array(exponents, np.float32) / np.float32(sum(exponents))
+    fused = sum(
+        share * (scores - total[:, None])
+        for share, scores, total in zip(shares, scores_QS, totals, strict=True)
+    )
+    always = sum(
+        share * (always_log_mass_Q - total) for share, total in zip(shares, totals, strict=True)
+    )
+    return np.asarray(fused, np.float32), np.asarray(always, np.float32)
+
+
+# ------------------------------------------------------------------------------------------ choices
+
+
+def choose(
+    scores_QS: F32,
+    always_log_mass_Q: F32,
+    where: Span,
+    budget_blocks: int,
+    *,
+    adaptive_p: float | None = None,
+    floor_blocks: int = 0,
+) -> Selection:
+    """`aggregate` and `select` of all heads together, in one kernel; arguments
+    and errors as theirs.
+
+    Heads count alike, whatever KV heads share them: groups are equal in size.
+    """
+    num_candidates = scores_QS.shape[1]
+    _check_scores(scores_QS, always_log_mass_Q, 1)
+    _check_span(num_candidates, where)
+    kernels = native.require("hotkv_sparse.kernels")
+    num_always = where.count - num_candidates
+    num_blocks = num_always + min(max(budget_blocks - num_always, 0), num_candidates)
+    blocks, chosen = np.empty(num_blocks, np.int32), np.empty(num_blocks, np.float32)
+    scores, log_mass = (
+        np.ascontiguousarray(scores_QS, np.float32),
+        np.ascontiguousarray(always_log_mass_Q, np.float32),
+    )
+    always_mass, mass = kernels.choose(scores, log_mass, where.first, where.count, blocks, chosen)
+    if adaptive_p is not None:
+        middle = slice(where.first, num_blocks - (where.count - where.last))
+        weights_S = chosen[middle]
+        kept = enough(weights_S, always_mass, adaptive_p, floor_blocks)
+        mass = float(weights_S[kept].sum(dtype=np.float64))
+        parts = (np.arange(where.first), where.first + kept, np.arange(middle.stop, num_blocks))
+        blocks, chosen = blocks[np.concatenate(parts)], chosen[np.concatenate(parts)]
+    return Selection(blocks, chosen, min(always_mass + mass, 1.0))
+
+
+def select(
+    weights_S: F32,
+    always_mass: float,
+    where: Span,
+    budget_blocks: int,
+    *,
+    adaptive_p: float | None = None,
+    floor_blocks: int = 0,
+) -> Selection:
+    """The `budget_blocks` best blocks of a context, always kept ones first; INVALID_FIELD if
+    weights do not fit the span.
+
+    With `adaptive_p`, the fewest of the heaviest with always_mass + sum w >= p, but at least
+    `floor_blocks`. A budget below the always kept blocks keeps just those.
+    """
+    _check_span(len(weights_S), where)
+    room = min(max(budget_blocks - where.num_always, 0), len(weights_S))
+    chosen = top(weights_S, room)
+    if adaptive_p is not None:
+        chosen = chosen[enough(weights_S[chosen], always_mass, adaptive_p, floor_blocks)]
+    mass = min(always_mass + float(weights_S[chosen].sum(dtype=np.float64)), 1.0)
+    blocks = np.concatenate(
+        [
+            np.arange(where.first, dtype=np.int32),
+            chosen + np.int32(where.first),
+            np.arange(where.last, where.count, dtype=np.int32),
+        ]
+    )
+    weights = np.full(len(blocks), np.inf, np.float32)
+    weights[where.first : where.first + len(chosen)] = weights_S[chosen]
+    return Selection(blocks, weights, mass)
+
+
+def _check_span(num_weights: int, where: Span) -> None:
+    if num_weights != where.last - where.first:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"weights are of {num_weights} blocks; the span has {where.last - where.first} "
+            "candidates",
+        )
+
+
+def enough(weights: F32, always_mass: float, p: float, floor_blocks: int) -> npt.NDArray[np.intp]:
+    """Returns the fewest of the chosen blocks, heaviest first, that reach `p` together with the
+    blocks that are always kept: ascending indices, at least `floor_blocks`."""
+    order = np.argsort(-weights, kind="stable")
+    reached = np.concatenate(
+        [[always_mass], always_mass + np.cumsum(weights[order], dtype=np.float64)]
+    )
+    # Where even all of them fall short, all of them stay.
+    num_needed = int(np.searchsorted(reached, p))
+    return np.sort(order[: max(num_needed, floor_blocks)])
+
+
+def floor_blocks(block_tokens: int) -> int:
+    """Candidates that an adaptive selection keeps at least."""
+    return -(-MIN_ADAPTIVE_TOKENS // block_tokens)
+
+
+def top(weights_S: F32, count: int) -> I32:
+    """The indices of the `count` largest weights, ascending; of equals the lowest indices. What is
+    not above 0 ranks as 0."""
+    if count >= len(weights_S):
+        return np.arange(len(weights_S), dtype=np.int32)
+    out = np.empty(count, np.int32)
+    native.require("hotkv_sparse.kernels").top(np.ascontiguousarray(weights_S, np.float32), out)
+    return out
+
+
+# ---------------------------------------------------------------------------------------- one layer
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a layer's representations of one format lie: pool uint8 [B, H, N], their centre and
+    bias (None: 0, the format's), and their axes, if the format needs them."""
+
+    pool: U8
+    mu: F32 | None = None
+    bias: float | None = None
+    axes: Axes | None = None
+
+
+def select_layer(
+    config: SparseConfig,
+    layer: int,
+    query_QD: F32,
+    sources: Mapping[str, Source],
+    rows_C: I32,
+    always_log_mass_Q: F32,
+    context_tokens: int,
+    block_tokens: int,
+    *,
+    scale: float | None = None,
+) -> Selection:
+    """Blocks of a context that `layer` should attend to; INVALID_FIELD if a source is missing or
+    the layer is dense.
+
+    `rows_C` int32: the pool row of each block of the context (of no meaning if always kept).
+    `always_log_mass_Q` float32 [Q]: exact log mass of the always kept blocks (`exact_log_mass`).
+    """
+    where = span(config, context_tokens, block_tokens)
+    scorers = config.scorers_of(layer)
+    missing = [name for name in scorers if name not in sources]
+    if not scorers or missing:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"layer {layer} "
+            + (f"has no source for {missing[0]}" if missing else "is dense; attend to all of it"),
+        )
+    rows_S = rows_C[where.first : where.last]
+    scored = [
+        score(
+            prepare(
+                name, query_QD, sources[name].mu, scale, sources[name].bias, sources[name].axes
+            ),
+            sources[name].pool,
+            rows_S,
+        )
+        for name in scorers
+    ]
+    scores, log_mass = (
+        (scored[0], always_log_mass_Q)
+        if len(scored) == 1
+        else fuse(scored, list(scorers.values()), always_log_mass_Q)
+    )
+    return choose(
+        scores,
+        log_mass,
+        where,
+        config.budget_blocks(context_tokens, block_tokens),
+        adaptive_p=config.adaptive_p,
+        floor_blocks=floor_blocks(block_tokens),
+    )
+
+
+def exact_log_mass(query_QD: F32, keys_RHD: F32, scale: float | None = None) -> F32:
+    """logsumexp over tokens of q · k * scale, float32 [Q], of keys float32 [R, H, D] at hand; -inf
+    of none."""
+    num_heads, head_size = query_QD.shape
+    num_tokens, kv_heads, _ = keys_RHD.shape
+    if not num_tokens:
+        return np.full(num_heads, -np.inf, np.float32)
+    scale = 1.0 / np.sqrt(head_size) if scale is None else scale
+    grouped_HGD = query_QD.reshape(kv_heads, num_heads // kv_heads, head_size)
+    scores_QR = (grouped_HGD @ keys_RHD.transpose(1, 2, 0)).reshape(
+        num_heads, num_tokens
+    ) * np.float32(scale)
+    peak = scores_QR.max(axis=1)
+    return np.asarray(peak + np.log(np.exp(scores_QR - peak[:, None]).sum(axis=1)), np.float32)
