@@ -19,9 +19,9 @@ import numpy as np
 
 from bench.holds import operations
 from bench.report import median, parser, print_report
+from hotkv_proto.blocks import BlockResult
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
-from hotkv_proto.results import BlockResult
 from hotkv_proto.table import SLOT_ALIGN, BlockTable, TableGeometry, Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.books import finished

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hotkv_proto.blocks import Retention
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS, MAX_STORED_BLOCKS
-from hotkv_proto.retention import Retention
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import incremental

@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client.core import Metric
 
-from hotkv_proto.counters import SPARSE_COUNTERS
+from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig

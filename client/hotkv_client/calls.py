@@ -34,7 +34,7 @@ from hotkv_client.types import (
 )
 from hotkv_client.wire import requests as _wire
 from hotkv_client.wire import sparse as _sparse_wire
-from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.blocks import NO_RETENTION, Retention
 
 
 class Calls(ABC):

@@ -11,7 +11,7 @@ import grpc
 
 from hotkv_client.types import Credentials
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.limits import MAX_MESSAGE_BYTES
+from hotkv_proto.versions import MAX_MESSAGE_BYTES
 
 MAX_ANSWER_BYTES = 64 << 20
 OPTIONS = (

@@ -32,9 +32,9 @@ from hotkv_client.wire import requests as _wire
 from hotkv_client.wire import sparse as _sparse_wire
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.layout import FENCE_HANDLE
-from hotkv_proto.limits import MAX_MESSAGE_BYTES
 from hotkv_proto.order import OrderKind
 from hotkv_proto.table import BlockTable
+from hotkv_proto.versions import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from hotkv_client.types import BoolMask, GroupHashes
-from hotkv_proto.limits import MAX_MESSAGE_BYTES
+from hotkv_proto.versions import MAX_MESSAGE_BYTES
 
 PART_BYTES = MAX_MESSAGE_BYTES - (256 << 10)
 T = TypeVar("T")

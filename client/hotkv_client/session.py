@@ -26,10 +26,10 @@ from hotkv_client.types import (
     TransferResult,
 )
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.blocks import NO_OPTIONS, StoreOptions
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
 from hotkv_proto.messages.cache import pack_quickly
 from hotkv_proto.order import OrderKind
-from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
 
 
 class Session(Calls):

@@ -4,7 +4,7 @@ Those that the server has, too, are defined in `hotkv_proto`.
 """
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,9 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_client.fence import SharedFence
+from hotkv_proto.blocks import BlockResult as BlockResult
 from hotkv_proto.blocks import BlockRun as BlockRun
+from hotkv_proto.blocks import Flushed as Flushed
 from hotkv_proto.blocks import GroupHashes as GroupHashes
+from hotkv_proto.blocks import LeaseGrant as LeaseGrant
 from hotkv_proto.blocks import LoadRun as LoadRun
+from hotkv_proto.blocks import ResidencyOpened as ResidencyOpened
+from hotkv_proto.blocks import Retention as Retention
+from hotkv_proto.blocks import StoreOptions as StoreOptions
+from hotkv_proto.blocks import TransferResult as TransferResult
+from hotkv_proto.blocks import TransferStatus as TransferStatus
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER, DeviceOrder
@@ -23,12 +31,7 @@ from hotkv_proto.order import OrderKind as OrderKind
 from hotkv_proto.reports import EndedRequest as EndedRequest
 from hotkv_proto.reports import LoadEnd as LoadEnd
 from hotkv_proto.reports import RequestReport as RequestReport
-from hotkv_proto.results import BlockResult as BlockResult
-from hotkv_proto.results import LeaseGrant as LeaseGrant
-from hotkv_proto.results import TransferResult as TransferResult
-from hotkv_proto.results import TransferStatus as TransferStatus
-from hotkv_proto.retention import Retention as Retention
-from hotkv_proto.store_options import StoreOptions as StoreOptions
+from hotkv_proto.versions import Role as Role
 
 if TYPE_CHECKING:
     from hotkv_sparse.centre import Centres
@@ -38,14 +41,6 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 BoolMask = NDArray[np.bool_]
-
-
-class Role(enum.IntEnum):
-    """What a session does in its engine; the numbers are those of `hotkv.v1.SessionRole`."""
-
-    SCHEDULER = 1
-    WORKER = 2
-    TOOL = 3
 
 
 class LinkState(enum.Enum):
@@ -59,26 +54,6 @@ class LinkState(enum.Enum):
     CLOSED = "closed"
 
 
-class Flushed(int):
-    """How many blocks a flush has forgotten.
-
-    `pending_tiers`: tiers that the flush is not in yet, because they do not answer; they are told
-    as soon as they do. Until then other nodes may load blocks of before from there (`disk`: this
-    node, after a power loss).
-    """
-
-    pending_tiers: tuple[str, ...]
-
-    def __new__(cls, num_blocks: int, pending_tiers: Iterable[str] = ()) -> "Flushed":
-        """A number of blocks."""
-        flushed = super().__new__(cls, num_blocks)
-        flushed.pending_tiers = tuple(pending_tiers)
-        return flushed
-
-    def __repr__(self) -> str:
-        return f"Flushed({int(self)}, pending_tiers={self.pending_tiers})"
-
-
 @dataclass(frozen=True, slots=True)
 class ResidentBlocks:
     """Where blocks of a residency lie: bytes from the start of the arena to each block's slot,
@@ -87,17 +62,6 @@ class ResidentBlocks:
 
     offsets: Int64s
     representations: Int64s
-
-
-@dataclass(frozen=True, slots=True)
-class ResidencyOpened:
-    """A residency holds: room in the arena is reserved for it. The rest is for `Arena.holds`: the
-    session's word and its value, and the generation under which it was opened."""
-
-    residency_id: str
-    word_index: int
-    word_value: int
-    generation: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,9 @@ from hotkv_client.types import (
     SessionConfig,
     TransferResult,
 )
+from hotkv_proto.blocks import NO_OPTIONS, StoreOptions
 from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
-from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
 
 logger = logging.getLogger("vllm.hotkv")
 """Below vLLM's own logger, so that its handlers and level apply."""

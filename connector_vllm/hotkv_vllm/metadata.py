@@ -17,8 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hotkv_client.fence import FencePlace
 from hotkv_client.types import BlockRun, LoadRun
+from hotkv_proto.blocks import NO_OPTIONS, StoreOptions
 from hotkv_proto.keys import KeySpace, Representation
-from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
 from hotkv_vllm.identity.adapters import NO_WORK, AdapterReport, AdapterWork
 from hotkv_vllm.identity.rekeying import WeightsOrder, WeightsReport
 from hotkv_vllm.residency.step import ResidentStep

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from hotkv_proto.retention import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
+from hotkv_proto.blocks import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
 
 PROTOCOL_VERSION = "0.1"
 PROTOCOL_MAJORS = ("0", "1")

@@ -1,17 +1,115 @@
 """What engines report: requests that they have scheduled, requests that have ended, loads that have
-ended.
+ended, why tokens missed, and counters of sparse decode."""
 
-`Hashes_co`: a sequence of bytes in an engine, words [n, 8] in the server.
-"""
-
+import enum
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.hints import NO_HINTS, Hints
-from hotkv_proto.misses import Miss
-from hotkv_proto.retention import NO_RETENTION, Retention
+
+# -------------------------------------------------------------------------------- why blocks missed
+
+
+class Miss(enum.IntEnum):
+    """Why tokens of a prompt were computed although there is a cache; the numbers are those of
+    `hotkv.v1.MissReason`."""
+
+    UNKNOWN = 0
+    """Neither the engine nor the server can say."""
+    ABSENT = 1
+    """The engine asked, and the server had no more. The server then finds out more: one of the next
+    three."""
+    NEVER_STORED = 2
+    """The block was never here, or was evicted so long ago that the server has forgotten it."""
+    EVICTED = 3
+    """The block made room for others."""
+    IN_FLIGHT = 4
+    """The block was being written or brought up, or became ready after the engine had asked."""
+    REFUSED = 5
+    """The server refused the lookup or lease, or pinned less than the lookup had found."""
+    COMPUTED_SOONER = 6
+    """The engine left the blocks where they lie, because it computes them sooner."""
+    NO_SERVER = 7
+    """The engine had no server when the request came."""
+    NOT_ASKED = 8
+    """The engine does not load for this request: the request or the engine's role rules it out."""
+    LATE = 9
+    """The server did not answer within the engine's time limit."""
+    FAILED_LOAD = 10
+    """The load of the hit failed."""
+    PARTIAL_BLOCK = 11
+    """The tokens behind the last full block of the prompt, or the block with its last token: no
+    cache of blocks can have the first, and an engine always computes the second."""
+    LEFT_BELOW = 12
+    """The block lies in a tier below host memory and was not brought up: computing it is quicker,
+    or the tier is down or busy."""
+
+
+SAID_BY_ENGINES = frozenset(
+    {
+        Miss.ABSENT,
+        Miss.REFUSED,
+        Miss.COMPUTED_SOONER,
+        Miss.NO_SERVER,
+        Miss.NOT_ASKED,
+        Miss.LATE,
+    }
+)
+"""Reasons that engines report. The server finds out the others."""
+
+
+# ------------------------------------------------------------------------ counters of sparse decode
+
+SPARSE_COUNTERS: tuple[str, ...] = (
+    "selects",
+    "context_blocks",
+    "selected_blocks",
+    "attended_blocks",
+    "seeded_blocks",
+    "corrected_blocks",
+    "prefetched_blocks",
+    "wanted_blocks",
+    "hit_blocks",
+    "estimated_mass",
+    "swap_bytes",
+    "select_s",
+    "built_blocks",
+    "build_s",
+    "recall_samples",
+    "recall",
+    "true_mass",
+    "faults",
+    "loaded_blocks",
+)
+"""Names of the counters that engines keep per layer; those of `hotkv.v1.LayerCounters`, which says
+what they mean."""
+
+
+def sparse_figures(counters: dict[str, float]) -> dict[str, float | None]:
+    """Figures of a layer for operators, from its counters; None if nothing was counted.
+
+    `hit_ratio`: of the selected blocks, always kept ones aside, the share that the hot set had.
+    `recall_ratio`: of sampled selections, the share of the exactly best blocks that was attended.
+    `mean_estimated_mass`, `mean_selected_blocks`, `mean_select_s`: per selection.
+    """
+
+    def ratio(part: str, whole: str) -> float | None:
+        return counters[part] / counters[whole] if counters[whole] > 0 else None
+
+    return {
+        "hit_ratio": ratio("hit_blocks", "wanted_blocks"),
+        "recall_ratio": ratio("recall", "recall_samples"),
+        "mean_estimated_mass": ratio("estimated_mass", "selects"),
+        "mean_selected_blocks": ratio("selected_blocks", "selects"),
+        "mean_select_s": ratio("select_s", "selects"),
+    }
+
+
+# ------------------------------------------------------------------------------- requests and loads
 
 Hashes_co = TypeVar("Hashes_co", covariant=True)
+"""A sequence of bytes in an engine, words [n, 8] in the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +120,8 @@ class RequestReport(Generic[Hashes_co]):
     `device_hit_tokens` hit in the engine's own device cache, `hit_tokens` there or in hotkv.
     `age_s`: since it came to the engine. `session_id`: as its router has named it. `hints`: all
     that it brought; `retention` says the same of its own blocks, for those that it stores. `miss`:
-    why the tokens beyond the hit missed, one of `hotkv_proto.misses.SAID_BY_ENGINES`. `saved_s`: of
-    prefill, by what hit in hotkv. `wait_s`: for lookups and leases. `report_id`: names the request
+    why the tokens beyond the hit missed, one of `SAID_BY_ENGINES`. `saved_s`: of prefill,
+    by what hit in hotkv. `wait_s`: for lookups and leases. `report_id`: names the request
     in `LoadEnd`, 0 for none.
     """
 

@@ -1,4 +1,5 @@
-"""Protocol versions and features: what this software speaks, and what two sides agree on.
+"""What two sides of a session agree on: protocol versions, features, roles, and how long a message
+may be.
 
 Always true: a session speaks the newest version that both sides know, so either side may be
 upgraded first, and uses a feature only if both sides named it. A version changes what messages
@@ -11,6 +12,16 @@ from typing import Final
 
 OLDEST_VERSION: Final = 1
 NEWEST_VERSION: Final = 1
+MAX_MESSAGE_BYTES = 4 << 20
+"""Of a message to the server: a stream whose message is longer ends, so clients send several."""
+
+
+class Role(enum.IntEnum):
+    """What a session does in its engine; the numbers are those of `hotkv.v1.SessionRole`."""
+
+    SCHEDULER = 1
+    WORKER = 2
+    TOOL = 3
 
 
 class Feature(enum.IntEnum):

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.results import BlockResult
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES

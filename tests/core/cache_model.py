@@ -12,7 +12,7 @@ from types import ModuleType
 import numpy as np
 
 from hotkv_proto import table
-from hotkv_proto.results import BlockResult
+from hotkv_proto.blocks import BlockResult
 from hotkv_proto.table import RESERVED_FLAG
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.pin_budget import PinBudget

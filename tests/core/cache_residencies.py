@@ -11,11 +11,10 @@ import hypothesis.strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from hotkv_proto import words
+from hotkv_proto.blocks import BlockResult, ResidencyOpened
 from hotkv_proto.errors import Reason
-from hotkv_proto.results import BlockResult
 from hotkv_server.cache.leases.pin_budget import most_pinned
 from hotkv_server.cache.table.reader_words import Uint64s
-from hotkv_server.cache.values import OpenedResidency
 from hotkv_server.residency.book.bound import slot_cost
 from tests.core.cache_machine import NUM_SLABS, NUMBERS, RESIDENCY_IDS, SLAB
 from tests.core.cache_model import Key, ModelResidency
@@ -26,7 +25,7 @@ from tests.core.support import words_of
 BOUND = min(int(0.8 * NUM_SLABS * SLAB), most_pinned(NUM_SLABS * SLAB))
 
 
-def holds(arena_words: Uint64s, opened: OpenedResidency) -> bool:
+def holds(arena_words: Uint64s, opened: ResidencyOpened) -> bool:
     """As `hotkv_client.Arena.holds`."""
     return bool(
         arena_words[words.GENERATION] <= opened.generation
@@ -38,7 +37,7 @@ def holds(arena_words: Uint64s, opened: OpenedResidency) -> bool:
 class Reader:
     """What one residency's reader was told. `is_done`: its engine has given it back."""
 
-    opened: OpenedResidency
+    opened: ResidencyOpened
     session: int
     slots: dict[int, Key] = field(default_factory=dict)
     is_done: bool = False

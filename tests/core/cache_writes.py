@@ -5,8 +5,8 @@ import numpy as np
 from hypothesis.stateful import precondition, rule
 from numpy.typing import NDArray
 
+from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import Reason
-from hotkv_proto.results import BlockResult
 from hotkv_server.cache.leases.transfers import StoreTransfer
 from hotkv_server.cache.values import Run, SlotRun
 from tests.core.cache_machine import (

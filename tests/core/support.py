@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hotkv_proto.blocks import NO_RETENTION, Retention, StoreOptions
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
-from hotkv_proto.retention import NO_RETENTION, Retention
-from hotkv_proto.store_options import StoreOptions
 from hotkv_proto.table import HEADER, BlockTable, TableGeometry, Words, hash_words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.restore.restore import Restored, restore

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from hotkv_proto.blocks import BlockResult, Retention
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.results import BlockResult
-from hotkv_proto.retention import Retention
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU

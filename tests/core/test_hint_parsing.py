@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv_proto import hints
+from hotkv_proto.blocks import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
 from hotkv_proto.hints import Action, ActionType, Hints, Rejection, Target, read
 from hotkv_proto.messages.hints import read_request_hints
-from hotkv_proto.retention import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
 from hotkv_proto.v1 import hints_pb2
 
 

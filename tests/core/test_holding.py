@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from hotkv_proto.results import BlockResult
-from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.blocks import NO_RETENTION, BlockResult, Retention
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import Hotness

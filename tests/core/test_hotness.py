@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
-from hotkv_proto.retention import MAX_PRIORITY, NO_RETENTION, Retention
+from hotkv_proto.blocks import MAX_PRIORITY, NO_RETENTION, Retention
 from hotkv_server.cache.room.policies import Hotness, queue
 from hotkv_server.cache.room.policies.duel import CONTENDERS, LEAK, Contender, Duel
 from hotkv_server.cache.room.policies.hotness import (

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 
 from hotkv_proto import native
+from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS, Representation
-from hotkv_proto.results import BlockResult
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import books, incremental, making, removal

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS, Representation
-from hotkv_proto.results import BlockResult
 from hotkv_proto.table import RESERVED_FLAG, SLOT_ALIGN
 from hotkv_server.cache.catalog import MAX_REPRESENTATIONS
 from hotkv_server.cache.core import CacheCore

@@ -5,10 +5,9 @@ import numpy as np
 import pytest
 
 from hotkv_proto import table
+from hotkv_proto.blocks import BlockResult, Retention
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import Representation
-from hotkv_proto.results import BlockResult
-from hotkv_proto.retention import Retention
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_proto.words import GENERATION, LATEST, MAX_SESSION_WORD
 from hotkv_server.cache.core import CacheCore

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 
 from hotkv_proto import table
+from hotkv_proto.blocks import BlockResult
 from hotkv_proto.keys import Representation
-from hotkv_proto.results import BlockResult
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.restore.restore import restore

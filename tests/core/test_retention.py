@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hotkv_proto.results import BlockResult
-from hotkv_proto.retention import MAX_TTL_S, NO_RETENTION, Retention
+from hotkv_proto.blocks import MAX_TTL_S, NO_RETENTION, BlockResult, Retention
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES

@@ -22,7 +22,7 @@ from demo.processes import runtime_folder
 from hotkv_client import BlockRun, GroupHashes, LoadRun, RequestReport
 from hotkv_client.command import cli
 from hotkv_client.testing import PagedEngine
-from hotkv_proto.misses import Miss
+from hotkv_proto.reports import Miss
 from hotkv_server.testing.with_devices import FakeDevices
 from tests.daemons import quick_servers
 from tests.deploy.prometheus_process import RULES, Prometheus

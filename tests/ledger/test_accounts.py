@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hotkv_proto.misses import Miss
+from hotkv_proto.reports import Miss
 from hotkv_server.ledger.book.accounts import OTHERS, Account, Accounts
 from hotkv_server.ledger.book.buckets import NUM_HOURS, NUM_MINUTES, Buckets
 from hotkv_server.ledger.book.columns import REASONS, Columns, Usage

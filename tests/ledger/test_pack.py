@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hotkv_proto.misses import Miss
+from hotkv_proto.reports import Miss
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.ledger.book import pack
 from hotkv_server.ledger.book.accounts import Account, Accounts

@@ -20,9 +20,9 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from hotkv_client import BlockRun, GroupHashes
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.blocks import NO_OPTIONS
 from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS
 from hotkv_proto.order import NO_ORDER
-from hotkv_proto.store_options import NO_OPTIONS
 from hotkv_proto.v1 import admin_pb2, events_pb2, session_pb2_grpc, sparse_pb2_grpc
 from tests.robustness.odd_place import INT32, NUM_BLOCKS, SMALL_WINDOW, Kinds, Place, memory_file
 from tests.robustness.raw_client import DEADLINE_S, code_of

@@ -18,11 +18,11 @@ import numpy as np
 from hotkv_client import BlockRun, GroupHashes, Role, SessionConfig
 from hotkv_client.link import descriptor_socket
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.blocks import NO_OPTIONS
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import NO_ORDER
-from hotkv_proto.store_options import NO_OPTIONS
 from hotkv_proto.v1 import session_pb2, sparse_pb2
 from tests.robustness.raw_client import DEADLINE_S, RawSession, name_of
 from tests.server.sparse_support import HEAD_SIZE, LAYERS, QUERY_HEADS, RepresentationEngine

@@ -15,12 +15,11 @@ import numpy as np
 from hotkv_client import BlockRun, GroupHashes, LoadRun, Role, SessionConfig
 from hotkv_client.wire import requests as _wire
 from hotkv_client.wire import sparse as _sparse_wire
+from hotkv_proto.blocks import NO_OPTIONS, Retention, StoreOptions
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import NO_ORDER
-from hotkv_proto.retention import Retention
-from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
 from hotkv_proto.v1 import cache_pb2, session_pb2, sparse_pb2, sparse_pb2_grpc
 from tests.robustness.odd_place import INT32, NUM_BLOCKS, SMALL_WINDOW, Kinds, Place, memory_file
 from tests.robustness.raw_client import DEADLINE_S, RawSession, name_of

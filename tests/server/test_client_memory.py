@@ -31,9 +31,9 @@ from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import SessionLostError
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
-from hotkv_proto.limits import MAX_MESSAGE_BYTES
 from hotkv_proto.order import DeviceMark, OrderKind
 from hotkv_proto.v1 import session_pb2_grpc
+from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from tests.robustness.raw_client import Footprint
 from tests.server.half_sent import HalfSender
 from tests.server.support import FULL, GroupsEngine, block_ids, hashes

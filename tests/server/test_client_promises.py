@@ -15,13 +15,12 @@ from demo.processes import Server, runtime_folder
 from hotkv_client import BlockResult, BlockRun, Role, SelectConfig, SessionConfig
 from hotkv_client.wire import requests as _wire
 from hotkv_client.wire import sparse as _sparse_wire
+from hotkv_proto.blocks import NO_OPTIONS, NO_RETENTION
 from hotkv_proto.errors import Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.order import NO_ORDER
-from hotkv_proto.retention import NO_RETENTION
-from hotkv_proto.store_options import NO_OPTIONS
 from hotkv_proto.v1 import cache_pb2, session_pb2
 from hotkv_server.testing.with_devices import FakeDevices
 from tests.robustness.raw_client import RawSession

@@ -23,7 +23,7 @@ from hotkv_client import (
 from hotkv_client.admin import AdminClient
 from hotkv_client.command.tables import show_flush
 from hotkv_client.testing import PagedEngine
-from hotkv_proto.store_options import StoreOptions
+from hotkv_proto.blocks import StoreOptions
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES

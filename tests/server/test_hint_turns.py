@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.hints import Action, ActionType, Hints, Rejection, Status
 from hotkv_proto.reports import RequestReport
-from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU

@@ -16,10 +16,10 @@ from hotkv_client.command import cli
 from hotkv_client.hints import HintClient
 from hotkv_client.types import EndedRequest
 from hotkv_proto import hints
+from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.hints import Action, ActionType, Hints, Target
-from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_proto.v1 import hints_pb2, hints_pb2_grpc
 from tests.server.support import FULL, WIDE, GroupsEngine, block_ids, hashes
 from tests.server.test_life import wait_until

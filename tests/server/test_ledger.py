@@ -21,7 +21,7 @@ from hotkv_client.command import cli
 from hotkv_client.command.savings_tables import show_savings
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.misses import SAID_BY_ENGINES, Miss
+from hotkv_proto.reports import SAID_BY_ENGINES, Miss
 from hotkv_proto.v1 import session_pb2
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.ledger.book import pack

@@ -14,11 +14,10 @@ from hotkv_client import BlockRun, Role, Session, SessionConfig
 from hotkv_client.link import descriptor_socket
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.blocks import NO_OPTIONS, BlockResult
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.layout import FENCE_HANDLE, FENCE_WORDS
 from hotkv_proto.order import NO_ORDER
-from hotkv_proto.results import BlockResult
-from hotkv_proto.store_options import NO_OPTIONS
 from hotkv_proto.v1 import (
     session_pb2,
 )

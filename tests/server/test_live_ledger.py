@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.keys import KeySpace
-from hotkv_proto.misses import Miss
-from hotkv_proto.reports import LoadEnd, RequestReport
-from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.reports import LoadEnd, Miss, RequestReport
 from hotkv_proto.table import BlockTable, TableGeometry
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES

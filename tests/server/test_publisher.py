@@ -18,8 +18,7 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 
-from hotkv_proto.blocks import RunContent
-from hotkv_proto.results import BlockResult
+from hotkv_proto.blocks import BlockResult, RunContent
 from hotkv_server.cache.values import EvictionNotice, Run
 from hotkv_server.events.drive import (
     BlocksRemoved,

@@ -23,10 +23,10 @@ from hotkv_client import (
 from hotkv_client.channels import admin_target
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.blocks import BlockResult, TransferStatus
 from hotkv_proto.errors import Reason
 from hotkv_proto.groups import GroupKind
 from hotkv_proto.order import NO_ORDER
-from hotkv_proto.results import BlockResult, TransferStatus
 from hotkv_proto.v1 import (
     admin_pb2,
     admin_pb2_grpc,

@@ -9,9 +9,9 @@ import pytest
 from demo.processes import Server
 from hotkv_client import BlockRun, RequestReport, Retention
 from hotkv_client.admin import AdminClient
+from hotkv_proto.blocks import StoreOptions
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupSpec
-from hotkv_proto.store_options import StoreOptions
 from hotkv_proto.v1 import cache_pb2, session_pb2
 from tests.server.support import FULL, WIDE, WINDOW, GroupsEngine, block_ids, hashes
 

@@ -27,8 +27,8 @@ from hotkv_client import (
 )
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
+from hotkv_proto.blocks import StoreOptions
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.store_options import StoreOptions
 from hotkv_proto.table import BlockTable
 from tests.server.support import block_ids, hashes
 from tests.server.test_life import wait_until

@@ -24,8 +24,8 @@ from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
+from hotkv_proto.blocks import TransferStatus
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.results import TransferStatus
 from hotkv_proto.v1 import (
     admin_pb2,
     admin_pb2_grpc,

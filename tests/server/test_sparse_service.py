@@ -14,8 +14,8 @@ import pytest
 from demo.processes import Server, runtime_folder
 from hotkv_client import LoadRun, Session, TransferStatus
 from hotkv_client.admin import AdminClient
-from hotkv_proto.counters import SPARSE_COUNTERS
 from hotkv_proto.errors import HotKVError, Reason, SessionLostError
+from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_proto.v1 import sparse_pb2
 from hotkv_sparse.centre import Centres, LayerCentre
 from hotkv_sparse.selection import select_layer

@@ -27,8 +27,8 @@ from hotkv_client import BlockRun, GroupHashes, LoadRun
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
 from hotkv_proto import traces
+from hotkv_proto.blocks import StoreOptions
 from hotkv_proto.errors import HotKVError
-from hotkv_proto.store_options import StoreOptions
 from hotkv_proto.traces import Traces
 from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
 from hotkv_server.settings import Settings, load_settings

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 import hotkv_sparse
-from hotkv_proto.counters import SPARSE_COUNTERS
 from hotkv_proto.errors import HotKVError
+from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.sparse.book.figures import LayerFigures, LayerGrowth
 from hotkv_server.sparse.book.selection import (

@@ -99,7 +99,7 @@ class SharedNode:
 
     async def flush(self) -> tuple[str, ...]:
         """As an engine asks for it; the tiers that are pending."""
-        return (await self.epochs.flush(1)).pending
+        return (await self.epochs.flush(1)).pending_tiers
 
     def epoch(self) -> int:
         """That under which blocks lie in the store, 0 for none."""

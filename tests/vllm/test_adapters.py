@@ -15,7 +15,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.outputs import KVConnectorOutput
 
 from hotkv_client.types import BlockRun
-from hotkv_proto.retention import NO_RETENTION
+from hotkv_proto.blocks import NO_RETENTION
 from hotkv_vllm.identity.adapter_watch import AdapterWatch, watch_adapters
 from hotkv_vllm.identity.adapters import (
     LATER,

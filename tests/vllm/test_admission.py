@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_sparse.config import SparseConfig
 from hotkv_vllm.compat import NULL_BLOCK
 from hotkv_vllm.compat.residency import DevicePool

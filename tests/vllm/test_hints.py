@@ -11,8 +11,8 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from hotkv_client.hints import HintClient
 from hotkv_client.types import EndedRequest, RequestReport
+from hotkv_proto.blocks import MAX_PRIORITY, NO_RETENTION, Retention
 from hotkv_proto.hints import MAX_ACTIONS, Action, ActionType, Hints, Target, is_identifier
-from hotkv_proto.retention import MAX_PRIORITY, NO_RETENTION, Retention
 from tests.server.test_life import wait_until
 from tests.vllm.harness import prompt
 from tests.vllm.processes import Daemon, EngineProcess, Engines

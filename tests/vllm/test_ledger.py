@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hotkv_client.types import RequestReport
-from hotkv_proto.misses import Miss
+from hotkv_proto.reports import Miss
 from hotkv_vllm.costs.load_choice import LoadChoice
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.scheduler.reports import UseReports

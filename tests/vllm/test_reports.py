@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv_client.types import BlockRun, RequestReport
-from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_vllm.hints.requests import HintReader
 from hotkv_vllm.stats import HotKVStats
 from tests.vllm.harness import prompt

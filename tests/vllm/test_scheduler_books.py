@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hotkv_client.types import BlockRun, GroupHashes
+from hotkv_proto.blocks import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
 from hotkv_proto.keys import Representation
-from hotkv_proto.retention import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.hints.requests import LOG_INTERVAL_S, HintReader
 from hotkv_vllm.metadata import HotKVHandshake, HotKVWorkerMetadata

@@ -197,7 +197,7 @@ def test_reports_of_ranks_add_up(engine: Any, server: Any) -> None:
     planner.in_flight._num_ranks = 2
     hashes = [bytes([i]) * 32 for i in range(4)]
     from hotkv_client.types import BlockRun
-    from hotkv_proto.retention import NO_RETENTION
+    from hotkv_proto.blocks import NO_RETENTION
 
     runs = [BlockRun(0, hashes, np.arange(1, 5, dtype=np.int32))]
     store_id = planner._job(runs, (NO_RETENTION, "", None)).store_id

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotkv_proto.counters import SPARSE_COUNTERS
+from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.selection import exact_log_mass
 from hotkv_vllm.sparse import faults

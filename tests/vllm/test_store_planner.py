@@ -7,7 +7,7 @@ import pytest
 
 from hotkv_client.fence import Revocations, SharedFence
 from hotkv_client.types import BlockResult, BlockRun
-from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_vllm.identity.exactness import EVERYTHING
 from hotkv_vllm.scheduler.stores import STORE_BLOCKS, portions
 from hotkv_vllm.scheduler.stores_in_flight import Fence

@@ -12,8 +12,7 @@ import pytest
 
 from demo.processes import Server, runtime_folder
 from hotkv_client.types import BlockRun
-from hotkv_proto.retention import NO_RETENTION
-from hotkv_proto.store_options import StoreOptions
+from hotkv_proto.blocks import NO_RETENTION, StoreOptions
 from hotkv_proto.traces import Span, Traces
 from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
 from hotkv_vllm.config import ConfigError, ConnectorConfig

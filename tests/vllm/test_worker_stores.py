@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hotkv_proto.store_options import StoreOptions
+from hotkv_proto.blocks import StoreOptions
 from hotkv_vllm.compat.checks import RankPlace
 from hotkv_vllm.metadata import HotKVMetadata
 from hotkv_vllm.worker import rank_stores, side

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from demo.processes import Server, runtime_folder
+from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import Reason
-from hotkv_proto.results import BlockResult
 from hotkv_proto.versions import NEWEST_VERSION
 
 CLIENT = Path(__file__).with_name("foreign_client.py")

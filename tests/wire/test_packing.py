@@ -15,7 +15,7 @@ from hotkv_proto.keys import MAX_HASH_BYTES, MIN_HASH_BYTES
 from hotkv_proto.messages.cache import pack, packed_words, read_hashes, unpack
 from hotkv_proto.messages.errors import error_detail
 from hotkv_proto.messages.session import read_load_ends, read_reports
-from hotkv_proto.misses import SAID_BY_ENGINES, Miss
+from hotkv_proto.reports import SAID_BY_ENGINES, Miss
 from hotkv_proto.v1 import session_pb2
 
 HASH_BYTES = st.integers(MIN_HASH_BYTES, MAX_HASH_BYTES)

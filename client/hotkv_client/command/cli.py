@@ -37,8 +37,8 @@ from hotkv_client.command.options import (
 from hotkv_client.command.top import live
 from hotkv_client.types import Credentials
 from hotkv_proto.command_line import Parser
-from hotkv_proto.counters import SPARSE_COUNTERS, sparse_figures
 from hotkv_proto.errors import HotKVError
+from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 
 Command = Callable[[AdminClient, argparse.Namespace], Any]
 LIVE = "live"

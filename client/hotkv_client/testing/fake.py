@@ -33,10 +33,10 @@ from hotkv_client.types import (
     LoadEnd,
     SessionConfig,
 )
+from hotkv_proto.blocks import Retention
 from hotkv_proto.errors import SessionLostError
 from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
-from hotkv_proto.retention import Retention
 
 ARENA_BYTES = 64 << 20
 """Of the double's arena: memory comes as slots are given."""

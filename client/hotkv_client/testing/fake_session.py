@@ -24,11 +24,11 @@ from hotkv_client.types import (
     TransferResult,
     TransferStatus,
 )
+from hotkv_proto.blocks import NO_OPTIONS, StoreOptions
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import Representation
 from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER, DeviceOrder
-from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
 
 if TYPE_CHECKING:
     from hotkv_client.testing.fake import FakeServer

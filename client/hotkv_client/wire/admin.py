@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from hotkv_client.channels import Metadata
 from hotkv_client.types import WatchedRequest
 from hotkv_client.wire.answers import as_error
+from hotkv_proto.messages.fields import enum_word
 from hotkv_proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, events_pb2, events_pb2_grpc
 
 CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
@@ -148,13 +149,15 @@ def _plain_key(key: cache_pb2.ExtraKey) -> str | list[str | int]:
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message as nested dicts and lists, with every field; enums as words."""
+    """A message as nested dicts and lists, with every field; enums as words, and as numbers that
+    this client does not know."""
 
     def value(field: Any, item: Any) -> Any:
         if field.message_type is not None:
             return plain(item)
         if field.enum_type is not None:
-            return enum_word(field.enum_type, item)
+            kind = field.enum_type
+            return enum_word(kind, item) if item in kind.values_by_number else item
         return item.hex() if isinstance(item, bytes) else item
 
     result: dict[str, Any] = {}
@@ -165,13 +168,3 @@ def plain(message: Message) -> dict[str, Any]:
             [value(field, element) for element in item] if many else value(field, item)
         )
     return result
-
-
-def enum_word(kind: Any, number: int) -> str | int:
-    """An enum's value as people read it: "never stored" for BLOCK_VERDICT_NEVER_STORED, empty for
-    one that is unspecified, and the number of one that this client does not know."""
-    if number not in kind.values_by_number:
-        return number
-    prefix = kind.values_by_number[0].name.removesuffix("UNSPECIFIED")
-    word: str = kind.values_by_number[number].name.removeprefix(prefix)
-    return word.removesuffix("UNSPECIFIED").lower().replace("_", " ")

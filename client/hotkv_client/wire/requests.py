@@ -15,6 +15,7 @@ from hotkv_client.types import (
     RequestReport,
     SessionConfig,
 )
+from hotkv_proto.blocks import Retention, StoreOptions
 from hotkv_proto.layout import Layout
 from hotkv_proto.messages import cache
 from hotkv_proto.messages.layout import (
@@ -26,8 +27,6 @@ from hotkv_proto.messages.layout import (
 )
 from hotkv_proto.messages.session import ended_message, load_end_message, report_message
 from hotkv_proto.order import DeviceOrder
-from hotkv_proto.retention import Retention
-from hotkv_proto.store_options import StoreOptions
 from hotkv_proto.v1 import cache_pb2, hints_pb2, residency_pb2, session_pb2, session_pb2_grpc
 from hotkv_proto.versions import FEATURES, NEWEST_VERSION, OLDEST_VERSION
 

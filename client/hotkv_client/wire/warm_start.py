@@ -7,8 +7,9 @@ import grpc
 from google.protobuf import json_format
 
 from hotkv_client.channels import Metadata
-from hotkv_client.wire.admin import enum_word, plain
+from hotkv_client.wire.admin import plain
 from hotkv_client.wire.answers import as_error
+from hotkv_proto.messages.fields import enum_word
 from hotkv_proto.v1 import cache_pb2, layout_pb2, warm_pb2, warm_pb2_grpc
 
 Stub = warm_pb2_grpc.WarmStartServiceStub

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hotkv_proto import hints
+from hotkv_proto.blocks import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
 from hotkv_proto.hints import MAX_ID_CHARS, NO_HINTS, Hints
-from hotkv_proto.retention import MAX_PRIORITY, MAX_TTL_S, NO_RETENTION, Retention
 from hotkv_vllm.config import PREFIX
 from hotkv_vllm.link import logger
 from hotkv_vllm.stats import HotKVStats

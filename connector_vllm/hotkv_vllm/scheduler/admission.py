@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from hotkv_proto.misses import Miss
+from hotkv_proto.reports import Miss
 from hotkv_vllm.compat import NULL_BLOCK, kv_groups, sparse_layers, steps
 from hotkv_vllm.costs.load_choice import LoadChoice
 from hotkv_vllm.hints.requests import HintReader

@@ -24,7 +24,7 @@ import numpy as np
 
 from hotkv_client.types import Int32s, LeaseGrant, LoadRun
 from hotkv_proto.groups import PREFIX_CLOSED, Int64s, longest_prefix, needed_blocks
-from hotkv_proto.misses import Miss
+from hotkv_proto.reports import Miss
 from hotkv_vllm.config import ConnectorConfig
 from hotkv_vllm.costs.answer_time import AnswerTime
 from hotkv_vllm.link import BoolMask, CacheSession

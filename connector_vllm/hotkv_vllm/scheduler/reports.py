@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hotkv_client.types import EndedRequest, LoadEnd, RequestReport
-from hotkv_proto.misses import Miss
+from hotkv_proto.reports import Miss
 from hotkv_vllm.costs.prefill_speed import PrefillSpeed
 from hotkv_vllm.link import CacheSession
 from hotkv_vllm.scheduler.request import RequestState

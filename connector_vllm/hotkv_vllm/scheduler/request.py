@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from hotkv_proto.misses import Miss
-from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.blocks import NO_RETENTION, Retention
+from hotkv_proto.reports import Miss
 from hotkv_vllm.costs.answer_time import AnswerTime
 from hotkv_vllm.hints.requests import NOTHING, Asked
 from hotkv_vllm.link import BoolMask

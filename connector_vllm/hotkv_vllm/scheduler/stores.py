@@ -18,9 +18,8 @@ from dataclasses import replace
 import numpy as np
 
 from hotkv_client.types import BlockRun, Int32s
+from hotkv_proto.blocks import Retention, StoreOptions
 from hotkv_proto.groups import GroupKind, GroupSpec
-from hotkv_proto.retention import Retention
-from hotkv_proto.store_options import StoreOptions
 from hotkv_vllm.compat import NULL_BLOCK, steps
 from hotkv_vllm.compat.kv_groups import CacheGroup
 from hotkv_vllm.config import ConnectorConfig

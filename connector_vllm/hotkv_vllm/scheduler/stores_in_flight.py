@@ -12,7 +12,7 @@ import numpy as np
 
 from hotkv_client.fence import Revocations
 from hotkv_client.types import BlockResult, BlockRun
-from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
+from hotkv_proto.blocks import NO_OPTIONS, StoreOptions
 from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
 from hotkv_vllm.scheduler.hits import HiddenKeys
 from hotkv_vllm.stats import HotKVStats

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from hotkv_proto.counters import SPARSE_COUNTERS
+from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_vllm.sparse.sequence import Attended
 
 PREFIX = "sparse_"
@@ -24,7 +24,7 @@ _STEP = tuple(
 
 
 class LayerCounters:
-    """Counters of the layers `indices`, by the names of `hotkv_proto.counters.SPARSE_COUNTERS`."""
+    """Counters of the layers `indices`, by the names of `hotkv_proto.reports.SPARSE_COUNTERS`."""
 
     def __init__(self, indices: Iterable[int]) -> None:
         self._rows = {index: [0.0] * len(SPARSE_COUNTERS) for index in indices}

@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv_client import BlockRun, ResidencyOpened, Session
+from hotkv_proto.blocks import StoreOptions
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.store_options import StoreOptions
 from hotkv_sparse import HotSet, SparseConfig, prepare, score, span
 from hotkv_sparse.config import COPY_METHODS
 from hotkv_sparse.selection import exact_log_mass, select_layer

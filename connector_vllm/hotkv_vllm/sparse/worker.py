@@ -129,7 +129,7 @@ class SparseWorker:
 
     def take_layer_counters(self) -> dict[int, dict[str, float]]:
         """Returns the counts since its last call, by layer index and the names of
-        `hotkv_proto.counters.SPARSE_COUNTERS`."""
+        `hotkv_proto.reports.SPARSE_COUNTERS`."""
         return self._counters.take_by_layer()
 
     def take_steps(self) -> dict[str, I32]:

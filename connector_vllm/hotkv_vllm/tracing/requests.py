@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 from hotkv_client.types import GroupHashes
-from hotkv_proto.misses import Miss
-from hotkv_proto.results import BlockResult
+from hotkv_proto.blocks import BlockResult
+from hotkv_proto.reports import Miss
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.link import logger
 from hotkv_vllm.metadata import LoadJob

@@ -9,13 +9,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.blocks import BlockExtraKeys, BlockRun, ExtraKey, GroupHashes, LoadRun, RunContent
+from hotkv_proto.blocks import (
+    NO_RETENTION,
+    BlockExtraKeys,
+    BlockRun,
+    ExtraKey,
+    GroupHashes,
+    LeaseGrant,
+    LoadRun,
+    Retention,
+    RunContent,
+    StoreOptions,
+    TransferResult,
+    TransferStatus,
+)
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.messages import fields
-from hotkv_proto.results import LeaseGrant, TransferResult, TransferStatus
-from hotkv_proto.retention import NO_RETENTION, Retention
-from hotkv_proto.store_options import StoreOptions
 from hotkv_proto.table import Words, hash_words
 from hotkv_proto.v1 import cache_pb2
 

@@ -1,12 +1,11 @@
 """Fields that many messages have: ids and names, durations, rates, packed numbers, enums."""
 
 import math
-import re
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
+from google.protobuf.descriptor import EnumDescriptor
 from numpy.typing import ArrayLike, NDArray
 
 from hotkv_proto.errors import HotKVError, Reason
@@ -108,7 +107,11 @@ def float32s(field: str, packed: bytes) -> NDArray[np.float32]:
 
 
 @cache
-def enum_word(kind: Any, number: int) -> str:
-    """Returns an enum's value as people read it: `BLOCK_VERDICT_NEVER_STORED` as "never stored"."""
-    prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", kind.DESCRIPTOR.name).upper()
-    return str(kind.Name(number)).removeprefix(f"{prefix}_").lower().replace("_", " ")
+def enum_word(kind: EnumDescriptor, number: int) -> str:
+    """Returns an enum's value as people read it: "never stored" for BLOCK_VERDICT_NEVER_STORED,
+    empty for one that is unspecified. Raises KeyError for a number that this software does not
+    know."""
+    names = kind.values_by_number
+    prefix = str(names[0].name).removesuffix("UNSPECIFIED")
+    word = str(names[number].name).removeprefix(prefix).removesuffix("UNSPECIFIED")
+    return word.lower().replace("_", " ")

@@ -6,9 +6,8 @@ from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import pack, read_hashes, read_retention, retention_message
 from hotkv_proto.messages.hints import hint_identifier, read_request_hints, request_hints_message
 from hotkv_proto.messages.layout import order_kind
-from hotkv_proto.misses import SAID_BY_ENGINES, Miss
 from hotkv_proto.order import OrderKind
-from hotkv_proto.reports import EndedRequest, LoadEnd, RequestReport
+from hotkv_proto.reports import SAID_BY_ENGINES, EndedRequest, LoadEnd, Miss, RequestReport
 from hotkv_proto.table import Words
 from hotkv_proto.v1 import hints_pb2, session_pb2
 

@@ -14,10 +14,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv_proto.blocks import NO_OPTIONS, NO_RETENTION, LeaseGrant, Retention, StoreOptions
 from hotkv_proto.keys import KeySpace, Representation
-from hotkv_proto.results import LeaseGrant
-from hotkv_proto.retention import NO_RETENTION, Retention
-from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
 from hotkv_proto.table import BlockTable
 from hotkv_server.cache.cache_books import make_books
 from hotkv_server.cache.leases.leases import Lease, ReadLease, WriteLease

@@ -114,16 +114,6 @@ class SlotRun:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedResidency:
-    """Answer to opening a residency: the reader's word and its value, and the generation."""
-
-    residency_id: str
-    word_index: int
-    word_value: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
 class Reservation:
     """Answer to reserve: BlockResult values uint8 [n] and entry numbers (0 for none) a run in the
     order asked, and the lifetime."""

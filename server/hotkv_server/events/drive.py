@@ -16,9 +16,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.blocks import RunContent
+from hotkv_proto.blocks import BlockResult, RunContent
 from hotkv_proto.keys import MAX_GROUPS, KeySpace
-from hotkv_proto.results import BlockResult
 from hotkv_proto.table import Words
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import DISK_TIER, Entries, EvictionNotice, Medium, Run

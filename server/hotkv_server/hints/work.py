@@ -11,9 +11,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.hints import Action, ActionType, Status, Target
-from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import HashList

@@ -18,10 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from hotkv_proto.blocks import NO_RETENTION
 from hotkv_proto.groups import PREFIX_CLOSED
-from hotkv_proto.misses import Miss
-from hotkv_proto.reports import LoadEnd
-from hotkv_proto.retention import NO_RETENTION
+from hotkv_proto.reports import LoadEnd, Miss
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv_proto.blocks import LeaseGrant
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.results import LeaseGrant
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.leases import ReadLease
 from hotkv_server.integrity.verifier import Verifier

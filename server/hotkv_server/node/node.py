@@ -14,8 +14,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv_proto.blocks import NO_RETENTION, Flushed, Retention
 from hotkv_proto.errors import Reason
-from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import incremental
 from hotkv_server.cache.values import Entries, Medium, Run
@@ -33,7 +33,7 @@ from hotkv_server.node.lag import LoopLag
 from hotkv_server.node.persistence import Persistence
 from hotkv_server.node.removals import Removals
 from hotkv_server.node.reports import Reports
-from hotkv_server.node.seams import BlocksBelow, Flushed
+from hotkv_server.node.seams import BlocksBelow
 from hotkv_server.node.session import Drain, LiveSession
 from hotkv_server.node.sessions import Sessions
 from hotkv_server.node.slices import in_slices, slices

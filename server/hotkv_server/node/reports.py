@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hotkv_proto.blocks import NO_RETENTION
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import needed_blocks
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.reports import LoadEnd
-from hotkv_proto.retention import NO_RETENTION
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room import incremental
 from hotkv_server.cache.values import HashList

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hotkv_proto.blocks import Flushed
 from hotkv_proto.table import Words
 from hotkv_server.cache.values import BoolMask, Entries, HashList, Medium
 
@@ -11,15 +12,6 @@ if TYPE_CHECKING:
     from hotkv_proto.traces import Span
     from hotkv_server.node.health import Health
     from hotkv_server.node.session import LiveSession
-
-
-@dataclass(frozen=True, slots=True)
-class Flushed:
-    """The result of a flush. `pending`: tiers that have not heard of it yet. They will; until then
-    other nodes, or this one after a power loss, may find blocks of before there."""
-
-    num_blocks: int
-    pending: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

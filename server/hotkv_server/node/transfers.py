@@ -15,12 +15,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.blocks import RunContent
+from hotkv_proto.blocks import NO_OPTIONS, RunContent, StoreOptions, TransferResult, TransferStatus
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.order import DeviceMark
-from hotkv_proto.results import TransferResult, TransferStatus
-from hotkv_proto.store_options import NO_OPTIONS, StoreOptions
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.bounds import Account
 from hotkv_server.cache.values import LoadPositions, Run, SlotRun

@@ -10,9 +10,10 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 
+from hotkv_proto.blocks import ResidencyOpened
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.values import Entries, Int64s, OpenedResidency
+from hotkv_server.cache.values import Entries, Int64s
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.slices import slices
@@ -36,7 +37,7 @@ class ResidencyDesk:
 
     async def open(
         self, session: LiveSession, residency_id: str, num_blocks: Mapping[int, int]
-    ) -> OpenedResidency:
+    ) -> ResidencyOpened:
         """As the core's, after making room, in this turn of the loop. Others are served
         meanwhile."""
         if not self._core.draining:

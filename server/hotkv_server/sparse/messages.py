@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.counters import SPARSE_COUNTERS
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages.fields import float32s, identifier, int32s
+from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_proto.v1 import sparse_pb2
 from hotkv_server.node.session import LiveSession
 from hotkv_server.sparse.book.figures import MAX_LAYERS, LayerGrowth

@@ -1,6 +1,6 @@
 """What is told of sparse decode: figures per layer, as engines report them."""
 
-from hotkv_proto.counters import SPARSE_COUNTERS, sparse_figures
+from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 from hotkv_server.node.capability import Samples
 from hotkv_server.node.topics import Figures
 from hotkv_server.sparse.book.figures import LayerFigures, LayerGrowth

@@ -344,4 +344,4 @@ SPARSE_LAYER_HELP: dict[str, str] = {
     "faults": "Faults of sparse attention; the call fell back to dense attention.",
     "loaded_blocks": "Representations that engines loaded.",
 }
-"""By name of `hotkv_proto.counters.SPARSE_COUNTERS`; each is per layer, summed over all engines."""
+"""By name of `hotkv_proto.reports.SPARSE_COUNTERS`; each is per layer, summed over all engines."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from hotkv_proto.results import BlockResult, TransferStatus
+from hotkv_proto.blocks import BlockResult, TransferStatus
 from hotkv_proto.v1 import cache_pb2
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession

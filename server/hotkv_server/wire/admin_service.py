@@ -7,10 +7,10 @@ from typing import Any
 import orjson
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.limits import MAX_MESSAGE_BYTES
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import read_hashes
 from hotkv_proto.v1 import admin_pb2, admin_pb2_grpc
+from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.cache import inspect
 from hotkv_server.node.node import Node
 from hotkv_server.node.topics import tell
@@ -69,7 +69,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         async def call() -> admin_pb2.FlushKeySpaceResponse:
             flushed = await self._node.flush(request.key_space_id)
             return admin_pb2.FlushKeySpaceResponse(
-                flushed_block_count=flushed.num_blocks, pending_tiers=flushed.pending
+                flushed_block_count=flushed, pending_tiers=flushed.pending_tiers
             )
 
         return await answer(self._node, context, call)

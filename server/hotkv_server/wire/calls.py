@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hotkv_proto.blocks import LeaseGrant
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages import cache, fields
 from hotkv_proto.messages.layout import read_device_mark
 from hotkv_proto.messages.session import read_ended, read_load_ends, read_reports
-from hotkv_proto.results import LeaseGrant
 from hotkv_proto.v1 import cache_pb2, session_pb2
 from hotkv_server.cache import inspect
 from hotkv_server.cache.values import HashList, LoadPositions, Run
@@ -324,7 +324,7 @@ async def report_use(node: Node, session: LiveSession, request: session_pb2.Repo
 async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
     """Flushes the session's key space."""
     flushed = await node.flush(session.record.key_space_id)
-    return session_pb2.Flushed(block_count=flushed.num_blocks, pending_tiers=flushed.pending)
+    return session_pb2.Flushed(block_count=flushed, pending_tiers=flushed.pending_tiers)
 
 
 def cancel(

@@ -217,6 +217,6 @@ def _summary(
     missing = next((b for b in blocks if b.group_index == limiting and b.verdict not in HITS), None)
     why = "a block it needs is missing"
     if missing is not None:
-        verdict = fields.enum_word(admin_pb2.BlockVerdict, missing.verdict)
+        verdict = fields.enum_word(admin_pb2.BlockVerdict.DESCRIPTOR, missing.verdict)
         why = f"block {missing.depth} is {verdict}"
     return f"{hit} of {num_tokens} tokens hit; group {limiting} stops there: {why}"

@@ -24,7 +24,6 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.limits import MAX_MESSAGE_BYTES
 from hotkv_proto.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -33,6 +32,7 @@ from hotkv_proto.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
+from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.node.capability import Service
 from hotkv_server.node.node import Node
 from hotkv_server.node.sessions import MAX_SESSIONS

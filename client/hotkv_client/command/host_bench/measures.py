@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from hotkv_client.command.host_bench.own_server import BenchError
 from hotkv_client.testing.paged import PagedEngine
 from hotkv_client.types import BlockRun, GroupHashes, LoadRun
-from hotkv_proto.results import TransferStatus
+from hotkv_proto.blocks import TransferStatus
 
 LAYERS, PAGE_BYTES = 32, 64 << 10
 BLOCK_BYTES = LAYERS * PAGE_BYTES

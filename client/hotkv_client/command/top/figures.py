@@ -7,7 +7,7 @@ from typing import Any
 from hotkv_client.command.savings_tables import total
 from hotkv_client.command.status_tables import state_line
 from hotkv_client.command.top.readings import Reading
-from hotkv_proto.counters import SPARSE_COUNTERS, sparse_figures
+from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
 
 HOST = "host"
 JITTER_S = 1.0

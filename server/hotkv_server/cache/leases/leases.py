@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_server.cache.room.bounds import Account, FairBound
 from hotkv_server.cache.table.index import Keys
 from hotkv_server.cache.values import (

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto import table
+from hotkv_proto.blocks import LeaseGrant
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS
-from hotkv_proto.results import LeaseGrant
 from hotkv_server.cache.cache_books import CacheBooks
 from hotkv_server.cache.leases.leases import ReadLease, content_of, lifetime_s, read_weight
 from hotkv_server.cache.sessions import check_named

@@ -5,8 +5,8 @@ counters; a use counts for the eviction policy, and pins the blocks if the reque
 """
 
 from hotkv_proto import table
+from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.keys import MAX_GROUPS
-from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_server.cache.cache_books import CacheBooks
 from hotkv_server.cache.sessions import check_named
 from hotkv_server.cache.values import BoolMask, Entries, HashList, SessionRecord

@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from hotkv_proto import table
+from hotkv_proto.blocks import Retention
 from hotkv_proto.keys import MAX_GROUPS
-from hotkv_proto.retention import Retention
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.leases import Lease, WriteLease, num_listed
 from hotkv_server.cache.sessions import check_named

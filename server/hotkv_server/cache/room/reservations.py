@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto import table
+from hotkv_proto.blocks import NO_RETENTION, BlockResult, Retention
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS
-from hotkv_proto.results import BlockResult
-from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_proto.table import RESERVED_FLAG
 from hotkv_server.cache.arrays import first_occurrences, rows
 from hotkv_server.cache.cache_books import CacheBooks

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.keys import MAX_GROUPS
-from hotkv_proto.retention import NO_RETENTION, Retention
 from hotkv_proto.table import BlockTable, Words
 from hotkv_server.cache.room.books import Books, Parts
 from hotkv_server.cache.room.making import Room

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hotkv_proto import table
+from hotkv_proto.blocks import Retention
 from hotkv_proto.groups import GroupSpec
 from hotkv_proto.keys import KeySpace
-from hotkv_proto.retention import Retention
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.retentions import distinct

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotkv_proto.misses import Miss
+from hotkv_proto.reports import Miss
 from hotkv_server.cache.values import HOST_TIER
 from hotkv_server.ledger.book.buckets import Values
 

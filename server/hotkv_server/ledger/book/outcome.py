@@ -12,7 +12,7 @@ import numpy as np
 from hotkv_proto import table
 from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.keys import KeySpace
-from hotkv_proto.misses import Miss
+from hotkv_proto.reports import Miss
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import HashList

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 import numpy as np
 
 from hotkv_proto import table
+from hotkv_proto.blocks import ResidencyOpened
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
@@ -27,7 +28,6 @@ from hotkv_server.cache.values import (
     Entries,
     Int64s,
     KeySpaceRecord,
-    OpenedResidency,
     SessionRecord,
 )
 from hotkv_server.residency.book.bound import ResidencyBound
@@ -64,7 +64,7 @@ class Residencies:
 
     def open(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
-    ) -> OpenedResidency:
+    ) -> ResidencyOpened:
         """Reserves room for so many blocks a group, and for their representations of the kinds that
         the session declares. The same call again for an open residency gets the same answer.
 
@@ -119,9 +119,9 @@ class Residencies:
         if is_new and self.bound.costs(slots) <= self.bound.room_bytes(tenant):
             yield from self._space.room.make_floors(slots, tenant)
 
-    def _opened(self, residency: Residency) -> OpenedResidency:
+    def _opened(self, residency: Residency) -> ResidencyOpened:
         index, value = self._words.of_session(residency.session_number)
-        return OpenedResidency(residency.residency_id, index, value, self._words.generation)
+        return ResidencyOpened(residency.residency_id, index, value, self._words.generation)
 
     # Pinning
 

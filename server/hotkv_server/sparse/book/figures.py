@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.counters import SPARSE_COUNTERS
+from hotkv_proto.reports import SPARSE_COUNTERS
 
 F64 = NDArray[np.float64]
 MAX_LAYERS = 256

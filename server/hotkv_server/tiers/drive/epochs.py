@@ -16,9 +16,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from hotkv_proto.blocks import Flushed
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.memory.clerk import Clerk
-from hotkv_server.node.seams import Flushed
 from hotkv_server.tiers.book.epochs import NO_EPOCH, TELL_S, EpochBook, Raise, Ticket
 from hotkv_server.tiers.drive.epoch_notes import EpochNotes, text_of
 from hotkv_server.tiers.drive.tasks import TierTasks, future, on_loop
@@ -172,7 +172,7 @@ class Epochs:
                 ",".join(pending),
             )
         if not caller.done.done():
-            caller.done.set_result(Flushed(caller.num_blocks, tuple(pending)))
+            caller.done.set_result(Flushed(caller.num_blocks, pending))
 
     # Who may be served
 

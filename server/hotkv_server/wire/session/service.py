@@ -20,6 +20,7 @@ from hotkv_proto.versions import (
     NEWEST_VERSION,
     OLDEST_VERSION,
     Feature,
+    Role,
     agreed_features,
     agreed_version,
 )
@@ -32,12 +33,6 @@ from hotkv_server.wire.session.stream import SessionStream
 log = logging.getLogger(__name__)
 
 FIRST_MESSAGE_TIMEOUT_S = 10.0
-ROLES = {
-    "scheduler": session_pb2.SESSION_ROLE_SCHEDULER,
-    "worker": session_pb2.SESSION_ROLE_WORKER,
-    "tool": session_pb2.SESSION_ROLE_TOOL,
-}
-"""By the role's name in the core."""
 
 
 class SessionService(session_pb2_grpc.SessionServiceServicer):
@@ -78,11 +73,13 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
 
     async def _open(self, opening: session_pb2.OpenSession, peer: Peer) -> LiveSession:
         _version(opening)
-        if opening.role not in ROLES.values():
+        try:
+            role = Role(opening.role).name.lower()
+        except ValueError:
             raise HotKVError(
                 Reason.INVALID_FIELD,
                 f"role is {opening.role}; allowed are 1 (scheduler), 2 (worker) and 3 (tool)",
-            )
+            ) from None
         fields.name("engine_id", opening.engine_id)
         fields.name("client_name", opening.client_name)
         key_space, representations = (
@@ -96,7 +93,6 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
             if tenant is None or not opening.engine_id
             else f"{tenant.name}/{opening.engine_id}"
         )
-        role = fields.enum_word(session_pb2.SessionRole, opening.role)
         session = await self._node.sessions.open(
             engine_id, role, key_space, opening.client_name, representations,
             hears_evictions=not opening.without_eviction_notices,

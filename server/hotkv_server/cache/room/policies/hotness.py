@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto import native
-from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_server.cache.room.policies.demoted import DemotedEntries, others
 from hotkv_server.cache.room.policies.duel import Duel
 from hotkv_server.cache.room.policies.ghosts import GhostTable

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_server.cache.room.policies.demoted import DemotedEntries, others
 from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
 from hotkv_server.cache.room.policies.queue import ColdQueue, Highest

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.blocks import NO_RETENTION, Retention
 
 Entries = NDArray[np.uint32]
 Keys = NDArray[np.uint64]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.retention import NO_RETENTION, Retention
+from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_server.cache.room.policies.demoted import others
 from hotkv_server.cache.room.policies.ghosts import GhostTable
 from hotkv_server.cache.room.policies.lru import Stamps
