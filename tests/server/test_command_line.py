@@ -7,10 +7,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import grpc
 import pytest
+import tomllib
 
 from demo.processes import ROOT, Server
 from hotkv_client.command import cli, unanswered
@@ -20,6 +22,14 @@ from hotkv_client.testing import PagedEngine
 def hotkv(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hotkv_client.command.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
+def test_the_programs_that_pip_installs_are_there() -> None:
+    """The entry points as pyproject.toml names them: an installed environment may be older."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    plugins = project["entry-points"]["vllm.general_plugins"]
+    for name, value in {**project["scripts"], **plugins}.items():
+        assert callable(EntryPoint(name, value, "").load()), name
 
 
 def test_a_reader_that_stops_early_sees_no_traceback(server: Server) -> None:
