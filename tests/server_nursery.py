@@ -27,13 +27,13 @@ MAX_ORDER_BYTES = 1 << 17
 
 def _preload() -> None:
     from hotkv_proto import native
-    from hotkv_server.cli import KERNELS
+    from hotkv_server.cli import kernels
 
     # As `hotkv-server run` has it when it loads gRPC.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     for module in ("uvloop", "hotkv_server.daemon", "hotkv_server.settings"):
         importlib.import_module(module)
-    for name in KERNELS:
+    for name in kernels():
         native.load(name)
 
 

@@ -16,16 +16,14 @@ from hotkv_server import arenas, logs
 from hotkv_server.simulate import command as simulation
 
 USAGE_ERROR = 2
-KERNELS = (
-    "hotkv_proto.kernels",
-    "hotkv_sparse.kernels",
-    "hotkv_server.cache.table.kernels",
-    "hotkv_server.cache.room.policies.kernels",
-    "hotkv_server.tiers.compression.kernels",
-    "hotkv_server.tiers.disk.kernels",
-    "hotkv_server.integrity.kernels",
-)
-"""All modules with kernels that a server loads."""
+SHARED_KERNELS = ("hotkv_proto.kernels", "hotkv_sparse.kernels")
+
+
+def kernels() -> list[str]:
+    """Names of all modules with kernels that a server loads: its own are called `kernels`."""
+    top = Path(__file__).parent
+    own = sorted(file.relative_to(top.parent) for file in top.rglob("kernels.py"))
+    return [*SHARED_KERNELS, *(".".join(file.with_suffix("").parts) for file in own)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compile() -> int:
-    for name in KERNELS:
+    for name in kernels():
         native.require(name)
     return 0
 

@@ -27,13 +27,12 @@ from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError, process
 from hotkv_server.startup.arena import open_memory
 from hotkv_server.startup.cache import load_kernels, open_cache
-from hotkv_server.startup.capabilities import attach_all
+from hotkv_server.startup.capabilities import OpenedBelow, attach_all, open_below
 from hotkv_server.startup.listeners import Listeners
 from hotkv_server.startup.places import lock_runtime_dir
 from hotkv_server.startup.preflight import check_start
 from hotkv_server.startup.progress import KERNELS, Progress
 from hotkv_server.startup.reload import Reloader
-from hotkv_server.tiers.start import LowerPart, make_tiers, open_lower
 from hotkv_server.wire.server import RpcServer
 
 log = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ class Opened:
     node: Node
     memory: NodeMemory
     cuda: CudaPart
-    lower: LowerPart | None
+    below: OpenedBelow | None
     is_new: bool = True
     """Nothing came back from an earlier server."""
 
@@ -78,14 +77,14 @@ class Opened:
                 raise StartError(str(error)) from error
             undo.callback(cuda.close)
             arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
-            lower = open_lower(settings, arena, reset=reset)
-            if lower is not None:
-                undo.callback(lower.memory.close)
-            core, verifier = open_cache(settings, memory, lower)
-            tiers = make_tiers(settings, core, verifier, memory, lower)
+            below = open_below(settings, arena, reset=reset)
+            if below is not None:
+                undo.callback(below.close)
+            core, verifier = open_cache(settings, memory, below)
+            tiers = None if below is None else below.drive(core, verifier, memory)
             node = Node(core, memory, cuda.copy_engine, verifier, cuda.devices, tiers)
             undo.pop_all()
-        return Opened(node, memory, cuda, lower, is_new)
+        return Opened(node, memory, cuda, below, is_new)
 
     def fill(self) -> None:
         """Prefaults the rest of table and arena, in the background."""
@@ -106,8 +105,8 @@ class Opened:
         """Closes all, after the node. `keep`: leave the blocks to the next server. Blocks."""
         self.memory.filling.close()
         self.cuda.close()
-        if self.lower is not None:
-            self.lower.memory.close()
+        if self.below is not None:
+            self.below.close()
         for one in self.node.capabilities:
             one.release()
         if any(one.is_moving for one in self.node.core.below):
@@ -122,8 +121,8 @@ class Opened:
                 log.error("the arena's directory hangs: times of last use are not saved")
             self.memory.release()
         else:
-            if self.lower is None and self.node.tiers is not None:
-                self.node.tiers.epochs.discard()
+            if self.below is not None:
+                self.below.discard()
             self.memory.remove()
 
 

@@ -3,7 +3,6 @@ anything else."""
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -353,32 +352,3 @@ def test_one_arena_has_one_server(place: Place, *, hangs: bool) -> None:
     if hangs:
         place.stop()
         place.start()
-
-
-def test_no_block_of_before_a_flush_comes_back_after_a_power_loss(place: Place) -> None:
-    """Host memory is gone, and so are all pages of the disk's records that were not synced: what is
-    there is what lay there before the flush."""
-    disk = place.folder / "disk"
-    disk.mkdir(mode=0o700)
-    flags = ("--tiers.disk.path", str(disk), "--tiers.disk.bytes", "64MiB")
-    place.start(*flags)
-    engine, blocks, kept = place.connect(), hashes(20), hashes(4)
-    assert store(engine, blocks) == {BlockResult.STORED}
-    wait_until(lambda: place.counter("tier_demoted_blocks_total") >= 20, 60)
-    synced = (disk / "records").read_bytes()
-    flushed = engine.session.flush().result(60)
-    assert flushed == 20 and not flushed.pending_tiers
-    place.stop(signal.SIGKILL)
-    shutil.rmtree(place.folder / "arena")
-    (disk / "records").write_bytes(synced)
-    place.start(*flags)
-    name = os.urandom(8).hex()
-    assert not engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60).pinned[0].any()
-    # What is stored after a flush outlives the next loss.
-    assert store(engine, kept) == {BlockResult.STORED}
-    wait_until(lambda: place.counter("tier_demoted_blocks_total") >= 4, 60)
-    place.stop(signal.SIGKILL)
-    shutil.rmtree(place.folder / "arena")
-    place.start(*flags)
-    wait_until(lambda: load(engine, kept, 40) is TransferStatus.DONE, 60)
-    assert np.array_equal(engine.kv[:, :4], engine.kv[:, 40:44])

@@ -3,6 +3,8 @@ also after a kill; and what the disk does wrong costs hits, never bytes."""
 
 import argparse
 import contextlib
+import os
+import shutil
 import signal
 from collections.abc import Iterator
 
@@ -321,3 +323,32 @@ def test_a_smaller_disk_keeps_what_fits(place: Tiered) -> None:
         path.unlink()
     place.start_tiered(disk="16MiB")
     assert place.loads(chain, content)
+
+
+def test_no_block_of_before_a_flush_comes_back_after_a_power_loss(place: Tiered) -> None:
+    """Host memory is gone, and so are all pages of the disk's records that were not synced: what is
+    there is what lay there before the flush."""
+    disk = place.folder / "disk"
+    place.start_tiered()
+    engine, blocks, kept = place.connect(), hashes(20), hashes(4)
+    assert store(engine, blocks) == {BlockResult.STORED}
+    wait_until(lambda: place.counter("tier_demoted_blocks_total") >= 20, 60)
+    wait_until(lambda: not place.counter("tier_unsaved_blocks"), 60)
+    synced = (disk / "records").read_bytes()
+    flushed = engine.session.flush().result(60)
+    assert flushed == 20 and not flushed.pending_tiers
+    place.stop(signal.SIGKILL)
+    shutil.rmtree(place.folder / "arena")
+    (disk / "records").write_bytes(synced)
+    place.start_tiered()
+    name = os.urandom(8).hex()
+    assert not engine.session.acquire(name, [GroupHashes(0, blocks)]).result(60).pinned[0].any()
+    # What is stored after a flush outlives the next loss.
+    assert store(engine, kept) == {BlockResult.STORED}
+    wait_until(lambda: place.counter("tier_demoted_blocks_total") >= 4, 60)
+    wait_until(lambda: not place.counter("tier_unsaved_blocks"), 60)
+    place.stop(signal.SIGKILL)
+    shutil.rmtree(place.folder / "arena")
+    place.start_tiered()
+    wait_until(lambda: load(engine, kept, 40) is TransferStatus.DONE, 60)
+    assert np.array_equal(engine.kv[:, :4], engine.kv[:, 40:44])

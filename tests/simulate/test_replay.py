@@ -11,12 +11,11 @@ from hotkv_server.simulate.replay import (
     BLOCK_TOKENS,
     OneTier,
     Tier,
-    TwoTiers,
     replay,
-    replay_two_tiers,
     unbounded,
 )
 from hotkv_server.simulate.trace import make_trace
+from hotkv_server.simulate.two_tiers import TwoTiers, replay_two_tiers
 from tests.simulate.naive import any_requests, chained_requests, lru_hits, two_tier_hits
 from tests.simulate.traces import MAKERS, Requests
 

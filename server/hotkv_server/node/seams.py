@@ -40,9 +40,6 @@ class Epochs(Protocol):
     async def flush(self, key_space_id: int) -> Flushed:
         """Flushes a key space here and in all tiers."""
 
-    def discard(self) -> None:
-        """Forgets what was written down of epochs: the arena goes, too."""
-
 
 class Lookups(Protocol):
     """Questions for blocks below host memory."""

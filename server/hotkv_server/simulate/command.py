@@ -20,7 +20,6 @@ from hotkv_server.simulate.replay import (
     derive_hints,
     next_uses,
     replay,
-    replay_two_tiers,
     unbounded,
 )
 from hotkv_server.simulate.report import (
@@ -212,6 +211,9 @@ def _replayed(
         hints = derive_hints(trace) if options.hints else None
         done = replay(trace, capacity, POLICIES[policy], progress, hints)
     else:
+        # The simulator serves one tier without the folder of tiers, too.
+        from hotkv_server.simulate.two_tiers import replay_two_tiers
+
         gb_per_day = options.disk_write_gb_per_day
         done = replay_two_tiers(
             trace,

@@ -16,17 +16,12 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.groups import GroupKind, GroupSpec
-from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import SLOT_ALIGN, BlockTable, TableGeometry, Words
 from hotkv_server.cache.room.books import finished
 from hotkv_server.cache.room.policies import Policy
 from hotkv_server.cache.room.space import Space
-from hotkv_server.cache.values import Entries, HashList, KeySpaceRecord
+from hotkv_server.cache.values import Entries
 from hotkv_server.simulate.trace import Int64s, Trace
-from hotkv_server.tiers.book.arrivals import Arrivals
-from hotkv_server.tiers.book.lower import LowerTier
-from hotkv_server.tiers.book.moves import Moves
 
 # --------------------------------------------------------------------------------- Hints of a trace
 # What a trace's sessions would have told: which turn was a session's last, and after which
@@ -183,79 +178,13 @@ class OneTier:
     def serve(self, hashes: Words, now_s: float) -> int:
         """Length of the prefix that a request hits; its blocks [n, 8] are used or stored."""
         entries = self.tier.find(hashes)
-        prefix = _prefix(entries)
+        prefix = prefix_of(entries)
         self.tier.store(hashes, entries, prefix, now_s)
         self.tier.space.removal.take_effects()
         return prefix
 
 
-class TwoTiers:
-    """A tier below the first, with the moves of the daemon: what a request stores is written soon,
-    if the gate admits it, and a prefix that lies below comes up before it is used.
-
-    `write_bytes_per_day`: the gate's budget, in bytes of slots of the replay; None for no limit.
-    """
-
-    def __init__(
-        self, first: Tier, second: Tier, block_tokens: int, write_bytes_per_day: int | None
-    ) -> None:
-        self.first = first
-        self.second = second
-        moves = Moves(first.space)
-        self.arrivals = Arrivals(moves)
-        self.lower = LowerTier(moves, self.arrivals, second.space, write_bytes_per_day)
-        self.lower.down.add_key_space(_record(block_tokens))
-        self.num_hits = 0
-        self.num_writes = 0
-
-    def serve(self, hashes: Words, now_s: float) -> int:
-        """Length of the prefix that a request hits in either tier; its blocks [n, 8] are used or
-        stored in the first."""
-        entries, below = self.first.find(hashes), self.second.find(hashes)
-        prefix = _prefix(np.where(entries == 0, below, entries))
-        if not entries[:prefix].all():
-            self._bring_up(hashes[:prefix], now_s)
-            entries = self.first.find(hashes)
-            prefix = min(prefix, _prefix(entries))
-        self.first.store(hashes, entries, _prefix(entries), now_s)
-        self.first.space.removal.take_effects()
-        self._write(self.first.find(hashes), now_s)
-        return prefix
-
-    def _bring_up(self, hashes: Words, now_s: float) -> None:
-        here = self.first.find(hashes)
-        with self.first.staying(here[here != 0]):
-            self.first.make_room(int(np.count_nonzero(here == 0)))
-        move = self.lower.up.begin(KEY_SPACE, [HashList(GROUP, hashes)], now_s)
-        if move is not None:
-            self.num_hits += len(move)
-            all_of = np.ones(len(move), np.bool_)
-            self.lower.up.end(move, all_of, ~all_of, None, now_s)
-            self.arrivals.let_go(move)
-
-    def _write(self, entries: Entries, now_s: float) -> None:
-        """Writes those blocks of a request that the gate admits; 0 for one that has no slot."""
-        down = self.lower.down
-        self.first.space.chains.link(KEY_SPACE, GROUP, entries, None)
-        down.waiting.add(entries[entries != 0])
-        while len(down.waiting):
-            taken = down.take(self.first.space.pool.capacity_bytes, now_s)
-            finished(down.make_room(taken))
-            for move in down.begin(taken):
-                self.num_writes += len(move)
-                seals = np.zeros(len(move), np.uint64)
-                down.end(move, np.ones(len(move), np.bool_), seals, now_s)
-        self.second.space.removal.take_effects()
-
-
-def _record(block_tokens: int) -> KeySpaceRecord:
-    """What a trace's blocks are, for the gate."""
-    group = GroupSpec(GroupKind.FULL_ATTENTION, block_tokens, (SLOT_ALIGN,))
-    key_space = KeySpace("trace", "trace", "bfloat16", (group,), block_tokens)
-    return KeySpaceRecord(KEY_SPACE, key_space)
-
-
-def _prefix(entries: Entries) -> int:
+def prefix_of(entries: Entries) -> int:
     """Entries before the first 0."""
     at = int(np.argmin(entries))
     return at if entries[at] == 0 else len(entries)
@@ -269,7 +198,7 @@ def replay(
     hints: Hints | None = None,
 ) -> Replayed:
     """Replays a trace over one tier. `hints`: of its sessions, told when each request is done."""
-    _warm_up(trace, make_policy)
+    warm_up(trace, make_policy)
     tier = Tier(capacity_blocks, make_policy)
 
     def tell(request: int, hashes: Words, now_s: float) -> None:
@@ -278,34 +207,11 @@ def replay(
         if cold_from is not None:
             tier.demote(hashes[cold_from:], now_s)
 
-    prefix, seconds = _timed(trace, OneTier(tier).serve, progress, tell if hints else None)
+    prefix, seconds = timed(trace, OneTier(tier).serve, progress, tell if hints else None)
     return Replayed(prefix, seconds)
 
 
-def replay_two_tiers(
-    trace: Trace,
-    capacity_blocks: int,
-    second_blocks: int,
-    make_policy: MakePolicy,
-    *,
-    block_tokens: int = BLOCK_TOKENS,
-    writes_per_day: float | None = None,
-    progress: Progress | None = None,
-) -> Replayed:
-    """Replays a trace over two tiers, each with a policy of its own. `writes_per_day`: blocks that
-    may be written to the second, None for no limit."""
-    _warm_up(trace, make_policy)
-    tiers = TwoTiers(
-        Tier(capacity_blocks, make_policy),
-        Tier(second_blocks, make_policy),
-        block_tokens,
-        None if writes_per_day is None else int(writes_per_day * SLOT_ALIGN),
-    )
-    prefix, seconds = _timed(trace, tiers.serve, progress)
-    return Replayed(prefix, seconds, tiers.num_hits, tiers.num_writes)
-
-
-def _timed(
+def timed(
     trace: Trace,
     serve: Callable[[Words, float], int],
     progress: Progress | None,
@@ -328,7 +234,7 @@ def _timed(
     return prefix, seconds
 
 
-def _warm_up(trace: Trace, make_policy: MakePolicy) -> None:
+def warm_up(trace: Trace, make_policy: MakePolicy) -> None:
     """Serves a few requests with a cache that is thrown away, so that no timing includes
     compilation."""
     cache = OneTier(Tier(WARM_UP_BLOCKS, make_policy))

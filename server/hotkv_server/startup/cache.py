@@ -13,7 +13,7 @@ from hotkv_server.node.recovery import take_over
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.access import tenant_shares
-from hotkv_server.tiers.start import LowerPart, open_books, take_over_lower
+from hotkv_server.startup.capabilities import OpenedBelow
 
 MAX_BLOCKS_PER_CALL = 1 << 17
 """The event loop serves nobody else during a call: some 20 ms to find so many."""
@@ -28,7 +28,7 @@ def load_kernels(settings: Settings) -> None:
 
 
 def open_cache(
-    settings: Settings, memory: NodeMemory, lower: LowerPart | None = None
+    settings: Settings, memory: NodeMemory, below: OpenedBelow | None = None
 ) -> tuple[CacheCore, Verifier]:
     """The core with the blocks that came back, compared for as long as the settings allow. Blocks.
     Raises StartError."""
@@ -49,14 +49,13 @@ def open_cache(
     )
     policy = POLICIES[settings.policy](config.capacity)
     core = CacheCore(config, memory.table, policy, ReaderMemory(memory.words, memory.marks))
-    open_books(settings, core, lower)
+    if below is not None:
+        below.add_books(core)
     verifier = Verifier(core, Region(memory.arena.address, memory.arena.num_bytes, "the arena"))
     check_s = settings.integrity.start_check_s if settings.integrity.stride else None
     try:
         take_over(core, memory, verifier, check_s)
-        if lower is not None:
-            take_over_lower(settings, core, lower)
-            # Key spaces of the tier may be new to the arena.
+        if below is not None and below.take_over(core):
             memory.save_state(state_of(core, memory.slab_bytes))
     except OSError as error:
         raise StartError(f"arena.dir: {error}") from error

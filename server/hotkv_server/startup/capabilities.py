@@ -1,13 +1,19 @@
 """The capabilities of a server: a folder each, and its lines here. Without them a server starts and
 serves as before, but for what that capability promises."""
 
+from collections.abc import Callable
 from typing import Protocol
 
+from hotkv_server.cache.core import CacheCore
+from hotkv_server.dataplane.plan import Region
 from hotkv_server.events import capability as events
 from hotkv_server.hints import capability as hints
+from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.ledger import capability as ledger
+from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node.capability import Capability
 from hotkv_server.node.node import Node
+from hotkv_server.node.seams import BlocksBelow
 from hotkv_server.residency import capability as residency
 from hotkv_server.settings import Settings
 from hotkv_server.sparse import capability as sparse
@@ -16,9 +22,34 @@ from hotkv_server.tracing import capability as tracing
 from hotkv_server.warm_start import capability as warm_start
 
 
+class OpenedBelow(Protocol):
+    """What keeps blocks below host memory, as a start goes on: opened, known to the cache, filled,
+    driven."""
+
+    def add_books(self, core: CacheCore) -> None:
+        """Gives the core the books of what lies below it."""
+
+    def take_over(self, core: CacheCore) -> bool:
+        """Fills them with what an earlier server has left. Returns whether the core may know more
+        key spaces now. Blocks. Raises StartError."""
+
+    def drive(self, core: CacheCore, verifier: Verifier, memory: NodeMemory) -> BlocksBelow:
+        """What the node drives. Raises StartError."""
+
+    def close(self) -> None:
+        """Lets another server have its places. Called after the node has ended."""
+
+    def discard(self) -> None:
+        """Called when no block stays in the arena: drops what was noted beside them. Blocks."""
+
+
 class Attaches(Protocol):
-    """The module `capability` of a capability's folder; it may have a `check`, too, which raises
-    StartError for settings that this machine can't serve."""
+    """The module `capability` of a capability's folder. It may have two functions more:
+
+    - `check(settings)` raises StartError for settings that this machine can't serve.
+    - `open_below(settings, arena, reset=)` returns an OpenedBelow, or None if the settings ask for
+      nothing below host memory. One capability has it at most. Blocks. Raises StartError.
+    """
 
     def attach(self, settings: Settings, node: Node) -> Capability:
         """The capability, for this node. Raises StartError."""
@@ -43,8 +74,18 @@ def attach_all(settings: Settings, node: Node) -> None:
         node.capabilities.append(module.attach(settings, node))
 
 
-def check_all(settings: Settings) -> None:
-    """Raises StartError if a capability can't be had as the settings ask for it."""
+def open_below(settings: Settings, arena: Region, *, reset: bool) -> OpenedBelow | None:
+    """Opens what lies below host memory, if anything does. `reset`: drops what an earlier server
+    has left there. Blocks. Raises StartError."""
     for module in CAPABILITIES:
-        if (check := getattr(module, "check", None)) is not None:
-            check(settings)
+        opens = getattr(module, "open_below", None)
+        if opens is not None and (below := opens(settings, arena, reset=reset)) is not None:
+            opened: OpenedBelow = below
+            return opened
+    return None
+
+
+def checks_of_capabilities() -> list[Callable[[Settings], None]]:
+    """Each raises StartError if its capability can't be had as the settings ask for it."""
+    checks = [getattr(module, "check", None) for module in CAPABILITIES]
+    return [check for check in checks if check is not None]

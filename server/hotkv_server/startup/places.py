@@ -16,7 +16,6 @@ from hotkv_server.security.path_checks import (
 )
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
-from hotkv_server.tiers.drive.epoch_notes import EPOCHS_FILE
 
 
 def lock_runtime_dir(directory: Path) -> int:
@@ -44,7 +43,7 @@ def check_places(settings: Settings) -> None:
         check_runtime_dir(settings.admin_socket.parent)
         check_sockets([settings.grpc_socket, settings.descriptor_socket, settings.admin_socket])
         check_arena_dir(settings.arena_dir, is_private=bool(security.tenants))
-        check_files(settings.arena_dir / name for name in (*FILES, LOCK_FILE, EPOCHS_FILE))
+        check_files(settings.arena_dir / name for name in (*FILES, LOCK_FILE))
         if security.tls.key is not None:
             check_private_key(security.tls.key)
     except (UnsafeError, OSError) as error:

@@ -22,9 +22,8 @@ from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.access import make_access_control, make_endpoints, make_page_access
 from hotkv_server.startup.arena import placer
-from hotkv_server.startup.capabilities import check_all
+from hotkv_server.startup.capabilities import checks_of_capabilities
 from hotkv_server.startup.places import check_places, lock_runtime_dir
-from hotkv_server.tiers.start import check_tiers
 from hotkv_server.wire.server import MAX_SOCKET_PATH_BYTES
 
 
@@ -43,8 +42,7 @@ def check_start(settings: Settings, *, is_running: bool = False) -> list[str]:
         check_pages,
         check_audit,
         check_devices,
-        check_tiers,
-        check_all,
+        *checks_of_capabilities(),
         *(() if is_running else (check_http, check_tcp)),
     ]
     problems = []

@@ -1,4 +1,5 @@
-"""Tiers, as a capability of the node: their figures. Calls reach them through `node.seams`."""
+"""Tiers, as a capability of the node: how they open before it, and their figures. Calls reach them
+through `node.seams`."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,6 +9,10 @@ from hotkv_server.node.topics import Figures
 from hotkv_server.settings import Settings
 from hotkv_server.tiers import told
 from hotkv_server.tiers.drive.tiers import Tiers
+from hotkv_server.tiers.start import check_tiers as check
+from hotkv_server.tiers.start import open_tiers as open_below
+
+__all__ = ["TiersCapability", "attach", "check", "open_below"]
 
 
 def attach(settings: Settings, node: Node) -> "TiersCapability":

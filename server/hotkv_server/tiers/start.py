@@ -1,5 +1,5 @@
-"""Opens the tiers besides host memory, and takes over what an earlier server has left in that below
-it."""
+"""Opens the tiers besides host memory before there is a cache over them, and takes over what an
+earlier server has left on the disk."""
 
 import logging
 import os
@@ -20,6 +20,7 @@ from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.clerk import Clerk
 from hotkv_server.memory.state import StateError
 from hotkv_server.node.persistence import state_of
+from hotkv_server.security.path_checks import UnsafeError, check_files
 from hotkv_server.settings import Settings
 from hotkv_server.settings.tiers import STAGING_BYTES
 from hotkv_server.startup import StartError
@@ -27,7 +28,7 @@ from hotkv_server.tiers.book.books import TierBooks, books_of
 from hotkv_server.tiers.book.place_sizes import EncodedBytes
 from hotkv_server.tiers.compression.form import room_bytes
 from hotkv_server.tiers.drive.below import TierBelow
-from hotkv_server.tiers.drive.epoch_notes import EpochNotes, NotesFolder
+from hotkv_server.tiers.drive.epoch_notes import EPOCHS_FILE, EpochNotes, NotesFolder
 from hotkv_server.tiers.drive.epochs import EpochRelay, Epochs
 from hotkv_server.tiers.drive.records import LowerMemory
 from hotkv_server.tiers.drive.shared import TierShared
@@ -57,8 +58,13 @@ class LowerPart:
 
 
 def check_tiers(settings: Settings) -> None:
-    """Raises StartError if the disk tier's folder can't be used or has no room, or a tier's modules
-    are not installed. Asks no store: one that is away comes back by itself."""
+    """Raises StartError if the disk tier's folder can't be used or has no room, a tier's modules
+    are not installed, or another user could have written the notes of flushes. Asks no store: one
+    that is away comes back by itself."""
+    try:
+        check_files([settings.arena_dir / EPOCHS_FILE])
+    except (UnsafeError, OSError) as error:
+        raise StartError(f"refused to start: {error}") from error
     disk = settings.tiers.disk
     if disk.path is not None:
         path = disk.path
@@ -106,7 +112,7 @@ def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart |
     tiers, disk = settings.tiers, settings.tiers.disk
     if disk.path is None:
         return None
-    # Servers without a tier need neither its kernels nor xxhash.
+    # Servers without a disk need neither its kernels nor xxhash.
     from hotkv_server.tiers.disk.slab_file import SlabFile
     from hotkv_server.tiers.disk.tier import DiskTier
 
@@ -132,94 +138,124 @@ def open_lower(settings: Settings, arena: Region, *, reset: bool) -> LowerPart |
     return LowerPart(memory, space, tier)
 
 
-def encoded_bytes(settings: Settings) -> EncodedBytes | None:
-    """The sizes of places for blocks that the disk tier is to encode; None if it encodes none."""
-    return room_bytes if settings.tiers.disk.compress == "auto" else None
+class OpenedTiers:
+    """The tiers of a server, as its start goes on: opened, known to the cache, filled, driven.
+    `lower`: None without a disk."""
+
+    def __init__(self, settings: Settings, arena: Region, lower: LowerPart | None) -> None:
+        self._settings = settings
+        self._arena = arena
+        self._lower = lower
+        self._epochs: Epochs | None = None
+        encodes = settings.tiers.disk.compress == "auto"
+        self._encoded_bytes: EncodedBytes | None = room_bytes if encodes else None
+
+    def __repr__(self) -> str:
+        return f"OpenedTiers({self._lower!r})"
+
+    def add_books(self, core: CacheCore) -> None:
+        """Gives the core the books of what lies below it."""
+        space = None if self._lower is None else self._lower.space
+        TierBooks(core, space, self._settings.tiers.write_bytes_per_day, self._encoded_bytes)
+
+    def take_over(self, core: CacheCore) -> bool:
+        """Fills the space of the disk with what its records say, whether this server encodes or
+        not. Returns whether the core may know more key spaces now. Blocks. Raises StartError."""
+        if self._lower is None:
+            return False
+        memory, began_s = self._lower.memory, time.monotonic()
+        _recall_budget(books_of(core), memory, began_s)
+        if memory.why_empty:
+            log.warning("disk tier starts empty reason=%r", memory.why_empty)
+        num_encoded = _restore(core, self._lower, began_s)
+        try:
+            if num_encoded or self._encoded_bytes is not None:
+                self._lower.tier.prepare_encoding()
+        except OSError as error:
+            raise StartError(f"tiers.disk.compress: no memory: {error}") from error
+        memory.start(core.catalog.revision, state_of(core, memory.slab_bytes))
+        return True
+
+    def drive(self, core: CacheCore, verifier: Verifier, memory: NodeMemory) -> Tiers:
+        """All tiers as the node drives them, over a core that has what an earlier server has left.
+        Connects to nothing yet: a store that is away comes back by itself. Raises StartError."""
+        shared: list[tuple[SharedTier, EpochRelay]] = []
+        for name, compress, make in shared_tiers(self._settings):
+            relay = EpochRelay()
+            try:
+                tier = opened(make, compress, self._arena, memory.arena.fd, relay)
+            except (OSError, MissingError) as error:
+                raise StartError(f"tiers.{name}: {error}") from error
+            shared.append((tier, relay))
+        self._epochs = epochs = Epochs(core, shared, self._open_notes(core, memory))
+        most_bytes = moving_bytes(core)
+        driven = [TierShared(core, tier, verifier, epochs, most_bytes) for tier, _ in shared]
+        below = None
+        if (lower := self._lower) is not None:
+            below = TierBelow(core, lower.tier, verifier, epochs, most_bytes, lower.memory)
+        wait_s = self._settings.tiers.lookup_wait_ms / 1000
+        return Tiers(core, self._arena, wait_s, epochs, below, driven)
+
+    def _open_notes(self, core: CacheCore, memory: NodeMemory) -> EpochNotes:
+        """Where an earlier server has noted what it knew of flushes, beside its blocks, which the
+        core has already."""
+        folders = [NotesFolder(memory.directory, bool(core.space.used_bytes()))]
+        if (lower := self._lower) is not None:
+            folders.append(NotesFolder(lower.memory.folder, bool(lower.space.used_bytes())))
+        return EpochNotes(folders)
+
+    def close(self) -> None:
+        """Lets another server have the disk's folder. Called after the tiers have closed."""
+        if self._lower is not None:
+            self._lower.memory.close()
+
+    def discard(self) -> None:
+        """Called when no block stays in the arena: what was noted of flushes goes with them, unless
+        the disk keeps blocks. Blocks."""
+        if self._lower is None and self._epochs is not None:
+            self._epochs.discard()
 
 
-def open_books(settings: Settings, core: CacheCore, lower: LowerPart | None) -> None:
-    """Gives the core the books of the tiers of the settings, if there are any."""
-    if lower is not None or shared_tiers(settings):
-        space = None if lower is None else lower.space
-        TierBooks(core, space, settings.tiers.write_bytes_per_day, encoded_bytes(settings))
+def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers | None:
+    """Opens the tiers of the settings; None if there are none. `reset`: drops what an earlier
+    server has left on the disk. Blocks while the disk's space is allocated. Raises StartError."""
+    lower = open_lower(settings, arena, reset=reset)
+    if lower is None and not shared_tiers(settings):
+        return None
+    return OpenedTiers(settings, arena, lower)
 
 
-def take_over_lower(settings: Settings, core: CacheCore, part: LowerPart) -> None:
-    """Fills the space of the tier with what its records say, whether this server encodes or not.
-    Blocks. Raises StartError."""
-    memory, began_s = part.memory, time.monotonic()
-    num_encoded = 0
-    books = books_of(core)
+def _recall_budget(books: TierBooks, memory: LowerMemory, now_s: float) -> None:
+    """Tells the write gate what was written to the disk in the last 24 hours."""
     assert books.lower is not None, "a tier without places"
     try:
         wall_s, written = time.time(), memory.read_written()
-        books.lower.down.gate.recall([(wall_s - at_s, size) for at_s, size in written], began_s)
+        books.lower.down.gate.recall([(wall_s - at_s, size) for at_s, size in written], now_s)
     except (StateError, OSError) as error:
         log.warning("the disk's write budget begins anew reason=%r", str(error))
-    if memory.why_empty:
-        log.warning("disk tier starts empty reason=%r", memory.why_empty)
-    if memory.old is not None and memory.state is not None:
-        numbers: dict[int, int] = {}
-        for known in memory.state.key_spaces:
-            try:
-                numbers[known.number], _ = core.catalog.register(known.key_space, (), began_s)
-            except HotKVError as error:
-                log.warning("key space of the disk tier dropped reason=%r", error.message)
-        below = Below(part.space, core.catalog, room_bytes)
-        restored = restore_below(below, memory.old.records, numbers, began_s)
-        num_encoded = restored.encoded
-        log.info(
-            "disk tier restored blocks=%d encoded=%d dropped=%s took_s=%.2f",
-            restored.blocks,
-            num_encoded,
-            ",".join(f"{why}:{count}" for why, count in restored.dropped.items()) or "0",
-            time.monotonic() - began_s,
-        )
-    try:
-        if num_encoded or encoded_bytes(settings) is not None:
-            part.tier.prepare_encoding()
-    except OSError as error:
-        raise StartError(f"tiers.disk.compress: no memory: {error}") from error
-    memory.start(core.catalog.revision, state_of(core, memory.slab_bytes))
 
 
-def open_notes(core: CacheCore, memory: NodeMemory, lower: LowerPart | None) -> EpochNotes:
-    """Where an earlier server has noted what it knew of flushes, beside its blocks, which the core
-    has already."""
-    folders = [NotesFolder(memory.directory, bool(core.space.used_bytes()))]
-    if lower is not None:
-        folders.append(NotesFolder(lower.memory.folder, bool(lower.space.used_bytes())))
-    return EpochNotes(folders)
-
-
-def make_tiers(
-    settings: Settings,
-    core: CacheCore,
-    verifier: Verifier,
-    memory: NodeMemory,
-    lower: LowerPart | None,
-) -> Tiers | None:
-    """All tiers of the settings as the runtime drives them, over a core that has what an earlier
-    server has left; None if there are none. Connects to nothing yet: a store that is away comes
-    back by itself. Raises StartError."""
-    arena = Region(memory.arena.address, memory.arena.num_bytes, "the arena")
-    opened_tiers: list[tuple[SharedTier, EpochRelay]] = []
-    for name, compress, make in shared_tiers(settings):
-        relay = EpochRelay()
+def _restore(core: CacheCore, part: LowerPart, began_s: float) -> int:
+    """Fills the space with what the records say. Returns how many blocks are encoded."""
+    memory = part.memory
+    if memory.old is None or memory.state is None:
+        return 0
+    numbers: dict[int, int] = {}
+    for known in memory.state.key_spaces:
         try:
-            tier = opened(make, compress, arena, memory.arena.fd, relay)
-        except (OSError, MissingError) as error:
-            raise StartError(f"tiers.{name}: {error}") from error
-        opened_tiers.append((tier, relay))
-    if lower is None and not opened_tiers:
-        return None
-    epochs = Epochs(core, opened_tiers, open_notes(core, memory, lower))
-    most_bytes = moving_bytes(core)
-    shared = [TierShared(core, tier, verifier, epochs, most_bytes) for tier, _ in opened_tiers]
-    below = None
-    if lower is not None:
-        below = TierBelow(core, lower.tier, verifier, epochs, most_bytes, lower.memory)
-    return Tiers(core, arena, settings.tiers.lookup_wait_ms / 1000, epochs, below, shared)
+            numbers[known.number], _ = core.catalog.register(known.key_space, (), began_s)
+        except HotKVError as error:
+            log.warning("key space of the disk tier dropped reason=%r", error.message)
+    below = Below(part.space, core.catalog, room_bytes)
+    restored = restore_below(below, memory.old.records, numbers, began_s)
+    log.info(
+        "disk tier restored blocks=%d encoded=%d dropped=%s took_s=%.2f",
+        restored.blocks,
+        restored.encoded,
+        ",".join(f"{why}:{count}" for why, count in restored.dropped.items()) or "0",
+        time.monotonic() - began_s,
+    )
+    return restored.encoded
 
 
 MakeShared: TypeAlias = Callable[[Region, int, EpochRelay], SharedTier]
