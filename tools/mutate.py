@@ -155,7 +155,6 @@ TESTS: dict[str, str] = {
         "tests/server/test_fence.py tests/vllm/test_revocations.py tests/server/test_life.py"
     ),
     "client/hotkv_client/session.py": LIFE,
-    "client/hotkv_client/calls.py": LIFE,
     "client/hotkv_client/connection.py": LIFE,
     "client/hotkv_client/life.py": LIFE,
     "client/hotkv_client/link.py": (
@@ -239,7 +238,6 @@ TESTS: dict[str, str] = {
 """The tests of a file: those of the longest entry that its path begins with, quick ones first."""
 LEFT_OUT = (
     "client/hotkv_client/command/cli.py",
-    "client/hotkv_client/command/status_tables.py",
     "client/hotkv_client/command/tables.py",
     "client/hotkv_client/__init__.py",
     "connector_vllm/hotkv_vllm/sparse/",

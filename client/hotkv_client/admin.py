@@ -8,7 +8,6 @@ from hotkv_client import channels
 from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.types import NO_CREDENTIALS, Credentials, WatchedRequest
 from hotkv_client.wire import admin as _admin_wire
-from hotkv_client.wire import warm_start as _warm_wire
 from hotkv_proto.errors import HotKVError
 
 DEFAULT_TARGET = "unix:/run/hotkv/grpc.sock"
@@ -36,7 +35,7 @@ class AdminClient:
         self._metadata = channels.metadata(target, credentials)
         self._channel = channels.open_channel(channels.admin_target(target), credentials)
         self._stubs = _admin_wire.Stubs(self._channel)
-        self._warm_start = _warm_wire.Stub(self._channel)
+        self._warm_start = _admin_wire.WarmStartStub(self._channel)
         self._timeout_s = timeout_s
 
     def __enter__(self) -> "AdminClient":
@@ -150,20 +149,20 @@ class AdminClient:
     def export_blocks(self, key_space_id: int, byte_count: int = 0) -> Iterator[Any]:
         """The key space as JSON has it, then the hottest blocks that take so many bytes (0: all),
         in parts: group index and packed hashes."""
-        return _warm_wire.export(
+        return _admin_wire.export(
             self._warm_start, key_space_id, byte_count, EXPORT_TIMEOUT_S, self._metadata
         )
 
     def prefetch_blocks(
         self,
         key_space: dict[str, Any] | int,
-        groups: _warm_wire.NamedGroups = (),
+        groups: _admin_wire.NamedGroups = (),
         prompts: Sequence[tuple[bytes, bytes]] = (),
         wait_s: float = 0,
     ) -> dict[str, Any]:
         """Brings blocks in from lower tiers, and says where they lie now. `key_space`: as
         `export_blocks` gave it, or a number. `prompts`: packed hashes or packed token ids."""
-        return _warm_wire.prefetch(
+        return _admin_wire.prefetch(
             self._warm_start, key_space, groups, prompts, wait_s, self._timeout_s, self._signed()
         )
 

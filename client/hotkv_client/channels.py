@@ -2,7 +2,8 @@
 
 On a Unix socket the server knows the peer by SO_PEERCRED, and the client has nothing to prove here.
 Over TCP a channel uses TLS as soon as any TLS setting is given. A token travels in the metadata of
-calls, and never in the clear over a network.
+calls, and never in the clear over a network. `why_unanswered` says what it means for an operator
+that a call was not answered.
 """
 
 from pathlib import Path
@@ -104,3 +105,57 @@ def _read(field: str, path: str) -> bytes | None:
         raise HotKVError(
             Reason.INVALID_FIELD, f"{field} {path!r}: {error.strerror or error}"
         ) from error
+
+
+# --------------------------------------------------------------------- calls that were not answered
+
+UNREACHED: tuple[tuple[tuple[str, ...], str], ...] = (
+    (
+        ("No such file or directory",),
+        "there is no such socket: no server runs there; start it, or name another place with "
+        "--target or HOTKV_TARGET",
+    ),
+    (
+        ("Permission denied",),
+        "this user may not open the socket; run as the server's user or as root, or change "
+        "security.socket_mode or security.admin_socket_mode",
+    ),
+    (
+        ("Connection refused",),
+        "nobody listens there: the server has ended, or is not yet so far",
+    ),
+    (
+        ("Domain name not found", "DNS resolution failed", "Name or service not known"),
+        "no host of that name is known; --target is unix:/PATH or HOST:PORT",
+    ),
+    (
+        ("Handshake", "handshake", "SSL", "CERTIFICATE", "TLS"),
+        "no TLS connection: the server speaks none there, or --tls-ca, --tls-certificate or "
+        "--tls-server-name do not fit it",
+    ),
+    (
+        ("Socket closed", "Connection reset", "Broken pipe", "GOAWAY", "Stream removed"),
+        "the server closed the connection before it answered: it has ended or restarts, and its "
+        "log says why; over TCP it may also want TLS",
+    ),
+)
+"""Words in the details of UNAVAILABLE, and the sentence for them; the first that fits counts."""
+SENTENCES: dict[grpc.StatusCode, str] = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: (
+        "no answer in time: the server is busy or hangs; --timeout-s waits longer"
+    ),
+    grpc.StatusCode.UNIMPLEMENTED: (
+        "the server has no such call there: it is older than this client, or serves its admin API "
+        "elsewhere (security.admin_on_tcp)"
+    ),
+    grpc.StatusCode.CANCELLED: "the call was cancelled before the server answered",
+}
+
+
+def why_unanswered(code: grpc.StatusCode, details: str) -> str:
+    """One sentence with the code in brackets; with gRPC's own words where none fits."""
+    found = SENTENCES.get(code)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        known = (text for words, text in UNREACHED if any(word in details for word in words))
+        found = next(known, f"the server can't be reached: {details}")
+    return f"{code.name}: {details}" if found is None else f"{found} ({code.name})"

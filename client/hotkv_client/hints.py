@@ -7,7 +7,7 @@ from typing import Any
 from hotkv_client import channels
 from hotkv_client.link import descriptor_socket, fetch_ticket
 from hotkv_client.types import NO_CREDENTIALS, Credentials
-from hotkv_client.wire import hints as _hint_wire
+from hotkv_client.wire import admin as _wire
 from hotkv_proto.errors import HotKVError
 
 
@@ -27,7 +27,7 @@ class HintClient:
         self._timeout_s = timeout_s
         self._metadata = channels.metadata(target, credentials)
         self._channel = channels.open_channel(target, credentials)
-        self._stub = _hint_wire.Stub(self._channel)
+        self._stub = _wire.HintStub(self._channel)
 
     def __enter__(self) -> "HintClient":
         return self
@@ -48,7 +48,7 @@ class HintClient:
         `hashes`: of a prompt, which actions without a session mean; of the key space
         `key_space_id`.
         """
-        return _hint_wire.send(
+        return _wire.send_hints(
             self._stub,
             self._tenant,
             envelope,
@@ -64,7 +64,7 @@ class HintClient:
     ) -> tuple[list[dict[str, Any]], int]:
         """Outcomes of a message, or of all, that have changed since a cursor; and the next
         cursor."""
-        return _hint_wire.poll(
+        return _wire.poll_hints(
             self._stub,
             self._tenant,
             message_id,

@@ -13,8 +13,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from hotkv_client.arena import Arena
-from hotkv_client.mapping import map_file
+from hotkv_client.arena import Arena, map_file
 from hotkv_client.wire import answers as _answers
 from hotkv_client.wire import requests as _wire
 from hotkv_proto.table import BlockTable

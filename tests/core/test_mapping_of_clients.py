@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from hotkv_client.mapping import HUGE_PAGE_BYTES, map_file
+from hotkv_client.arena import HUGE_PAGE_BYTES, map_file
 
 
 def file_of(content: bytes) -> int:

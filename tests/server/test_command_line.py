@@ -15,7 +15,8 @@ import pytest
 import tomllib
 
 from demo.processes import ROOT, Server
-from hotkv_client.command import cli, unanswered
+from hotkv_client.channels import why_unanswered
+from hotkv_client.command import cli
 from hotkv_client.testing import PagedEngine
 
 
@@ -152,7 +153,7 @@ def test_an_absent_server_is_a_sentence(
     ],
 )
 def test_codes_are_sentences(code: grpc.StatusCode, details: str, said: str) -> None:
-    shown = unanswered.sentence(code, details)
+    shown = why_unanswered(code, details)
     assert said in shown and code.name in shown
 
 

@@ -11,7 +11,7 @@ import pytest
 from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
-from hotkv_client.command.status_tables import show_status
+from hotkv_client.command.tables import show_status
 from hotkv_server.tiers.compression.form import room_bytes
 from tests.server.support import hashes
 from tests.server.test_tiers import CHAIN, LAYERS, PAGE_BYTES, SLOT_BYTES, Tiered, tiered

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hotkv_client.command import cli
-from hotkv_client.command.host_bench import command, own_server, report
-from hotkv_client.command.host_bench.measures import BLOCK_BYTES, Times, timed
+from hotkv_client.command import cli, host_bench
+from hotkv_client.command.host_bench import BLOCK_BYTES, Times, timed
 from tests.server.test_life import wait_until
 
 
@@ -23,18 +22,18 @@ def left(prefix: str) -> list[str]:
 def test_a_host_is_measured_and_nothing_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_server, "PREFIX", f"hotkv-bench-{os.getpid()}-")
+    monkeypatch.setattr(host_bench, "PREFIX", f"hotkv-bench-{os.getpid()}-")
     # Settings of a server in use, which are none of the benchmark's.
     monkeypatch.setenv("HOTKV_TIERS__DISK__PATH", str(tmp_path / "theirs"))
-    answer = command.run(1.0, 256, tmp_path / "tier", None, say=lambda what: None)
+    answer = host_bench.run(1.0, 256, tmp_path / "tier", None, say=lambda what: None)
     figures = {row["what"]: row["value"] for row in answer["rows"]}
     assert {"store", "load", "call", "lookup of 1,000 blocks"} <= figures.keys()
     assert any(what.startswith("disk, blocks of 1.0 MiB: read") for what in figures)
     assert all(value > 0 for value in figures.values()) and not answer["problems"]
     assert answer["host"]["cores"] == len(os.sched_getaffinity(0))
     assert "devices" in answer["devices"]
-    assert not left(own_server.PREFIX) and not list(tmp_path.iterdir())
-    shown = report.show(json.loads(json.dumps(answer)))
+    assert not left(host_bench.PREFIX) and not list(tmp_path.iterdir())
+    shown = host_bench.show(json.loads(json.dumps(answer)))
     assert "what it means for you" in shown and "tokens/s" in shown
 
 
@@ -42,8 +41,8 @@ def test_a_host_is_measured_and_nothing_stays(
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_whatever_ends_it_ends_its_server_too(how: signal.Signals) -> None:
     program = "from hotkv_client.command import cli; "
-    program += "from hotkv_client.command.host_bench import own_server; "
-    program += f"own_server.PREFIX = 'hotkv-bench-{how}-{os.getpid()}-'; "
+    program += "from hotkv_client.command import host_bench; "
+    program += f"host_bench.PREFIX = 'hotkv-bench-{how}-{os.getpid()}-'; "
     program += "cli.main(['bench', '--arena-mib', '256'])"
     bench = subprocess.Popen(
         [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -75,7 +74,7 @@ def test_what_can_not_be_is_named(
 def test_a_host_without_the_server_is_told_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(own_server, "COMMAND", (sys.executable, "-m", "no_such_server"))
+    monkeypatch.setattr(host_bench, "COMMAND", (sys.executable, "-m", "no_such_server"))
     assert cli.main(["bench", "--arena-mib", "256"]) == 1
     assert "pip install 'hotkv[server]'" in capsys.readouterr().err
 
@@ -83,7 +82,7 @@ def test_a_host_without_the_server_is_told_what_to_install(
 def test_a_tier_that_does_not_work_is_said(tmp_path: Path) -> None:
     taken = tmp_path / "file"
     taken.write_text("no folder")
-    timings, problems = own_server.check_tiers(["--tiers.disk.path", str(taken)])
+    timings, problems = host_bench.check_tiers(["--tiers.disk.path", str(taken)])
     assert not timings and problems and "disk" in problems[0]
 
 
@@ -100,7 +99,7 @@ def test_rows_say_what_the_figures_are() -> None:
         "load": took(1, 128 * 1024 * 20_000),
         "small_hit": took(0.002, BLOCK_BYTES),
     }
-    rows = {row.what: row for row in report.rows_of(found, 4)}
+    rows = {row.what: row for row in host_bench.rows_of(found, 4)}
     assert rows["memcpy, 4 threads"].shown == "20 GB/s"
     assert rows["lookup of 1,000 blocks"].shown == "200 us"
     assert "prefill of 1,000 tokens/s" in rows["store"].means

@@ -9,8 +9,7 @@ import pytest
 from demo.processes import runtime_folder
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
-from hotkv_client.command.status_tables import show_status
-from hotkv_client.command.tables import show_explain
+from hotkv_client.command.tables import show_explain, show_status
 from tests.server.support import PATIENT, hashes
 from tests.server.test_life import wait_until
 from tests.server.test_restart import store

@@ -15,8 +15,7 @@ from demo.processes import ChildError, Server, runtime_folder
 from hotkv_client import BlockResult, GroupHashes, RequestReport, TransferStatus
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
-from hotkv_client.command.status_tables import show_status
-from hotkv_client.command.tables import show_explain
+from hotkv_client.command.tables import show_explain, show_status
 from hotkv_client.testing import PagedEngine
 from tests.server.support import PATIENT, hashes
 from tests.server.test_life import wait_until

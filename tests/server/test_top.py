@@ -26,9 +26,8 @@ from demo.processes import Server, runtime_folder
 from hotkv_client import BlockRun, LoadEnd, RequestReport
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import cli
-from hotkv_client.command.top import keys, screen
-from hotkv_client.command.top.figures import Figures, figures_of
-from hotkv_client.command.top.readings import Reading, read
+from hotkv_client.command.top import live, screen
+from hotkv_client.command.top.figures import Figures, Reading, figures_of, read
 from tests.server.support import FULL, GroupsEngine, block_ids, hashes
 from tests.server.test_life import wait_until
 
@@ -127,7 +126,7 @@ def test_a_late_answer_is_no_restart(server: Server, monkeypatch: pytest.MonkeyP
     with AdminClient(server.target) as admin:
         late: Any = Late(admin, 5.0)
         clock = types.SimpleNamespace(monotonic=lambda: late.now_s)
-        monkeypatch.setattr("hotkv_client.command.top.readings.time", clock)
+        monkeypatch.setattr("hotkv_client.command.top.figures.time", clock)
         before = read(late)
         late.late_s = 0.0
         late.now_s += 2.0
@@ -368,15 +367,15 @@ def test_names_of_engines_are_no_markup(server: Server, engines: list[GroupsEngi
 
 
 def test_keys_are_named_and_odd_sequences_passed_over() -> None:
-    assert keys.named("s\x1b[A\x1b[Bq") == ["s", "up", "down", "q"]
-    assert keys.named("\x1b") == ["escape"] and keys.named("\r\n") == ["enter", "enter"]
-    assert keys.named("\x1b[Zq") == ["q"] and keys.named("") == []
+    assert live.named_keys("s\x1b[A\x1b[Bq") == ["s", "up", "down", "q"]
+    assert live.named_keys("\x1b") == ["escape"] and live.named_keys("\r\n") == ["enter", "enter"]
+    assert live.named_keys("\x1b[Zq") == ["q"] and live.named_keys("") == []
 
 
 def test_a_terminal_that_is_gone_ends_it() -> None:
     reads, writes = os.pipe()
     os.write(writes, b"s")
-    assert keys.pressed(reads, 1) == ["s"] and keys.pressed(reads, 0) == []
+    assert live.pressed_keys(reads, 1) == ["s"] and live.pressed_keys(reads, 0) == []
     os.close(writes)
-    assert keys.pressed(reads, 1) == ["q"]
+    assert live.pressed_keys(reads, 1) == ["q"]
     os.close(reads)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hotkv_client.command.status_tables import tier_rows
+from hotkv_client.command.tables import tier_rows
 from hotkv_server.tiers.drive.reads import READ_BOUNDS_S, RECENT, TierReads
 
 

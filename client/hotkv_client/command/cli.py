@@ -15,24 +15,20 @@ from typing import Any
 import hotkv_proto
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import (
-    completion,
     doctor,
-    hint_tables,
+    host_bench,
     recorder,
-    residency_tables,
     savings_tables,
-    status_tables,
     tables,
     warm_start,
 )
-from hotkv_client.command.host_bench import command as host_bench
-from hotkv_client.command.host_bench.own_server import BenchError
-from hotkv_client.command.host_bench.report import show as show_bench
 from hotkv_client.command.options import (
     CREDENTIAL_FLAGS,
+    SHELLS,
     add_bench_options,
     add_own_options,
     common_options,
+    completion_script,
 )
 from hotkv_client.command.top import live
 from hotkv_client.types import Credentials
@@ -182,7 +178,7 @@ def explain(client: AdminClient, options: argparse.Namespace) -> Any:
 def show_explained(answer: Any) -> str:
     """A prompt, or the sessions of a name."""
     if isinstance(answer, dict):
-        return hint_tables.show_session(answer["sessions"])
+        return tables.show_session(answer["sessions"])
     return tables.show_explain(answer)
 
 
@@ -213,7 +209,7 @@ def parse_prompt(words: Sequence[str]) -> tuple[bytes, bytes]:
 
 
 COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
-    "status": (status, status_tables.show_status),
+    "status": (status, tables.show_status),
     "top": (top, lambda answer: ""),
     "devices": (devices, tables.show_devices),
     "ping": (
@@ -221,7 +217,7 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
         lambda answer: "serving" if answer["serving"] else "not serving; `hotkv status` says why",
     ),
     "sessions": (sessions, tables.show_sessions),
-    "residencies": (residencies, residency_tables.show_residencies),
+    "residencies": (residencies, tables.show_residencies),
     "blocks": (blocks, tables.show_blocks),
     "evict": (evict, tables.show_evict),
     "flush": (flush, tables.show_flush),
@@ -233,7 +229,7 @@ COMMANDS: dict[str, tuple[Command, Callable[[Any], str]]] = {
     "savings": (savings, savings_tables.show_savings),
     "sparse": (sparse, tables.show_sparse),
     "drain": (drain, tables.show_drain),
-    "hints": (hints, hint_tables.show_hints),
+    "hints": (hints, tables.show_hints),
     "explain": (explain, show_explained),
 }
 
@@ -268,7 +264,7 @@ def parser() -> argparse.ArgumentParser:
     completed = subparsers.add_parser(
         "completion", help="print a script that completes commands and flags in your shell"
     )
-    completed.add_argument("shell", choices=completion.SHELLS)
+    completed.add_argument("shell", choices=SHELLS)
     return whole
 
 
@@ -291,13 +287,13 @@ def bench(options: argparse.Namespace) -> int:
         signal.signal(number, end)
     try:
         answer = host_bench.run(options.seconds, options.arena_mib, options.disk, options.config)
-    except (BenchError, HotKVError) as error:
+    except (host_bench.BenchError, HotKVError) as error:
         print(f"hotkv: {error}", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
         print(f"hotkv: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(answer, indent=2) if options.json else show_bench(answer), flush=True)
+    print(json.dumps(answer, indent=2) if options.json else host_bench.show(answer), flush=True)
     return 1 if answer["problems"] else 0
 
 
@@ -305,7 +301,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     whole = parser()
     options = whole.parse_args(arguments)
     if options.command == "completion":
-        print(completion.script(whole, options.shell), end="", flush=True)
+        print(completion_script(whole, options.shell), end="", flush=True)
         return 0
     if options.command == "doctor":
         return examine(options)

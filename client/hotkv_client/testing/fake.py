@@ -9,22 +9,23 @@ well); `grant_limit` (blocks a lease pins at most); `ack_cancels` (False: a canc
 until `settle`); `wants_token_ids`; `order_kind`, `has_passed` (whether a transfer's mark has
 passed; those whose mark has not are held). `settle()` answers what is held and lies behind no mark
 that has not passed; an answer held when the server dies becomes SessionLostError. Ranks join a
-write lease as they do with the real server (`fake_writes`): a block is ready when every shard is
+write lease as they do with the real server (`FakeWrites`): a block is ready when every shard is
 written. A cancelled store over a shared fence ends at once for the session, while the server goes
 on with it and finds it revoked. `refuse_workers`: why sessions with memory are refused. A store
 whose session is closed, or has revoked its stores, commits nothing. `residencies`: see
-`fake_residencies`.
+`FakeResidencies`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
 
+import grpc
+
 from hotkv_client.fence import SharedFence
-from hotkv_client.testing.fake_calls import resolve
-from hotkv_client.testing.fake_residencies import FakeResidencies
-from hotkv_client.testing.fake_session import FakeSession
-from hotkv_client.testing.fake_writes import FakeWrites, Key, Shards
+from hotkv_client.testing.fake_books import FakeResidencies, FakeWrites, Key, Shards
+from hotkv_client.testing.fake_session import FakeSession, resolve
 from hotkv_client.types import (
     After,
     BlockRun,
@@ -137,3 +138,36 @@ class FakeServer:
         self.up = True
         for session in self.sessions:
             session.tell(LinkState.CONNECTED, "it is back")
+
+
+# ------------------------------------------------------------- a server whose answers are any bytes
+
+
+class OddServer:
+    """A server whose answers are any bytes, over real gRPC: for faults of a stream that no server
+    of ours has. It sees and sends packed messages only.
+
+    Answers each message of a session's stream with the messages that `answers` makes of it. What
+    `answers` raises ends the stream. Use in a `with` block.
+    """
+
+    def __init__(self, target: str, answers: Callable[[bytes], Iterable[bytes]]) -> None:
+        self._answers = answers
+        self._server = grpc.server(futures.ThreadPoolExecutor(8))
+        connect: Any = grpc.stream_stream_rpc_method_handler(self._connect)
+        handler = grpc.method_handlers_generic_handler(
+            "hotkv.v1.SessionService", {"Connect": connect}
+        )
+        self._server.add_generic_rpc_handlers((handler,))
+        self._server.add_insecure_port(target)
+
+    def __enter__(self) -> "OddServer":
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(0).wait()
+
+    def _connect(self, requests: Iterator[bytes], _: grpc.ServicerContext) -> Iterator[bytes]:
+        for request in requests:
+            yield from self._answers(request)

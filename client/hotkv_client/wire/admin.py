@@ -1,4 +1,5 @@
-"""Admin calls and event streams: plain values in and out."""
+"""Services beside the session: AdminService, HintService and WarmStartService; plain values in and
+out."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -6,13 +7,25 @@ from typing import Any
 
 import grpc
 import numpy as np
+from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from hotkv_client.channels import Metadata
 from hotkv_client.types import WatchedRequest
 from hotkv_client.wire.answers import as_error
 from hotkv_proto.messages.fields import enum_word
-from hotkv_proto.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, events_pb2, events_pb2_grpc
+from hotkv_proto.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cache_pb2,
+    events_pb2,
+    events_pb2_grpc,
+    hints_pb2,
+    hints_pb2_grpc,
+    layout_pb2,
+    warm_pb2,
+    warm_pb2_grpc,
+)
 
 CALLS: dict[str, tuple[str, Callable[..., Message]]] = {
     "evict": ("Evict", admin_pb2.EvictRequest),
@@ -168,3 +181,122 @@ def plain(message: Message) -> dict[str, Any]:
             [value(field, element) for element in item] if many else value(field, item)
         )
     return result
+
+
+# -------------------------------------------------------------------------------------- HintService
+
+
+HintStub = hints_pb2_grpc.HintServiceStub
+
+
+def send_hints(
+    stub: HintStub,
+    tenant: str,
+    envelope: Mapping[str, Any],
+    key_space_id: int,
+    hashes: Sequence[bytes],
+    timeout_s: float,
+    metadata: Metadata,
+    ticket: bytes,
+) -> list[dict[str, Any]]:
+    """Sends an envelope without a request; returns the outcomes so far. Raises HotKVError."""
+    request = hints_pb2.SendHintsRequest(
+        tenant=tenant,
+        ticket=ticket,
+        kv_hints=json.dumps(envelope),
+        key_space_id=key_space_id,
+        hashes=b"".join(hashes),
+    )
+    try:
+        answer = stub.SendHints(request, timeout=timeout_s, metadata=metadata)
+    except grpc.RpcError as error:
+        raise as_error(error) from error
+    outcomes: list[dict[str, Any]] = plain(answer)["outcomes"]
+    return outcomes
+
+
+def poll_hints(
+    stub: HintStub,
+    tenant: str,
+    message_id: str,
+    cursor: int,
+    page_size: int,
+    timeout_s: float,
+    metadata: Metadata,
+    ticket: bytes,
+) -> tuple[list[dict[str, Any]], int]:
+    """Outcomes that have changed, and the next cursor. Raises HotKVError."""
+    request = hints_pb2.GetHintOutcomesRequest(
+        tenant=tenant, ticket=ticket, message_id=message_id, cursor=cursor, page_size=page_size
+    )
+    try:
+        answer = stub.GetHintOutcomes(request, timeout=timeout_s, metadata=metadata)
+    except grpc.RpcError as error:
+        raise as_error(error) from error
+    return plain(answer)["outcomes"], int(answer.next_cursor)
+
+
+# --------------------------------------------------------------------------------- WarmStartService
+
+
+WarmStartStub = warm_pb2_grpc.WarmStartServiceStub
+NamedGroups = Sequence[tuple[int, bytes]]
+"""Group index and packed hashes."""
+
+
+def export(
+    stub: WarmStartStub, key_space_id: int, byte_count: int, timeout_s: float, metadata: Metadata
+) -> Iterator[dict[str, Any] | list[tuple[int, bytes]]]:
+    """The key space, as JSON has it, then parts of its hottest blocks. Raises HotKVError."""
+    request = warm_pb2.ExportBlocksRequest(key_space_id=key_space_id, byte_count=byte_count)
+    try:
+        for part in stub.ExportBlocks(request, timeout=timeout_s, metadata=metadata):
+            if part.HasField("key_space"):
+                yield json_format.MessageToDict(part.key_space, preserving_proto_field_name=True)
+            else:
+                yield [(group.group_index, group.hashes) for group in part.groups]
+    except grpc.RpcError as error:
+        raise as_error(error) from error
+
+
+def prefetch(
+    stub: WarmStartStub,
+    key_space: dict[str, Any] | int,
+    groups: NamedGroups,
+    prompts: Sequence[tuple[bytes, bytes]],
+    wait_s: float,
+    timeout_s: float,
+    metadata: Metadata,
+) -> dict[str, Any]:
+    """One call. `key_space`: as `export` gave it, as operators are shown it, or a number.
+    `prompts`: hashes or token ids. Raises HotKVError; ValueError for what is no key space."""
+    request = warm_pb2.PrefetchBlocksRequest(
+        groups=[cache_pb2.GroupHashes(group_index=at, hashes=hashes) for at, hashes in groups],
+        prompts=[warm_pb2.NamedPrompt(hashes=hashes, token_ids=ids) for hashes, ids in prompts],
+        timeout_ms=int(wait_s * 1000),
+    )
+    if isinstance(key_space, int):
+        request.key_space_id = key_space
+    else:
+        try:
+            named = json_format.ParseDict(_with_numbers(key_space), layout_pb2.KeySpace())
+            request.key_space.CopyFrom(named)
+        except json_format.ParseError as error:
+            raise ValueError(f"key_space: {error}") from error
+    try:
+        answer = stub.PrefetchBlocks(request, timeout=wait_s + timeout_s, metadata=metadata)
+    except grpc.RpcError as error:
+        raise as_error(error) from error
+    return plain(answer)
+
+
+def _with_numbers(key_space: dict[str, Any]) -> dict[str, Any]:
+    """The key space with the kinds of its groups as numbers where they are words, as `plain` shows
+    them."""
+    kinds = layout_pb2.KvGroupKind.DESCRIPTOR
+    numbers = {enum_word(kinds, number): number for number in kinds.values_by_number}
+    groups = [
+        {**group, "kind": numbers.get(group.get("kind"), group.get("kind"))}
+        for group in key_space.get("groups", ())
+    ]
+    return {**key_space, "groups": groups}

@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from hotkv_client.command import unanswered
+from hotkv_client.channels import why_unanswered
 from hotkv_client.types import (
     Evicted,
     Flushed,
@@ -169,4 +169,4 @@ def as_error(error: grpc.RpcError) -> HotKVError:
     code = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     details = getattr(error, "details", lambda: str(error))()
     reason = Reason.OVERLOADED if code == grpc.StatusCode.RESOURCE_EXHAUSTED else Reason.INTERNAL
-    return HotKVError(reason, unanswered.sentence(code, str(details)))
+    return HotKVError(reason, why_unanswered(code, str(details)))

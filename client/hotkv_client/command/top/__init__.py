@@ -1,2 +1,2 @@
-"""`hotkv top`: a server's rates, live. `readings` asks the server, `figures` computes rates between
-two readings (pure), `plain` and `screen` show them, `keys` and `live` are the terminal."""
+"""`hotkv top`: a server's rates, live. `figures` asks the server and computes rates
+between two readings, `plain` and `screen` show them, `live` runs on the terminal."""

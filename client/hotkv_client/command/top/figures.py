@@ -1,13 +1,54 @@
-"""Rates of a server between two readings: pure, and what every view of `hotkv top` shows."""
+"""What `hotkv top` shows: what it asks a server each time (`read`), and rates between two readings,
+which every view shows (`figures_of`, pure)."""
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hotkv_client.admin import AdminClient
 from hotkv_client.command.savings_tables import total
-from hotkv_client.command.status_tables import state_line
-from hotkv_client.command.top.readings import Reading
+from hotkv_client.command.tables import state_line
 from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
+
+# ----------------------------------------------------------------------------------------- readings
+
+
+RECENT_S = 600.0
+"""What `the last minutes` are."""
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Answers of one moment. `at_s`: monotonic time, when `info` had come. `ledger` counts from the
+    ledger's beginning, `recent` the requests of the last RECENT_S seconds."""
+
+    at_s: float
+    info: Answer
+    tiers: list[Answer]
+    sessions: list[Answer]
+    layers: list[Answer]
+    ledger: Answer
+    recent: Answer
+
+
+def read(client: AdminClient) -> Reading:
+    """Asks the server. Raises HotKVError."""
+    info = client.info()
+    return Reading(
+        at_s=time.monotonic(),
+        info=info,
+        tiers=client.tiers(),
+        sessions=client.sessions(),
+        layers=client.sparse_layers(),
+        ledger=client.savings(),
+        recent=client.savings(RECENT_S),
+    )
+
+
+# -------------------------------------------------------------------------------------------- rates
+
 
 HOST = "host"
 JITTER_S = 1.0

@@ -3,16 +3,70 @@
 import contextlib
 import importlib.util
 import json
+import os
+import select
 import sys
+import termios
 import time
+import tty
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from hotkv_client.admin import AdminClient
-from hotkv_client.command.top import keys, plain
-from hotkv_client.command.top.figures import Figures, figures_of
-from hotkv_client.command.top.readings import Reading, read
+from hotkv_client.command.top import plain
+from hotkv_client.command.top.figures import Figures, Reading, figures_of, read
 from hotkv_proto.errors import HotKVError
+
+# ----------------------------------------------------------------------------- keys of the terminal
+
+
+NAMES = {
+    "\x1b[A": "up",
+    "\x1bOA": "up",
+    "\x1b[B": "down",
+    "\x1bOB": "down",
+    "\r": "enter",
+    "\n": "enter",
+    "\x1b": "escape",
+    "\x03": "ctrl-c",
+    "k": "up",
+    "j": "down",
+}
+"""What terminals send, by the name that views use; another key has its own character."""
+MAX_BYTES = 64
+
+
+def named_keys(sent: str) -> list[str]:
+    """The keys of what a terminal has sent; sequences that mean nothing here are passed over."""
+    keys = []
+    while sent:
+        length = 3 if sent[:2] in ("\x1b[", "\x1bO") else 1
+        one, sent = sent[:length], sent[length:]
+        if len(one) == 1 or one in NAMES:
+            keys.append(NAMES.get(one, one))
+    return keys
+
+
+@contextlib.contextmanager
+def raw_keys(terminal: int) -> Iterator[None]:
+    """Keys come at once and are not echoed; the terminal is as it was afterwards."""
+    before = termios.tcgetattr(terminal)
+    try:
+        tty.setcbreak(terminal)
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def pressed_keys(terminal: int, seconds: float) -> list[str]:
+    """The keys of the next so many seconds: returns with the first. `q` if the terminal is gone."""
+    if not select.select([terminal], [], [], max(0.0, seconds))[0]:
+        return []
+    sent = os.read(terminal, MAX_BYTES)
+    return named_keys(sent.decode(errors="replace")) if sent else ["q"]
+
+
+# --------------------------------------------------------------------------------- views that go on
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.1, 3600.0
 POLL_S = 0.05
@@ -76,12 +130,12 @@ def show_screen(client: AdminClient, interval_s: float) -> None:
     terminal, console, view = sys.stdin.fileno(), Console(), screen.View(interval_s)
     with (
         contextlib.suppress(KeyboardInterrupt),
-        keys.raw(terminal),
+        raw_keys(terminal),
         _Asking(client) as asking,
         contextlib.ExitStack() as shown,
     ):
         while (reading := asking.answer()) is None:
-            if any(key in screen.QUIT for key in keys.pressed(terminal, POLL_S)):
+            if any(key in screen.QUIT for key in pressed_keys(terminal, POLL_S)):
                 return
         figures = figures_of(None, reading)
         live = shown.enter_context(screen.screen(console))
@@ -89,7 +143,7 @@ def show_screen(client: AdminClient, interval_s: float) -> None:
         while True:
             live.update(screen.draw(figures, view, console), refresh=True)
             wait_s = POLL_S if asking.is_asking else next_s - time.monotonic()
-            for key in keys.pressed(terminal, wait_s):
+            for key in pressed_keys(terminal, wait_s):
                 if not view.press(key, figures.engines):
                     return
             if not asking.is_asking:

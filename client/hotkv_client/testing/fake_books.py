@@ -1,0 +1,405 @@
+"""What `FakeServer` keeps: memory of engines, residencies, and leases that ranks write under."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv_client.arena import holds
+from hotkv_client.types import BlockResult, Int64s, ResidencyOpened, SessionConfig
+from hotkv_proto import words
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.groups import GroupSpec
+from hotkv_proto.keys import Representation
+from hotkv_proto.layout import Layout
+
+Key = tuple[bytes, int, bytes]
+"""Key space, group index or a representation's salt, block hash."""
+LeaseName = tuple[str, str]
+"""Engine id, lease id."""
+Shards = dict[int, bytes]
+
+# -------------------------------------------------------------------------------- memory of engines
+
+
+class FakeMemory:
+    """Memory of one session; without a layout it has none, and only the groups' shapes."""
+
+    def __init__(
+        self, config: SessionConfig, layout: Layout | None, fds: Mapping[str, int]
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self.maps = {
+            name: np.memmap(os.fdopen(os.dup(fd), "r+b"), np.uint8, "r+")
+            for name, fd in fds.items()
+        }
+
+    def shape(self, group: int) -> GroupSpec | Representation:
+        """The group, or the representation that this session declares after the groups."""
+        groups = self._config.key_space.groups
+        return (
+            groups[group]
+            if group < len(groups)
+            else self._config.representations[group - len(groups)]
+        )
+
+    def number(self, group: int) -> int:
+        """What the server keeps it under: the group's index, and for representations what no other
+        version has."""
+        shape = self.shape(group)
+        return (
+            self._config.key_space.representation_salt(shape)
+            if isinstance(shape, Representation)
+            else group
+        )
+
+    def shard(self) -> int:
+        """The shard that this engine holds."""
+        return self._layout.shard_index if self._layout is not None else 0
+
+    def _runs(self, group: int, block: int) -> Iterator[tuple[str, int, int, int]]:
+        assert self._layout is not None
+        spec = self.shape(group)
+        shard_start = sum(spec.shard_bytes[: self._layout.shard_index])
+        for runs in self._layout.copy_runs(
+            group, spec, np.array([block], np.int64), np.array([-shard_start], np.int64)
+        ):
+            yield from zip(
+                [runs.handle_id] * len(runs.num_bytes),
+                runs.engine_offsets.tolist(),
+                runs.slot_offsets.tolist(),
+                runs.num_bytes.tolist(),
+                strict=True,
+            )
+
+    def read(self, group: int, block: int) -> bytes:
+        """The bytes of a block's shard."""
+        data = bytearray(self.shape(group).shard_bytes[self.shard()])
+        for handle, engine, slot, size in self._runs(group, block):
+            data[slot : slot + size] = self.maps[handle][engine : engine + size].tobytes()
+        return bytes(data)
+
+    def copy(self, group: int, block: int, data: bytes) -> int:
+        """Writes a block's shard; returns how many bytes that is."""
+        for handle, engine, slot, size in self._runs(group, block):
+            self.maps[handle][engine : engine + size] = np.frombuffer(
+                data[slot : slot + size], np.uint8
+            )
+        return len(data)
+
+
+# -------------------------------------------------------------------------------------- residencies
+
+# Residencies of the double of the server: an arena in plain memory, and words that readers ask.
+#
+# Always true: a slot has the bytes of the block for which it was given, all shards one after the
+# other, and is never given again, so that a test finds every reader that goes on too long by the
+# words alone. `most`: how many may be open, None for any number; beyond it opening one is refused
+# as NO_ROOM_FOR_RESIDENCY. `revoke` is what a server does that takes its residencies back; `die` of
+# the server leaves them to their readers.
+
+
+SLOT_ALIGN = 4096
+
+
+class FakeArena:
+    """Stands for `hotkv_client.Arena`."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.memory: NDArray[np.uint8] = np.zeros(num_bytes, np.uint8)
+        self.words: NDArray[np.uint64] = np.zeros(words.WORD_COUNT, np.uint64)
+        self.words[words.GENERATION] = self.words[words.LATEST] = 1
+        self.file_id = (0, id(self))
+
+    def holds(self, opened: ResidencyOpened) -> bool:
+        return holds(self.words, opened)
+
+
+@dataclass
+class FakeResidency:
+    """By group and position: `offsets` and `names`."""
+
+    opened: ResidencyOpened
+    asked: dict[int, int]
+    offsets: dict[tuple[int, int], int] = field(default_factory=dict)
+    names: dict[tuple[int, int], bytes] = field(default_factory=dict)
+
+
+class FakeResidencies:
+    """All residencies of one server, by engine id and residency id."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.arena = FakeArena(num_bytes)
+        self.open: dict[tuple[str, str], FakeResidency] = {}
+        self.most: int | None = None
+        # Of each store, in order; blocks of the double are never evicted, so nothing is pinned.
+        self.stored_into: list[str] = []
+        self.generation = 1
+        self._next_offset = 0
+        self._next_word = 1
+
+    def add(self, name: tuple[str, str], asked: dict[int, int]) -> ResidencyOpened:
+        """Opens a residency. Raises NO_ROOM_FOR_RESIDENCY, or DUPLICATE_ID for other numbers."""
+        known = self.open.get(name)
+        if known is not None:
+            if known.asked != asked:
+                raise HotKVError(Reason.DUPLICATE_ID, f"residency_id {name[1]!r} is open")
+            return known.opened
+        if self.most is not None and len(self.open) >= self.most:
+            raise HotKVError(Reason.NO_ROOM_FOR_RESIDENCY, "told to refuse")
+        index, self._next_word = self._next_word, self._next_word % words.MAX_SESSION_WORD + 1
+        self.arena.words[index] += np.uint64(1)
+        opened = ResidencyOpened(name[1], index, int(self.arena.words[index]), self.generation)
+        self.open[name] = FakeResidency(opened, asked)
+        return opened
+
+    def extend(
+        self,
+        name: tuple[str, str],
+        group_index: int,
+        first_position: int,
+        hashes: Sequence[bytes],
+        blocks: Sequence[Shards | None],
+    ) -> Int64s:
+        """Offsets of blocks, given their names and shards; -1 for None. Raises UNKNOWN_RESIDENCY,
+        or DUPLICATE_ID where another block is pinned."""
+        residency = self.open.get(name)
+        if residency is None:
+            raise HotKVError(Reason.UNKNOWN_RESIDENCY, f"residency_id {name[1]!r} is unknown")
+        found = np.full(len(blocks), -1, np.int64)
+        for at, (name_of_block, shards) in enumerate(zip(hashes, blocks, strict=True)):
+            place = (group_index, first_position + at)
+            if residency.names.get(place, name_of_block) != name_of_block:
+                raise HotKVError(Reason.DUPLICATE_ID, "another block at one of these positions")
+            if shards is not None:
+                residency.names[place] = name_of_block
+            if place not in residency.offsets and shards is not None:
+                residency.offsets[place] = self._slot(shards)
+            found[at] = residency.offsets.get(place, -1)
+        return found
+
+    def _slot(self, shards: Shards) -> int:
+        data = np.frombuffer(b"".join(shards[shard] for shard in sorted(shards)), np.uint8)
+        offset = self._next_offset
+        assert offset + len(data) <= self.arena.memory.size, "the double's arena is too small"
+        self.arena.memory[offset : offset + len(data)] = data
+        self._next_offset += -(-len(data) // SLOT_ALIGN) * SLOT_ALIGN
+        return offset
+
+    def close(self, name: tuple[str, str]) -> None:
+        """The engine gives one back."""
+        self.open.pop(name, None)
+
+    def revoke(self, engine_id: str) -> None:
+        """The server takes all of an engine's back; their readers are told."""
+        for name in [name for name in self.open if name[0] == engine_id]:
+            self.arena.words[self.open.pop(name).opened.word_index] += np.uint64(1)
+
+    def restart(self) -> None:
+        """Another server: forgets what was open, whose readers go on, and raises the generation."""
+        self.open.clear()
+        self.generation += 1
+
+
+# ------------------------------------------------------------------------------------------- writes
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRun:
+    """Blocks of one run. `blocks`: of representations, the blocks that they go with; else None."""
+
+    keys: Sequence[Key]
+    blocks: Sequence[Key] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class WriteLease:
+    """`listed`: what the first call named. `parts`: blocks of its own that are not ready, with the
+    shards written of each."""
+
+    name: LeaseName
+    session: object
+    num_shards: int
+    listed: set[Key]
+    parts: dict[Key, Shards] = field(default_factory=dict)
+    aborted: set[Key] = field(default_factory=set)
+    shards_seen: set[int] = field(default_factory=set)
+    stores: list["FakeStore"] = field(default_factory=list)
+    released: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class FakeStore:
+    """A store of one shard that has begun: what it writes has the result RESERVED."""
+
+    lease: WriteLease
+    shard: int
+    runs: Sequence[WriteRun]
+    results: list[list[BlockResult]]
+    ended: bool = False
+
+    def writes(self) -> set[Key]:
+        rows = zip(self.runs, self.results, strict=True)
+        return {
+            key
+            for run, row in rows
+            for key, result in zip(run.keys, row, strict=True)
+            if result is BlockResult.RESERVED
+        }
+
+
+class FakeWrites:
+    """The write side of `FakeServer`: leases that ranks join, and results block by block, as the
+    real server gives them.
+
+    Always true: a block that is not ready belongs to at most one lease; the first call under a
+    lease id decides which blocks are its own, later ones name no others; a block becomes ready when
+    every shard is written, and never after any copy of it was given up. There is no bound on room
+    and no expiry: `expire` ends what ranks have left behind.
+
+    All write leases. `is_ready` and `publish` reach the blocks of the server.
+    """
+
+    def __init__(
+        self, is_ready: Callable[[Key], bool], publish: Callable[[Key, Shards], None]
+    ) -> None:
+        self._is_ready = is_ready
+        self._publish = publish
+        self._owners: dict[Key, WriteLease] = {}
+        self.leases: dict[LeaseName, WriteLease] = {}
+
+    def begin(
+        self,
+        session: object,
+        name: LeaseName,
+        runs: Sequence[WriteRun],
+        shard: int,
+        num_shards: int,
+    ) -> FakeStore:
+        """Reserves what no earlier call under the lease has. Raises DUPLICATE_ID for blocks that
+        its first call did not name."""
+        named = {key for run in runs if run.blocks is None for key in run.keys}
+        lease = self.leases.get(name)
+        decides = lease is None
+        if lease is None:
+            lease = WriteLease(name, session, num_shards, named)
+        elif named - lease.listed:
+            raise HotKVError(
+                Reason.DUPLICATE_ID,
+                f"lease_id {name[1]!r} is in use for other blocks; choose a new id",
+            )
+        taken = {key for store in lease.stores if store.shard == shard for key in store.writes()}
+        store = FakeStore(lease, shard, runs, [[] for _ in runs])
+        for at in sorted(range(len(runs)), key=lambda at: runs[at].blocks is not None):
+            blocks = runs[at].blocks
+            for position, key in enumerate(runs[at].keys):
+                block = None if blocks is None else blocks[position]
+                result = self._begun(lease, key, block, decides, shard)
+                again = result is BlockResult.RESERVED and key in taken
+                store.results[at].append(BlockResult.IN_FLIGHT if again else result)
+                taken.add(key)
+        if decides and (lease.parts or num_shards > 1):
+            self.leases[name] = lease
+        lease.stores.append(store)
+        return store
+
+    def _begun(
+        self, lease: WriteLease, key: Key, block: Key | None, decides: bool, shard: int
+    ) -> BlockResult:
+        if self._is_ready(key):
+            return BlockResult.PRESENT
+        if key not in self._owners and decides:
+            if (
+                block is not None
+                and not self._is_ready(block)
+                and self._owners.get(block) is not lease
+            ):
+                return BlockResult.IN_FLIGHT if block in self._owners else BlockResult.NO_SPACE
+            self._owners[key] = lease
+            lease.parts[key] = {}
+        if key not in self._owners:
+            return BlockResult.NO_SPACE
+        if self._owners[key] is not lease:
+            return BlockResult.IN_FLIGHT
+        if key in lease.aborted:
+            return BlockResult.ABORTED
+        return BlockResult.WRITTEN if shard in lease.parts[key] else BlockResult.RESERVED
+
+    def end(self, store: FakeStore, read: Callable[[int, int], bytes] | None) -> int:
+        """Ends a store, once: results take the place of RESERVED. `read`: the bytes of a run's
+        block; None if nothing is kept.
+
+        Returns bytes written.
+        """
+        if store.ended:
+            return 0
+        store.ended = True
+        lease, num_bytes = store.lease, 0
+        lease.stores.remove(store)
+        for at in sorted(range(len(store.runs)), key=lambda at: store.runs[at].blocks is not None):
+            run, row = store.runs[at], store.results[at]
+            for position, key in enumerate(run.keys):
+                if row[position] is BlockResult.RESERVED:
+                    data = read(at, position) if read is not None else None
+                    num_bytes += len(data or b"")
+                    row[position] = self._ended(
+                        lease, key, run.blocks[position] if run.blocks else None, store.shard, data
+                    )
+        lease.shards_seen.add(store.shard)
+        self._settle(lease)
+        return num_bytes
+
+    def _ended(
+        self, lease: WriteLease, key: Key, block: Key | None, shard: int, data: bytes | None
+    ) -> BlockResult:
+        if self._owners.get(key) is not lease:
+            return BlockResult.ABORTED
+        if data is None:
+            lease.aborted.add(key)
+        else:
+            lease.parts[key][shard] = data
+        is_whole = len(lease.parts[key]) == lease.num_shards
+        if is_whole and block is not None and not self._is_ready(block):
+            lease.aborted.add(key)
+        if key in lease.aborted:
+            return BlockResult.ABORTED
+        if not is_whole:
+            return BlockResult.WRITTEN
+        self._publish(key, lease.parts[key])
+        self._drop(lease, [key])
+        return BlockResult.STORED
+
+    def _drop(self, lease: WriteLease, keys: Sequence[Key]) -> None:
+        for key in keys:
+            del lease.parts[key], self._owners[key]
+
+    def _settle(self, lease: WriteLease) -> None:
+        """Drops what was given up once no store is at it, and ends the lease when every shard was
+        seen and nothing is outstanding."""
+        if lease.stores or self.leases.get(lease.name) is not lease:
+            return
+        self._drop(lease, [key for key in lease.parts if key in lease.aborted or lease.released])
+        if lease.released or (len(lease.shards_seen) == lease.num_shards and not lease.parts):
+            del self.leases[lease.name]
+
+    def flush(self, space: bytes) -> None:
+        """What is reserved or being written in a key space never becomes ready."""
+        for lease in list(self.leases.values()):
+            lease.aborted |= {key for key in lease.parts if key[0] == space}
+            self._settle(lease)
+
+    def expire(self, session: object = None) -> None:
+        """Ends the leases that a session has taken, or all; those with stores in flight end with
+        the stores."""
+        for lease in list(self.leases.values()):
+            if session is None or lease.session is session:
+                lease.released = True
+                self._settle(lease)
+
+    def forget(self) -> None:
+        """The server is dead: stores that have begun keep nothing."""
+        self.leases.clear()
+        self._owners.clear()
