@@ -29,7 +29,7 @@ from demo.processes import (
     prepare_model,
     runtime_folder,
 )
-from hotkv_server.testing import slowed
+from hotkv_server.testing import faults
 
 LIMITS = {"slow_over_plain": 1.05}
 TIMES, WAIT_S = 200.0, 0.05
@@ -44,7 +44,7 @@ def measure(model: Path, num_well: int, num_slow: int, times: float) -> dict[str
     with contextlib.ExitStack() as stack:
         below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
         folder, slow = stack.enter_context(runtime_folder(1 << 30)), below / "slow"
-        command = slowed.command(slow, times, WAIT_S)
+        command = faults.command("slow-down", slow, times, WAIT_S)
         server = stack.enter_context(Server(folder, ARENA, command=command))
         server.wait_ready()
         ours, plain = (

@@ -94,7 +94,6 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
   *value = attributes[(int)attribute];
   return OK;
 }
-CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice device) { *bytes = (size_t)80 << 30; return note(__func__, "%d", device); }
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   *context = (CUcontext)(uintptr_t)(device + 100);
   return note(__func__, "%d", device);

@@ -252,10 +252,7 @@ def test_devices_describe_themselves(runtime: CupyRuntime) -> None:
 
     for device in runtime.devices():
         properties = cupy.cuda.runtime.getDeviceProperties(device.number)
-        assert (
-            device.name == properties["name"].decode()
-            and device.total_bytes == properties["totalGlobalMem"]
-        )
+        assert device.name == properties["name"].decode()
         assert len(device.uuid) == 16 and device.uuid.startswith(properties["uuid"].split(b"\0")[0])
         assert device.pci_bus_id == cupy.cuda.runtime.deviceGetPCIBusId(device.number).lower()
 

@@ -3,7 +3,6 @@ however it ends."""
 
 import os
 import signal
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from hotkv_client import BlockResult, BlockRun, GroupHashes, TransferStatus
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.words import WORD_BYTES
 from hotkv_server.memory.mapping import COLLAPSE_BYTES
+from hotkv_server.testing import faults
 from tests.daemons import ForkedChild
 from tests.server.support import block_ids, hashes
 from tests.server.test_life import wait_until
@@ -55,11 +55,7 @@ class Dammed:
         made.target = f"unix:{made.runtime_folder}/grpc.sock"
         made.begin_s = time.monotonic()
         command = [
-            sys.executable,
-            "-m",
-            "hotkv_server.testing.dammed",
-            str(self.dam),
-            "run",
+            *faults.command("dam", self.dam),
             "--runtime-dir",
             str(made.runtime_folder),
         ]

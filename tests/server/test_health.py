@@ -28,6 +28,7 @@ from hotkv_client.command import cli
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError, SessionLostError
 from hotkv_server.node.health import CHECK_S, STALLED_S, Health
+from hotkv_server.testing import faults
 from hotkv_server.told.http_endpoint import HttpServer
 from tests.daemons import ForkedChild
 from tests.server.support import block_ids, hashes
@@ -61,13 +62,7 @@ class FaultyServer(Server):
         self.port = free_port()
         self._trigger = folder / "now"
         command = [
-            sys.executable,
-            "-m",
-            "hotkv_server.testing.faults",
-            point,
-            how,
-            str(self._trigger),
-            "run",
+            *faults.command("break", point, how, self._trigger),
             *FLAGS,
         ]
         command += [

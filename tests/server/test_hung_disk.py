@@ -19,7 +19,7 @@ from demo.processes import Server
 from hotkv_client import BlockResult, GroupHashes
 from hotkv_client.admin import AdminClient
 from hotkv_client.testing import PagedEngine
-from hotkv_server.testing import hung_disk
+from hotkv_server.testing import faults
 from tests.server.support import hashes
 from tests.server.test_life import wait_until
 from tests.server.test_restart import FLAGS, store
@@ -29,7 +29,7 @@ from tests.tiers.valkey_support import Server as Valkey
 from tests.tiers.valkey_support import running
 
 STOP_S = 60.0
-HELD_S = 2.0 * hung_disk.STALLED_S
+HELD_S = 2.0 * faults.STALLED_S
 """Longer than any part may hang before Health names it."""
 BY_A_CUT = ("fallocate", "stat")
 """Calls that the tier makes at reading if its file was cut short."""
@@ -96,7 +96,7 @@ class HungNode(SharingNode):
             f"unix:{valkey.path}",
             "--tiers.lookup-wait-ms",
             "500",
-            command=hung_disk.command(self.disk, self.signs),
+            command=faults.command("hang-disk", self.disk, self.signs),
         )
         self.server.wait_ready()
         self.start_engine()
@@ -156,8 +156,8 @@ def hung(tmp_path: Path) -> Iterator[HungNode]:
 @pytest.mark.parametrize(
     "calls",
     [
-        pytest.param(tuple(hung_disk.CALLS), id="every"),
-        *(pytest.param((call,), id=call) for call in hung_disk.CALLS),
+        pytest.param(tuple(faults.CALLS), id="every"),
+        *(pytest.param((call,), id=call) for call in faults.CALLS),
     ],
 )
 def test_a_disk_that_hangs_costs_its_own_blocks_only(

@@ -14,7 +14,7 @@ import pytest
 from demo.processes import Server, runtime_folder
 from hotkv_client import BlockRun
 from hotkv_server.node.health import Health
-from hotkv_server.testing import tasks_told
+from hotkv_server.testing import faults
 from tests.server.support import FULL, GroupsEngine, block_ids, hashes
 from tests.server.test_life import wait_until
 from tests.tiers import s3_support
@@ -77,7 +77,7 @@ def test_no_task_and_no_thread_lasts_that_health_does_not_know(tmp_path: Path) -
                 *("--tcp-address", "127.0.0.1:0", "--security.tcp-insecure", "true"),
             )
             told_file = tmp_path / "told"
-            command = tasks_told.command(told_file)
+            command = faults.command("tell-tasks", told_file)
             with Server(folder, "16MiB", *flags, command=command) as server:
                 server.wait_ready()
                 engine = GroupsEngine(server.target, (FULL,), "walk")

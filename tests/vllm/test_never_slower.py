@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hotkv_server.testing import slowed
+from hotkv_server.testing import faults
 from tests.vllm.processes import Daemon, Engines
 from tests.vllm.test_end_to_end import prompts, settled, usable
 from tests.vllm.tiny import write_model
@@ -25,7 +25,7 @@ def test_hits_of_a_slow_server_are_left_and_taken_again(
     slow = tmp_path / "slow"
 
     def start(*flags: str) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen([*slowed.command(slow, 200.0, 0.05), *flags])
+        return subprocess.Popen([*faults.command("slow-down", slow, 200.0, 0.05), *flags])
 
     monkeypatch.setattr("tests.vllm.processes.start_server", start)
     daemon.start()

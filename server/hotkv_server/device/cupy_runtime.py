@@ -339,7 +339,6 @@ def _describe(driver: cu.Driver, number: int, sysfs: Path) -> DeviceInfo:
         name=driver.name(number),
         pci_bus_id=pci_bus_id,
         numa_node=_numa_node(driver, number, sysfs / pci_bus_id),
-        total_bytes=driver.total_bytes(number),
     )
 
 

@@ -87,7 +87,6 @@ _CALLS: Mapping[str, tuple[type, ...]] = {
     "cuDeviceGetPCIBusId": (c_char_p, c_int, _DEVICE),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, _DEVICE),
     "cuDeviceGetUuid_v2": (c_char_p, _DEVICE),
-    "cuDeviceTotalMem_v2": (POINTER(c_size_t), _DEVICE),
     "cuDevicePrimaryCtxRetain": (POINTER(_CONTEXT), _DEVICE),
     "cuCtxSetCurrent": (_CONTEXT,),
     "cuStreamCreateWithPriority": (POINTER(_STREAM), c_uint, c_int),
@@ -223,11 +222,6 @@ class Driver:
         uuid = ctypes.create_string_buffer(16)
         self.call("cuDeviceGetUuid_v2", f"device {number}", uuid, self.device(number))
         return uuid.raw
-
-    def total_bytes(self, number: int) -> int:
-        total = c_size_t()
-        self.call("cuDeviceTotalMem_v2", f"device {number}", byref(total), self.device(number))
-        return total.value
 
     def attribute(self, number: int, attribute: int) -> int:
         value = c_int()

@@ -41,7 +41,6 @@ class DeviceInfo:
     name: str
     pci_bus_id: str
     numa_node: int
-    total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

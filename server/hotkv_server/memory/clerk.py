@@ -6,7 +6,6 @@ later calls and nothing else: no other place, no event loop, not the end of the 
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -19,8 +18,6 @@ class Clerk:
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        # When the call that runs has begun; 0 between calls.
-        self._begun_s = 0.0
         self._thread = threading.Thread(target=self._work, name=f"hotkv-{name}", daemon=True)
         self._thread.start()
 
@@ -39,11 +36,6 @@ class Clerk:
         self._queue.put((future, call))
         return future
 
-    def stalled_s(self, now_s: float) -> float:
-        """How long the call that runs has lasted; 0 between calls."""
-        begun_s = self._begun_s
-        return now_s - begun_s if begun_s else 0.0
-
     def is_alive(self) -> bool:
         """Whether the thread is."""
         return self._thread.is_alive()
@@ -53,10 +45,8 @@ class Clerk:
             future, call = self._queue.get()
             if not future.set_running_or_notify_cancel():
                 continue
-            self._begun_s = time.monotonic()
             try:
                 future.set_result(call())
             except Exception as error:  # noqa: BLE001 - the caller has the future
                 future.set_exception(error)
-            self._begun_s = 0.0
             del future, call

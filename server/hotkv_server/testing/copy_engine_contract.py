@@ -302,14 +302,3 @@ def check_times(make_rig: MakeRig) -> None:
         assert 0.0 < busy_s <= rig.engine.num_lanes * (time.monotonic() - began_s)
         time.sleep(0.01)
         assert rig.engine.busy_s == busy_s
-
-
-def check_copy_engine(make_rig: MakeRig, *, seed: int) -> None:
-    """Runs all checks. Raises AssertionError if the engine breaks a rule."""
-    check_bytes(make_rig, seed=seed)
-    check_nothing_to_do(make_rig)
-    check_cancel(make_rig, seed=seed)
-    check_failure(make_rig)
-    check_close(make_rig)
-    check_idle(make_rig)
-    check_times(make_rig)

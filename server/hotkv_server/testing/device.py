@@ -599,5 +599,4 @@ def _info(number: int) -> DeviceInfo:
         f"Fake GPU {number}",
         f"0000:{number + 1:02x}:00.0",
         -1,
-        1 << 34,
     )

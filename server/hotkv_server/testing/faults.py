@@ -1,20 +1,46 @@
-"""A server in which a function breaks on demand, for tests of health.
+"""Servers in which one thing goes wrong, or is told, on demand; all else is the real server.
 
-`python -m hotkv_server.testing.faults POINT HOW FILE run ...` is `hotkv-server run ...`, in which
-the function at POINT does HOW from the moment that FILE exists: `assert` (an invariant breaks),
-`die` (its thread or task ends), `hang` (it never returns). A point is `module:Class.name`, or the
-name of one in `crashing.POINTS`.
+`python -m hotkv_server.testing.faults KIND ARGUMENTS... run FLAGS...` is `hotkv-server run
+FLAGS...` after the function that KINDS has under that name was called with the arguments. Most
+look for a file while the server runs, so that a test says when.
 """
 
+import asyncio
+import builtins
+import errno
 import functools
 import importlib
+import io
+import json
+import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hotkv_server import cli, daemon
+from hotkv_server.dataplane.host import HostCopyEngine
+from hotkv_server.memory import arena
+from hotkv_server.memory.filling import Filling
+from hotkv_server.node import health, node, persistence
 from hotkv_server.testing.crashing import POINTS
+from hotkv_server.tiers.disk.block_io import FileIO
+from hotkv_server.tiers.disk.tier import DiskTier
+from hotkv_server.tiers.drive import records as lower
+from hotkv_server.wire import calls
+
+LOOK_S = 0.02
+
+
+def command(kind: str, *arguments: object) -> list[str]:
+    """The command of such a server, without its flags."""
+    return [sys.executable, "-m", "hotkv_server.testing.faults", kind, *map(str, arguments), "run"]
+
+
+# --------------------------------------------------------------------------- A function that breaks
 
 HANG_S = 3600.0
 
@@ -23,16 +49,11 @@ class Death(BaseException):
     """Ends a thread or task: nothing is meant to catch it."""
 
 
-def _do(how: str, point: str) -> None:
-    if how == "assert":
-        raise AssertionError(f"injected at {point}")
-    if how == "die":
-        raise Death(point)
-    time.sleep(HANG_S)
-
-
-def arm(point: str, how: str, trigger: Path) -> None:
-    """Arms the fault. Raises ValueError for an unknown HOW."""
+def break_function(point: str, how: str, file: str) -> None:
+    """The function at `point` does `how` from the moment that the file exists: `assert` (an
+    invariant breaks), `die` (its thread or task ends), `hang` (it never returns). A point is
+    `module:Class.name`, or the name of one in `crashing.POINTS`. Raises ValueError for another
+    `how`."""
     if how not in ("assert", "die", "hang"):
         raise ValueError(f"HOW is {how!r}; allowed are assert, die and hang")
     module_name, _, path = POINTS.get(point, point).partition(":")
@@ -41,23 +62,197 @@ def arm(point: str, how: str, trigger: Path) -> None:
     for parent in parents:
         owner = getattr(owner, parent)
     function: Callable[..., Any] = vars(owner)[name]
+    trigger = Path(file)
 
     @functools.wraps(function)
     def faulty(*args: Any, **kwargs: Any) -> Any:
         if trigger.exists():
-            _do(how, point)
+            if how == "assert":
+                raise AssertionError(f"injected at {point}")
+            if how == "die":
+                raise Death(point)
+            time.sleep(HANG_S)
         return function(*args, **kwargs)
 
     setattr(owner, name, faulty)
 
 
-def main() -> int:
-    """Arms the fault that the command line names, and runs the server."""
-    from hotkv_server.cli import main as run
+# -------------------------------------------------------------------------------- A disk that hangs
 
-    point, how, trigger, *arguments = sys.argv[1:]
-    arm(point, how, Path(trigger))
-    return run(arguments)
+STALLED_S, CLOSE_WAIT_S = 1.5, 1.0
+CALLS = {
+    "open": ("open",),
+    "pread": ("pread", "preadv", "read"),
+    "pwrite": ("pwrite", "pwritev", "write"),
+    "fsync": ("fsync", "fdatasync"),
+    "fallocate": ("posix_fallocate", "ftruncate", "truncate"),
+    "rename": ("rename", "replace"),
+    "stat": ("stat", "lstat", "fstat", "statvfs", "fstatvfs"),
+    "unlink": ("unlink", "remove"),
+}
+"""Functions of `os` by the name of their call."""
+
+
+def hang_disk(folder: str, signs: str) -> None:
+    """While a file `signs`/CALL exists, each such call on a file below `folder` hangs, whatever
+    thread makes it; a file `signs`/CALL.met says that one has. CALLS has their names.
+
+    So that a hang shows within seconds, the timer writes notes every second, Health calls a part
+    stuck after STALLED_S, and a stop waits CLOSE_WAIT_S for the disk.
+    """
+    persistence.USE_PARTS = 5
+    lower.CLOSE_WAIT_S = CLOSE_WAIT_S
+    assert DiskTier.__init__.__kwdefaults__ is not None
+    DiskTier.__init__.__kwdefaults__["close_wait_s"] = CLOSE_WAIT_S
+    node.STALLED_TIMER_S = health.STALLED_S = STALLED_S
+    real_readlink, real_open, access = os.readlink, os.open, os.access
+
+    def is_below(file: Any) -> bool:
+        try:
+            path = real_readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else file
+            return os.fsdecode(path).startswith(folder)
+        except (OSError, TypeError):
+            return False
+
+    def hang(call: str, file: Any) -> None:
+        sign = f"{signs}/{call}"
+        if not access(sign, os.F_OK) or not is_below(file):
+            return
+        os.close(real_open(f"{sign}.met", os.O_CREAT | os.O_WRONLY, 0o600))
+        while access(sign, os.F_OK):
+            time.sleep(LOOK_S)
+
+    def hanging(call: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def called(file: Any, *arguments: Any, **named: Any) -> Any:
+            hang(call, file)
+            return function(file, *arguments, **named)
+
+        return called
+
+    def hanging_blocks(call: str, move: Callable[..., Any]) -> Callable[..., Any]:
+        """The kernels that move blocks call the C library, past `os`."""
+
+        def moved(self: FileIO, *arguments: Any) -> Any:
+            hang(call, self._fd)
+            return move(self, *arguments)
+
+        return moved
+
+    assert os.path.exists(signs), f"{signs} is missing"
+    for call, names in CALLS.items():
+        for name in names:
+            setattr(os, name, hanging(call, getattr(os, name)))
+    io.open = builtins.open = hanging("open", builtins.open)
+    FileIO.read_many = hanging_blocks("pread", FileIO.read_many)  # type: ignore[method-assign]
+    FileIO.write_many = hanging_blocks("pwrite", FileIO.write_many)  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------------------- A server that is slow
+
+
+def slow_down(file: str, times: str, wait_s: str) -> None:
+    """While the file exists, each copy takes `times` as long, and each lookup and lease `wait_s`
+    more."""
+    trigger, copy = Path(file), HostCopyEngine._copy
+
+    def slow_copy(self: HostCopyEngine, *arguments: Any, **named: Any) -> None:
+        began_s = time.perf_counter()
+        copy(self, *arguments, **named)
+        if trigger.exists():
+            time.sleep((float(times) - 1) * (time.perf_counter() - began_s))
+
+    def later(call: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(*arguments: Any) -> Any:
+            return asyncio.create_task(wait(arguments)) if trigger.exists() else call(*arguments)
+
+        async def wait(arguments: tuple[Any, ...]) -> Any:
+            await asyncio.sleep(float(wait_s))
+            answered = call(*arguments)
+            return await answered if isinstance(answered, asyncio.Task) else answered
+
+        return answer
+
+    HostCopyEngine._copy = slow_copy  # type: ignore[method-assign]
+    for name in ("lookup", "acquire"):
+        setattr(calls, name, later(getattr(calls, name)))
+
+
+# ----------------------------------------------------------- An arena that fills when it is told to
+
+
+def dam(file: str) -> None:
+    """The start prefaults one piece of the arena; a later piece that ends beyond the number of
+    bytes in the file waits until it is larger. If the file says `short`, the kernel refuses the
+    next piece."""
+    said_in, bring_in_next = Path(file), Filling._bring_in_next
+    arena.FIRST_FILL_S, arena.FIRST_FILL_BYTES = 0.0, 0
+
+    def dammed(filling: Filling, start: int, length: int) -> None:
+        while filling._thread is not None and not filling._stop.is_set():
+            said = said_in.read_text().strip()
+            if said == "short":
+                raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+            if start + length <= int(said or 0):
+                break
+            time.sleep(LOOK_S)
+        bring_in_next(filling, start, length)
+
+    Filling._bring_in_next = dammed  # type: ignore[method-assign, assignment]
+
+
+# ---------------------------------------------------------------------- Its tasks and threads, told
+
+
+def tell_tasks(file: str) -> None:
+    """At SIGUSR1 the server writes the file anew: JSON with `tasks`, each task's `name`, `of` (the
+    module of its function) and whether Health `knows` it; the names of `threads`; the names of
+    `parts` that Health watches."""
+    watch_all, target = daemon.watch_all, Path(file)
+
+    def watch(opened: daemon.Opened, *rest: Any) -> None:
+        watch_all(opened, *rest)
+        watched = opened.node.health
+
+        def tell() -> None:
+            scratch = target.with_suffix(".new")
+            scratch.write_text(json.dumps(_told(watched)))
+            scratch.replace(target)
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, tell)
+
+    daemon.watch_all = watch  # type: ignore[assignment]
+
+
+def _told(watched: health.Health) -> dict[str, Any]:
+    tasks = []
+    for task in asyncio.all_tasks():
+        code = getattr(task.get_coro(), "cr_code", None)
+        of = code.co_filename if code is not None else type(task.get_coro()).__module__
+        name = task.get_name() if code is None else f"{task.get_name()} {code.co_qualname}"
+        tasks.append({"name": name, "of": of, "knows": watched.knows(task)})
+    return {
+        "tasks": tasks,
+        "threads": [thread.name for thread in threading.enumerate()],
+        "parts": list(watched.by_component(0.0)),
+    }
+
+
+KINDS: dict[str, Callable[..., None]] = {
+    "break": break_function,
+    "hang-disk": hang_disk,
+    "slow-down": slow_down,
+    "dam": dam,
+    "tell-tasks": tell_tasks,
+}
+
+
+def main() -> int:
+    """Runs such a server. Returns the exit status."""
+    kind, *arguments = sys.argv[1:]
+    first_flag = arguments.index("run")
+    KINDS[kind](*arguments[:first_flag])
+    return cli.main(arguments[first_flag:])
 
 
 if __name__ == "__main__":

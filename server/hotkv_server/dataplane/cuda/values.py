@@ -39,10 +39,6 @@ class PinnedArena(Protocol):
         """Where it is mapped."""
 
     @property
-    def num_bytes(self) -> int:
-        """Its size."""
-
-    @property
     def piece_bytes(self) -> int:
         """Size of each registration, the last may be shorter; a copy may not cross from one to the
         next."""
