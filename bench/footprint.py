@@ -9,23 +9,21 @@ the kernel cache.
 """
 
 import importlib.metadata
-import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from bench.report import parser, print_report
-from demo.processes import Server, ends_cleanly, runtime_folder
+from bench.report import at_most, median, parser, print_figures
+from bench.servers import GIB, serving
 from hotkv_client.admin import AdminClient
 
-GIB = 1 << 30
-TARGETS = {
-    "ready_s_1gib": 2.0,
-    "ready_s_8gib": 2.0,
-    "idle_rss_mb": 160.0,
-    "import_s": 0.3,
-    "base_dependencies": 3,
+BOUNDS = {
+    "ready_s_1gib": at_most(2.0),
+    "ready_s_8gib": at_most(2.0),
+    "idle_rss_mb": at_most(160.0),
+    "import_s": at_most(0.3),
+    "base_dependencies": at_most(3),
 }
 IMPORT = (
     "import time; begin = time.perf_counter(); import hotkv_client; "
@@ -52,25 +50,22 @@ def rss_beyond_arena_bytes(pid: int) -> int:
 
 def start_once() -> tuple[float, int]:
     """Starts a server with a 1 GiB arena: seconds until ready, resident bytes when idle."""
-    with runtime_folder(GIB + (1 << 28)) as folder, Server(folder, "1GiB") as server:
-        ready_s = server.wait_ready()
+    with serving(GIB) as server:
         time.sleep(SETTLE_S)
-        return ready_s, rss_beyond_arena_bytes(server.pid)
+        return server.ready_s, rss_beyond_arena_bytes(server.pid)
 
 
 def start_large() -> tuple[float, float]:
     """Starts a server with an arena of LARGE_GIB: seconds until ready, GiB/s at which the rest of
     it gets memory."""
     arena_bytes = LARGE_GIB * GIB
-    with runtime_folder(arena_bytes + GIB) as folder, Server(folder, f"{LARGE_GIB}GiB") as server:
-        ready_s = server.wait_ready()
-        with AdminClient(server.target) as admin:
-            began_s, began_bytes = time.monotonic(), admin.tiers()[0]["capacity_byte_count"]
-            while (reached_bytes := admin.tiers()[0]["capacity_byte_count"]) < arena_bytes:
-                if time.monotonic() - began_s > FILL_DEADLINE_S:
-                    break
-                time.sleep(0.2)
-            return ready_s, (reached_bytes - began_bytes) / GIB / (time.monotonic() - began_s)
+    with serving(arena_bytes) as server, AdminClient(server.target) as admin:
+        began_s, began_bytes = time.monotonic(), admin.tiers()[0]["capacity_byte_count"]
+        while (reached_bytes := admin.tiers()[0]["capacity_byte_count"]) < arena_bytes:
+            if time.monotonic() - began_s > FILL_DEADLINE_S:
+                break
+            time.sleep(0.2)
+        return server.ready_s, (reached_bytes - began_bytes) / GIB / (time.monotonic() - began_s)
 
 
 def import_once() -> float:
@@ -87,36 +82,22 @@ def main() -> int:
     flags = parser("Cost of a server and a client before they do anything.")
     flags.add_argument("--repeats", type=int, default=5)
     options = flags.parse_args()
-    with ends_cleanly():
-        start_once()
-        starts = [start_once() for _ in range(options.repeats)]
-        large = [start_large() for _ in range(max(1, options.repeats // 2))]
-        import_once()
-        imports = [import_once() for _ in range(options.repeats)]
+    start_once()
+    starts = [start_once() for _ in range(options.repeats)]
+    large = [start_large() for _ in range(max(1, options.repeats // 2))]
+    import_once()
+    imports = [import_once() for _ in range(options.repeats)]
     requirements = importlib.metadata.requires("hotkv") or []
     figures = {
-        "ready_s_1gib": statistics.median(ready_s for ready_s, _ in starts),
-        "ready_s_8gib": statistics.median(ready_s for ready_s, _ in large),
-        "populate_gib_s": statistics.median(pace for _, pace in large),
-        "idle_rss_mb": statistics.median(rss_bytes for _, rss_bytes in starts) / 1e6,
-        "import_s": statistics.median(imports),
+        "ready_s_1gib": median([ready_s for ready_s, _ in starts]),
+        "ready_s_8gib": median([ready_s for ready_s, _ in large]),
+        "populate_gib_s": median([pace for _, pace in large]),
+        "idle_rss_mb": median([rss_bytes for _, rss_bytes in starts]) / 1e6,
+        "import_s": median(imports),
         "base_dependencies": len([name for name in requirements if "extra ==" not in name]),
     }
-    rows = [
-        (
-            name,
-            f"{value:.3g}",
-            f"{TARGETS[name]:g}" if name in TARGETS else "",
-            "missed" if value > TARGETS.get(name, value) else "",
-        )
-        for name, value in figures.items()
-    ]
-    print_report(
-        ("figure", "median", "at most", ""),
-        rows,
-        {**figures, "ready_s": figures["ready_s_1gib"]},
-        as_json=options.json,
-    )
+    beside = {"ready_s": figures["ready_s_1gib"]}
+    print_figures(figures, BOUNDS, as_json=options.json, beside=beside)
     return 0
 
 

@@ -7,7 +7,6 @@ a lookup of hashes that nobody has. Variants are interleaved, every figure start
 `list[bytes]`.
 """
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -16,37 +15,16 @@ import grpc
 import numpy as np
 
 from bench.report import median, parser, percentile, print_report
-from demo.processes import Server, ends_cleanly, runtime_folder
-from hotkv_client import BlockRun, GroupHashes, Session
-from hotkv_client.testing import PagedEngine
+from bench.servers import GIB, new_hashes, serving, session_over
+from hotkv_client import GroupHashes
 from hotkv_proto.v1 import cache_pb2, cache_pb2_grpc
 
 COUNTS = (64, 1024, 8192, 65536)
 BLOCKS = 1_000_000
-STORE_BLOCKS = 50_000
-PAGE_BYTES = 4096
-HASH_BYTES = 32
 CODE_WARMERS = 8
 """Lookups of 32 unknown hashes before each measured one, so that code on both sides is as warm as
 in a server at work."""
 ROUNDS = {64: 200, 1024: 200, 8192: 60, 65536: 15}
-
-
-def random_hashes(count: int) -> list[bytes]:
-    """Hashes nobody else has."""
-    data = os.urandom(count * HASH_BYTES)
-    return [data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES)]
-
-
-def fill(target: str) -> tuple[Session, list[bytes]]:
-    """Stores a million blocks, all from one page of engine memory; the session and the hashes."""
-    session = PagedEngine(target, layers=1, num_blocks=1, page_bytes=PAGE_BYTES).connect().session
-    hashes = random_hashes(BLOCKS)
-    for start in range(0, BLOCKS, STORE_BLOCKS):
-        run = BlockRun(0, hashes[start : start + STORE_BLOCKS], np.zeros(STORE_BLOCKS, np.int32))
-        result = session.store(f"fill-{start}", f"fill-{start}", [run], 60).result(60)
-        assert np.all(result.results[0] == 1), "the arena is too small for the benchmark"
-    return session, hashes
 
 
 class ColdPicks:
@@ -70,15 +48,11 @@ def main() -> int:
     """Entry point."""
     options = parser("Time lookups.").parse_args()
     times: dict[tuple[str, int], list[float]] = {}
-    with (
-        ends_cleanly(),
-        runtime_folder(6 << 30) as folder,
-        Server(folder, "4GiB", "--arena.max-blocks", str(BLOCKS + 1)) as server,
-    ):
-        server.wait_ready()
+    with serving(4 * GIB, "--arena.max-blocks", str(BLOCKS + 1)) as server:
         server.wait_filled()
-        session, pool = fill(server.target)
-        hits, misses = ColdPicks(pool, 1), ColdPicks(random_hashes(200_000), 2)
+        pool = new_hashes(BLOCKS)
+        session = session_over(server.target, pool)
+        hits, misses = ColdPicks(pool, 1), ColdPicks(new_hashes(200_000), 2)
         stub = cache_pb2_grpc.CacheServiceStub(grpc.insecure_channel(server.target))
 
         def by_table(hashes: list[bytes]) -> None:
@@ -100,7 +74,7 @@ def main() -> int:
             "grpc stream": (hits, by_stream),
             "grpc unary": (hits, by_unary),
         }
-        code_warmer = random_hashes(32)
+        code_warmer = new_hashes(32)
         for count in COUNTS:
             for _ in range(ROUNDS[count]):
                 for name, (picks, call) in variants.items():

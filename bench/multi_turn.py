@@ -31,15 +31,15 @@ from typing import Any
 from bench.load.conversations import UPSTREAM, Shape, as_json, conversations
 from bench.load.lmcache_server import LMCacheServer
 from bench.report import parser, percentile, print_report
+from bench.servers import GIB, serving
 from demo.engine_process import kv_transfer_config
 from demo.processes import (
+    VLLM_SETTINGS,
     Child,
     ChildError,
     Engine,
     Server,
-    ends_cleanly,
     prepare_model,
-    runtime_folder,
 )
 
 LIMITS = {"large_hotkv_over_vllm": 1.5, "fits_hotkv_over_vllm": 0.99}
@@ -52,29 +52,16 @@ UPSTREAM_MAX_TOKENS, UPSTREAM_DEVICE_TOKENS = 6144, 7_000
 CLIENTS = 2
 WARM_UP_TOKENS = 1500
 ARENA_GIB = 4
-ARENA_BYTES = ARENA_GIB << 30
 CHAT_ENGINE = Path(__file__).parent / "load" / "chat_engine.py"
 
 
 class ChatEngine(Engine):
     """`bench.load.chat_engine` in a child process of the interpreter `python`."""
 
-    def __init__(
-        self,
-        name: str,
-        arguments: dict[str, Any],
-        folder: Path,
-        python: str,
-    ) -> None:
+    def __init__(self, name: str, arguments: dict[str, Any], folder: Path, python: str) -> None:
         self.name, self.vllm_version = name, ""
-        settings = {
-            "VLLM_CPU_CI_ENV": "1",
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
         command = [python, str(CHAT_ENGINE), json.dumps(arguments)]
-        self._child = Child(name, command, folder / f"{name}.log", settings, pipes=True)
+        self._child = Child(name, command, folder / f"{name}.log", VLLM_SETTINGS, pipes=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +198,8 @@ def main() -> int:
     figures: dict[str, Any] = {"left_out": {}}
     rows = []
     try:
-        with ends_cleanly(), contextlib.ExitStack() as stack:
-            model = prepare_model()
-            folder = stack.enter_context(runtime_folder(ARENA_BYTES + (1 << 28)))
-            server = stack.enter_context(Server(folder, f"{ARENA_GIB}GiB"))
-            server.wait_ready()
+        with contextlib.ExitStack() as stack:
+            model, server = prepare_model(), stack.enter_context(serving(ARENA_GIB * GIB))
             for case in cases:
                 if options.only not in (None, case.name):
                     continue

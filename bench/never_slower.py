@@ -12,30 +12,21 @@ until the first that is left, or hits again).
 """
 
 import contextlib
-import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-from bench.report import parser, print_report
+from bench.report import at_most, median, parser, print_figures
+from bench.servers import MIB, serving
 from demo import prompts
-from demo.processes import (
-    Answer,
-    ChildError,
-    Engine,
-    EngineSettings,
-    Server,
-    ends_cleanly,
-    prepare_model,
-    runtime_folder,
-)
+from demo.processes import Answer, ChildError, Engine, EngineSettings, prepare_model
 from hotkv_server.testing import faults
 
-LIMITS = {"slow_over_plain": 1.05}
+BOUNDS = {"slow_over_plain": at_most(1.05)}
 TIMES, WAIT_S = 200.0, 0.05
 PROMPT_TOKENS, ANSWER_TOKENS = 600, 2
 FEW = 3
-ARENA = "512MiB"
+ARENA_BYTES = 512 * MIB
 Pair = tuple[Answer, Answer]
 
 
@@ -43,10 +34,9 @@ def measure(model: Path, num_well: int, num_slow: int, times: float) -> dict[str
     """By phase the answers with and without hotkv."""
     with contextlib.ExitStack() as stack:
         below = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hotkv-bench-")))
-        folder, slow = stack.enter_context(runtime_folder(1 << 30)), below / "slow"
+        slow = below / "slow"
         command = faults.command("slow-down", slow, times, WAIT_S)
-        server = stack.enter_context(Server(folder, ARENA, command=command))
-        server.wait_ready()
+        server = stack.enter_context(serving(ARENA_BYTES, command=command))
         ours, plain = (
             stack.enter_context(Engine(name, EngineSettings(str(model), target), below))
             for name, target in (("hotkv", server.target), ("plain", ""))
@@ -89,8 +79,7 @@ def main() -> int:
     flags.add_argument("--times", type=float, default=TIMES, help="how much slower copies become")
     options = flags.parse_args()
     try:
-        with ends_cleanly():
-            phases = measure(prepare_model(), options.well, options.slow, options.times)
+        phases = measure(prepare_model(), options.well, options.slow, options.times)
     except ChildError as error:
         print(error, file=sys.stderr)
         return 1
@@ -99,24 +88,15 @@ def main() -> int:
         "slow_over_plain": sum(one.total_s for one, _ in late)
         / sum(other.total_s for _, other in late),
         "slow_worst": max(one.total_s for one, _ in late)
-        / statistics.median(other.total_s for _, other in late),
-        "well_over_plain": statistics.median(one.total_s for one, _ in phases["well"])
-        / statistics.median(other.total_s for _, other in phases["well"]),
+        / median([other.total_s for _, other in late]),
+        "well_over_plain": median([one.total_s for one, _ in phases["well"]])
+        / median([other.total_s for _, other in phases["well"]]),
         "found_slow_after": first(phases["slow"], hits=False),
         "found_well_after": first(phases["well again"], hits=True),
     }
-    rows = [
-        (
-            name,
-            f"{figures[name]:.3g}",
-            f"{LIMITS[name]:g}" if name in LIMITS else "",
-            "missed" if name in LIMITS and float(str(figures[name])) > LIMITS[name] else "",
-        )
-        for name in figures
-    ]
     for name, pairs in phases.items():
         print(name, " ".join(f"{a.total_s:.2f}/{b.total_s:.2f}" for a, b in pairs))
-    print_report(("figure", "value", "at most", ""), rows, figures, as_json=options.json)
+    print_figures(figures, BOUNDS, as_json=options.json)
     return 0
 
 

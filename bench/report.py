@@ -3,7 +3,10 @@
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from hotkv_client.command.tables import table
 
@@ -26,10 +29,15 @@ def median(values: Sequence[float]) -> float:
     return statistics.median(values)
 
 
+def say(what: str) -> None:
+    """Tells people how far a benchmark is."""
+    print(f"[{time.strftime('%H:%M:%S')}] {what}", file=sys.stderr, flush=True)
+
+
 def print_report(
     headers: Sequence[str],
     rows: Sequence[Sequence[object]],
-    figures: dict[str, object],
+    figures: Mapping[str, object],
     *,
     as_json: bool,
 ) -> None:
@@ -37,3 +45,47 @@ def print_report(
     print(table(headers, rows))
     if as_json:
         print(json.dumps(figures))
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Of a figure: `value` at least, or at most if `at_most`."""
+
+    value: float
+    at_most: bool = False
+
+    def __str__(self) -> str:
+        return f"{'<=' if self.at_most else '>='} {self.value:g}"
+
+    def is_met(self, figure: float) -> bool:
+        """Returns True if the figure keeps to it."""
+        return figure <= self.value if self.at_most else figure >= self.value
+
+
+def at_most(value: float) -> Bound:
+    """A bound from above."""
+    return Bound(value, at_most=True)
+
+
+def at_least(value: float) -> Bound:
+    """A bound from below."""
+    return Bound(value)
+
+
+def print_figures(
+    figures: Mapping[str, object],
+    bounds: Mapping[str, Bound],
+    *,
+    as_json: bool,
+    beside: Mapping[str, object] | None = None,
+) -> None:
+    """A row for each figure, with its bound and whether it misses that; then the figures and what
+    is `beside` them, if they are asked for."""
+    rows = []
+    for name, value in figures.items():
+        bound, is_number = bounds.get(name), isinstance(value, int | float)
+        missed = bound is not None and is_number and not bound.is_met(float(value))  # type: ignore[arg-type]
+        shown = f"{value:.4g}" if is_number else str(value)
+        rows.append((name, shown, "" if bound is None else str(bound), "missed" if missed else ""))
+    headers = ("figure", "measured", "bound", "")
+    print_report(headers, rows, {**(beside or {}), **figures}, as_json=as_json)

@@ -27,22 +27,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bench.report import median, parser
-from bench.resident.cases import (
+from bench.report import at_least, at_most, median, parser, say
+from bench.resident_cases import (
+    BLOCK_TOKENS,
     PROCESSOR,
     WALL,
     Exact,
     Held,
     Round,
+    Shape,
     Together,
     exactness,
+    llama,
     memory,
     representation_bytes,
-    say,
+    smollm,
     times,
     together,
 )
-from bench.resident.engines import BLOCK_TOKENS, Shape, llama, smollm
 from demo.processes import ChildError, ends_cleanly, runtime_folder
 from hotkv_client.command.tables import human_bytes, table
 
@@ -54,37 +56,22 @@ of the arena at most."""
 CASES = ("smollm2", "llama", "exact", "memory", "together", "long")
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Bound of a figure: at most, or at least if `is_least`."""
-
-    bound: float
-    is_least: bool = False
-
-    def is_met(self, value: float) -> bool:
-        """Whether a figure keeps to it."""
-        return value >= self.bound if self.is_least else value <= self.bound
-
-    def __str__(self) -> str:
-        return f"{'>=' if self.is_least else '<='} {self.bound:g}"
-
-
 TARGETS = {
-    "tokens_equal": Target(1.0, True),
-    "max_logprob_diff": Target(0.0),
-    "preemptions": Target(0.0),
-    "lost": Target(0.0),
-    "context_over_pool": Target(20.0, True),
-    "concurrency_gain": Target(5.0, True),
-    "throughput_gain": Target(3.0, True),
-    "step_over_resident": Target(1.10),
-    "step_over_dense_32k": Target(1.0),
-    "prefill_overhead": Target(1.10),
-    "hit_bytes_share": Target(0.05),
-    "hit_representations_share": Target(0.08),
-    "hit_first_token_share": Target(0.10),
-    "representations_overhead": Target(0.03),
-    "representations_overhead_hit": Target(0.0),
+    "tokens_equal": at_least(1.0),
+    "max_logprob_diff": at_most(0.0),
+    "preemptions": at_most(0.0),
+    "lost": at_most(0.0),
+    "context_over_pool": at_least(20.0),
+    "concurrency_gain": at_least(5.0),
+    "throughput_gain": at_least(3.0),
+    "step_over_resident": at_most(1.10),
+    "step_over_dense_32k": at_most(1.0),
+    "prefill_overhead": at_most(1.10),
+    "hit_bytes_share": at_most(0.05),
+    "hit_representations_share": at_most(0.08),
+    "hit_first_token_share": at_most(0.10),
+    "representations_overhead": at_most(0.03),
+    "representations_overhead_hit": at_most(0.0),
 }
 
 

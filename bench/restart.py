@@ -15,6 +15,7 @@ import sys
 import numpy as np
 
 from bench.report import median, parser, print_report
+from bench.servers import new_hashes
 from demo.processes import Server, ends_cleanly, runtime_folder
 from hotkv_client import BlockRun, GroupHashes
 from hotkv_client.admin import AdminClient
@@ -28,17 +29,22 @@ ENGINE_BLOCKS = 1000
 TARGETS = {"ready_s": 1.5, "served_ratio": 0.999}
 
 
-def fill(server: Server) -> list[bytes]:
-    """Stores all blocks; their hashes."""
-    engine = PagedEngine(
+def connected(server: Server) -> PagedEngine:
+    """An engine with as many blocks as it stores in a call."""
+    return PagedEngine(
         server.target, layers=1, num_blocks=ENGINE_BLOCKS, page_bytes=PAGE_BYTES
     ).connect()
+
+
+def fill(server: Server) -> list[bytes]:
+    """Stores all blocks; their hashes."""
+    engine = connected(server)
     engine.kv[:] = np.random.default_rng(0).integers(0, 256, engine.kv.shape, np.uint8)
     stored: list[bytes] = []
     block_ids = np.arange(ENGINE_BLOCKS, dtype=np.int32)
     for number in range(NUM_BLOCKS // ENGINE_BLOCKS):
         engine.kv[0, :, :8] = np.frombuffer(os.urandom(8), np.uint8)
-        hashes = [os.urandom(32) for _ in range(ENGINE_BLOCKS)]
+        hashes = new_hashes(ENGINE_BLOCKS)
         engine.session.store(
             f"s{number}", f"s{number}", [BlockRun(0, hashes, block_ids)], 60
         ).result(60)
@@ -49,9 +55,7 @@ def fill(server: Server) -> list[bytes]:
 
 def found(server: Server, stored: list[bytes]) -> int:
     """How many of the blocks a lookup finds."""
-    engine = PagedEngine(
-        server.target, layers=1, num_blocks=ENGINE_BLOCKS, page_bytes=PAGE_BYTES
-    ).connect()
+    engine = connected(server)
     masks = [
         engine.session.lookup([GroupHashes(0, stored[start : start + ENGINE_BLOCKS])]).result(10)[0]
         for start in range(0, len(stored), ENGINE_BLOCKS)
@@ -69,6 +73,8 @@ def main() -> int:
     with ends_cleanly(), runtime_folder(ARENA_BYTES + (1 << 30)) as folder:
         with Server(folder, ARENA) as server:
             empty_ready_s = server.wait_ready()
+            # Blocks that come before their memory would be refused, or evict others.
+            server.wait_filled()
             stored = fill(server)
             os.kill(server.pid, signal.SIGKILL)
         for _ in range(options.repeats):

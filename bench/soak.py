@@ -12,30 +12,41 @@ p50 beside it / beside the spinning one.
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.footprint import rss_beyond_arena_bytes
 from bench.load.hostile import KINDS
-from bench.report import parser, percentile, print_report
-from demo.processes import Server, ends_cleanly, runtime_folder
+from bench.report import at_most, parser, percentile, print_figures
+from bench.servers import MIB, new_hashes, serving
 from hotkv_client import GroupHashes
 from hotkv_client.testing import PagedEngine
 
 PROCESSES, SESSIONS_EACH = 4, 16
-ARENA, ARENA_BYTES = "64MiB", 64 << 20
+ARENA_BYTES = 64 * MIB
 SATURATION_S, OVERLOAD_S, HOSTILE_S, SETTLE_S = 10.0, 10.0, 8.0, 3.0
 IDLE_LOOKUPS = 2000
 BYSTANDER_PAUSE_S = 0.02
-TARGETS = {"p99_ratio": 20.0, "hostile": 1.2}
+BOUNDS = {"p99_ratio": at_most(20.0)}
+HOSTILE_RATIO = 1.2
 
 
-def traffic(target: str, seconds: float, rate: float, seed: int) -> dict[str, object]:
+@dataclass(slots=True)
+class Done:
     """All sessions' operations together."""
+
+    done: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    lookups_ms: list[float] = field(default_factory=list)
+
+
+def traffic(target: str, seconds: float, rate: float, seed: int) -> Done:
+    """Has all sessions do what they can, or `rate` operations a second; 0 for no bound."""
     words = [target, str(SESSIONS_EACH), str(seconds), str(rate / PROCESSES)]
     command = [sys.executable, "-m", "bench.load.traffic", *words]
     children = [
@@ -44,10 +55,7 @@ def traffic(target: str, seconds: float, rate: float, seed: int) -> dict[str, ob
         )
         for at in range(PROCESSES)
     ]
-    total: dict[str, object] = {}
-    done: dict[str, int] = {}
-    errors: dict[str, int] = {}
-    lookups_ms: list[float] = []
+    total = Done()
     for child in children:
         assert child.stdout is not None and child.stdout.readline() == "connected\n"
     for child in children:
@@ -58,18 +66,16 @@ def traffic(target: str, seconds: float, rate: float, seed: int) -> dict[str, ob
         assert child.stdout is not None
         result = json.loads(child.stdout.read())
         child.wait()
-        for counts, key in ((done, "done"), (errors, "errors")):
-            for name, count in result[key].items():
-                counts[name] = counts.get(name, 0) + count
-        lookups_ms += result["lookups_ms"]
-    total.update(done=sum(done.values()), errors=errors, lookups_ms=lookups_ms)
+        total.done += sum(result["done"].values())
+        total.errors.update(result["errors"])
+        total.lookups_ms += result["lookups_ms"]
     return total
 
 
 def quiet_lookups_ms(target: str, seconds: float = 0.0, pause_s: float = 0.001) -> list[float]:
     """Latencies of one session's lookups, one after the other with a pause."""
     engine = PagedEngine(target, model="quiet", engine_id="quiet").connect()
-    hashes = [os.urandom(32) for _ in range(16)]
+    hashes = new_hashes(16)
     found: list[float] = []
     until_s = time.monotonic() + seconds
     while len(found) < IDLE_LOOKUPS if not seconds else time.monotonic() < until_s:
@@ -106,15 +112,10 @@ def main() -> int:
         "--seconds", type=float, default=600.0, help="how long at half of the saturation"
     )
     options = flags.parse_args()
-    with (
-        ends_cleanly(),
-        runtime_folder(ARENA_BYTES + (1 << 28)) as folder,
-        Server(folder, ARENA) as server,
-    ):
-        server.wait_ready()
+    with serving(ARENA_BYTES) as server:
         idle_ms = percentile(quiet_lookups_ms(server.target), 0.5)
         full = traffic(server.target, SATURATION_S, 0.0, 100)
-        saturation = int(str(full["done"])) / SATURATION_S
+        saturation = full.done / SATURATION_S
         before = rss_beyond_arena_bytes(server.pid), descriptors(server.pid)
         with ThreadPoolExecutor(1) as thread:
             bystander = thread.submit(
@@ -129,8 +130,7 @@ def main() -> int:
         costs = {kind: [beside(server.target, kind)] for kind in KINDS}
         for kind in reversed(KINDS):
             costs[kind].append(beside(server.target, kind))
-    half_ms = half["lookups_ms"]
-    assert isinstance(half_ms, list)
+    half_ms = half.lookups_ms
     spinning = min(costs.pop("spin"))
     figures: dict[str, object] = {
         "idle_p50_ms": idle_ms,
@@ -140,19 +140,16 @@ def main() -> int:
         "p99_ratio": percentile(half_ms, 0.99) / idle_ms,
         "bystander_p99_ms": percentile(bystander_ms, 0.99),
         "bystander_p99_ratio": percentile(bystander_ms, 0.99) / idle_ms,
-        "errors": half["errors"],
+        "errors": dict(half.errors),
         "memory_growth_mb": (after[0] - before[0]) / 1e6,
         "descriptor_growth": after[1] - before[1],
-        "overload_errors": over["errors"],
+        "overload_errors": dict(over.errors),
         "recovered_p50_ms": recovered_ms,
         "spin_p50_ms": spinning,
         **{f"{kind}_ratio": min(values) / spinning for kind, values in costs.items()},
     }
-    rows = [
-        (name, f"{value:.3g}" if isinstance(value, float) else str(value))
-        for name, value in figures.items()
-    ]
-    print_report(("figure", "measured"), rows, figures, as_json=options.json)
+    hostile = {f"{kind}_ratio": at_most(HOSTILE_RATIO) for kind in costs}
+    print_figures(figures, BOUNDS | hostile, as_json=options.json)
     return 0
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from bench.report import parser, print_report
+from bench.report import parser, print_report, say
 from bench.sparse.engine import Engine, Setup
-from bench.sparse.texts import Text, texts
+from bench.sparse.texts import Text, add_model, add_texts, encoder, texts
 from tools.smollm2 import prepare
 
 CONTEXT_TOKENS = 8192
@@ -70,7 +70,7 @@ def in_engine(engine: Engine, text: Text, setups: Sequence[Setup]) -> list[Row]:
         sparse = engine.run(text.tokens, COMPARED_TOKENS)
         loss = mean_loss(sparse, last) - mean_loss(dense, last)
         rows.append(Row(text.name, setup.scorer, mean_kl(dense, sparse), loss, None, None))
-    print(f"{text.name}: engine {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+    say(f"{text.name}: engine {time.monotonic() - begin:.0f} s")
     return rows
 
 
@@ -83,15 +83,15 @@ def rows_of(
     engine.close()
     if not offline:
         return [row for rows in measured for row in rows]
+    from bench.sparse.decode import Offline
     from bench.sparse.llama import Llama
-    from bench.sparse.offline import Offline
 
     beside, rows = Offline(Llama(folder)), []
     for text, inside in zip(found, measured, strict=True):
         begin = time.monotonic()
         dense = beside.dense(text.tokens, COMPARED_TOKENS, setups[0])
         outcomes = beside.decoded(dense, text.tokens, setups)
-        print(f"{text.name}: offline {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+        say(f"{text.name}: offline {time.monotonic() - begin:.0f} s")
         rows += [
             replace(row, offline_kl=outside.kl, offline_delta_nll=outside.delta_nll)
             for row, outside in zip(inside, outcomes, strict=True)
@@ -122,25 +122,8 @@ def options() -> argparse.Namespace:
     """The command line."""
     usual = Setup()
     flags = parser("Sparse decode in vLLM on CPU against the same decode offline.")
-    flags.add_argument(
-        "--model",
-        type=Path,
-        help="a Llama model folder (default: SmolLM2-135M-Instruct, prepared once)",
-    )
-    flags.add_argument(
-        "--texts",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="long plain texts (default: what the system has)",
-    )
-    flags.add_argument(
-        "--centres",
-        type=Path,
-        metavar="FILE",
-        help="centres of this model (hotkv_vllm.sparse.calibrate)",
-    )
+    add_model(flags)
+    add_texts(flags)
     flags.add_argument(
         "--budget", type=budget, default=usual.budget, help="share of the context, or tokens"
     )
@@ -174,10 +157,7 @@ def main() -> int:
         centres=chosen.centres,
     )
     setups = [replace(usual, scorer=scorer) for scorer in chosen.scorers]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, verbose=False)["input_ids"])
+    encode = encoder(AutoTokenizer.from_pretrained(folder))
 
     try:
         found = texts(chosen.texts, encode, CONTEXT_TOKENS, COMPARED_TOKENS + 1)

@@ -17,14 +17,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
-from bench.report import parser, print_report
+from bench.report import parser, print_report, say
 from bench.sparse.engine import Engine, Setup
 from bench.sparse.needles import TASKS, Prompt, haystack, prompts
+from bench.sparse.texts import add_model, encoder
 from bench.sparse_engine import budget
 from tools.smollm2 import prepare
 
@@ -63,12 +63,9 @@ def measure(
             said = engine.answer(prompt.tokens, ANSWER_TOKENS)
             text = tokenizer.decode(said)
             row.num_right[prompt.task] += prompt.is_answered_by(text)
-        print(
+        say(
             f"prompt {number} of {len(asked)}: prefill {prefill_s:.0f} s of "
-            f"{time.monotonic() - begin:.0f} s; right so far "
-            f"{[row.total for row in rows]}",
-            file=sys.stderr,
-            flush=True,
+            f"{time.monotonic() - begin:.0f} s; right so far {[row.total for row in rows]}"
         )
     return rows
 
@@ -86,11 +83,7 @@ def missed(rows: Sequence[Row]) -> list[str]:
 def options() -> argparse.Namespace:
     """The command line."""
     flags = parser("Accuracy of sparse decode in vLLM on CPU at finding facts in a long text.")
-    flags.add_argument(
-        "--model",
-        type=Path,
-        help="a model folder (default: SmolLM2-135M-Instruct, prepared once)",
-    )
+    add_model(flags)
     flags.add_argument("--prompts", type=int, default=20, help="of each task")
     flags.add_argument("--tokens", type=int, default=PROMPT_TOKENS, help="of a prompt")
     flags.add_argument("--scorers", nargs="+", default=list(SCORERS))
@@ -122,9 +115,7 @@ def main() -> int:
         for scorer in chosen.scorers
     ]
     tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, verbose=False)["input_ids"])
+    encode = encoder(tokenizer)
 
     try:
         asked = [

@@ -7,12 +7,12 @@ compound. Quality is KL(dense ||
 sparse) and the rise of NLL over the dense run of the same tokens, per token in nats, and
 strong-block recall: how often a KV head's heaviest candidate block is attended when it has more
 than 0.1 of the attention. Every selection is made by `hotkv_sparse`. `+mu` and the like are centres
-and axes (`bench.sparse.calibration`). Texts come from the
+and axes (`bench.sparse.llama`). Texts come from the
 system (`bench.sparse.texts`), or from `--texts`.
 
 Prints a row per text and variant and, with `--json`, `{"model", "texts", "seconds", "rows",
-"targets"}`. The default run has the rows that targets name; `--full` has all; `--resident` has what
-residency does, with targets of its own.
+"targets"}`. The default run has the rows that targets name; `--resident` has what residency does,
+with targets of its own.
 """
 
 import argparse
@@ -20,16 +20,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
-from bench.report import parser, print_report
-from bench.sparse.calibration import Calibration, Own, calibration
+from bench.report import Bound, at_least, at_most, parser, print_report, say
 from bench.sparse.decode import Decode, Outcome
-from bench.sparse.llama import Dense, Llama, dense_pass
-from bench.sparse.texts import REPEAT, Text, texts
+from bench.sparse.llama import Calibration, Dense, Llama, Own, calibration, dense_pass
+from bench.sparse.texts import REPEAT, Text, add_model, add_texts, encoder, texts
 from bench.sparse.variants import (
     LRU,
     RESIDENT,
@@ -37,7 +35,6 @@ from bench.sparse.variants import (
     SERVED,
     TIGHT,
     Variant,
-    all_variants,
     default_variants,
     passes,
     resident_variants,
@@ -72,15 +69,12 @@ class Target:
 
     name: str
     value: float | None
-    bound: float
-    at_least: bool = False
+    bound: Bound
 
     @property
     def met(self) -> bool:
         """True if the bound holds; False too if there is no figure."""
-        return self.value is not None and (
-            self.value >= self.bound if self.at_least else self.value <= self.bound
-        )
+        return self.value is not None and self.bound.is_met(self.value)
 
 
 def targets(rows: Sequence[Row], scorer: str) -> list[Target]:
@@ -113,11 +107,11 @@ def targets(rows: Sequence[Row], scorer: str) -> list[Target]:
         if row.outcome.variant == tight and row.outcome.recall is not None
     ]
     return [
-        Target(f"{tight.key}: prose kl", worst_kl(tight), 0.05),
-        Target(f"{tight.key}: copy delta_nll", copy_loss(tight), 0.05),
-        Target(f"{tight.key}: recall", min(recalls, default=None), 0.98, at_least=True),
-        Target(f"{served.key}: prose kl", worst_kl(served), 0.015),
-        Target(f"{served.key}: copy delta_nll", copy_loss(served), 0.08),
+        Target(f"{tight.key}: prose kl", worst_kl(tight), at_most(0.05)),
+        Target(f"{tight.key}: copy delta_nll", copy_loss(tight), at_most(0.05)),
+        Target(f"{tight.key}: recall", min(recalls, default=None), at_least(0.98)),
+        Target(f"{served.key}: prose kl", worst_kl(served), at_most(0.015)),
+        Target(f"{served.key}: copy delta_nll", copy_loss(served), at_most(0.08)),
     ]
 
 
@@ -126,12 +120,12 @@ def resident_targets(rows: Sequence[Row], scorer: str) -> list[Target]:
     key = Variant(scorer, 0.10, *RESIDENT)
     of_text = {row.text.name: row.outcome for row in rows if row.outcome.variant == key}
     found = [
-        Target(f"{key.key}: {name} kl", of_text[name].kl, bound)
+        Target(f"{key.key}: {name} kl", of_text[name].kl, at_most(bound))
         for name, bound in RESIDENT_KL.items()
         if name in of_text
     ]
     if REPEAT in of_text:
-        found.append(Target(f"{key.key}: copy delta_nll", of_text[REPEAT].delta_nll, 0.0))
+        found.append(Target(f"{key.key}: copy delta_nll", of_text[REPEAT].delta_nll, at_most(0.0)))
     return found
 
 
@@ -149,11 +143,7 @@ def seen(model: Llama, text: Text, first_layer: int, num_compared: int) -> Seen:
     begin = time.monotonic()
     dense = dense_pass(model, torch.tensor(text.tokens[:-1]), num_compared, first_layer)
     own = Own.of(dense)
-    print(
-        f"{text.name} ({text.source}): dense pass {time.monotonic() - begin:.0f} s",
-        file=sys.stderr,
-        flush=True,
-    )
+    say(f"{text.name} ({text.source}): dense pass {time.monotonic() - begin:.0f} s")
     return Seen(text, dense, own)
 
 
@@ -168,12 +158,8 @@ def measure(
     torch.set_num_threads(1)
     for some in passes(variants, PASS_VARIANTS):
         outcomes += Decode(model, seen.dense, torch.tensor(text.tokens), calibrated, some).run()
-        print(
-            f"{text.name}: {len(outcomes)} of {len(variants)} variants, "
-            f"{time.monotonic() - begin:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        took_s = time.monotonic() - begin
+        say(f"{text.name}: {len(outcomes)} of {len(variants)} variants, {took_s:.0f} s")
     torch.set_num_threads(num_threads)
     by_variant = {outcome.variant: outcome for outcome in outcomes}
     rows = [Row(text, by_variant[variant]) for variant in variants]
@@ -259,30 +245,8 @@ def figures(row: Row) -> dict[str, object]:
 def options() -> argparse.Namespace:
     """The command line."""
     flags = parser("Selection quality of sparse decode against dense attention.")
-    flags.add_argument(
-        "--model",
-        type=Path,
-        help="a Llama model folder (default: SmolLM2-135M-Instruct, prepared once)",
-    )
-    flags.add_argument(
-        "--texts",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="long plain texts (default: what the system has)",
-    )
-    flags.add_argument(
-        "--centres",
-        type=Path,
-        metavar="FILE",
-        help="centres of this model, as `+file` (hotkv_vllm.sparse.calibrate)",
-    )
-    flags.add_argument(
-        "--full",
-        action="store_true",
-        help="every scorer, budget, block size, sharing and freshness",
-    )
+    add_model(flags)
+    add_texts(flags)
     flags.add_argument(
         "--resident",
         action="store_true",
@@ -306,10 +270,7 @@ def main() -> int:
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
     folder = chosen.model or prepare()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, verbose=False)["input_ids"])
+    encode = encoder(AutoTokenizer.from_pretrained(folder))
 
     try:
         model = Llama(folder)
@@ -324,10 +285,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     begin = time.monotonic()
-    rows_of = (
-        resident_variants if chosen.resident else all_variants if chosen.full else default_variants
-    )
-    variants = rows_of(with_file=file is not None)
+    variants_of = resident_variants if chosen.resident else default_variants
+    variants = variants_of(with_file=file is not None)
     try:
         with torch.inference_mode():
             first_layer = 0 if chosen.resident else DENSE_LAYERS
@@ -352,20 +311,13 @@ def main() -> int:
         (
             target.name,
             f"{target.value:.4f}" if target.value is not None else "",
-            f"{'>=' if target.at_least else '<='} {target.bound:g}",
+            str(target.bound),
+            "" if target.met else "missed",
         )
         for target in held
     ]
     print()
-    print_report(
-        ("target", "worst text", "bound", ""),
-        [
-            (*bound, "" if target.met else "missed")
-            for bound, target in zip(bounds, held, strict=True)
-        ],
-        report,
-        as_json=chosen.json,
-    )
+    print_report(("target", "worst text", "bound", ""), bounds, report, as_json=chosen.json)
     return 0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bench.core import SIZES, Bench
-from bench.report import median, parser, print_report
+from bench.report import at_most, median, parser, print_figures
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import SLOT_ALIGN
@@ -36,7 +36,7 @@ from hotkv_server.startup import process
 from hotkv_server.told.pages.replies import Reply
 from hotkv_server.told.status import as_json_values, read_status
 
-TARGET_MS = 10.0
+BOUNDS = {"loop_ms": at_most(10.0)}
 NUM_SESSIONS = 1000
 """About as many as a server takes; a status lists the first of them."""
 T = TypeVar("T")
@@ -131,14 +131,8 @@ def main() -> int:
         "answer_bytes": num_bytes,
         "cells": num_cells,
     }
-    targets = {"loop_ms": TARGET_MS}
-    rows = [(name, f"{value:.4g}", targets.get(name, "")) for name, value in figures.items()]
-    print_report(
-        (f"figure, {options.blocks:,} blocks", "measured", "at most"),
-        rows,
-        {"policy": options.policy, "blocks": options.blocks, **figures},
-        as_json=options.json,
-    )
+    beside = {"policy": options.policy, "blocks": options.blocks}
+    print_figures(figures, BOUNDS, as_json=options.json, beside=beside)
     return 0
 
 

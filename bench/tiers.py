@@ -20,7 +20,6 @@ import json
 import mmap
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from bench import compression
-from bench.report import parser, print_report
+from bench.report import at_least, at_most, median, parser, print_figures
 from demo.processes import ends_cleanly
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
@@ -55,13 +54,13 @@ LANES, CALL_BYTES = 4, BATCH_BYTES
 """So many calls are under way at a time, of the size in which the server writes."""
 ROUND_S = 2.0
 SLAB_BYTES = 4 * MIB
-TARGETS = {
-    "disk_read_ratio": 0.85,
-    "disk_write_ratio": 0.85,
-    "disk_read_ratio_busy": 0.8,
-    "disk_write_ratio_busy": 0.8,
-} | compression.TARGETS
-LIMITS = {"restart_s": 2.0}
+BOUNDS = {
+    "disk_read_ratio": at_least(0.85),
+    "disk_write_ratio": at_least(0.85),
+    "disk_read_ratio_busy": at_least(0.8),
+    "disk_write_ratio_busy": at_least(0.8),
+    "restart_s": at_most(2.0),
+} | compression.BOUNDS
 
 
 class Disk:
@@ -203,7 +202,7 @@ async def ratios(folder: Path, rounds: int) -> dict[str, float]:
                         found.setdefault(f"disk_{how}_gb_s{suffix}_{name}", []).append(mine / 1e9)
     finally:
         disk.close()
-    medians = {key: statistics.median(values) for key, values in found.items()}
+    medians = {key: median(values) for key, values in found.items()}
     for key in ("disk_read_ratio", "disk_write_ratio"):
         for suffix in ("", "_busy"):
             medians[f"{key}{suffix}"] = min(medians[f"{key}{suffix}_{name}"] for name in SIZES)
@@ -294,20 +293,7 @@ def main() -> int:
             figures |= compression.measure()
         except FileNotFoundError as error:
             print(f"no figures of compression: {error}", file=sys.stderr)
-    rows = [
-        (
-            name,
-            f"{value:.3g}",
-            f"at least {TARGETS[name]:g}"
-            if name in TARGETS
-            else f"at most {LIMITS[name]:g}"
-            if name in LIMITS
-            else "",
-            "missed" if value < TARGETS.get(name, value) or value > LIMITS.get(name, value) else "",
-        )
-        for name, value in figures.items()
-    ]
-    print_report(("figure", "value", "target", ""), rows, figures, as_json=options.json)
+    print_figures(figures, BOUNDS, as_json=options.json)
     return 0
 
 

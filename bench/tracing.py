@@ -19,26 +19,16 @@ from pathlib import Path
 import numpy as np
 
 from bench.report import median, parser, percentile, print_report
-from demo.processes import Server, ends_cleanly, runtime_folder
-from hotkv_client import BlockRun, GroupHashes, Session
-from hotkv_client.testing import PagedEngine
+from bench.servers import MIB, new_hashes, serving, session_over
+from hotkv_client import GroupHashes
 from hotkv_server.testing.otlp_receiver import OtlpReceiver
 
 COUNTS = (64, 1024)
 BLOCKS = 4096
-PAGE_BYTES = 4096
 ROUNDS = 400
 WARMERS = 3
 OFF, OFF_TOO, ON, TRACED, BEFORE = "off", "off, again", "on, untraced", "each traced", "before"
 PACKAGES = ("proto", "sparse", "client", "server")
-
-
-def filled(target: str, hashes: list[bytes]) -> Session:
-    """A session with a server that has the blocks."""
-    session = PagedEngine(target, layers=1, num_blocks=1, page_bytes=PAGE_BYTES).connect().session
-    run = BlockRun(0, hashes, np.zeros(len(hashes), np.int32))
-    session.store("fill", "fill", [run], 60).result(60)
-    return session
 
 
 def command_of(checkout: Path) -> Sequence[str]:
@@ -74,9 +64,9 @@ def main() -> int:
     options.add_argument("--before", type=Path, help="a checkout from before there were traces")
     options.add_argument("--rounds", type=int, default=ROUNDS)
     asked = options.parse_args()
-    hashes = [os.urandom(32) for _ in range(BLOCKS)]
+    hashes = new_hashes(BLOCKS)
     times: dict[tuple[str, int], list[float]] = {}
-    with ends_cleanly(), ExitStack() as stack:
+    with ExitStack() as stack:
         pipe = stack.enter_context(collector())
         flags = ("--tracing.endpoint", str(pipe.recv()), "--tracing.max-spans-per-s", "1000000")
         flags_of = {OFF: (), OFF_TOO: (), ON: flags, TRACED: flags}
@@ -84,11 +74,9 @@ def main() -> int:
             flags_of[BEFORE] = ()
         calls: dict[str, Callable[[list[GroupHashes]], object]] = {}
         for name, own in flags_of.items():
-            folder = stack.enter_context(runtime_folder(256 << 20))
             command = command_of(asked.before) if name == BEFORE else ()
-            server = stack.enter_context(Server(folder, "64MiB", *own, command=command))
-            server.wait_ready()
-            session = filled(server.target, hashes)
+            server = stack.enter_context(serving(64 * MIB, *own, command=command))
+            session = session_over(server.target, hashes)
             stack.callback(session.close)
             parent = f"00-{1:032x}-{1:016x}-01" if name == TRACED else None
             calls[name] = lambda groups, session=session, parent=parent: session.lookup(  # type: ignore[misc]

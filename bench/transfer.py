@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.report import median, parser, percentile, print_report
-from demo.processes import Server, ends_cleanly, runtime_folder
+from bench.servers import new_hashes, serving
+from demo.processes import Server
 from hotkv_client import BlockResult, BlockRun, GroupHashes, LoadRun, TransferStatus
 from hotkv_client.testing import PagedEngine
 from hotkv_proto import native
@@ -71,7 +72,7 @@ class Engine(PagedEngine):
     def one_block(self, name: str) -> None:
         """A store and a load of one block, not timed. The server is through with all of it at the
         end: calls are answered in order."""
-        block = [os.urandom(32)]
+        block = new_hashes(1)
         self.session.store(name, name, [BlockRun(0, block, self.sources[:1])], 30).result(30)
         self.session.acquire(f"{name}-l", [GroupHashes(0, block)]).result(10)
         self.session.load(
@@ -143,9 +144,9 @@ def measure(target: str, block_tokens: int, memcpy: Callable[[], float]) -> dict
     engine = Engine(target, block_tokens)
     times: dict[str, list[float]] = {"memcpy": [], "store": [], "load": []}
     for i in range(ARENA_BYTES // OPERATION_BYTES):
-        engine.store([os.urandom(32) for _ in range(engine.num_blocks)], f"fill-{i}")
+        engine.store(new_hashes(engine.num_blocks), f"fill-{i}")
     for i in range(ROUNDS):
-        hashes = [os.urandom(32) for _ in range(engine.num_blocks)]
+        hashes = new_hashes(engine.num_blocks)
         times["memcpy"].append(memcpy())
         engine.one_block(f"warm-s{i}")
         times["store"].append(engine.store(hashes, f"s{i}"))
@@ -161,12 +162,7 @@ def main() -> int:
     source, target = np.ones(OPERATION_BYTES, np.uint8), np.ones(OPERATION_BYTES, np.uint8)
     memcpy = threaded_memcpy(target, source)
     for block_tokens in BLOCK_TOKENS:
-        with (
-            ends_cleanly(),
-            runtime_folder(2 * ARENA_BYTES) as folder,
-            Server(folder, str(ARENA_BYTES)) as server,
-        ):
-            server.wait_ready()
+        with serving(ARENA_BYTES) as server:
             huge_share = wait_for_huge_pages(server)
             times = measure(server.target, block_tokens, memcpy)
         run_bytes = block_tokens * TOKEN_BYTES
@@ -179,16 +175,8 @@ def main() -> int:
         for name, values in times.items():
             rate = OPERATION_BYTES / median(values) / 1e9
             ratio, tail = ceiling_s / median(values), spread[run_bytes][name]
-            rows.append(
-                (
-                    run_bytes >> 10,
-                    name,
-                    round(rate, 2),
-                    round(ratio, 2),
-                    round(tail, 2),
-                    round(huge_share, 2),
-                )
-            )
+            shown = (round(figure, 2) for figure in (rate, ratio, tail, huge_share))
+            rows.append((run_bytes >> 10, name, *shown))
     figures: dict[str, object] = {
         "store_ratio": store_ratio,
         "load_ratio": load_ratio,

@@ -28,6 +28,16 @@ STOP_DEADLINE_S = 60.0
 HURRY_DEADLINE_S = 3.0
 STORE_DEADLINE_S = 20.0
 SHM = Path("/dev/shm")
+VLLM_SETTINGS = {
+    # no warm-up over many shapes; `warm_up` does what is needed here
+    "VLLM_CPU_CI_ENV": "1",
+    # With a connector vLLM reserves more cores, or on two cores none at all: engines must be alike
+    # to be compared.
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Variables of engines."""
 
 
 class ChildError(RuntimeError):
@@ -209,13 +219,7 @@ class Engine:
     def __init__(self, name: str, settings: EngineSettings, folder: Path) -> None:
         self.name = name
         env = {
-            # no warm-up over many shapes; `warm_up` does what is needed here
-            "VLLM_CPU_CI_ENV": "1",
-            # With a connector vLLM reserves more cores, or on two cores none at all: engines must
-            # be alike to be compared.
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
+            **VLLM_SETTINGS,
             **settings.environment,
         }
         # It outranks vLLM's own argument.
@@ -297,8 +301,11 @@ class Server:
     in a `with` block.
 
     One after the other in the same folder, each goes on with the cache of the one before.
-    `command`: what runs instead of `hotkv-server run`.
+    `command`: what runs instead of `hotkv-server run`. `ready_s`: seconds from its start until it
+    was ready, once `wait_ready` has returned.
     """
+
+    ready_s: float
 
     def __init__(self, folder: Path, arena: str, *flags: str, command: Sequence[str] = ()) -> None:
         self.runtime_folder = folder / "run"
@@ -346,7 +353,8 @@ class Server:
                     .status
                     == serving
                 ):
-                    return time.monotonic() - self.begin_s
+                    self.ready_s = time.monotonic() - self.begin_s
+                    return self.ready_s
             time.sleep(0.02)
         raise self._child.error(
             "ended early"

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from bench.gpu.model import LLAMA_8B, ModelShape
 from hotkv_sparse.config import SparseConfig
+from hotkv_sparse.cuda.arena import MappedArena
 from hotkv_sparse.cuda.device import Array, Device, address_of
 from hotkv_sparse.cuda.hotsets import CudaHotSets, Fragment
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages, upload
@@ -56,6 +57,15 @@ def random_pages(num_blocks: int, page_bytes: int) -> U8:
         )
         np.bitwise_or(part, np.uint64(0x3800380038003800), out=part)
     return memory.reshape(num_blocks, page_bytes)
+
+
+def registered(pages: U8) -> MappedArena:
+    """The pages as memory that the device reads. Ends the program if they can't be registered."""
+    arena = MappedArena(pages.reshape(-1), is_writable=True)
+    arena.start()
+    if not arena.wait():
+        raise SystemExit(f"the arena can't be registered: {arena.error}")
+    return arena
 
 
 class Context:

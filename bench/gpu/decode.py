@@ -20,9 +20,9 @@ from bench.gpu.context import BLOCK_TOKENS, CONFIG, SMALL_CONFIG, page_bytes_of
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.kernels import tensor_kernels
 from bench.gpu.model import LLAMA_8B, TINY, DenseCache, DummyModel
-from bench.gpu.prefill import Prefill
 from bench.gpu.resident_model import (
     HostPages,
+    Prefill,
     Resident,
     Some,
     dense_tokens,
@@ -95,18 +95,8 @@ def resident_rate(
     context = one.context
     context.catch_up()
     one.advance()
-
-    def step() -> None:
-        one.tokens.ids.copy_(one.step())
-        one.tokens.positions.add_(1)
-
-    step()
-    one.advance()
-    run, times = kernels.captured(step), []
-    for _ in range(steps):
-        one.advance()
-        times.append(kernels.milliseconds(run))
-    context.check()
+    one.go_on()
+    times = one.step_times_ms(steps)
     index = context.layers[0].index
     pages = context.num_pages * page_bytes_of(model.shape)
     taken = model.shape.layers * (pages + index.num_rows * index.shape.row_bytes)

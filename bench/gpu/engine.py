@@ -5,6 +5,7 @@ Always true: memory that is compared or overwritten is settled on the device bef
 asked, unless a mark says so. With a `MadeUp` device all of it runs without a GPU, server included;
 then bytes count and times do not."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,15 +13,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench.gpu.shape import Shape
-from bench.gpu.sides import Cuda, MadeUp, Side
-from demo.processes import SHM, Child, Server
+from bench.servers import MIB, new_hashes
+from demo.processes import SHM, Server
 from hotkv_client import (
     BlockRun,
     EngineMemory,
@@ -35,12 +37,218 @@ from hotkv_client import (
 from hotkv_client.types import After, Int32s
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
-from hotkv_proto.layout import Layout
-from hotkv_vllm.worker.layout import ExportedMemory
+from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
+from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
+from hotkv_server.testing.with_devices import FakeDevices
+from hotkv_vllm.worker.device_order import WORDS_HANDLE, CudaDevice, Event, Marks, Words
+from hotkv_vllm.worker.layout import ExportedMemory, cuda_handle
+
+# ----------------------------------------------------------------------------------- How blocks lie
+
+HEADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """`num_blocks` blocks of `layers` pages. `layout`, with B blocks, L layers, H heads, N tokens,
+    C channels, K keys and values apart: `BLHNC` (a block is one run), `LBHNC` (a page is one),
+    `LKBNHC` (half a page), `LHBNC` (a page's head).
+    """
+
+    page_bytes: int
+    layers: int
+    num_blocks: int
+    layout: str
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layers * self.page_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def tensors(self) -> tuple[PageTensor, ...]:
+        return tuple(self._tensor(i) for i in range(self.layers))
+
+    def _tensor(self, layer: int) -> PageTensor:
+        page, layer_bytes, slot = (
+            self.page_bytes,
+            self.num_blocks * self.page_bytes,
+            layer * self.page_bytes,
+        )
+        if self.layout == "BLHNC":
+            return PageTensor(0, "kv", layer * page, self.block_bytes, page, slot)
+        parts = {"LBHNC": 1, "LKBNHC": 2, "LHBNC": HEADS}[self.layout]
+        if parts == 1:
+            return PageTensor(0, "kv", layer * layer_bytes, page, page, slot)
+        run = page // parts
+        return PageTensor(
+            0, "kv", layer * layer_bytes, run, run, slot, ((parts, self.num_blocks * run),)
+        )
+
+
+# --------------------------------------------------------------------------------------- The device
+# The engine's device in the benchmarks: the first GPU, or memory of the host that stands for one.
+#
+# Always true: what a `MadeUp` device is given is done at once, so its bytes count and times on it
+# are no figures.
+
+
+class Cuda:
+    """The first GPU."""
+
+    is_made_up = False
+    """Then nothing that is timed is a figure."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        self.name = str(torch.cuda.get_device_name(self.device))
+
+    def server_command(self) -> list[str]:
+        """Of a server that has this device, without its flags."""
+        return [sys.executable, "-m", "hotkv_server.cli", "run", "--copy.cuda", "on"]
+
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, MemoryHandle]:
+        """uint8 [bytes] on the device, and what lets the server open it."""
+        memory = self.scratch(num_bytes)
+        return memory, cuda_handle("kv", memory.untyped_storage())
+
+    def scratch(self, num_bytes: int) -> torch.Tensor:
+        """uint8 [bytes] on the device, for this process alone."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """uint8 [bytes] of the host, which the device copies from and to by itself."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def marks(self, wanted: str) -> Marks:
+        """Marks at the end of the current stream; `wanted` as in the connector's setting."""
+        return Marks(CudaDevice(self.device), wanted)
+
+    def stream(self) -> Any:
+        """A queue of its own, a context manager: work given to the device inside is put there."""
+        return torch.cuda.stream(torch.cuda.Stream(self.device))
+
+    def synchronize(self) -> None:
+        """Waits for all that was given to the device by this process."""
+        torch.cuda.synchronize(self.device)
+
+    def wait_stream(self) -> None:
+        """Waits for what was given to the current stream."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def free_bytes(self) -> int:
+        """Of the device's memory, over all processes."""
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+
+class MadeUp:
+    """A device of `hotkv_server.testing`: memory of the host, a queue that is done at once."""
+
+    name, is_made_up = "no GPU, a made-up device", True
+
+    def __init__(self) -> None:
+        self._kept: list[FakeAllocation] = []
+
+    def server_command(self) -> list[str]:
+        return FakeDevices(max_delay_s=0.0005).command()
+
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, MemoryHandle]:
+        self._kept.append(FakeAllocation(num_bytes))
+        return torch.from_numpy(self._kept[-1].array()), MemoryHandle(
+            "kv", num_bytes, 0, self._kept[-1].handle, uuid_of(0)
+        )
+
+    def scratch(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def marks(self, wanted: str) -> Marks:
+        return Marks(_Queue(), wanted)
+
+    def stream(self) -> Any:
+        return contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_stream(self) -> None:
+        pass
+
+    def free_bytes(self) -> int:
+        """All addresses, less the allocations that some process has mapped."""
+        held = {}
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with contextlib.suppress(OSError):
+                for line in maps.read_text().splitlines():
+                    if "memfd:hotkv-device " in line:
+                        span, inode = line.split()[0], line.split()[4]
+                        begin, end = (int(part, 16) for part in span.split("-"))
+                        held[inode] = end - begin
+        return (1 << 47) - sum(held.values())
+
+
+class _Queue:
+    """A `hotkv_vllm.worker.device_order.Device` that has passed all it is given."""
+
+    uuid, stream = uuid_of(0), 0
+
+    def new_event(self, *, interprocess: bool) -> Event:
+        return _Event()
+
+    def record(self, event: Event) -> None:
+        assert isinstance(event, _Event)
+        event.shared.record()
+        event.shared.reach()
+
+    def new_words(self, count: int) -> Words:
+        return _Words(count)
+
+
+class _Event:
+    def __init__(self) -> None:
+        self.shared = FakeIpcEvent()
+
+    def query(self) -> bool:
+        return True
+
+    def ipc_handle(self) -> bytes:
+        return self.shared.handle
+
+
+class _Words:
+    def __init__(self, count: int) -> None:
+        self._memory = FakeAllocation(4096)
+        self.handle = MemoryHandle(WORDS_HANDLE, 4 * count, 0, self._memory.handle, uuid_of(0))
+        self.fds: dict[str, int] = {}
+
+    def write(self, index: int, value: int) -> None:
+        self._memory.words()[index] = value
+
+
+Side = Cuda | MadeUp
+
+
+def find_side(made_up: bool) -> Side:
+    """Returns the first GPU, or a made-up one. Ends the program if there is no GPU."""
+    if made_up:
+        print("made-up device: bytes are checked, times mean nothing", file=sys.stderr)
+        return MadeUp()
+    if not torch.cuda.is_available():
+        raise SystemExit(
+            "torch sees no GPU; --made-up runs the same without one, for its bytes and not for "
+            "its times"
+        )
+    return Cuda()
+
+
+# ------------------------------------------------------------------------ The engine and its server
 
 DEADLINE_S = 30.0
 LEASE_S = 600.0
-MIB, GIB = 1 << 20, 1 << 30
 
 
 class GpuServer(Server):
@@ -48,26 +256,10 @@ class GpuServer(Server):
 
     def __init__(self, side: Side, folder: Path, arena_bytes: int, *flags: str) -> None:
         self.arena_bytes = arena_bytes
-        self.runtime_folder = folder / "run"
-        self.runtime_folder.mkdir(mode=0o700, exist_ok=True)
-        self.target = f"unix:{self.runtime_folder}/grpc.sock"
-        self.begin_s = time.monotonic()
-        command = [
-            *side.server_command(),
-            "--runtime-dir",
-            str(self.runtime_folder),
-            "--arena.dir",
-            str(folder / "arena"),
-        ]
-        command += [
-            "--arena.bytes",
-            str(arena_bytes),
-            "--http.port",
-            "-1",
-            "--arena.slab-bytes",
-            str(min(arena_bytes // 16, 64 * MIB)),
-        ]
-        self._child = Child("hotkv-server", [*command, *flags], folder / "hotkv-server.log", {})
+        slab_bytes = str(min(arena_bytes // 16, 64 * MIB))
+        command = side.server_command()
+        flags = ("--arena.slab-bytes", slab_bytes, *flags)
+        super().__init__(folder, str(arena_bytes), *flags, command=command)
 
     def __enter__(self) -> "GpuServer":
         return self
@@ -215,8 +407,31 @@ def done(transfer: "Future[TransferResult]") -> TransferResult:
     return result
 
 
-def new_hashes(count: int) -> list[bytes]:
-    return [os.urandom(32) for _ in range(count)]
+@contextmanager
+def half_leased(
+    side: Side, target: str, shape: Shape, *, order: str = "host", is_scattered: bool = False
+) -> Iterator[tuple[Engine, Int32s, Int32s, str]]:
+    """An engine with random bytes, half of whose blocks are stored and leased: the engine, the ids
+    of that half and of the other, the lease. Raises AssertionError at the end unless loads have
+    made the halves equal; leaves nothing stored."""
+    engine = Engine(side, target, shape, order=order).connected()
+    try:
+        engine.fill()
+        ids = np.arange(shape.num_blocks, dtype=np.int32)
+        if is_scattered:
+            # As an engine's block pool is, on both sides.
+            ids = np.random.default_rng(1).permutation(ids)
+        stored, others = ids[: len(ids) // 2], ids[len(ids) // 2 :]
+        names = new_hashes(len(stored))
+        done(engine.store(names, stored))
+        lease = engine.lease(names)
+        yield engine, stored, others, lease
+        if not engine.equal(stored, others):
+            raise AssertionError(f"wrong bytes after loads of {shape}")
+        engine.session.release(lease)
+        engine.session.flush().result(DEADLINE_S)
+    finally:
+        engine.close()
 
 
 class PlainCopies:

@@ -9,13 +9,12 @@ of matrix products loses. `bench.gpu.transfer`, `latency` and `methods` have the
 
 import sys
 
-from bench.gpu.engine import MIB, GpuServer, PlainCopies, operation_bytes
+from bench.gpu.engine import GpuServer, PlainCopies, Shape, Side, find_side, operation_bytes
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.latency import FIRST_BYTE_TARGET_US, HEADLINE, first_byte_us
 from bench.gpu.methods import LOSS_PAGE, LOSS_TARGET, Products, loss_beside_loads
-from bench.gpu.shape import Shape
-from bench.gpu.sides import Side, find_side
 from bench.gpu.transfer import ARENA_OPERATIONS, BOTH_TARGET, TARGETS, layers_of, measure
+from bench.servers import MIB
 from demo.processes import ends_cleanly, runtime_folder
 
 RUNS = (64 << 10, 16 << 10)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from time import perf_counter
 from types import ModuleType, SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,25 +20,12 @@ from hotkv_sparse.cuda.device import Array, CupyDevice, Device, address_of
 U8 = npt.NDArray[np.uint8]
 
 
-class Kernels(Protocol):
-    """A device for kernels. `xp`: the module of its arrays, CuPy, numpy or torch."""
-
-    xp: Any
-    device: Device
-    is_made_up: bool
-
-    def address(self, array: Array) -> int: ...
-    def milliseconds(self, run: Callable[[], None]) -> float:
-        """Of what `run` gives to the stream, waited for."""
-
-    def captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        """`run` as one graph of the device, run again by each call."""
-
-
 class CudaArrays:
     """The first GPU with CuPy's arrays, on a stream of its own, which becomes the current one."""
 
     is_made_up = False
+    xp: Any
+    """The module of its arrays, CuPy, numpy or torch."""
 
     def __init__(self) -> None:
         import cupy
@@ -54,6 +41,7 @@ class CudaArrays:
         return address_of(array)
 
     def milliseconds(self, run: Callable[[], None]) -> float:
+        """Of what `run` gives to the stream, waited for."""
         start, end = (self.xp.cuda.Event() for _ in range(2))
         start.record(self.stream)
         run()
@@ -62,6 +50,7 @@ class CudaArrays:
         return float(self.xp.cuda.get_elapsed_time(start, end))
 
     def captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        """`run` as one graph of the device, run again by each call."""
         self.stream.begin_capture()
         run()
         graph = self.stream.end_capture()
@@ -80,27 +69,39 @@ class CudaArrays:
         target.data.copy_from_device_async(source.data, source.nbytes, self.stream)
 
 
-class HostArrays:
-    """The CPU with numpy's arrays."""
+class _Host:
+    """The CPU plays the device. Ends the program if there is no g++ to compile kernels."""
 
     is_made_up = True
 
     def __init__(self) -> None:
-        from tests.sparse.cuda_support import CpuDevice
+        from tests.device.cuda_on_cpu import COMPILER
 
-        _need_compiler()
-        self.xp = np
-        self.device: Device = CpuDevice(1)  # type: ignore[assignment]
+        if COMPILER is None:
+            raise SystemExit("kernels run on the CPU where g++ is installed")
         sys.modules.setdefault("cupy", _made_up_cupy())
 
-    def address(self, array: Any) -> int:
-        return int(array.ctypes.data)
-
     def milliseconds(self, run: Callable[[], None]) -> float:
-        return _milliseconds(run)
+        start_s = perf_counter()
+        run()
+        return 1e3 * (perf_counter() - start_s)
 
     def captured(self, run: Callable[[], None]) -> Callable[[], None]:
         return run
+
+
+class HostArrays(_Host):
+    """The CPU with numpy's arrays."""
+
+    def __init__(self) -> None:
+        from tests.sparse.cuda_support import CpuDevice
+
+        super().__init__()
+        self.xp: Any = np
+        self.device: Device = CpuDevice(1)  # type: ignore[assignment]
+
+    def address(self, array: Any) -> int:
+        return int(array.ctypes.data)
 
     def pinned(self, num_bytes: int) -> U8:
         return np.zeros(num_bytes, np.uint8)
@@ -170,29 +171,20 @@ class CudaTensors:
         self.xp.cuda.empty_cache()
 
 
-class HostTensors:
+class HostTensors(_Host):
     """The CPU with torch's tensors."""
-
-    is_made_up = True
 
     def __init__(self) -> None:
         import torch
 
         from tests.sparse.cuda_support import CpuTensors
 
-        _need_compiler()
+        super().__init__()
         self.xp, self.place = torch, torch.device("cpu")
         self.device: Device = CpuTensors(1)
-        sys.modules.setdefault("cupy", _made_up_cupy())
 
     def address(self, array: Any) -> int:
         return int(array.data_ptr())
-
-    def milliseconds(self, run: Callable[[], None]) -> float:
-        return _milliseconds(run)
-
-    def captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        return run
 
     def clear(self) -> None:
         pass
@@ -207,19 +199,6 @@ def tensor_kernels(made_up: bool) -> "CudaTensors | HostTensors":
     if not torch.cuda.is_available():
         raise SystemExit("torch sees no GPU; --made-up runs the same without one, for its bytes")
     return CudaTensors()
-
-
-def _milliseconds(run: Callable[[], None]) -> float:
-    start_s = perf_counter()
-    run()
-    return 1e3 * (perf_counter() - start_s)
-
-
-def _need_compiler() -> None:
-    from tests.device.cuda_on_cpu import COMPILER
-
-    if COMPILER is None:
-        raise SystemExit("kernels run on the CPU where g++ is installed")
 
 
 def _made_up_cupy() -> ModuleType:

@@ -20,18 +20,19 @@ import numpy as np
 
 from bench.gpu.engine import (
     DEADLINE_S,
-    GIB,
     Engine,
     GpuServer,
+    Shape,
+    Side,
     done,
-    new_hashes,
+    find_side,
+    half_leased,
     operation_bytes,
     until,
 )
 from bench.gpu.figures import Figure, gpu_parser, print_figures
-from bench.gpu.shape import Shape
-from bench.gpu.sides import Side, find_side
 from bench.report import median, percentile
+from bench.servers import GIB, new_hashes
 from demo.processes import ends_cleanly, runtime_folder
 from hotkv_client import TransferResult
 from hotkv_client.command.tables import table
@@ -88,19 +89,9 @@ def first_byte_us(side: Side, target: str, rounds: int) -> float:
     server takes by itself."""
     count = SIZES[HEADLINE]
     shape = Shape(PAGE_BYTES, LAYERS, 2 * count, "LBHNC")
-    engine = Engine(side, target, shape, order="auto").connected()
-    try:
-        engine.fill()
-        ids, names = np.arange(count, dtype=np.int32), new_hashes(count)
-        done(engine.store(names, ids))
-        lease, probe = engine.lease(names), FirstBytes(side, engine)
-        times = [probe.of_load(lease, ids, ids + count)[0] for _ in range(rounds)]
-        if not engine.equal(ids, ids + count):
-            raise AssertionError("wrong bytes")
-        engine.session.release(lease)
-        return median(times) * 1e6
-    finally:
-        engine.close()
+    with half_leased(side, target, shape, order="auto") as (engine, ids, others, lease):
+        probe = FirstBytes(side, engine)
+        return 1e6 * median([probe.of_load(lease, ids, others)[0] for _ in range(rounds)])
 
 
 def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
@@ -139,21 +130,9 @@ def steps_us(engine: Engine, lease: str, count: int) -> list[float]:
 
 def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
     """One order; raises AssertionError if the server took another."""
-    num_blocks = 2 * max(SIZES.values())
-    engine = Engine(
-        side, target, Shape(PAGE_BYTES, LAYERS, num_blocks, "LBHNC"), order=order
-    ).connected()
-    try:
-        taken = engine.session.order_kind.name.lower()
-        engine.fill()
-        ids = np.arange(num_blocks // 2, dtype=np.int32)
-        names = new_hashes(len(ids))
-        done(engine.store(names, ids))
-        lease = engine.lease(names)
-        probe, found = (
-            FirstBytes(side, engine),
-            {"order": taken, "message": engine.session.order_message},
-        )
+    shape = Shape(PAGE_BYTES, LAYERS, 2 * max(SIZES.values()), "LBHNC")
+    with half_leased(side, target, shape, order=order) as (engine, ids, others, lease):
+        probe = FirstBytes(side, engine)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in SIZES}
         reads = []
         for _ in range(rounds):
@@ -162,31 +141,22 @@ def measure(side: Side, target: str, order: str, rounds: int) -> dict[str, Any]:
                 probe.read(0)
                 time.sleep(POLL_S)
                 reads.append(perf_counter() - start_s)
-                times[name].append(probe.of_load(lease, ids[:count], ids[:count] + len(ids)))
-        if not engine.equal(ids, ids + len(ids)):
-            raise AssertionError("wrong bytes")
+                times[name].append(probe.of_load(lease, ids[:count], others[:count]))
         steps = steps_us(engine, lease, 4 * rounds)
         pings = [engine.session.ping(DEADLINE_S) for _ in range(rounds)]
-        engine.session.release(lease)
+        firsts_us = {name: [1e6 * first for first, _ in pairs] for name, pairs in times.items()}
+        wholes_us = {name: [1e6 * whole for _, whole in pairs] for name, pairs in times.items()}
         return {
-            **found,
+            "order": engine.session.order_kind.name.lower(),
+            "message": engine.session.order_message,
             "read_us": median(reads) * 1e6,
             "ping_us": median(pings) * 1e6,
-            "first_us": {
-                name: median([first for first, _ in pairs]) * 1e6 for name, pairs in times.items()
-            },
-            "first_p90_us": {
-                name: percentile([first for first, _ in pairs], 0.9) * 1e6
-                for name, pairs in times.items()
-            },
-            "whole_us": {
-                name: median([whole for _, whole in pairs]) * 1e6 for name, pairs in times.items()
-            },
+            "first_us": {name: median(values) for name, values in firsts_us.items()},
+            "first_p90_us": {name: percentile(values, 0.9) for name, values in firsts_us.items()},
+            "whole_us": {name: median(values) for name, values in wholes_us.items()},
             "step_us": median(steps),
             "step_p99_us": percentile(steps, 0.99),
         }
-    finally:
-        engine.close()
 
 
 def report(side: Side, found: dict[str, dict[str, Any]], *, as_json: bool) -> None:

@@ -15,25 +15,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from bench.gpu.engine import (
     DEADLINE_S,
-    GIB,
-    MIB,
-    Engine,
     GpuServer,
     PlainCopies,
+    Shape,
+    Side,
     done,
-    new_hashes,
+    find_side,
+    half_leased,
     operation_bytes,
 )
 from bench.gpu.figures import Figure, gpu_parser, print_figures
-from bench.gpu.shape import Shape
-from bench.gpu.sides import Side, find_side
 from bench.gpu.transfer import ARENA_OPERATIONS, layers_of, measure
 from bench.report import median
+from bench.servers import GIB, MIB
 from demo.processes import ends_cleanly, runtime_folder
 from hotkv_client.command.tables import table
 
@@ -147,25 +145,12 @@ def loss_beside_loads(
     side: Side, target: str, products: Products, shape: Shape, rounds: int
 ) -> Loss:
     """With the server loading operations of half the shape's blocks back to back."""
-    engine, ids = (
-        Engine(side, target, shape).connected(),
-        np.arange(shape.num_blocks // 2, dtype=np.int32),
-    )
-    try:
-        engine.fill()
-        names = new_hashes(len(ids))
-        done(engine.store(names, ids))
-        lease = engine.lease(names)
+    with half_leased(side, target, shape) as (engine, _, others, lease):
 
         def load() -> None:
-            done(engine.load(lease, ids + len(ids)))
+            done(engine.load(lease, others))
 
-        found = loss_of(products, lambda ended: Background(load, ended), rounds)
-        if not engine.equal(ids, ids + len(ids)):
-            raise AssertionError("wrong bytes after loads beside matrix products")
-        return found
-    finally:
-        engine.close()
+        return loss_of(products, lambda ended: Background(load, ended), rounds)
 
 
 def loss_beside_plain(side: Side, products: Products, plain: PlainCopies, rounds: int) -> Loss:

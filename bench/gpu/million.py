@@ -18,8 +18,7 @@ from bench.gpu.context import CONFIG, SMALL_CONFIG
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.kernels import tensor_kernels
 from bench.gpu.model import QWEN_14B, TINY, DummyModel
-from bench.gpu.prefill import Prefill
-from bench.gpu.resident_model import HostPages, Resident, Some
+from bench.gpu.resident_model import HostPages, Prefill, Resident, Some
 from bench.report import median
 
 NUM_TOKENS, STEPS = 1 << 20, 24
@@ -35,19 +34,10 @@ def decode(kernels: Some, model: DummyModel, host: HostPages, small: bool) -> li
     context, began_s = one.context, perf_counter()
     context.catch_up()
     one.advance()
-    int(one.step()[0])
-    first_s = perf_counter() - began_s
-
-    def step() -> None:
-        one.tokens.ids.copy_(one.step())
-        one.tokens.positions.add_(1)
-
-    one.advance()
-    run, times, pulled = kernels.captured(step), [], context.pulled()
-    for _ in range(steps):
-        one.advance()
-        times.append(kernels.milliseconds(run))
-    context.check()
+    one.go_on()
+    int(one.tokens.ids[0])
+    first_s, pulled = perf_counter() - began_s, context.pulled()
+    times = one.step_times_ms(steps)
     pulled = (context.pulled() - pulled) // steps
     return [
         Figure("1M, 14B: first token of a prefix hit, s", first_s),

@@ -21,12 +21,12 @@ from bench.gpu.context import (
     Context,
     page_bytes_of,
     random_pages,
+    registered,
 )
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.kernels import CudaArrays, HostArrays, array_kernels
 from bench.gpu.model import LLAMA_8B, TINY
 from bench.report import median
-from hotkv_sparse.cuda.arena import MappedArena
 
 SMALL_TOKENS, SMALL_STEPS = 768, 6
 
@@ -40,10 +40,7 @@ def measure(
     config, page_bytes = SMALL_CONFIG if small else CONFIG, page_bytes_of(shape)
     pages = random_pages(count // BLOCK_TOKENS, page_bytes)
     began_s = time.perf_counter()
-    arena = MappedArena(pages.reshape(-1), is_writable=True)
-    arena.start()
-    if not arena.wait():
-        raise SystemExit(f"the arena can't be registered: {arena.error}")
+    arena = registered(pages)
     registered_s = time.perf_counter() - began_s
     context = Context(
         device, config, count, pages, arena.address, kernels.address, shape=shape, steps=steps

@@ -23,13 +23,13 @@ from bench.gpu.context import (
     Context,
     page_bytes_of,
     random_pages,
+    registered,
 )
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.kernels import CudaArrays, HostArrays, array_kernels
 from bench.gpu.model import LLAMA_8B, TINY, ModelShape
 from bench.report import median
 from hotkv_sparse.config import SparseConfig
-from hotkv_sparse.cuda.arena import MappedArena
 from hotkv_sparse.cuda.hotsets import CudaHotSets
 from hotkv_sparse.cuda.index import Index, IndexShape, Pages
 from hotkv_sparse.cuda.selector import CudaSelector, Queries
@@ -124,10 +124,7 @@ class Builder:
 def step_us(kernels: Some, model: ModelShape, num_tokens: int, config: SparseConfig) -> float:
     """Microseconds a layer of whole selection steps whose queries stay."""
     pages = random_pages(num_tokens // BLOCK_TOKENS, page_bytes_of(model))
-    arena = MappedArena(pages.reshape(-1), is_writable=True)
-    arena.start()
-    if not arena.wait():
-        raise SystemExit(f"the arena can't be registered: {arena.error}")
+    arena = registered(pages)
     layers = min(STEP_LAYERS, model.layers)
     context = Context(
         kernels.device, config, num_tokens, pages, arena.address, kernels.address,

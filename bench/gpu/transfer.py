@@ -12,22 +12,19 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from bench.gpu.engine import (
-    GIB,
-    MIB,
-    Engine,
     GpuServer,
     PlainCopies,
+    Shape,
+    Side,
     done,
-    new_hashes,
+    find_side,
+    half_leased,
     operation_bytes,
 )
 from bench.gpu.figures import Figure, gpu_parser, print_figures
-from bench.gpu.shape import Shape
-from bench.gpu.sides import Side, find_side
 from bench.report import median
+from bench.servers import GIB, MIB, new_hashes
 from demo.processes import ends_cleanly, runtime_folder
 from hotkv_client.command.tables import table
 
@@ -84,15 +81,8 @@ def measure(
 ) -> Times:
     """One layout and page size, in turns with the ceilings. `shape` has the blocks of two
     operations."""
-    engine, times, count = Engine(side, target, shape).connected(), Times(), shape.num_blocks // 2
-    try:
-        engine.fill()
-        # Scattered on both sides, as an engine's block pool is.
-        order = np.random.default_rng(1).permutation(shape.num_blocks).astype(np.int32)
-        sources, others = order[:count], order[count:]
-        names = new_hashes(count)
-        done(engine.store(names, sources))
-        lease = engine.lease(names)
+    times = Times()
+    with half_leased(side, target, shape, is_scattered=True) as (engine, sources, others, lease):
         for number in range(rounds + 1):
             turn = Times() if number == 0 else times
             for what in ("store", "load", "both") if with_both else ("store", "load"):
@@ -100,7 +90,7 @@ def measure(
                 turn.add(f"plain {what}", plain.seconds(load=loads, store=stores))
                 if loads:
                     engine.clear(others)
-                fresh = new_hashes(count)
+                fresh = new_hashes(len(sources))
                 start_s = perf_counter()
                 flying = [engine.load(lease, others)] if loads else []
                 flying += [engine.store(fresh, sources)] if stores else []
@@ -109,10 +99,6 @@ def measure(
                 turn.add(what, perf_counter() - start_s)
                 if loads and not engine.equal(sources, others):
                     raise AssertionError(f"wrong bytes after {what} of {shape}")
-        engine.session.release(lease)
-        engine.session.flush().result(30)
-    finally:
-        engine.close()
     return times
 
 

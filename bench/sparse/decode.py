@@ -8,6 +8,7 @@ what they give is the same in every variant and is taken from the dense pass.
 Shapes: V variants, W words, Q query heads, D channels, N compared tokens.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,16 +16,368 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bench.sparse.calibration import Calibration
-from bench.sparse.choosers import Choice, Chooser, Context
-from bench.sparse.llama import Dense, Llama
-from bench.sparse.pages import Pages, open_slots
-from bench.sparse.scorers import Scorer, scorer_of
-from bench.sparse.variants import ORACLE, Variant
-from hotkv_sparse import Span, aggregate
+from bench.sparse.engine import CALIBRATING, Setup
+from bench.sparse.llama import Calibration, Dense, Llama, Own, dense_pass
+from bench.sparse.variants import CENTRED, ENDS, LRU, ORACLE, Variant
+from hotkv_sparse import (
+    FORMATS,
+    HotSet,
+    Selection,
+    Span,
+    aggregate,
+    build,
+    prepare,
+    score,
+    select,
+    span,
+)
+from hotkv_sparse.axes import Axes
+from hotkv_sparse.centre import LayerCentre
+from hotkv_sparse.centre_file import read_centres
 from hotkv_sparse.selection import exact_log_mass
 
 F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+U8 = npt.NDArray[np.uint8]
+
+# -------------------------------------------------------------------------------------------- Pages
+# Keys and values of one text in many variants: what all share is there once, the tail that each
+# decodes itself is its own.
+#
+# A layer is one array of tokens: the shared ones, then one tail per variant. Shared part and tails
+# are whole numbers of blocks, so a block of a variant is a row of the array seen in blocks, and
+# attention over selected blocks is a gather.
+#
+# Shapes: H KV heads, Q query heads, D channels, V variants, N tokens of a tail, R rows, S tokens
+# of a context, T tokens of a block.
+
+
+def open_slots(context_tokens: int, block_tokens: int) -> int:
+    """Tokens that the last block of a context could still take."""
+    return -context_tokens % block_tokens
+
+
+class Pages:
+    """`num_shared` tokens of `keys_LHSD` and `values_LHSD` (any beyond them are left out), and
+    `num_variants` empty tails of `num_tail`."""
+
+    def __init__(
+        self,
+        keys_LHSD: Sequence[torch.Tensor],
+        values_LHSD: Sequence[torch.Tensor],
+        num_shared: int,
+        num_tail: int,
+        num_variants: int,
+    ) -> None:
+        self.num_shared = num_shared
+        self.num_tail = num_tail
+        self.num_variants = num_variants
+        self._keys = [self._with_tails(keys) for keys in keys_LHSD]
+        self._values = [self._with_tails(values) for values in values_LHSD]
+
+    def _with_tails(self, shared_HSD: torch.Tensor) -> torch.Tensor:
+        kv_heads, _, head_size = shared_HSD.shape
+        tails = shared_HSD.new_zeros(kv_heads, self.num_variants * self.num_tail, head_size)
+        return torch.cat([shared_HSD[:, : self.num_shared], tails], dim=1)
+
+    def _tails(self, array_HSD: torch.Tensor) -> torch.Tensor:
+        return array_HSD[:, self.num_shared :].unflatten(1, (self.num_variants, self.num_tail))
+
+    def append(
+        self, layer: int, step: int, keys_VHD: torch.Tensor, values_VHD: torch.Tensor
+    ) -> None:
+        """Token `step` of every tail."""
+        self._tails(self._keys[layer])[:, :, step] = keys_VHD.transpose(0, 1)
+        self._tails(self._values[layer])[:, :, step] = values_VHD.transpose(0, 1)
+
+    def rows(self, variant: int, blocks: I32, block_tokens: int) -> torch.Tensor:
+        """Where blocks of a variant's context lie in a layer seen in blocks."""
+        beyond = variant * (self.num_tail // block_tokens)
+        return torch.from_numpy(
+            np.where(blocks < self.num_shared // block_tokens, blocks, blocks + beyond).astype(
+                np.int64
+            )
+        )
+
+    def keys(self, layer: int, variant: int, blocks: I32, block_tokens: int) -> torch.Tensor:
+        """Keys [H, len(blocks) * T, D] of blocks."""
+        return self._gather(
+            self._keys[layer], self.rows(variant, blocks, block_tokens), block_tokens
+        )
+
+    def _gather(
+        self, array_HSD: torch.Tensor, rows_R: torch.Tensor, block_tokens: int
+    ) -> torch.Tensor:
+        kv_heads, _, head_size = array_HSD.shape
+        return (
+            array_HSD.view(kv_heads, -1, block_tokens * head_size)
+            .index_select(1, rows_R)
+            .view(kv_heads, -1, head_size)
+        )
+
+    def attend(
+        self,
+        layer: int,
+        variant: int,
+        query_QD: torch.Tensor,
+        blocks_of_set: Sequence[I32],
+        context_tokens: int,
+        block_tokens: int,
+    ) -> torch.Tensor:
+        """Exact attention [Q, D] over ascending blocks, the last block of the context among them;
+        one set for all KV heads or one each."""
+        keys, values = self._keys[layer], self._values[layer]
+        kv_heads, _, head_size = keys.shape
+        per_set = kv_heads // len(blocks_of_set)
+        query_HGD = query_QD.view(kv_heads, -1, head_size)
+        missing = open_slots(context_tokens, block_tokens)
+        attended = []
+        for index, blocks in enumerate(blocks_of_set):
+            heads = slice(index * per_set, (index + 1) * per_set)
+            rows = self.rows(variant, blocks, block_tokens)
+            num_tokens = len(blocks) * block_tokens - missing
+            some_keys = self._gather(keys[heads], rows, block_tokens)[:, :num_tokens]
+            some_values = self._gather(values[heads], rows, block_tokens)[:, :num_tokens]
+            scores = query_HGD[heads] @ some_keys.transpose(1, 2) / math.sqrt(head_size)
+            attended.append(scores.softmax(dim=-1) @ some_values)
+        return torch.cat(attended).view(-1, head_size)
+
+    def block_mass(
+        self,
+        layer: int,
+        query_VQD: torch.Tensor,
+        variants: Sequence[int],
+        context_tokens: int,
+        block_tokens: int,
+    ) -> F32:
+        """Exact log mass float32 [len(variants), Q, blocks] of every block; queries are of all
+        variants."""
+        keys_HSD = self._keys[layer]
+        kv_heads, _, head_size = keys_HSD.shape
+        query_HVGD = query_VQD[list(variants)].unflatten(1, (kv_heads, -1)).transpose(
+            0, 1
+        ) / math.sqrt(head_size)
+        shared = query_HVGD.flatten(1, 2) @ keys_HSD[:, : self.num_shared].transpose(1, 2)
+        own_HVND = self._tails(keys_HSD)[:, list(variants), : context_tokens - self.num_shared]
+        own = query_HVGD @ own_HVND.transpose(2, 3)
+        own = torch.nn.functional.pad(
+            own, (0, open_slots(context_tokens, block_tokens)), value=-torch.inf
+        )
+        scores_HVGS = torch.cat([shared.unflatten(1, (len(variants), -1)), own], dim=-1)
+        mass = scores_HVGS.unflatten(-1, (-1, block_tokens)).logsumexp(dim=-1)
+        result: F32 = mass.transpose(0, 1).flatten(1, 2).numpy()
+        return result
+
+
+# ------------------------------------------------------------------------------------------- Scores
+# Scores of a variant's blocks, by their compact keys: packed representations of hotkv_sparse.
+#
+# Shapes: L layers, B blocks, S tokens or candidate blocks, T tokens of a block, H KV heads, Q
+# query heads, D channels, N bytes.
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """A format of `hotkv_sparse`: pools [L][B, H, N], and their centres (None: 0)."""
+
+    name: str
+    pools: list[U8]
+    centres_L: Sequence[LayerCentre | None]
+
+    def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
+        """A block has just become complete."""
+        build(
+            self.name,
+            keys_THD[None],
+            _mu(self.centres_L[layer]),
+            out=self.pools[layer][block : block + 1],
+            axes=_axes(self.centres_L[layer]),
+        )
+
+    def scores(self, layer: int, query_QD: F32, candidates_S: I32) -> F32:
+        """Log mass [Q, S] of consecutive blocks."""
+        centre = self.centres_L[layer]
+        bias = None if centre is None else centre.bias.get(self.name)
+        query = prepare(self.name, query_QD, _mu(centre), bias=bias, axes=_axes(centre))
+        return score(query, self.pools[layer], candidates_S)
+
+    def copy(self) -> "Scorer":
+        """One for another variant over the same prompt."""
+        return Scorer(self.name, [pool.copy() for pool in self.pools], self.centres_L)
+
+
+def _mu(centre: LayerCentre | None) -> F32 | None:
+    return None if centre is None else centre.mu
+
+
+def _axes(centre: LayerCentre | None) -> Axes | None:
+    return None if centre is None else centre.axes
+
+
+def scorer_of(
+    variant: Variant,
+    keys_LHSD: Sequence[torch.Tensor],
+    num_shared: int,
+    max_tokens: int,
+    calibration: Calibration,
+) -> Scorer | None:
+    """A scorer that knows the first `num_shared` keys and has room for `max_tokens`; None if a
+    variant needs none."""
+    name, _, centre = variant.scorer.partition(CENTRED)
+    if name not in FORMATS:
+        return None
+    centres: Sequence[LayerCentre | None] = (
+        calibration.centres[centre] if centre else [None] * len(keys_LHSD)
+    )
+    pools = []
+    for layer, keys_HSD in enumerate(keys_LHSD):
+        kv_heads, _, head_size = keys_HSD.shape
+        keys_BTHD = (
+            keys_HSD[:, :num_shared]
+            .transpose(0, 1)
+            .reshape(-1, variant.block_tokens, kv_heads, head_size)
+        )
+        known_blocks = build(
+            name,
+            keys_BTHD.contiguous().numpy(),
+            _mu(centres[layer]),
+            axes=_axes(centres[layer]),
+        )
+        pool = np.zeros((-(-max_tokens // variant.block_tokens), *known_blocks.shape[1:]), np.uint8)
+        pool[: len(known_blocks)] = known_blocks
+        pools.append(pool)
+    return Scorer(name, pools, centres)
+
+
+# --------------------------------------------------------------------------- From a query to blocks
+# A variant at work: from a step's query to the blocks that it attends to, with what `hotkv_sparse`
+# itself does at every stage.
+#
+# A `Chooser` is one variant over one text. Representations are built when blocks fill and hot sets
+# live as they do in an engine; the only copies that are missing are those of keys and values,
+# which all lie in memory anyway.
+#
+# Shapes: B blocks, T tokens of a block, H KV heads, Q query heads, D channels.
+
+USUAL_SETS = 2
+"""A hot set is so many budgets large."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`blocks_of_set`: int32, ascending, for all KV heads or for each; `num_moved`: blocks that
+    came in for this step, all sets."""
+
+    blocks_of_set: tuple[I32, ...]
+    num_moved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Input of a selection: `always_log_mass` float32 [Q] of the blocks that are always kept;
+    `block_mass` [Q, B], exact, if it is known."""
+
+    tokens: int
+    query_QD: F32
+    always_log_mass: F32
+    block_mass: F32 | None
+
+
+class Chooser:
+    """See above. `scorer` knows the first `num_shared` tokens, which are those before the
+    first step; none if none is needed."""
+
+    def __init__(
+        self,
+        variant: Variant,
+        num_layers: int,
+        kv_heads: int,
+        num_shared: int,
+        max_tokens: int,
+        scorer: Scorer | None,
+    ) -> None:
+        self.variant = variant
+        self.config = variant.config()
+        self.kv_heads = kv_heads
+        self._scorer = scorer
+        self._num_host = num_shared // variant.block_tokens
+        num_sets = 1 if variant.shared else kv_heads
+        num_hot = num_sets if variant.freshness == LRU else 0
+        self._hot = [
+            [
+                HotSet(
+                    USUAL_SETS * self._budget_blocks(max_tokens),
+                    policy=self.config.cache_policy,
+                )
+                for _ in range(num_hot)
+            ]
+            for _ in range(num_layers)
+        ]
+
+    def _budget_blocks(self, context_tokens: int) -> int:
+        return self.config.budget_blocks(context_tokens, self.variant.block_tokens)
+
+    def span(self, context_tokens: int) -> Span:
+        """The blocks of a context that are always kept, and the candidates."""
+        return span(self.config, context_tokens, self.variant.block_tokens)
+
+    def block_filled(self, layer: int, block: int, keys_THD: F32) -> None:
+        """A block has just become complete."""
+        if self._scorer:
+            self._scorer.block_filled(layer, block, keys_THD)
+
+    def choose(self, layer: int, context: Context) -> Choice:
+        """The blocks to attend to."""
+        where = self.span(context.tokens)
+        if self.variant.scorer == ENDS:
+            return Choice((where.always,), 0)
+        selections = self._select(layer, where, context)
+        if self.variant.freshness == LRU:
+            return self._through_hot_sets(layer, where, context.tokens, selections)
+        return Choice(tuple(selection.blocks for selection in selections), 0)
+
+    def _select(self, layer: int, where: Span, context: Context) -> list[Selection]:
+        if self._scorer:
+            scores = self._scorer.scores(layer, context.query_QD, where.candidates)
+        else:
+            assert self.variant.scorer == ORACLE and context.block_mass is not None
+            scores = context.block_mass[:, where.first : where.last]
+        weights = aggregate(scores, context.always_log_mass, self.kv_heads)
+        of_sets = [(weights.shared, weights.always_shared)]
+        if not self.variant.shared:
+            of_sets = [
+                (weights.per_head[head], float(weights.always[head]))
+                for head in range(self.kv_heads)
+            ]
+        budget = self._budget_blocks(context.tokens)
+        if self.variant.freshness == LRU and self._hot[layer][0].span.count == 0:
+            # A sequence starts with a full hot set: prefill has just had everything on the device.
+            budget *= USUAL_SETS
+        return [select(of_set, always_mass, where, budget) for of_set, always_mass in of_sets]
+
+    def _through_hot_sets(
+        self, layer: int, where: Span, context_tokens: int, selections: Sequence[Selection]
+    ) -> Choice:
+        maps, num_moved = [], 0
+        for hot, selection in zip(self._hot[layer], selections, strict=True):
+            begins = hot.span.count == 0
+            growth = hot.extend(
+                where, context_tokens // self.variant.block_tokens, self._num_host if begins else 0
+            )
+            hot.swapped_out(growth.swap_out, True)
+            num_moved += len(hot.adopt().blocks)
+            step = hot.step(
+                selection, len(selection.blocks) if begins else self.variant.corrections
+            )
+            num_moved += 0 if begins else len(step.load.blocks)
+            prefetch = hot.begin_prefetch(step.prefetch)
+            hot.finish_prefetch(prefetch.slots, True)
+            maps.append(step.map.blocks)
+        return Choice(tuple(maps), num_moved)
+
+
+# ------------------------------------------------------------------------------------------- Decode
+
 STRONG_MASS = 0.1
 """A block is strong if it is a KV head's heaviest candidate and has more than this share of its
 attention."""
@@ -216,3 +569,51 @@ class Decode:
                 )
             )
         return mass
+
+
+# ----------------------------------------------------------------------------- As an engine decodes
+# The decode of `bench.sparse` with the settings of an engine, for comparison with that engine.
+
+
+class Offline:
+    """Calibrated, as an engine is, by the first text that it sees, or by the file of the settings.
+
+    The engine sees all of that text, since it computes a prompt in one step; here its beginning
+    counts."""
+
+    def __init__(self, model: Llama) -> None:
+        self._model = model
+        self._first: Sequence[LayerCentre] | None = None
+
+    def dense(self, tokens: Sequence[int], num_compared: int, setup: Setup) -> Dense:
+        """The dense pass over a text."""
+        dense = dense_pass(self._model, torch.tensor(tokens)[:-1], num_compared, setup.dense_layers)
+        if self._first is None:
+            self._first = Own.of(dense).moved_L
+        return dense
+
+    def decoded(
+        self, dense: Dense, tokens: Sequence[int], setups: Sequence[Setup]
+    ) -> list[Outcome]:
+        """Sparse decode of a text's last tokens in each of the settings, which have the same dense
+        layers and file."""
+        assert self._first is not None
+        centres: Sequence[LayerCentre | None] = self._first
+        if file := setups[0].centres:
+            layers, first_layer = read_centres(file).layers, dense.first_layer
+            centres = [layers.get(first_layer + layer) for layer in range(len(dense.keys_LHSD))]
+        variants = [
+            Variant(
+                f"{setup.scorer}{CENTRED}first"
+                if setup.centres or setup.scorer == CALIBRATING
+                else setup.scorer,
+                setup.budget,
+                setup.block_tokens,
+                True,
+                LRU,
+                setup.corrections,
+            )
+            for setup in setups
+        ]
+        given = torch.tensor(tokens)
+        return Decode(self._model, dense, given, Calibration({"first": centres}), variants).run()

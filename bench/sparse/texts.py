@@ -6,16 +6,50 @@ with Go). The copy text, `repeat`, ends by quoting its own tokens word for word 
 continue it a model must find them.
 """
 
+import argparse
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 LICENCES = Path("/usr/share/common-licenses")
 OPTICKS = "Isaac.Newton-Opticks.txt"
 REPEAT = "repeat"
 QUOTED_FROM_RATIO = 0.25
 """Where in the copy text the quotation begins that it ends with."""
+
+
+def add_model(flags: argparse.ArgumentParser) -> None:
+    """The option `--model`."""
+    flags.add_argument(
+        "--model",
+        type=Path,
+        help="a Llama model folder (default: SmolLM2-135M-Instruct, prepared once)",
+    )
+
+
+def add_texts(flags: argparse.ArgumentParser) -> None:
+    """The options `--texts` and `--centres`."""
+    flags.add_argument(
+        "--texts",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="long plain texts (default: what the system has)",
+    )
+    flags.add_argument(
+        "--centres",
+        type=Path,
+        metavar="FILE",
+        help="centres of this model (hotkv_vllm.sparse.calibrate)",
+    )
+
+
+def encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """From a text to its token ids."""
+    return lambda text: list(tokenizer(text, verbose=False)["input_ids"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 A variant is a scorer, a budget, a block size, one set for all KV heads or one for each, and how
 fresh selections are:
 - `fresh`: the blocks that this step's query chooses.
-- `previous`: those that the query before it chose, and the blocks that are always kept.
 - `lru`: a hot set of twice the budget, fed by the previous steps' selections; all of it is
   attended. At most `corrections` missing blocks a set are loaded with the fresh query before that;
   the rest arrives before the next step.
@@ -17,7 +16,7 @@ from hotkv_sparse import FORMATS, SparseConfig
 ORACLE, ENDS, CENTRED = "oracle", "ends", "+"
 """Beside the formats of `hotkv_sparse`: exact block mass; nothing but sinks and recent window; what
 stands before a centre's name."""
-FRESH, PREVIOUS, LRU = "fresh", "previous", "lru"
+FRESH, LRU = "fresh", "lru"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +64,6 @@ class Variant:
         )
 
 
-SCORERS = (
-    ORACLE,
-    "rot3u",
-    "rot2u",
-    "rot2u+mu",
-    "mix2+mu",
-    "mean",
-    "quest",
-)
 TIGHT = (0.05, 16, False)
 """Budget, block size and sharing of the first target."""
 SERVED = (0.10, 32, True)
@@ -120,26 +110,6 @@ def resident_variants(*, with_file: bool = False) -> list[Variant]:
         Variant(scorer, 0.10, *RESIDENT)
         for scorer in (ORACLE, "mix2+mu", "mix2+mu2k", "rot2u+first")
     ]
-    return list(dict.fromkeys(rows))
-
-
-def all_variants(*, with_file: bool = False) -> list[Variant]:
-    """Every row: all scorers, fresh, at each budget, block size and sharing; the ways to be less
-    fresh at 10 %."""
-    fresh = [
-        Variant(scorer, budget, block_tokens, shared)
-        for budget in (0.05, 0.10)
-        for block_tokens, shared in ((16, False), (16, True), (32, False), (32, True))
-        for scorer in SCORERS
-    ]
-    ways = [(PREVIOUS, 0), *((LRU, corrections) for corrections in (0, 1, 2, 4))]
-    stale = [
-        Variant(scorer, 0.10, block_tokens, shared, *way)
-        for block_tokens, shared in ((16, False), (32, True))
-        for scorer in (ORACLE, "rot2u", "rot2u+mu", "mix2+mu", "quest")
-        for way in ways
-    ]
-    rows = [*fresh, *stale, *default_variants(with_file=with_file)]
     return list(dict.fromkeys(rows))
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.residency import TARGETS, Found, figures, report
-from bench.resident.cases import Exact, Held, Round, Together, largest_difference
-from bench.resident.engines import Model, Shape
+from bench.resident_cases import Exact, Held, Model, Round, Shape, Together, largest_difference
 from demo.watched import Batch
 
 LLAMA = Model("llama", Path("/none"), "float32", 4, 2048, range(3, 10))

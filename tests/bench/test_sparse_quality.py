@@ -8,21 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from bench.sparse.calibration import Calibration, Own, calibration
-from bench.sparse.decode import Decode, Outcome
-from bench.sparse.llama import Dense, Llama, dense_pass
-from bench.sparse.pages import Pages
+from bench.sparse.decode import Decode, Outcome, Pages
+from bench.sparse.llama import Calibration, Dense, Llama, Own, calibration, dense_pass
 from bench.sparse.texts import REPEAT, Text, copy_text, texts
 from bench.sparse.variants import (
     ENDS,
     FRESH,
     LRU,
     ORACLE,
-    PREVIOUS,
     RESIDENT,
     TIGHT,
     Variant,
-    all_variants,
+    default_variants,
     passes,
     resident_variants,
 )
@@ -87,7 +84,7 @@ def test_budgets_that_cover_the_context_change_nothing(
 ) -> None:
     model = Llama(model_folder)
     dense = dense_pass(model, tokens[:-1], COMPARED_TOKENS, DENSE_LAYERS)
-    ways = itertools.cycle([(FRESH, 0), (PREVIOUS, 0), (LRU, 2)])
+    ways = itertools.cycle([(FRESH, 0), (LRU, 2)])
     variants = [
         Variant(scorer, 1.0, block_tokens, shared, *next(ways))
         for scorer, block_tokens, shared in (
@@ -172,7 +169,7 @@ def test_models_that_are_no_plain_llama_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_row_decodes_once() -> None:
-    rows = all_variants()
+    rows = default_variants(with_file=True)
     assert len({row.key for row in rows}) == len(rows)
     assert sorted(row.key for some in passes(rows, 12) for row in some) == sorted(
         row.key for row in rows

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import tomllib
 
+from bench.gpu.engine import Shape
 from bench.gpu.figures import Figure, read
-from bench.gpu.shape import Shape
 from demo.processes import ROOT, SHM
 
 SCRIPT = ROOT / "bench/gpu/check.sh"

@@ -18,9 +18,8 @@ pytest.importorskip("torch")
 pytest.importorskip("grpc")
 import torch
 
-from bench.gpu.engine import GIB, MIB, Engine, GpuServer, done, new_hashes, until
-from bench.gpu.shape import Shape
-from bench.gpu.sides import Cuda, MadeUp, Side
+from bench.gpu.engine import Cuda, Engine, GpuServer, MadeUp, Shape, Side, done, until
+from bench.servers import GIB, MIB, new_hashes
 from demo.processes import ROOT, runtime_folder
 from hotkv_client import TransferStatus
 from hotkv_proto.errors import SessionLostError
