@@ -219,7 +219,6 @@ TESTS: dict[str, str] = {
     "connector_vllm/hotkv_vllm/scheduler/stores.py": f"tests/vllm/test_hybrid.py {REQUESTS}",
     "connector_vllm/hotkv_vllm/residency/resident_requests.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/residency/resident.py": RESIDENTS,
-    "connector_vllm/hotkv_vllm/residency/rows.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/residency/side.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/residency/calls.py": RESIDENTS,
     "connector_vllm/hotkv_vllm/compat/residency.py": RESIDENTS,

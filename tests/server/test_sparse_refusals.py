@@ -18,7 +18,7 @@ from hotkv_client.admin import AdminClient
 from hotkv_client.wire.sparse import _select_message
 from hotkv_proto.errors import Reason
 from hotkv_proto.v1 import session_pb2, sparse_pb2, sparse_pb2_grpc
-from hotkv_server.sparse.messages import _config
+from hotkv_server.sparse.calls import _config
 from hotkv_server.wire.errors import CODES
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.centre import Centres, LayerCentre

@@ -20,10 +20,9 @@ from hotkv_sparse.estimate import (
     memory,
     read_config,
 )
-from hotkv_sparse.estimate.command import main
-from hotkv_sparse.estimate.figures import figures_of, human_bytes
+from hotkv_sparse.estimate.command import NO_TIMES, as_json, as_text, main
+from hotkv_sparse.estimate.memory import figures_of, human_bytes
 from hotkv_sparse.estimate.plan import default_sparse
-from hotkv_sparse.estimate.report import NO_TIMES, as_json, as_text
 
 LLAMA, QWEN = MODELS["llama-3.1-8b"], MODELS["qwen2.5-14b"]
 H200 = DEVICES["h200"]

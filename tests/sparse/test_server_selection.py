@@ -12,8 +12,7 @@ import hotkv_sparse
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_server.sparse.book.figures import LayerFigures, LayerGrowth
-from hotkv_server.sparse.book.selection import (
+from hotkv_server.sparse.book import (
     KeptHotSet,
     PackedCentre,
     SelectRequest,
@@ -21,6 +20,7 @@ from hotkv_server.sparse.book.selection import (
     check_request,
     select,
 )
+from hotkv_server.sparse.told import LayerFigures, LayerGrowth
 from hotkv_sparse.centre import TOKEN_FORMATS
 from hotkv_sparse.selection import Source, select_layer
 from tests.sparse.support import F32, UNCALIBRATED

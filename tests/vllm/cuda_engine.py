@@ -286,7 +286,7 @@ class Engine:
         else:
             self.worker.begin_resident(step, sparse)
             metadata = self.builder.build(0, common)
-        states = self.worker.workspace.state_of[: len(rows)].tolist()
+        states = self.worker._work.state_of[: len(rows)].tolist()
         self.treated = {
             one.name for (one, _), state in zip(rows, states, strict=True) if state >= 0
         }
@@ -450,7 +450,7 @@ class Engine:
 
     def check_scores(self, layer: int, row: int, one: Request, query: np.ndarray) -> None:
         """Blocks are judged by their own keys: scores follow the exact log masses."""
-        work = self.worker.workspace
+        work = self.worker._work
         first, last = work.plan[row, :2].tolist()
         if last - first < 8:
             return

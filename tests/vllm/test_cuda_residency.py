@@ -212,7 +212,7 @@ def test_captured_graphs_leave_nothing_behind(
 ) -> None:
     """As vLLM captures: rows of any table, before there are requests, whatever states they hit."""
     engine = Engine(monkeypatch, tmp_path, CONFIG)
-    epochs = engine.worker.epochs.clone()
+    epochs = engine.worker._residents.epochs.clone()
     nobody = engine.add("nobody", 300, 8)
     engine.tell(nobody, 260)
     nobody.context = 259
@@ -221,7 +221,7 @@ def test_captured_graphs_leave_nothing_behind(
         engine.forward(layer, [(nobody, 1)], metadata, 2, checks=False)
     one = engine.add("a", 450, 40)
     prefill(engine, one)
-    assert (engine.worker.epochs > epochs).all(), "all states begin anew after a capture"
+    assert (engine.worker._residents.epochs > epochs).all(), "all states begin anew after a capture"
     engine.step({"a": 1})
     assert not engine.lost
 

@@ -16,12 +16,9 @@ TOKENS = 12
 MODULES = [
     "compat.residency",
     "residency.calls",
-    "residency.kept_rows",
-    "residency.page_copies",
     "residency.pages",
     "residency.resident_requests",
     "residency.resident",
-    "residency.sequence",
     "residency.sequences",
     "residency.side",
     "residency.step",

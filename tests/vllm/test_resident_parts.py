@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from hotkv_sparse.axes import Axes
-from hotkv_vllm.residency.kept_rows import FIRST_ROWS, KeptRows
-from hotkv_vllm.residency.page_copies import PageCopier
+from hotkv_vllm.residency.pages import PageCopier
+from hotkv_vllm.residency.sequences import FIRST_ROWS, KeptRows
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 
 HEADS, TOKENS, SIZE = 2, 32, 32

@@ -26,9 +26,9 @@ from hotkv_vllm.compat import sparse_layers
 from hotkv_vllm.config import ConfigError, ConnectorConfig
 from hotkv_vllm.sparse.backend import HotAttentionBackend, HotAttentionImpl
 from hotkv_vllm.sparse.batch import SparseLayer
+from hotkv_vllm.sparse.counters import block_mass
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
-from hotkv_vllm.sparse.recall import block_mass
 from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, SparseRows
 from hotkv_vllm.sparse.sequence import LayerSequence
 from hotkv_vllm.sparse.worker import SparseWorker

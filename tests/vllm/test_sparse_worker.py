@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.selection import exact_log_mass
-from hotkv_vllm.sparse import faults
+from hotkv_vllm.sparse import worker as worker_module
 from hotkv_vllm.sparse.batch import Batch, Rewrite
 from hotkv_vllm.sparse.pages import KeyPages
 from hotkv_vllm.sparse.rows import SparseRows
@@ -233,23 +233,23 @@ def test_a_layer_that_goes_on_breaking_rests_and_comes_back(
 ) -> None:
     engine = Engine()
     engine.step("a")
-    with caplog.at_level(logging.WARNING, logger=faults.logger.name):
+    with caplog.at_level(logging.WARNING, logger=worker_module.logger.name):
         assert [engine.step("a", break_layer=1)[0] is not None for _ in range(2)] == [True, True]
         assert engine.step("a")[1] is not None, (
             "two faults do not make a layer rest, and a good step forgives them"
         )
-        for _ in range(faults.MAX_IN_A_ROW):
+        for _ in range(worker_module.MAX_IN_A_ROW):
             engine.step("a", break_layer=1)
         counted = engine.worker.take_layer_counters()
-        assert counted[7]["faults"] == 2 + faults.MAX_IN_A_ROW and "faults" not in counted[2]
-        for _ in range(faults.FIRST_REST_STEPS):
+        assert counted[7]["faults"] == 2 + worker_module.MAX_IN_A_ROW and "faults" not in counted[2]
+        for _ in range(worker_module.FIRST_REST_STEPS):
             found = engine.step("a", break_layer=1)
             assert found[0] is not None and found[1] is None
         assert "faults" not in engine.worker.take_layer_counters().get(7, {}), (
             "a resting layer isn't tried"
         )
         engine.step("a", break_layer=1)
-        for _ in range(2 * faults.FIRST_REST_STEPS):
+        for _ in range(2 * worker_module.FIRST_REST_STEPS):
             assert engine.step("a")[1] is None
         assert engine.worker.take_layer_counters()[7]["faults"] == 1
         assert (

@@ -1,28 +1,238 @@
 """Copies of pages for a step over resident contexts: out of the mapped arena into hot slots, and of
 a whole batch into a staging area.
 
+Where the bytes of one rank lie (`SlotPlaces`): a slot holds the shards of all ranks in order. A
+shard of a block holds the pages of the group's layers as vLLM names them; a shard of a
+representation holds all sparse layers in the model's order, of each its formats in the order that
+the configuration names them (`sparse.shared`).
+
 What is always true: a page that only the server has is copied from the address that the server
 named, or LostError is raised; whoever reads the arena is marked (`has_read`), so that the pins are
-checked afterwards.
+checked afterwards; pages that were staged ahead are used only for the layer and the very slots that
+they were copied for; a staging area that attention reads is not written.
 """
 
+import ctypes
+import itertools
+import os
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hotkv_vllm.residency.page_copies import PageCopier
-from hotkv_vllm.residency.sequence import ResidentSequence
-from hotkv_vllm.residency.slot_places import SlotPlaces
+from hotkv_proto import native
+from hotkv_vllm.residency.sequences import ResidentSequence
 from hotkv_vllm.sparse.batch import SparseLayer
-from hotkv_vllm.sparse.page_staging import PageStaging
 
+I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
 Positions = npt.NDArray[np.integer[Any]]
-I64 = npt.NDArray[np.int64]
+MAX_THREADS = 4
+BYTES_PER_THREAD = 1 << 20
+"""Fewer bytes are not worth another thread."""
+
+
+# ---------------------------------------------------------------------------------- where pages lie
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlaces:
+    """`pages`: by layer index, bytes from a block's slot to the layer's page. `representations`:
+    by layer index and format, bytes from the representation's slot."""
+
+    pages: dict[int, int] = field(default_factory=dict)
+    representations: dict[int, dict[str, int]] = field(default_factory=dict)
+
+
+def slot_places(
+    layers: Sequence[SparseLayer], layer_names: Sequence[str], shard_index: int
+) -> SlotPlaces:
+    """The places of a rank whose group has the layers `layer_names`, all of them among `layers`."""
+    by_name = {layer.name: layer for layer in layers}
+    shard_bytes = sum(by_name[name].pages.page_bytes for name in layer_names)
+    places = SlotPlaces()
+    at = shard_index * shard_bytes
+    for name in layer_names:
+        places.pages[by_name[name].index] = at
+        at += by_name[name].pages.page_bytes
+    ordered = sorted(layers, key=lambda layer: layer.index)
+    row_bytes = [
+        (layer, name, layer.shape.row_bytes(name))
+        for layer in ordered
+        for name in layer.shape.formats
+    ]
+    at = shard_index * sum(num_bytes for _, _, num_bytes in row_bytes)
+    for layer, name, num_bytes in row_bytes:
+        places.representations.setdefault(layer.index, {})[name] = at
+        at += num_bytes
+    return places
+
+
+# ------------------------------------------------------------------------------------------- copies
+
+
+class PageCopier:
+    """Copies pages between the engine's memory, the mapped arena and staging areas, by address. One
+    caller at a time; its threads hold no GIL."""
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        """`num_threads`: as many as there are cores, up to MAX_THREADS, if not said."""
+        usual = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
+        self._num_threads = num_threads or usual
+        self._threads: ThreadPoolExecutor | None = None
+        self._kernels: Any = native.load("hotkv_proto.kernels")
+        self._sizes = np.empty(0, np.int64)
+
+    def __repr__(self) -> str:
+        return f"PageCopier({self._num_threads} threads)"
+
+    def copy(self, to: I64, source: I64, page_bytes: int) -> None:
+        """memcpy of `page_bytes` from each of the addresses `source` [n] to that of `to` [n], both
+        contiguous; pages don't overlap. Returns when all are there."""
+        count = len(to)
+        if not count:
+            return
+        self._sizes_for(count, page_bytes)
+        parts = min(self._num_threads, 1 + count * page_bytes // BYTES_PER_THREAD)
+        if parts == 1 or self._kernels is None:
+            self._part(to, source, page_bytes)
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._num_threads - 1, "hotkv-pages")
+        edges = np.linspace(0, count, parts + 1).astype(int)
+        others = [
+            self._threads.submit(self._part, to[a:b], source[a:b], page_bytes)
+            for a, b in itertools.pairwise(edges[1:])
+        ]
+        self._part(to[: edges[1]], source[: edges[1]], page_bytes)
+        for other in others:
+            other.result()
+
+    def _part(self, to: I64, source: I64, page_bytes: int) -> None:
+        if self._kernels is None:
+            for place, origin in zip(to.tolist(), source.tolist(), strict=True):
+                ctypes.memmove(place, origin, page_bytes)
+            return
+        self._kernels.copy_runs(0, 0, to, source, self._sizes, 0, len(to), False)
+
+    def _sizes_for(self, count: int, page_bytes: int) -> None:
+        """Sees to it that `_sizes` has `page_bytes` at least `count` times; most calls find it."""
+        if len(self._sizes) < count or self._sizes[0] != page_bytes:
+            self._sizes = np.full(max(count, 64), page_bytes, np.int64)
+
+
+# ------------------------------------------------------------------------------------------ staging
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A copy of these slots' pages of a layer into one of the areas."""
+
+    layer_idx: int
+    slots: I64
+    area: int
+    done: "Future[None]"
+
+
+def staged_places(is_away: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+    """Where each page lies in the area, int32 [n]: first those that only the server has."""
+    num_away, places = int(is_away.sum()), np.empty(len(is_away), np.int32)
+    places[is_away], places[~is_away] = np.arange(num_away), np.arange(num_away, len(is_away))
+    return places
+
+
+class PageStaging:
+    """The staging area: pages of a whole batch side by side, where one call of attention finds
+    them. One thread asks; its memory stays.
+
+    There are two areas. While a layer attends to one, the pages that the next layer needs out of
+    the arena are copied into the other, if a core is free for that.
+    """
+
+    def __init__(
+        self, layers: Sequence[SparseLayer], places: SlotPlaces, copier: PageCopier
+    ) -> None:
+        """`layers`: in the order in which they attend."""
+        self._following = {
+            one.name: other
+            for one, other in itertools.pairwise(layers)
+            if one.group == other.group and one.pages.page_bytes == other.pages.page_bytes
+        }
+        self._places = places
+        self._copier = copier
+        self._areas = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._ahead: _Ahead | None = None
+        has_free_core = len(os.sched_getaffinity(0)) > torch.get_num_threads()
+        self._thread = ThreadPoolExecutor(1, "hotkv-staging") if has_free_core else None
+        self._thread_copier = PageCopier(num_threads=1)
+        self.num_ahead = 0
+        """Pages that were copied ahead and used."""
+
+    def __repr__(self) -> str:
+        sizes = " + ".join(str(area.numel() >> 20) for area in self._areas)
+        return f"PageStaging({sizes} MiB, {self.num_ahead} pages copied ahead)"
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of both areas."""
+        return sum(area.numel() for area in self._areas)
+
+    def fill(self, layer: SparseLayer, slots: I64, here: I64, goes_on: bool = True) -> torch.Tensor:
+        """Pages of `layer`: those of the server's slots at addresses `slots` [n], then those at
+        addresses `here` [m]. They hold until the next call. `goes_on`: the next layer is going to
+        ask for the same slots."""
+        num_away, page_bytes = len(slots), layer.pages.page_bytes
+        num_bytes = (num_away + len(here)) * page_bytes
+        ahead, self._ahead = self._ahead, None
+        area, is_there = 0, False
+        if ahead is not None:
+            ahead.done.result()
+            area = ahead.area
+            is_there = ahead.layer_idx == layer.index and np.array_equal(ahead.slots, slots)
+            is_there &= self._areas[area].numel() >= num_bytes
+        pages = self._pages(area, layer, num_bytes)
+        to = pages.data_ptr() + np.arange(num_away + len(here)) * page_bytes
+        if is_there:
+            self.num_ahead += num_away
+        else:
+            source = slots + self._places.pages[layer.index]
+            self._copier.copy(to[:num_away], source, page_bytes)
+        self._copier.copy(to[num_away:], here, page_bytes)
+        following = self._following.get(layer.name) if goes_on else None
+        if following is not None and num_away and self._thread is not None:
+            self._begin(self._thread, 1 - area, following, slots, num_bytes)
+        return pages
+
+    def _begin(
+        self, thread: ThreadPoolExecutor, area: int, layer: SparseLayer, slots: I64, num_bytes: int
+    ) -> None:
+        """Begins to copy the pages that `layer` is going to ask for."""
+        pages = self._pages(area, layer, num_bytes)
+        source = slots + self._places.pages[layer.index]
+        done = thread.submit(self._copy_ahead, pages, source, layer.pages.page_bytes)
+        self._ahead = _Ahead(layer.index, slots, area, done)
+
+    def _copy_ahead(self, pages: torch.Tensor, source: I64, page_bytes: int) -> None:
+        """In the thread. Holds the memory of `pages` for as long as it is written."""
+        to = pages.data_ptr() + np.arange(len(source)) * page_bytes
+        self._thread_copier.copy(to, source, page_bytes)
+
+    def _pages(self, area: int, layer: SparseLayer, num_bytes: int) -> torch.Tensor:
+        """An area as pages of a layer, so many bytes of them at least."""
+        if self._areas[area].numel() < num_bytes:
+            more = max(num_bytes, 2 * self._areas[area].numel())
+            self._areas[area] = torch.empty(more, dtype=torch.uint8)
+        memory, kv = self._areas[area], layer.pages.tensor
+        room = memory.numel() // layer.pages.page_bytes
+        return memory[: room * layer.pages.page_bytes].view(kv.dtype).view(room, *kv.shape[1:])
+
+
+# ----------------------------------------------------------------------- pages of resident contexts
 
 
 class LostError(Exception):

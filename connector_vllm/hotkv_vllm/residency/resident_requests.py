@@ -20,8 +20,7 @@ from hotkv_vllm.compat.residency import DevicePool
 from hotkv_vllm.identity.exactness import Exactness
 from hotkv_vllm.metadata import StoreJob
 from hotkv_vllm.residency.calls import ResidencyCalls
-from hotkv_vllm.residency.resident import Resident
-from hotkv_vllm.residency.rows import ResidentRows
+from hotkv_vllm.residency.resident import Resident, ResidentRows
 from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.scheduler.groups import CachedGroups
 from hotkv_vllm.scheduler.request import RequestState

@@ -1,23 +1,160 @@
-"""The requests of a resident engine in one worker, from the scheduler's word to their end.
+"""The requests of a resident engine in one worker, from the scheduler's word to their end, and the
+representations of their blocks.
 
 What is always true: each request has one sequence, which ends before another request gets its
-representation rows; a request whose bytes were lost is named once, with the step in which it was
-found out.
+representation rows; a block that is not on the device has an address in a mapped arena, or its
+sequence is lost; a hot slot of a layer holds the page of the position that `content` names; a
+request whose bytes were lost is named once, with the step in which it was found out.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from hotkv_client.arena import Arena
+from hotkv_client.types import ResidencyOpened
+from hotkv_sparse.selection import Source
 from hotkv_vllm import link
-from hotkv_vllm.residency.kept_rows import KeptRows
-from hotkv_vllm.residency.sequence import NOT_KEPT, ResidentSequence
 from hotkv_vllm.residency.step import FileId, KeptBlocks, ResidentRow
+from hotkv_vllm.sparse.pool import BlockReprManager
 
+I32 = npt.NDArray[np.int32]
+U8 = npt.NDArray[np.uint8]
+I64 = npt.NDArray[np.int64]
+FIRST_ROWS = 1024
+NOT_KEPT = -1
+_FIRST_BLOCKS = 64
 logger = link.logger
 STEPS_IN_FLIGHT = 2
 """Steps that vLLM may have planned before it hears what a step has come to."""
+
+
+# -------------------------------------------------------------------------- rows of representations
+
+
+class KeptRows:
+    """Representations of all complete blocks of resident contexts, by layer and row. One thread.
+
+    A block that is given back takes its row in the pool of the device's blocks (`pool`) with it.
+    So each resident request has rows of its own here, one a block, for as long as it runs. Memory
+    grows with the contexts that run at a time, to about 7 % of their KV. A row belongs to one
+    request at a time; formats, centres and axes are those of `pool`.
+    """
+
+    def __init__(self, pool: BlockReprManager) -> None:
+        self._pool = pool
+        self._num_rows = 0
+        self._free: list[int] = []
+        self._rows: dict[tuple[int, str], U8] = {}
+        self._sources: dict[int, dict[str, tuple[Source, int, Source]]] = {}
+
+    def __repr__(self) -> str:
+        return f"KeptRows({self.num_taken} of {self._num_rows} rows)"
+
+    @property
+    def num_taken(self) -> int:
+        """Rows that requests have."""
+        return self._num_rows - len(self._free)
+
+    def sources(self, layer_idx: int) -> Mapping[str, Source]:
+        """A layer's representations by format; they hold until the next `take`."""
+        of_pool = self._pool.sources(layer_idx)
+        known = self._sources.setdefault(layer_idx, {})
+        for name, source in of_pool.items():
+            # Asked in every layer of a step, so they are made anew only if something has changed.
+            one = known.get(name)
+            if one is None or one[0] is not source or one[1] != self._num_rows:
+                mine = replace(source, pool=self._of(layer_idx, name, source))
+                known[name] = source, self._num_rows, mine
+        return {name: one[2] for name, one in known.items()}
+
+    def take(self, count: int) -> I32:
+        """Takes `count` free rows, int32 [count]; makes more if too few are free."""
+        if count > len(self._free):
+            more = max(FIRST_ROWS, self._num_rows, count)
+            self._free = [*range(self._num_rows + more - 1, self._num_rows - 1, -1), *self._free]
+            self._num_rows += more
+        return np.array([self._free.pop() for _ in range(count)], np.int32)
+
+    def give_back(self, rows: I32) -> None:
+        """These rows, each taken, are nobody's again."""
+        self._free.extend(sorted(rows.tolist(), reverse=True))
+
+    def copy(self, layer_idx: int, rows: I32, blocks: I32) -> None:
+        """Copies the representations of `blocks` [n] out of the pool of the device's blocks."""
+        for name, source in self._pool.sources(layer_idx).items():
+            self._of(layer_idx, name, source)[rows] = source.pool[blocks]
+
+    def _of(self, layer_idx: int, name: str, source: Source) -> U8:
+        """A layer's rows of one format, uint8 [rows, H, N]."""
+        rows = self._rows.get((layer_idx, name))
+        if rows is None or len(rows) < self._num_rows:
+            grown = np.zeros((self._num_rows, *source.pool.shape[1:]), np.uint8)
+            if rows is not None:
+                grown[: len(rows)] = rows
+            rows = self._rows[layer_idx, name] = grown
+        return rows
+
+
+# -------------------------------------------------------------------------------------- one request
+
+
+@dataclass(slots=True, eq=False)
+class ResidentSequence:
+    """One request. By position of the context: `addresses` int64, of the block's slot in this
+    process, -1 if the server doesn't keep it as far as is known; `representations` int64 likewise;
+    `rows` int32, of `KeptRows`.
+
+    `num_kept`: by layer, leading blocks whose representation is in its row. `num_freed`: blocks
+    from the sinks up to here are not on the device. `content`: by layer index, the position that
+    each of `hot_blocks` holds. `pins`: what the addresses are read under, with the mapping.
+    """
+
+    request_id: str
+    first_block: int = 0
+    may_outgrow: bool = False
+    num_freed: int = 0
+    hot_blocks: I32 = field(default_factory=lambda: np.empty(0, np.int32))
+    addresses: I64 = field(default_factory=lambda: np.empty(0, np.int64))
+    representations: I64 = field(default_factory=lambda: np.empty(0, np.int64))
+    rows: I32 = field(default_factory=lambda: np.empty(0, np.int32))
+    num_kept: dict[int, int] = field(default_factory=dict)
+    content: dict[int, I32] = field(default_factory=dict)
+    pin: ResidencyOpened | None = None
+    arenas: list[Arena] = field(default_factory=list)
+    is_lost: bool = False
+    has_read: bool = False
+
+    def kept(self, first: int, slots: I64, representations: I64) -> None:
+        """Sets the addresses int64 [n] of blocks from `first` on, and of their representations; -1
+        for none."""
+        stop = first + len(slots)
+        if stop > len(self.addresses):
+            more = max(stop, 2 * len(self.addresses), _FIRST_BLOCKS) - len(self.addresses)
+            nothing = np.full(more, NOT_KEPT, np.int64)
+            self.addresses = np.concatenate([self.addresses, nothing])
+            self.representations = np.concatenate([self.representations, nothing])
+        self.addresses[first:stop] = slots
+        self.representations[first:stop] = representations
+
+    def hot_content(self, layer_idx: int) -> I32:
+        """The position that each hot slot of a layer holds, -1 for none; may be written."""
+        content = self.content.get(layer_idx)
+        if content is None or len(content) != len(self.hot_blocks):
+            content = self.content[layer_idx] = np.full(len(self.hot_blocks), -1, np.int32)
+        return content
+
+    def still_holds(self) -> bool:
+        """Whether what was read from the arenas was pinned when it was read."""
+        pin = self.pin
+        return not self.has_read or (
+            pin is not None and all(arena.holds(pin) for arena in self.arenas)
+        )
+
+
+# ------------------------------------------------------------------------------------- all requests
 
 
 class ResidentSequences:

@@ -22,15 +22,11 @@ import numpy.typing as npt
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.selection import Source
 from hotkv_vllm.compat import NULL_BLOCK
-from hotkv_vllm.residency.kept_rows import KeptRows
-from hotkv_vllm.residency.pages import LostError, ResidentPages
-from hotkv_vllm.residency.sequence import ResidentSequence
-from hotkv_vllm.residency.sequences import ResidentSequences
-from hotkv_vllm.residency.slot_places import SlotPlaces
+from hotkv_vllm.residency.pages import LostError, ResidentPages, SlotPlaces, staged_places
+from hotkv_vllm.residency.sequences import KeptRows, ResidentSequence, ResidentSequences
 from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.sparse.batch import Batch, Context, Plan, Rewrite, Row, SparseLayer
 from hotkv_vllm.sparse.first_prompt import NO_TURNING, Turning
-from hotkv_vllm.sparse.page_staging import staged_places
 from hotkv_vllm.sparse.worker import SparseWorker
 
 F32 = npt.NDArray[np.float32]

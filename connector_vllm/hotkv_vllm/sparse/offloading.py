@@ -33,7 +33,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_sparse import HotSet, SparseConfig, prepare, score, span
 from hotkv_sparse.config import COPY_METHODS
 from hotkv_sparse.selection import exact_log_mass, select_layer
-from hotkv_vllm.residency.page_copies import PageCopier
+from hotkv_vllm.residency.pages import PageCopier
 from hotkv_vllm.sparse.pool import BlockReprManager, LayerShape
 
 F32 = npt.NDArray[np.float32]

@@ -14,7 +14,7 @@ from hotkv_sparse.formats import token_scorer
 from hotkv_vllm import link
 from hotkv_vllm.compat import Unsupported, checks, sparse_layers
 from hotkv_vllm.config import CENTRE
-from hotkv_vllm.residency.slot_places import slot_places
+from hotkv_vllm.residency.pages import slot_places
 from hotkv_vllm.residency.worker import ResidentWorker
 from hotkv_vllm.sparse.batch import SparseLayer
 from hotkv_vllm.sparse.first_prompt import NO_TURNING, Turning

@@ -1,19 +1,41 @@
-"""Calls of sparse decode: message in, message out."""
+"""Calls of sparse decode, and its messages as values. Every refusal names its field."""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import PREFIX_CLOSED
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.messages import fields
 from hotkv_proto.messages.cache import read_hashes
+from hotkv_proto.reports import SPARSE_COUNTERS
 from hotkv_proto.v1 import sparse_pb2
 from hotkv_server.cache import inspect
 from hotkv_server.node.session import LiveSession
-from hotkv_server.sparse import messages
+from hotkv_server.sparse.book import (
+    MAX_LAYERS,
+    PackedCentre,
+    Selected,
+    SelectRequest,
+    SelectSpec,
+)
 from hotkv_server.sparse.drive import SparseDecode
+from hotkv_server.sparse.told import LayerGrowth
+from hotkv_sparse.config import SparseConfig
+
+I32 = NDArray[np.int32]
+MAX_COUNT = 1e18
+"""Largest growth of a counter: sums of it stay exact enough."""
 
 
-def _sequence_id(text: str) -> str:
-    return fields.identifier("sequence_id", text)
+def _invalid(message: str, reason: Reason = Reason.INVALID_FIELD) -> HotKVError:
+    return HotKVError(reason, message)
+
+
+# -------------------------------------------------------------------------------------------- calls
 
 
 def create_sequence(
@@ -21,8 +43,7 @@ def create_sequence(
 ) -> sparse_pb2.CreateSequenceResponse:
     """Creates a sequence of sparse decode."""
     if not 0 <= request.group_index < len(session.key_space.groups):
-        raise HotKVError(
-            Reason.INVALID_FIELD,
+        raise _invalid(
             f"group_index is {request.group_index}; this key space has "
             f"{len(session.key_space.groups)} groups",
         )
@@ -30,28 +51,25 @@ def create_sequence(
     if request.HasField("select"):
         kind = session.key_space.groups[request.group_index].kind
         if kind not in PREFIX_CLOSED:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
+            raise _invalid(
                 f"group_index is {request.group_index}, a group of {kind.name}, which does not "
                 "attend to its whole context; select from a group of FULL_ATTENTION or MLA",
             )
-        spec = messages.select_spec(request.select, session, request.group_index)
+        spec = _select_spec(request.select, session, request.group_index)
         record = sparse.core.key_spaces[session.record.key_space_id]
         if (
             spec.representation_group < MAX_GROUPS
             or record.block_group(spec.representation_group) != request.group_index
         ):
-            raise HotKVError(
-                Reason.INVALID_FIELD,
+            raise _invalid(
                 "select.representation_group_index is "
                 f"{request.select.representation_group_index}; name a representation of group "
                 f"{request.group_index} that the session declares",
             )
         spec.check_slots(record.representation(spec.representation_group).shard_bytes)
     hashes = read_hashes("hashes", request.hashes, session.key_space.hash_bytes)
-    sequence = sparse.create(
-        session, _sequence_id(request.sequence_id), request.group_index, hashes, spec
-    )
+    sequence_id = fields.identifier("sequence_id", request.sequence_id)
+    sequence = sparse.create(session, sequence_id, request.group_index, hashes, spec)
     return sparse_pb2.CreateSequenceResponse(
         lease_id=sequence.lease_id, covered_block_count=len(sequence.slots)
     )
@@ -62,9 +80,8 @@ def append_blocks(
 ) -> sparse_pb2.AppendBlocksResponse:
     """Adds blocks to a sequence."""
     hashes = read_hashes("hashes", request.hashes, session.key_space.hash_bytes)
-    sequence = sparse.append(
-        session, _sequence_id(request.sequence_id), request.first_position, hashes
-    )
+    sequence_id = fields.identifier("sequence_id", request.sequence_id)
+    sequence = sparse.append(session, sequence_id, request.first_position, hashes)
     return sparse_pb2.AppendBlocksResponse(
         block_count=len(sequence.hashes),
         lease_id=sequence.lease_id,
@@ -77,7 +94,7 @@ async def delete_sequence(
 ) -> sparse_pb2.DeleteSequenceResponse:
     """Ends a sequence; answers when no selection for it runs any more."""
     return sparse_pb2.DeleteSequenceResponse(
-        deleted=await sparse.delete(session, _sequence_id(request.sequence_id))
+        deleted=await sparse.delete(session, fields.identifier("sequence_id", request.sequence_id))
     )
 
 
@@ -85,5 +102,154 @@ def report_sparse(
     sparse: SparseDecode, session: LiveSession, request: sparse_pb2.ReportSparse
 ) -> None:
     """Notes an engine's report of its sparse decode."""
-    used = messages.used(request.sequences, inspect.limits(sparse.core).max_blocks_per_call)
-    sparse.report(session, used, messages.layer_growth(request.layers))
+    used = _used(request.sequences, inspect.limits(sparse.core).max_blocks_per_call)
+    sparse.report(session, used, _layer_growth(request.layers))
+
+
+# ----------------------------------------------------------------------------------------- messages
+
+
+def _positions(field: str, packed: bytes, most: int) -> I32:
+    """Positions of blocks in a context, int32 [n]. Raises INVALID_FIELD for negative ones,
+    TOO_LARGE for more than `most`."""
+    values = fields.int32s(field, packed).astype(np.int32)
+    if len(values) > most:
+        raise _invalid(
+            f"{field} has {len(values)} entries; at most {most} are accepted", Reason.TOO_LARGE
+        )
+    if len(values) and int(values.min()) < 0:
+        raise _invalid(f"{field} has {int(values.min())}; positions count blocks from 0")
+    return values
+
+
+def _check_layer(field: str, layer: int) -> None:
+    if not 0 <= layer < MAX_LAYERS:
+        raise _invalid(f"{field} is {layer}; allowed are 0 to {MAX_LAYERS - 1}")
+
+
+def _select_spec(
+    message: sparse_pb2.SelectConfig, session: LiveSession, group_index: int
+) -> SelectSpec:
+    """Settings of a selection from blocks of a group. `check_slots` checks them against the
+    representation."""
+    return SelectSpec(
+        _config(message),
+        session.group_index(message.representation_group_index),
+        tuple(message.layer_indices),
+        message.kv_head_count,
+        message.head_size,
+        session.key_space.groups[group_index].block_tokens,
+        session.key_space.num_shards,
+        message.hot_block_count,
+        message.scale or None,
+        _centres(message.centres),
+    )
+
+
+def _centres(messages: Iterable[sparse_pb2.LayerCentre]) -> dict[int, PackedCentre]:
+    centres: dict[int, PackedCentre] = {}
+    for m in messages:
+        if m.layer_index in centres:
+            raise _invalid(
+                f"select.centres lists layer {m.layer_index} twice; give each one centre"
+            )
+        bias = {of.scorer: of.bias for of in m.biases}
+        if len(bias) < len(m.biases):
+            raise _invalid(
+                f"select.centres.biases lists a scorer of layer {m.layer_index} twice; give "
+                "each "
+                "one bias"
+            )
+        centres[m.layer_index] = PackedCentre(m.mu, bias)
+    return centres
+
+
+def _config(message: sparse_pb2.SelectConfig) -> SparseConfig:
+    fusion = {fused.scorer: fused.exponent for fused in message.fusion}
+    if len(fusion) < len(message.fusion):
+        raise _invalid("select.fusion lists a scorer twice; give each one exponent")
+    kind = message.WhichOneof("sparse_topk")
+    if kind is None:
+        raise _invalid(
+            "select.sparse_topk is missing; give a number of tokens or a share of the context"
+        )
+    try:
+        return SparseConfig(
+            sparse_topk=message.sparse_topk_token_count
+            if kind == "sparse_topk_token_count"
+            else message.sparse_topk_ratio,
+            adaptive_p=message.adaptive_p or None,
+            scorer=message.scorer,
+            sink_tokens=message.sink_token_count,
+            recent_tokens=message.recent_token_count,
+            dense_layers=(),
+            max_correction_blocks=message.max_correction_block_count,
+            cache_policy=message.cache_policy,
+            fusion=fusion,
+        )
+    except HotKVError as error:
+        raise HotKVError(error.reason, error.message.replace("sparse.", "select.", 1)) from error
+
+
+def select_request(message: sparse_pb2.SelectBlocksRequest, spec: SelectSpec) -> SelectRequest:
+    """One layer's query; what the sequence makes of it is for `check_request`."""
+    query = fields.float32s("query", message.query)
+    if len(query) % spec.head_size:
+        raise _invalid(
+            f"query has {len(message.query)} bytes; float32 heads of {spec.head_size} channels "
+            f"take {4 * spec.head_size} each"
+        )
+    log_mass = None
+    if message.always_log_mass:
+        log_mass = fields.float32s("always_log_mass", message.always_log_mass)
+    return SelectRequest(
+        message.layer_index,
+        message.shard_index,
+        query.reshape(-1, spec.head_size),
+        message.context_token_count,
+        log_mass,
+    )
+
+
+def select_response(selected: Selected) -> sparse_pb2.SelectBlocksResponse:
+    """Blocks to attend to."""
+
+    def packed(values: I32) -> bytes:
+        return values.astype("<i4").tobytes()
+
+    return sparse_pb2.SelectBlocksResponse(
+        positions=packed(selected.selection.blocks),
+        weights=selected.selection.weights.astype("<f4").tobytes(),
+        estimated_mass=selected.selection.mass,
+        load_positions=packed(selected.load.blocks),
+        load_slots=packed(selected.load.slots),
+        evict_positions=packed(selected.evicted),
+        hot_positions=packed(selected.map.blocks),
+        hot_slots=packed(selected.map.slots),
+    )
+
+
+def _used(messages: Iterable[sparse_pb2.SequenceReport], most: int) -> dict[str, I32]:
+    """Positions by sequence, `most` in all."""
+    result: dict[str, I32] = {}
+    for m in messages:
+        values = _positions("sequences.positions", m.positions, most)
+        most -= len(values)
+        name = fields.identifier("sequences.sequence_id", m.sequence_id)
+        result[name] = np.concatenate([result[name], values]) if name in result else values
+    return result
+
+
+def _layer_growth(messages: Iterable[sparse_pb2.LayerCounters]) -> list[LayerGrowth]:
+    """Growth of counters by layer."""
+    growth = []
+    for m in messages:
+        _check_layer("layers.layer_index", m.layer_index)
+        for name in SPARSE_COUNTERS:
+            value = getattr(m, name)
+            if not (math.isfinite(value) and 0 <= value <= MAX_COUNT):
+                raise _invalid(f"layers.{name} is {value}; counters grow by 0 to {MAX_COUNT:.0e}")
+        growth.append(
+            LayerGrowth(m.layer_index, np.array([getattr(m, name) for name in SPARSE_COUNTERS]))
+        )
+    return growth

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import Words
 from hotkv_server.cache.room.bounds import FairBound
-from hotkv_server.sparse.book.selection import KeptHotSet, SelectSpec
+from hotkv_server.sparse.book import KeptHotSet, SelectSpec
 
 I32 = NDArray[np.int32]
 HASH_BYTES = 32

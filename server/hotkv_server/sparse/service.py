@@ -18,9 +18,7 @@ from hotkv_server.cache.room.bounds import FairBound
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.sparse import calls
-from hotkv_server.sparse import messages as sparse_convert
-from hotkv_server.sparse.drive import SparseDecode
-from hotkv_server.sparse.selections import spec_of
+from hotkv_server.sparse.drive import SparseDecode, spec_of
 from hotkv_server.wire.edge import MAX_SELECT_STREAMS
 from hotkv_server.wire.errors import abort, answer, as_refusal
 from hotkv_server.wire.guard.guests import Guests
@@ -122,9 +120,9 @@ class SparseService(sparse_pb2_grpc.SparseServiceServicer):
         assert not isinstance(request, Malformed)
         sparse = self._sparse
         sequence = sparse.sequences.get(session.record.number, request.sequence_id)
-        asked = sparse_convert.select_request(request, spec_of(sequence))
+        asked = calls.select_request(request, spec_of(sequence))
         selected = await sparse.selections.select(session, sequence, asked)
-        return sparse_convert.select_response(selected)
+        return calls.select_response(selected)
 
 
 async def _first(requests: AsyncIterator[Any], deadline_s: float) -> Any:

@@ -5,11 +5,8 @@ It estimates memory, not time: no GPU has been measured. Every figure carries th
 comes from. Nothing here runs a model.
 """
 
-from hotkv_sparse.estimate.devices import DEVICES, Device
-from hotkv_sparse.estimate.figures import Figure
-from hotkv_sparse.estimate.memory import Memory, memory
-from hotkv_sparse.estimate.models import MODELS, Model, read_config
-from hotkv_sparse.estimate.plan import Mode, Plan
+from hotkv_sparse.estimate.memory import Figure, Memory, memory
+from hotkv_sparse.estimate.plan import DEVICES, MODELS, Device, Mode, Model, Plan, read_config
 
 __all__ = [
     "DEVICES",

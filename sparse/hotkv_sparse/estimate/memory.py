@@ -1,15 +1,54 @@
-"""Device and host memory of a plan.
+"""Device and host memory of a plan, each figure with the formula that it comes from.
 
 A device holds weights, activations and staging once, and for each request its keys and values and
 representations. What is left after the former bounds the batch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
-from hotkv_sparse.estimate.devices import Device
-from hotkv_sparse.estimate.figures import Figure, human_bytes
-from hotkv_sparse.estimate.models import Model
-from hotkv_sparse.estimate.plan import Mode, Plan
+from hotkv_sparse.estimate.plan import Device, Mode, Model, Plan
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+# ------------------------------------------------------------------------------------------ figures
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """`unit`: bytes, or a plural noun that is counted. `formula`: how `value` is made,
+    with its numbers filled in."""
+
+    value: float
+    unit: str
+    formula: str
+
+    def __str__(self) -> str:
+        if self.unit == "bytes":
+            return human_bytes(self.value)
+        return f"{self.value:,.0f} {self.unit}"
+
+
+def figures_of(owner: "DataclassInstance") -> dict[str, Figure]:
+    """The figures among a dataclass's fields, by name."""
+    found = {item.name: getattr(owner, item.name) for item in fields(owner)}
+    return {name: value for name, value in found.items() if isinstance(value, Figure)}
+
+
+def human_bytes(value: float) -> str:
+    """In the largest binary unit that leaves a number of at least one."""
+    for unit in _BINARY[:-1]:
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} {_BINARY[-1]}"
+
+
+# ------------------------------------------------------------------------------------------- memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_server.sparse.book.figures import MAX_LAYERS
 from hotkv_sparse.centre import TOKEN_FORMATS
 from hotkv_sparse.config import SparseConfig
 from hotkv_sparse.formats import bytes_per_block, head_bytes, needs_axes, token_scorer
@@ -30,6 +29,7 @@ from hotkv_sparse.selection import Selection, Source, Span, select_layer, span
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 U8 = NDArray[np.uint8]
+MAX_LAYERS = 256
 MAX_HEAD_SIZE = 4096
 MAX_KV_HEADS = 4096
 MAX_CONTEXT_BLOCKS = 1 << 18

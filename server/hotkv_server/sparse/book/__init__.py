@@ -1,1 +1,0 @@
-"""Sequences, and selections over their representations. Pure."""
