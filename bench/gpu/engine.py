@@ -40,7 +40,7 @@ from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
 from hotkv_server.testing.with_devices import FakeDevices
-from hotkv_vllm.worker.device_order import WORDS_HANDLE, CudaDevice, Event, Marks, Words
+from hotkv_vllm.worker.device_order import WORDS_HANDLE, CudaDevice, MarkEvent, Marks, Words
 from hotkv_vllm.worker.layout import ExportedMemory, cuda_handle
 
 # ----------------------------------------------------------------------------------- How blocks lie
@@ -192,14 +192,14 @@ class MadeUp:
 
 
 class _Queue:
-    """A `hotkv_vllm.worker.device_order.Device` that has passed all it is given."""
+    """A `hotkv_vllm.worker.device_order.MarkedDevice` that has passed all it is given."""
 
     uuid, stream = uuid_of(0), 0
 
-    def new_event(self, *, interprocess: bool) -> Event:
+    def new_event(self, *, interprocess: bool) -> MarkEvent:
         return _Event()
 
-    def record(self, event: Event) -> None:
+    def record(self, event: MarkEvent) -> None:
         assert isinstance(event, _Event)
         event.shared.record()
         event.shared.reach()

@@ -16,7 +16,7 @@ from hypothesis import given
 from demo.processes import ROOT, Server
 from hotkv_client import RequestReport
 from hotkv_client.admin import AdminClient
-from hotkv_client.command.recorder import Tracer
+from hotkv_client.command.recorder import TraceWriter
 from hotkv_client.testing import PagedEngine
 from hotkv_client.types import WatchedRequest
 from hotkv_client.wire.admin import _read_stream
@@ -199,7 +199,7 @@ def test_equal_ids_are_equal_prefixes(
 ) -> None:
     """Against prompts that are known: two blocks have one id exactly when all hash blocks up to
     their end are equal."""
-    tracer = Tracer(8, 16, 16 * per_block - extra_tokens, 100.0)
+    tracer = TraceWriter(8, 16, 16 * per_block - extra_tokens, 100.0)
     assert tracer.block_tokens == 16 * per_block
     seen: dict[tuple[int, ...], int] = {}
     last_ms = 0

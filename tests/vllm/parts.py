@@ -19,7 +19,7 @@ from hotkv_vllm.scheduler.groups import CachedGroups, RepresentationPlanner
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.scheduler.stores import StorePlanner
-from hotkv_vllm.scheduler.stores_in_flight import Fence
+from hotkv_vllm.scheduler.stores_in_flight import StoreFence
 from hotkv_vllm.stats import HotKVStats
 
 TOKENS = 16
@@ -67,7 +67,7 @@ class Parts:
         drafts: Sequence[int] = (),
         represented: Sequence[int] = (),
         num_ranks: int = 1,
-        fence: Fence | None = None,
+        fence: StoreFence | None = None,
         by_handoff: Sequence[int] = (),
         left_out: range = range(0),
         adapters: Any = None,

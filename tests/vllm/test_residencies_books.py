@@ -18,7 +18,7 @@ from hotkv_vllm.residency.resident_requests import ResidentRequests
 from hotkv_vllm.residency.step import ResidentStep
 from hotkv_vllm.scheduler.request import RequestState
 from hotkv_vllm.scheduler.stores import StorePlanner
-from hotkv_vllm.sparse.sequences import Streams
+from hotkv_vllm.sparse.sequences import StreamCount
 from tests.vllm.parts import TOKENS, Parts, block_hash, report, request
 
 TIMEOUT_S = 30.0
@@ -63,7 +63,7 @@ class Books:
     def __init__(self, **parts: Any) -> None:
         self.parts = Parts(**parts)
         self.pool = Pool()
-        self.streams = Streams(lambda state, why: None)
+        self.streams = StreamCount(lambda state, why: None)
         session = self.parts.session
         object.__setattr__(session.config, "on_state", self.streams)
         self.reservations = ResidencyCalls(session, self.streams, self.parts.stats)

@@ -22,7 +22,7 @@ from hotkv_vllm.scheduler.request import RequestState, StoreState
 from hotkv_vllm.sparse import sequences as memory_module
 from hotkv_vllm.sparse.reporter import REPORT_INTERVAL_S, SparseReport, SparseReporter
 from hotkv_vllm.sparse.rows import SparseRows
-from hotkv_vllm.sparse.sequences import SparseGroup, SparseSequences, Streams
+from hotkv_vllm.sparse.sequences import SparseGroup, SparseSequences, StreamCount
 from tests.vllm.harness import prompt
 from tests.vllm.test_sparse_worker import Engine
 
@@ -56,7 +56,7 @@ class Side:
     def __init__(self, groups: Sequence[SparseGroup] = GROUPS) -> None:
         self.server = FakeServer()
         self.said: list[str] = []
-        self.streams = Streams(lambda state, _: self.said.append(state.value))
+        self.streams = StreamCount(lambda state, _: self.said.append(state.value))
         specs = tuple(
             GroupSpec(GroupKind.FULL_ATTENTION, group.block_tokens, (64,)) for group in groups
         )

@@ -10,7 +10,7 @@ from hotkv_client.types import BlockResult, BlockRun
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_vllm.identity.exactness import EVERYTHING
 from hotkv_vllm.scheduler.stores import STORE_BLOCKS, portions
-from hotkv_vllm.scheduler.stores_in_flight import Fence
+from hotkv_vllm.scheduler.stores_in_flight import StoreFence
 from tests.vllm.parts import (
     BLOCK_BYTES,
     FULL,
@@ -336,7 +336,7 @@ def test_a_store_that_can_not_be_revoked_is_not_sent() -> None:
     page = SharedFence()
     revocations = Revocations([page.place])
     revocations._free = revocations._free[-1:]
-    parts = Parts(fence=Fence(revocations))
+    parts = Parts(fence=StoreFence(revocations))
     (job,), _ = plan(parts, (parts.state(request("a", 32)), 32))
     assert job.fence_index
     jobs, _ = plan(parts, (parts.state(request("b", 48)), 48), tables=[[11, 12, 13]])

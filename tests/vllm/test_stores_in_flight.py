@@ -10,7 +10,7 @@ from hotkv_client.fence import Revocations, SharedFence
 from hotkv_client.types import BlockResult, BlockRun
 from hotkv_vllm.metadata import StoreJob
 from hotkv_vllm.scheduler import stores_in_flight
-from hotkv_vllm.scheduler.stores_in_flight import Fence, StoreInFlight, stored_whole
+from hotkv_vllm.scheduler.stores_in_flight import StoreFence, StoreInFlight, stored_whole
 from tests.vllm.parts import (
     BLOCK_BYTES,
     Parts,
@@ -92,7 +92,7 @@ class Fenced:
 
     def __init__(self) -> None:
         self.page = SharedFence()
-        self.parts = Parts(fence=Fence(Revocations([self.page.place])))
+        self.parts = Parts(fence=StoreFence(Revocations([self.page.place])))
         (self.one,), _ = plan(self.parts, (self.parts.state(request("a", 32)), 32))
         two = self.parts.state(request("b", 32))
         (self.two,), _ = plan(self.parts, (two, 32), tables=[[11, 12]])

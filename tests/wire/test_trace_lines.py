@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hotkv_client.command import recorder
-from hotkv_client.command.recorder import Tracer, record
+from hotkv_client.command.recorder import TraceWriter, record
 from hotkv_client.types import WatchedRequest
 from hotkv_proto.errors import HotKVError, Reason
 
@@ -37,14 +37,14 @@ def fields(line: str) -> dict[str, Any]:
     "block_tokens, rounded, ids", [(1, 16, 4), (16, 16, 4), (17, 32, 2), (32, 32, 2), (48, 48, 1)]
 )
 def test_blocks_of_a_trace_are_whole_hash_blocks(block_tokens: int, rounded: int, ids: int) -> None:
-    tracer = Tracer(HASH_BYTES, 16, block_tokens, 0.0)
+    tracer = TraceWriter(HASH_BYTES, 16, block_tokens, 0.0)
     assert tracer.block_tokens == rounded
     assert fields(tracer.line(watched(1, 2, 3, 4)))["hash_ids"] == list(range(ids))
     assert (tracer.num_requests, tracer.num_blocks, tracer.num_unique_blocks) == (1, ids, ids)
 
 
 def test_a_block_is_named_by_its_last_hash() -> None:
-    tracer = Tracer(HASH_BYTES, 16, 32, 0.0)
+    tracer = TraceWriter(HASH_BYTES, 16, 32, 0.0)
     # The rest of a prompt is no block.
     lines = [tracer.line(watched(*blocks)) for blocks in ((1, 2, 3, 4), (9, 2, 5), (2,), (7, 8))]
     assert [fields(line)["hash_ids"] for line in lines] == [[0, 1], [0], [], [2]]
@@ -52,7 +52,7 @@ def test_a_block_is_named_by_its_last_hash() -> None:
 
 
 def test_a_line_says_what_the_engine_reported_and_time_does_not_go_back() -> None:
-    tracer = Tracer(HASH_BYTES, 16, 16, 9.5)
+    tracer = TraceWriter(HASH_BYTES, 16, 16, 9.5)
     assert fields(tracer.line(watched(1, at_s=10.0))) == {
         "timestamp": 500,
         "input_length": 100,
@@ -63,7 +63,9 @@ def test_a_line_says_what_the_engine_reported_and_time_does_not_go_back() -> Non
     }
     assert fields(tracer.line(watched(1, at_s=9.75)))["timestamp"] == 500
     assert fields(tracer.line(watched(1, at_s=11.0)))["timestamp"] == 1500
-    assert fields(Tracer(HASH_BYTES, 16, 16, 10.0).line(watched(1, at_s=9.0)))["timestamp"] == 0
+    assert (
+        fields(TraceWriter(HASH_BYTES, 16, 16, 10.0).line(watched(1, at_s=9.0)))["timestamp"] == 0
+    )
 
 
 class Client:

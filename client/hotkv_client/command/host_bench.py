@@ -307,7 +307,7 @@ PROMPT_TOKENS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """`value` in `unit`, and a sentence on what it means."""
 
     what: str
@@ -328,42 +328,42 @@ def _tokens_per_s(bytes_per_s: float) -> str:
     return f"{bytes_per_s / TOKEN_BYTES:,.0f} tokens/s"
 
 
-def rows_of(found: dict[str, Times], num_threads: int) -> list[Row]:
+def rows_of(found: dict[str, Times], num_threads: int) -> list[BenchRow]:
     """A row for each measure, by the names of `measure`."""
     one, all_, store, load = (found[name] for name in ("memcpy_1", "memcpy", "store", "load"))
     lookup, call, small = (found[name] for name in ("lookup", "call", "small_hit"))
     prompt_s = PROMPT_TOKENS * TOKEN_BYTES / load.bytes_per_s
     return [
-        Row("memcpy, 1 thread", _gb_per_s(one), "GB/s", "the host's memory, for comparison"),
-        Row(
+        BenchRow("memcpy, 1 thread", _gb_per_s(one), "GB/s", "the host's memory, for comparison"),
+        BenchRow(
             f"memcpy, {num_threads} threads",
             _gb_per_s(all_),
             "GB/s",
             "about what stores and loads can reach between CPUs",
         ),
-        Row(
+        BenchRow(
             f"lookup of {LOOKED_UP:,} blocks",
             lookup.median_s * 1e6,
             "us",
             f"a prompt of {LOOKED_UP * BLOCK_TOKENS:,} tokens is looked up in this time, by the "
             "engine itself",
         ),
-        Row("call", call.median_s * 1e6, "us", "a hit costs two: lease and load"),
-        Row("call, p99", call.p99_s * 1e6, "us", "far above the median: the host is busy"),
-        Row(
+        BenchRow("call", call.median_s * 1e6, "us", "a hit costs two: lease and load"),
+        BenchRow("call, p99", call.p99_s * 1e6, "us", "far above the median: the host is busy"),
+        BenchRow(
             "store",
             _gb_per_s(store),
             "GB/s",
             f"keeps up with a prefill of {_tokens_per_s(store.bytes_per_s)}",
         ),
-        Row(
+        BenchRow(
             "load",
             _gb_per_s(load),
             "GB/s",
             f"a hit of {PROMPT_TOKENS:,} tokens takes {prompt_s:.2f} s, so hits win on an engine "
             f"that computes less than {_tokens_per_s(load.bytes_per_s)}",
         ),
-        Row(
+        BenchRow(
             "hit of one block",
             small.median_s * 1e3,
             "ms",
@@ -373,7 +373,7 @@ def rows_of(found: dict[str, Times], num_threads: int) -> list[Row]:
     ]
 
 
-def tier_rows(timings: list[dict[str, Any]]) -> list[Row]:
+def tier_rows(timings: list[dict[str, Any]]) -> list[BenchRow]:
     """Two rows for each tier and size of blocks that was tried."""
     rows = []
     for one in timings:
@@ -381,8 +381,10 @@ def tier_rows(timings: list[dict[str, Any]]) -> list[Row]:
         read = size / max(one["read_ms"], 1e-6) * 1e3
         blocks = f"{name}, blocks of {human_bytes(size)}"
         rows += [
-            Row(f"{blocks}: write", one["write_ms"], "ms", "one at a time; several go together"),
-            Row(
+            BenchRow(
+                f"{blocks}: write", one["write_ms"], "ms", "one at a time; several go together"
+            ),
+            BenchRow(
                 f"{blocks}: read",
                 one["read_ms"],
                 "ms",
@@ -410,7 +412,7 @@ def host() -> dict[str, Any]:
     }
 
 
-def answer_of(rows: list[Row], devices: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+def answer_of(rows: list[BenchRow], devices: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """All of it, to paste into an issue."""
     return {
         "host": host(),
@@ -423,7 +425,7 @@ def answer_of(rows: list[Row], devices: dict[str, Any], problems: list[str]) -> 
 def show(answer: dict[str, Any]) -> str:
     """The table, for people."""
     on = answer["host"]
-    rows = [Row(**row) for row in answer["rows"]]
+    rows = [BenchRow(**row) for row in answer["rows"]]
     return "\n".join(
         [
             f"hotkv {on['hotkv']}  {on['cpu']}, {on['cores']} cores, "

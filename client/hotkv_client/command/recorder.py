@@ -18,7 +18,7 @@ from hotkv_client.types import WatchedRequest
 from hotkv_proto.errors import HotKVError, Reason
 
 
-class Tracer:
+class TraceWriter:
     """Requests of one key space as lines of a trace. `block_tokens` is rounded up to whole hash
     blocks."""
 
@@ -36,7 +36,7 @@ class Tracer:
         self._ids: dict[bytes, int] = {}
 
     def __repr__(self) -> str:
-        return f"Tracer({self.num_requests} requests, {len(self._ids)} different blocks)"
+        return f"TraceWriter({self.num_requests} requests, {len(self._ids)} different blocks)"
 
     @property
     def num_unique_blocks(self) -> int:
@@ -97,7 +97,7 @@ def record(
         raise ValueError(f"--block-tokens is {block_tokens}; it must be positive")
     number, space = chosen_key_space(client, key_space_id)
     start_s, lost = time.time(), 0
-    tracer = Tracer(
+    tracer = TraceWriter(
         space["hash_byte_count"], space["hash_block_token_count"], block_tokens, start_s
     )
     with path.open("w", buffering=1) as file:

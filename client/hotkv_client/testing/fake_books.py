@@ -216,7 +216,7 @@ class WriteRun:
 
 
 @dataclass(slots=True, eq=False)
-class WriteLease:
+class FakeWriteLease:
     """`listed`: what the first call named. `parts`: blocks of its own that are not ready, with the
     shards written of each."""
 
@@ -235,7 +235,7 @@ class WriteLease:
 class FakeStore:
     """A store of one shard that has begun: what it writes has the result RESERVED."""
 
-    lease: WriteLease
+    lease: FakeWriteLease
     shard: int
     runs: Sequence[WriteRun]
     results: list[list[BlockResult]]
@@ -268,8 +268,8 @@ class FakeWrites:
     ) -> None:
         self._is_ready = is_ready
         self._publish = publish
-        self._owners: dict[Key, WriteLease] = {}
-        self.leases: dict[LeaseName, WriteLease] = {}
+        self._owners: dict[Key, FakeWriteLease] = {}
+        self.leases: dict[LeaseName, FakeWriteLease] = {}
 
     def begin(
         self,
@@ -285,7 +285,7 @@ class FakeWrites:
         lease = self.leases.get(name)
         decides = lease is None
         if lease is None:
-            lease = WriteLease(name, session, num_shards, named)
+            lease = FakeWriteLease(name, session, num_shards, named)
         elif named - lease.listed:
             raise HotKVError(
                 Reason.DUPLICATE_ID,
@@ -307,7 +307,7 @@ class FakeWrites:
         return store
 
     def _begun(
-        self, lease: WriteLease, key: Key, block: Key | None, decides: bool, shard: int
+        self, lease: FakeWriteLease, key: Key, block: Key | None, decides: bool, shard: int
     ) -> BlockResult:
         if self._is_ready(key):
             return BlockResult.PRESENT
@@ -353,7 +353,7 @@ class FakeWrites:
         return num_bytes
 
     def _ended(
-        self, lease: WriteLease, key: Key, block: Key | None, shard: int, data: bytes | None
+        self, lease: FakeWriteLease, key: Key, block: Key | None, shard: int, data: bytes | None
     ) -> BlockResult:
         if self._owners.get(key) is not lease:
             return BlockResult.ABORTED
@@ -372,11 +372,11 @@ class FakeWrites:
         self._drop(lease, [key])
         return BlockResult.STORED
 
-    def _drop(self, lease: WriteLease, keys: Sequence[Key]) -> None:
+    def _drop(self, lease: FakeWriteLease, keys: Sequence[Key]) -> None:
         for key in keys:
             del lease.parts[key], self._owners[key]
 
-    def _settle(self, lease: WriteLease) -> None:
+    def _settle(self, lease: FakeWriteLease) -> None:
         """Drops what was given up once no store is at it, and ends the lease when every shard was
         seen and nothing is outstanding."""
         if lease.stores or self.leases.get(lease.name) is not lease:

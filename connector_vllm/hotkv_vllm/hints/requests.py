@@ -30,7 +30,7 @@ _ALLOWED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestHints:
     """What a request asks. `retention`: for all its blocks, which its stores carry; `hints`: all of
     it, for the server. `session_id`: empty for none."""
 
@@ -48,7 +48,7 @@ class Asked:
         return Hints(self.hints.message_id, self.hints.actions)
 
 
-NOTHING = Asked()
+NOTHING = RequestHints()
 
 
 class HintReader:
@@ -58,7 +58,7 @@ class HintReader:
         self._stats = stats
         self._quiet_until_s = -math.inf
 
-    def asked(self, request: Any, now_s: float) -> Asked:
+    def asked(self, request: Any, now_s: float) -> RequestHints:
         """What a request of vLLM's asks."""
         params = request.kv_transfer_params
         envelope, session = getattr(request, "kv_hints", None), getattr(request, "session_id", None)
@@ -84,7 +84,7 @@ class HintReader:
             return NOTHING
         message_id = full.message_id or _message_id(request.request_id)
         together = Hints(message_id, actions[: hints.MAX_ACTIONS], full.rejected)
-        return Asked(together.retention(), session or "", together)
+        return RequestHints(together.retention(), session or "", together)
 
     def read(self, params: Any, now_s: float) -> Retention:
         """The retention that the short form asks for; NO_RETENTION for none."""

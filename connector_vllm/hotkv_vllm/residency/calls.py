@@ -15,7 +15,7 @@ from hotkv_client.types import Int64s, ResidencyOpened, ResidentBlocks
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_vllm import link
 from hotkv_vllm.residency.resident import Resident
-from hotkv_vllm.sparse.sequences import Streams
+from hotkv_vllm.sparse.sequences import StreamCount
 from hotkv_vllm.stats import HotKVStats
 
 logger = link.logger
@@ -32,7 +32,7 @@ CLOSED = -1
 class ResidencyCalls:
     """See the module. Scheduler thread only, but for what a call's future brings."""
 
-    def __init__(self, session: link.CacheSession, streams: Streams, stats: HotKVStats) -> None:
+    def __init__(self, session: link.CacheSession, streams: StreamCount, stats: HotKVStats) -> None:
         self._session = session
         self._streams = streams
         self._stats = stats

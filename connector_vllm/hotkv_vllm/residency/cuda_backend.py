@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.cuda.residents import EngineBatch
 from hotkv_vllm.config import cuda_settings
-from hotkv_vllm.residency.cuda_worker import CudaLayer, CudaWorker, HostBatch, Run
+from hotkv_vllm.residency.cuda_worker import AttentionRun, CudaLayer, CudaWorker, HostBatch
 
 
 def _wanted() -> tuple[SparseConfig, Any] | None:
@@ -191,7 +191,7 @@ def _over(worker: CudaWorker, metadata: FlashAttentionMetadata) -> FlashAttentio
 
 def _part(
     worker: CudaWorker,
-    run: Run,
+    run: AttentionRun,
     given: tuple[torch.Tensor, ...],
     metadata: FlashAttentionMetadata,
 ) -> tuple[tuple[torch.Tensor, ...], FlashAttentionMetadata]:
@@ -211,7 +211,7 @@ def _part(
 
 
 def _staged(
-    worker: CudaWorker, run: Run, metadata: FlashAttentionMetadata
+    worker: CudaWorker, run: AttentionRun, metadata: FlashAttentionMetadata
 ) -> FlashAttentionMetadata:
     """The metadata of a row whose pages are in the staging area."""
     table = worker.staged_table

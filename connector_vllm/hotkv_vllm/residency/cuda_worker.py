@@ -258,7 +258,7 @@ class CudaLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class AttentionRun:
     """Rows [first, last) of the batch that one call of attention serves. `staged_blocks`: pages of
     the one row that attends to its whole context in the staging area; 0: in the layer's pages."""
 
@@ -307,7 +307,7 @@ class CudaWorker:
         self._batch: HostBatch | None = None
         self._step: list[CudaSequence] = []
         self._is_told = self._has_captured = False
-        self.runs: tuple[Run, ...] = ()
+        self.runs: tuple[AttentionRun, ...] = ()
         self._counted: Counter[str] = Counter()
 
     def __repr__(self) -> str:
@@ -369,7 +369,7 @@ class CudaWorker:
         self._step = []
         self._residents.name_rows({})
         self._work.begin_batch(batch.device)
-        self.runs = (Run(0, batch.device.num_rows),)
+        self.runs = (AttentionRun(0, batch.device.num_rows),)
 
     def _plan(self, batch: HostBatch) -> None:
         self._is_told = False
@@ -392,13 +392,13 @@ class CudaWorker:
             self._counted["sparse_built_blocks"] += count * len(self.layers)
         sequence.num_built = sequence.context_tokens // tokens
 
-    def _runs(self, batch: HostBatch) -> tuple[Run, ...]:
+    def _runs(self, batch: HostBatch) -> tuple[AttentionRun, ...]:
         """How calls of attention share the batch's rows. Reads back which rows are whose, which
         waits for the device, only in steps that stage."""
         num_rows = batch.device.num_rows
         away = [one for one in self._step if not one.is_sparse and self.sequences.is_away(one)]
         if not any(not one.is_lost for one in away):
-            return (Run(0, num_rows),)
+            return (AttentionRun(0, num_rows),)
         own = self._work.device.read(self._residents.own_of)[:num_rows]
         runs, begin = [], 0
         for row in range(num_rows):
@@ -406,13 +406,13 @@ class CudaWorker:
             if one is None or one not in away or one.is_lost:
                 continue
             if row > begin:
-                runs.append(Run(begin, row))
+                runs.append(AttentionRun(begin, row))
             count = -(-one.context_tokens // self._work.shape.block_tokens)
-            runs.append(Run(row, row + 1, count))
+            runs.append(AttentionRun(row, row + 1, count))
             self._counted["resident_staged_pages"] += count * len(self.layers)
             begin = row + 1
         if begin < num_rows:
-            runs.append(Run(begin, num_rows))
+            runs.append(AttentionRun(begin, num_rows))
         return tuple(runs)
 
     def layer_step(self, layer: CudaLayer, query: torch.Tensor) -> None:
@@ -448,7 +448,7 @@ class CudaWorker:
         """The lengths beside `table`, int32 [rows]."""
         return self._residents.lengths
 
-    def stage(self, layer: CudaLayer, run: Run) -> None:
+    def stage(self, layer: CudaLayer, run: AttentionRun) -> None:
         """Puts the pages of the run's row into the staging area, and their numbers into
         `staged_table`."""
         self._residents.stage(

@@ -235,7 +235,7 @@ class PageStaging:
 # ----------------------------------------------------------------------- pages of resident contexts
 
 
-class LostError(Exception):
+class LostBytesError(Exception):
     """Bytes of a request can't be had any more; the text says why."""
 
 
@@ -265,12 +265,12 @@ class ResidentPages:
         """Addresses of the server's slots of blocks that only it has, at rising positions. Raises
         LostError."""
         if sequence.is_lost:
-            raise LostError("it was lost before")
+            raise LostBytesError("it was lost before")
         known = sequence.addresses
         is_known = not len(positions) or positions[-1] < len(known)
         slots: I64 = known[positions] if is_known else known[:0]
         if not is_known or (len(slots) and np.minimum.reduce(slots) < 0):
-            raise LostError("it is not known where the server keeps some of its blocks")
+            raise LostBytesError("it is not known where the server keeps some of its blocks")
         sequence.has_read = True
         return slots
 
@@ -298,7 +298,7 @@ class ResidentPages:
         """Sees to it that hot slots hold the pages of these positions. Returns their blocks."""
         # Negative numbers are large ones where the sign is a digit.
         if np.maximum.reduce(slots.view(np.uint32)) >= len(sequence.hot_blocks):
-            raise LostError(
+            raise LostBytesError(
                 f"a hot set uses slot {slots.max()} of the {len(sequence.hot_blocks)} it has"
             )
         content, blocks = sequence.hot_content(layer.index), sequence.hot_blocks[slots]

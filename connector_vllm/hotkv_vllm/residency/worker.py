@@ -22,10 +22,10 @@ import numpy.typing as npt
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.selection import Source
 from hotkv_vllm.compat import NULL_BLOCK
-from hotkv_vllm.residency.pages import LostError, ResidentPages, SlotPlaces, staged_places
+from hotkv_vllm.residency.pages import LostBytesError, ResidentPages, SlotPlaces, staged_places
 from hotkv_vllm.residency.sequences import KeptRows, ResidentSequence, ResidentSequences
 from hotkv_vllm.residency.step import ResidentStep
-from hotkv_vllm.sparse.batch import Batch, Context, Plan, Rewrite, Row, SparseLayer
+from hotkv_vllm.sparse.batch import Batch, Context, Rewrite, SparseLayer, SparseRow, StepPlan
 from hotkv_vllm.sparse.first_prompt import NO_TURNING, Turning
 from hotkv_vllm.sparse.worker import SparseWorker
 
@@ -57,7 +57,7 @@ class BatchRow:
 
 
 @dataclass(slots=True)
-class ResidentPlan(Plan):
+class ResidentPlan(StepPlan):
     """A step's plan. `residents`: all rows of the batch that the scheduler has named, by row."""
 
     residents: dict[int, BatchRow] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class ResidentWorker(SparseWorker):
         for one in plan.residents.values():
             try:
                 self._keep(layer, one)
-            except (LostError, IndexError, ValueError) as error:
+            except (LostBytesError, IndexError, ValueError) as error:
                 self.residents.lose(one.sequence, f"its representations can't be had: {error}")
         began_s = time.perf_counter()
         chosen = self._chosen(layer, plan, query_of)
@@ -156,7 +156,7 @@ class ResidentWorker(SparseWorker):
                 kept = sequence.rows[: len(blocks)]
                 about = Context(self._config, context, tokens)
                 token = int(batch.starts[row])
-                plan.rows.append(Row.of(row, token, request_id, blocks, kept, about))
+                plan.rows.append(SparseRow.of(row, token, request_id, blocks, kept, about))
         return plan
 
     # ------------------------------------------------------------------------------ representations
@@ -258,7 +258,7 @@ class ResidentWorker(SparseWorker):
             one = plan.residents[row]
             try:
                 tables[row] = self._hot_table(layer, one, positions)
-            except (LostError, IndexError) as error:
+            except (LostBytesError, IndexError) as error:
                 self.residents.lose(one.sequence, str(error))
                 tables[row] = one.blocks[positions]
         if not tables and not whole:
@@ -301,7 +301,7 @@ class ResidentWorker(SparseWorker):
                 try:
                     slots.append(self._pages.slots(one.sequence, away))
                     is_away[away] = True
-                except LostError as error:
+                except LostBytesError as error:
                     self.residents.lose(one.sequence, str(error))
             masks.append(is_away)
         tables = [rewrite.tables[row, :count] for row, count in zip(rows, counts, strict=True)]

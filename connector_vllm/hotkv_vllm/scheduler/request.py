@@ -13,7 +13,7 @@ from typing import Any
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.reports import Miss
 from hotkv_vllm.costs.answer_time import AnswerTime
-from hotkv_vllm.hints.requests import NOTHING, Asked
+from hotkv_vllm.hints.requests import NOTHING, RequestHints
 from hotkv_vllm.link import BoolMask
 from hotkv_vllm.tracing.requests import RequestTrace
 
@@ -148,10 +148,10 @@ class RequestState:
     hit: HitState = field(default_factory=HitState)
     use: UseState = field(default_factory=UseState)
     choice: "HitChoice | None" = None
-    asked: Asked = NOTHING
+    asked: RequestHints = NOTHING
     trace: RequestTrace | None = None
 
-    def ask(self, asked: Asked) -> None:
+    def ask(self, asked: RequestHints) -> None:
         """Notes what the request asks of the cache."""
         self.asked, self.retention = asked, asked.retention
 

@@ -41,8 +41,8 @@ from hotkv_vllm.scheduler.loads import FailedLoads
 from hotkv_vllm.scheduler.reports import UseReports
 from hotkv_vllm.scheduler.reset import CacheReset
 from hotkv_vllm.scheduler.stores import StorePlanner
-from hotkv_vllm.scheduler.stores_in_flight import Fence
-from hotkv_vllm.sparse.sequences import SparseGroup, SparseSequences, Streams
+from hotkv_vllm.scheduler.stores_in_flight import StoreFence
+from hotkv_vllm.sparse.sequences import SparseGroup, SparseSequences, StreamCount
 from hotkv_vllm.stats import HotKVStats
 from hotkv_vllm.tracing.requests import RequestTraces, open_traces
 
@@ -307,7 +307,7 @@ def assemble(engine: Engine, agreement: Agreement) -> Assembly:
     config = engine.config
     engine_id = str(engine.vllm_config.kv_transfer_config.engine_id)
     cache_groups = kv_groups.cache_groups(engine.vllm_config, engine.kv_cache_config)
-    streams = Streams(link.log_state("scheduler", logging.INFO))
+    streams = StreamCount(link.log_state("scheduler", logging.INFO))
     session = link.open_session(
         SessionConfig(
             target=config.target,
@@ -334,7 +334,7 @@ def _over(
     engine: Engine,
     agreement: Agreement,
     cache_groups: tuple[kv_groups.CacheGroup, ...],
-    streams: Streams,
+    streams: StreamCount,
     prefix: str,
 ) -> Assembly:
     space, config, stats = agreement.space, engine.config, engine.stats
@@ -375,7 +375,7 @@ def _over(
         config,
         stats,
         prefix,
-        Fence(agreement.revocations),
+        StoreFence(agreement.revocations),
         engine.exactness,
         residencies,
     )

@@ -29,7 +29,7 @@ from hotkv_vllm.metadata import HotKVWorkerMetadata, StoreJob
 from hotkv_vllm.residency.resident_requests import ResidentRequests
 from hotkv_vllm.scheduler.hits import HitFinder
 from hotkv_vllm.scheduler.request import RequestState, StoreState
-from hotkv_vllm.scheduler.stores_in_flight import Fence, StoresInFlight, settle
+from hotkv_vllm.scheduler.stores_in_flight import StoreFence, StoresInFlight, settle
 from hotkv_vllm.stats import HotKVStats
 from hotkv_vllm.tracing.requests import RequestTrace
 
@@ -355,7 +355,7 @@ class StorePlanner:
         config: ConnectorConfig,
         stats: HotKVStats,
         id_prefix: str,
-        fence: Fence | None = None,
+        fence: StoreFence | None = None,
         exactness: Exactness | None = None,
         residencies: ResidentRequests | None = None,
     ) -> None:
@@ -372,7 +372,9 @@ class StorePlanner:
         self._stats = stats
         max_bytes = config.max_inflight_store_mib << 20
         on_end = (lambda store: None) if residencies is None else residencies.stored
-        self.in_flight = StoresInFlight(num_ranks, max_bytes, fence or Fence(), id_prefix, on_end)
+        self.in_flight = StoresInFlight(
+            num_ranks, max_bytes, fence or StoreFence(), id_prefix, on_end
+        )
         interval = config.state_interval_tokens
         self._missing = MissingBlocks(
             session, finder, self._cache_groups, interval, stats, self.in_flight

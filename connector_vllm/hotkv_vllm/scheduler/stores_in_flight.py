@@ -1,4 +1,4 @@
-"""Stores that ranks are working at: how each can be revoked (`Fence`), which blocks they read
+"""Stores that ranks are working at: how each can be revoked (`StoreFence`), which blocks they read
 (`StoresInFlight`), and what they have come to (`settle`). Scheduler thread only.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # ----------------------------------------------------------------------------------------- revoking
 
 
-class Fence:
+class StoreFence:
     """How a step takes blocks back from stores that read them: the one fence of the scheduler side.
 
     What is always true: before anybody writes a block that a store reads, that store is revoked or
@@ -45,7 +45,7 @@ class Fence:
         self.revocations = revocations
 
     def __repr__(self) -> str:
-        return f"Fence({self.revocations or 'workers take back'})"
+        return f"StoreFence({self.revocations or 'workers take back'})"
 
     def take(self) -> int | None:
         """A word for a new store, 0 if it needs none. None if all words are in use: the store could
@@ -119,7 +119,7 @@ class StoresInFlight:
         self,
         num_ranks: int,
         max_bytes: int,
-        fence: Fence,
+        fence: StoreFence,
         id_prefix: str,
         on_end: Callable[[StoreInFlight], None] = lambda store: None,
     ) -> None:

@@ -63,7 +63,7 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SparseRow:
     """A row that may be sparse; its query is token `token` of the batch.
 
     `always_blocks` int32: the blocks that are always attended, whose first `always_tokens` tokens
@@ -81,13 +81,13 @@ class Row:
     @staticmethod
     def of(
         row: int, token: int, request_id: str, table_C: I32, rows_C: I32, context: "Context"
-    ) -> "Row":
+    ) -> "SparseRow":
         """`table_C`: the row's block table; `rows_C`: where the blocks' representations are."""
         always = table_C[span(context.config, context.num_tokens, context.block_tokens).always]
         # The partial block is the last one, so the tokens that do not exist yet are at the end.
         missing = len(table_C) * context.block_tokens - context.num_tokens
         num_tokens = len(always) * context.block_tokens - missing
-        return Row(row, token, request_id, context.num_tokens, rows_C, always, num_tokens)
+        return SparseRow(row, token, request_id, context.num_tokens, rows_C, always, num_tokens)
 
 
 @dataclass(slots=True)
@@ -106,13 +106,13 @@ class Rewrite:
 
 
 @dataclass(slots=True)
-class Plan:
+class StepPlan:
     """A plan that all layers of a group share in a step. `key`: the metadata object it was made
     from; `rewritten`: rows that `rewrite` changes."""
 
     key: object
     batch: Batch
-    rows: list[Row] = field(default_factory=list)
+    rows: list[SparseRow] = field(default_factory=list)
     complete: list[I32] = field(default_factory=list)
     rewrite: Rewrite | None = None
     rewritten: list[int] = field(default_factory=list)
@@ -130,7 +130,7 @@ class Plan:
         self.rewritten = []
         return rewrite
 
-    def rewritten_with(self, chosen: list[tuple[Row, I32]], block_tokens: int) -> Rewrite:
+    def rewritten_with(self, chosen: list[tuple[SparseRow, I32]], block_tokens: int) -> Rewrite:
         """Writes what the rows of one layer attend to: `chosen` has positions int32 of blocks."""
         rewrite = self.restored()
         self.rewritten = [one.row for one, _ in chosen]

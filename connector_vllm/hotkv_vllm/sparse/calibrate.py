@@ -113,7 +113,7 @@ def recorders(worker: Any) -> dict[int, Recorder]:
     return found
 
 
-class Calibration:
+class ContextSums:
     """Sums up contexts, layer by layer."""
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ def calibrate(model: str, texts: Mapping[str, str], num_tokens: int, **engine: A
         raise ValueError(
             f"--model: {model} has no layer of plain full attention, so it cannot decode sparsely"
         )
-    calibration = Calibration()
+    calibration = ContextSums()
     for context in contexts:
         llm.generate(
             [{"prompt_token_ids": context}],

@@ -70,7 +70,7 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PoolRows:
     """Where a layer's representations of one format lie in the pool: block b's at byte `offset` + b
     * `row_bytes`."""
 
@@ -174,12 +174,12 @@ def _source(shape: LayerShape, name: str, pool: U8) -> Source:
     return Source(pool, shape.centre_of(name), shape.biases.get(name), axes=axes)
 
 
-def _placed(layers: Mapping[int, LayerShape]) -> tuple[tuple[Rows, ...], int]:
+def _placed(layers: Mapping[int, LayerShape]) -> tuple[tuple[PoolRows, ...], int]:
     """The parts of a pool, each on memory pages of its own, and its size."""
     rows, at = [], 0
     for index in sorted(layers):
         for name in layers[index].formats:
-            rows.append(Rows(index, name, at, layers[index].row_bytes(name)))
+            rows.append(PoolRows(index, name, at, layers[index].row_bytes(name)))
             at += -(-layers[index].num_blocks * rows[-1].row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     return tuple(rows), at
 

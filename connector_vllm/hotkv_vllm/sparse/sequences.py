@@ -34,7 +34,7 @@ HashesOf = Callable[[Any, int], Sequence[bytes]]
 """Hashes of a request's complete blocks in a group."""
 
 
-class Streams:
+class StreamCount:
     """Counts how often the session has found a server; all sequences end with the stream that they
     were created in.
 
@@ -84,7 +84,7 @@ class SparseSequences:
     def __init__(
         self,
         session: CacheSession,
-        streams: Streams,
+        streams: StreamCount,
         groups: Sequence[SparseGroup],
         hashes_of: HashesOf,
         min_context_tokens: int,

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from hotkv_sparse import SparseConfig
 from hotkv_sparse.selection import Source
 from hotkv_vllm import link
-from hotkv_vllm.sparse.batch import Batch, Context, Plan, Rewrite, Row, SparseLayer
+from hotkv_vllm.sparse.batch import Batch, Context, Rewrite, SparseLayer, SparseRow, StepPlan
 from hotkv_vllm.sparse.counters import LayerCounters, measure
 from hotkv_vllm.sparse.first_prompt import NO_TURNING, FirstPrompt, Turning
 from hotkv_vllm.sparse.pool import BlockReprManager
@@ -47,7 +47,7 @@ class _Trouble:
     until_step: int = 0
 
 
-class Faults:
+class LayerFaults:
     """Turns sparse attention off for a layer that keeps failing: an exception in every step would
     cost more than dense attention. The caller counts the steps.
 
@@ -63,7 +63,7 @@ class Faults:
 
     def __repr__(self) -> str:
         counts = (f"{name}: {trouble.in_a_row}" for name, trouble in self._troubles.items())
-        return f"Faults({', '.join(counts)})"
+        return f"LayerFaults({', '.join(counts)})"
 
     def rests(self, layer_name: str, step: int) -> bool:
         """Returns True if the layer attends to everything in this step."""
@@ -140,9 +140,9 @@ class SparseWorker:
         self.first_prompt = FirstPrompt.of(layers, turning, self.representations.calibrate)
         self._sequences: dict[str, _Sequence] = {}
         self._request_of: dict[int, str] = {}
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, StepPlan] = {}
         self._num_steps = 0
-        self._faults = Faults()
+        self._faults = LayerFaults()
         self._counters = LayerCounters(layer.index for layer in layers)
         self.is_off = False
         """True once all layers attend to everything, for good."""
@@ -266,7 +266,7 @@ class SparseWorker:
         return rewrite
 
     @staticmethod
-    def _leaves_out(row: Row, blocks: I32) -> bool:
+    def _leaves_out(row: SparseRow, blocks: I32) -> bool:
         """Whether a row that attends to `blocks` leaves any of its context out; else it stays as it
         is."""
         return len(blocks) < len(row.blocks_C)
@@ -285,9 +285,9 @@ class SparseWorker:
         indices = self._layers_of(layer.group)
         self.representations.forget(np.unique(written).astype(np.int32), indices)
 
-    def _planned(self, layer: SparseLayer, key: object, batch: Batch) -> Plan:
+    def _planned(self, layer: SparseLayer, key: object, batch: Batch) -> StepPlan:
         """Forgets what the step has overwritten, and finds the rows that matter."""
-        block_tokens, plan = layer.shape.block_tokens, Plan(key, batch)
+        block_tokens, plan = layer.shape.block_tokens, StepPlan(key, batch)
         self._forget_written(layer, batch)
         num_queries, lengths = np.diff(batch.starts), batch.seq_lens
         last = np.maximum(lengths - 1, 0) // block_tokens
@@ -303,14 +303,14 @@ class SparseWorker:
             if request_id is not None:
                 context = Context(self._config, context_tokens, block_tokens)
                 token = int(batch.starts[row])
-                plan.rows.append(Row.of(row, token, request_id, blocks, blocks, context))
+                plan.rows.append(SparseRow.of(row, token, request_id, blocks, blocks, context))
         return plan
 
     def _named(self, written_block: int, num_queries: int) -> str | None:
         """The request of a row that attends sparsely; None for any other row."""
         return self._request_of.get(written_block) if num_queries == 1 else None
 
-    def _select(self, layer: SparseLayer, row: Row, query_QD: F32) -> I32:
+    def _select(self, layer: SparseLayer, row: SparseRow, query_QD: F32) -> I32:
         """Blocks of the row's context to attend to, ascending positions."""
         block_tokens = layer.shape.block_tokens
         budget = self._config.budget_blocks(row.context_tokens, block_tokens)
@@ -338,7 +338,7 @@ class SparseWorker:
         return attended.blocks
 
     def _sources(self, layer: SparseLayer) -> Mapping[str, Source]:
-        """The layer's representations, whose rows `Row.blocks_C` names."""
+        """The layer's representations, whose rows `SparseRow.blocks_C` names."""
         return self.representations.sources(layer.index)
 
     # ------------------------------------------------------------------------------------- sampling
@@ -349,7 +349,9 @@ class SparseWorker:
             return False
         return self._order[layer.name] == self._num_steps // self._recall_steps % len(self._order)
 
-    def _sample(self, layer: SparseLayer, row: Row, query_QD: F32, attended: Attended) -> None:
+    def _sample(
+        self, layer: SparseLayer, row: SparseRow, query_QD: F32, attended: Attended
+    ) -> None:
         tokens, block_tokens = row.context_tokens, layer.shape.block_tokens
         found = measure(
             layer.keys_of, query_QD, row.blocks_C, tokens, block_tokens, layer.scale, attended

@@ -39,7 +39,7 @@ NUM_WORDS = 4
 WORDS_HANDLE = "hotkv-order"
 
 
-class Event(Protocol):
+class MarkEvent(Protocol):
     """A point on a stream; `torch.cuda.Event`."""
 
     def query(self) -> bool: ...
@@ -57,7 +57,7 @@ class Words(Protocol):
         """Puts the write at the end of the current stream."""
 
 
-class Device(Protocol):
+class MarkedDevice(Protocol):
     """The calls that `Marks` makes to the engine's device."""
 
     @property
@@ -66,8 +66,8 @@ class Device(Protocol):
     def stream(self) -> int:
         """Number of the current stream."""
 
-    def new_event(self, *, interprocess: bool) -> Event: ...
-    def record(self, event: Event) -> None:
+    def new_event(self, *, interprocess: bool) -> MarkEvent: ...
+    def record(self, event: MarkEvent) -> None:
         """Records the event at the end of the current stream."""
 
     def new_words(self, count: int) -> Words: ...
@@ -82,7 +82,7 @@ class Mark:
     for it.
     """
 
-    event: Event | None = None
+    event: MarkEvent | None = None
     after: After | None = None
     uses: int = 1
     has_passed: bool = False
@@ -103,18 +103,18 @@ class Marks:
 
     On a CPU (`device` None) all marks have passed."""
 
-    def __init__(self, device: Device | None = None, wanted: str = "auto") -> None:
+    def __init__(self, device: MarkedDevice | None = None, wanted: str = "auto") -> None:
         """`wanted`: `auto`, `events`, `flags` or `host`.
 
         If the device can't do one of these it is not offered, and the log says why; nothing is
         raised."""
         self.order = NO_ORDER
         self._device = device
-        self._ring: list[Event] = []
+        self._ring: list[MarkEvent] = []
         self._words: Words | None = None
         self._values: dict[int, int] = {}
         self._streams: dict[int, int] = {}
-        self._spare: list[Event] = []
+        self._spare: list[MarkEvent] = []
         if device is not None and wanted in ("auto", "events"):
             self._offer_events(device)
         if device is not None and wanted in ("auto", "flags"):
@@ -124,7 +124,7 @@ class Marks:
     def __repr__(self) -> str:
         return f"Marks(events {len(self._free)}/{len(self._ring)} free, words {self._values})"
 
-    def _offer_events(self, device: Device) -> None:
+    def _offer_events(self, device: MarkedDevice) -> None:
         try:
             ring = [device.new_event(interprocess=True) for _ in range(NUM_EVENTS)]
             handles = tuple(bytes(event.ipc_handle()) for event in ring)
@@ -133,7 +133,7 @@ class Marks:
         except (RuntimeError, AttributeError, TypeError, OSError) as error:
             logger.info("hotkv: no interprocess events on this device: %s", error)
 
-    def _offer_words(self, device: Device) -> None:
+    def _offer_words(self, device: MarkedDevice) -> None:
         try:
             self._words = device.new_words(NUM_WORDS)
             self.order = replace(
@@ -168,7 +168,7 @@ class Marks:
         self._device.record(event)
         return Mark(event, after)
 
-    def _word(self, device: Device) -> After | None:
+    def _word(self, device: MarkedDevice) -> After | None:
         index = self._streams.setdefault(device.stream, len(self._streams))
         if self._words is None or index >= NUM_WORDS:
             return None
@@ -203,13 +203,13 @@ class CudaDevice:
     def stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
-    def new_event(self, *, interprocess: bool) -> Event:
+    def new_event(self, *, interprocess: bool) -> MarkEvent:
         event = torch.cuda.Event(interprocess=interprocess)
         # An event belongs to a device, and can be exported, only once it is recorded.
         self.record(event)
         return event
 
-    def record(self, event: Event) -> None:
+    def record(self, event: MarkEvent) -> None:
         assert isinstance(event, torch.cuda.Event)
         event.record(torch.cuda.current_stream(self._device))
 
