@@ -24,8 +24,8 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import SLOT_ALIGN, BlockTable, TableGeometry, Words
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.books import finished
 from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.values import CoreConfig, HashList, Run
 
 SIZES = (100_000, 1_000_000, 10_000_000)

@@ -22,10 +22,9 @@ from hotkv_proto.keys import KeySpace
 from hotkv_proto.layout import Layout, MemoryHandle, PageTensor
 from hotkv_proto.messages.cache import MAX_LOADED_BLOCKS, MAX_STORED_BLOCKS
 from hotkv_proto.table import SLOT_ALIGN, Words
+from hotkv_server.cache import inspect
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room import incremental
-from hotkv_server.cache.room.books import finished
-from hotkv_server.cache.table.census import take
+from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.values import HashList, LoadPositions, Run
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.events.drive import removed_events
@@ -154,23 +153,21 @@ def _reads(holds: RetentionPins, hashes: Words) -> None:
     holds.once("load: begin", lambda: core.begin_load(session, "load", "lease", positions))
     holds.once("load: end", lambda: core.end_load(session, "load", True))
     holds.once("release", lambda: core.release(session, "lease"))
-    holds.parts(
-        "report that keeps blocks", incremental.use(core, session, lists[0], holds.now_s, KEPT)
-    )
+    holds.parts("report that keeps blocks", core.use(session, lists[0], holds.now_s, KEPT))
     holds.now_s += 2 * KEPT.ttl_s
-    holds.parts("end of holds", incremental.expire(core, holds.now_s))
+    holds.parts("end of holds", core.expire(holds.now_s))
     for number in range(LEASES):
         core.acquire(session, f"lease {number}", lists, 0.0, holds.now_s)
-    holds.parts("end of a session with leases", incremental.end_leases(core, session))
+    holds.parts("end of a session with leases", core.end_leases(session))
     for number in range(LEASES):
         core.acquire(session, f"lease {number}", lists, 1.0, holds.now_s)
     holds.now_s += 10.0
-    holds.parts("leases expire", incremental.expire(core, holds.now_s))
+    holds.parts("leases expire", core.expire(holds.now_s))
 
 
 def _background(holds: RetentionPins) -> None:
     core = holds.core
-    holds.parts("metrics, status (census)", take(core.space))
+    holds.parts("metrics, status (census)", inspect.census(core))
     holds.once("figures of the pool", core.space.pool.figures)
     notes, verifier = (
         UseNotes(core),
@@ -204,8 +201,8 @@ def _stores(holds: RetentionPins) -> None:
     holds.fill_up()
     holds.store("store of a rare slot size", rare, holds.new_hashes(MAX_STORED_BLOCKS // 8))
     named = holds.fill(other, MAX_STORED_BLOCKS)
-    holds.parts("evict by hashes", incremental.evict(core, other_id, 0, named))
-    holds.parts("evict a key space", incremental.evict_all(core, large_id))
+    holds.parts("evict by hashes", core.evict(other_id, 0, named))
+    holds.parts("evict a key space", core.evict_all(large_id))
     core.take_effects()
 
 
@@ -216,21 +213,21 @@ def _flushes(holds: RetentionPins) -> None:
     for _ in range(0, FLUSHED_BLOCKS, MAX_STORED_BLOCKS // 8):
         holds.fill(other, MAX_STORED_BLOCKS // 8)
         holds.fill(session, MAX_STORED_BLOCKS // 8)
-    holds.parts(f"flush of {FLUSHED_BLOCKS:,} blocks", incremental.flush(core, other_id))
+    holds.parts(f"flush of {FLUSHED_BLOCKS:,} blocks", core.flush(other_id))
     core.take_effects()
     holds.store("store into the gaps", session, holds.new_hashes(MAX_STORED_BLOCKS))
     lists = [HashList(0, holds.fill(other, MAX_BLOCKS_PER_CALL))]
     core.acquire(other, "pinned", lists, 0.0, holds.now_s)
-    holds.parts("flush of leased blocks", incremental.flush(core, other_id))
-    holds.parts("end of a session with flushed blocks", incremental.end_leases(core, other))
+    holds.parts("flush of leased blocks", core.flush(other_id))
+    holds.parts("end of a session with flushed blocks", core.end_leases(other))
     reserved = [Run(0, holds.new_hashes(MAX_STORED_BLOCKS))]
     finished(core.begin_store(other, "dies", "dies", reserved, 0, 0.0, holds.now_s))
     holds.once(
         "death of a session that stores: copy",
         lambda: core.end_store(other, "dies", False, holds.now_s),
     )
-    holds.parts("death of a session that stores: leases", incremental.end_leases(core, other))
-    holds.parts("flush of all blocks", incremental.flush(core, 1))
+    holds.parts("death of a session that stores: leases", core.end_leases(other))
+    holds.parts("flush of all blocks", core.flush(1))
     core.take_effects()
 
 

@@ -22,7 +22,6 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache import inspect
-from hotkv_server.cache.room.arena_map import draw
 from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS, Account
 from hotkv_server.ledger.book.columns import Usage
 from hotkv_server.ledger.capability import LedgerCapability
@@ -99,7 +98,7 @@ async def measure(node: Node, rounds: int) -> tuple[list[float], list[float], in
 def survey_steps_ms(node: Node) -> list[float]:
     """Milliseconds of each step of a survey."""
     steps = []
-    for walk in (inspect.census(node.core), draw(node.core, time.monotonic())):
+    for walk in (inspect.census(node.core), inspect.arena_map(node.core, time.monotonic())):
         while True:
             step, took_ms = timed(lambda: next(walk, "end"))  # noqa: B023
             steps.append(took_ms)

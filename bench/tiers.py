@@ -35,10 +35,10 @@ from demo.processes import ends_cleanly
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import Words
-from hotkv_server.cache.catalog import Catalog
-from hotkv_server.cache.restore.restore import Below, restore_below
+from hotkv_server.cache.restore import Below, restore_below
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.sessions import Catalog
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.disk.slab_file import SlabFile
 from hotkv_server.tiers.disk.tier import BATCH_BYTES, DiskTier
@@ -244,7 +244,7 @@ def restart(folder: Path, num_bytes: int) -> float:
 
     def opened(memory: LowerMemory) -> tuple[Space, int]:
         space = Space(memory.table, num_bytes, SLAB_BYTES, POLICIES["hotness"](count))
-        number, _ = Catalog(space).register(key_space, (), 0.0)
+        number, _ = Catalog(space.books).register(key_space, (), 0.0)
         return space, number
 
     memory = LowerMemory.open(folder / "records", num_bytes, SLAB_BYTES, count)
@@ -266,7 +266,7 @@ def restart(folder: Path, num_bytes: int) -> float:
 
 
 def _known(space: Space, key_space: KeySpace) -> Catalog:
-    catalog = Catalog(space)
+    catalog = Catalog(space.books)
     catalog.register(key_space, (), 0.0)
     return catalog
 

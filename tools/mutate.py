@@ -118,7 +118,7 @@ TESTS: dict[str, str] = {
         "tests/wire/test_packing.py tests/server/test_reports.py"
     ),
     "client/hotkv_client/command/savings_tables.py": "tests/server/test_ledger.py",
-    "server/hotkv_server/cache/room/bounds.py": "tests/core/test_bounds.py",
+    "server/hotkv_server/cache/room/shares.py": "tests/core/test_bounds.py",
     "server/hotkv_server/cache/histogram.py": "tests/core/test_histogram.py",
     "server/hotkv_server/cache/leases/retentions.py": (
         f"tests/core/test_pins.py tests/core/test_retention.py {CORE}"
@@ -126,7 +126,7 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/cache/table/kernels.py": KERNELS,
     "server/hotkv_server/cache/table/index.py": f"tests/core/test_index.py {CORE}",
     "server/hotkv_server/cache/room/slabs.py": f"tests/core/test_slabs.py {CORE}",
-    "server/hotkv_server/cache/restore/restore.py": f"tests/core/test_restore.py {CORE}",
+    "server/hotkv_server/cache/restore.py": f"tests/core/test_restore.py {CORE}",
     "server/hotkv_server/tiers/book/lower.py": LOWER,
     "server/hotkv_server/tiers/book/moves.py": LOWER,
     "server/hotkv_server/tiers/book/place_sizes.py": "tests/core/test_place_sizes.py",

@@ -15,9 +15,9 @@ from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.readers import no_readers
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.slabs import aligned
-from hotkv_server.cache.table.reader_words import no_readers
 from hotkv_server.cache.values import CoreConfig
 from tests.core.cache_model import GARBAGE, NUM_HASHES, CacheModel, Key, ModelLease, snapshot
 from tests.core.support import make_key_space, make_table, taken_over

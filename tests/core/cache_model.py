@@ -15,12 +15,11 @@ from hotkv_proto import table
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.table import RESERVED_FLAG
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.leases.pin_budget import PinBudget
 from hotkv_server.cache.leases.retentions import RetentionPins
-from hotkv_server.cache.room.policies.queue import Highest
+from hotkv_server.cache.room.policies.shared import Highest
+from hotkv_server.cache.room.shares import PinBudget, TenantBook
 from hotkv_server.cache.room.slabs import ABSENT
 from hotkv_server.cache.room.space import Space
-from hotkv_server.cache.room.tenants import TenantBook
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import HashList
 from hotkv_server.residency.book.residency import ResidentGroup

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis.stateful import precondition, rule
 
 from hotkv_proto.errors import Reason
-from hotkv_server.cache.leases.pin_budget import most_pinned
+from hotkv_server.cache.room.shares import most_pinned
 from hotkv_server.cache.values import HashList, LoadPositions
 from tests.core.cache_machine import (
     LEASE_IDS,

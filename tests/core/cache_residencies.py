@@ -13,8 +13,8 @@ from hypothesis.stateful import invariant, precondition, rule
 from hotkv_proto import words
 from hotkv_proto.blocks import BlockResult, ResidencyOpened
 from hotkv_proto.errors import Reason
-from hotkv_server.cache.leases.pin_budget import most_pinned
-from hotkv_server.cache.table.reader_words import Uint64s
+from hotkv_server.cache.readers import Uint64s
+from hotkv_server.cache.room.shares import most_pinned
 from hotkv_server.residency.book.bound import slot_cost
 from tests.core.cache_machine import NUM_SLABS, NUMBERS, RESIDENCY_IDS, SLAB
 from tests.core.cache_model import Key, ModelResidency

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import Reason
-from hotkv_server.cache.leases.transfers import StoreTransfer
+from hotkv_server.cache.leases.leases import StoreTransfer
 from hotkv_server.cache.values import Run, SlotRun
 from tests.core.cache_machine import (
     LEASE_IDS,

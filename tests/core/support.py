@@ -11,12 +11,11 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import HEADER, BlockTable, TableGeometry, Words, hash_words
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.restore.restore import Restored, restore
-from hotkv_server.cache.room import incremental
-from hotkv_server.cache.room.books import finished
+from hotkv_server.cache.readers import ReaderMemory
+from hotkv_server.cache.restore import Restored, restore
 from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.room.space import Space
-from hotkv_server.cache.table.reader_words import ReaderMemory
 from hotkv_server.cache.values import Entries, Int64s, Reservation, Run, SlotRun
 
 
@@ -118,25 +117,25 @@ def begin_store(
 
 
 def expire(core: CacheCore, now_s: float) -> int:
-    """All parts of `incremental.expire`; how many leases expired."""
+    """All parts of `CacheCore.expire`; how many leases expired."""
     before = core.counters.expired_leases
-    for _ in incremental.expire(core, now_s):
+    for _ in core.expire(now_s):
         pass
     return core.counters.expired_leases - before
 
 
 def flush(core: CacheCore, key_space_id: int) -> int:
-    """All parts of `incremental.flush`; how many blocks were ready."""
-    return sum(incremental.flush(core, key_space_id))
+    """All parts of `CacheCore.flush`; how many blocks were ready."""
+    return sum(core.flush(key_space_id))
 
 
 def evict(core: CacheCore, key_space_id: int, group_index: int, hashes: Words) -> tuple[int, int]:
-    """All parts of `incremental.evict`: (dropped, kept)."""
-    counts = list(incremental.evict(core, key_space_id, group_index, hashes))
+    """All parts of `CacheCore.evict`: (dropped, kept)."""
+    counts = list(core.evict(key_space_id, group_index, hashes))
     return sum(dropped for dropped, _ in counts), sum(kept for _, kept in counts)
 
 
 def evict_all(core: CacheCore, key_space_id: int) -> tuple[int, int]:
-    """All parts of `incremental.evict_all`: (dropped, kept)."""
-    counts = list(incremental.evict_all(core, key_space_id))
+    """All parts of `CacheCore.evict_all`: (dropped, kept)."""
+    counts = list(core.evict_all(key_space_id))
     return sum(dropped for dropped, _ in counts), sum(kept for _, kept in counts)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 
 from hotkv_proto.keys import Representation
 from hotkv_proto.table import SLOT_ALIGN, STATE_READY
+from hotkv_server.cache import inspect
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room import arena_map
-from hotkv_server.cache.room.arena_map import ArenaMap, draw
+from hotkv_server.cache.inspect import ArenaMap, arena_map
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.slabs import ABSENT, FREE
 from hotkv_server.cache.values import CoreConfig, HashList, Run
@@ -25,7 +25,7 @@ END_S = 1000.0
 
 
 def drawn(core: CacheCore) -> ArenaMap:
-    *parts, whole = draw(core, END_S)
+    *parts, whole = arena_map(core, END_S)
     assert whole is not None and parts == [None] * len(parts)
     return whole
 
@@ -104,8 +104,8 @@ def test_a_map_is_what_each_entry_says(
                 core.end_store(session.number, name, True, now_s)
         core.take_effects()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arena_map, "MAX_CELLS", most_cells)
-        patch.setattr(arena_map, "PART_ENTRIES", 7)
+        patch.setattr(inspect, "MAX_CELLS", most_cells)
+        patch.setattr(inspect, "MAP_PART_ENTRIES", 7)
         found = drawn(core)
     assert len(found.used_ratios) == len(found.idle_s) == len(found.slot_bytes) <= most_cells
     expected = Naive(core, found.slabs_per_cell)
@@ -115,7 +115,7 @@ def test_a_map_is_what_each_entry_says(
 
 
 def test_slabs_of_a_large_arena_are_joined() -> None:
-    slabs = 3 * arena_map.MAX_CELLS + 1
+    slabs = 3 * inspect.MAX_CELLS + 1
     core = CacheCore(
         CoreConfig(slabs * SLAB, SLAB, CAPACITY), make_table(CAPACITY), POLICIES["lru"](CAPACITY)
     )

@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hotkv_server.cache.room.bounds import FLOOR_SHARE, Account, FairBound
+from hotkv_server.cache.room.shares import FLOOR_SHARE, Account, FairBound
 
 CAPACITIES = st.sampled_from([1, 7, 64, 1000, 4096])
 STEPS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-60, 60)), max_size=60)

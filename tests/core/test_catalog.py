@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Representation
-from hotkv_server.cache.catalog import FORGET_S, MAX_KEY_SPACES, weight_bytes
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.sessions import FORGET_S, MAX_KEY_SPACES, weight_bytes
 from hotkv_server.cache.values import KEY_SPACE_ROWS, CoreConfig, HashList, Run, TenantShare
 from tests.core.support import begin_store, flush, make_table, words_of
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from hotkv_server.cache.room.policies import duel, kernels
-from hotkv_server.cache.room.policies.duel import (
+from hotkv_server.cache.room.policies import hotness, kernels
+from hotkv_server.cache.room.policies.hotness import (
     CONTENDERS,
+    DEPTH_STEP,
     EPOCH_S,
     HOLD_MARGIN,
     KEEP,
@@ -18,9 +19,8 @@ from hotkv_server.cache.room.policies.duel import (
     Contender,
     Duel,
 )
-from hotkv_server.cache.room.policies.ghosts import spread
-from hotkv_server.cache.room.policies.hotness import DEPTH_STEP
 from hotkv_server.cache.room.policies.protocol import Keys
+from hotkv_server.cache.room.policies.shared import spread
 from tests.oracles import policies as oracle
 
 KEEPS_THE_OLDER = Contender(10_000.0, recency=-1.0)
@@ -169,8 +169,10 @@ def test_the_sample_follows_the_size_of_the_cache(sizes: list[int], seed: int) -
         share = cache.share
         cache.observe(keys[:0], 100.0 * number, size)
         assert cache._too_few <= size < cache._too_many and math.log2(cache.share).is_integer()
-        assert duel._share_for(size) > cache.share / 2, "the sample is too large for so many blocks"
-        assert duel._share_for(size) < duel.REGROW * cache.share or size <= 1, (
+        assert hotness._share_for(size) > cache.share / 2, (
+            "the sample is too large for so many blocks"
+        )
+        assert hotness._share_for(size) < hotness.REGROW * cache.share or size <= 1, (
             "the sample is too small for so many blocks"
         )
         for index, held in before.items():

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from hotkv_server.cache.room.policies.ghosts import WAYS, GhostTable, spread
+from hotkv_server.cache.room.policies.shared import WAYS, GhostTable, spread
 from tests.oracles import policies as oracle
 
 POOL = np.random.default_rng(0).integers(0, 1 << 64, 60, np.uint64)

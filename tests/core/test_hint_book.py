@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hotkv_proto.hints import Status
 from hotkv_proto.table import Words
-from hotkv_server.cache.table.prefixes import Chains, chain_keys, common_blocks
+from hotkv_server.hints.book.chains import Chains, chain_keys, common_blocks
 from hotkv_server.hints.book.outcomes import HintBook, HintLimits, HintOutcome, TenantHints
 from hotkv_server.hints.book.sessions import MAX_OTHERS, MAX_OTHERS_BYTES, RECENT_S, HintSessions
 

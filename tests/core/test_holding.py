@@ -10,7 +10,7 @@ from hotkv_proto.blocks import NO_RETENTION, BlockResult, Retention
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import Hotness
-from hotkv_server.cache.room.policies.duel import Contender, Duel
+from hotkv_server.cache.room.policies.hotness import Contender, Duel
 from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.tiers.book.copies import Copies
 from hotkv_server.tiers.book.moves import Moves

@@ -12,13 +12,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from numpy.typing import NDArray
 
 from hotkv_proto.blocks import MAX_PRIORITY, NO_RETENTION, Retention
-from hotkv_server.cache.room.policies import Hotness, queue
-from hotkv_server.cache.room.policies.duel import CONTENDERS, LEAK, Contender, Duel
+from hotkv_server.cache.room.policies import Hotness, shared
 from hotkv_server.cache.room.policies.hotness import (
+    CONTENDERS,
     DEPTH_STEP,
     GHOSTS_PER_BLOCK,
     KEPT_S,
+    LEAK,
     TICKS_PER_S,
+    Contender,
+    Duel,
 )
 from hotkv_server.cache.room.policies.protocol import Entries, Keys
 from tests.oracles import policies as oracle
@@ -175,8 +178,8 @@ class NaiveHotness:
 @pytest.fixture
 def exact_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """A queue that looks at all entries for every victim and remembers none."""
-    monkeypatch.setattr(queue, "MIN_QUEUED", 0)
-    monkeypatch.setattr(queue, "SHARE", 1 << 40)
+    monkeypatch.setattr(shared, "MIN_QUEUED", 0)
+    monkeypatch.setattr(shared, "SHARE", 1 << 40)
 
 
 @pytest.mark.usefixtures("exact_queue")

@@ -16,11 +16,12 @@ from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS, Representation
 from hotkv_proto.table import SLOT_ALIGN
+from hotkv_server.cache import core as core_module
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room import books, incremental, making, removal
-from hotkv_server.cache.room.books import finished
+from hotkv_server.cache.room import removal, space
 from hotkv_server.cache.room.policies import LRU, POLICIES
-from hotkv_server.cache.room.policies.queue import ColdQueue, Highest
+from hotkv_server.cache.room.policies.shared import ColdQueue, Highest
+from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run, TenantShare
 from hotkv_server.node import slices as slices_module
 from hotkv_server.node.slices import slices
@@ -40,14 +41,13 @@ MEDDLING = st.lists(
 @pytest.fixture(autouse=True, scope="module")
 def small_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(incremental, "BLOCKS", 3)
-        patch.setattr(incremental, "SCANNED_ENTRIES", 11)
-        patch.setattr(incremental, "LEASED_BLOCKS", 1)
-        for module in (books, making):
-            patch.setattr(module, "PART_ENTRIES", 5)
-        for module in (removal, making):
+        patch.setattr(core_module, "BLOCKS", 3)
+        patch.setattr(core_module, "SCANNED_ENTRIES", 11)
+        patch.setattr(core_module, "LEASED_BLOCKS", 1)
+        patch.setattr(removal, "PART_ENTRIES", 5)
+        for module in (removal, space):
             patch.setattr(module, "EVICTED_PER_PART", 3)
-        patch.setattr(making, "RUNS_PER_PART", 1)
+        patch.setattr(removal, "RUNS_PER_PART", 1)
         yield
 
 
@@ -136,7 +136,7 @@ def test_a_flush_in_parts_leaves_nothing_of_before(
     world.turn = 1
     calls = iter(between)
     meddled_with_others = any(what in ("store", "begin", "other") for what, _ in between)
-    for _ in incremental.flush(world.core, 1):
+    for _ in world.core.flush(1):
         world.core.check_invariants()
         for _, (what, number) in zip(range(num_calls), calls, strict=False):
             world.call(what, number)
@@ -172,7 +172,7 @@ def test_what_goes_before_its_turn_is_left_alone(num_steps: int) -> None:
     world = Meddler(num_slots=12)
     for number in range(12):
         world.end(world.begin([number]))
-    flushing = incremental.flush(world.core, 1)
+    flushing = world.core.flush(1)
     for _ in range(num_steps):
         next(flushing)
     evict_all(world.core, 1)

@@ -17,8 +17,7 @@ from hotkv_proto.table import (
     hash_prefixes,
     hash_words,
 )
-from hotkv_server.cache.table.chains import Chains
-from hotkv_server.cache.table.index import BlockIndex
+from hotkv_server.cache.table.index import BlockIndex, Chains
 from tests.core.support import make_table
 from tests.oracles import table as oracle
 

@@ -15,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hotkv_proto import table
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room import incremental
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import FIRST_MOVE, BoolMask, CoreConfig, HashList, Run
@@ -277,7 +276,7 @@ class LowerMachine(RuleBasedStateMachine):
     @rule(space=SPACES, data=st.data())
     def flush(self, space: int, data: st.DataObject) -> None:
         """While a flush goes on in parts, moves of its key space neither begin nor count."""
-        parts = incremental.flush(self.core, space)
+        parts = self.core.flush(space)
         next(parts, None)
         self.begin_down(data, 8)
         self.begin_up(space, 0, [0, 1, 2])

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.leases import retentions as holds_module
 from hotkv_server.cache.leases.retentions import RetentionPins
-from hotkv_server.cache.room.tenants import TenantBook
+from hotkv_server.cache.room.shares import TenantBook
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries
 from tests.core.support import make_table, words_of

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 
 from hotkv_proto import table
 from hotkv_proto.table import SLOT_ALIGN, Words
-from hotkv_server.cache.catalog import Catalog
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.restore.restore import Below, Restored, restore_below
+from hotkv_server.cache.restore import Below, Restored, restore_below
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.sessions import Catalog
 from hotkv_server.cache.values import CoreConfig, Entries, HashList, KeySpaceRecord, Run
 from hotkv_server.tiers.book.books import TierBooks
 from hotkv_server.tiers.book.place_sizes import MIN_TRIED, RETRY_BLOCKS, PlaceSizes
@@ -185,7 +185,7 @@ def left() -> Node:
 def restored(records: Words, *, knows: bool = True) -> tuple[Space, Restored]:
     """A space filled with what records say, by a server that knows of encoded blocks or not."""
     space = Space(make_table(CAPACITY), 8 * SLAB, SLAB, POLICIES["lru"](CAPACITY))
-    catalog = Catalog(space)
+    catalog = Catalog(space.books)
     number, _ = catalog.register(KEY_SPACE, (), 0.0)
     below = Below(space, catalog, encoded_bytes if knows else None)
     report = restore_below(below, records, {1: number}, 5.0)

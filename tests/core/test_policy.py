@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hotkv_server.cache.room.policies import LRU, POLICIES, demoted, queue
+from hotkv_server.cache.room.policies import LRU, POLICIES, shared
 from hotkv_server.testing.policy_contract import (
     PolicyWorld,
     check_demoted_go_first,
@@ -20,8 +20,8 @@ from hotkv_server.testing.policy_contract import (
 @pytest.fixture(params=["large queues", "small queues"])
 def queues(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "small queues":
-        monkeypatch.setattr(queue, "MIN_QUEUED", 2)
-        monkeypatch.setattr(queue, "SWEEP_ENTRIES", 17)
+        monkeypatch.setattr(shared, "MIN_QUEUED", 2)
+        monkeypatch.setattr(shared, "SWEEP_ENTRIES", 17)
 
 
 @pytest.mark.usefixtures("queues")
@@ -47,9 +47,9 @@ def test_demoted_go_first(name: str, num_blocks: int) -> None:
 
 def test_demoted_entries_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is demoted and used in turn takes no more memory than the entries that there are."""
-    monkeypatch.setattr(demoted, "LOOKED_ENTRIES", 64)
-    monkeypatch.setattr(demoted, "PART_ENTRIES", 16)
-    pile = demoted.DemotedEntries(np.zeros(101, np.uint64))
+    monkeypatch.setattr(shared, "LOOKED_ENTRIES", 64)
+    monkeypatch.setattr(shared, "PART_ENTRIES", 16)
+    pile = shared.DemotedEntries(np.zeros(101, np.uint64))
     for _ in range(50):
         pile.add(np.arange(1, 101, dtype=np.uint32))
     assert len(pile) <= 400
@@ -64,17 +64,17 @@ def test_each_call_to_demoted_entries_looks_at_few(
 ) -> None:
     """What is used or added again goes a part at a time; none is taken twice, nor if it was used
     since."""
-    monkeypatch.setattr(demoted, "PART_ENTRIES", 8)
+    monkeypatch.setattr(shared, "PART_ENTRIES", 8)
     looked: list[int] = []
-    valid = demoted.DemotedEntries._valid
+    valid = shared.DemotedEntries._valid
 
-    def counted(pile: demoted.DemotedEntries, part: demoted._Part) -> demoted._Part:
+    def counted(pile: shared.DemotedEntries, part: shared._Part) -> shared._Part:
         looked.append(len(part))
         return valid(pile, part)
 
-    monkeypatch.setattr(demoted.DemotedEntries, "_valid", counted)
+    monkeypatch.setattr(shared.DemotedEntries, "_valid", counted)
     state = np.zeros(41, np.uint64)
-    pile = demoted.DemotedEntries(state)
+    pile = shared.DemotedEntries(state)
     expected: set[int] = set()
     entry = st.integers(1, 40)
     for _ in range(data.draw(st.integers(0, 40))):
@@ -96,7 +96,7 @@ def test_each_call_to_demoted_entries_looks_at_few(
 
 
 def test_an_entry_that_is_demoted_twice_at_once_keeps_its_first_place() -> None:
-    pile = demoted.DemotedEntries(np.zeros(11, np.uint64))
+    pile = shared.DemotedEntries(np.zeros(11, np.uint64))
     pile.add(np.array([3, 5, 3, 4, 5], np.uint32))
     assert pile.take(9, lambda entries: entries > 0).tolist() == [3, 5, 4]
 

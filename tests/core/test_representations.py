@@ -12,10 +12,10 @@ from hotkv_proto.blocks import BlockResult
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS, Representation
 from hotkv_proto.table import RESERVED_FLAG, SLOT_ALIGN
-from hotkv_server.cache.catalog import MAX_REPRESENTATIONS
+from hotkv_server.cache import inspect
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU, POLICIES
-from hotkv_server.cache.table import census
+from hotkv_server.cache.sessions import MAX_REPRESENTATIONS
 from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run
 from tests.core.cache_model import snapshot
 from tests.core.support import (
@@ -512,8 +512,8 @@ def test_the_version_stored_last_is_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (cases.found(MAX_GROUPS), cases.found(MAX_GROUPS + 1)) == ([1, 3], [2])
     # In parts of any size it is the same.
     for part in (1, 2, 1 << 17):
-        monkeypatch.setattr(census, "PART_ENTRIES", part)
-        *_, counted = census.take(cases.core.space)
+        monkeypatch.setattr(inspect, "PART_ENTRIES", part)
+        *_, counted = inspect.census(cases.core)
         assert (counted.representation_bytes, counted.num_blocks) == (3 * SLOT_ALIGN, 3)
         assert (counted.blocks[1], counted.representations[1], counted.blocks.sum()) == (3, 3, 3)
 

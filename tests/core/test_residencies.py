@@ -11,10 +11,9 @@ from hotkv_proto.keys import Representation
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_proto.words import GENERATION, LATEST, MAX_SESSION_WORD
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.restore.restore import restore
-from hotkv_server.cache.room import incremental
+from hotkv_server.cache.readers import ReaderMemory, ReaderWords, no_readers
+from hotkv_server.cache.restore import restore
 from hotkv_server.cache.room.policies import LRU
-from hotkv_server.cache.table.reader_words import ReaderMemory, ReaderWords, no_readers
 from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.integrity.evidence import condemn
 from hotkv_server.residency.book import residencies as book
@@ -212,10 +211,14 @@ def test_holds_and_leases_leave_room_for_stores() -> None:
         0
     ]
     assert int(mask.sum()) == 16, "a quarter"
-    place.core.hold(session, HashList(0, words_of(range(60))), 100.0)
+    place.core._uses.hold(
+        place.core.sessions.record(session), HashList(0, words_of(range(60))), 100.0
+    )
     assert place.core.retention_pins.held_bytes == 4 * SLOT_ALIGN, "60 - 40 - 16"
     place.close(session, "r")
-    place.core.hold(session, HashList(0, words_of(range(60))), 100.0)
+    place.core._uses.hold(
+        place.core.sessions.record(session), HashList(0, words_of(range(60))), 100.0
+    )
     assert place.core.retention_pins.held_bytes == 16 * SLOT_ALIGN, "its own share again"
     room = residencies(place.core).bound.room_bytes(0)
     assert room == (60 - 32) * SLOT_ALIGN, "what they pin can't be promised"
@@ -361,7 +364,7 @@ def test_closing_goes_in_parts_and_ends_with_the_session_all_the_same(
     place.core.check_invariants()
     again = residencies(place.core).open(session, "r", {0: 20}, 0.0)
     assert again == opened, "the id is free, and the word is as it was"
-    steps = list(incremental.end_pins(place.core, session))
+    steps = list(place.core.end_pins(session))
     assert len(steps) > 3
     assert not place.holds(opened) and not place.core.space.index.pins.any()
     assert next(closing, None) is None, "whoever was closing it finds it gone"
@@ -494,7 +497,7 @@ def test_a_use_keeps_the_first_block_of_a_request_too() -> None:
     session = place.open()
     place.store(session, [1, 2, 3])
     listed = HashList(0, words_of([1, 2, 3]))
-    for _ in incremental.use(place.core, session, listed, 2.0, Retention(ttl_s=50.0, pin=True)):
+    for _ in place.core.use(session, listed, 2.0, Retention(ttl_s=50.0, pin=True)):
         pass
     assert evict(place.core, 1, 0, words_of([1, 2, 3])) == (0, 3)
 
@@ -504,6 +507,6 @@ def test_a_use_that_does_not_ask_for_it_keeps_nothing() -> None:
     session = place.open()
     place.store(session, [1, 2, 3])
     listed = HashList(0, words_of([1, 2, 3]))
-    for _ in incremental.use(place.core, session, listed, 2.0, Retention(ttl_s=50.0)):
+    for _ in place.core.use(session, listed, 2.0, Retention(ttl_s=50.0)):
         pass
     assert evict(place.core, 1, 0, words_of([1, 2, 3])) == (3, 0)

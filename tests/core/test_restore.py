@@ -15,7 +15,7 @@ from hotkv_proto.blocks import BlockResult
 from hotkv_proto.keys import Representation
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.restore.restore import restore
+from hotkv_server.cache.restore import restore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.integrity.check_values import strides_of

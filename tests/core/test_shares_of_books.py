@@ -14,9 +14,9 @@ from hypothesis import given
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import SLOT_ALIGN
+from hotkv_server.cache import core as core_module
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.leases.leases import read_weight
-from hotkv_server.cache.room import incremental
 from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.values import MAX_TRANSFERS, CoreConfig, HashList, Run, TenantShare
 from tests.core.support import begin_store, evict, make_key_space, make_table, reserve, words_of
@@ -136,9 +136,7 @@ def test_leases_that_end_in_parts_end_once(
             for i, (_, ttl_s, is_mine) in enumerate(leases)
             if (is_mine if closing else ttl_s + 1 <= 15.0)
         ]
-        for step, _ in enumerate(
-            incremental.end_leases(core, mine) if closing else incremental.expire(core, 15.0)
-        ):
+        for step, _ in enumerate(core.end_leases(mine) if closing else core.expire(15.0)):
             core.check_invariants()
             for i in meddle[step : step + 1]:
                 core.release(other, f"l{i}")
@@ -158,7 +156,7 @@ def test_leases_that_end_in_parts_end_once(
 
 
 def test_all_is_evicted_in_parts_but_what_has_come_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(incremental, "BLOCKS", 16)
+    monkeypatch.setattr(core_module, "BLOCKS", 16)
     core = make_core()
     mine = session(core, "e")
     other = core.open_session(
@@ -167,7 +165,7 @@ def test_all_is_evicted_in_parts_but_what_has_come_since(monkeypatch: pytest.Mon
     store(core, mine, list(range(100)), "s")
     store(core, other, list(range(20)), "s")
     core.acquire(mine, "pin", [HashList(0, words_of([40, 41]))], 0.0, 0.0)
-    steps = incremental.evict_all(core, 1)
+    steps = core.evict_all(1)
     dropped, kept = next(steps)
     assert (dropped, kept) == (16, 0)
     # Numbers that are free again are given to others meanwhile, and blocks that were to go have

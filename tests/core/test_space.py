@@ -4,6 +4,8 @@ blocks stay.
 While the arena grows, nothing is evicted for slots that the growth brings within moments.
 """
 
+from types import SimpleNamespace
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -11,11 +13,11 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hotkv_proto.table import SLOT_ALIGN
+from hotkv_server.cache.inspect import census
 from hotkv_server.cache.room import removal
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space
-from hotkv_server.cache.table.census import take
 from tests.core.cache_model import no_room_left
 from tests.core.support import insert, make_table, words_of
 
@@ -157,7 +159,7 @@ class SpaceMachine(RuleBasedStateMachine):
         assert {int(e) for e in np.flatnonzero(states == 2)} == self.ready
         held = np.array(sorted(self.ready | self.reserved), np.uint32)
         assert self.space.used_bytes() == int(self.space.index.slot_bytes(held).sum())
-        *_, counted = take(self.space)
+        *_, counted = census(SimpleNamespace(space=self.space))
         assert counted.pinned_bytes == int(
             self.space.index.slot_bytes(np.array(sorted(self.pinned), np.uint32)).sum()
         )

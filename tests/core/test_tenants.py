@@ -10,12 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import SLOT_ALIGN, Words
-from hotkv_server.cache.room import burst_bounds
-from hotkv_server.cache.room.burst_bounds import keep_bounds
+from hotkv_server.cache.room import space as space_module
 from hotkv_server.cache.room.policies import POLICIES
+from hotkv_server.cache.room.shares import TenantBook
 from hotkv_server.cache.room.slabs import aligned
-from hotkv_server.cache.room.space import Space
-from hotkv_server.cache.room.tenants import TenantBook
+from hotkv_server.cache.room.space import Space, keep_bounds
 from hotkv_server.cache.values import Entries, TenantShare
 from tests.core.support import insert, make_table, words_of
 
@@ -327,7 +326,7 @@ def test_a_lowered_bound_waits_for_blocks_that_are_in_use() -> None:
 def test_a_bound_is_kept_in_parts_and_others_may_store_between_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(burst_bounds, "EVICTED_PER_PART", 2)
+    monkeypatch.setattr(space_module, "EVICTED_PER_PART", 2)
     space = make_space("lru", {"c": TenantShare(0, 5 * SLAB)})
     fill(space, 4, 10)
     colder = space.index.ready_blocks(4)

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_server.cache.room.policies.duel import LEAK
-from hotkv_server.cache.room.policies.ghosts import WAYS, spread
-from hotkv_server.cache.room.policies.hotness import DEPTH_STEP
+from hotkv_server.cache.room.policies.hotness import DEPTH_STEP, LEAK
+from hotkv_server.cache.room.policies.shared import WAYS, spread
 
 LIFT = 1e15
 

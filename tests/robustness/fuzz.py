@@ -42,7 +42,7 @@ from hotkv_client.wire import requests as _wire
 from hotkv_proto.errors import HotKVError
 from hotkv_proto.table import TableGeometry
 from hotkv_proto.v1 import errors_pb2, session_pb2, sparse_pb2
-from hotkv_server.cache.restore.restore import restore
+from hotkv_server.cache.restore import restore
 from hotkv_server.memory.arena import USE_FILE, _read_use
 from hotkv_server.memory.state import (
     KnownKeySpace,

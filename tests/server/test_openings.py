@@ -15,7 +15,7 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.messages.layout import key_space_message
 from hotkv_proto.v1 import cache_pb2, warm_pb2
-from hotkv_server.cache import catalog
+from hotkv_server.cache import sessions as key_spaces
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.values import CoreConfig, Run, TenantShare
@@ -166,7 +166,7 @@ def test_tenants_that_come_with_a_reload_have_their_share_of_the_catalog(
         pytest.MonkeyPatch.context() as patch,
         node_in(tmp_path, config) as node,
     ):
-        patch.setattr(catalog, "MAX_KEY_SPACES", 16)
+        patch.setattr(key_spaces, "MAX_KEY_SPACES", 16)
         node.core.catalog.max_of_tenant = 8
         asyncio.run(scenario(node))
 
@@ -218,7 +218,7 @@ def test_the_timer_forgets_what_was_left_long_ago(
         disk.go.set()
         node.start()
         session = await node.sessions.open("e", "tool", SPACE, "test")
-        monkeypatch.setattr(catalog, "FORGET_S", 0.0)
+        monkeypatch.setattr(key_spaces, "FORGET_S", 0.0)
         for _ in range(2):
             ticked_s = node.last_tick_s
             await until(lambda at_s=ticked_s: node.last_tick_s > at_s)  # type: ignore[misc]
@@ -253,7 +253,7 @@ def test_a_key_space_that_is_fetched_for_is_known_as_if_an_engine_had_come(
         assert [(event.key_space_id, event.WhichOneof("body")) for event in told] == [
             (1, "cleared")
         ]
-        monkeypatch.setattr(catalog, "FORGET_S", 0.0)
+        monkeypatch.setattr(key_spaces, "FORGET_S", 0.0)
         await until(lambda: not node.core.key_spaces)
         for _ in range(2):
             ticked_s = node.last_tick_s

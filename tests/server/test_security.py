@@ -36,7 +36,7 @@ from hotkv_proto.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
-from hotkv_server.cache.catalog import MAX_KEY_SPACES_OF_TENANT
+from hotkv_server.cache.sessions import MAX_KEY_SPACES_OF_TENANT
 from hotkv_server.security.identity import TTL_S
 from tests.server import guarded as support
 from tests.server.certificates import Authority

@@ -10,12 +10,12 @@ import pytest
 
 from hotkv_proto.blocks import RunContent
 from hotkv_proto.table import SLOT_ALIGN
+from hotkv_server.cache import core as core_module
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room import burst_bounds, incremental
-from hotkv_server.cache.room.books import Books
-from hotkv_server.cache.room.burst_bounds import keep_bounds
+from hotkv_server.cache.room import space
 from hotkv_server.cache.room.policies import LRU
-from hotkv_server.cache.room.removal import Removal
+from hotkv_server.cache.room.removal import Books, Removal
+from hotkv_server.cache.room.space import keep_bounds
 from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.events.capability import EventsCapability
 from hotkv_server.events.drive import BlocksRemoved, BlocksStored, KeySpaceCleared, stored_events
@@ -36,7 +36,7 @@ def test_while_a_key_space_is_flushed_others_store_in_it(
     """A router that believes the events knows exactly what is there; only where nobody stored is
     the key space told to be clear."""
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
-    monkeypatch.setattr(incremental, "BLOCKS", 1)
+    monkeypatch.setattr(core_module, "BLOCKS", 1)
 
     async def scenario() -> None:
         memory = NodeMemory.open(tmp_path, 1 << 20, 1 << 16, 64, 1, prefault=False)
@@ -111,7 +111,7 @@ def test_a_lowered_bound_is_looked_at_again_only_after_blocks_were_let_go(
     monkeypatch.setattr(removals, "keep_bounds", counted)
     monkeypatch.setattr(removals, "KEEPING_S", 0.0)
     monkeypatch.setattr(slices, "SLICE_S", 0.0)
-    monkeypatch.setattr(burst_bounds, "EVICTED_PER_PART", 1)
+    monkeypatch.setattr(space, "EVICTED_PER_PART", 1)
 
     async def scenario() -> None:
         memory = NodeMemory.open(tmp_path, 1 << 20, 1 << 16, 64, 1, prefault=False)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from hotkv_server.cache.room.policies import POLICIES, Hotness, Policy
-from hotkv_server.cache.room.policies.duel import CONTENDERS
+from hotkv_server.cache.room.policies.hotness import CONTENDERS
 from hotkv_server.simulate.replay import (
     BLOCK_TOKENS,
     OneTier,

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import Words, hash_words
-from hotkv_server.cache.room.bounds import FLOOR_SHARE, FairBound
+from hotkv_server.cache.room.shares import FLOOR_SHARE, FairBound
 from hotkv_server.sparse.book import PackedCentre, SelectSpec
 from hotkv_server.sparse.sequences import (
     SEQUENCE_BLOCKS,

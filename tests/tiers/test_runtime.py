@@ -12,7 +12,7 @@ import numpy as np
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room import making as room
+from hotkv_server.cache.room import space as room
 from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import CoreConfig, HashList

@@ -10,24 +10,25 @@ until the copy ends; a block becomes ready only when every shard is written.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hotkv_proto import table
 from hotkv_proto.blocks import NO_OPTIONS, NO_RETENTION, LeaseGrant, Retention, StoreOptions
-from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv_proto.table import BlockTable
-from hotkv_server.cache.cache_books import make_books
-from hotkv_server.cache.leases.leases import Lease, ReadLease, WriteLease
-from hotkv_server.cache.leases.loads import Loads
-from hotkv_server.cache.leases.read_leases import ReadLeases
-from hotkv_server.cache.leases.stores import Stores
-from hotkv_server.cache.leases.uses import Uses
-from hotkv_server.cache.pinner import StorePins
-from hotkv_server.cache.room.books import Parts
+from hotkv_server.cache.leases.books import Uses, make_books
+from hotkv_server.cache.leases.leases import Lease, ReadLease, WriteLease, num_listed
+from hotkv_server.cache.leases.reading import Loads, ReadLeases
+from hotkv_server.cache.leases.writing import Reservations, Stores
+from hotkv_server.cache.readers import ReaderMemory
 from hotkv_server.cache.room.policies.protocol import Policy
-from hotkv_server.cache.room.reservations import Reservations
-from hotkv_server.cache.table.reader_words import ReaderMemory
+from hotkv_server.cache.room.removal import Parts
+from hotkv_server.cache.seams import StorePins
+from hotkv_server.cache.sessions import check_named
 from hotkv_server.cache.values import (
     BoolMask,
     CoreConfig,
@@ -43,6 +44,13 @@ from hotkv_server.cache.values import (
     SlotRun,
 )
 from hotkv_server.integrity.check_values import Sums
+
+LEASED_BLOCKS = 1 << 16
+"""Blocks that the leases of one part list, unless a single one lists more."""
+LEASE_BLOCKS = 1 << 10
+"""Blocks that a lease counts as, besides those that it lists."""
+BLOCKS = 1 << 12
+SCANNED_ENTRIES = 1 << 17
 
 
 class CacheCore:
@@ -140,11 +148,6 @@ class CacheCore:
         """Notes that the engine used these blocks from its own device cache; keeps them as
         `retention` asks."""
         self._uses.touch(self.sessions.record(session_number), groups, now_s, retention)
-
-    def hold(self, session_number: int, hash_list: HashList, until_s: float) -> None:
-        """Pins those of the blocks that are ready until then, as far as the budget allows; a touch
-        has checked the list before."""
-        self._uses.hold(self.sessions.record(session_number), hash_list, until_s)
 
     # Leases
 
@@ -265,20 +268,156 @@ class CacheCore:
         """
         return self._stores.end(session_number, transfer_id, succeeded, now_s, sums)
 
-    # For operators
+    # Long work in parts. Each generator does one part a step, and between two steps anything else
+    # may be called. A part takes milliseconds, however large the cache is. Entries and leases that
+    # have changed since the first step are left alone, unless the generator says otherwise.
 
-    def abort(self, lease: WriteLease) -> None:
-        """Aborts a write lease: nothing that it reserves ever becomes ready."""
-        self._stores.abort(lease)
+    def expire(self, now_s: float) -> Iterator[None]:
+        """Ends leases and holds whose time is up, and the grace of an earlier server's readers;
+        leases with copies in flight end with the copies."""
+        self.space.removal.now_s = now_s
+        yield from self.retention_pins.expire(now_s)
+        yield from self.grace.expire(now_s, self.is_read)
+        for part in _portions(
+            [lease for lease in self.leases.expired(now_s) if not lease.released]
+        ):
+            self.counters.expired_leases += self._end(part)
+            yield
 
-    def flush(self, entries: Entries) -> None:
-        """Forgets ready blocks of a key space: the very next lookup finds none of them.
+    def end_leases(self, session_number: int) -> Iterator[None]:
+        """Ends the leases of a session that is about to be closed and takes no new ones."""
+        for part in _portions(self.leases.of_session(session_number)):
+            self._end(part)
+            yield
 
-        Pinned ones too: a block can still be loaded under the lease that was promised it.
+    def end_pins(self, session_number: int) -> Iterator[None]:
+        """Ends what is pinned for a session that is about to be closed and begins nothing any
+        more."""
+        for pinner in self.pinners:
+            yield from pinner.end(self.sessions.record(session_number))
+
+    def use(
+        self, session_number: int, hash_list: HashList, now_s: float, retention: Retention
+    ) -> Iterator[None]:
+        """As `touch` of one list, with the blocks to keep pinned in parts of their own."""
+        self.touch(session_number, [hash_list], now_s, replace(retention, pin=False))
+        for start in range(0, len(hash_list.hashes) if retention.pin else 0, BLOCKS):
+            yield
+            part = HashList(hash_list.group_index, hash_list.hashes[start : start + BLOCKS])
+            if session_number in self.sessions:
+                self._uses.hold(self.sessions.record(session_number), part, now_s + retention.ttl_s)
+
+    def evict(
+        self, key_space_id: int, group_index: int, hashes: table.Words
+    ) -> Iterator[tuple[int, int]]:
+        """Evicts those of the named blocks that are not pinned; yields (dropped, kept) of each
+        part."""
+        index = self.space.index
+        named = self._named(key_space_id, group_index, hashes)
+        generations = index.table.records[named, table.W_GENERATION]
+        for start in range(0, len(named), BLOCKS):
+            entries = named[start : start + BLOCKS]
+            same = (
+                index.table.records[entries, table.W_GENERATION]
+                == generations[start : start + BLOCKS]
+            )
+            entries = entries[
+                same & (index.table.records[entries, table.W_GROUP_STATE] >> np.uint32(16) != 0)
+            ]
+            dropped = self.space.removal.evict(entries)
+            yield dropped, len(entries) - dropped
+
+    def evict_all(self, key_space_id: int) -> Iterator[tuple[int, int]]:
+        """Evicts all blocks of a key space (0: of all) that are there at the first step and not
+        pinned; yields (dropped, kept) of each part.
+
+        A block that is stored meanwhile may be evicted too.
         """
-        self.retention_pins.let_go(entries)
-        self.space.removal.flush(entries)
-        self.counters.flushed_blocks += len(entries)
+        if key_space_id:
+            self.key_space(key_space_id)
+        for entries in self._ready_blocks(key_space_id):
+            dropped = self.space.removal.evict(entries)
+            yield dropped, len(entries) - dropped
+
+    def flush(self, key_space_id: int) -> Iterator[int]:
+        """Forgets all blocks of a key space that are there at the first step; yields how many of
+        them were ready, part by part.
+
+        After the last step none of them is found again. A block that is reserved at the first step
+        never becomes ready, unless it does so before its lease is aborted: then it is forgotten
+        with the others. A block that is stored meanwhile may be forgotten too.
+        """
+        self.key_space(key_space_id)
+        writing = [
+            lease
+            for lease in self.leases.all()
+            if isinstance(lease, WriteLease) and lease.key_space_id == key_space_id
+        ]
+        # All leases before the first block: a block that becomes ready before its lease is aborted
+        # is found below.
+        for part in _portions(writing):
+            for lease in part:
+                if (
+                    isinstance(lease, WriteLease)
+                    and self.leases.get(lease.engine_id, lease.lease_id) is lease
+                ):
+                    self._stores.abort(lease)
+            yield 0
+        with ExitStack() as while_flushed:
+            for one in self.below:
+                while_flushed.enter_context(one.stopped(key_space_id))
+                for _ in one.flush(key_space_id, SCANNED_ENTRIES):
+                    yield 0
+            for entries in self._ready_blocks(key_space_id):
+                # Pinned ones too: a block can still be loaded under the lease that was promised it.
+                self.retention_pins.let_go(entries)
+                self.space.removal.flush(entries)
+                self.counters.flushed_blocks += len(entries)
+                yield len(entries)
+
+    def _named(self, key_space_id: int, group_index: int, hashes: table.Words) -> Entries:
+        """Entries of blocks by their hashes, ready or reserved, each once."""
+        record, most = self.catalog.record(key_space_id), self.config.max_blocks_per_call
+        check_named(record, [group_index], len(hashes), most, only_blocks=True)
+        words = self.space.index.find(key_space_id, group_index, hashes)
+        return np.unique(words[words != 0] & ~table.RESERVED_FLAG)
+
+    def _ready_blocks(self, key_space_id: int) -> Iterator[Entries]:
+        """Blocks of a key space (0: of all) that are ready when they are yielded: all that are
+        there at the first step, and some that are stored later."""
+        for start in range(0, self.space.index.num_numbers, SCANNED_ENTRIES):
+            found = self.space.index.ready_blocks(key_space_id, start, start + SCANNED_ENTRIES)
+            for at in range(0, max(1, len(found)), BLOCKS):
+                yield (
+                    self._still_ready(found[at : at + BLOCKS], key_space_id)
+                    if at
+                    else found[:BLOCKS]
+                )
+
+    def _still_ready(self, entries: Entries, key_space_id: int) -> Entries:
+        records = self.space.index.table.records
+        states, groups = (
+            records[entries, table.W_GROUP_STATE] >> np.uint32(16),
+            records[entries, table.W_GROUP_STATE] & np.uint32(0xFFFF),
+        )
+        mask = (states == table.STATE_READY) & (groups < MAX_GROUPS)
+        if key_space_id:
+            mask &= records[entries, table.W_KEY_SPACE] == key_space_id
+        ready: Entries = entries[mask]
+        return ready
+
+    def _end(self, leases: Sequence[Lease]) -> int:
+        """Ends those leases that have not ended yet; returns how many."""
+        live = [
+            lease
+            for lease in leases
+            if not lease.released and self.leases.get(lease.engine_id, lease.lease_id) is lease
+        ]
+        for lease in live:
+            self.end_lease(lease)
+        return len(live)
+
+    # What others must be told, and checks
 
     def is_read(self, entries: Entries) -> BoolMask:
         """Which of the entries [n] somebody of this server may read in the arena."""
@@ -345,3 +484,13 @@ def _check_kinds(core: CacheCore) -> None:
         assert core.catalog.record(int(key_space_id)).block_group(int(kind)) == group, (
             "a representation belongs to another group"
         )
+
+
+def _portions(leases: Sequence[Lease]) -> Iterator[Sequence[Lease]]:
+    """Splits leases into parts of about the same work."""
+    first, weight = 0, 0
+    for at, lease in enumerate(leases):
+        weight += LEASE_BLOCKS + num_listed(lease)
+        if weight >= LEASED_BLOCKS or at == len(leases) - 1:
+            yield leases[first : at + 1]
+            first, weight = at + 1, 0

@@ -1,8 +1,9 @@
 """What the core tells about itself: frozen answers for operators and metrics.
 
 Always true: a question changes nothing; an answer is a copy and stays as it is while the core goes
-on. A question that looks at all entries is answered in parts. Outside the runtime, whoever wants to
-know something of the core asks here rather than reach into its books.
+on. A question that looks at all entries is answered in parts: an entry that comes, goes or is used
+meanwhile may count or not. Outside the runtime, whoever wants to know something of the core asks
+here rather than reach into its books.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,14 +13,70 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto import table
-from hotkv_proto.keys import KeySpace, Representation
+from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import Histogram
-from hotkv_server.cache.room.slabs import PoolFigures, SlabClassStats
-from hotkv_server.cache.table.census import PART_ENTRIES, Census, take
+from hotkv_server.cache.room.slabs import ABSENT, FREE, PoolFigures, SlabClassStats
+from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.index import BlockIndex
-from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, HashList
+from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Entries, HashList, Int64s
+
+# The census: all entries counted, a part at a time.
+
+
+PART_ENTRIES = 1 << 17
+"""Entries that one part counts: a millisecond or two."""
+
+
+@dataclass(slots=True)
+class Census:
+    """What is there. An entry that is inserted or removed meanwhile may be counted or not.
+
+    num_blocks: ready ones. representation_bytes: slots of representations, in whatever state.
+    blocks, representations: ready ones, int64 by row of the key space, see KEY_SPACE_ROWS.
+    """
+
+    num_blocks: int
+    pinned_bytes: int
+    representation_bytes: int
+    num_unverified: int
+    blocks: NDArray[np.int64]
+    representations: NDArray[np.int64]
+
+
+def census(core: CacheCore) -> Iterator[Census]:
+    """Counts all entries: the census so far, after each part; the last one is whole."""
+    index = core.space.index
+    counted = Census(
+        0, 0, 0, 0, np.zeros(KEY_SPACE_ROWS, np.int64), np.zeros(KEY_SPACE_ROWS, np.int64)
+    )
+    for start in range(0, max(1, index.num_numbers), PART_ENTRIES):
+        records = index.table.records[start : min(start + PART_ENTRIES, index.num_numbers)]
+        pins, unverified = (
+            index.pins[start : start + len(records)],
+            index.unverified[start : start + len(records)],
+        )
+        states, groups = (
+            records[:, table.W_GROUP_STATE] >> np.uint32(16),
+            records[:, table.W_GROUP_STATE] & np.uint32(0xFFFF),
+        )
+        is_ready, is_block = states == table.STATE_READY, groups < MAX_GROUPS
+        sizes = records[:, table.W_SIZE].astype(np.int64) * table.SLOT_ALIGN
+        owners = records[:, table.W_KEY_SPACE] % KEY_SPACE_ROWS
+        counted.num_blocks += int(np.count_nonzero(is_ready & is_block))
+        counted.pinned_bytes += int(sizes[pins > 0].sum())
+        counted.representation_bytes += int(sizes[(states != 0) & ~is_block].sum())
+        counted.num_unverified += int(np.count_nonzero(unverified))
+        counted.blocks += np.bincount(owners[is_ready & is_block], minlength=KEY_SPACE_ROWS)
+        counted.representations += np.bincount(
+            owners[is_ready & ~is_block], minlength=KEY_SPACE_ROWS
+        )
+        yield counted
+
+
+# Figures, counts and blocks
+
 
 STATES = {
     table.STATE_RESERVED: "reserved",
@@ -147,11 +204,6 @@ def eviction_ages(core: CacheCore) -> Histogram:
 def census_parts(core: CacheCore) -> int:
     """How many parts a census has now."""
     return -(-core.space.index.num_numbers // PART_ENTRIES)
-
-
-def census(core: CacheCore) -> Iterator[Census]:
-    """Counts all entries: the census as far as it has come, after each part."""
-    return take(core.space)
 
 
 def tier(core: CacheCore, counted: Census) -> RoomFigures:
@@ -306,3 +358,111 @@ def story(index: BlockIndex, entry: int) -> str:
         f"parent={record[table.W_PARENT]} representation={record[table.W_REPRESENTATION]} "
         f"unverified={bool(index.unverified[entry])}"
     )
+
+
+# The arena as a map: which slot size each part of it is lent to, how full it is, how lately it was
+# used.
+#
+# Always true: a map has at most MAX_CELLS cells, however large the arena; a cell is a run of slabs
+# of one length, but for the last. The walk over all entries is done in parts; an entry that comes,
+# goes or is used meanwhile may count or not.
+
+
+MAX_CELLS = 2048
+MAP_PART_ENTRIES = 1 << 16
+"""Entries that one part looks at: about a millisecond."""
+F64s = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaMap:
+    """Cells [n] from the arena's start. `slabs_per_cell`: as far as there are so many.
+
+    `slot_bytes`: what the first slab that is lent to some size is lent to; FREE if none is, ABSENT
+    if no slab has memory. `used_ratios`: of the cell's bytes, those in slots that are in use.
+    `idle_s`: how long ago its ready blocks were last used, as the mean of log(1 + seconds) by
+    bytes; NaN if it has none.
+    """
+
+    slab_bytes: int
+    num_slabs: int
+    slabs_per_cell: int
+    slot_bytes: Int64s
+    used_ratios: F64s
+    idle_s: F64s
+
+
+def arena_map(core: CacheCore, now_s: float) -> Iterator[ArenaMap | None]:
+    """Draws the map of host memory: None after each part, the map after the last one.
+
+    `now_s`: in seconds of the core.
+    """
+    space, pool = core.space, core.space.pool
+    slabs_per_cell = -(-pool.num_slabs // MAX_CELLS)
+    num_cells = -(-pool.num_slabs // slabs_per_cell)
+    used, ready, idle = np.zeros(num_cells), np.zeros(num_cells), np.zeros(num_cells)
+    capacity = np.full(num_cells, slabs_per_cell * pool.slab_bytes)
+    capacity[-1] = (pool.num_slabs - (num_cells - 1) * slabs_per_cell) * pool.slab_bytes
+    for start in range(0, max(1, space.index.num_numbers), MAP_PART_ENTRIES):
+        entries, is_ready = _part(space, start)
+        rows, slabs, num_bytes = _spread(space, entries)
+        cells, is_ready = slabs // slabs_per_cell, is_ready[rows]
+        used += np.bincount(cells, num_bytes, num_cells)
+        cells, num_bytes = cells[is_ready], num_bytes[is_ready]
+        ages_s = np.maximum(0.0, now_s - space.policy.last_used_s(entries[rows[is_ready]]))
+        ready += np.bincount(cells, num_bytes, num_cells)
+        idle += np.bincount(cells, num_bytes * np.log1p(ages_s), num_cells)
+        yield None
+    with np.errstate(invalid="ignore"):
+        mean_s = np.expm1(idle / ready)
+    yield ArenaMap(
+        pool.slab_bytes,
+        pool.num_slabs,
+        slabs_per_cell,
+        _owners(pool.slab_owner(), slabs_per_cell),
+        np.minimum(used / capacity, 1.0),
+        mean_s,
+    )
+
+
+def _part(space: Space, start: int) -> tuple[Entries, NDArray[np.bool_]]:
+    """The entries [n] of a part that have slots, and which of them are ready blocks."""
+    words = space.index.table.records[
+        start : min(start + MAP_PART_ENTRIES, space.index.num_numbers), table.W_GROUP_STATE
+    ]
+    places = np.flatnonzero(words >> np.uint32(16))
+    words = words[places]
+    is_block = words & np.uint32(0xFFFF) < MAX_GROUPS
+    return (start + places).astype(np.uint32), is_block & (
+        words >> np.uint32(16) == table.STATE_READY
+    )
+
+
+def _spread(space: Space, entries: Entries) -> tuple[Int64s, Int64s, F64s]:
+    """The slots of entries, slab by slab: which of the entries [m], the slab [m], and the bytes of
+    the slot that lie in it [m]. m is len(entries) unless slots span slabs."""
+    slab_bytes = space.pool.slab_bytes
+    slabs = space.pool.slab_of(space.index.offsets(entries))
+    num_bytes = space.index.slot_bytes(entries)
+    rows = np.arange(len(entries))
+    if len(entries) and int(num_bytes.max()) > slab_bytes:
+        spans = -(-num_bytes // slab_bytes)
+        rows = np.repeat(rows, spans)
+        nth = np.arange(len(rows)) - np.repeat(np.cumsum(spans) - spans, spans)
+        slabs = slabs[rows] + nth
+        num_bytes = np.minimum(num_bytes[rows] - nth * slab_bytes, slab_bytes)
+    return rows, slabs, num_bytes.astype(np.float64)
+
+
+def _owners(owner: Int64s, slabs_per_cell: int) -> Int64s:
+    """The slot size of each cell's first slab that is lent; FREE, or ABSENT, if none is."""
+    num_cells = -(-len(owner) // slabs_per_cell)
+    padded = np.full(num_cells * slabs_per_cell, ABSENT)
+    padded[: len(owner)] = owner
+    grid = padded.reshape(num_cells, slabs_per_cell)
+    # A lent slab before a free one, and that before one without memory.
+    chosen = np.where(
+        (grid >= 0).any(axis=1), (grid >= 0).argmax(axis=1), (grid == FREE).argmax(axis=1)
+    )
+    owners: Int64s = grid[np.arange(num_cells), chosen]
+    return owners

@@ -1,16 +1,340 @@
-"""Sessions, and the checks that every call of one passes.
+"""Key spaces and sessions, and the checks that every call of a session passes."""
 
-Always true: a number names one session, and is never given to another; a session's key space is
-known to the catalog. While the server drains nothing new begins, and what has begun can end.
-"""
-
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
-from hotkv_server.cache.catalog import Catalog
-from hotkv_server.cache.room.tenants import TenantBook
-from hotkv_server.cache.values import KeySpaceRecord, SessionRecord
+from hotkv_server.cache.room.removal import Books
+from hotkv_server.cache.room.shares import TenantBook
+from hotkv_server.cache.seams import Below
+from hotkv_server.cache.values import (
+    KEY_SPACE_ROWS,
+    MAX_REPRESENTATIONS,
+    KeySpaceRecord,
+    SessionRecord,
+)
+
+# The key spaces that this server knows, and the kinds of representations that sessions have
+# declared for their blocks.
+#
+# Always true: equal fingerprints have one number, and so have equal kinds of representations in
+# one key space; a number is never given to another. Every registered key space can be served: a
+# block of each group fits the arena. A key space that has a session or a slot is known. A tenant
+# can register another key space as long as one of its own has no session: that one is forgotten
+# first which was left longest ago, of those without a block if there are any.
+
+
+MAX_SHARDS = 31
+MAX_KEY_SPACES = 4096
+MAX_KEY_SPACES_OF_TENANT = 256
+MAX_WEIGHT_BYTES = 32 << 20
+"""Of all key spaces together."""
+FORGET_S = 600.0
+"""How long a key space without a block is known after its last session."""
+_ENTRY_BYTES = 96
+"""Bytes of a string or a number besides its characters, here and in the file of the server's
+state."""
+
+
+def _invalid(message: str) -> HotKVError:
+    return HotKVError(Reason.INVALID_FIELD, message)
+
+
+def weight_bytes(key_space: KeySpace, kinds: Collection[Representation] = ()) -> int:
+    """About how many bytes a key space takes with these kinds of representations."""
+    names = [name for group in key_space.groups for name in group.layer_names]
+    shards = [part.shard_bytes for part in key_space.groups] + [kind.shard_bytes for kind in kinds]
+    num_entries = 16 + len(names) + len(key_space.extra) + sum(4 + len(sizes) for sizes in shards)
+    return _ENTRY_BYTES * num_entries + 3 * sum(
+        len(text) for text in (*names, *key_space.extra, key_space.model)
+    )
+
+
+@dataclass(slots=True)
+class _Holding:
+    """How many key spaces a tenant has in the catalog, and their weight."""
+
+    count: int = 0
+    weight_bytes: int = 0
+
+
+class Catalog:
+    """Records of key spaces by number, from 1 on. `revision` changes with every change."""
+
+    def __init__(self, books: Books, num_tenants: int = 0, below: Sequence[Below] = ()) -> None:
+        self.records: dict[int, KeySpaceRecord] = {}
+        self.revision = 0
+        self._books = books
+        self._below = below
+        self._numbers: dict[bytes, int] = {}
+        self._last = 0
+        self._rows = {0}
+        self._sessions: dict[int, int] = {}
+        # Key spaces without a session, and since when, in that order.
+        self._left_s: dict[int, float] = {}
+        self._holdings: dict[str, _Holding] = {}
+        self.share_out(num_tenants)
+
+    def __repr__(self) -> str:
+        return f"Catalog({len(self.records)} key spaces)"
+
+    def share_out(self, num_tenants: int) -> None:
+        """Gives each of so many tenants an equal share from now on; 0: there are none, and all is
+        one share. A tenant that has more keeps it, and can register another key space once enough
+        of its own are forgotten."""
+        self.max_of_tenant = MAX_KEY_SPACES
+        if num_tenants:
+            self.max_of_tenant = min(MAX_KEY_SPACES_OF_TENANT, MAX_KEY_SPACES // num_tenants)
+        self.max_weight_bytes = MAX_WEIGHT_BYTES // max(1, num_tenants)
+
+    @property
+    def weight_bytes(self) -> int:
+        """About how many bytes all key spaces take."""
+        return sum(holding.weight_bytes for holding in self._holdings.values())
+
+    def record(self, number: int) -> KeySpaceRecord:
+        """The key space with this number. Raises UNKNOWN_KEY_SPACE."""
+        record = self.records.get(number)
+        if record is None:
+            raise HotKVError(
+                Reason.UNKNOWN_KEY_SPACE,
+                f"key_space_id {number} is unknown; `hotkv status` lists those that are known",
+            )
+        return record
+
+    def register(
+        self, key_space: KeySpace, kinds: tuple[Representation, ...], now_s: float
+    ) -> tuple[int, tuple[int, ...]]:
+        """Registers a key space and kinds of representations the first time they are seen; returns
+        the number of the key space and the group index of each kind."""
+        self._check(key_space, kinds)
+        if not self._has_room(key_space, kinds):
+            count = self._holding(key_space).count
+            raise HotKVError(
+                Reason.OVERLOADED,
+                (
+                    f"key_space: of {len(self.records)} that this server knows {count} are this "
+                    "tenant's, all in sessions: close some"
+                ),
+            )
+        number = self._numbers.get(key_space.fingerprint)
+        if number is None:
+            number = self._next_number()
+            self.records[number] = KeySpaceRecord(number, key_space)
+            self.revision += 1
+            self._numbers[key_space.fingerprint] = number
+            self._left_s[number] = now_s
+            self._count(key_space, 1, weight_bytes(key_space))
+            self._books.tenants.add_key_space(number, key_space.tenant)
+            self._books.index.add_key_space(
+                number, [key_space.group_salt(g) for g in range(len(key_space.groups))]
+            )
+            for one in self._below:
+                one.add_key_space(self.records[number])
+        return number, tuple(self._group_index(number, kind) for kind in kinds)
+
+    def knows(self, key_space: KeySpace) -> bool:
+        """Returns True if the key space is registered."""
+        return key_space.fingerprint in self._numbers
+
+    def number(self, fingerprint: bytes) -> int:
+        """The number of a key space; 0 if it is not registered."""
+        return self._numbers.get(fingerprint, 0)
+
+    def enter(self, number: int) -> None:
+        """Counts one more session of the key space."""
+        self._sessions[number] = self._sessions.get(number, 0) + 1
+        self._left_s.pop(number, None)
+
+    def leave(self, number: int, now_s: float) -> None:
+        """Counts one session of the key space less."""
+        self._sessions[number] -= 1
+        if not self._sessions[number]:
+            del self._sessions[number]
+            self._left_s[number] = now_s
+
+    def surplus(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> int:
+        """The key space to forget before this one can be registered; 0 if there is room, or none
+        may be forgotten.
+
+        Raises HotKVError if it cannot be registered at all.
+        """
+        self._check(key_space, kinds)
+        if self._has_room(key_space, kinds):
+            return 0
+        known = self._numbers.get(key_space.fingerprint)
+        owner = self._owner(key_space)
+        mine = [
+            number
+            for number in self._left_s
+            if number != known and self._owner(self.records[number].key_space) == owner
+        ]
+        return next(
+            (number for number in mine if not self.has_blocks(number)),
+            mine[0] if mine else 0,
+        )
+
+    def outlived(self, now_s: float) -> Iterator[int]:
+        """Key spaces without a block that have had no session for long. The catalog must not change
+        meanwhile."""
+        for number, left_s in self._left_s.items():
+            if left_s > now_s - FORGET_S:
+                return
+            if not self.has_blocks(number):
+                yield number
+
+    def has_blocks(self, number: int) -> bool:
+        """Whether a slot of host memory, or a tier below, has something of the key space."""
+        return bool(self._books.tenants.bytes_of(number)) or (
+            any(one.has_blocks(number) for one in self._below)
+        )
+
+    def forget(self, number: int) -> bool:
+        """Forgets a key space. Returns False, with nothing changed, if it has a session or
+        slots."""
+        if number not in self._left_s or self.has_blocks(number):
+            return False
+        record = self.records.pop(number)
+        self.revision += 1
+        del self._left_s[number], self._numbers[record.key_space.fingerprint]
+        self._rows.remove(number % KEY_SPACE_ROWS)
+        for one in self._below:
+            one.forget_key_space(record)
+        self._count(record.key_space, -1, -weight_bytes(record.key_space, record.representations))
+        return True
+
+    def _owner(self, key_space: KeySpace) -> str:
+        return key_space.tenant if self._books.tenants.is_used else ""
+
+    def _holding(self, key_space: KeySpace) -> _Holding:
+        return self._holdings.get(self._owner(key_space), _Holding())
+
+    def _count(self, key_space: KeySpace, count: int, num_bytes: int) -> None:
+        holding = self._holdings.setdefault(self._owner(key_space), _Holding())
+        holding.count, holding.weight_bytes = (
+            holding.count + count,
+            holding.weight_bytes + num_bytes,
+        )
+        if not holding.count:
+            del self._holdings[self._owner(key_space)]
+
+    def _next_number(self) -> int:
+        self._last += 1
+        while self._last % KEY_SPACE_ROWS in self._rows:
+            self._last += 1
+        self._rows.add(self._last % KEY_SPACE_ROWS)
+        return self._last
+
+    def _has_room(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> bool:
+        number, holding = self._numbers.get(key_space.fingerprint), self._holding(key_space)
+        if number is None:
+            more_bytes = weight_bytes(key_space, kinds)
+            return (
+                len(self.records) < MAX_KEY_SPACES
+                and holding.count < self.max_of_tenant
+                and holding.weight_bytes + more_bytes <= self.max_weight_bytes
+            )
+        known = self.records[number].representations
+        more_bytes = weight_bytes(key_space, {*known, *kinds}) - weight_bytes(key_space, known)
+        return not more_bytes or holding.weight_bytes + more_bytes <= self.max_weight_bytes
+
+    def _group_index(self, number: int, kind: Representation) -> int:
+        record = self.records[number]
+        if kind in record.representations:
+            return MAX_GROUPS + record.representations.index(kind)
+        group_index = MAX_GROUPS + len(record.representations)
+        self.records[number] = replace(record, representations=(*record.representations, kind))
+        self.revision += 1
+        self._count(
+            record.key_space,
+            0,
+            weight_bytes(record.key_space, (kind,)) - weight_bytes(record.key_space),
+        )
+        self._books.representations.declare(
+            number, group_index, record.key_space.representation_salt(kind)
+        )
+        return group_index
+
+    def _check(self, key_space: KeySpace, kinds: tuple[Representation, ...]) -> None:
+        if key_space.num_shards > MAX_SHARDS:
+            raise _invalid(
+                f"key_space.groups have {key_space.num_shards} shards; at most {MAX_SHARDS} "
+                "are supported"
+            )
+        for index, group in enumerate(key_space.groups):
+            self._check_fits(f"key_space.groups[{index}]: a block", group.slot_bytes)
+
+        number = self._numbers.get(key_space.fingerprint)
+        known = () if number is None else self.records[number].representations
+        if len(set(kinds)) != len(kinds):
+            raise _invalid("representations lists one twice; give each once")
+        if len({*known, *kinds}) > MAX_REPRESENTATIONS:
+            raise HotKVError(
+                Reason.OVERLOADED,
+                (
+                    f"representations: this server already knows {len(known)} kinds of them for "
+                    "the key space"
+                ),
+            )
+        for index, kind in enumerate(kinds):
+            name = f"representations[{index}]"
+            if kind.group_index >= len(key_space.groups):
+                raise _invalid(
+                    f"{name}.group_index is {kind.group_index}; this key space has "
+                    f"{len(key_space.groups)} groups"
+                )
+            if len(kind.shard_bytes) != key_space.num_shards:
+                raise _invalid(
+                    f"{name}.shard_byte_counts has {len(kind.shard_bytes)} entries; this key "
+                    f"space has {key_space.num_shards}"
+                )
+            self._check_fits(f"{name}: that of a block", kind.slot_bytes)
+
+    def _check_fits(self, what: str, slot_bytes: int) -> None:
+        pool = self._books.pool
+        if pool.capacity_slots(slot_bytes) == 0:
+            raise _invalid(
+                f"{what} of {slot_bytes} bytes does not fit the arena of "
+                f"{pool.num_slabs * pool.slab_bytes}"
+            )
+
+    def check_invariants(self, in_sessions: list[int]) -> None:
+        """Raises AssertionError if the books disagree. `in_sessions`: the key space of each
+        session."""
+        assert self._sessions == {
+            number: in_sessions.count(number) for number in set(in_sessions)
+        }, "sessions of key spaces miscounted"
+        assert set(self.records) == set(self._sessions) | set(self._left_s), (
+            "a key space is neither in use nor left"
+        )
+        assert not set(self._sessions) & set(self._left_s), "a key space is in use and left"
+        assert self._numbers == {
+            record.key_space.fingerprint: number for number, record in self.records.items()
+        }, "fingerprints disagree"
+        _check_holdings(self)
+
+
+def _check_holdings(catalog: Catalog) -> None:
+    """Raises AssertionError if rows, or what tenants have of the catalog, are miscounted."""
+    assert catalog._rows == {0, *(number % KEY_SPACE_ROWS for number in catalog.records)}, (
+        "rows disagree"
+    )
+    assert len(catalog._rows) == len(catalog.records) + 1 <= MAX_KEY_SPACES + 1, (
+        "two key spaces share a row"
+    )
+    counted: dict[str, _Holding] = {}
+    for record in catalog.records.values():
+        holding = counted.setdefault(catalog._owner(record.key_space), _Holding())
+        holding.count += 1
+        holding.weight_bytes += weight_bytes(record.key_space, record.representations)
+    assert catalog._holdings == counted, "what tenants have of the catalog is miscounted"
+
+
+# Sessions, and the checks that every call of one passes.
+#
+# Always true: a number names one session, and is never given to another; a session's key space is
+# known to the catalog. While the server drains nothing new begins, and what has begun can end.
 
 
 def check_named(

@@ -208,7 +208,7 @@ def moved_events(
     in a chain first.
 
     An event has one block: its hash, group and depth are known. Its token ids are not kept, and its
-    link to the block before is a hint (`cache.table.chains`), which is too little to tell others:
+    link to the block before is a hint (`cache.table.index`), which is too little to tell others:
     the event has neither.
     """
     entries = entries[np.argsort(index.depths(entries), kind="stable")]

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from hotkv_proto.blocks import NO_RETENTION, Flushed, Retention
 from hotkv_proto.errors import Reason
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room import incremental
 from hotkv_server.cache.values import Entries, Medium, Run
 from hotkv_server.dataplane.engines import CopyEngine
 from hotkv_server.dataplane.plan import Region
@@ -248,7 +247,7 @@ class Node:
         Health would end the server for it."""
         async for _ in self.health.turns("timer", TIMER_S, STALLED_TIMER_S):
             self.last_tick_s = time.monotonic()
-            async for _ in slices(incremental.expire(self.core, self.last_tick_s)):
+            async for _ in slices(self.core.expire(self.last_tick_s)):
                 self.effects.run()
             self.removals.forget_outlived(self.last_tick_s)
             await self.removals.keep_bounds(self.last_tick_s)

@@ -9,7 +9,7 @@ import numpy as np
 from hotkv_proto import table
 from hotkv_proto.errors import HotKVError
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.restore.restore import Restored, restore
+from hotkv_server.cache.restore import Restored, restore
 from hotkv_server.cache.room.slabs import SlabPool
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory

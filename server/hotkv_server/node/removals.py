@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from hotkv_proto.keys import KeySpace, Representation
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room import incremental
-from hotkv_server.cache.room.burst_bounds import keep_bounds
+from hotkv_server.cache.room.space import keep_bounds
 from hotkv_server.cache.values import TenantShare
 from hotkv_server.node.capability import Capability
 from hotkv_server.node.slices import slices
@@ -49,13 +48,13 @@ class Removals:
     async def evict(
         self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32]
     ) -> tuple[int, int]:
-        """Evicts blocks, as `incremental.evict`. Returns how many were dropped and how many were
+        """Evicts blocks, as `CacheCore.evict`. Returns how many were dropped and how many were
         kept."""
-        return await self._evicted(incremental.evict(self._core, key_space_id, group_index, hashes))
+        return await self._evicted(self._core.evict(key_space_id, group_index, hashes))
 
     async def evict_all(self, key_space_id: int) -> tuple[int, int]:
-        """Evicts all blocks of a key space, as `incremental.evict_all`. Returns as `evict`."""
-        return await self._evicted(incremental.evict_all(self._core, key_space_id))
+        """Evicts all blocks of a key space, as `CacheCore.evict_all`. Returns as `evict`."""
+        return await self._evicted(self._core.evict_all(key_space_id))
 
     async def _evicted(self, evicting: Iterator[tuple[int, int]]) -> tuple[int, int]:
         dropped = kept = 0
@@ -68,11 +67,11 @@ class Removals:
         return dropped, kept
 
     async def flush(self, key_space_id: int) -> int:
-        """Flushes a key space, as `incremental.flush`, and returns the number of blocks. Blocks
+        """Flushes a key space, as `CacheCore.flush`, and returns the number of blocks. Blocks
         that others store meanwhile may be flushed, too."""
         self._run_effects(0)
         num_stored, num_blocks = self._core.counters.stored_blocks, 0
-        async for counts, has_more in slices(incremental.flush(self._core, key_space_id)):
+        async for counts, has_more in slices(self._core.flush(key_space_id)):
             num_blocks += sum(counts)
             # Removals are told of before anybody stores the blocks anew.
             is_clear = not has_more and self._core.counters.stored_blocks == num_stored

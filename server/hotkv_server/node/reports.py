@@ -17,7 +17,6 @@ from hotkv_proto.groups import needed_blocks
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.reports import LoadEnd
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room import incremental
 from hotkv_server.cache.values import HashList
 from hotkv_server.node.broadcast import Feeds
 from hotkv_server.node.capability import Capability, Ended, Report
@@ -153,7 +152,5 @@ class Reports:
             for one in self._capabilities:
                 one.request_scheduled(session, report)
             for hash_list in used_blocks(report, session.key_space):
-                yield from incremental.use(
-                    self._core, session.record.number, hash_list, now_s, report.retention
-                )
+                yield from self._core.use(session.record.number, hash_list, now_s, report.retention)
                 yield

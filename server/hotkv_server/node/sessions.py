@@ -16,7 +16,6 @@ from hotkv_proto.keys import KeySpace, Representation
 from hotkv_proto.layout import Layout
 from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room import incremental
 from hotkv_server.device.devices import Devices
 from hotkv_server.node.capability import Capability
 from hotkv_server.node.removals import Removals
@@ -146,9 +145,9 @@ class Sessions:
             await asyncio.get_running_loop().run_in_executor(None, session.memory.close)
             session.memory = None
         session.release_memory()
-        async for _ in slices(incremental.end_pins(self._core, session.record.number)):
+        async for _ in slices(self._core.end_pins(session.record.number)):
             pass
-        async for _ in slices(incremental.end_leases(self._core, session.record.number)):
+        async for _ in slices(self._core.end_leases(session.record.number)):
             pass
         self._core.close_session(session.record.number, time.monotonic())
         del self._open[session.secret_id]

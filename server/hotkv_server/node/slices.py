@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TypeVar
 
-from hotkv_server.cache.room.books import Parts
+from hotkv_server.cache.room.removal import Parts
 
 SLICE_S = 0.004
 """Length of a slice: steps are taken until it is over. As a rule a step of the core is shorter."""

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from hotkv_server.cache import inspect
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.arena_map import ArenaMap, draw
-from hotkv_server.cache.table.census import Census
+from hotkv_server.cache.inspect import ArenaMap, Census
 
 BUSY_SHARE = 0.2
 RESTING_SHARE = 0.05
@@ -84,7 +83,7 @@ class LiveSurvey:
             sum_s += (took_s := time.perf_counter() - began_s)
             yield took_s
             began_s = time.perf_counter()
-        for arena in draw(self._core, time.monotonic()):  # noqa: B007 - the last one is whole
+        for arena in inspect.arena_map(self._core, time.monotonic()):  # noqa: B007 - the last one is whole
             sum_s += (took_s := time.perf_counter() - began_s)
             yield took_s
             began_s = time.perf_counter()

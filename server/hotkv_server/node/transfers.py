@@ -20,7 +20,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.order import DeviceMark
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.bounds import Account
+from hotkv_server.cache.room.shares import Account
 from hotkv_server.cache.values import LoadPositions, Run, SlotRun
 from hotkv_server.dataplane.engines import CopyEngine, CopyJob, Outcome
 from hotkv_server.dataplane.plan import Plan, Region, block_copies

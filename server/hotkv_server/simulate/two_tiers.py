@@ -6,7 +6,7 @@ import numpy as np
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import SLOT_ALIGN, Words
-from hotkv_server.cache.room.books import finished
+from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.values import Entries, HashList, KeySpaceRecord
 from hotkv_server.simulate.replay import (
     BLOCK_TOKENS,

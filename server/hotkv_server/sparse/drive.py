@@ -21,7 +21,7 @@ from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import Histogram
 from hotkv_server.cache.leases.leases import ReadLease
-from hotkv_server.cache.room.bounds import Account
+from hotkv_server.cache.room.shares import Account
 from hotkv_server.cache.values import BoolMask, HashList
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.session import LiveSession

@@ -3,7 +3,7 @@ blocks.
 
 Always true: a sequence belongs to one session and ends with it; the caller chooses its id, and
 creating or appending the same again changes nothing; numbers of sequences and of blocks are
-bounded, the latter for each owner too (`cache.room.bounds`). This module keeps the books;
+bounded, the latter for each owner too (`cache.room.shares`). This module keeps the books;
 `sparse.drive` acts on them.
 """
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import Words
-from hotkv_server.cache.room.bounds import FairBound
+from hotkv_server.cache.room.shares import FairBound
 from hotkv_server.sparse.book import KeptHotSet, SelectSpec
 
 I32 = NDArray[np.int32]

@@ -14,7 +14,7 @@ from typing import Any
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages.errors import error_detail
 from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
-from hotkv_server.cache.room.bounds import FairBound
+from hotkv_server.cache.room.shares import FairBound
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.sparse import calls

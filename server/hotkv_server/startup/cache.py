@@ -2,8 +2,8 @@
 
 from hotkv_proto import native
 from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.readers import ReaderMemory
 from hotkv_server.cache.room.policies import POLICIES
-from hotkv_server.cache.table.reader_words import ReaderMemory
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier

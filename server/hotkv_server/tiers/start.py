@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from hotkv_proto.errors import HotKVError
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.restore.restore import Below, restore_below
+from hotkv_server.cache.restore import Below, restore_below
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.space import Space
 from hotkv_server.dataplane.plan import Region

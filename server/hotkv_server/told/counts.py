@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import asdict
 
 from hotkv_server.cache import inspect
-from hotkv_server.cache.table.census import Census
+from hotkv_server.cache.inspect import Census
 from hotkv_server.node.node import Node
 
 FRESH_PARTS = 8

@@ -18,7 +18,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import Words
 from hotkv_server.cache import inspect
-from hotkv_server.cache.table.census import Census
+from hotkv_server.cache.inspect import Census
 from hotkv_server.cache.values import DISK_TIER, HOST_TIER
 from hotkv_server.dataplane.cuda.values import CudaCopyFigures
 from hotkv_server.device.devices import Devices, uuid_text

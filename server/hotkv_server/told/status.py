@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hotkv_server.cache import inspect
-from hotkv_server.cache.room.arena_map import ArenaMap
-from hotkv_server.cache.table.census import Census
+from hotkv_server.cache.inspect import ArenaMap, Census
 from hotkv_server.cache.values import KEY_SPACE_ROWS
 from hotkv_server.node.node import Node
 from hotkv_server.node.survey import Survey

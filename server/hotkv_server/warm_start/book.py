@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hotkv_proto import table
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.table.census import PART_ENTRIES
+from hotkv_server.cache.inspect import PART_ENTRIES
 from hotkv_server.cache.values import Entries, HashList, Int64s
 
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hotkv_server.cache.leases.pin_budget import PinBudget
-from hotkv_server.cache.room.tenants import TenantBook
+from hotkv_server.cache.room.shares import PinBudget, TenantBook
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries
 

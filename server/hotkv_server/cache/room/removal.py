@@ -1,21 +1,124 @@
-"""Removing entries: eviction, flush and drop, with the notices that they cause.
+"""The books of one tier, and removing entries from them: eviction, flush and drop, and emptying
+slabs for another slot size.
 
-Owns the notices that nobody has taken yet, and the keys of what was removed last. Always true: an
-entry that is pinned or reserved is never evicted; every block that is evicted or flushed has its
-notice, and a block that is dropped has none; a pinned block that is flushed cannot be found any
-more and keeps its slot until it is reaped.
+Always true: an entry of the index owns exactly one slot of the pool, and no two own the same bytes;
+the bytes of every slot in use count for one key space and its tenant; an entry that is pinned or
+reserved is never evicted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hotkv_proto import table
 from hotkv_proto.table import Words
 from hotkv_server.cache.histogram import AGES_S, Histogram
-from hotkv_server.cache.room.books import EVICTED_PER_PART, Books
-from hotkv_server.cache.table.index import Keys
-from hotkv_server.cache.values import BoolMask, Entries, EvictionNotice
+from hotkv_server.cache.room.policies.protocol import Policy
+from hotkv_server.cache.room.shares import Payers, TenantBook
+from hotkv_server.cache.room.slabs import ABSENT, FREE, SlabPool
+from hotkv_server.cache.table.index import BlockIndex, Keys, Representations
+from hotkv_server.cache.values import BoolMask, Entries, EvictionNotice, Int64s
+
+T = TypeVar("T")
+Parts = Generator[None, None, T]
+"""Long work: it yields between its parts and returns its result. Between two parts anything else
+may be called."""
+
+
+def finished(parts: Parts[T], between: Callable[[], object] = lambda: None) -> T:
+    """Does all parts at once, and returns the result. `between`: called between two parts."""
+    while True:
+        try:
+            next(parts)
+            between()
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+PART_ENTRIES = 1 << 16
+"""Entry numbers that one part of long work looks at: a few milliseconds."""
+EVICTED_PER_PART = 1 << 12
+"""Entries that one part of long work removes."""
+
+
+class Books:
+    """Index, pool, tenants, policy and representations of one tier."""
+
+    def __init__(
+        self, index: BlockIndex, pool: SlabPool, tenants: TenantBook, policy: Policy
+    ) -> None:
+        self.index = index
+        self.pool = pool
+        self.tenants = tenants
+        self.policy = policy
+        self.representations = Representations(index, self.free_slots)
+
+    def __repr__(self) -> str:
+        return f"Books({self.index!r}, {self.pool!r})"
+
+    def free_slots(self, parts: list[Words]) -> None:
+        """Frees the slots of removed records, given in parts of one key space and slot size."""
+        for rows in parts:
+            slot_bytes = int(rows[0, table.W_SIZE]) * table.SLOT_ALIGN
+            offsets = rows[:, table.W_OFFSET].astype(np.int64) * table.SLOT_ALIGN
+            self.tenants.count(int(rows[0, table.W_KEY_SPACE]), -len(rows) * slot_bytes)
+            self.pool.free(slot_bytes, offsets)
+
+    def free_numbers(self) -> int:
+        """Entries that may still be inserted."""
+        return self.index.limit - self.index.num_entries
+
+    def owners(self, entries: Entries) -> Int64s:
+        """The tenant of each entry [n]."""
+        return self.tenants.of(self.index.table.records[entries, table.W_KEY_SPACE])
+
+    def heat(self, entries: Entries) -> NDArray[np.float64]:
+        """Heat of each entry [n]; a representation is as hot as its block."""
+        return self.policy.heat(self.representations.blocks_of(entries))
+
+    def walk(self) -> Iterator[Entries]:
+        """All entries that are not free, a part at a time."""
+        for start in range(0, self.index.num_numbers, PART_ENTRIES):
+            yield (start + np.flatnonzero(self.index.states(start, start + PART_ENTRIES))).astype(
+                np.uint32
+            )
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if two books disagree. Linear in capacity."""
+        self.index.check_invariants()
+        self.pool.check_invariants()
+        self.policy.check_invariants()
+        self.representations.check_invariants()
+        live = np.flatnonzero(self.index.states()).astype(np.uint32)
+        key_spaces, sizes = self.index.keys(live)[0], self.index.slot_bytes(live)
+        self.tenants.check(
+            {
+                number: int(sizes[key_spaces == number].sum())
+                for number in np.unique(key_spaces).tolist()
+            }
+        )
+        offsets = self.index.offsets(live)
+        order = np.argsort(offsets)
+        ends = offsets[order] + sizes[order]
+        assert np.all(ends[:-1] <= offsets[order][1:]), "two entries share bytes of the arena"
+        assert sum(s.num_used for s in self.pool.stats()) == len(live), (
+            "slots used and entries differ"
+        )
+        assert np.all(self.pool.slab_owner()[self.pool.slab_of(offsets)] == sizes), (
+            "entry in a slab of another size"
+        )
+
+
+# Removing entries: eviction, flush and drop, with the notices that they cause.
+#
+# Owns the notices that nobody has taken yet, and the keys of what was removed last. Always true: an
+# entry that is pinned or reserved is never evicted; every block that is evicted or flushed has its
+# notice, and a block that is dropped has none; a pinned block that is flushed cannot be found any
+# more and keeps its slot until it is reaped.
+
 
 GHOST_KEYS = 1 << 16
 """Removed keys that are remembered, to say why a block is not there."""
@@ -155,3 +258,241 @@ def _are_among(keys: Keys, ordered: Keys) -> BoolMask:
     places = np.minimum(np.searchsorted(ordered, keys), len(ordered) - 1)
     found: BoolMask = ordered[places] == keys
     return found
+
+
+# Emptying slabs
+
+
+RUNS_PER_PART = 8
+"""Runs of several slabs that one part chooses."""
+HOT_SHARE = 0.25
+"""Of the blocks in a slab that is taken, most that may be hotter than what its taker would evict
+itself. A few hot blocks in every slab must not hold all of them; a hot block comes back, and then
+lies beside others."""
+
+
+# Which slabs to empty for a slot size: arithmetic over arrays with one value per slab. A run is as
+# many neighbouring slabs as one slot needs; it costs what its dearest slab costs, and a slab that
+# cannot be emptied costs inf.
+
+
+def cheapest_run(cost: NDArray[np.float64], length: int) -> tuple[int, float]:
+    """Start and cost of the cheapest run of `length` slabs; inf if there is none."""
+    if length > len(cost):
+        return 0, np.inf
+    highest = (
+        cost if length == 1 else np.lib.stride_tricks.sliding_window_view(cost, length).max(axis=1)
+    )
+    start = int(np.argmin(highest))
+    return start, float(highest[start])
+
+
+def choose_runs(
+    cost: NDArray[np.float64], length: int, limits: NDArray[np.float64], chosen: BoolMask
+) -> Parts[int]:
+    """Marks the cheapest runs one by one, the i-th while it costs less than `limits[i]`; returns
+    how many. Their `cost` becomes inf."""
+    if length == 1:
+        order = np.argsort(cost, kind="stable")[: len(limits)]
+        is_cheap = np.append(cost[order] < limits[: len(order)], False)
+        order = order[: int(np.argmin(is_cheap))]
+        chosen[order], cost[order] = True, np.inf
+        return len(order)
+    for number, limit in enumerate(limits.tolist()):
+        start, highest = cheapest_run(cost, length)
+        if not highest < limit:
+            return number
+        chosen[start : start + length] = True
+        cost[start : start + length] = np.inf
+        if number % RUNS_PER_PART == RUNS_PER_PART - 1:
+            yield
+    return len(limits)
+
+
+def limits_of(own: NDArray[np.float64], num_slots: int, slots_per_slab: int) -> NDArray[np.float64]:
+    """What each further run may cost, float64 [runs that `num_slots` slots need].
+
+    `own`: heat of the size's own coldest blocks, rising. A run that spares the first i of them may
+    cost as much as the next one; inf if there are too few: any slab is better than a refusal.
+    """
+    spared = np.arange(0, num_slots, slots_per_slab)
+    next_own = np.append(own, np.inf)[np.minimum(spared, max(0, len(own) - 1))]
+    limits: NDArray[np.float64] = np.where(len(own) >= num_slots - spared, next_own, np.inf)
+    return limits
+
+
+def blocks_in(first: Int64s, last: Int64s, counted: BoolMask, num_slabs: int) -> Int64s:
+    """Per slab, how many of the counted blocks lie in it, wholly or in part. Block i lies in slabs
+    `first[i]` to `last[i]`."""
+    starts, ends = (
+        np.bincount(at[counted] + after, minlength=num_slabs + 1)
+        for at, after in ((first, 0), (last, 1))
+    )
+    blocks: Int64s = np.cumsum(starts - ends)[:-1]
+    return blocks
+
+
+MayGo = Callable[[Entries], BoolMask]
+
+
+class Rebalancer:
+    """Empties slabs that are lent to one slot size for another. Keeps nothing between two calls.
+
+    Always true: a slab with an entry that is pinned or reserved is not chosen; whose entries may be
+    evicted for whom is as `TenantBook` says. A slab is taken if it is colder than what the taker
+    would evict of its own size, or if that size has not enough to evict. The cost of a slab is the
+    heat of its hottest block; a representation is as hot as its block.
+    """
+
+    def __init__(self, books: Books, removal: Removal) -> None:
+        self._books = books
+        self.index = books.index
+        self._pool = books.pool
+        self._removal = removal
+
+    def __repr__(self) -> str:
+        return f"Rebalancer({self._pool!r})"
+
+    def take_until(
+        self, slot_bytes: int, num_slots: int, taker: int, payers: Sequence[Payers]
+    ) -> Parts[None]:
+        """Takes slabs of other sizes until `num_slots` slots are free, or none is worth taking.
+
+        `payers`: whose blocks may be evicted, tried in this order.
+        """
+        for paying in payers:
+            # In turns: if slots span slabs, emptying the chosen ones empties others too, and the
+            # next choice costs less.
+            while self._pool.available_slots(slot_bytes) < num_slots:
+                if not (yield from self._take(slot_bytes, num_slots, taker, paying)):
+                    break
+
+    def _take(self, slot_bytes: int, num_slots: int, taker: int, paying: Payers) -> Parts[int]:
+        """Empties slabs that are lent to other sizes; returns how many entries were evicted.
+
+        First slabs that are wholly colder than the size's own coldest blocks, then those that are
+        but for `HOT_SHARE` of their blocks. Free slabs count as chosen.
+        """
+        may_go = yield from self._may_go(taker, paying)
+        cost, own = yield from self._costs(slot_bytes, num_slots, may_go)
+        chosen = np.zeros(self._pool.num_slabs, np.bool_)
+        slots_per_slab = max(1, self._pool.slab_bytes // slot_bytes)
+        length = -(-slot_bytes // self._pool.slab_bytes)
+        limits = limits_of(own, num_slots, slots_per_slab)
+        num_runs = yield from choose_runs(cost, length, limits, chosen)
+        if num_runs < len(limits) and len(own):
+            cost = yield from self._hot_blocks(cost, float(own[0]), may_go)
+            yield from choose_runs(cost, length, np.full(len(limits) - num_runs, np.inf), chosen)
+        return (yield from self._empty(chosen, may_go))
+
+    def _may_go(self, taker: int, paying: Payers) -> Parts[MayGo]:
+        """Which entries may be evicted, coldest first, when a tenant takes slabs.
+
+        The answer is about entries that are there now.
+        """
+        books = self._books
+        if not books.tenants.is_used or paying is Payers.ANYBODY:
+            return self.index.evictable
+        found = [np.empty(0, np.uint32)]
+        for live in books.walk():
+            mine = self.index.evictable(live)
+            if paying is Payers.OTHERS:
+                mine &= books.owners(live) != taker
+            found.append(live[mine])
+            yield
+        going = np.concatenate(found)
+        going = going[np.argsort(books.heat(going), kind="stable")]
+        sizes = books.representations.bytes_with(going)
+        allowed = np.zeros(self.index.capacity + 1, np.bool_)
+        allowed[going[books.tenants.within(books.owners(going), sizes, taker)]] = True
+        return lambda entries: self.index.evictable(entries) & allowed[entries]
+
+    def _costs(
+        self, slot_bytes: int, num_slots: int, may_go: MayGo
+    ) -> Parts[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        """Cost of each slab, and the heat of the `num_slots` coldest blocks of this size, rising.
+
+        A free slab costs -inf. A slab costs inf if it cannot be emptied, has no memory or is lent
+        to this size.
+        """
+        cost, own = np.full(self._pool.num_slabs, -np.inf), np.empty(0)
+        for live in self._books.walk():
+            heat, (first, last) = self._heat(live, may_go), self._slabs_of(live)
+            for step in range(int((last - first).max(initial=0)) + 1):
+                spans = first + step <= last
+                np.maximum.at(cost, first[spans] + step, heat[spans])
+            mine = heat[
+                (self.index.slot_bytes(live) == slot_bytes)
+                & (heat < np.inf)
+                & ~self._books.representations.linked(live)
+            ]
+            own = np.append(own, mine)
+            if len(own) > 2 * num_slots + PART_ENTRIES:
+                own = np.partition(own, num_slots)[:num_slots]
+            yield
+        owner = self._pool.slab_owner()
+        cost[(owner == slot_bytes) | (owner == ABSENT)] = np.inf
+        self._keep_floors(cost, owner, slot_bytes)
+        return cost, np.sort(own)[:num_slots]
+
+    def _keep_floors(self, cost: NDArray[np.float64], owner: Int64s, slot_bytes: int) -> None:
+        """Makes slabs cost inf that other sizes were promised: the dearest of each down to its
+        floor, and as many free ones as they are short of."""
+        floors = self._pool.floors
+        for size in floors.sizes():
+            if size != slot_bytes:
+                theirs = np.flatnonzero(owner == size)
+                order = np.argsort(cost[theirs], kind="stable")
+                cost[theirs[order[floors.surplus(size) :]]] = np.inf
+        kept = floors.kept_for_others(slot_bytes)
+        cost[np.flatnonzero(owner == FREE)[:kept]] = np.inf
+
+    def _hot_blocks(
+        self, cost: NDArray[np.float64], own_heat: float, may_go: MayGo
+    ) -> Parts[NDArray[np.float64]]:
+        """Per slab the number of its blocks that are no colder than `own_heat`; inf beyond
+        `HOT_SHARE` of them, or if its `cost` is inf."""
+        num_slabs = self._pool.num_slabs
+        hot, blocks = np.zeros(num_slabs, np.int64), np.zeros(num_slabs, np.int64)
+        for live in self._books.walk():
+            first, last = self._slabs_of(live)
+            hot += blocks_in(first, last, self._heat(live, may_go) >= own_heat, num_slabs)
+            blocks += blocks_in(first, last, np.ones(len(live), np.bool_), num_slabs)
+            yield
+        return np.where((cost < np.inf) & (hot <= HOT_SHARE * blocks), hot, np.inf)
+
+    def _empty(self, chosen: BoolMask, may_go: MayGo) -> Parts[int]:
+        """Evicts the entries of the chosen slabs, slab by slab; returns how many."""
+        emptied = np.concatenate(([0], np.cumsum(chosen)))
+
+        def lies_there(entries: Entries) -> BoolMask:
+            first, last = self._slabs_of(entries)
+            there: BoolMask = emptied[last + 1] > emptied[first]
+            return there
+
+        found, slabs = [np.empty(0, np.uint32)], [np.empty(0, np.int64)]
+        for live in self._books.walk():
+            going = live[lies_there(live)]
+            found.append(going)
+            slabs.append(self._slabs_of(going)[0])
+            yield
+        going = np.concatenate(found)[np.argsort(np.concatenate(slabs), kind="stable")]
+        count = 0
+        for start in range(0, len(going), EVICTED_PER_PART):
+            # An entry that came to the slab meanwhile under one of these numbers is evicted too; a
+            # number whose entry now lies elsewhere is left alone.
+            part = going[start : start + EVICTED_PER_PART]
+            part = part[may_go(part)]
+            count += self._removal.evict(part[lies_there(part)])
+            if start + EVICTED_PER_PART < len(going):
+                yield
+        return count
+
+    def _slabs_of(self, entries: Entries) -> tuple[Int64s, Int64s]:
+        """The first and last slab in which each entry lies."""
+        first = self._pool.slab_of(self.index.offsets(entries))
+        return first, first + (self.index.slot_bytes(entries) - 1) // self._pool.slab_bytes
+
+    def _heat(self, entries: Entries, may_go: MayGo) -> NDArray[np.float64]:
+        """Heat of entries; inf for those that may not go."""
+        return np.where(may_go(entries), self._books.heat(entries), np.inf)

@@ -3,7 +3,7 @@
 Owns which byte of the arena belongs to which slot. Always true: a slot is free or used, never both;
 a slab whose last slot is freed goes back at once and may be lent to any other size; a slot larger
 than a slab spans contiguous slabs; only slabs that have memory are lent (`back`). It never moves or
-evicts anything: an allocation that does not fit is granted short. `floors` says which slabs are
+evicts anything: an allocation that does not fit is granted short. `SlabFloors` says which slabs are
 kept for a size.
 """
 

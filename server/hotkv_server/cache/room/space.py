@@ -1,29 +1,310 @@
-"""All slots of one tier: reserving, publishing and using the entries that own them.
+"""All slots of one tier: making room, and reserving, publishing and using the entries that own
+them.
 
-Always true: an entry of the index owns exactly one slot of the pool and no slot is owned twice. The
-parts are modules of their own, over the same `books`: `removal` evicts and flushes, `room` decides
-what is evicted for whom, `rebalancing` moves slabs between slot sizes. Evict on allocate: room is
-made only when it is needed, by `make_room`, right before the `insert` that needs it. Making room
-can take long, so it goes in parts. Representations are entries too, but nothing is decided by them:
-see `representations`.
+Always true: an entry of the index owns exactly one slot of the pool and no slot is owned twice.
+Evict on allocate: room is made only when it is needed, by `make_room`, right before the `insert`
+that needs it. Making room can take long, so it goes in parts. Representations are entries too, but
+nothing is decided by them: see `Representations`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.keys import MAX_GROUPS
-from hotkv_proto.table import BlockTable, Words
-from hotkv_server.cache.room.books import Books, Parts
-from hotkv_server.cache.room.making import Room
+from hotkv_proto.table import SLOT_ALIGN, BlockTable, Words
 from hotkv_server.cache.room.policies.protocol import Policy
-from hotkv_server.cache.room.removal import Removal
+from hotkv_server.cache.room.removal import EVICTED_PER_PART, Books, Parts, Rebalancer, Removal
+from hotkv_server.cache.room.shares import Payers, TenantBook
 from hotkv_server.cache.room.slabs import SlabPool, aligned
-from hotkv_server.cache.room.tenants import TenantBook
-from hotkv_server.cache.table.chains import Chains
-from hotkv_server.cache.table.index import BlockIndex, Keys
-from hotkv_server.cache.values import Entries, Int64s, TenantShare
+from hotkv_server.cache.table.index import BlockIndex, Chains, Keys
+from hotkv_server.cache.values import BoolMask, Entries, Int64s, TenantShare
+
+# Making room: evicting until the slots that are asked for are free.
+#
+# Always true: an entry that is pinned or reserved is never evicted; nothing is evicted while there
+# is room, nor for slots that the arena's growth brings within moments; a tenant with a burst bound
+# makes room within its own blocks. Blocks of the same slot size are evicted, coldest first, unless
+# slabs of other sizes are colder (`Rebalancer`). A representation is evicted alone only if a block
+# needs its room. Long work goes in parts, and others may take free slots between two: what is
+# missing is counted anew.
+
+
+REBALANCE_SHARE = 64
+"""A slot size is compared with the others each time room for 1/64 of the arena was made for it; one
+that grows, more often."""
+
+
+class Room:
+    """Makes room in one tier. `coming_bytes`: of the arena, what gets memory within moments, less
+    what was refused for it. `may_keep`: False for a tier, and above one:
+    tiers get only what had room here."""
+
+    def __init__(self, books: Books, removal: Removal) -> None:
+        self.coming_bytes = 0
+        self.may_keep = True
+        self._books, self._pool, self._tenants = books, books.pool, books.tenants
+        self._removal = removal
+        self._rebalancer = Rebalancer(books, removal)
+        # Per slot size, bytes that room was made for since it was compared with the others. A size
+        # that is not in here is due, and so is one that grows.
+        self._pressure_bytes: dict[int, int] = {}
+
+    def __repr__(self) -> str:
+        return f"Room({self._pool!r}, {self.coming_bytes} B coming)"
+
+    def make(
+        self,
+        size: int,
+        count: int,
+        taker: int,
+        *,
+        is_block: bool,
+        has_promise: bool = False,
+        keep_at_s: float | None = None,
+    ) -> Parts[None]:
+        """Makes room for `count` slots of a tenant, as far as something may be evicted for it.
+
+        `is_block`: other representations may go for it; so they may if it `has_promise`.
+        `keep_at_s`: as in `Policy.victims`. Nothing is kept from a tenant within its guarantee; nor
+        while others would pay for it: several slot sizes, representations, or tiers.
+        """
+        shares = self._books.representations.declared or self._pool.is_shared(size)
+        self._books.policy.allow_keeping(self.may_keep and not shares)
+        for wanted in self._tenants.portions(taker, size, count):
+            if self._pool.available_slots(size) < wanted:
+                is_due = shares or self._tenants.may_claim(taker, wanted * size)
+                yield from self._make_slots(size, wanted, taker, None if is_due else keep_at_s)
+        if is_block or has_promise:
+            yield from self._drop_representations(
+                size, lambda: count - self._pool.available_slots(size), taker
+            )
+
+        def missing_numbers() -> int:
+            return min(count, self._pool.available_slots(size)) - self._books.free_numbers()
+
+        yield from self._evict_coldest(0, missing_numbers, taker)
+        if is_block:
+            yield from self._drop_representations(0, missing_numbers, taker)
+
+    def make_floors(self, more: Mapping[int, int], taker: int) -> Parts[None]:
+        """Frees slabs until so many slots more by size could be promised to a tenant, as far as
+        something may be evicted for it. What was promised meanwhile is not given to others."""
+        floors = self._pool.floors
+        for size, count in more.items():
+            floors.add(size, count)
+        try:
+            for size in more:
+                missing = floors.missing(size)
+                if missing and floors.shortfall:
+                    slots = max(1, self._pool.slab_bytes // size) * missing
+                    wanted = self._pool.free_slots(size) + -(-slots // self._spans(size))
+                    payers = self._payers(taker, missing * self._pool.slab_bytes)
+                    yield from self._rebalancer.take_until(size, wanted, taker, payers)
+        finally:
+            for size, count in more.items():
+                floors.add(size, -count)
+
+    def _spans(self, size: int) -> int:
+        return -(-size // self._pool.slab_bytes)
+
+    def coming_slots(self, size: int, count: int) -> int:
+        """How many of `count` slots the arena's growth makes room for within moments."""
+        if not self.coming_bytes:
+            return 0
+        missing = count - self._pool.available_slots(size)
+        return max(0, min(missing, self.coming_bytes // size))
+
+    def refuse_coming(self, size: int, count: int) -> int:
+        """As `coming_slots`, and counts them as refused: their bytes are not coming any more."""
+        refused = self.coming_slots(size, count)
+        self.coming_bytes -= refused * size
+        return refused
+
+    def within_bound(self, taker: int, size: int, count: int) -> int:
+        """How many of `count` slots a tenant may have under its burst bound, after its own coldest
+        blocks have made room for them."""
+        if not self._tenants.is_used:
+            return count
+        count = min(count, self._tenants.burst_bytes(taker) // size)
+        for slot_bytes in (size, 0):
+            while (short := count - self._tenants.room_bytes(taker) // size) > 0:
+                if not self._evict_for(taker, slot_bytes, short, lambda owners: owners == taker):
+                    break
+        return min(count, self._tenants.room_bytes(taker) // size)
+
+    def _make_slots(
+        self, slot_bytes: int, num_slots: int, taker: int, keep_at_s: float | None
+    ) -> Parts[None]:
+        """Evicts until `num_slots` slots of this size are free, or nothing more may be evicted for
+        the tenant."""
+        # Taken now: the tenant gets no new claim by evicting its own blocks.
+        payers = self._payers(taker, num_slots * slot_bytes)
+        shared = self._pool.is_shared(slot_bytes)
+        if shared:
+            yield from self._compare(slot_bytes, num_slots, taker)
+        yield from self._evict_coldest(
+            slot_bytes, lambda: num_slots - self._pool.available_slots(slot_bytes), taker, keep_at_s
+        )
+        if shared:
+            yield from self._rebalancer.take_until(slot_bytes, num_slots, taker, payers)
+
+    def _compare(self, slot_bytes: int, num_slots: int, taker: int) -> Parts[None]:
+        """Takes colder slabs of other sizes, if this size is due.
+
+        Comparing looks at every entry, so it makes room for a share of the arena at a time.
+        """
+        share_bytes = self._pool.capacity_bytes // REBALANCE_SHARE
+        missing_bytes = (num_slots - self._pool.available_slots(slot_bytes)) * slot_bytes
+        pressure_bytes = self._pressure_bytes.get(slot_bytes, share_bytes) + missing_bytes
+        if pressure_bytes >= share_bytes:
+            wanted = max(num_slots, share_bytes // slot_bytes)
+            yield from self._rebalancer.take_until(
+                slot_bytes, wanted, taker, self._payers(taker, wanted * slot_bytes)[:1]
+            )
+            grew = self._pool.available_slots(slot_bytes) >= wanted
+            pressure_bytes = share_bytes if grew else 0
+        self._pressure_bytes[slot_bytes] = pressure_bytes
+
+    def _payers(self, taker: int, more_bytes: int) -> tuple[Payers, ...]:
+        """Whose blocks are evicted first, and whose if that is not enough."""
+        return (
+            (Payers.OTHERS, Payers.ALL, Payers.ANYBODY)
+            if self._tenants.may_claim(taker, more_bytes)
+            else (Payers.ALL,)
+        )
+
+    def _evict_coldest(
+        self,
+        slot_bytes: int,
+        missing: Callable[[], int],
+        taker: int,
+        keep_at_s: float | None = None,
+    ) -> Parts[None]:
+        """Evicts the coldest blocks of a slot size (0: of any) that may be evicted for this tenant,
+        until none is missing."""
+        while (count := missing()) > 0:
+            part = min(count, EVICTED_PER_PART)
+            if not self._tenants.is_used:
+                evicted = yield from self._evict_any(slot_bytes, part, keep_at_s)
+            else:
+                evicted = 0
+                if self._tenants.may_claim(taker, part * slot_bytes):
+                    evicted = self._evict_for(
+                        taker, slot_bytes, part, lambda owners: owners != taker, keep_at_s
+                    )
+                evicted += self._evict_for(
+                    taker, slot_bytes, part - evicted, lambda owners: owners >= 0, keep_at_s
+                )
+            if evicted < part:
+                return
+            if missing() > 0:
+                yield
+
+    def _evict_any(self, slot_bytes: int, count: int, keep_at_s: float | None) -> Parts[int]:
+        """Evicts up to `count` of the coldest blocks, whoever's; returns how many."""
+        policy = self._books.policy
+
+        def may_go(entries: Entries) -> BoolMask:
+            return self._books.index.evictable(entries, slot_bytes)
+
+        yield from policy.sweep(slot_bytes, count, may_go)
+        return self._removal.evict_blocks(
+            policy.victims(slot_bytes, count, may_go, keep_at_s=keep_at_s)
+        )
+
+    def _evict_for(
+        self,
+        taker: int,
+        slot_bytes: int,
+        count: int,
+        may_pay: Callable[[Int64s], BoolMask],
+        keep_at_s: float | None = None,
+    ) -> int:
+        """Evicts up to `count` of the coldest blocks of those tenants that `may_pay`, none below
+        its guarantee; returns how many."""
+        books, evicted = self._books, 0
+
+        def evictable(entries: Entries) -> BoolMask:
+            owners = books.owners(entries)
+            mask: BoolMask = books.index.evictable(entries, slot_bytes) & may_pay(owners)
+            sizes = books.representations.bytes_with(entries)
+            return mask & self._tenants.may_give(owners, sizes, taker)
+
+        while evicted < count:
+            victims = books.policy.victims(
+                slot_bytes, count - evicted, evictable, keep_at_s=keep_at_s
+            )
+            # Each of them may be evicted, but perhaps not all.
+            sizes = books.representations.bytes_with(victims)
+            victims = victims[self._tenants.within(books.owners(victims), sizes, taker)]
+            if not self._removal.evict_blocks(victims):
+                break
+            evicted += len(victims)
+        return evicted
+
+    def _drop_representations(
+        self, slot_bytes: int, missing: Callable[[], int], taker: int
+    ) -> Parts[None]:
+        """Drops representations of the coldest blocks, of one slot size (0: of any), until none is
+        missing; the blocks stay."""
+        books, representations = self._books, self._books.representations
+        if not representations.declared or missing() <= 0:
+            return
+        found = [np.empty(0, np.uint32)]
+        for live in books.walk():
+            mine = live[representations.among(live)]
+            found.append(mine[books.index.evictable(mine, slot_bytes)])
+            yield
+        entries = np.concatenate(found)
+        entries = entries[np.argsort(books.heat(entries), kind="stable")]
+        if self._tenants.is_used:
+            sizes = books.index.slot_bytes(entries)
+            entries = entries[self._tenants.within(books.owners(entries), sizes, taker)]
+        for start in range(0, len(entries), EVICTED_PER_PART):
+            # Between two parts an entry may be removed, and its number given to another.
+            part = entries[start : start + EVICTED_PER_PART]
+            part = part[representations.among(part)]
+            part = part[books.index.evictable(part, slot_bytes)]
+            representations.drop(part[: max(0, missing())])
+            if missing() <= 0:
+                return
+            yield
+
+
+# Brings tenants back within burst bounds that were lowered: by new shares, or by a restart with
+# others.
+#
+# Always true: a tenant's coldest blocks go first, none that is in use, and no more than its excess
+# asks for. Between two parts anything else may be called: the excess is counted anew.
+
+
+def keep_bounds(books: Books, removal: Removal) -> Parts[None]:
+    """Evicts what tenants have beyond their bounds, as far as it may go."""
+    for tenant, _ in books.tenants.over_bound():
+        while (excess_bytes := books.tenants.excess_bytes(tenant)) > 0:
+            if not (yield from _evict_excess(books, removal, tenant, excess_bytes)):
+                break
+            yield
+
+
+def _evict_excess(books: Books, removal: Removal, tenant: int, excess_bytes: int) -> Parts[int]:
+    """Evicts the coldest blocks of a tenant, EVICTED_PER_PART at most; returns how many."""
+    count = min(EVICTED_PER_PART, -(-excess_bytes // SLOT_ALIGN))
+
+    def may_go(entries: Entries) -> BoolMask:
+        mask: BoolMask = books.index.evictable(entries) & (books.owners(entries) == tenant)
+        return mask
+
+    yield from books.policy.sweep(0, count, may_go)
+    victims = books.policy.victims(0, count, may_go)
+    freed = np.cumsum(books.representations.bytes_with(victims))
+    return removal.evict_blocks(victims[: int(np.searchsorted(freed, excess_bytes)) + 1])
+
+
+# The space
+
 
 _NO_SHARES: Mapping[str, TenantShare] = {}
 REFRESH_S = 1.0

@@ -14,8 +14,8 @@ import numpy as np
 
 from hotkv_proto.hints import Status
 from hotkv_proto.table import Words
-from hotkv_server.cache.table.prefixes import ChainKeys, Chains, chain_keys
 from hotkv_server.cache.values import BoolMask
+from hotkv_server.hints.book.chains import ChainKeys, Chains, chain_keys
 from hotkv_server.hints.book.sessions import HintSessions
 
 OutcomeKey = tuple[str, str]

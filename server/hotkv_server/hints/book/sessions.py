@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hotkv_proto.table import Words
-from hotkv_server.cache.table.prefixes import ChainKeys, chain_keys, common_blocks
+from hotkv_server.hints.book.chains import ChainKeys, chain_keys, common_blocks
 
 MAX_OTHERS = 128
 """Latest prompts without a session that are remembered."""

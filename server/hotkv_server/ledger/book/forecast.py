@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hotkv_server.cache.room.policies.ghosts import GhostTable, spread
 from hotkv_server.cache.room.policies.protocol import Keys
+from hotkv_server.cache.room.policies.shared import GhostTable, spread
 from hotkv_server.ledger.book.buckets import Buckets
 from hotkv_server.ledger.book.shadow import MakePolicy, Shadow
 

@@ -6,7 +6,7 @@ with every other tenant's guarantee counted as taken; and slabs are within reach
 for all that it was promised (`slab_floors`). So evicting what is not pinned makes room for whatever
 was promised. A slot counts with its part of what its slab loses at the end.
 
-The bytes that holds and leases pin count, too, at the time a promise is made: see `pin_budget`.
+The bytes that holds and leases pin count, too, at the time a promise is made: see `PinBudget`.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_server.cache.leases.pin_budget import PinBudget, most_pinned
+from hotkv_server.cache.room.shares import PinBudget, TenantBook, most_pinned
 from hotkv_server.cache.room.slabs import SlabPool, aligned
-from hotkv_server.cache.room.tenants import TenantBook
 from hotkv_server.cache.values import Int64s
 
 

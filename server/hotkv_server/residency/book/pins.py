@@ -9,9 +9,8 @@ entry counts once.
 import numpy as np
 
 from hotkv_proto import table
+from hotkv_server.cache.readers import Grace, Marks
 from hotkv_server.cache.room.space import Space
-from hotkv_server.cache.table.grace import Grace
-from hotkv_server.cache.table.reader_words import Marks
 from hotkv_server.cache.values import Entries, Int64s
 from hotkv_server.residency.book.bound import ResidencyBound, slots_of
 from hotkv_server.residency.book.residency import Residency

@@ -1,7 +1,7 @@
 """The residencies of all engines by id and by session, and what was refused for want of room.
 
 Always true: an id names one open residency of its engine; one that is closing has no id any more.
-Residencies count for their owner, by number and by the memory that they take, see `bounds`. A
+Residencies count for their owner, by number and by the memory that they take, see `FairBound`. A
 refusal is remembered for each engine that has a session, until it opens the residency.
 """
 
@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_server.cache.room.bounds import Account, FairBound
+from hotkv_server.cache.room.shares import Account, FairBound
 from hotkv_server.cache.values import SessionRecord
 from hotkv_server.residency.book.residency import Residency
 

@@ -3,7 +3,7 @@ them there and keep no copy.
 
 Opening one reserves room; extending it, or storing into it, pins blocks and says where they lie.
 Always true: what is pinned and what is promised is within `ResidencyBound`; before anything is
-unpinned that its engine did not give back, the session's word has changed (`reader_words`).
+unpinned that its engine did not give back, the session's word has changed (`cache.readers`).
 Residencies belong to their engine, as leases do, and end with the session that opened them; if the
 server drains they stay as they are, for the next server. `resident` pins; the core's `grace` keeps
 what an earlier server's residencies had.
@@ -19,9 +19,9 @@ from hotkv_proto.blocks import ResidencyOpened
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.pinner import StorePins
-from hotkv_server.cache.room.bounds import Account
+from hotkv_server.cache.room.shares import Account
 from hotkv_server.cache.room.slabs import aligned
+from hotkv_server.cache.seams import StorePins
 from hotkv_server.cache.sessions import check_named
 from hotkv_server.cache.values import (
     BoolMask,

@@ -10,7 +10,7 @@ until the tier reads it no more; a place is not given away while it is written.
 import numpy as np
 
 from hotkv_proto import table
-from hotkv_server.cache.room.books import Parts
+from hotkv_server.cache.room.removal import Parts
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.index import Keys
 from hotkv_server.cache.values import BoolMask, Entries, KeySpaceRecord

@@ -22,7 +22,7 @@ LIFT = 1e15
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _spread(key: Any) -> Any:
-    """Mixes all bits of a key. Equals `ghosts.spread`."""
+    """Mixes all bits of a key. Equals `shared.spread`."""
     mixed = (key ^ (key >> np.uint64(31))) * MULTIPLIER
     return mixed ^ (mixed >> np.uint64(29))
 
@@ -109,7 +109,7 @@ def heat(
     kept_s: Any,
     out: Any,
 ) -> None:
-    """Heat of entries by the formula of `duel.Contender`, and `kept_s` more if their last use is
+    """Heat of entries by the formula of `Contender`, and `kept_s` more if their last use is
     later than `latest`; times in ticks."""
     for i in range(entries.shape[0]):
         entry = entries[i]
@@ -217,7 +217,7 @@ def _least_leaf(tree: Any) -> int:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _worth(rule: Any, count: Any, depth: Any, now_s: Any) -> Any:
-    """Heat of a key that is used now, by the formula of `duel.Contender`. The depth breaks ties, as
+    """Heat of a key that is used now, by the formula of `Contender`. The depth breaks ties, as
     in the index."""
     count = count - DEPTH_STEP * depth
     return rule[2] * now_s + rule[0] * (min(count, rule[1]) + LEAK * count)

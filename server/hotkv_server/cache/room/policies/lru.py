@@ -6,9 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.blocks import NO_RETENTION, Retention
-from hotkv_server.cache.room.policies.demoted import DemotedEntries, others
 from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
-from hotkv_server.cache.room.policies.queue import ColdQueue, Highest
+from hotkv_server.cache.room.policies.shared import ColdQueue, DemotedEntries, Highest, others
 
 STEP_S = 1e-7
 """Between the stamps of two blocks of one touch; above the spacing of float64 near 2e8 seconds."""
@@ -17,7 +16,7 @@ DEMOTED_S = 2e8
 
 
 class Stamps:
-    """A time stamp per entry, 0 for none, negative for one that is `demoted`; strictly rising from
+    """A time stamp per entry, 0 for none, negative for one that is demoted; strictly rising from
     use to use, and from the tail of a chain to its head."""
 
     def __init__(self, capacity: int) -> None:

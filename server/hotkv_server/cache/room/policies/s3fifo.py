@@ -11,11 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.blocks import NO_RETENTION, Retention
-from hotkv_server.cache.room.policies.demoted import others
-from hotkv_server.cache.room.policies.ghosts import GhostTable
 from hotkv_server.cache.room.policies.lru import Stamps
 from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
-from hotkv_server.cache.room.policies.queue import ColdQueue
+from hotkv_server.cache.room.policies.shared import ColdQueue, GhostTable, others
 
 SMALL, MAIN = 1, 2
 SMALL_SHARE = 0.1

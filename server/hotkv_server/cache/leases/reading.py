@@ -1,9 +1,4 @@
-"""Read leases: pinning blocks that are ready, saying where they lie, and unpinning them.
-
-Owns how many bytes each tenant pins without a load. Always true: an entry has one pin from each
-read lease that lists it; a pinned entry keeps its slot, whatever happens to its block; leases
-without a load pin no more than `unadmitted_share` of what is surely their tenant's.
-"""
+"""Reading: leases that pin blocks, and loads under them."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +7,30 @@ from hotkv_proto import table
 from hotkv_proto.blocks import LeaseGrant
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS
-from hotkv_server.cache.cache_books import CacheBooks
-from hotkv_server.cache.leases.leases import ReadLease, content_of, lifetime_s, read_weight
+from hotkv_server.cache.arrays import repeats
+from hotkv_server.cache.leases.books import CacheBooks
+from hotkv_server.cache.leases.leases import (
+    LoadTransfer,
+    ReadLease,
+    content_of,
+    lifetime_s,
+    read_weight,
+)
 from hotkv_server.cache.sessions import check_named
-from hotkv_server.cache.values import Entries, HashList, Int64s, SessionRecord
+from hotkv_server.cache.values import (
+    Entries,
+    HashList,
+    Int64s,
+    LoadPositions,
+    SessionRecord,
+    SlotRun,
+)
+
+# Read leases: pinning blocks that are ready, saying where they lie, and unpinning them.
+#
+# Owns how many bytes each tenant pins without a load. Always true: an entry has one pin from each
+# read lease that lists it; a pinned entry keeps its slot, whatever happens to its block; leases
+# without a load pin no more than `unadmitted_share` of what is surely their tenant's.
 
 
 class ReadLeases:
@@ -186,3 +201,82 @@ def _grant(lease: ReadLease, now_s: float) -> LeaseGrant:
         tuple(entries != 0 for _, entries in lease.groups),
         max(0.0, lease.expires_s - now_s),
     )
+
+
+# Loads: copies out of slots that a read lease pins.
+#
+# Owns nothing: the transfer book has the loads, the lease book the leases. Always true: a load
+# names each block once; a lease that ends during a load keeps its pins until the load has ended.
+
+
+class Loads:
+    """Begins and ends loads."""
+
+    def __init__(self, books: CacheBooks, read_leases: ReadLeases) -> None:
+        self._books = books
+        self._read_leases = read_leases
+
+    def begin(
+        self, session: SessionRecord, transfer_id: str, lease_id: str, runs: list[LoadPositions]
+    ) -> list[SlotRun]:
+        """Starts a load under a read lease; returns the slots to copy from.
+
+        Raises INVALID_FIELD if the lease does not pin what the runs name, or they name a block
+        twice.
+        """
+        books, owner = self._books, self._books.sessions.owner(session)
+        books.transfers.check_new(session.number, transfer_id, owner)
+        lease = books.leases.live(session, lease_id)
+        if not isinstance(lease, ReadLease):
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"lease_id {lease_id!r} is a write lease; a load needs a read lease",
+            )
+        books.sessions.check_takes_new("starts no new transfers")
+        pinned = dict(lease.groups)
+        slots = [self._slots(run, _chosen(run, pinned.get(run.group_index))) for run in runs]
+        # Two positions may name one block: the lease may list its hash twice.
+        if repeats([run.entries for run in slots]):
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                "runs.lease_positions name a block twice; a load copies each block once",
+            )
+        self._read_leases.admit(lease)
+        lease.num_copies += 1
+        num_blocks = sum(len(run.positions) for run in slots if run.group_index < MAX_GROUPS)
+        books.transfers.add(LoadTransfer(session.number, owner, transfer_id, lease, num_blocks))
+        return slots
+
+    def _slots(self, run: LoadPositions, chosen: Entries) -> SlotRun:
+        offsets = self._books.space.index.offsets(chosen)
+        return SlotRun(run.group_index, np.arange(len(chosen)), offsets, chosen)
+
+    def end(self, session_number: int, transfer_id: str, succeeded: bool) -> None:
+        """Ends a load, whose copy touches nothing any more, and its lease if that was released."""
+        transfer = self._books.transfers.pop(session_number, transfer_id)
+        assert isinstance(transfer, LoadTransfer), "a store ended as a load"
+        transfer.lease.num_copies -= 1
+        if succeeded:
+            self._books.counters.loaded_blocks += transfer.num_blocks
+        if transfer.lease.released:
+            self._read_leases.end(transfer.lease)
+
+
+def _chosen(run: LoadPositions, pinned: Entries | None) -> Entries:
+    """The entries at positions of a lease's list; raises unless it pins each of them."""
+    if pinned is None:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"runs.group_index is {run.group_index}, which the lease does not cover",
+        )
+    if len(run.positions) and (run.positions.min() < 0 or run.positions.max() >= len(pinned)):
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"runs.lease_positions go beyond the {len(pinned)} hashes of the lease",
+        )
+    chosen = pinned[run.positions]
+    if np.any(chosen == 0):
+        raise HotKVError(
+            Reason.INVALID_FIELD, "runs.lease_positions name a block that the lease does not pin"
+        )
+    return chosen

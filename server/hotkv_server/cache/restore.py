@@ -23,11 +23,10 @@ from hotkv_proto import table
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.arrays import distinct
-from hotkv_server.cache.catalog import Catalog
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.burst_bounds import keep_bounds
 from hotkv_server.cache.room.slabs import aligned
-from hotkv_server.cache.room.space import Space
+from hotkv_server.cache.room.space import Space, keep_bounds
+from hotkv_server.cache.sessions import Catalog
 from hotkv_server.cache.values import BoolMask, Entries, Int64s
 
 ADMIT_PARTS = 64
@@ -35,7 +34,7 @@ ADMIT_PARTS = 64
 
 
 # What readers of the arena may still read: residencies of the old server pinned it. Either all of
-# it is kept, for the time of the grace (`grace`), or the words have told its readers before any
+# it is kept, for the time of the grace (`Grace`), or the words have told its readers before any
 # slot is used. Blocks that were flushed while they were pinned are made anew as what they were:
 # detached. Nobody finds them, and their slots stay theirs.
 

@@ -1,13 +1,5 @@
-"""What each tenant has of the arena, and what may be evicted for whom.
-
-Always true: a tenant with a burst bound never holds more than it, but for what it held when the
-bound was lowered, which only shrinks; no block is evicted for another
-tenant while its owner holds no more than its guarantee, with one exception. A guarantee is a claim,
-too: room for what a tenant takes within its own comes first from tenants that are beyond theirs. If
-its slot size gets no slab so, because each has a block that is guaranteed, slabs are emptied all
-the same: a tenant that loses blocks this way is below its guarantee, and takes as much back from
-tenants that are not. Bytes are those of slots, whatever their state: reserved, ready or detached,
-blocks and representations.
+"""Who may have how much: what owners hold of a bounded resource, what tenants have of the arena,
+and what may be pinned for long.
 """
 
 import enum
@@ -18,6 +10,110 @@ from numpy.typing import NDArray
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Int64s, TenantShare
+
+# A bound on a shared resource that no owner can use up alone.
+#
+# Always true: all owners together hold no more than the capacity. After an owner has taken more, it
+# holds no more than the floor, or no more than is left for others. So one owner alone gets half, n
+# owners that want everything get 1/(n + 1) each, and there is always room for another one. An owner
+# is a tenant, or an engine if no tenants are configured.
+
+
+FLOOR_SHARE = 64
+"""1/64 of the capacity is the floor: so much may be had as long as there is any."""
+
+
+class FairBound:
+    """Counts what each owner holds."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.floor = max(1, capacity // FLOOR_SHARE)
+        self.total = 0
+        self._held: dict[str, int] = {}
+
+    def __repr__(self) -> str:
+        return f"FairBound({self.total}/{self.capacity} held by {len(self._held)} owners)"
+
+    def held(self, owner: str) -> int:
+        """How many an owner holds."""
+        return self._held.get(owner, 0)
+
+    def room(self, owner: str) -> int:
+        """How many more an owner may take at once."""
+        held, free = self.held(owner), self.capacity - self.total
+        return max(0, min(self.floor - held, free), (free - held) // 2)
+
+    def take(self, owner: str, count: int) -> None:
+        """Counts so many more for the owner; `room` has said that it may."""
+        if count:
+            self._held[owner] = self.held(owner) + count
+            self.total += count
+
+    def give(self, owner: str, count: int) -> None:
+        """Counts so many less for the owner."""
+        left = self.held(owner) - count
+        assert left >= 0, "more was given back than was held"
+        self.total -= count
+        self._held[owner] = left
+        if not left:
+            del self._held[owner]
+
+    def refusal(self, owner: str, what: str) -> str:
+        """Says why the owner gets no more, for people to read."""
+        return (
+            f"{self.held(owner)} {what} are held by this client and {self.capacity - self.total} "
+            f"of {self.capacity} are free; "
+            "nobody may hold more than is left for others"
+        )
+
+    def check(self, held: dict[str, int]) -> None:
+        """Raises AssertionError if the owners hold something else."""
+        assert self._held == held and self.total == sum(held.values()) <= self.capacity, (
+            "what owners hold is miscounted"
+        )
+
+
+class Account(FairBound):
+    """One kind of things among several that share a bound; each takes `unit` of it."""
+
+    def __init__(self, bound: FairBound, unit: int = 1) -> None:
+        super().__init__(bound.capacity // unit)
+        self._bound = bound
+        self._unit = unit
+
+    def __repr__(self) -> str:
+        return f"Account({self.total} of {self._unit} in {self._bound!r})"
+
+    def room(self, owner: str) -> int:
+        """How many more an owner may take at once."""
+        return self._bound.room(owner) // self._unit
+
+    def take(self, owner: str, count: int) -> None:
+        """As FairBound.take."""
+        self._bound.take(owner, count * self._unit)
+        super().take(owner, count)
+
+    def give(self, owner: str, count: int) -> None:
+        """As FairBound.give."""
+        super().give(owner, count)
+        self._bound.give(owner, count * self._unit)
+
+    def refusal(self, owner: str, what: str) -> str:
+        """As FairBound.refusal."""
+        return f"{self.held(owner)} {what}, and all together {self._bound.refusal(owner, 'bytes')}"
+
+
+# What each tenant has of the arena, and what may be evicted for whom.
+#
+# Always true: a tenant with a burst bound never holds more than it, but for what it held when the
+# bound was lowered, which only shrinks; no block is evicted for another tenant while its owner
+# holds no more than its guarantee, with one exception. A guarantee is a claim, too: room for what
+# a tenant takes within its own comes first from tenants that are beyond theirs. If its slot size
+# gets no slab so, because each has a block that is guaranteed, slabs are emptied all the same: a
+# tenant that loses blocks this way is below its guarantee, and takes as much back from tenants
+# that are not. Bytes are those of slots, whatever their state: reserved, ready or detached, blocks
+# and representations.
 
 
 class Payers(enum.Enum):
@@ -214,3 +310,47 @@ class TenantBook:
             counted[self.number(number)] += num_bytes
         assert np.array_equal(counted, self.used), "bytes of tenants miscounted"
         assert np.all(self.used <= self._burst), "a tenant is beyond its burst bound"
+
+
+# What residencies, holds and leases without a load may pin together.
+#
+# Always true: once residencies have promised or pinned anything, a part of the arena
+# (`STORE_SHARE`) stays for stores, however the shares of the three are set. Without residencies
+# each has its own share, as ever.
+
+
+STORE_SHARE = 16
+"""1/16 of the arena is neither promised nor pinned for long."""
+
+
+def most_pinned(capacity_bytes: int) -> int:
+    """Most bytes that all three may take together of so many."""
+    return capacity_bytes - capacity_bytes // STORE_SHARE
+
+
+class PinBudget:
+    """Bytes by kind: `resident_bytes` promised to or pinned by residencies, `held_bytes` by
+    requests' holds, `unadmitted_bytes` by leases without a load. Each kind counts its own."""
+
+    def __init__(self, tenants: TenantBook) -> None:
+        self.resident_bytes = 0
+        self.held_bytes = 0
+        self.unadmitted_bytes = 0
+        self._tenants = tenants
+
+    def __repr__(self) -> str:
+        return (
+            f"PinBudget({self.resident_bytes} resident, {self.held_bytes} held, "
+            f"{self.unadmitted_bytes} unadmitted of {self._tenants.capacity_bytes} B)"
+        )
+
+    @property
+    def for_residencies(self) -> int:
+        """Bytes that residencies may still take."""
+        used = self.resident_bytes + self.held_bytes + self.unadmitted_bytes
+        return max(0, most_pinned(self._tenants.capacity_bytes) - used)
+
+    @property
+    def for_others(self) -> int:
+        """Bytes that holds and leases may still take."""
+        return self.for_residencies if self.resident_bytes else self._tenants.capacity_bytes

@@ -1,1 +1,0 @@
-"""Takes over the block table of an earlier server. Pure."""

@@ -1,0 +1,389 @@
+"""What the policies have in common: ghosts of evicted blocks, queues of victims, demoted
+entries."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv_proto import native
+from hotkv_server.cache.room.policies.protocol import Entries, Evictable, Keys
+
+# Ghosts: what is remembered of blocks that were evicted.
+#
+# A table of fixed size over 64-bit keys; each ghost carries 64 bits that its policy chooses.
+# Always true: a key has at most one ghost; the oldest are dropped first. Chains of blocks become
+# ghosts together and should be forgotten together, since a block that is forgotten alone breaks
+# its chain; so the table has twice the room, and few buckets are full before a ghost's time is
+# over. Two keys of one bucket with equal tags are taken for each other: one in 2^31, at the cost
+# of a wrong guess of heat.
+
+
+WAYS = 8
+ROOM = 2
+"""Places for each ghost."""
+MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
+Values = NDArray[np.uint64]
+
+
+def spread(keys: Keys) -> Keys:
+    """Mixes all bits of keys: the high half chooses a bucket, the low half is tag and sample."""
+    mixed: Keys = (keys ^ (keys >> np.uint64(31))) * MULTIPLIER
+    return mixed ^ (mixed >> np.uint64(29))
+
+
+class GhostTable:
+    """The last `num_ghosts` that were remembered. `tags` [buckets, WAYS] 0 for none, `values` and
+    `ages` alike; an age is the number of ghosts before it. `is_lasting`: no ghost is too old, and
+    only a full bucket drops its oldest."""
+
+    def __init__(self, num_ghosts: int, *, is_lasting: bool = False) -> None:
+        buckets = max(1, -(-ROOM * num_ghosts // WAYS))
+        self.num_ghosts = num_ghosts
+        self._is_lasting = is_lasting
+        self.tags = np.zeros((buckets, WAYS), np.uint32)
+        self.values = np.zeros((buckets, WAYS), np.uint64)
+        self._ages = np.zeros((buckets, WAYS), np.uint32)
+        self._next_age = 1
+        self._kernels = native.require("hotkv_server.cache.room.policies.kernels")
+
+    def __len__(self) -> int:
+        return int((self.tags != 0).sum())
+
+    def __repr__(self) -> str:
+        return f"GhostTable({len(self)}/{self.tags.size} ghosts)"
+
+    def remember(self, keys: Keys, values: Values) -> Values:
+        """Adds ghosts, in order; returns the values of those that were dropped for them."""
+        if self._next_age + len(keys) >= 1 << 32:
+            self._begin_anew()
+        gone = np.zeros(len(keys), np.uint64)
+        num_gone = int(
+            self._kernels.remember(
+                self.tags, self.values, self._ages, keys, values, self._next_age, gone
+            )
+        )
+        self._next_age += len(keys)
+        return gone[:num_gone]
+
+    def take(self, keys: Keys) -> tuple[NDArray[np.bool_], Values]:
+        """Which keys [n] had a ghost, and its value; removes those ghosts."""
+        found, values = np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.uint64)
+        self._kernels.take(
+            self.tags,
+            self.values,
+            self._ages,
+            keys,
+            0 if self._is_lasting else self._next_age - self.num_ghosts,
+            found,
+            values,
+        )
+        return found, values
+
+    def drop_from(self, tag: int) -> None:
+        """Forgets ghosts whose tags are this or higher."""
+        gone = self.tags >= tag
+        self.tags[gone] = 0
+        self._ages[gone] = 0
+
+    def put_back(self, places: NDArray[np.int64], tags: NDArray[np.uint32]) -> None:
+        """Takes over tags from the same places of another table, as the oldest ghosts. Ignores
+        places that this table has not."""
+        known = places < self.tags.size
+        self.tags.reshape(-1)[places[known]] = tags[known]
+        self._ages.reshape(-1)[places[known]] = 1
+
+    def _begin_anew(self) -> None:
+        """Counts ages from the oldest ghost that still matters, once per four thousand million
+        ghosts. Lasting ones that are older are the oldest from then on."""
+        base = self._next_age - self.num_ghosts - 1
+        oldest = (self.tags != 0) & self._is_lasting
+        self._ages[:] = np.where(self._ages > base, self._ages - np.uint32(base), oldest)
+        self._next_age -= base
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if a tag is twice in a bucket."""
+        for bucket in self.tags:
+            tags = bucket[bucket != 0]
+            assert len(np.unique(tags)) == len(tags), "a key has two ghosts"
+
+
+# Victims in rising order of heat, without keeping all entries in order.
+#
+# A refill looks at entries by number from where the last one stopped, until it has seen enough
+# that may be evicted, and queues the coldest share, sorted; a victim costs amortised constant
+# work. If one slot size is rare among many entries a refill walks far: a tenth of a second over
+# ten million, once for many victims; `sweep` does it in parts before. An entry that was used since
+# it was queued has another state and is passed over, so a touch writes only its entry's state. An
+# entry that came since, or was used and is still the coldest, waits for the next refill.
+
+
+SHARE = 16
+"""A refill queues the coldest 1/16 of what it has seen."""
+MIN_QUEUED = 4
+"""A refill queues at least so many. Few: a colder block that comes later waits until these are
+evicted."""
+SWEEP_ENTRIES = 1 << 17
+"""Entry numbers that are looked at in one part."""
+
+Heat = Callable[[Entries], NDArray[np.float64]]
+Members = Callable[[int, int], Entries]
+"""Entries of the queue in a range of numbers."""
+
+
+class Highest:
+    """The highest entry number so far: sweeps end there."""
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def add(self, entries: Entries) -> None:
+        if len(entries):
+            self.number = max(self.number, int(entries.max()))
+
+
+class ColdQueue:
+    """One queue over the entries that `members(first, stop)` lists. `state` [capacity + 1]: changes
+    whenever an entry is used or removed."""
+
+    def __init__(
+        self, state: NDArray[np.uint64], highest: Highest, members: Members, heat: Heat
+    ) -> None:
+        self._state = state
+        self._highest = highest
+        self._members = members
+        self._heat = heat
+        self._hand = 0
+        self._entries: Entries = np.empty(0, np.uint32)
+        self._states = np.empty(0, np.uint64)
+        # True if a sweep has just found all there is to find.
+        self._is_swept = False
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        """Forgets the order: heat means something else from now on."""
+        self._entries, self._states = self._entries[:0], self._states[:0]
+
+    def sweep(self, count: int, evictable: Evictable) -> Iterator[None]:
+        """Refills the queue in parts if it has too little for `take` with these arguments, which
+        then need not."""
+        head = self._entries[: 4 * count]
+        if (
+            np.count_nonzero((self._state[head] == self._states[: len(head)]) & evictable(head))
+            < count
+        ):
+            yield from self._refill(count, evictable, [])
+        # If it found enough, others may have taken or used some of it between two parts.
+        self._is_swept = len(self._entries) < count
+
+    def take(self, count: int, evictable: Evictable, held: Evictable | None = None) -> Entries:
+        """The coldest evictable entries, at most `count`; pinned ones are passed over until the
+        next refill.
+
+        `held`: which of some entries are to stay; they keep their places, and the search for more
+        ends at the first ones.
+        """
+        chosen: list[Entries] = []
+        missing, refilled, self._is_swept = count, self._is_swept, False
+        while missing > 0:
+            if len(self._entries) < missing and not refilled:
+                # The rest of the queue has the coldest again.
+                for _ in self._refill(missing, evictable, chosen):
+                    pass
+                refilled = True
+            head = self._entries[: 2 * missing]
+            if not len(head):
+                break
+            usable = (self._state[head] == self._states[: len(head)]) & evictable(head)
+            if held is not None and (staying := usable & held(head)).any():
+                places = (usable & ~staying).nonzero()[0][:missing]
+                chosen.append(head[places])
+                usable[places] = False
+                left = np.append(usable, np.ones(len(self._entries) - len(head), np.bool_))
+                self._entries, self._states = self._entries[left], self._states[left]
+                break
+            places = usable.nonzero()[0][:missing]
+            chosen.append(head[places])
+            # An entry leaves the queue only if it was looked at and passed over, or taken.
+            used = len(head) if len(places) < missing else int(places[-1]) + 1
+            self._entries, self._states = self._entries[used:], self._states[used:]
+            missing -= len(places)
+        if len(chosen) == 1:
+            return chosen[0]
+        return np.concatenate(chosen) if chosen else np.empty(0, np.uint32)
+
+    def _refill(self, count: int, evictable: Evictable, chosen: list[Entries]) -> Iterator[None]:
+        end = self._highest.number + 1
+        parts: list[Entries] = []
+        # A hand of its own: another refill may run between two parts, and no entry may be seen
+        # twice.
+        num_seen, walked, hand = 0, 0, self._hand if self._hand < end else 0
+        while walked < end and num_seen < SHARE * count:
+            stop = min(hand + SWEEP_ENTRIES, end, hand + end - walked)
+            seen, found = self._coldest_of(self._members(hand, stop), count, evictable)
+            parts.append(found)
+            num_seen += seen
+            walked += stop - hand
+            hand = stop if stop < end else 0
+            yield
+        self._hand = hand
+        entries = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        if chosen:
+            entries = entries[~np.isin(entries, np.concatenate(chosen))]
+        entries, heat = self._coldest(entries, _kept(num_seen, count))
+        self._entries = entries[heat.argsort(kind="stable")]
+        self._states = self._state[self._entries]
+
+    def _coldest_of(
+        self, entries: Entries, count: int, evictable: Evictable
+    ) -> tuple[int, Entries]:
+        """How many entries were compared, and the coldest of them that may be evicted."""
+        keep = _kept(len(entries), count)
+        if len(entries) > 4 * keep:
+            # Warmer entries are asked about only if colder ones may not be evicted.
+            coldest, _ = self._coldest(entries, 2 * keep)
+            found = coldest[evictable(coldest)]
+            if len(found) >= keep:
+                return len(entries), found
+        found = entries[evictable(entries)]
+        return len(found), found
+
+    def _coldest(self, entries: Entries, count: int) -> tuple[Entries, NDArray[np.float64]]:
+        """The `count` coldest of the entries and their heat, in no order."""
+        heat = self._heat(entries)
+        if len(entries) <= count:
+            return entries, heat
+        places = heat.argpartition(count)[:count]
+        return entries[places], heat[places]
+
+
+def _kept(num_seen: int, count: int) -> int:
+    return max(MIN_QUEUED, count, num_seen // SHARE)
+
+
+# Entries that were demoted: evicted before all others until they are used again.
+#
+# A policy marks a demoted entry in its state, so that a use undoes the demotion by writing the
+# state anew, and hands the entry to a `DemotedEntries`, which its `victims` asks first. Always
+# true: an entry whose state has changed since is never taken from here, and none is taken twice;
+# memory is bounded by the capacity, whatever is demoted and used in turn; no call looks at more
+# entries than it was given and some parts of PART_ENTRIES.
+
+
+LOOKED_ENTRIES = 1 << 14
+"""Entries that one `take` looks at, at most. Those of another slot size, and pinned ones, are
+passed over; they wait behind the others then."""
+PART_ENTRIES = 1 << 12
+COMPACTED_PARTS = 2
+"""Parts that are compacted for each one that begins: twice as many go as come."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Entries [n], at most PART_ENTRIES, with their states and numbers when they were added."""
+
+    entries: Entries
+    states: NDArray[np.uint64]
+    numbers: NDArray[np.uint32]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def at(self, chosen: NDArray[np.bool_]) -> "_Part":
+        return _Part(self.entries[chosen], self.states[chosen], self.numbers[chosen])
+
+    def __add__(self, other: "_Part") -> "_Part":
+        return _Part(
+            np.concatenate((self.entries, other.entries)),
+            np.concatenate((self.states, other.states)),
+            np.concatenate((self.numbers, other.numbers)),
+        )
+
+
+class DemotedEntries:
+    """Demoted entries with their states, the first demoted first. `state` [capacity + 1]: changes
+    whenever an entry is used or removed."""
+
+    def __init__(self, state: NDArray[np.uint64]) -> None:
+        self._state = state
+        # By entry: the number with which it was added last. Memory comes with the first demotion of
+        # an entry nearby.
+        self._last = np.zeros(len(state), np.uint32)
+        self._num_added = 0
+        self._parts: deque[_Part] = deque()
+        # The part that is compacted next.
+        self._next = 0
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self._parts)
+
+    def add(self, entries: Entries) -> None:
+        """Adds entries whose state says that they are demoted, in the order of their eviction. One
+        that is listed twice stands at its first place; one that was added before comes anew."""
+        for start in range(0, len(entries), PART_ENTRIES):
+            some = entries[start : start + PART_ENTRIES]
+            numbers = np.arange(self._num_added, self._num_added + len(some)).astype(np.uint32)
+            self._num_added += len(some)
+            # Of an entry that is listed twice numpy keeps what is assigned last.
+            self._last[some[::-1]] = numbers[::-1]
+            self._append(self._valid(_Part(some, self._state[some], numbers)))
+
+    def _append(self, part: _Part) -> None:
+        if self._parts and len(self._parts[-1]) + len(part) <= PART_ENTRIES:
+            self._parts[-1] += part
+            return
+        self._parts.append(part)
+        for _ in range(COMPACTED_PARTS):
+            self._compact_next()
+
+    def _compact_next(self) -> None:
+        """Drops from one part what was used, removed or added again since, and joins it with the
+        part before if both fit into one."""
+        at = self._next if self._next < len(self._parts) else 0
+        part = self._parts[at] = self._valid(self._parts[at])
+        if at and len(self._parts[at - 1]) + len(part) <= PART_ENTRIES:
+            self._parts[at - 1] += part
+            del self._parts[at]
+            at -= 1
+        self._next = at + 1
+
+    def _valid(self, part: _Part) -> _Part:
+        """What is still demoted, each entry where it was added last."""
+        is_last = self._last[part.entries] == part.numbers
+        return part.at(is_last & (self._state[part.entries] == part.states))
+
+    def take(self, count: int, evictable: Evictable) -> Entries:
+        """Up to `count` evictable entries that are still demoted. What is taken is known here no
+        more, evicted or not."""
+        chosen: list[Entries] = [np.empty(0, np.uint32)]
+        passed: list[_Part] = []
+        num_looked = 0
+        while self._parts and count and num_looked < LOOKED_ENTRIES:
+            part = self._parts.popleft()
+            num_looked += len(part)
+            part = self._valid(part)
+            places = np.flatnonzero(evictable(part.entries))[:count]
+            count -= len(places)
+            chosen.append(part.entries[places])
+            left = np.ones(len(part), np.bool_)
+            left[places] = False
+            if left.any():
+                passed.append(part.at(left))
+        if num_looked < LOOKED_ENTRIES:
+            self._parts.extendleft(reversed(passed))
+        else:
+            self._parts.extend(passed)
+        return np.concatenate(chosen)
+
+
+def others(evictable: Evictable, chosen: Entries) -> Evictable:
+    """What may be evicted besides those that are chosen already."""
+    if not len(chosen):
+        return evictable
+    return lambda entries: evictable(entries) & ~np.isin(entries, chosen)
