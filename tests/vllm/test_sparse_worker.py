@@ -254,6 +254,6 @@ def test_a_layer_that_goes_on_breaking_rests_and_comes_back(
         assert engine.worker.take_layer_counters()[7]["faults"] == 1
         assert (
             all(rewrite is not None for rewrite in engine.step("a"))
-            and repr(engine.worker._faults) == "Faults()"
+            and repr(engine.worker._faults) == "LayerFaults()"
         )
     assert [record.getMessage().count("layer7 broke") for record in caplog.records] == [1, 1]
