@@ -16,9 +16,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tools.vllm_names import Names  # noqa: E402
 from tools.vllm_sources import Source, Unreachable, installed, release  # noqa: E402
-from tools.vllm_uses import Uses, hooks_of, pauses_by  # noqa: E402
+from tools.vllm_uses import (  # noqa: E402
+    Names,
+    Uses,
+    hooks_of,
+    pauses_by,
+)
 
 PACKAGE = ROOT / "connector_vllm" / "hotkv_vllm"
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
