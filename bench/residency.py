@@ -194,6 +194,11 @@ def ratios(rounds: Sequence[Round], over: str, under: str, clock: int) -> float:
     return median([getattr(one, over)[clock] / getattr(one, under)[clock] for one in rounds])
 
 
+def middle(rounds: Sequence[Round], name: str) -> float:
+    """Median of a figure's processor time."""
+    return median([getattr(one, name)[PROCESSOR] for one in rounds])
+
+
 def figures(found: Found) -> dict[str, float]:
     """What was measured, by the names of the module."""
     named: dict[str, float] = {}
@@ -221,6 +226,14 @@ def figures(found: Found) -> dict[str, float]:
     return named
 
 
+RATIOS = {
+    "step_over_resident": ("resident_step_s", "sparse_step_s"),
+    "step_over_dense_32k": ("resident_step_s", "dense_step_s"),
+    "prefill_overhead": ("resident_prefill_s", "dense_prefill_s"),
+    "prefill_over_sparse": ("resident_prefill_s", "sparse_prefill_s"),
+    "hit_first_token_share": ("hit_first_s", "resident_prefill_s"),
+}
+"""Figures of a round, one over the other."""
 OF_THE_LLAMA = ("step_over_dense_32k", "hit_")
 """Figures that are asked for at 32k; SmolLM2 gives the others, if it was run."""
 
@@ -239,25 +252,11 @@ def of_rounds(shape: Shape, rounds: Sequence[Round]) -> dict[str, float]:
     whole = first.hit_tokens * model.kv_token_bytes
     heads = (3, 64) if model.name == "smollm2" else (2, 32)
     per_block = representation_bytes(model, *heads)
-    named: dict[str, float] = {}
-    for clock, suffix in ((PROCESSOR, ""), (WALL, "_wall")):
-        named |= {
-            f"step_over_resident{suffix}": ratios(
-                rounds, "resident_step_s", "sparse_step_s", clock
-            ),
-            f"step_over_dense_32k{suffix}": ratios(
-                rounds, "resident_step_s", "dense_step_s", clock
-            ),
-            f"prefill_overhead{suffix}": ratios(
-                rounds, "resident_prefill_s", "dense_prefill_s", clock
-            ),
-            f"prefill_over_sparse{suffix}": ratios(
-                rounds, "resident_prefill_s", "sparse_prefill_s", clock
-            ),
-            f"hit_first_token_share{suffix}": ratios(
-                rounds, "hit_first_s", "resident_prefill_s", clock
-            ),
-        }
+    named = {
+        f"{name}{suffix}": ratios(rounds, over, under, clock)
+        for clock, suffix in ((PROCESSOR, ""), (WALL, "_wall"))
+        for name, (over, under) in RATIOS.items()
+    }
     pages = whole / model.block_bytes * model.layers
     return named | {
         "hit_bytes_share": median([one.hit_load_bytes for one in rounds]) / whole,
@@ -269,11 +268,11 @@ def of_rounds(shape: Shape, rounds: Sequence[Round]) -> dict[str, float]:
         "representations_overhead_hit": median([built_of_hit(one, model.layers) for one in rounds])
         / pages,
         "pulled_pages_per_step": median([one.pulled_pages / one.num_steps for one in rounds]),
-        "dense_step_ms": 1e3 * median([one.dense_step_s[PROCESSOR] for one in rounds]),
-        "sparse_step_ms": 1e3 * median([one.sparse_step_s[PROCESSOR] for one in rounds]),
-        "resident_step_ms": 1e3 * median([one.resident_step_s[PROCESSOR] for one in rounds]),
-        "dense_prefill_s": median([one.dense_prefill_s[PROCESSOR] for one in rounds]),
-        "resident_prefill_s": median([one.resident_prefill_s[PROCESSOR] for one in rounds]),
+        **{
+            f"{way}_step_ms": 1e3 * middle(rounds, f"{way}_step_s")
+            for way in ("dense", "sparse", "resident")
+        },
+        **{f"{way}_prefill_s": middle(rounds, f"{way}_prefill_s") for way in ("dense", "resident")},
     }
 
 
@@ -282,6 +281,13 @@ def built_of_hit(one: Round, num_layers: int) -> float:
     those that the rest of the prompt and the answer did not complete. The last token has no KV."""
     complete = (one.context_tokens - 1) // BLOCK_TOKENS - one.hit_tokens // BLOCK_TOKENS
     return max(0.0, one.hit_built_blocks - complete * num_layers)
+
+
+def shown(name: str, value: object) -> object:
+    """A cell of a table."""
+    if name.endswith("_bytes"):
+        return human_bytes(float(str(value)))
+    return f"{value:.4g}" if isinstance(value, float) else value
 
 
 def report(found: Found, named: dict[str, float]) -> str:
@@ -293,46 +299,11 @@ def report(found: Found, named: dict[str, float]) -> str:
         missed = "missed" if bare and target is not None and not target.is_met(value) else ""
         rows.append((name, f"{value:.4g}", str(target) if bare else "", missed))
     parts = [table(("figure", "value", "target", ""), rows)]
-    if found.exact:
-        parts.append(
-            table(
-                ("case", "model", "context", "pool", "over", "tokens equal", "logprob diff",
-                 "preemptions"),
-                [
-                    (one.case, one.model, one.context_tokens, one.pool_tokens,
-                     f"{one.context_over_pool:.1f}", f"{one.tokens_equal:.2f}",
-                     f"{one.max_logprob_diff:.3g}", f"{one.preemptions:.0f}")
-                    for one in found.exact
-                ],
-            )
-        )  # fmt: skip
-    if found.held:
-        parts.append(
-            table(
-                ("context", "all of it", "device", "arithmetic", "arena", "arithmetic", "staging",
-                 "rows"),
-                [
-                    (one.context_tokens, *(human_bytes(size) for size in (
-                        one.whole_bytes, one.device_bytes, one.expected_device_bytes,
-                        one.arena_bytes, one.expected_arena_bytes, one.staging_bytes,
-                        one.row_bytes)))
-                    for one in found.held
-                ],
-            )
-        )  # fmt: skip
-    if found.together:
-        parts.append(
-            table(
-                ("16k requests", "pool", "requests", "at once", "cold s", "warm s", "processor s",
-                 "decoded a second"),
-                [
-                    (one.way, one.pool_tokens, one.num_requests, one.most_decoding,
-                     f"{one.cold_s:.1f}", f"{one.warm_s:.1f}", f"{one.cpu_s:.1f}",
-                     f"{one.decode_rate:.0f}")
-                    for one in found.together
-                ],
-            )
-        )  # fmt: skip
+    for found_rows in (found.exact, found.held, found.together):
+        if found_rows:
+            lines = [asdict(one) for one in found_rows]
+            cells = [[shown(name, value) for name, value in line.items()] for line in lines]
+            parts.append(table([name.replace("_", " ") for name in lines[0]], cells))
     return "\n\n".join(parts)
 
 

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 import torch
 from transformers import AutoTokenizer
@@ -164,7 +165,7 @@ def measure(
     by_variant = {outcome.variant: outcome for outcome in outcomes}
     rows = [Row(text, by_variant[variant]) for variant in variants]
     # A run takes long: what is known is said.
-    print(table(HEADERS, [cells(row) for row in rows]), file=sys.stderr, flush=True)
+    print_rows(rows, sys.stderr)
     return rows
 
 
@@ -188,40 +189,6 @@ def all_rows(
     return rows
 
 
-def cells(row: Row) -> list[str]:
-    """A row of the table."""
-    outcome, variant = row.outcome, row.outcome.variant
-    recall = "" if outcome.recall is None else f"{outcome.recall:.3f}"
-    return [
-        row.text.name,
-        variant.scorer,
-        variant.budget_label,
-        str(variant.block_tokens),
-        variant.sets,
-        variant.fresh_label,
-        f"{outcome.kl:.4f}",
-        f"{outcome.delta_nll:+.3f}",
-        recall,
-        f"{outcome.attended_ratio:.1%}",
-        f"{outcome.moved_blocks:.2f}",
-    ]
-
-
-HEADERS = (
-    "text",
-    "scorer",
-    "budget",
-    "block",
-    "sets",
-    "selection",
-    "KL",
-    "ΔNLL",
-    "recall",
-    "attended",
-    "moved",
-)
-
-
 def figures(row: Row) -> dict[str, object]:
     """A row in JSON."""
     outcome, variant = row.outcome, row.outcome.variant
@@ -240,6 +207,16 @@ def figures(row: Row) -> dict[str, object]:
         "attended_ratio": outcome.attended_ratio,
         "moved_blocks": outcome.moved_blocks,
     }
+
+
+def print_rows(rows: Sequence[Row], file: TextIO) -> None:
+    """A table of their figures."""
+    named = [figures(row) for row in rows]
+    cells = [
+        [f"{value:.4f}" if isinstance(value, float) else value for value in one.values()]
+        for one in named
+    ]
+    print(table(list(named[0]), cells), file=file, flush=True)
 
 
 def options() -> argparse.Namespace:
@@ -306,7 +283,7 @@ def main() -> int:
         "rows": [figures(row) for row in rows],
         "targets": {target.name: target.value for target in held},
     }
-    print_report(HEADERS, [cells(row) for row in rows], report, as_json=False)
+    print_rows(rows, sys.stdout)
     bounds = [
         (
             target.name,

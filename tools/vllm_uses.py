@@ -14,8 +14,8 @@ from tools.vllm_sources import Source
 
 # ----------------------------------------------------------------------- What vLLM's sources define
 # Names of modules, members and bases of classes, parameters, annotated types, found on syntax
-# trees. Nothing is imported or run. What can't be told (names from other packages, unannotated values) is
-# None, and nobody checks it.
+# trees. Nothing is imported or run. What can't be told (names from other packages, unannotated
+# values) is None, and nobody checks it.
 
 FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
 SEQUENCES = {

@@ -32,25 +32,10 @@ class Variant:
     corrections: int = 0
 
     @property
-    def budget_label(self) -> str:
-        """The budget as tables name it."""
-        return f"{self.budget:.0%}" if isinstance(self.budget, float) else str(self.budget)
-
-    @property
-    def sets(self) -> str:
-        """How KV heads share a selection."""
-        return "shared" if self.shared else "per head"
-
-    @property
-    def fresh_label(self) -> str:
-        """The freshness as tables name it."""
-        return f"lru 2K, c = {self.corrections}" if self.freshness == LRU else self.freshness
-
-    @property
     def key(self) -> str:
         """The name of its figures in JSON, such as `rot2u_10_32_shared_lru_2`."""
         freshness = f"{LRU}_{self.corrections}" if self.freshness == LRU else self.freshness
-        sets = self.sets.replace(" ", "_")
+        sets = "shared" if self.shared else "per_head"
         budget = f"{self.budget * 100:g}" if isinstance(self.budget, float) else f"{self.budget}t"
         return f"{self.scorer}_{budget}_{self.block_tokens}_{sets}_{freshness}"
 

@@ -195,8 +195,7 @@ def test_targets_take_the_worst_text() -> None:
 def test_budgets_of_residency_have_names_of_their_own() -> None:
     rows = resident_variants(with_file=True)
     assert len({row.key for row in rows}) == len(rows)
-    labels = {row.budget: row.budget_label for row in rows}
-    assert labels[256] == "256" and labels[0.10] == "10%"
+    assert {"rot2u_256t_32_shared_lru_4", "rot2u_10_32_shared_lru_4"} <= {row.key for row in rows}
 
 
 def test_targets_of_residency_are_each_texts_own() -> None:
