@@ -32,7 +32,7 @@ from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.sparse.capability import SparseCapability
 from hotkv_server.startup import process
-from hotkv_server.told.pages.replies import Reply
+from hotkv_server.told.pages.routes import Reply
 from hotkv_server.told.status import as_json_values, read_status
 
 BOUNDS = {"loop_ms": at_most(10.0)}

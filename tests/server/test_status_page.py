@@ -33,8 +33,7 @@ from hotkv_server.told import kernel
 from hotkv_server.told import status as status_figures
 from hotkv_server.told.http_endpoint import HttpServer
 from hotkv_server.told.pages import routes
-from hotkv_server.told.pages.replies import Request
-from hotkv_server.told.pages.routes import MAX_KEPT, Routes
+from hotkv_server.told.pages.routes import MAX_KEPT, Request, Routes
 from hotkv_server.told.status import as_json_values, read_status
 from tests.core.support import make_key_space
 from tests.server.capable import capable

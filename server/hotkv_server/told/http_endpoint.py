@@ -20,8 +20,7 @@ import h11
 
 from hotkv_server.node.node import Node
 from hotkv_server.security.page_access import PageAccess
-from hotkv_server.told.pages.replies import Reply, Request
-from hotkv_server.told.pages.routes import Routes
+from hotkv_server.told.pages.routes import Reply, Request, Routes
 
 log = logging.getLogger(__name__)
 

@@ -15,11 +15,12 @@ import re
 import time
 import urllib.parse
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, TypeVar
 
+import orjson
 from prometheus_client import (
     CollectorRegistry,
     PlatformCollector,
@@ -33,8 +34,54 @@ from hotkv_server.security.page_access import PageAccess, PageRefusal, Sight
 from hotkv_server.security.path_checks import UnsafeError
 from hotkv_server.told.kernel import all_topics
 from hotkv_server.told.metrics import NodeCollector
-from hotkv_server.told.pages.replies import PRIVATE, Reply, Request
 from hotkv_server.told.status import Status, as_json_values, read_status
+
+# ----------------------------------------------------------------------------- Requests and answers
+# Of HTTP, as values.
+
+TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""As Prometheus has it for metrics; the other texts get it, too."""
+JSON_TYPE = "application/json"
+PRIVATE: Mapping[str, str] = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+"""Headers of whatever is not for everybody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A GET request. `host`, `authorization`, `accept`: headers, empty if they are not there."""
+
+    path: str
+    query: str = ""
+    host: str = ""
+    authorization: str = field(default="", repr=False)
+    accept: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer."""
+
+    status: int
+    body: bytes
+    content_type: str = TEXT_TYPE
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def text(status: int, line: str, headers: Mapping[str, str] = PRIVATE) -> "Reply":
+        """One line for people."""
+        return Reply(status, f"{line}\n".encode(), headers=headers)
+
+    @staticmethod
+    def json(value: Any) -> "Reply":
+        """Figures, for who may see them."""
+        body = orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
+        return Reply(200, body, JSON_TYPE, PRIVATE)
+
 
 # ----------------------------------------------------------------------------------------- The page
 # One file that needs nothing else, and the headers that keep it so.
