@@ -35,7 +35,7 @@ from demo.processes import ends_cleanly
 from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import Words
-from hotkv_server.cache.restore import Below, restore_below
+from hotkv_server.cache.restore import BelowSpace, restore_below
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.sessions import Catalog
@@ -259,7 +259,9 @@ def restart(folder: Path, num_bytes: int) -> float:
     again = LowerMemory.open(folder / "again", num_bytes, SLAB_BYTES, count)
     began_s = time.monotonic()
     space, number = opened(again)
-    restored = restore_below(Below(space, _known(space, key_space)), old, {number: number}, 0.0)
+    restored = restore_below(
+        BelowSpace(space, _known(space, key_space)), old, {number: number}, 0.0
+    )
     took_s = time.monotonic() - began_s
     assert restored.blocks == count, restored
     return took_s

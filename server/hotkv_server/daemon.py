@@ -49,7 +49,7 @@ STOP_CALLS_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedNode:
     """The node and what it was made of."""
 
     node: Node
@@ -60,7 +60,7 @@ class Opened:
     """Nothing came back from an earlier server."""
 
     @staticmethod
-    def open(settings: Settings, *, reset: bool) -> "Opened":
+    def open(settings: Settings, *, reset: bool) -> "OpenedNode":
         """Maps memory, looks for devices, takes over what an earlier server has left. Blocks.
         Raises StartError."""
         looking = look_in_background(settings.copy_)
@@ -84,7 +84,7 @@ class Opened:
             tiers = None if below is None else below.drive(core, verifier, memory)
             node = Node(core, memory, cuda.copy_engine, verifier, cuda.devices, tiers)
             undo.pop_all()
-        return Opened(node, memory, cuda, below, is_new)
+        return OpenedNode(node, memory, cuda, below, is_new)
 
     def fill(self) -> None:
         """Prefaults the rest of table and arena, in the background."""
@@ -126,7 +126,7 @@ class Opened:
             self.memory.remove()
 
 
-def watch_all(opened: Opened, settings: Settings, listeners: Listeners) -> None:
+def watch_all(opened: OpenedNode, settings: Settings, listeners: Listeners) -> None:
     """Has everything watched that must be alive besides what the node watches itself."""
     health, copies, cuda = opened.node.health, opened.node.copy_engine, opened.cuda
     health.watch("a copy thread", copies.is_alive, copies.stalled_s, STALLED_WORK_S)
@@ -197,7 +197,9 @@ def reload(reloader: Reloader) -> None:
         systemd.notify("READY=1")
 
 
-def say_ready(settings: Settings, opened: Opened, listeners: Listeners, started_s: float) -> None:
+def say_ready(
+    settings: Settings, opened: OpenedNode, listeners: Listeners, started_s: float
+) -> None:
     """Logs it and tells systemd."""
     log.info(
         "ready version=%s socket=%s arena_bytes=%d filled_bytes=%d huge_bytes=%d copy_threads=%d "
@@ -249,7 +251,7 @@ async def serve(
             f"bringing in an arena of {settings.arena.bytes >> 20} MiB",
             lambda: f": {allocated_bytes(file) >> 20} MiB",
         )
-        opened = Opened.open(settings, reset=reset)
+        opened = OpenedNode.open(settings, reset=reset)
     node, loop = opened.node, asyncio.get_running_loop()
     node.drain_timeout_s = settings.drain_timeout_s
     loop.set_exception_handler(node.health.on_loop_error)

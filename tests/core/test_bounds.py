@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from hotkv_server.cache.room.shares import FLOOR_SHARE, Account, FairBound
+from hotkv_server.cache.room.shares import FLOOR_SHARE, BoundShare, FairBound
 
 CAPACITIES = st.sampled_from([1, 7, 64, 1000, 4096])
 STEPS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-60, 60)), max_size=60)
@@ -81,7 +81,7 @@ def test_accounts_share_a_bound(
     """What one account holds, in its units, is missing in the other; together they are as one bound
     in bytes."""
     bound = FairBound(capacity)
-    accounts = tuple(Account(bound, unit) for unit in units)
+    accounts = tuple(BoundShare(bound, unit) for unit in units)
     held: list[dict[str, int]] = [{"a": 0, "b": 0}, {"a": 0, "b": 0}]
     for which, owner, change in steps:
         account, mine = accounts[which], held[which]

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hotkv_proto.hints import Status
 from hotkv_proto.table import Words
-from hotkv_server.hints.book.chains import Chains, chain_keys, common_blocks
+from hotkv_server.hints.book.chains import KnownChains, chain_keys, common_blocks
 from hotkv_server.hints.book.outcomes import HintBook, HintLimits, HintOutcome, TenantHints
 from hotkv_server.hints.book.sessions import MAX_OTHERS, MAX_OTHERS_BYTES, RECENT_S, HintSessions
 
@@ -42,7 +42,7 @@ def common(one: list[int], other: list[int]) -> int:
 def test_common_blocks(chains: list[list[int]], keys: list[int]) -> None:
     mine, theirs = chain_keys(words(keys)), [chain_keys(words(chain)) for chain in chains]
     expected = [common(chain, keys) for chain in chains]
-    assert Chains(theirs).common_blocks(mine).tolist() == expected
+    assert KnownChains(theirs).common_blocks(mine).tolist() == expected
     for chain, length in zip(theirs, expected, strict=True):
         for least in range(length + 2):
             assert common_blocks(chain, mine, least) == max(least, length)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hotkv_proto import table
 from hotkv_proto.table import SLOT_ALIGN, Words
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.restore import Below, Restored, restore_below
+from hotkv_server.cache.restore import BelowSpace, Restored, restore_below
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.sessions import Catalog
@@ -187,7 +187,7 @@ def restored(records: Words, *, knows: bool = True) -> tuple[Space, Restored]:
     space = Space(make_table(CAPACITY), 8 * SLAB, SLAB, POLICIES["lru"](CAPACITY))
     catalog = Catalog(space.books)
     number, _ = catalog.register(KEY_SPACE, (), 0.0)
-    below = Below(space, catalog, encoded_bytes if knows else None)
+    below = BelowSpace(space, catalog, encoded_bytes if knows else None)
     report = restore_below(below, records, {1: number}, 5.0)
     space.check_invariants()
     return space, report

@@ -12,7 +12,7 @@ import pytest
 
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.simulate import report
-from hotkv_server.simulate.report import Row
+from hotkv_server.simulate.report import ReportRow
 from tests import daemons
 from tests.simulate.naive import lru_hits, two_tier_hits
 from tests.simulate.traces import agent_sessions, scans, write_trace
@@ -185,7 +185,7 @@ def test_a_plot_shows_gib_and_hit_rate() -> None:
     """What a person asks for: memory along, hits up."""
     figure = pytest.importorskip("matplotlib.figure").Figure()
     panel = figure.subplots()
-    rows = [Row("t", "lru", at, blocks, rate, 100, 1.0) for at, blocks, rate in SOME_RATES]
+    rows = [ReportRow("t", "lru", at, blocks, rate, 100, 1.0) for at, blocks, rate in SOME_RATES]
     report._draw_panel(panel, "t", rows, 2.0)
     assert "GiB" in panel.get_xlabel() and panel.get_ylabel().startswith("hit rate")
     assert panel.lines[0].get_ydata().tolist() == [rate for *_, rate in SOME_RATES]

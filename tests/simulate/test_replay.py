@@ -10,7 +10,7 @@ from hotkv_server.cache.room.policies.hotness import CONTENDERS
 from hotkv_server.simulate.replay import (
     BLOCK_TOKENS,
     OneTier,
-    Tier,
+    SimulatedTier,
     replay,
     unbounded,
 )
@@ -72,7 +72,7 @@ def holds_nothing(policy: Policy) -> bool:
 
 def test_with_two_tiers_neither_holds() -> None:
     """What goes down gets only what had room, and nothing that goes down is refused."""
-    spaces = [Tier(8, Hotness), Tier(16, Hotness)]
+    spaces = [SimulatedTier(8, Hotness), SimulatedTier(16, Hotness)]
     two = TwoTiers(spaces[0], spaces[1], BLOCK_TOKENS, None)
     duels = []
     for tier in spaces:
@@ -98,10 +98,10 @@ def test_tiers_stay_consistent(
     """After every request the core's invariants hold, and all of it that fits is there for the next
     one."""
     trace = make_trace("t", requests)
-    one = OneTier(Tier(capacity, POLICIES[policy]))
+    one = OneTier(SimulatedTier(capacity, POLICIES[policy]))
     two = TwoTiers(
-        Tier(capacity, POLICIES[policy]),
-        Tier(capacity, POLICIES[policy]),
+        SimulatedTier(capacity, POLICIES[policy]),
+        SimulatedTier(capacity, POLICIES[policy]),
         BLOCK_TOKENS,
         budget,
     )

@@ -98,7 +98,7 @@ class Restorable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Below:
+class BelowSpace:
     """The space of a tier below. `encoded_bytes`: of places that an earlier server may have given
     to encoded blocks, see `place_sizes`; None if it encoded none."""
 
@@ -197,7 +197,7 @@ def restore(
 
 
 def restore_below(
-    below: Below, old: Words, key_spaces: Mapping[int, int], now_s: float
+    below: BelowSpace, old: Words, key_spaces: Mapping[int, int], now_s: float
 ) -> Restored:
     """Fills the empty space of a tier from the records [n, 18] of its old table, as `restore` does.
     Its seals are compared whenever a block is read."""

@@ -61,7 +61,7 @@ class Origin:
     is_running: bool = False
 
 
-class Blocks:
+class HintedBlocks:
     """The blocks that actions mean, and work on them in slices."""
 
     def __init__(self, core: CacheCore, effects: Effects) -> None:
@@ -134,7 +134,7 @@ class HintWork:
         self._core = core
         self._below = below
         self._spawn = spawn
-        self.blocks = Blocks(core, effects)
+        self.blocks = HintedBlocks(core, effects)
 
     async def do(
         self, tenant: TenantHints, origin: Origin, action: Action, outcome: HintOutcome

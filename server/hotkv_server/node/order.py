@@ -38,7 +38,7 @@ PINNED_BYTES = 4096
 """Size of `MAX_MARKS` words, and the least that can be pinned."""
 
 
-class Marks(Protocol):
+class MarkReader(Protocol):
     """Reads the marks of a session."""
 
     kind: OrderKind
@@ -180,7 +180,7 @@ class SessionOrder:
     """How marks of a session are made: `marks` is None for HOST. `message`: why the server took
     less than the engine offered."""
 
-    marks: Marks | None = None
+    marks: MarkReader | None = None
     message: str = ""
 
     @property
@@ -217,7 +217,9 @@ class MarkGate:
     """Gate of one transfer, for copy engines. `on_released` is called from any thread when the gate
     is asked no more."""
 
-    def __init__(self, marks: Marks, mark: DeviceMark, on_released: Callable[[], None]) -> None:
+    def __init__(
+        self, marks: MarkReader, mark: DeviceMark, on_released: Callable[[], None]
+    ) -> None:
         self._marks = marks
         self._mark = mark
         self._on_released = on_released
@@ -286,7 +288,9 @@ def open_order(
         region = regions[offer.flags_handle_id]
         try:
             if region.device == HOST:
-                words: Marks = FileWords(mappings[offer.flags_handle_id], region, offer.num_flags)
+                words: MarkReader = FileWords(
+                    mappings[offer.flags_handle_id], region, offer.num_flags
+                )
             else:
                 words = DeviceWords(devices, region, offer.num_flags)
             return SessionOrder(words)

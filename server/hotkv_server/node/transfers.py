@@ -20,7 +20,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.order import DeviceMark
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.shares import Account
+from hotkv_server.cache.room.shares import BoundShare
 from hotkv_server.cache.values import LoadPositions, Run, SlotRun
 from hotkv_server.dataplane.engines import CopyEngine, CopyJob, Outcome
 from hotkv_server.dataplane.plan import Plan, Region, block_copies
@@ -125,13 +125,13 @@ class Means:
     copy_engine: CopyEngine
     verifier: Verifier
     health: Health
-    kept_bytes: Account
+    kept_bytes: BoundShare
     run_effects: Callable[[], None]
     timings: Timings
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TransferCall:
     """What a call asks for. Nothing moves before `gate` has passed, if there is one. `kept_bytes`:
     about what is kept of the transfer until it ends."""
 
@@ -156,7 +156,7 @@ class Transfer:
     def __init__(
         self,
         means: Means,
-        call: Call,
+        call: TransferCall,
         finish: Finish,
         after_copy: Callable[[], None] | None = None,
         *,
@@ -300,7 +300,7 @@ class Transfers:
         timings: Timings | None = None,
     ) -> None:
         self._core = core
-        self.kept_bytes = Account(core.client_memory)
+        self.kept_bytes = BoundShare(core.client_memory)
         self.loaded_bytes = 0
         self.stored_bytes = 0
         self._arena = arena
@@ -432,7 +432,7 @@ class Transfers:
         timeout_s: float,
         after: DeviceMark | None,
         message_bytes: int,
-    ) -> Call:
+    ) -> TransferCall:
         """Checks a call and its bounds; its deadline and gate are made, and nothing is taken yet.
         Raises HotKVError."""
         kept_bytes = message_bytes + _plan_bytes(block_ids)
@@ -440,7 +440,7 @@ class Transfers:
         memory = _usable_memory(session, block_ids, groups)
         deadline = Deadline(timeout_s)
         gate = None if after is None else memory.order.gate(after, deadline.mark_passed)
-        return Call(session, transfer_id, memory, block_ids, deadline, gate, kept_bytes)
+        return TransferCall(session, transfer_id, memory, block_ids, deadline, gate, kept_bytes)
 
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
         """Raises OVERLOADED if the session has as much under way as one alone may have."""

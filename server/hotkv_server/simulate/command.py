@@ -25,9 +25,9 @@ from hotkv_server.simulate.replay import (
 from hotkv_server.simulate.report import (
     CLAIRVOYANT,
     UNBOUNDED,
-    LowerTier,
+    LowerFigures,
     PlotError,
-    Row,
+    ReportRow,
     Units,
     as_json,
     as_table,
@@ -180,10 +180,10 @@ class TierSize:
         return min(trace.num_unique_blocks, max(1, int(self.mib / block_mib)))
 
 
-def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[Row]:
+def _simulate(traces: list[Trace], options: argparse.Namespace) -> list[ReportRow]:
     """By trace and capacity: the policies, then the bounds."""
     percents = sorted(set(options.capacity_percent))
-    rows: list[Row] = []
+    rows: list[ReportRow] = []
     with _progress_bar(
         sum(trace.num_requests for trace in traces) * len(percents) * len(options.policy)
     ) as progress:
@@ -204,7 +204,7 @@ def _replayed(
     policy: str,
     options: argparse.Namespace,
     progress: Progress | None,
-) -> Row:
+) -> ReportRow:
     capacity = trace.capacity_blocks(percent)
     tier: TierSize | None = options.tier
     if tier is None:
@@ -227,7 +227,7 @@ def _replayed(
     num_hits = trace.hit_blocks(done.prefix)
     lower, num_below = None, done.num_second_tier_hits
     if tier is not None:
-        lower = LowerTier(
+        lower = LowerFigures(
             tier.name,
             _percent_of(trace, tier, options),
             num_below / trace.num_accesses,
@@ -235,7 +235,7 @@ def _replayed(
             done.num_second_tier_writes,
         )
     hit_rate = (num_hits - num_below) / trace.num_accesses
-    return Row(
+    return ReportRow(
         trace.name, policy, percent, capacity, hit_rate, trace.num_accesses, done.seconds, lower
     )
 
@@ -248,7 +248,7 @@ def _percent_of(trace: Trace, tier: TierSize, options: argparse.Namespace) -> fl
 
 def _bounds(
     trace: Trace, percent: float, options: argparse.Namespace, following: Int64s
-) -> list[Row]:
+) -> list[ReportRow]:
     """The bounds; as tier below, the gain of the clairvoyant cache from being that much larger."""
     capacity, tier = trace.capacity_blocks(percent), options.tier
     rows = []
@@ -265,9 +265,11 @@ def _bounds(
                 else prefix
             )
             gain = trace.hit_blocks(larger) / trace.num_accesses - hit_rate
-            lower = LowerTier(tier.name, _percent_of(trace, tier, options), gain)
+            lower = LowerFigures(tier.name, _percent_of(trace, tier, options), gain)
         rows.append(
-            Row(trace.name, name, percent, capacity, hit_rate, trace.num_accesses, seconds, lower)
+            ReportRow(
+                trace.name, name, percent, capacity, hit_rate, trace.num_accesses, seconds, lower
+            )
         )
     return rows
 

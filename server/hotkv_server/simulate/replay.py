@@ -1,9 +1,9 @@
 """Replaying a trace: each request looks its blocks up, uses those it hits, and stores the rest, all
 through the core.
 
-A `Tier` is the core's own space of slots, with every block of one size. Always true: blocks that a
-request finds present stay until its own are stored; all clocks are the trace's; a request is done
-before the next one begins.
+A `SimulatedTier` is the core's own space of slots, with every block of one size. Always true:
+blocks that a request finds present stay until its own are stored; all clocks are the trace's; a
+request is done before the next one begins.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ LONG_PAUSE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Hints:
+class ReplayHints:
     """Of each request. `pauses_s` [R]: time until the session's next turn; infinite after its last.
     `own_from` [R]: place in the request of the first block that no other session has used so
     far."""
@@ -52,7 +52,7 @@ class Hints:
     own_from: Int64s
 
 
-def derive_hints(trace: Trace) -> Hints:
+def derive_hints(trace: Trace) -> ReplayHints:
     """Finds the sessions of a trace. Linear in its accesses."""
     starts, blocks = trace.starts.tolist(), trace.blocks.tolist()
     num_requests = trace.num_requests
@@ -78,7 +78,7 @@ def derive_hints(trace: Trace) -> Hints:
                 num_shared = place + 1
         own_from[request] = num_shared
         waiting[chain[max(0, len(chain) - 2)]] = request
-    return Hints(pauses_s, own_from)
+    return ReplayHints(pauses_s, own_from)
 
 
 # ------------------------------------------------------------------------------------------ Replays
@@ -107,7 +107,7 @@ class Replayed:
     num_second_tier_writes: int = 0
 
 
-class Tier:
+class SimulatedTier:
     """A space of the core for blocks of one slot each, over a table and an arena of its own."""
 
     def __init__(self, capacity_blocks: int, make_policy: MakePolicy) -> None:
@@ -118,7 +118,7 @@ class Tier:
         self.space.index.add_key_space(KEY_SPACE, [0])
 
     def __repr__(self) -> str:
-        return f"Tier({self.space!r})"
+        return f"SimulatedTier({self.space!r})"
 
     def find(self, hashes: Words) -> Entries:
         """Entries [n] of blocks, 0 for those that are not here. No entry is ever left reserved."""
@@ -172,7 +172,7 @@ class Tier:
 class OneTier:
     """A cache of one tier."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: SimulatedTier) -> None:
         self.tier = tier
 
     def serve(self, hashes: Words, now_s: float) -> int:
@@ -195,11 +195,11 @@ def replay(
     capacity_blocks: int,
     make_policy: MakePolicy,
     progress: Progress | None = None,
-    hints: Hints | None = None,
+    hints: ReplayHints | None = None,
 ) -> Replayed:
     """Replays a trace over one tier. `hints`: of its sessions, told when each request is done."""
     warm_up(trace, make_policy)
-    tier = Tier(capacity_blocks, make_policy)
+    tier = SimulatedTier(capacity_blocks, make_policy)
 
     def tell(request: int, hashes: Words, now_s: float) -> None:
         assert hints is not None
@@ -237,7 +237,7 @@ def timed(
 def warm_up(trace: Trace, make_policy: MakePolicy) -> None:
     """Serves a few requests with a cache that is thrown away, so that no timing includes
     compilation."""
-    cache = OneTier(Tier(WARM_UP_BLOCKS, make_policy))
+    cache = OneTier(SimulatedTier(WARM_UP_BLOCKS, make_policy))
     starts = trace.starts[: WARM_UP_REQUESTS + 1].tolist()
     for start, end in pairwise(starts):
         cache.serve(trace.hashes[start:end], 0.0)

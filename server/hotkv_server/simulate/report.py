@@ -21,7 +21,7 @@ MIB_PER_GIB = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class LowerTier:
+class LowerFigures:
     """The tier below: its name and size, the share of accesses that it served, and the blocks that
     were read from it and written to it. A bound has no reads and writes of its own: 0."""
 
@@ -43,7 +43,7 @@ class Units:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReportRow:
     """One policy, or bound, over one trace at one capacity. `hit_rate`: share of accesses in the
     contiguous prefix, first tier only."""
 
@@ -54,7 +54,7 @@ class Row:
     hit_rate: float
     block_accesses: int
     seconds: float
-    lower: LowerTier | None = None
+    lower: LowerFigures | None = None
 
     @property
     def total_hit_rate(self) -> float:
@@ -67,12 +67,12 @@ class Row:
         return round((1 - self.total_hit_rate) * self.block_accesses)
 
 
-def as_json(rows: Iterable[Row], units: Units) -> str:
+def as_json(rows: Iterable[ReportRow], units: Units) -> str:
     """One object with a list `results`, an object per row."""
     return json.dumps({"results": [_fields(row, units) for row in rows]})
 
 
-def _fields(row: Row, units: Units) -> dict[str, object]:
+def _fields(row: ReportRow, units: Units) -> dict[str, object]:
     computed_tokens = row.missed_blocks * units.block_tokens
     fields: dict[str, object] = {
         "trace": row.trace,
@@ -98,7 +98,7 @@ def _fields(row: Row, units: Units) -> dict[str, object]:
     return fields
 
 
-def as_table(rows: Sequence[Row], traces: Sequence[Trace], units: Units) -> str:
+def as_table(rows: Sequence[ReportRow], traces: Sequence[Trace], units: Units) -> str:
     """A table per trace, under a line that describes it; capacities are set apart."""
     parts = []
     for trace in traces:
@@ -114,7 +114,7 @@ def as_table(rows: Sequence[Row], traces: Sequence[Trace], units: Units) -> str:
     return "\n".join(parts).rstrip()
 
 
-def _headers(units: Units, lower: LowerTier | None) -> list[str]:
+def _headers(units: Units, lower: LowerFigures | None) -> list[str]:
     memory = ["GiB"] if units.block_mib is not None else []
     unit = " GiB" if memory else ""
     below = [lower.name, "both", f"read{unit}", f"written{unit}"] if lower is not None else []
@@ -123,7 +123,7 @@ def _headers(units: Units, lower: LowerTier | None) -> list[str]:
     return ["capacity", "blocks", *memory, "policy", "hit rate", *below, *tokens, "accesses/s"]
 
 
-def _cells(row: Row, units: Units) -> list[str]:
+def _cells(row: ReportRow, units: Units) -> list[str]:
     memory = [_size(row.capacity_blocks, units)] if units.block_mib is not None else []
     is_bound, lower, below = row.policy in BOUNDS, row.lower, []
     if lower is not None:
@@ -192,7 +192,7 @@ def check_plot(path: Path) -> None:
         raise PlotError(f"--plot: {path} can't be written; name a file in a folder that exists")
 
 
-def write_plot(path: Path, rows: Sequence[Row], block_mib: float | None) -> None:
+def write_plot(path: Path, rows: Sequence[ReportRow], block_mib: float | None) -> None:
     """Draws hit rate, of all tiers, over capacity. Raises OSError if the file can't be
     written."""
     figure_module = importlib.import_module("matplotlib.figure")
@@ -205,7 +205,7 @@ def write_plot(path: Path, rows: Sequence[Row], block_mib: float | None) -> None
     figure.savefig(path, format="png", dpi=DOTS_PER_INCH)
 
 
-def _draw_panel(panel: Any, trace: str, rows: Sequence[Row], block_mib: float | None) -> None:
+def _draw_panel(panel: Any, trace: str, rows: Sequence[ReportRow], block_mib: float | None) -> None:
     policies = list(dict.fromkeys(row.policy for row in rows))
     for number, policy in enumerate(policies):
         mine = sorted(

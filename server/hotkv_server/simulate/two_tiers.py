@@ -15,7 +15,7 @@ from hotkv_server.simulate.replay import (
     MakePolicy,
     Progress,
     Replayed,
-    Tier,
+    SimulatedTier,
     prefix_of,
     timed,
     warm_up,
@@ -34,7 +34,11 @@ class TwoTiers:
     """
 
     def __init__(
-        self, first: Tier, second: Tier, block_tokens: int, write_bytes_per_day: int | None
+        self,
+        first: SimulatedTier,
+        second: SimulatedTier,
+        block_tokens: int,
+        write_bytes_per_day: int | None,
     ) -> None:
         self.first = first
         self.second = second
@@ -106,8 +110,8 @@ def replay_two_tiers(
     may be written to the second, None for no limit."""
     warm_up(trace, make_policy)
     tiers = TwoTiers(
-        Tier(capacity_blocks, make_policy),
-        Tier(second_blocks, make_policy),
+        SimulatedTier(capacity_blocks, make_policy),
+        SimulatedTier(second_blocks, make_policy),
         block_tokens,
         None if writes_per_day is None else int(writes_per_day * SLOT_ALIGN),
     )

@@ -21,7 +21,7 @@ from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.histogram import Histogram
 from hotkv_server.cache.leases.leases import ReadLease
-from hotkv_server.cache.room.shares import Account
+from hotkv_server.cache.room.shares import BoundShare
 from hotkv_server.cache.values import BoolMask, HashList
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.node.session import LiveSession
@@ -72,7 +72,7 @@ class SparseDecode:
         self.sequences = SequenceBook(
             MAX_SEQUENCES,
             core.config.max_blocks_per_call // 2,
-            Account(core.client_memory, HASH_BYTES),
+            BoundShare(core.client_memory, HASH_BYTES),
         )
         self.figures = LayerFigures()
         self.counters = SparseCounters()

@@ -210,7 +210,7 @@ def tell_tasks(file: str) -> None:
     `parts` that Health watches."""
     watch_all, target = daemon.watch_all, Path(file)
 
-    def watch(opened: daemon.Opened, *rest: Any) -> None:
+    def watch(opened: daemon.OpenedNode, *rest: Any) -> None:
         watch_all(opened, *rest)
         watched = opened.node.health
 

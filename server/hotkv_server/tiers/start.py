@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from hotkv_proto.errors import HotKVError
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.restore import Below, restore_below
+from hotkv_server.cache.restore import BelowSpace, restore_below
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.space import Space
 from hotkv_server.dataplane.plan import Region
@@ -246,7 +246,7 @@ def _restore(core: CacheCore, part: LowerPart, began_s: float) -> int:
             numbers[known.number], _ = core.catalog.register(known.key_space, (), began_s)
         except HotKVError as error:
             log.warning("key space of the disk tier dropped reason=%r", error.message)
-    below = Below(part.space, core.catalog, room_bytes)
+    below = BelowSpace(part.space, core.catalog, room_bytes)
     restored = restore_below(below, memory.old.records, numbers, began_s)
     log.info(
         "disk tier restored blocks=%d encoded=%d dropped=%s took_s=%.2f",

@@ -39,14 +39,14 @@ NO_CENSUS = Census(0, 0, 0, 0, *(np.zeros(KEY_SPACE_ROWS, np.int64) for _ in ran
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class NodeStatus:
     """What was read of a node, to be written as JSON by `as_json_values` on any thread."""
 
     figures: Figures
     arena: ArenaMap | None
 
 
-def read_status(node: Node, *, has_names: bool) -> Status:
+def read_status(node: Node, *, has_names: bool) -> NodeStatus:
     """Reads all of it. `has_names`: False leaves out what names tenants, models or engines."""
     now_s = time.monotonic()
     survey = node.survey.latest(now_s)
@@ -64,10 +64,10 @@ def read_status(node: Node, *, has_names: bool) -> Status:
     }
     for one in node.capabilities:
         figures.update(one.status(has_names=has_names))
-    return Status(figures, None if survey is None else survey.arena)
+    return NodeStatus(figures, None if survey is None else survey.arena)
 
 
-def as_json_values(status: Status) -> Figures:
+def as_json_values(status: NodeStatus) -> Figures:
     """The whole answer as values for `json`."""
     figures = {name: one() if callable(one) else one for name, one in status.figures.items()}
     figures["arena"] = None if status.arena is None else _arena(status.arena)

@@ -15,7 +15,7 @@ from hotkv_server.cache.leases.leases import LeaseBook, TransferBook
 from hotkv_server.cache.leases.retentions import RetentionPins
 from hotkv_server.cache.readers import Grace, Marks, ReaderMemory, ReaderWords, no_readers
 from hotkv_server.cache.room.policies.protocol import Policy
-from hotkv_server.cache.room.shares import Account, FairBound, PinBudget
+from hotkv_server.cache.room.shares import BoundShare, FairBound, PinBudget
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.seams import Below, Pinner
 from hotkv_server.cache.sessions import Catalog, SessionBook, check_named
@@ -80,7 +80,7 @@ def make_books(
         catalog,
         sessions,
         client_memory,
-        LeaseBook(config.max_leases, Account(client_memory)),
+        LeaseBook(config.max_leases, BoundShare(client_memory)),
         TransferBook(),
         RetentionPins(space.index, space.tenants, config.held_share, pin_budget),
         pin_budget,

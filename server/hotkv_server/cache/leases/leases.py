@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from hotkv_proto.blocks import NO_RETENTION, Retention
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_server.cache.room.shares import Account, FairBound
+from hotkv_server.cache.room.shares import BoundShare, FairBound
 from hotkv_server.cache.seams import StorePins
 from hotkv_server.cache.table.index import Keys
 from hotkv_server.cache.values import (
@@ -177,7 +177,7 @@ def lifetime_s(config: CoreConfig, ttl_s: float) -> float:
 class LeaseBook:
     """All live leases, by engine and id, by session, and by number."""
 
-    def __init__(self, max_leases: int, memory: Account) -> None:
+    def __init__(self, max_leases: int, memory: BoundShare) -> None:
         self.bound = FairBound(max_leases)
         self.memory = memory
         self._by_key: dict[tuple[str, str], Lease] = {}

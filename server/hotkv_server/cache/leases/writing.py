@@ -60,7 +60,7 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CheckedCall:
     """A call that was checked. `listed`: mixed keys of its blocks, one run after the other, without
     representations. `named`: None if others were served since it was looked up."""
 
@@ -85,7 +85,7 @@ class Reservations:
         retention: Retention,
         *,
         has_promise: bool = False,
-    ) -> Parts[Asked]:
+    ) -> Parts[CheckedCall]:
         """Makes room for what `reserve` is about to reserve, right after the last part; a lease
         that exists has its room. What the runs name stays.
 
@@ -103,7 +103,7 @@ class Reservations:
                 # What has a promise or retention is not refused by the policy.
                 keep_at_s=None if has_promise or retention != NO_RETENTION else now_s,
             )
-        return Asked(runs, listed, named)
+        return CheckedCall(runs, listed, named)
 
     def room_for(
         self,
@@ -172,7 +172,7 @@ class Reservations:
         self,
         session: SessionRecord,
         lease_id: str,
-        asked: Asked,
+        asked: CheckedCall,
         ttl_s: float,
         now_s: float,
         retention: Retention = NO_RETENTION,
@@ -452,7 +452,7 @@ class Stores:
         session: SessionRecord,
         transfer_id: str,
         lease_id: str,
-        asked: Asked,
+        asked: CheckedCall,
         shard_index: int,
         ttl_s: float,
         now_s: float,

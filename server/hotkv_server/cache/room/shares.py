@@ -74,7 +74,7 @@ class FairBound:
         )
 
 
-class Account(FairBound):
+class BoundShare(FairBound):
     """One kind of things among several that share a bound; each takes `unit` of it."""
 
     def __init__(self, bound: FairBound, unit: int = 1) -> None:
@@ -83,7 +83,7 @@ class Account(FairBound):
         self._unit = unit
 
     def __repr__(self) -> str:
-        return f"Account({self.total} of {self._unit} in {self._bound!r})"
+        return f"BoundShare({self.total} of {self._unit} in {self._bound!r})"
 
     def room(self, owner: str) -> int:
         """How many more an owner may take at once."""

@@ -36,7 +36,7 @@ def common_blocks(one: ChainKeys, other: ChainKeys, least: int = 0) -> int:
     return low
 
 
-class Chains:
+class KnownChains:
     """Chains that many others are compared with, one behind the other in memory of their own."""
 
     def __init__(self, chains: Sequence[ChainKeys]) -> None:

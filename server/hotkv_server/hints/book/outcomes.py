@@ -15,7 +15,7 @@ import numpy as np
 from hotkv_proto.hints import Status
 from hotkv_proto.table import Words
 from hotkv_server.cache.values import BoolMask
-from hotkv_server.hints.book.chains import ChainKeys, Chains, chain_keys
+from hotkv_server.hints.book.chains import ChainKeys, KnownChains, chain_keys
 from hotkv_server.hints.book.sessions import HintSessions
 
 OutcomeKey = tuple[str, str]
@@ -87,7 +87,7 @@ class TenantHints:
     filled_s: float = 0.0
     last_sequence: int = 0
     tracked: list[_Tracked] = field(default_factory=list)
-    _watched: dict[int, tuple[list[_Tracked], Chains]] = field(default_factory=dict)
+    _watched: dict[int, tuple[list[_Tracked], KnownChains]] = field(default_factory=dict)
     prefetch_bytes: int = 0
     num_prefetches: int = 0
 
@@ -170,7 +170,7 @@ class TenantHints:
             return
         if key_space_id not in self._watched:
             mine = [one for one in self.tracked if one.key_space_id == key_space_id]
-            self._watched[key_space_id] = mine, Chains([one.keys for one in mine])
+            self._watched[key_space_id] = mine, KnownChains([one.keys for one in mine])
         mine, chains = self._watched[key_space_id]
         common = chains.common_blocks(chain_keys(hashes[:stop]))
         for at in np.flatnonzero(common).tolist():

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_server.cache.room.shares import Account, FairBound
+from hotkv_server.cache.room.shares import BoundShare, FairBound
 from hotkv_server.cache.values import SessionRecord
 from hotkv_server.residency.book.residency import Residency
 
@@ -32,7 +32,7 @@ class Refusal:
 class ResidencyBook:
     """See the module. `orphans`: sessions that have ended while the server drained."""
 
-    def __init__(self, memory: Account) -> None:
+    def __init__(self, memory: BoundShare) -> None:
         self.bound = FairBound(MAX_RESIDENCIES)
         self.memory = memory
         self.orphans: set[int] = set()

@@ -19,7 +19,7 @@ from hotkv_proto.blocks import ResidencyOpened
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.room.shares import Account
+from hotkv_server.cache.room.shares import BoundShare
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.seams import StorePins
 from hotkv_server.cache.sessions import check_named
@@ -45,7 +45,7 @@ class Residencies:
 
     def __init__(self, core: CacheCore) -> None:
         space = core.space
-        self.book = ResidencyBook(Account(core.client_memory))
+        self.book = ResidencyBook(BoundShare(core.client_memory))
         self.bound = ResidencyBound(
             space.tenants, core.pin_budget, core.config.residency_share, space.pool
         )

@@ -34,7 +34,7 @@ from hotkv_server.security.page_access import PageAccess, PageRefusal, Sight
 from hotkv_server.security.path_checks import UnsafeError
 from hotkv_server.told.kernel import all_topics
 from hotkv_server.told.metrics import NodeCollector
-from hotkv_server.told.status import Status, as_json_values, read_status
+from hotkv_server.told.status import NodeStatus, as_json_values, read_status
 
 # ----------------------------------------------------------------------------- Requests and answers
 # Of HTTP, as values.
@@ -239,7 +239,7 @@ async def _savings(node: Node, since_s: float, *, has_names: bool) -> Figures:
     return await tell(all_topics(node), "savings", filters)
 
 
-async def _status(node: Node, *, has_names: bool) -> Status:
+async def _status(node: Node, *, has_names: bool) -> NodeStatus:
     return read_status(node, has_names=has_names)
 
 
