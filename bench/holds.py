@@ -3,7 +3,7 @@ points at which others are served.
 
 `operations` goes over a full core of `bench.core`. Each operation is what the runtime does for one
 call, at the largest size that a call may have, or in the background; work done in parts counts part
-by part, as `node.slices` takes them. Processor time is what counts, because on a machine that
+by part, as `node.event_loop` takes them. Processor time is what counts, because on a machine that
 does other things the clock measures those; a part is kept from the event loop for as long on an
 idle one.
 """

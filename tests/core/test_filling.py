@@ -24,7 +24,7 @@ from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.filling import NOTE, NOTE_MAGIC, RESERVE_BYTES, Filling, read_note
 from hotkv_server.memory.mapping import COLLAPSE_BYTES, FileMapping
 from hotkv_server.memory.pinning import ArenaPinner
-from hotkv_server.node.recovery import _prefault_claimed
+from hotkv_server.node.persistence import _prefault_claimed
 from hotkv_server.testing.device import FakeRuntime
 from tests.core.support import begin_store, make_key_space, make_table, words_of
 

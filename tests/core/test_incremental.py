@@ -23,8 +23,8 @@ from hotkv_server.cache.room.policies import LRU, POLICIES
 from hotkv_server.cache.room.policies.shared import ColdQueue, Highest
 from hotkv_server.cache.room.removal import finished
 from hotkv_server.cache.values import CoreConfig, HashList, LoadPositions, Run, TenantShare
-from hotkv_server.node import slices as slices_module
-from hotkv_server.node.slices import slices
+from hotkv_server.node import event_loop as slices_module
+from hotkv_server.node.event_loop import slices
 from tests.core.support import begin_store, evict_all, make_key_space, make_table, words_of
 from tests.oracles import table as oracle
 

@@ -30,7 +30,7 @@ from hotkv_server.memory.state import (
     read_state,
     write_state,
 )
-from hotkv_server.node.recovery import take_over
+from hotkv_server.node.persistence import take_over
 from tests.core.support import begin_store, make_key_space, words_of
 
 SLAB, ARENA, CAPACITY = 1 << 16, 1 << 20, 64

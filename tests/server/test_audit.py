@@ -23,9 +23,8 @@ from hotkv_server.startup import StartError
 from hotkv_server.startup.preflight import check_audit
 from hotkv_server.wire.guard import audit as audit_module
 from hotkv_server.wire.guard.audit import MAX_REFUSED_PER_S, AuditLog, arguments
-from hotkv_server.wire.guard.guests import Guests
 from hotkv_server.wire.guard.interceptor import EdgeInterceptor
-from hotkv_server.wire.guard.throttle import LineBound, Pace
+from hotkv_server.wire.guard.limits import Guests, LineBound, Pace
 
 EVICT = "/hotkv.v1.AdminService/Evict"
 REQUEST = admin_pb2.EvictRequest(all=True)

@@ -27,7 +27,7 @@ from hotkv_server.memory import mapping
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node.node import Node
 from hotkv_server.node.order import SessionOrder
-from hotkv_server.node.session_memory import SessionMemory, check_handles, open_session_memory
+from hotkv_server.node.session import SessionMemory, check_handles, open_session_memory
 from hotkv_server.testing.device import FakeRuntime
 from hotkv_server.testing.device_memory import FakeAllocation, FakeIpcEvent, uuid_of
 from tests.server.devices_support import until

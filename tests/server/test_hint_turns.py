@@ -20,7 +20,7 @@ from hotkv_server.hints.book.outcomes import HintOutcome
 from hotkv_server.hints.capability import HintsCapability
 from hotkv_server.hints.drive import HintDesk
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.node import slices
+from hotkv_server.node import event_loop as slices
 from hotkv_server.node.capability import Report
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession

@@ -445,11 +445,11 @@ def unary_stream_of(channel: grpc.Channel) -> Any:
 def test_the_oldest_guest_goes_for_a_new_one() -> None:
     """Streams that name no session, and watchers of health, were held for ever, and took the place
     of all calls."""
-    from hotkv_server.wire.guard import guests
+    from hotkv_server.wire.guard import limits
 
     async def scenario() -> None:
         told: list[str] = []
-        hall = guests.Guests(3)
+        hall = limits.Guests(3)
 
         async def stay(name: str) -> None:
             try:

@@ -28,8 +28,8 @@ from hotkv_server.node.session import LiveSession
 from hotkv_server.residency import calls as residency_calls
 from hotkv_server.residency.capability import ResidencyCapability
 from hotkv_server.wire import calls
-from hotkv_server.wire.guard.throttle import Pace
-from hotkv_server.wire.session.calls import SessionCalls
+from hotkv_server.wire.guard.limits import Pace
+from hotkv_server.wire.session import SessionCalls
 from tests.server.capable import capable
 
 NUM_BLOCKS = 8

@@ -5,7 +5,7 @@ import time
 
 from demo.processes import Server
 from hotkv_client.admin import AdminClient
-from hotkv_server.node import lag
+from hotkv_server.node import event_loop as lag
 from tests.server.test_life import wait_until
 
 

@@ -20,7 +20,8 @@ from hotkv_server.cache.values import CoreConfig, HashList, Run, TenantShare
 from hotkv_server.events.capability import EventsCapability
 from hotkv_server.events.drive import BlocksRemoved, BlocksStored, KeySpaceCleared, stored_events
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.node import removals, slices
+from hotkv_server.node import event_loop as slices
+from hotkv_server.node import removals
 from hotkv_server.node.node import Node
 from tests.core.support import begin_store, make_key_space, words_of
 from tests.server.capable import capable

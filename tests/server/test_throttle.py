@@ -16,7 +16,7 @@ from hotkv_client import GroupHashes, channels
 from hotkv_client.testing import PagedEngine
 from hotkv_client.wire import requests as _wire
 from hotkv_server.node.session import OUTBOX_MESSAGES
-from hotkv_server.wire.guard.throttle import BURST_S, MAX_WAIT_S, Pace
+from hotkv_server.wire.guard.limits import BURST_S, MAX_WAIT_S, Pace
 from tests.server.test_life import wait_until
 
 Make = Callable[..., PagedEngine]

@@ -153,7 +153,7 @@ def test_counters_of_the_ledger_begin_anew_and_never_fall(
 def test_a_part_that_has_died_is_named_and_the_server_is_not_ready(folder: Path) -> None:
     with FaultyServer(
         folder,
-        "hotkv_server.wire.guard.guests:Guests.end_late",
+        "hotkv_server.wire.guard.limits:Guests.end_late",
         "die",
         "--arena.slab-bytes",
         "64KiB",

@@ -15,8 +15,8 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.memory.arena import NodeMemory
+from hotkv_server.node.capability import Topic, tell
 from hotkv_server.node.node import Node
-from hotkv_server.node.topics import Topic, tell
 from hotkv_server.settings import Settings
 from hotkv_server.startup.capabilities import attach_all
 from hotkv_server.told.kernel import all_topics

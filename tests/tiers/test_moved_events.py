@@ -20,8 +20,8 @@ from hotkv_server.events.drive import (
     KeySpaceCleared,
     moved_events,
 )
-from hotkv_server.node.effects import Effects
 from hotkv_server.node.health import Health
+from hotkv_server.node.removals import Effects
 from hotkv_server.testing.memory_tier import MemoryStore
 from hotkv_server.tiers.drive import copies as tier_copies
 from tests.core.support import evict, flush, words_of

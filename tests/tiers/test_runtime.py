@@ -18,7 +18,7 @@ from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import CoreConfig, HashList
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
-from hotkv_server.node import slices
+from hotkv_server.node import event_loop as slices
 from hotkv_server.node.health import Health
 from hotkv_server.testing.memory_tier import MemoryStore, MemoryTier
 from hotkv_server.tiers.book.books import TierBooks

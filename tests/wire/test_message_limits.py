@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given, settings
 
 from hotkv_proto.v1 import cache_pb2, session_pb2
-from hotkv_server.wire.guard import message_limits
+from hotkv_server.wire.guard import interceptor
 from tests.server.refusals import fill
 
 KIND = session_pb2.ConnectRequest.DESCRIPTOR
@@ -36,31 +36,31 @@ def test_nothing_that_parses_has_more_objects_than_were_counted(data: bytes, see
             parsed = session_pb2.ConnectRequest.FromString(candidate)
         except DecodeError:
             continue
-        assert message_limits.count(KIND, candidate) >= objects(parsed)
+        assert interceptor.count(KIND, candidate) >= objects(parsed)
 
 
 def test_large_calls_are_light_and_bombs_are_not() -> None:
     hashes = bytes(32 << 17)
     store = session_pb2.ConnectRequest()
     store.store.runs.add(hashes=hashes, block_ids=bytes(4 << 17), token_ids=bytes(4 << 20))
-    assert message_limits.is_light(KIND, store.SerializeToString())
+    assert interceptor.is_light(KIND, store.SerializeToString())
     bomb = session_pb2.ConnectRequest()
-    bomb.report_use.requests.extend([session_pb2.RequestReport()] * (message_limits.MAX_PARTS + 1))
-    assert not message_limits.is_light(KIND, bomb.SerializeToString())
+    bomb.report_use.requests.extend([session_pb2.RequestReport()] * (interceptor.MAX_PARTS + 1))
+    assert not interceptor.is_light(KIND, bomb.SerializeToString())
     deep = session_pb2.ConnectRequest()
     run = deep.store.runs.add()
     run.extra_keys.extend(
         [cache_pb2.BlockExtraKeys(keys=[cache_pb2.ExtraKey(text="a")] * 2)]
-        * (message_limits.MAX_PARTS // 3)
+        * (interceptor.MAX_PARTS // 3)
     )
-    assert not message_limits.is_light(KIND, deep.SerializeToString())
+    assert not interceptor.is_light(KIND, deep.SerializeToString())
     packed = session_pb2.ConnectRequest()
-    packed.open_session.key_space.groups.add(shard_byte_counts=[1] * (message_limits.MAX_PARTS + 1))
-    assert not message_limits.is_light(KIND, packed.SerializeToString())
+    packed.open_session.key_space.groups.add(shard_byte_counts=[1] * (interceptor.MAX_PARTS + 1))
+    assert not interceptor.is_light(KIND, packed.SerializeToString())
 
 
 def test_a_bomb_that_ends_too_soon_is_no_message() -> None:
     bomb = session_pb2.ConnectRequest()
-    bomb.report_use.requests.extend([session_pb2.RequestReport()] * message_limits.MAX_PARTS)
+    bomb.report_use.requests.extend([session_pb2.RequestReport()] * interceptor.MAX_PARTS)
     with pytest.raises(DecodeError):
-        message_limits.is_light(KIND, bomb.SerializeToString() + b"\x82")
+        interceptor.is_light(KIND, bomb.SerializeToString() + b"\x82")

@@ -14,18 +14,16 @@ from hotkv_server.cache.values import CoreConfig
 from hotkv_server.node import sessions, transfers
 from hotkv_server.residency.book import register as residency_book
 from hotkv_server.security import identity
-from hotkv_server.wire import calls, descriptors, server
+from hotkv_server.wire import calls, descriptors, server, session
 from hotkv_server.wire.errors import CODES
-from hotkv_server.wire.guard import message_limits
-from hotkv_server.wire.session import service as session_service
-from hotkv_server.wire.session import stream as session_outbox
+from hotkv_server.wire.guard import interceptor
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "wire.md").read_text()
 CORE = CoreConfig(arena_bytes=1 << 30, slab_bytes=1 << 20, capacity=1 << 10)
 LIMITS = {
     "bytes of a message to the server": server.MAX_MESSAGE_BYTES,
-    "fields, list entries and messages in one message": message_limits.MAX_PARTS,
+    "fields, list entries and messages in one message": interceptor.MAX_PARTS,
     "hash lists or runs in a call": fields.MAX_LISTS,
     "hashes in a lookup or lease, or to extend a residency": CORE.max_blocks_per_call,
     "blocks in a store or reservation": MAX_STORED_BLOCKS,
@@ -45,9 +43,9 @@ LIMITS = {
     "actions of one request's hints": hints.MAX_ACTIONS,
     "characters of an envelope of hints": MAX_ENVELOPE_CHARS,
     "answers of a stream that wait to be read, before the server reads on": (
-        session_outbox.UNREAD_ANSWERS
+        session.UNREAD_ANSWERS
     ),
-    "seconds for the first message of a stream": session_service.FIRST_MESSAGE_TIMEOUT_S,
+    "seconds for the first message of a stream": session.FIRST_MESSAGE_TIMEOUT_S,
     "seconds for the first packet on the descriptor socket": descriptors.REQUEST_TIMEOUT_S,
     "seconds that a ticket is good": identity.TTL_S,
     "bytes of a packet on the descriptor socket": descriptors.MAX_PACKET_BYTES,

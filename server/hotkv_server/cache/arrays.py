@@ -28,6 +28,14 @@ def first_occurrences(hashes: Words) -> NDArray[np.int64]:
     return np.sort(first)
 
 
+def each_once(entries: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Drops entries that were listed before; the others stay in order."""
+    ordered = np.sort(entries)
+    if not np.any(ordered[1:] == ordered[:-1]):
+        return entries
+    return entries[np.sort(np.unique(entries, return_index=True)[1])]
+
+
 def without(entries: NDArray[np.uint32], gone: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Drops the entries that are among `gone`; no entry is listed twice."""
     if not len(gone):

@@ -7,7 +7,7 @@ from hotkv_proto.v1 import events_pb2, events_pb2_grpc
 from hotkv_server.events import messages as event_convert
 from hotkv_server.events.drive import EventHub, TimedEvent
 from hotkv_server.node.node import Node
-from hotkv_server.wire.streams import stream
+from hotkv_server.wire.errors import stream
 
 
 class EventService(events_pb2_grpc.EventServiceServicer):

@@ -9,10 +9,9 @@ from hotkv_server.hints import told
 from hotkv_server.hints.drive import HintDesk
 from hotkv_server.hints.service import HintService
 from hotkv_server.hints.work import Origin
-from hotkv_server.node.capability import Capability, Ended, Report, Service
+from hotkv_server.node.capability import Capability, Ended, Report, Service, Topic
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
-from hotkv_server.node.topics import Topic
 from hotkv_server.settings import Settings
 from hotkv_server.wire.edge import Edge, full_name
 

@@ -15,9 +15,9 @@ from hotkv_proto.hints import NO_HINTS, Action, ActionType, Hints, Rejection, St
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.hints.book.outcomes import HintBook, HintOutcome, TenantHints
 from hotkv_server.hints.work import HintWork, Origin
-from hotkv_server.node.effects import Effects
-from hotkv_server.node.seams import BlocksBelow
-from hotkv_server.node.slices import Breaks
+from hotkv_server.node.capability import BlocksBelow
+from hotkv_server.node.event_loop import Breaks
+from hotkv_server.node.removals import Effects
 
 END_DELAY_S = 1.0
 """What is to be done at the end of a request waits so long: its last blocks are stored by then."""

@@ -3,7 +3,7 @@
 import time
 
 from hotkv_server.hints.book.outcomes import HintBook, HintOutcome
-from hotkv_server.node.topics import Figures, Filters
+from hotkv_server.node.capability import Figures, Filters
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
 

@@ -20,9 +20,9 @@ from hotkv_server.cache.values import HashList
 from hotkv_server.hints.book import actions as hint_actions
 from hotkv_server.hints.book.actions import Done
 from hotkv_server.hints.book.outcomes import HintOutcome, TenantHints
-from hotkv_server.node.effects import Effects
-from hotkv_server.node.seams import BlocksBelow
-from hotkv_server.node.slices import Breaks, slices
+from hotkv_server.node.capability import BlocksBelow
+from hotkv_server.node.event_loop import Breaks, slices
+from hotkv_server.node.removals import Effects
 
 PREFETCH_SHARE = 1 / 16
 """Share of the arena that the prefetches of one tenant may be bringing in at a time."""

@@ -35,8 +35,8 @@ from hotkv_server.ledger.book.outcome import counted_group, note_outcome
 from hotkv_server.ledger.file import read_ledger, save_ledger
 from hotkv_server.memory.clerk import Clerk
 from hotkv_server.node.capability import Report
+from hotkv_server.node.event_loop import slices
 from hotkv_server.node.session import LiveSession
-from hotkv_server.node.slices import slices
 
 log = logging.getLogger(__name__)
 

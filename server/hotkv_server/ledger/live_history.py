@@ -13,7 +13,7 @@ from hotkv_server.ledger.book.buckets import Values
 from hotkv_server.ledger.book.columns import HIT
 from hotkv_server.ledger.book.history import History
 from hotkv_server.ledger.drive import LiveLedger
-from hotkv_server.node.lag import LoopLag
+from hotkv_server.node.event_loop import LoopLag
 
 STEP_S = 5.0
 NUM_SAMPLES = 720

@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 from hotkv_server.ledger.book.columns import HIT, Usage
 from hotkv_server.ledger.drive import LiveLedger, Savings
 from hotkv_server.ledger.live_history import EVICTED, LAG, STEP_S, LiveHistory
-from hotkv_server.node.capability import Samples
-from hotkv_server.node.topics import Figures
+from hotkv_server.node.capability import Figures, Samples
 
 RECENT_S = 3600.0
 """The outlook of metrics is that of the last hour."""

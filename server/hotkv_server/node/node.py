@@ -24,21 +24,17 @@ from hotkv_server.device.devices import NO_DEVICES, Devices
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.memory.clerk import Clerk
-from hotkv_server.node.capability import Capability
-from hotkv_server.node.effects import Effects
+from hotkv_server.node.capability import BlocksBelow, Capability
+from hotkv_server.node.event_loop import LoopLag, in_slices, slices
 from hotkv_server.node.health import Health
 from hotkv_server.node.in_place import InPlace
-from hotkv_server.node.lag import LoopLag
 from hotkv_server.node.persistence import Persistence
-from hotkv_server.node.removals import Removals
+from hotkv_server.node.removals import Effects, Removals
 from hotkv_server.node.reports import Reports
-from hotkv_server.node.seams import BlocksBelow
 from hotkv_server.node.session import Drain, LiveSession
 from hotkv_server.node.sessions import Sessions
-from hotkv_server.node.slices import in_slices, slices
 from hotkv_server.node.survey import LiveSurvey
-from hotkv_server.node.timings import Timings
-from hotkv_server.node.transfers import Transfers
+from hotkv_server.node.transfers import Timings, Transfers
 
 log = logging.getLogger(__name__)
 

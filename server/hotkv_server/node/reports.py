@@ -20,8 +20,8 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import HashList
 from hotkv_server.node.broadcast import Feeds
 from hotkv_server.node.capability import Capability, Ended, Report
+from hotkv_server.node.event_loop import Breaks, slices
 from hotkv_server.node.session import LiveSession
-from hotkv_server.node.slices import Breaks, slices
 
 MAX_PROMPT_TOKENS = 1 << 32
 """Beyond any context. Sums over all reports stay numbers that 64 bits hold."""

@@ -18,10 +18,9 @@ from hotkv_proto.order import NO_ORDER, DeviceOrder, OrderKind
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.device.devices import Devices
 from hotkv_server.node.capability import Capability
+from hotkv_server.node.event_loop import slices
 from hotkv_server.node.removals import Removals
-from hotkv_server.node.session import LiveSession
-from hotkv_server.node.session_memory import SessionMemory, check_handles, open_session_memory
-from hotkv_server.node.slices import slices
+from hotkv_server.node.session import LiveSession, SessionMemory, check_handles, open_session_memory
 
 log = logging.getLogger(__name__)
 

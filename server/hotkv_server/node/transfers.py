@@ -8,9 +8,11 @@ event loop; bytes are moved by the copy engine's threads.
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,7 @@ from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.order import DeviceMark
 from hotkv_server.cache.core import CacheCore
+from hotkv_server.cache.histogram import SECONDS, SIZES_BYTES, Histogram
 from hotkv_server.cache.room.shares import BoundShare
 from hotkv_server.cache.values import LoadPositions, Run, SlotRun
 from hotkv_server.dataplane.engines import CopyEngine, CopyJob, Outcome
@@ -28,12 +31,62 @@ from hotkv_server.integrity.check_values import Sums
 from hotkv_server.integrity.sums import SumThreads
 from hotkv_server.integrity.verifier import Case, Verifier
 from hotkv_server.node.capability import Capability
+from hotkv_server.node.event_loop import in_slices
 from hotkv_server.node.health import Health
 from hotkv_server.node.order import MarkGate
-from hotkv_server.node.session import LiveSession
-from hotkv_server.node.session_memory import SessionMemory
-from hotkv_server.node.slices import in_slices
-from hotkv_server.node.timings import Timings
+from hotkv_server.node.session import LiveSession, SessionMemory
+
+# How long calls and transfers took and how large they were: histograms for metrics.
+#
+# Always true: memory is fixed. On the event loop only.
+
+
+Answer = TypeVar("Answer")
+LOAD, STORE = "load", "store"
+
+
+class Timings:
+    """See the module. Calls, in seconds from message to answer: `lookup_s`; `lease_s`, reads from
+    tiers included. Transfers: `ends` counts all by direction and outcome. Of those that were done,
+    `load_s` and `store_s` are seconds from call to end, waits included, and `load_bytes` and
+    `store_bytes` sizes. `wait_s`: how long copies waited for a thread or device."""
+
+    def __init__(self) -> None:
+        self.lookup_s, self.lease_s = Histogram(SECONDS), Histogram(SECONDS)
+        self.load_s, self.store_s = Histogram(SECONDS), Histogram(SECONDS)
+        self.load_bytes, self.store_bytes = Histogram(SIZES_BYTES), Histogram(SIZES_BYTES)
+        self.wait_s = Histogram(SECONDS)
+        self.ends: Counter[tuple[str, Outcome]] = Counter()
+
+    def __repr__(self) -> str:
+        return f"Timings({self.lookup_s.count} lookups, {self.ends.total()} transfers)"
+
+    def answered(self, times: Histogram, began_s: float, answer: Answer) -> Answer:
+        """Counts the time since `began_s` when there is an answer: now, or, if it is a task, when
+        that has ended. Returns it."""
+        if isinstance(answer, asyncio.Task):
+            answer.add_done_callback(lambda done: times.add(time.monotonic() - began_s))
+        else:
+            times.add(time.monotonic() - began_s)
+        return answer
+
+    def moved(
+        self,
+        outcome: Outcome,
+        num_bytes: int,
+        began_s: float,
+        waited_s: float | None,
+        *,
+        to_engine: bool,
+    ) -> None:
+        """Counts a transfer that has ended. `waited_s`: None if no copy of it has begun."""
+        self.ends[LOAD if to_engine else STORE, outcome] += 1
+        if waited_s is not None:
+            self.wait_s.add(waited_s)
+        if outcome is Outcome.DONE:
+            (self.load_s if to_engine else self.store_s).add(time.monotonic() - began_s)
+            (self.load_bytes if to_engine else self.store_bytes).add(num_bytes)
+
 
 log = logging.getLogger(__name__)
 

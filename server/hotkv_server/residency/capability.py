@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from functools import partial
 
-from hotkv_server.node.capability import Capability, SessionCall
+from hotkv_server.node.capability import Capability, SessionCall, Topic
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
-from hotkv_server.node.topics import Topic
 from hotkv_server.residency import calls, told
 from hotkv_server.residency.drive import ResidencyDesk
 from hotkv_server.settings import Settings

@@ -15,8 +15,8 @@ from hotkv_proto.table import Words
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Entries, Int64s
 from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.node.event_loop import slices
 from hotkv_server.node.session import LiveSession
-from hotkv_server.node.slices import slices
 from hotkv_server.residency.book.residencies import Residencies
 
 Extended = tuple[Int64s, Int64s]

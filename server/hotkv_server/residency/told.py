@@ -4,7 +4,7 @@ import math
 import time
 
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.node.topics import Figures, Filters
+from hotkv_server.node.capability import Figures, Filters
 from hotkv_server.residency.book.residencies import Residencies
 from hotkv_server.residency.book.residency import Residency
 

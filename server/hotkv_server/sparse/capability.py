@@ -5,11 +5,10 @@ from dataclasses import asdict
 from functools import partial
 
 from hotkv_proto.v1 import sparse_pb2, sparse_pb2_grpc
-from hotkv_server.node.capability import Capability, Samples, Service, SessionCall
+from hotkv_server.node.capability import Capability, Figures, Samples, Service, SessionCall, Topic
 from hotkv_server.node.health import Health
 from hotkv_server.node.node import STALLED_WORK_S, Node
 from hotkv_server.node.session import LiveSession
-from hotkv_server.node.topics import Figures, Topic
 from hotkv_server.settings import Settings
 from hotkv_server.sparse import calls, told
 from hotkv_server.sparse.drive import SparseDecode

@@ -21,9 +21,8 @@ from hotkv_server.sparse import calls
 from hotkv_server.sparse.drive import SparseDecode, spec_of
 from hotkv_server.wire.edge import MAX_SELECT_STREAMS
 from hotkv_server.wire.errors import abort, answer, as_refusal
-from hotkv_server.wire.guard.guests import Guests
 from hotkv_server.wire.guard.interceptor import Malformed
-from hotkv_server.wire.guard.throttle import Pace
+from hotkv_server.wire.guard.limits import Guests, Pace
 
 FIRST_REQUEST_TIMEOUT_S = 10.0
 IDLE_CHECK_S = 5.0

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_proto.reports import SPARSE_COUNTERS, sparse_figures
-from hotkv_server.node.capability import Samples
-from hotkv_server.node.topics import Figures
+from hotkv_server.node.capability import Figures, Samples
 from hotkv_server.sparse.book import MAX_LAYERS
 
 F64 = NDArray[np.float64]

@@ -8,8 +8,7 @@ from hotkv_server.cache.values import CoreConfig
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.node.persistence import state_of
-from hotkv_server.node.recovery import take_over
+from hotkv_server.node.persistence import state_of, take_over
 from hotkv_server.settings import Settings
 from hotkv_server.startup import StartError
 from hotkv_server.startup.access import tenant_shares

@@ -11,9 +11,8 @@ from hotkv_server.hints import capability as hints
 from hotkv_server.integrity.verifier import Verifier
 from hotkv_server.ledger import capability as ledger
 from hotkv_server.memory.arena import NodeMemory
-from hotkv_server.node.capability import Capability
+from hotkv_server.node.capability import BlocksBelow, Capability
 from hotkv_server.node.node import Node
-from hotkv_server.node.seams import BlocksBelow
 from hotkv_server.residency import capability as residency
 from hotkv_server.settings import Settings
 from hotkv_server.sparse import capability as sparse

@@ -43,7 +43,7 @@ POINTS = {
     "representations": "hotkv_server.cache.table.index:Representations.publish",
     "copy": "hotkv_server.dataplane.host:HostCopyEngine._copy",
     "sums": "hotkv_server.node.transfers:Transfers._take_sums",
-    "restore": "hotkv_server.node.recovery:restore",
+    "restore": "hotkv_server.node.persistence:restore",
     "adopt": "hotkv_server.memory.arena:NodeMemory.adopt",
     "open": "hotkv_server.memory.arena:NodeMemory.open",
     "state": "hotkv_server.memory.arena:write_state",

@@ -1,11 +1,10 @@
 """Tiers, as a capability of the node: how they open before it, and their figures. Calls reach them
-through `node.seams`."""
+through `node.capability`."""
 
 from collections.abc import Iterable, Mapping
 
-from hotkv_server.node.capability import Capability, Samples
+from hotkv_server.node.capability import Capability, Figures, Samples
 from hotkv_server.node.node import Node
-from hotkv_server.node.topics import Figures
 from hotkv_server.settings import Settings
 from hotkv_server.tiers import told
 from hotkv_server.tiers.drive.tiers import Tiers

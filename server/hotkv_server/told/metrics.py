@@ -26,7 +26,7 @@ from hotkv_server.dataplane.engines import Outcome
 from hotkv_server.device.devices import Devices
 from hotkv_server.node.capability import Samples
 from hotkv_server.node.node import Node
-from hotkv_server.node.timings import LOAD, STORE, Timings
+from hotkv_server.node.transfers import LOAD, STORE, Timings
 from hotkv_server.told.counts import RecentCensus, counters, gauges
 from hotkv_server.told.metric_help import HELP, LABELS, SPARSE_LAYER_HELP
 

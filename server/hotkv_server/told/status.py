@@ -14,9 +14,9 @@ import numpy as np
 from hotkv_server.cache import inspect
 from hotkv_server.cache.inspect import ArenaMap, Census
 from hotkv_server.cache.values import KEY_SPACE_ROWS
+from hotkv_server.node.capability import Figures
 from hotkv_server.node.node import Node
 from hotkv_server.node.survey import Survey
-from hotkv_server.node.topics import Figures
 from hotkv_server.told.counts import counters
 from hotkv_server.told.kernel import (
     MAX_ROWS,

@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from hotkv_server.node.capability import Capability
+from hotkv_server.node.capability import Capability, Tracer
 from hotkv_server.node.node import Node
-from hotkv_server.node.seams import Tracer
 from hotkv_server.settings import Settings
 from hotkv_server.tracing.calls import TracedCalls
 from hotkv_server.tracing.drive import Tracing

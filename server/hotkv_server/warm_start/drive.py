@@ -13,8 +13,8 @@ from hotkv_proto.table import Words
 from hotkv_server.cache.arrays import first_occurrences
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import BoolMask, HashList
-from hotkv_server.node.seams import BlocksBelow
-from hotkv_server.node.slices import slices
+from hotkv_server.node.capability import BlocksBelow
+from hotkv_server.node.event_loop import slices
 from hotkv_server.warm_start import book as hottest
 
 PART_BLOCKS = 2_000

@@ -14,8 +14,8 @@ from hotkv_server.cache import inspect
 from hotkv_server.cache.values import HashList
 from hotkv_server.node.node import Node
 from hotkv_server.warm_start.drive import WarmStart
+from hotkv_server.wire.edge import of_groups, prompt_hashes
 from hotkv_server.wire.errors import abort, answer, as_refusal
-from hotkv_server.wire.prompts import of_groups, prompt_hashes
 
 DEFAULT_WAIT_S, MAX_WAIT_S = 10.0, 60.0
 

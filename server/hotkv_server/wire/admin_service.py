@@ -1,23 +1,272 @@
 """AdminService: tells what the server says of itself; explains, evicts, flushes and drains for
-operators."""
+operators.
+"""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.groups import longest_hit, needed_blocks
+from hotkv_proto.keys import KeySpace
 from hotkv_proto.messages import fields
-from hotkv_proto.messages.cache import read_hashes
+from hotkv_proto.messages.cache import packed_words, read_hashes
+from hotkv_proto.table import RESERVED_FLAG
 from hotkv_proto.v1 import admin_pb2, admin_pb2_grpc
 from hotkv_proto.versions import MAX_MESSAGE_BYTES
 from hotkv_server.cache import inspect
+from hotkv_server.cache.values import DISK_TIER
+from hotkv_server.node.capability import Lying, tell
 from hotkv_server.node.node import Node
-from hotkv_server.node.topics import tell
+from hotkv_server.node.reports import WatchedReport
 from hotkv_server.told.kernel import all_topics
-from hotkv_server.wire.errors import answer
-from hotkv_server.wire.explain import explain
-from hotkv_server.wire.watch import watch_requests
+from hotkv_server.wire.edge import of_groups, prompt_hashes
+from hotkv_server.wire.errors import answer, stream
+
+# Explain: says of each block of a prompt where it lies and whether it would hit, and if not, why.
+#
+# The cache is asked on the event loop, which takes a moment; hashing and the wording of the answer
+# run on a thread.
+
+
+HITS = (admin_pb2.BLOCK_VERDICT_READY, admin_pb2.BLOCK_VERDICT_BELOW)
+"""Verdicts of blocks that would hit."""
+HOST = "host"
+MAX_BLOCKS = 1 << 16
+"""Most blocks of one answer, over all key spaces."""
+
+
+async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
+    """Explains the prompt in the key space asked about, or in all whose hashes can be computed; or
+    the latest prompts of a session."""
+    prompts = _of_session(node, request) if request.session_id else _of_prompt(node, request)
+    response = admin_pb2.ExplainResponse()
+    room = MAX_BLOCKS
+    for tenant, number, packed, token_ids in prompts:
+        try:
+            space = node.core.key_space(number)
+            hashes = await asyncio.to_thread(prompt_hashes, space, packed, token_ids)
+            # It may have been forgotten meanwhile.
+            node.core.key_space(number)
+        except HotKVError:
+            if request.key_space_id:
+                raise
+            continue
+        room -= sum(
+            len(hashes) * space.hash_block_tokens // group.block_tokens for group in space.groups
+        )
+        if room < 0:
+            raise HotKVError(
+                Reason.TOO_LARGE,
+                f"the answer has more than {MAX_BLOCKS} blocks; name a key_space_id, or a "
+                "shorter prompt",
+            )
+        lists = of_groups(space, hashes)
+        try:
+            lying = await node.tiers.lookups.find(number, lists) if node.tiers is not None else []
+            node.core.key_space(number)
+        except HotKVError:
+            if request.key_space_id:
+                raise
+            continue
+        found: list[inspect.PromptBlocks] = []
+        for one in lists:
+            found.append(inspect.prompt_blocks(node.core, number, one.group_index, one.hashes))
+            await asyncio.sleep(0)
+        await asyncio.to_thread(
+            _explain,
+            response.key_spaces.add(tenant=tenant),
+            space,
+            number,
+            found,
+            lying,
+            len(hashes) * space.hash_block_tokens,
+        )
+    return response
+
+
+Prompt = tuple[str, int, bytes, bytes]
+"""Tenant of the session that has it, key space, packed hashes, packed token ids."""
+
+
+def _of_prompt(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
+    if not request.hashes and not request.token_ids:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            "hashes, token_ids and session_id are empty; give one of them",
+        )
+    numbers = [request.key_space_id] if request.key_space_id else sorted(node.core.key_spaces)
+    return [("", number, request.hashes, request.token_ids) for number in numbers]
+
+
+def _of_session(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
+    """The latest prompts of the sessions of this name."""
+    if request.hashes or request.token_ids:
+        raise HotKVError(Reason.INVALID_FIELD, "session_id: give it without a prompt")
+    return [
+        (tenant, number, packed_words(words, node.core.key_space(number).hash_bytes), b"")
+        for one in node.capabilities
+        for tenant, number, words in one.session_prompts(request.session_id, request.tenant)
+        if number in node.core.key_spaces and len(words) and request.key_space_id in (0, number)
+    ]
+
+
+def _explain(
+    explanation: admin_pb2.KeySpaceExplanation,
+    space: KeySpace,
+    number: int,
+    found: Sequence[inspect.PromptBlocks],
+    lying: Sequence[Lying],
+    num_tokens: int,
+) -> None:
+    """Words the answer. Filled in place: to copy a message of this size would hold the GIL."""
+    masks, tiers = [], [_tiers(group, index, lying) for index, group in enumerate(found)]
+    for index, group in enumerate(found):
+        is_ready = (group.words != 0) & (group.words < RESERVED_FLAG)
+        is_up = np.array([one.is_up for one in lying] + [True], np.bool_)
+        masks.append(is_ready | ((tiers[index] >= 0) & is_up[tiers[index]]))
+        for depth, word in enumerate(group.words):
+            tier = HOST if is_ready[depth] else ""
+            if tiers[index][depth] >= 0:
+                one = lying[tiers[index][depth]]
+                tier, verdict = one.name, admin_pb2.BLOCK_VERDICT_BELOW
+                where = "on disk" if tier == DISK_TIER else f"in {tier}"
+                text = "a lease brings it up" if one.is_up else "but that is down"
+                text = f"{where}; {text}"
+            elif word == 0:
+                verdict = (
+                    admin_pb2.BLOCK_VERDICT_EVICTED
+                    if group.evicted[depth]
+                    else admin_pb2.BLOCK_VERDICT_NEVER_STORED
+                )
+                text = "it made room for others" if group.evicted[depth] else "or evicted long ago"
+            elif word >= RESERVED_FLAG:
+                verdict, text = admin_pb2.BLOCK_VERDICT_RESERVED, "it is being written"
+            else:
+                verdict, text = admin_pb2.BLOCK_VERDICT_READY, ""
+            packed = packed_words(group.hashes[depth : depth + 1], space.hash_bytes)
+            explanation.blocks.add(
+                group_index=index,
+                depth=depth,
+                block_hash=packed,
+                verdict=verdict,
+                detail=text,
+                tier=tier,
+            )
+    hit = longest_hit(space.groups, masks, num_tokens)
+    limiting = _limiting_group(space, masks, hit, num_tokens)
+    explanation.key_space_id, explanation.hit_token_count, explanation.token_count = (
+        number,
+        hit,
+        num_tokens,
+    )
+    explanation.limiting_group_index = limiting
+    explanation.summary = _summary(explanation.blocks, limiting, hit, num_tokens)
+    explanation.loads.extend(_loads(space, lying, tiers, hit))
+
+
+def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> NDArray[np.int64]:
+    """The first tier in which each block [n] of a group lies, -1 for none or host memory."""
+    first = np.full(len(group.words), -1, np.int64)
+    for number, one in reversed(list(enumerate(lying))):
+        first[one.masks[index]] = number
+    first[(group.words != 0) & (group.words < RESERVED_FLAG)] = -1
+    return first
+
+
+def _loads(
+    space: KeySpace, lying: Sequence[Lying], tiers: list[NDArray[np.int64]], hit: int
+) -> Iterator[admin_pb2.TierLoad]:
+    """What the hit needs from each tier."""
+    needed = needed_blocks(space.groups, hit)
+    for number, one in enumerate(lying):
+        counts = [
+            int((tiers[index][blocks.start : blocks.stop] == number).sum())
+            for index, blocks in enumerate(needed)
+        ]
+        num_bytes = sum(
+            count * group.slot_bytes for count, group in zip(counts, space.groups, strict=True)
+        )
+        if num_bytes:
+            yield admin_pb2.TierLoad(
+                tier=one.name,
+                block_count=sum(counts),
+                byte_count=num_bytes,
+                load_s=num_bytes / one.bytes_per_s if one.bytes_per_s else 0.0,
+            )
+
+
+def _limiting_group(
+    space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, num_tokens: int
+) -> int:
+    """The first group that misses a block which one aligned step more would need; -1 if the whole
+    prompt hits."""
+    groups = space.groups
+    step = max(group.block_tokens for group in groups)
+    if hit + step > num_tokens:
+        return -1
+    for index, (mask, needed) in enumerate(
+        zip(masks, needed_blocks(groups, hit + step), strict=True)
+    ):
+        if not mask[needed.start : needed.stop].all():
+            return index
+    return -1
+
+
+def _summary(
+    blocks: Iterable[admin_pb2.BlockExplanation], limiting: int, hit: int, num_tokens: int
+) -> str:
+    if limiting < 0 and not num_tokens:
+        return "the prompt is shorter than a block: nothing of it can hit"
+    if limiting < 0:
+        return f"all {hit} of {num_tokens} whole-block tokens hit"
+    missing = next((b for b in blocks if b.group_index == limiting and b.verdict not in HITS), None)
+    why = "a block it needs is missing"
+    if missing is not None:
+        verdict = fields.enum_word(admin_pb2.BlockVerdict.DESCRIPTOR, missing.verdict)
+        why = f"block {missing.depth} is {verdict}"
+    return f"{hit} of {num_tokens} tokens hit; group {limiting} stops there: {why}"
+
+
+# WatchRequests: the requests that engines report, as they come.
+
+
+def watch_requests(
+    node: Node, request: admin_pb2.WatchRequestsRequest, context: Any
+) -> AsyncIterator[admin_pb2.WatchRequestsResponse]:
+    """Streams reports of one key space, or of all if the request names none."""
+
+    def message(value: WatchedReport) -> admin_pb2.WatchedRequest | None:
+        if request.key_space_id not in (0, value.key_space_id):
+            return None
+        return _watched_request(value)
+
+    def response(
+        requests: list[admin_pb2.WatchedRequest], lost: int
+    ) -> admin_pb2.WatchRequestsResponse:
+        return admin_pb2.WatchRequestsResponse(requests=requests, lost_request_count=lost)
+
+    return stream(context, node, request.key_space_id, node.reports.watched, message, response)
+
+
+def _watched_request(value: WatchedReport) -> admin_pb2.WatchedRequest:
+    """One reported request on the wire."""
+    return admin_pb2.WatchedRequest(
+        key_space_id=value.key_space_id,
+        hashes=packed_words(value.report.hashes, value.hash_bytes),
+        prompt_token_count=value.report.prompt_tokens,
+        device_hit_token_count=value.report.device_hit_tokens,
+        hit_token_count=value.report.hit_tokens,
+        unix_time_ms=int(value.unix_time_s * 1000),
+    )
+
+
+# The service
+
 
 MAX_TOLD = MAX_MESSAGE_BYTES - (1 << 10)
 """Most characters of an answer: names are ASCII as nearly always."""

@@ -1,18 +1,27 @@
-"""What the services of a listener share, and the calls as capabilities serve them."""
+"""What the services of a listener share: what they know of it, the calls as capabilities serve
+them, and prompts that a call names.
+"""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import KeySpace, token_block_hashes
+from hotkv_proto.messages import fields
+from hotkv_proto.messages.cache import read_hashes
+from hotkv_proto.table import Words
 from hotkv_proto.v1 import cache_pb2
+from hotkv_server.cache.values import HashList
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.node.transfers import TransferEnd
 from hotkv_server.security.identity import AccessControl, Peer
 from hotkv_server.wire import calls
-from hotkv_server.wire.guard.guests import Guests
-from hotkv_server.wire.guard.throttle import Pace
+from hotkv_server.wire.guard.limits import Guests, Pace
 
 MAX_SELECT_STREAMS = 64
 """Streams of selections on one listener; they count in the bound of all calls."""
@@ -60,3 +69,35 @@ def calls_of(node: Node) -> Calls:
     for one in node.capabilities:
         served = one.traced(served)
     return served
+
+
+# Prompts that a call names by their hashes or by their tokens.
+
+
+def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
+    """Words [n, 8], one for each full hash block: `hashes`, or those of `token_ids`, packed int32.
+
+    Takes long for long prompts. Raises INVALID_HASH, or INVALID_FIELD if the key space's hashes
+    can't be computed from tokens.
+    """
+    if hashes:
+        return read_hashes("hashes", hashes, space.hash_bytes)
+    tokens = fields.int32s("token_ids", token_ids)
+    try:
+        computed = token_block_hashes(
+            tokens.tolist(), space.hash_block_tokens, space.hash_algorithm, space.hash_seed
+        )
+    except ValueError as error:
+        raise HotKVError(
+            Reason.INVALID_FIELD, f"token_ids: {error}; give hashes instead"
+        ) from error
+    return read_hashes("token_ids", b"".join(computed), space.hash_bytes)
+
+
+def of_groups(space: KeySpace, hashes: Words) -> list[HashList]:
+    """A prompt's blocks in each group, by the last hash of each block."""
+    steps = [group.block_tokens // space.hash_block_tokens for group in space.groups]
+    return [
+        HashList(index, np.ascontiguousarray(hashes[step - 1 :: step]))
+        for index, step in enumerate(steps)
+    ]

@@ -1,4 +1,5 @@
-"""Refusals of calls: one table from reasons to canonical gRPC codes, and the end of a failed call.
+"""How calls end: refusals of calls, one table from reasons to canonical gRPC codes, and server
+streams over a feed.
 
 Each refusal is counted by reason, and logged if it is about rights. The lines of that log are
 bounded: a client that is refused a thousand times a second fills no disk.
@@ -6,7 +7,7 @@ bounded: a client that is refused a thousand times a second fills no disk.
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -14,8 +15,9 @@ from google.protobuf.message import Message
 
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_proto.messages.errors import STATUS_KEY, error_status
+from hotkv_server.node.broadcast import Feeds, Measured
 from hotkv_server.node.node import Node
-from hotkv_server.wire.guard.throttle import LineBound
+from hotkv_server.wire.guard.limits import LineBound
 
 log = logging.getLogger(__name__)
 rights_log = logging.getLogger(f"{__name__}.rights")
@@ -118,4 +120,51 @@ async def answer(node: Node, context: Any, call: Callable[[], Awaitable[Answer]]
     try:
         return await call()
     except Exception as error:  # noqa: BLE001 The edge of unary calls: every failure is an answer.
+        await abort(context, as_refusal(node, error, f"peer={context.peer()}"))
+
+
+# Server streams over a feed: the part that both kinds share.
+#
+# The first answer is empty and says that reading has begun. A reader that is too slow misses items
+# and is told how many.
+
+
+Item = TypeVar("Item", bound=Measured)
+Part = TypeVar("Part", bound=Message)
+Response = TypeVar("Response", bound=Message)
+
+MAX_RESPONSE_BYTES = 4 << 20
+MAX_RESPONSE_ITEMS = 256
+
+
+async def stream(
+    context: Any,
+    node: Node,
+    key_space_id: int,
+    feeds: Feeds[Item],
+    message: Callable[[Item], Part | None],
+    response: Callable[[list[Part], int], Response],
+) -> AsyncIterator[Response]:
+    """Answers until the client ends the call; refuses an unknown key space.
+
+    `message` puts an item on the wire; None for an item that the client did not ask for.
+    """
+    try:
+        if key_space_id:
+            node.core.key_space(key_space_id)
+        with feeds.reader() as feed:
+            yield response([], 0)
+            while True:
+                items, lost = await feed.get(MAX_RESPONSE_ITEMS)
+                parts: list[Part] = []
+                num_bytes = 0
+                for part in filter(None, map(message, items)):
+                    if num_bytes + part.ByteSize() > MAX_RESPONSE_BYTES and parts:
+                        yield response(parts, 0)
+                        parts, num_bytes = [], 0
+                    parts.append(part)
+                    num_bytes += part.ByteSize()
+                if parts or lost:
+                    yield response(parts, lost)
+    except Exception as error:  # noqa: BLE001 The edge of server streams: every failure is an answer.
         await abort(context, as_refusal(node, error, f"peer={context.peer()}"))

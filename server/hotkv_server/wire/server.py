@@ -42,12 +42,11 @@ from hotkv_server.wire.cache_service import CacheService
 from hotkv_server.wire.edge import MAX_SELECT_STREAMS, Edge, full_name
 from hotkv_server.wire.guard import peers
 from hotkv_server.wire.guard.audit import AuditLog, Who
-from hotkv_server.wire.guard.guests import Guests
 from hotkv_server.wire.guard.interceptor import EdgeInterceptor, Guard
-from hotkv_server.wire.guard.throttle import Pace
+from hotkv_server.wire.guard.limits import Guests, Pace
 from hotkv_server.wire.guard.tls import Certificates, TlsFiles
 from hotkv_server.wire.health import HealthService
-from hotkv_server.wire.session.service import SessionService
+from hotkv_server.wire.session import SessionService
 
 MAX_CONNECTIONS = MAX_SESSIONS + 512
 MAX_GUESTS = 256

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hotkv_server.cache.arrays import each_once
 from hotkv_server.cache.room.shares import PinBudget, TenantBook
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import Entries
@@ -56,7 +57,7 @@ class RetentionPins:
     def hold(self, entries: Entries, until_s: float) -> int:
         """Holds ready entries of one tenant until then, from the first on as far as the budget
         goes; returns how many of them are held."""
-        entries = distinct(entries)
+        entries = each_once(entries)
         is_known = self._until_s[entries] > 0
         known, fresh = entries[is_known], entries[~is_known]
         self._until_s[known] = np.maximum(self._until_s[known], until_s)
@@ -110,7 +111,7 @@ class RetentionPins:
     def let_go(self, entries: Entries) -> None:
         """Ends the holds of these entries at once; skips entries that are not held."""
         if self._num_held:
-            self._end(distinct(entries[self._until_s[entries] > 0]))
+            self._end(each_once(entries[self._until_s[entries] > 0]))
 
     def _end(self, entries: Entries) -> None:
         if not len(entries):
@@ -141,11 +142,3 @@ class RetentionPins:
         assert sum(self._bytes_of.values()) == self.held_bytes, "held bytes of tenants miscounted"
         assert np.all(self._index.pins[held] > 0), "a held entry is not pinned"
         assert np.all(self._until_s[held] >= self._next_end_s), "a hold ends unseen"
-
-
-def distinct(entries: Entries) -> Entries:
-    """Drops entries that were listed before; the others stay in order."""
-    ordered = np.sort(entries)
-    if not np.any(ordered[1:] == ordered[:-1]):
-        return entries
-    return entries[np.sort(np.unique(entries, return_index=True)[1])]

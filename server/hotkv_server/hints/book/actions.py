@@ -14,8 +14,8 @@ from hotkv_proto.blocks import Retention
 from hotkv_proto.groups import GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import Words
+from hotkv_server.cache.arrays import each_once
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.leases.retentions import distinct
 from hotkv_server.cache.values import Entries, HashList
 
 BLOCKS = 1 << 12
@@ -128,5 +128,5 @@ def _ready(core: CacheCore, key_space_id: int, one: HashList, start: int) -> tup
     core.key_space(key_space_id)
     words = core.space.index.find(key_space_id, one.group_index, one.hashes[start : start + BLOCKS])
     named: Entries = words[table.is_ready(words)]
-    entries = distinct(named)
+    entries = each_once(named)
     return entries, len(named) - len(entries)

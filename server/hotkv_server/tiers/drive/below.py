@@ -14,9 +14,9 @@ from hotkv_proto import table
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import DISK_TIER, BoolMask, Entries, HashList, Int64s, Medium
 from hotkv_server.integrity.verifier import Verifier
+from hotkv_server.node.capability import OnReady, Tracer, nobody
+from hotkv_server.node.event_loop import slices
 from hotkv_server.node.persistence import state_of
-from hotkv_server.node.seams import OnReady, Tracer, nobody
-from hotkv_server.node.slices import slices
 from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.breaker import Breaker

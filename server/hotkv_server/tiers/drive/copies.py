@@ -18,7 +18,7 @@ import numpy as np
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import Entries, Int64s, Medium
 from hotkv_server.integrity.verifier import Verifier
-from hotkv_server.node.seams import OnReady, Tracer, nobody
+from hotkv_server.node.capability import OnReady, Tracer, nobody
 from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.copies import OLD, STORED, Copies
 from hotkv_server.tiers.book.moves import Move

@@ -13,7 +13,7 @@ import numpy as np
 from hotkv_server.cache.arrays import rows
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import BoolMask, HashList
-from hotkv_server.node.seams import Lying
+from hotkv_server.node.capability import Lying
 from hotkv_server.node.session import LiveSession
 from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.drive.choice import Listed, both, count, either, needed, worth

@@ -16,10 +16,10 @@ from hotkv_server.cache.arrays import rows
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.values import BoolMask, HashList, Medium, Run
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.node.capability import OnReady, Tracer, nobody
+from hotkv_server.node.event_loop import slices
 from hotkv_server.node.health import Health
-from hotkv_server.node.seams import OnReady, Tracer, nobody
 from hotkv_server.node.session import LiveSession
-from hotkv_server.node.slices import slices
 from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.below import TierBelow

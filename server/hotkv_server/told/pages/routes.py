@@ -28,8 +28,8 @@ from prometheus_client import (
     generate_latest,
 )
 
+from hotkv_server.node.capability import Figures, tell
 from hotkv_server.node.node import Node
-from hotkv_server.node.topics import Figures, tell
 from hotkv_server.security.page_access import PageAccess, PageRefusal, Sight
 from hotkv_server.security.path_checks import UnsafeError
 from hotkv_server.told.kernel import all_topics

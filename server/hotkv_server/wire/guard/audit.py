@@ -20,7 +20,7 @@ from typing import Any
 
 from hotkv_server.logs import REQUEST_ID, utc
 from hotkv_server.security.identity import Peer
-from hotkv_server.wire.guard.throttle import LineBound
+from hotkv_server.wire.guard.limits import LineBound
 
 log = logging.getLogger("hotkv_server.audit")
 log.setLevel(logging.INFO)  # Whatever the server's level is.

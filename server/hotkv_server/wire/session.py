@@ -1,0 +1,558 @@
+"""SessionService: opens sessions, one for each stream, and serves their calls."""
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import hotkv_proto
+from hotkv_proto.errors import HotKVError, Reason
+from hotkv_proto.keys import KeySpace, signed_salt
+from hotkv_proto.messages import fields
+from hotkv_proto.messages.cache import load_response, packed_words, store_response
+from hotkv_proto.messages.errors import error_detail
+from hotkv_proto.messages.layout import (
+    read_device_order,
+    read_key_space,
+    read_layout,
+    read_representations,
+)
+from hotkv_proto.messages.session import memory_registered_message
+from hotkv_proto.v1 import cache_pb2, session_pb2, session_pb2_grpc
+from hotkv_proto.versions import (
+    NEWEST_VERSION,
+    OLDEST_VERSION,
+    Feature,
+    Role,
+    agreed_features,
+    agreed_version,
+)
+from hotkv_server.cache.values import EvictionNotice
+from hotkv_server.node.node import Node
+from hotkv_server.node.removals import NOTICE_BLOCKS
+from hotkv_server.node.session import OUTBOX_MESSAGES, LiveSession, Notice, unread
+from hotkv_server.node.transfers import TransferEnd
+from hotkv_server.security.identity import Peer, Tenant
+from hotkv_server.wire import calls
+from hotkv_server.wire.edge import Edge, calls_of
+from hotkv_server.wire.errors import abort, as_refusal
+from hotkv_server.wire.guard.limits import Pace
+
+log = logging.getLogger(__name__)
+
+
+# The calls of one session's stream: which function serves which message, and when it is answered.
+#
+# Always true: a call that names a request id is answered once. Transfers are answered when they
+# end, and leases and residencies whose blocks are compared with their check values first when that
+# is done; all others at once.
+
+
+class SessionCalls:
+    """See the module. `send`: for answers that come later."""
+
+    def __init__(
+        self,
+        node: Node,
+        session: LiveSession,
+        pace: Pace,
+        send: Callable[[session_pb2.ConnectResponse], None],
+    ) -> None:
+        self._node = node
+        self._session = session
+        self._pace = pace
+        self._send = send
+        self._traceable = calls_of(node)
+        self._of_capabilities = {
+            body: call for one in node.capabilities for body, call in one.session_calls().items()
+        }
+
+    def refused(self, error: Exception) -> session_pb2.ConnectResponse:
+        """The answer to a call that failed."""
+        return session_pb2.ConnectResponse(
+            error=error_detail(as_refusal(self._node, error, self._session.name))
+        )
+
+    async def handle(
+        self, request: session_pb2.ConnectRequest
+    ) -> session_pb2.ConnectResponse | None:
+        """Serves a request; None if it is answered later, or not at all. Raises whatever the call
+        fails with."""
+        node, session = self._node, self._session
+        match request.WhichOneof("body"):
+            case "lookup":
+                found = self._traceable.lookup(node, session, request.lookup)
+                if not isinstance(found, asyncio.Task):
+                    return session_pb2.ConnectResponse(lookup=found)
+                found.add_done_callback(partial(self._answer_task, request.request_id, "lookup"))
+                return None
+            case "acquire_lease":
+                acquired = self._traceable.acquire(node, session, request.acquire_lease)
+                if not isinstance(acquired, asyncio.Task):
+                    return session_pb2.ConnectResponse(acquire_lease=acquired)
+                acquired.add_done_callback(
+                    partial(self._answer_task, request.request_id, "acquire_lease")
+                )
+                return None
+            case "reserve_blocks":
+                return session_pb2.ConnectResponse(
+                    reserve_blocks=await calls.reserve(node, session, request.reserve_blocks)
+                )
+            case "release_lease":
+                return session_pb2.ConnectResponse(
+                    release_lease=calls.release(node, session, request.release_lease)
+                )
+            case "load":
+                load = self._traceable.load(node, session, request.load)
+                # What answers a transfer does not keep its message.
+                load.add_done_callback(partial(self._answer_load, request.request_id))
+                return None
+            case "store":
+                store = await self._traceable.store(node, session, request.store)
+                groups = [run.group_index for run in request.store.runs]
+                store.add_done_callback(partial(self._answer_store, request.request_id, groups))
+                return None
+            case "cancel_transfer":
+                return session_pb2.ConnectResponse(
+                    cancel_transfer=calls.cancel(node, session, request.cancel_transfer)
+                )
+            case "report_use":
+                await calls.report_use(node, session, request.report_use)
+                return None
+            case "flush":
+                return session_pb2.ConnectResponse(flushed=await calls.flush(node, session))
+            case "ping":
+                return session_pb2.ConnectResponse(pong=session_pb2.Pong())
+            case "register_memory":
+                memory = request.register_memory
+                taken = await node.sessions.register_memory(
+                    session,
+                    read_layout(memory.layout),
+                    read_device_order(memory.order),
+                )
+                return session_pb2.ConnectResponse(
+                    memory_registered=memory_registered_message(*taken)
+                )
+            case "malformed":
+                raise await self._slowed(request.error())
+            case "open_session":
+                raise HotKVError(
+                    Reason.INVALID_FIELD,
+                    "open_session was sent twice; open another stream for another session",
+                )
+            case body if (call := self._of_capabilities.get(body or "")) is not None:
+                assert body is not None
+                return await self._served(request, body, call(session, getattr(request, body)))
+            case _:
+                raise HotKVError(Reason.INVALID_FIELD, "body is empty or of a newer protocol")
+
+    async def _served(
+        self, request: session_pb2.ConnectRequest, body: str, answer: Any
+    ) -> session_pb2.ConnectResponse | None:
+        """The answer of a capability's call; None if it comes later, or never."""
+        if isinstance(answer, asyncio.Task):
+            answer.add_done_callback(partial(self._answer_task, request.request_id, body))
+            return None
+        if inspect.isawaitable(answer):
+            answer = await answer
+        return None if answer is None else session_pb2.ConnectResponse(**{body: answer})
+
+    async def _slowed(self, error: HotKVError) -> HotKVError:
+        """The error, when it may be answered."""
+        await self._pace.turn()
+        return error
+
+    def _answer_task(self, request_id: int, body: str, done: "asyncio.Task[Any]") -> None:
+        """Sends what a task has come to, as the field `body` of the answer."""
+        if done.cancelled():
+            return
+        try:
+            response = session_pb2.ConnectResponse(**{body: done.result()})
+        except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
+            response = self.refused(error)
+        response.request_id = request_id
+        self._send(response)
+
+    def _answer_load(self, request_id: int, done: "asyncio.Future[TransferEnd]") -> None:
+        if not done.cancelled():
+            answer = load_response(done.result())
+            self._send(session_pb2.ConnectResponse(request_id=request_id, load=answer))
+
+    def _answer_store(
+        self, request_id: int, groups: list[int], done: "asyncio.Future[TransferEnd]"
+    ) -> None:
+        if not done.cancelled():
+            answer = store_response(done.result(), groups)
+            self._send(session_pb2.ConnectResponse(request_id=request_id, store=answer))
+
+
+# The stream of one open session: requests in, answers and notices out.
+#
+# Always true: requests are taken one at a time, and no more of them while the client has many
+# answers to read. No answer overtakes a notice from before.
+
+
+LAST_WORDS_S = 2.0
+NOTICE_PAUSE_S = 0.02
+"""Between two messages with notices that nothing else calls for."""
+
+
+UNREAD_ANSWERS, UNREAD_BYTES = 256, 4 << 20
+"""A client that has so many to read, or so much, is asked for nothing more until it has read
+some."""
+KEPT_BYTES, SLOW_READER_S = 64 << 10, 5.0
+"""A client that leaves more than this unread, and reads none of it for so long, is closed."""
+OUTBOX_BYTES = 32 << 20
+
+
+class SessionOutbox:
+    """What a session's client has yet to read. `write`: sends a message, and waits while the client
+    reads too slowly. `on_end`: ends the session, given why.
+
+    Always true: the outbox is bounded, by messages and by bytes. A client that lets it fill up, or
+    leaves much in it and reads none of that for some seconds, is told to go.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[session_pb2.ConnectResponse], Awaitable[None]],
+        on_end: Callable[[HotKVError], None],
+    ) -> None:
+        self._write = write
+        self._on_end = on_end
+        self._queue: asyncio.Queue[session_pb2.ConnectResponse] = asyncio.Queue(OUTBOX_MESSAGES)
+        self._unread_bytes = 0
+        self._num_written = 0
+        self._watch: asyncio.TimerHandle | None = None
+        self._was_read = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"SessionOutbox({self._queue.qsize()} messages, {self._unread_bytes} bytes)"
+
+    def put(self, message: session_pb2.ConnectResponse) -> None:
+        """Adds a message; ends the session if it is one too many."""
+        try:
+            self._queue.put_nowait(message)
+        except asyncio.QueueFull:
+            self._on_end(unread())
+            return
+        self._unread_bytes += message.ByteSize()
+        if self._unread_bytes > OUTBOX_BYTES:
+            self._on_end(unread())
+        elif self._watch is None and (self._unread_bytes > KEPT_BYTES or self._has_much()):
+            self._look_later()
+
+    async def room(self) -> None:
+        """Waits until the client has so little to read that it may ask for more."""
+        while self._has_much():
+            self._was_read.clear()
+            await self._was_read.wait()
+
+    async def send_all(self) -> None:
+        """Writes messages for ever, in order."""
+        while True:
+            message = await self._queue.get()
+            await self._write(message)
+            self._unread_bytes -= message.ByteSize()
+            self._num_written += 1
+            self._queue.task_done()
+            self._was_read.set()
+            # The next one may be long in coming.
+            del message
+
+    async def drained(self, timeout_s: float) -> None:
+        """Waits until all is written, or the time is up."""
+        await asyncio.wait({asyncio.create_task(self._queue.join())}, timeout=timeout_s)
+
+    def close(self) -> None:
+        """Stops watching the client."""
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def _has_much(self) -> bool:
+        return self._queue.qsize() >= UNREAD_ANSWERS or self._unread_bytes >= UNREAD_BYTES
+
+    def _look_later(self) -> None:
+        self._watch = asyncio.get_running_loop().call_later(
+            SLOW_READER_S, self._judge, self._num_written
+        )
+
+    def _judge(self, num_written: int) -> None:
+        """Ends the session if its client has read nothing since so much was written, and much
+        waits."""
+        self._watch = None
+        if self._unread_bytes > KEPT_BYTES or self._has_much():
+            if self._num_written == num_written:
+                self._on_end(unread())
+            else:
+                self._look_later()
+
+
+class SessionStream:
+    """See the module."""
+
+    def __init__(self, node: Node, session: LiveSession, context: Any, pace: Pace) -> None:
+        self._session = session
+        self._outbox = SessionOutbox(context.write, self._end)
+        self._calls = SessionCalls(node, session, pace, self._send)
+        self._ended = asyncio.Event()
+        self._why: HotKVError | None = None
+        self._has_logged_refusal = False
+        session.on_end = self._end
+
+    async def run(
+        self,
+        requests: AsyncIterator[session_pb2.ConnectRequest],
+        opened: session_pb2.ConnectResponse,
+    ) -> HotKVError | None:
+        """Serves the session until the client or the server ends it; returns why the server did."""
+        self._send(opened)
+        reader = asyncio.create_task(self._read(requests))
+        endings = {
+            reader,
+            asyncio.create_task(self._outbox.send_all()),
+            asyncio.create_task(self._ended.wait()),
+        }
+        notices = asyncio.create_task(self._forward_notices())
+        try:
+            await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+            if reader.done():
+                # What is on its way is still sent, to a client that reads.
+                await self._outbox.drained(LAST_WORDS_S)
+        finally:
+            self._outbox.close()
+            for task in (*endings, notices):
+                task.cancel()
+            await asyncio.gather(*endings, notices, return_exceptions=True)
+        return self._why
+
+    async def _read(self, requests: AsyncIterator[session_pb2.ConnectRequest]) -> None:
+        while True:
+            # Before a message is taken: it may be large.
+            await self._outbox.room()
+            request = await anext(requests, None)
+            if request is None:
+                return
+            self._session.heard_s = time.monotonic()
+            try:
+                response = await self._calls.handle(request)
+            except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
+                response = self._calls.refused(error)
+                if not request.request_id and not self._has_logged_refusal:
+                    self._has_logged_refusal = True
+                    log.warning(
+                        "refused without an answer session=%d: %s",
+                        self._session.record.number,
+                        response.error.message,
+                    )
+            if response is not None and request.request_id:
+                response.request_id = request.request_id
+                self._send(response)
+            # The next one may be long in coming.
+            del request, response
+
+    def _end(self, why: HotKVError) -> None:
+        self._why = self._why or why
+        self._ended.set()
+
+    def _send(self, message: session_pb2.ConnectResponse) -> None:
+        """Sends an answer, after all notices from before."""
+        if not self._session.notices.empty():
+            self._send_notices([])
+        self._outbox.put(message)
+
+    async def _forward_notices(self) -> None:
+        """Sends notices as they come. One store may evict blocks that many sessions know, so
+        evictions of some milliseconds share a message."""
+        while True:
+            self._send_notices([await self._session.notices.get()])
+            await asyncio.sleep(NOTICE_PAUSE_S)
+
+    def _send_notices(self, notices: list[Notice]) -> None:
+        """Sends these and all that wait, with those of evictions in few messages."""
+        while not self._session.notices.empty():
+            notices.append(self._session.notices.get_nowait())
+        groups, num_blocks = list[cache_pb2.GroupHashes](), 0
+        for notice in notices:
+            if isinstance(notice, EvictionNotice):
+                packed = packed_words(notice.hashes, self._session.key_space.hash_bytes)
+                if groups and num_blocks + len(notice.hashes) > NOTICE_BLOCKS:
+                    self._put_evicted(groups)
+                    groups, num_blocks = [], 0
+                groups.append(cache_pb2.GroupHashes(group_index=notice.group_index, hashes=packed))
+                num_blocks += len(notice.hashes)
+            else:
+                drain = session_pb2.DrainNotice(deadline_ms=int(notice.deadline_s * 1000))
+                self._outbox.put(session_pb2.ConnectResponse(drain_notice=drain))
+        if groups:
+            self._put_evicted(groups)
+
+    def _put_evicted(self, groups: list[cache_pb2.GroupHashes]) -> None:
+        notice = session_pb2.EvictionNotice(groups=groups)
+        self._outbox.put(session_pb2.ConnectResponse(eviction_notice=notice))
+
+
+# SessionService: opens sessions, one for each stream.
+#
+# Always true: however the stream ends, its session is settled and closed. A session acts for one
+# tenant. If there are tenants, its peer has proven that it may, and its engine id is made the
+# tenant's own, so that no other tenant can name its leases.
+
+
+FIRST_MESSAGE_TIMEOUT_S = 10.0
+
+
+class SessionService(session_pb2_grpc.SessionServiceServicer):
+    """See session.proto."""
+
+    def __init__(self, edge: Edge) -> None:
+        self._edge = edge
+        self._node = edge.node
+
+    async def Connect(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[session_pb2.ConnectRequest], context: Any
+    ) -> None:
+        who = f"peer={context.peer()}"
+        try:
+            with self._edge.guests.stay():
+                first = await _first(request_iterator)
+            who = (
+                f"{who} engine={first.open_session.engine_id[:64]!r} "
+                f"tenant={first.open_session.key_space.tenant[:64]!r}"
+            )
+            peer = self._edge.identify(first.open_session, context)
+            who = f"{who} {peer}"
+            session = await self._open(first.open_session, peer)
+        except Exception as error:  # noqa: BLE001 The edge of the stream: every failure is an answer.
+            await self._edge.pace.turn()
+            await abort(context, as_refusal(self._node, error, who))
+        stream = SessionStream(self._node, session, context, self._edge.pace)
+        why: HotKVError | None = None
+        try:
+            why = await stream.run(request_iterator, self._opened(first, session))
+        finally:
+            # Shielded, so that a broken stream cannot cut the settling short.
+            await asyncio.shield(self._node.sessions.close(session))
+        if why is not None:
+            # Last, because it waits for the client to read.
+            log.warning("session ended number=%d: %s", session.record.number, why.message)
+            await abort(context, as_refusal(self._node, why, session.name))
+
+    async def _open(self, opening: session_pb2.OpenSession, peer: Peer) -> LiveSession:
+        _version(opening)
+        try:
+            role = Role(opening.role).name.lower()
+        except ValueError:
+            raise HotKVError(
+                Reason.INVALID_FIELD,
+                f"role is {opening.role}; allowed are 1 (scheduler), 2 (worker) and 3 (tool)",
+            ) from None
+        fields.name("engine_id", opening.engine_id)
+        fields.name("client_name", opening.client_name)
+        key_space, representations = (
+            read_key_space(opening.key_space),
+            read_representations(opening.representations),
+        )
+        tenant = self._edge.access.admit(peer, key_space.tenant)
+        self._check_sessions(tenant)
+        engine_id = (
+            opening.engine_id
+            if tenant is None or not opening.engine_id
+            else f"{tenant.name}/{opening.engine_id}"
+        )
+        session = await self._node.sessions.open(
+            engine_id, role, key_space, opening.client_name, representations,
+            hears_evictions=not opening.without_eviction_notices,
+        )  # fmt: skip
+        if tenant is not None:
+            session.peer, session.maps_arena = peer, False
+            try:
+                # Other settings may have come meanwhile; from here on they end the session.
+                tenant = self._edge.access.admit(peer, key_space.tenant)
+            except HotKVError:
+                await self._node.sessions.close(session)
+                raise
+        features = agreed_features(opening.features)
+        session.knows_words = Feature.RESIDENCY in features
+        session.knows_tiers = Feature.TIERS in features
+        if tenant is not None:
+            session.maps_table = tenant.sees_table
+            log.info(
+                "session admitted number=%d tenant=%r %s", session.record.number, tenant.name, peer
+            )
+        return session
+
+    def _check_sessions(self, tenant: Tenant | None) -> None:
+        if tenant is None or not tenant.max_sessions:
+            return
+        num_open = sum(session.key_space.tenant == tenant.name for session in self._node.sessions)
+        if num_open >= tenant.max_sessions:
+            raise HotKVError(
+                Reason.OVERLOADED,
+                (
+                    f"{num_open} sessions of this tenant are open, which is all it may have; close "
+                    "some first"
+                ),
+            )
+
+    def _opened(
+        self, first: session_pb2.ConnectRequest, session: LiveSession
+    ) -> session_pb2.ConnectResponse:
+        opening = first.open_session
+        features = agreed_features(opening.features)
+        if self._node.tiers is None:
+            features -= {Feature.TIERS}
+        return session_pb2.ConnectResponse(
+            request_id=first.request_id,
+            session_opened=session_pb2.SessionOpened(
+                protocol_version=_version(opening),
+                session_id=session.secret_id,
+                key_space_id=session.record.key_space_id,
+                epoch=self._node.epoch,
+                has_descriptor_socket=self._edge.has_descriptor_socket,
+                server_name=f"hotkv-server {hotkv_proto.__version__}",
+                wants_token_ids=any(one.wants_token_ids for one in self._node.capabilities),
+                features=[session_pb2.Feature.ValueType(int(f)) for f in sorted(features)],
+                salts=_salts(opening, session.key_space),
+            ),
+        )
+
+
+def _version(opening: session_pb2.OpenSession) -> int:
+    """The protocol version of a session. Raises VERSION_MISMATCH."""
+    oldest = opening.protocol_version
+    newest = opening.newest_protocol_version or oldest
+    version = agreed_version(oldest, newest)
+    if version is None:
+        raise HotKVError(
+            Reason.VERSION_MISMATCH,
+            f"protocol_version is {oldest}, newest_protocol_version {newest}; this server "
+            f"{hotkv_proto.__version__} speaks {OLDEST_VERSION} to {NEWEST_VERSION}: upgrade the "
+            "older side",
+        )
+    return version
+
+
+def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
+    """Salts of the block table, as signed numbers, by group index as the session names it."""
+    salts = [
+        *map(space.group_salt, range(len(space.groups))),
+        *map(space.representation_salt, read_representations(opening.representations)),
+    ]
+    return [signed_salt(salt) for salt in salts]
+
+
+async def _first(requests: AsyncIterator[session_pb2.ConnectRequest]) -> session_pb2.ConnectRequest:
+    """The message that opens the session, without a proof that it may. Raises INVALID_FIELD."""
+    try:
+        first = await asyncio.wait_for(anext(requests), FIRST_MESSAGE_TIMEOUT_S)
+    except (StopAsyncIteration, asyncio.TimeoutError):
+        first = session_pb2.ConnectRequest()
+    if first.WhichOneof("body") != "open_session":
+        raise HotKVError(
+            Reason.INVALID_FIELD, "open_session is missing; send it as the first message"
+        )
+    return first

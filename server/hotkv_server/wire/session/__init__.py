@@ -1,1 +1,0 @@
-"""The stream of a session: its opening, its calls, its answers."""
