@@ -76,7 +76,6 @@ check: $(STAMPS)/dev $(PROTO_VENV)/.stamp ## format, lint, types, import contrac
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python tools/check_vllm_imports.py
 	$(BIN)/python tools/check_vllm_api.py
 	$(BIN)/python tools/check_vllm_reuse.py
 	$(BIN)/buf lint

@@ -5,6 +5,9 @@ Checked, on syntax trees: imported names, attributes of vLLM's objects and calls
 annotations tell, signatures of overridden hooks, and that each hook of the base class is overridden
 or was looked at (`NOT_OVERRIDDEN`). Where the index can't be reached, what it lacks is named, and
 the rest is checked.
+
+Also that only `hotkv_vllm.compat` and the modules in `FREE` read vLLM's internals, and the rest
+keeps to `PUBLIC`. import-linter sees vLLM as one package, so that finer rule is checked here.
 """
 
 import ast
@@ -54,6 +57,53 @@ NOT_OVERRIDDEN = {
 }
 """Hooks that hotkv leaves to the base class, and why. One that is not here and not overridden is
 new: read what it asks of connectors."""
+
+FREE = {"worker/layout.py", "sparse/backend.py", "residency/cuda_backend.py"}
+FREE_FOLDER = "compat/"
+PUBLIC = (
+    "vllm.LLM",
+    "vllm.SamplingParams",
+    "vllm.__version__",
+    "vllm.config",
+    "vllm.distributed.kv_events",
+    "vllm.distributed.kv_transfer.kv_connector.v1",
+    "vllm.envs",
+    "vllm.forward_context",
+    "vllm.logger",
+    "vllm.v1.core.kv_cache_manager",
+    "vllm.v1.core.sched.output",
+    "vllm.v1.kv_cache_interface",
+    "vllm.v1.metrics.cache_hit_source",
+    "vllm.v1.outputs",
+    "vllm.v1.request",
+)
+"""Base classes, the values passed to a connector's hooks, and what vLLM offers to programs; a name
+covers its submodules."""
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and full name of everything imported from vLLM."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from ((node.lineno, name) for name in names if name.split(".")[0] == "vllm")
+
+
+def internal_imports() -> list[str]:
+    """A line for each import of vLLM's internals where they may not be read."""
+    return [
+        f"{path.relative_to(ROOT)}:{line}: {name} is internal to vLLM: reach it through "
+        "hotkv_vllm.compat or .worker.layout"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if (module := path.relative_to(PACKAGE).as_posix()) not in FREE
+        and not module.startswith(FREE_FOLDER)
+        for line, name in imported(ast.parse(path.read_text()))
+        if not any(name == public or name.startswith(public + ".") for public in PUBLIC)
+    ]
 
 
 def supported() -> tuple[tuple[int, int], ...]:
@@ -138,7 +188,7 @@ def main() -> int:
     """Command line."""
     lines = supported()
     said = f"vLLM {lines[0][0]}.{lines[0][1]} to {lines[-1][0]}.{lines[-1][1]}"
-    found = []
+    found = internal_imports()
     if said not in (ROOT / "README.md").read_text():
         found.append(f"README.md does not say {said!r}, as hotkv_vllm/versions.py does")
     for source, is_newest in sources(lines):
