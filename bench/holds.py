@@ -53,7 +53,7 @@ class Hold:
     num_parts: int
 
 
-class RetentionPins:
+class Holds:
     """Runs operations and notes how long each holds the loop."""
 
     def __init__(
@@ -134,17 +134,17 @@ def operations(
 ) -> list[Hold]:
     """All operations, one after the other, over a core whose slots of SLOT_ALIGN bytes are all in
     use; it is empty afterwards."""
-    holds = RetentionPins(core, session, now_s, new_hashes)
+    holds = Holds(core, session, now_s, new_hashes)
     hashes = holds.fill(session, MAX_BLOCKS_PER_CALL)
     _reads(holds, hashes)
     _background(holds)
     _stores(holds)
     _flushes(holds)
-    _others(holds)
+    _layouts(holds)
     return holds.rows
 
 
-def _reads(holds: RetentionPins, hashes: Words) -> None:
+def _reads(holds: Holds, hashes: Words) -> None:
     core, session, lists = holds.core, holds.session, [HashList(0, hashes)]
     holds.once("lookup", lambda: core.lookup(1, lists))
     holds.once("touch", lambda: core.touch(session, lists, holds.now_s))
@@ -165,7 +165,7 @@ def _reads(holds: RetentionPins, hashes: Words) -> None:
     holds.parts("leases expire", core.expire(holds.now_s))
 
 
-def _background(holds: RetentionPins) -> None:
+def _background(holds: Holds) -> None:
     core = holds.core
     holds.parts("metrics, status (census)", inspect.census(core))
     holds.once("figures of the pool", core.space.pool.figures)
@@ -186,7 +186,7 @@ def _background(holds: RetentionPins) -> None:
     holds.parts("verifier, next batches", scrub())
 
 
-def _stores(holds: RetentionPins) -> None:
+def _stores(holds: Holds) -> None:
     core, session = holds.core, holds.session
     holds.store("store into a full cache", session, holds.new_hashes(MAX_STORED_BLOCKS))
     holds.store("store that fails", session, holds.new_hashes(MAX_STORED_BLOCKS), succeeds=False)
@@ -206,7 +206,7 @@ def _stores(holds: RetentionPins) -> None:
     core.take_effects()
 
 
-def _flushes(holds: RetentionPins) -> None:
+def _flushes(holds: Holds) -> None:
     core, session = holds.core, holds.session
     other, other_id = holds.open("flushed", SLOT_ALIGN)
     # Between blocks of another key space, so that no slab is emptied.
@@ -231,12 +231,7 @@ def _flushes(holds: RetentionPins) -> None:
     core.take_effects()
 
 
-def _others(holds: RetentionPins) -> None:
-    """Work that does not walk the index, and grows with a client's message."""
-    _layouts(holds)
-
-
-def _layouts(holds: RetentionPins) -> None:
+def _layouts(holds: Holds) -> None:
     """Layouts are checked in a thread: the event loop waits for the GIL at most.
 
     The least of three counts: a thread that loses the processor to another process keeps the lock

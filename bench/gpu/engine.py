@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from bench.servers import MIB, new_hashes
-from demo.processes import SHM, Server
+from demo.processes import SHM, Server, ends_cleanly, runtime_folder
 from hotkv_client import (
     BlockRun,
     EngineMemory,
@@ -232,6 +232,11 @@ class _Words:
 Side = Cuda | MadeUp
 
 
+def about(side: Side) -> dict[str, object]:
+    """What a report says of the device."""
+    return {"device": side.name, "made_up": side.is_made_up}
+
+
 def find_side(made_up: bool) -> Side:
     """Returns the first GPU, or a made-up one. Ends the program if there is no GPU."""
     if made_up:
@@ -289,6 +294,21 @@ class GpuServer(Server):
         """As a crash would."""
         self._child.process.kill()
         self._child.process.wait()
+
+
+@contextmanager
+def settled(
+    side: Side, arena_bytes: int, *flags: str, is_calibrated: bool = True
+) -> Iterator[GpuServer]:
+    """A server whose arena is pinned and whose copies are measured, unless the device is made up or
+    `is_calibrated` is False. It and its folder go at the end."""
+    with (
+        ends_cleanly(),
+        runtime_folder(arena_bytes) as folder,
+        GpuServer(side, folder, arena_bytes, *flags) as server,
+    ):
+        server.wait_settled(calibrated=is_calibrated and not side.is_made_up)
+        yield server
 
 
 class Engine:

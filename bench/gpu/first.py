@@ -9,13 +9,12 @@ of matrix products loses. `bench.gpu.transfer`, `latency` and `methods` have the
 
 import sys
 
-from bench.gpu.engine import GpuServer, PlainCopies, Shape, Side, find_side, operation_bytes
+from bench.gpu.engine import PlainCopies, Shape, Side, about, find_side, operation_bytes, settled
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.latency import FIRST_BYTE_TARGET_US, HEADLINE, first_byte_us
 from bench.gpu.methods import LOSS_PAGE, LOSS_TARGET, Products, loss_beside_loads
 from bench.gpu.transfer import ARENA_OPERATIONS, BOTH_TARGET, TARGETS, layers_of, measure
 from bench.servers import MIB
-from demo.processes import ends_cleanly, runtime_folder
 
 RUNS = (64 << 10, 16 << 10)
 WINDOWS = 6
@@ -52,13 +51,8 @@ def main() -> int:
     side, short = find_side(options.made_up), options.quick or options.made_up
     op_bytes = operation_bytes((16 if options.made_up else 256) * MIB, ARENA_OPERATIONS)
     arena_bytes, figures = max(ARENA_OPERATIONS * op_bytes, LEAST_ARENA_BYTES), list[Figure]()
-    with (
-        ends_cleanly(),
-        runtime_folder(arena_bytes) as folder,
-        GpuServer(side, folder, arena_bytes) as server,
-    ):
+    with settled(side, arena_bytes) as server:
         try:
-            server.wait_settled(calibrated=not side.is_made_up)
             figures += copies(side, server.target, op_bytes, 2 if short else 4)
             first_us = first_byte_us(side, server.target, 8 if short else 40)
             figures.append(
@@ -82,8 +76,7 @@ def main() -> int:
                 )
             )
         finally:
-            details: dict[str, object] = {"device": side.name, "made_up": side.is_made_up}
-            print_figures(figures, details, as_json=options.json)
+            print_figures(figures, about(side), as_json=options.json)
     return 0
 
 

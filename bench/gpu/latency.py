@@ -21,19 +21,19 @@ import numpy as np
 from bench.gpu.engine import (
     DEADLINE_S,
     Engine,
-    GpuServer,
     Shape,
     Side,
+    about,
     done,
     find_side,
     half_leased,
     operation_bytes,
+    settled,
     until,
 )
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.report import median, percentile
 from bench.servers import GIB, new_hashes
-from demo.processes import ends_cleanly, runtime_folder
 from hotkv_client import TransferResult
 from hotkv_client.command.tables import table
 
@@ -197,9 +197,7 @@ def report(side: Side, found: dict[str, dict[str, Any]], *, as_json: bool) -> No
     for order, one in found.items():
         if one["message"]:
             print(f"{order}: {one['message']}")
-    print_figures(
-        figures, {"device": side.name, "made_up": side.is_made_up, "orders": found}, as_json=as_json
-    )
+    print_figures(figures, {**about(side), "orders": found}, as_json=as_json)
 
 
 def main() -> int:
@@ -210,13 +208,8 @@ def main() -> int:
     side, rounds = find_side(options.made_up), 20 if options.quick or options.made_up else 150
     arena_bytes = operation_bytes(GIB, 1)
     found: dict[str, dict[str, Any]] = {}
-    with (
-        ends_cleanly(),
-        runtime_folder(arena_bytes) as folder,
-        GpuServer(side, folder, arena_bytes) as server,
-    ):
+    with settled(side, arena_bytes) as server:
         try:
-            server.wait_settled(calibrated=not side.is_made_up)
             for order in ORDERS:
                 found[order] = measure(side, server.target, order, rounds)
             until(

@@ -19,20 +19,21 @@ import torch
 
 from bench.gpu.engine import (
     DEADLINE_S,
-    GpuServer,
     PlainCopies,
     Shape,
     Side,
+    about,
     done,
     find_side,
     half_leased,
     operation_bytes,
+    settled,
 )
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.gpu.transfer import ARENA_OPERATIONS, layers_of, measure
 from bench.report import median
 from bench.servers import GIB, MIB
-from demo.processes import ends_cleanly, runtime_folder
+from demo.processes import ends_cleanly
 from hotkv_client.command.tables import table
 
 METHODS = ("auto", "kernel", "staged", "batch", "memcpy")
@@ -210,7 +211,7 @@ class Found:
         }
         print_figures(
             figures,
-            {"device": self.side.name, "made_up": self.side.is_made_up, **details},
+            about(self.side) | details,
             as_json=as_json,
         )
 
@@ -233,11 +234,8 @@ def measure_method(
 ) -> None:
     """With a server of its own."""
     side, arena_bytes = found.side, ARENA_OPERATIONS * plan.op_bytes
-    with (
-        runtime_folder(arena_bytes) as folder,
-        GpuServer(side, folder, arena_bytes, "--copy.method", method) as server,
-    ):
-        server.wait_settled(calibrated=method == "auto" and not side.is_made_up)
+    flags = ("--copy.method", method)
+    with settled(side, arena_bytes, *flags, is_calibrated=method == "auto") as server:
         lost = loss_beside_loads(side, server.target, products, plan.shape(LOSS_PAGE), plan.windows)
         found.lose(method, lost, plan.op_bytes)
         for page_bytes in PAGES:

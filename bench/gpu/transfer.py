@@ -13,19 +13,19 @@ from time import perf_counter
 from typing import Any
 
 from bench.gpu.engine import (
-    GpuServer,
     PlainCopies,
     Shape,
     Side,
+    about,
     done,
     find_side,
     half_leased,
     operation_bytes,
+    settled,
 )
 from bench.gpu.figures import Figure, gpu_parser, print_figures
 from bench.report import median
 from bench.servers import GIB, MIB, new_hashes
-from demo.processes import ends_cleanly, runtime_folder
 from hotkv_client.command.tables import table
 
 PAGES = (64 << 10, 16 << 10, 4 << 10, 256 << 10, 2 << 20)
@@ -144,8 +144,7 @@ def report(
     print("\nthe server's own measurement at its start, GB/s")
     print(table(("direction", "page KiB", *methods), rows))
     details: dict[str, object] = {
-        "device": side.name,
-        "made_up": side.is_made_up,
+        **about(side),
         "operation_bytes": op_bytes,
         "seconds": {f"{layout} {size}": times.seconds for (layout, size), times in found.items()},
         "ratios": {f"{layout} {size}": times.ratios() for (layout, size), times in found.items()},
@@ -161,14 +160,9 @@ def main() -> int:
     op_bytes = operation_bytes(16 * MIB if options.made_up else GIB, ARENA_OPERATIONS)
     rounds, arena_bytes = 2 if options.quick or options.made_up else 6, ARENA_OPERATIONS * op_bytes
     found: dict[tuple[str, int], Times] = {}
-    devices: dict[str, Any] = {}
-    with (
-        ends_cleanly(),
-        runtime_folder(arena_bytes) as folder,
-        GpuServer(side, folder, arena_bytes) as server,
-    ):
+    with settled(side, arena_bytes) as server:
+        devices = server.devices()
         try:
-            devices = server.wait_settled(calibrated=not side.is_made_up)
             print(f"{side.name}: arena pinned in {devices['registering_s']:.1f} s", flush=True)
             plain = PlainCopies(side, op_bytes)
             for page_bytes in PAGES:

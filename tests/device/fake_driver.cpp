@@ -105,9 +105,6 @@ CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned flags, int priori
   *stream = (CUstream)(next += 16);
   return OK;
 }
-CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
-  return note(__func__, "%llu %llu %u", OF(stream), OF(event), flags);
-}
 CUresult cuEventCreate(CUevent* event, unsigned flags) {
   static uintptr_t next = 0x20000000000;
   TRY("%u", flags);
@@ -156,12 +153,6 @@ CUresult cuIpcCloseMemHandle(CUdeviceptr address) { return note(__func__, "%llu"
 CUresult cuIpcOpenEventHandle(CUevent* event, CUipcEventHandle handle) {
   *event = (CUevent)0x30000000010;
   return note(__func__, "%d %d", (unsigned char)handle.reserved[0], (unsigned char)handle.reserved[63]);
-}
-CUresult cuStreamWaitValue32_v2(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned flags) {
-  return note(__func__, "%llu %llu %u %u", OF(stream), address, value, flags);
-}
-CUresult cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr address, cuuint32_t value, unsigned flags) {
-  return note(__func__, "%llu %llu %u %u", OF(stream), address, value, flags);
 }
 CUresult cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                         unsigned shared, CUstream stream, void** parameters, void** extra) {

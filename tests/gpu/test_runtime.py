@@ -4,7 +4,6 @@ nothing else."""
 import mmap
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -181,49 +180,6 @@ def test_no_copies_are_no_error(runtime: CupyRuntime, stream: Stream, table: Pin
     finish(runtime, stream)
 
 
-def test_a_stream_waits_for_a_word_and_others_for_its_event(
-    runtime: CupyRuntime, host: Pinned, memory: int
-) -> None:
-    """Also: a waiting thread leaves the GIL to the one that writes the word, or this test would
-    never end."""
-    first, second = runtime.new_stream(0, Priority.LOW), runtime.new_stream(0, Priority.HIGH)
-    middle, end = runtime.new_event(0), runtime.new_event(0)
-    assert runtime.passed(end), "an event that was never recorded"
-    word = host.bytes[:4].view(np.uint32)
-    word[0] = 0xFFFFFFFE
-    host.bytes[4096:8192], host.bytes[8192:12288] = 7, 0
-    runtime.wait_value(first, host.address, 3)
-    runtime.copy(first, memory, host.address + 4096, 4096)
-    runtime.record(middle, first)
-    runtime.wait_event(second, middle)
-    runtime.copy(second, host.address + 8192, memory, 4096)
-    runtime.record(end, second)
-    ended = threading.Event()
-    waiter = threading.Thread(target=lambda: (runtime.synchronize(end), ended.set()))
-    waiter.start()
-    try:
-        for value in (0xFFFFFFFE, 0, 2):
-            word[0] = value
-            assert not ended.wait(0.05) and not runtime.passed(middle) and not runtime.passed(end)
-    finally:
-        word[0] = 4
-        waiter.join(60)
-    assert ended.is_set() and (host.bytes[8192:12288] == 7).all()
-
-
-def test_a_stream_writes_a_word_after_its_copies(
-    runtime: CupyRuntime, stream: Stream, host: Pinned, memory: int
-) -> None:
-    word = memory + MIB
-    host.bytes[:8] = 0
-    runtime.write_value(stream, word, 0xFFFFFFFF)
-    runtime.wait_value(stream, word, 0xFFFFFFF0)
-    runtime.copy(stream, host.address, word, 4)
-    runtime.write_value(stream, host.address + 4, 9)
-    finish(runtime, stream)
-    assert host.bytes[:8].view(np.uint32).tolist() == [0xFFFFFFFF, 9]
-
-
 def test_memory_is_aligned_and_registered_once(
     runtime: CupyRuntime, stream: Stream, memory: int
 ) -> None:
@@ -271,10 +227,6 @@ for line in sys.stdin:
     if order == "fill":
         r.memsetAsync(at, int(value), size, stream)
         r.eventRecord(event, stream)
-    elif order == "word":
-        word = np.array([int(value)], np.uint32)
-        r.memcpyAsync(at, word.ctypes.data, 4, r.memcpyHostToDevice, stream)
-        r.streamSynchronize(stream)
     elif order == "sum":
         back = np.zeros(size, np.uint8)
         r.memcpy(back.ctypes.data, at, size, r.memcpyDeviceToHost)
@@ -324,7 +276,7 @@ def test_another_processes_memory_and_event(
     event = runtime.open_event(0, engine.event)
     for value in (1, 2, 3):
         assert engine.ask(f"fill {value}") == "done"
-        runtime.wait_event(stream, event)
+        runtime.synchronize(event)
         runtime.copy(stream, host.address, address, POOL_BYTES)
         finish(runtime, stream)
         assert (host.bytes[:POOL_BYTES] == value).all()
@@ -333,18 +285,6 @@ def test_another_processes_memory_and_event(
     finish(runtime, stream)
     assert engine.ask("sum 0") == str(5 * POOL_BYTES)
     runtime.close_event(event)
-    runtime.close_memory(0, address)
-
-
-def test_another_processes_word(runtime: CupyRuntime, stream: Stream, engine: Engine) -> None:
-    address = runtime.open_memory(0, engine.memory)
-    engine.ask("word 4")
-    event = runtime.new_event(0)
-    runtime.wait_value(stream, address, 5)
-    runtime.record(event, stream)
-    assert not runtime.passed(event)
-    engine.ask("word 6")
-    runtime.synchronize(event)
     runtime.close_memory(0, address)
 
 

@@ -118,9 +118,6 @@ class CupyRuntime:
     def record(self, event: Event, stream: Stream) -> None:
         self._call(stream.device, "cuEventRecord", _handle(event), _handle(stream))
 
-    def wait_event(self, stream: Stream, event: Event) -> None:
-        self._call(stream.device, "cuStreamWaitEvent", _handle(stream), _handle(event), 0)
-
     def passed(self, event: Event) -> bool:
         return self._driver.passed(self._enter(event.device), _handle(event))
 
@@ -219,19 +216,6 @@ class CupyRuntime:
 
     def close_event(self, event: Event) -> None:
         self._call(event.device, "cuEventDestroy_v2", _handle(event))
-
-    def wait_value(self, stream: Stream, address: int, value: int) -> None:
-        self._call(
-            stream.device,
-            "cuStreamWaitValue32_v2",
-            _handle(stream),
-            address,
-            value,
-            cu.WAIT_UNTIL_REACHED,
-        )
-
-    def write_value(self, stream: Stream, address: int, value: int) -> None:
-        self._call(stream.device, "cuStreamWriteValue32_v2", _handle(stream), address, value, 0)
 
     # Inside
 

@@ -16,7 +16,6 @@ from ctypes import (
     c_int,
     c_size_t,
     c_uint,
-    c_uint32,
     c_uint64,
     c_void_p,
 )
@@ -43,7 +42,6 @@ HOST_MAPPED = 2
 HOST_READ_ONLY = 8
 IPC_LAZY_PEER_ACCESS = 1
 POINTER_DEVICE = 9
-WAIT_UNTIL_REACHED = 0
 SOURCE_IN_STREAM_ORDER = 1
 PREFER_OVERLAP_WITH_COMPUTE = 1
 
@@ -90,7 +88,6 @@ _CALLS: Mapping[str, tuple[type, ...]] = {
     "cuDevicePrimaryCtxRetain": (POINTER(_CONTEXT), _DEVICE),
     "cuCtxSetCurrent": (_CONTEXT,),
     "cuStreamCreateWithPriority": (POINTER(_STREAM), c_uint, c_int),
-    "cuStreamWaitEvent": (_STREAM, _EVENT, c_uint),
     "cuEventCreate": (POINTER(_EVENT), c_uint),
     "cuEventDestroy_v2": (_EVENT,),
     "cuEventRecord": (_EVENT, _STREAM),
@@ -111,8 +108,6 @@ _CALLS: Mapping[str, tuple[type, ...]] = {
     "cuLaunchKernel": (c_void_p, *(c_uint,) * 7, _STREAM, POINTER(c_void_p), c_void_p),
 }
 _OPTIONAL_CALLS: Mapping[str, tuple[type, ...]] = {
-    "cuStreamWaitValue32_v2": (_STREAM, _ADDRESS, c_uint32, c_uint),
-    "cuStreamWriteValue32_v2": (_STREAM, _ADDRESS, c_uint32, c_uint),
     "cuMemcpyBatchAsync": (
         *(_ARRAY,) * 3,
         c_size_t,

@@ -93,9 +93,6 @@ class DeviceRuntime(Protocol):
     def record(self, event: Event, stream: Stream) -> None:
         """Puts the event at the end of what the stream was given."""
 
-    def wait_event(self, stream: Stream, event: Event) -> None:
-        """Makes the stream wait until the event, as last recorded, has passed."""
-
     def passed(self, event: Event) -> bool:
         """True if the device has come to the event, as last recorded. Does not wait. Raises errors
         of the work before it."""
@@ -165,10 +162,3 @@ class DeviceRuntime(Protocol):
 
     def close_event(self, event: Event) -> None:
         """Closes it."""
-
-    def wait_value(self, stream: Stream, address: int, value: int) -> None:
-        """Makes the stream wait until the uint32 at `address`, of device or registered host memory,
-        has reached `value` (`hotkv_proto.order`)."""
-
-    def write_value(self, stream: Stream, address: int, value: int) -> None:
-        """Makes the stream write the uint32 there, after all that it was given before."""

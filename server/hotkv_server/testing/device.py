@@ -2,8 +2,8 @@
 streams may touch, and errors on demand.
 
 Always true: bytes are read and written when a copy's turn comes, never when it is given; between
-streams there is no order but that of events and words; the host can't touch device memory; what
-CUDA refuses or dies of is refused or loses the device here.
+streams there is no order; the host can't touch device memory; what CUDA refuses or dies of is
+refused or loses the device here.
 
 Order, delays and the parts in which copies move come from a seed. A thread runs the streams, or the
 test does, with `run`. Then calls that wait for the device run them too if the thread that made the
@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_proto.order import has_reached
 from hotkv_server.device.runtime import (
     HOST,
     DeviceError,
@@ -144,9 +143,8 @@ class Copies:
 # ------------------------------------------------------------------------------- Streams and events
 # Streams run late, in an order that dice choose, and fail on demand.
 #
-# Always true: between streams there is no order but that of events and words; a lost device does
-# nothing any more, and every later call on it raises. `changed` is the runtime's one lock, which
-# notifies of every change.
+# Always true: between streams there is no order; a lost device does nothing any more, and every
+# later call on it raises. `changed` is the runtime's one lock, which notifies of every change.
 
 POLL_S = 50e-6
 COPIES = "copies"
@@ -194,11 +192,6 @@ class FakeEvent:
         """Work that passes the event, as recorded under this number."""
         self.counters[1] = max(self.counters[1], number)
         yield from ()
-
-    def wait(self, number: np.uint64) -> Work:
-        """Work that waits until the event has passed."""
-        while self.counters[1] < number:
-            yield False
 
 
 def fake(event: Event) -> FakeEvent:
@@ -457,10 +450,6 @@ class FakeRuntime:
             fake(event).counters[0] += np.uint64(1)
             self._streams.give(stream, fake(event).reach(fake(event).counters[0]))
 
-    def wait_event(self, stream: Stream, event: Event) -> None:
-        with self._call("wait_event", stream.device):
-            self._streams.give(stream, fake(event).wait(fake(event).counters[0]))
-
     def passed(self, event: Event) -> bool:
         with self._call("passed", event.device):
             return bool(fake(event).counters[1] >= fake(event).counters[0])
@@ -569,27 +558,6 @@ class FakeRuntime:
             counters, opened.counters = opened.counters.copy(), np.zeros(2, np.uint64)
             unmap_pages(opened.address, EVENT_BYTES)
             opened.address, opened.counters = 0, counters
-
-    def wait_value(self, stream: Stream, address: int, value: int) -> None:
-        def work() -> Work:
-            while not has_reached(self._word(stream, address).value, value):
-                yield False
-
-        with self._call("wait_value", stream.device):
-            self._word(stream, address)
-            self._streams.give(stream, work())
-
-    def write_value(self, stream: Stream, address: int, value: int) -> None:
-        def work() -> Work:
-            self._word(stream, address).value = value
-            yield from ()
-
-        with self._call("write_value", stream.device):
-            self._word(stream, address)
-            self._streams.give(stream, work())
-
-    def _word(self, stream: Stream, address: int) -> ctypes.c_uint32:
-        return ctypes.c_uint32.from_address(self._ranges.word(stream.device, address))
 
 
 def _info(number: int) -> DeviceInfo:

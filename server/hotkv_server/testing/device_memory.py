@@ -391,20 +391,6 @@ class Ranges:
             raise DeviceError("an illegal memory access was encountered", is_lost=True)
         return start - found[0].start + found[0].shadow if found else start
 
-    def word(self, device: int, address: int) -> int:
-        """Where a uint32 that streams wait for or write lies. Raises DeviceError."""
-        if address % 4:
-            raise DeviceError(
-                f"fake device {device}: invalid argument: the word at {address:#x} is not aligned"
-            )
-        real, memory = self.copy_range(device, address, 4, "word")
-        if memory is None:
-            raise DeviceError(
-                f"fake device {device}: invalid argument: the word at {address:#x} lies in memory "
-                "that is not registered"
-            )
-        return real
-
     def _overlapping(self, start: int, end: int) -> list[Memory]:
         at = bisect.bisect_right(self._memories, start, key=lambda memory: memory.end)
         found = []
