@@ -32,8 +32,8 @@ from hotkv_server.testing.tier_contract import (
     check_tier,
     key,
 )
-from hotkv_server.tiers.compressed import CompressedTier
-from hotkv_server.tiers.compression.stager import encoded_key
+from hotkv_server.tiers.compression.form import encoded_key
+from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.mooncake.tier import MooncakeClient, mooncake_tier
 from hotkv_server.tiers.mooncake.words import quoted
 from hotkv_server.tiers.protocol import Blocks, Read, Write
@@ -113,7 +113,7 @@ def check_contract() -> None:
 
 
 def check_compressed() -> None:
-    """A compressed tier keeps the contract: the children map its staging memory."""
+    """A tier that encodes keeps the contract: the children map its staging memory."""
     world, size = World(), 8 * SLOT_ALIGN
 
     def content(number: int) -> Any:
@@ -127,7 +127,9 @@ def check_compressed() -> None:
         memory = np.zeros(SLOTS * size, np.uint8)
         arena = Region(memory.ctypes.data, len(memory), "arena")
         settings = MooncakeSettings(master=MASTER, local_hostname="127.0.0.1")
-        tier = CompressedTier(lambda at, fd: mooncake_tier(at, fd, settings), arena, 16 * size)
+        staged = Staged(arena, 16 * size)
+        staged.open()
+        tier = mooncake_tier(arena, -1, settings, staged=staged)
         try:
             yield Rig(
                 tier,
@@ -136,8 +138,6 @@ def check_compressed() -> None:
                 content=content,
                 slot_bytes=size,
             )
-            stored = tier.stored()
-            assert stored.encoded_blocks or not stored.slot_bytes
         finally:
             tier.close()
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from hotkv_proto.table import SLOT_ALIGN
-from hotkv_server.tiers.compression.pieces import Call, PieceQueue
-from hotkv_server.tiers.compression.staging import Extents, open_staging
-from hotkv_server.tiers.protocol import Blocks
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.tiers.compression.staged import Extents, Staged, open_staging
 
 UNITS = 24
 
@@ -51,64 +50,56 @@ class ExtentsMachine(RuleBasedStateMachine):
 TestExtents = ExtentsMachine.TestCase
 
 
-class QueueMachine(RuleBasedStateMachine):
-    """Calls of any sizes: pieces under way never overlap, and each row is in one piece."""
+class StagedMachine(RuleBasedStateMachine):
+    """Parts beside a list of them: none overlaps another, and writes leave half to reads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = PieceQueue(UNITS)
-        self.open: list = []
-        self.waiting: dict[Call, set[int]] = {}
-        self.ended: list[Call] = []
+        self.arena = np.zeros(SLOT_ALIGN, np.uint8)
+        region = Region(self.arena.ctypes.data, SLOT_ALIGN, "arena")
+        self.staged = Staged(region, UNITS * SLOT_ALIGN)
+        self.parts: list[tuple[int, int, bool]] = []
 
-    @rule(sizes=st.lists(st.integers(1, UNITS + 4), max_size=6), is_write=st.booleans())
-    def add(self, sizes: list[int], is_write: bool) -> None:
-        num_bytes = np.array(sizes, np.int64)
-        blocks = Blocks([b""] * len(sizes), num_bytes, num_bytes)
-        call = Call(blocks, is_write, float("inf"), lambda codes, seals: None)
-        fitting = {row for row, size in enumerate(sizes) if size <= UNITS}
-        assert self.queue.add(call) == bool(fitting)
-        if fitting:
-            self.waiting[call] = fitting
+    @rule(units=st.integers(1, UNITS + 2), is_write=st.booleans())
+    def take(self, units: int, is_write: bool) -> None:
+        size = units * SLOT_ALIGN
+        place = self.staged.take(size, 0.0, is_write=is_write)
+        writing = sum(size for _, size, writes in self.parts if writes)
+        if is_write and writing + size > max(self.staged.num_bytes // 2, size):
+            assert place is None, "a write took what is for reads"
+        elif not self.parts:
+            assert (place is not None) == (units <= UNITS), "nobody gets his turn"
+        if place is not None:
+            self.parts.append((place, size, is_write))
 
-    @rule()
-    def take(self) -> None:
-        with self.queue._changed:
-            piece = self.queue._next(0.0)
-        if piece is None:
-            assert self.open or not any(self.waiting.values()), "nobody gets his turn"
-            return
-        rows = set(range(piece.begin, piece.end))
-        assert rows and rows <= self.waiting[piece.call]
-        self.waiting[piece.call] -= rows
-        assert piece.num_bytes == piece.call.blocks.num_bytes[piece.begin : piece.end].sum()
-        if piece.call.is_write:
-            reads = [call for call in self.waiting if not call.is_write and self.waiting[call]]
-            assert not reads, "a write went before a read"
-        self.open.append(piece)
-
-    @precondition(lambda self: self.open)
+    @precondition(lambda self: self.parts)
     @rule(data=st.data())
-    def done(self, data: st.DataObject) -> None:
-        piece = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
-        is_last = not self.waiting[piece.call] and all(
-            other.call is not piece.call for other in self.open
-        )
-        assert self.queue.done(piece) == is_last
+    def give(self, data: st.DataObject) -> None:
+        place, size, is_write = self.parts.pop(data.draw(st.integers(0, len(self.parts) - 1)))
+        self.staged.give(place, size, is_write=is_write)
+
+    @rule(rooms=st.lists(st.integers(1, UNITS + 2), max_size=6), is_write=st.booleans())
+    def cut(self, rooms: list[int], is_write: bool) -> None:
+        sizes = np.array(rooms, np.int64) * SLOT_ALIGN
+        parts = list(self.staged.parts(sizes, is_write=is_write))
+        assert [row for part in parts for row in range(len(rooms))[part]] == [*range(len(rooms))]
+        most = self.staged.num_bytes // (2 if is_write else 1)
+        assert all(sizes[part].sum() <= most or len(sizes[part]) == 1 for part in parts)
 
     @invariant()
     def agrees(self) -> None:
-        self.queue.check_invariants()
         used = np.zeros(UNITS, np.int64)
-        for piece in self.open:
-            used[piece.place : piece.place + piece.num_bytes] += 1
+        for place, size, _ in self.parts:
+            used[place // SLOT_ALIGN : (place + size) // SLOT_ALIGN] += 1
         assert used.max() <= 1
-        assert self.queue._extents.free_bytes == (used == 0).sum()
-        writing = [piece.num_bytes for piece in self.open if piece.call.is_write]
-        assert sum(writing) <= UNITS // 2 or len(writing) == 1
+        if not self.parts:
+            self.staged.check_invariants()
+
+    def teardown(self) -> None:
+        self.staged.close()
 
 
-TestQueue = QueueMachine.TestCase
+TestStaged = StagedMachine.TestCase
 
 
 def test_staging_memory_is_there_from_the_start() -> None:

@@ -16,14 +16,13 @@ from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.testing.faulty_disk import EVERYWHERE, Fault
 from hotkv_server.testing.tier_contract import WAIT_S, Bench, Rig, check_tier, key
-from hotkv_server.tiers.compression.form import room_bytes
-from hotkv_server.tiers.compression.stager import encoded_key
-from hotkv_server.tiers.disk import staged as staged_module
-from hotkv_server.tiers.disk.staged import Staged
+from hotkv_server.tiers.compression import staged as staged_module
+from hotkv_server.tiers.compression.form import encoded_key, room_bytes
+from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.protocol import Blocks, Codes, Read, Write
 from hotkv_server.tiers.seals import seal
 from tests.tiers.disks import Disk, disk, shm_folder, wait_until
-from tests.tiers.test_compression_tier import (
+from tests.tiers.test_encoding import (
     ARENA_BYTES,
     ROOM_BYTES,
     SLOT_BYTES,

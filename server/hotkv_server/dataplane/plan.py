@@ -37,6 +37,10 @@ class Region:
             raise ValueError(f"{self.name} lies on device {self.device}")
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.num_bytes).from_address(self.address))
 
+    def offset_of(self, part: memoryview) -> int:
+        """Where a part of it begins, in bytes."""
+        return int(np.frombuffer(part, np.uint8).ctypes.data) - self.address
+
 
 def _check(region: Region, begin: int, end: int) -> None:
     if begin < 0 or end > region.num_bytes:

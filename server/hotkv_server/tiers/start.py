@@ -22,11 +22,11 @@ from hotkv_server.memory.state import StateError
 from hotkv_server.node.persistence import state_of
 from hotkv_server.security.path_checks import UnsafeError, check_files
 from hotkv_server.settings import Settings
-from hotkv_server.settings.tiers import STAGING_BYTES
 from hotkv_server.startup import StartError
 from hotkv_server.tiers.book.books import TierBooks, books_of
 from hotkv_server.tiers.book.place_sizes import EncodedBytes
 from hotkv_server.tiers.compression.form import room_bytes
+from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.drive.below import TierBelow
 from hotkv_server.tiers.drive.epoch_notes import EPOCHS_FILE, EpochNotes, NotesFolder
 from hotkv_server.tiers.drive.epochs import EpochRelay, Epochs
@@ -258,8 +258,9 @@ def _restore(core: CacheCore, part: LowerPart, began_s: float) -> int:
     return restored.encoded
 
 
-MakeShared: TypeAlias = Callable[[Region, int, EpochRelay], SharedTier]
-"""Makes a tier over memory, given the file that it is a mapping of."""
+MakeShared: TypeAlias = Callable[[Region, int, EpochRelay, Staged | None], SharedTier]
+"""Makes a tier over memory, given the file that it is a mapping of, and staging memory if the tier
+is to encode."""
 
 
 def shared_tiers(settings: Settings) -> list[tuple[str, str, MakeShared]]:
@@ -269,22 +270,28 @@ def shared_tiers(settings: Settings) -> list[tuple[str, str, MakeShared]]:
     if (mooncake := settings.tiers.mooncake) is not None:
         from hotkv_server.tiers.mooncake.tier import mooncake_tier
 
-        def make_mooncake(memory: Region, fd: int, relay: EpochRelay) -> SharedTier:
-            return mooncake_tier(memory, fd, mooncake, on_epoch=relay)
+        def make_mooncake(
+            memory: Region, fd: int, relay: EpochRelay, staged: Staged | None
+        ) -> SharedTier:
+            return mooncake_tier(memory, fd, mooncake, on_epoch=relay, staged=staged)
 
         makers.append(("mooncake", mooncake.compress, make_mooncake))
     if (valkey := settings.tiers.valkey) is not None:
         from hotkv_server.tiers.valkey.tier import ValkeyTier
 
-        def make_valkey(memory: Region, fd: int, relay: EpochRelay) -> SharedTier:
-            return ValkeyTier(memory, valkey, on_epoch=relay)
+        def make_valkey(
+            memory: Region, fd: int, relay: EpochRelay, staged: Staged | None
+        ) -> SharedTier:
+            return ValkeyTier(memory, valkey, on_epoch=relay, staged=staged)
 
         makers.append(("valkey", valkey.compress, make_valkey))
     if (s3 := settings.tiers.s3) is not None:
         from hotkv_server.tiers.s3.tier import S3Tier
 
-        def make_s3(memory: Region, fd: int, relay: EpochRelay) -> SharedTier:
-            return S3Tier(memory, s3, on_epoch=relay)
+        def make_s3(
+            memory: Region, fd: int, relay: EpochRelay, staged: Staged | None
+        ) -> SharedTier:
+            return S3Tier(memory, s3, on_epoch=relay, staged=staged)
 
         makers.append(("s3", s3.compress, make_s3))
     return makers
@@ -293,10 +300,14 @@ def shared_tiers(settings: Settings) -> list[tuple[str, str, MakeShared]]:
 def opened(
     make: MakeShared, compress: str, arena: Region, fd: int, relay: EpochRelay
 ) -> SharedTier:
-    """A tier over the arena, or over staging memory if it compresses. Raises OSError, or
-    MissingError without the tier's library."""
+    """A tier over the arena. Takes staging memory if it compresses. Raises OSError, or MissingError
+    without the tier's library."""
     if compress == "off":
-        return make(arena, fd, relay)
-    from hotkv_server.tiers.compressed import CompressedTier
-
-    return CompressedTier(lambda staging, fd: make(staging, fd, relay), arena, STAGING_BYTES)
+        return make(arena, fd, relay, None)
+    staged = Staged(arena)
+    try:
+        staged.open()
+        return make(arena, fd, relay, staged)
+    except BaseException:
+        staged.close()
+        raise

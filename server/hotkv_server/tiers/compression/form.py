@@ -28,6 +28,7 @@ HEAD = int.from_bytes(MAGIC + bytes((VERSION, BFLOAT16, 0, 0)), "little")
 HEAD_BYTES = 64
 PLANE_ALIGN = 64
 VALUE_BYTES = 2
+ENCODED_SUFFIX = b"~%d" % VERSION
 TILE_VALUES = 1 << 14
 """Few enough that keys and values, and layers, have tables of their own; so many that tables take
 next to nothing. A place in a tile has 16 bits."""
@@ -66,3 +67,8 @@ def room_bytes(num_bytes: int) -> int:
     num_values = num_bytes // VALUE_BYTES
     needed = escapes_at(num_values) + num_values // VALUES_PER_ESCAPE * ESCAPE_BYTES
     return -(-needed // SLOT_ALIGN) * SLOT_ALIGN
+
+
+def encoded_key(key: bytes) -> bytes:
+    """Where the encoded form of a block is. Another version of the form is another key."""
+    return key + ENCODED_SUFFIX

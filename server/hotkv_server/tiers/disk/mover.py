@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from hotkv_proto import native
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.tiers.compression.stager import encoded_key
+from hotkv_server.tiers.compression.form import encoded_key
+from hotkv_server.tiers.compression.staged import Staged, packed
 from hotkv_server.tiers.disk.block_io import BlockIO
 from hotkv_server.tiers.disk.calls import Call, Piece
 from hotkv_server.tiers.disk.slab_file import SlabFile
-from hotkv_server.tiers.disk.staged import Staged, packed
 from hotkv_server.tiers.protocol import Int64s, Read, Seals, Write
 from hotkv_server.tiers.seals import secrets
 
@@ -116,7 +116,7 @@ class BlockMover:
             return
         try:
             at = packed(rows.stored, place)
-            is_same = self._fetch(call, rows, self._staged.address + at)
+            is_same = self._fetch(call, rows, self._staged.memory.address + at)
             good = rows.only(is_same)
             decoded = self._staged.decode(good.slots, good.sizes, at[is_same], good.stored)
             call.codes[good.numbers] = np.where(decoded > 0, Read.FOUND, Read.CORRUPT)
@@ -153,7 +153,7 @@ class BlockMover:
             fits = self._staged.encode(rows.slots, rows.sizes, at, rows.stored) > 0
             call.codes[rows.numbers[~fits]] = Write.UNFIT
             if fits.any():
-                self._put(call, rows.only(fits), self._staged.address + at[fits])
+                self._put(call, rows.only(fits), self._staged.memory.address + at[fits])
         finally:
             self._staged.give(place, num_bytes, is_write=True)
 

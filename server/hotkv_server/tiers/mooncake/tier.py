@@ -19,9 +19,11 @@ import numpy as np
 from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import MooncakeSettings
+from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.mooncake.words import Line, quoted
 from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Seals, Shown, TierFacts, TierMemory
 from hotkv_server.tiers.remote.calls import PART_BYTES
+from hotkv_server.tiers.remote.encoding import encoding
 from hotkv_server.tiers.remote.errors import LateError, LostError, UnusableError
 from hotkv_server.tiers.remote.tier import RemoteTier
 from hotkv_server.tiers.remote.workers import Limits, Workers
@@ -128,7 +130,7 @@ class MooncakeClient:
         _children.discard(self._process.pid)
 
     def _rows(self, keys: Sequence[bytes], slots: Sequence[memoryview]) -> dict[str, Any]:
-        begins = [np.frombuffer(slot, np.uint8).ctypes.data - self._arena.address for slot in slots]
+        begins = [self._arena.offset_of(slot) for slot in slots]
         return {
             "names": [*map(quoted, keys)],
             "keys": [key.hex() for key in keys],
@@ -160,8 +162,8 @@ def _settle(reply: dict[str, Any], expected: Epochs, codes: Codes) -> Epochs:
 class MooncakeTier(RemoteTier):
     """See the module and `RemoteTier`."""
 
-    def memory(self) -> TierMemory:
-        """See `Tier`: of the children, which nothing bounds, without the arena that they map."""
+    def _own_memory(self) -> TierMemory:
+        """Of the children, which nothing bounds, without the arena that they map."""
         return TierMemory(sum(map(_own_bytes, list(_children))), 0)
 
 
@@ -180,12 +182,22 @@ def mooncake_tier(
     settings: MooncakeSettings,
     *,
     on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
+    staged: Staged | None = None,
 ) -> RemoteTier:
-    """A tier in Mooncake Store. `arena_fd`: see `MooncakeClient`. `on_epoch`: see `RemoteTier`."""
+    """A tier in Mooncake Store. `arena_fd`: see `MooncakeClient`. `on_epoch`, `staged`: see
+    `RemoteTier`; with staging memory the children map that."""
+
+    def connect(until_s: float) -> MooncakeClient:
+        if staged is None:
+            return MooncakeClient(settings, arena, arena_fd, until_s)
+        memory = staged.memory
+        region = Region(memory.address, memory.num_bytes, "staging")
+        return MooncakeClient(settings, region, memory.fd, until_s)
+
     facts = TierFacts("mooncake", Medium.REMOTE, False, 0, True, settings.children * PART_BYTES)
     workers = Workers(
         f"mooncake at {settings.master}",
         Limits(settings.children, settings.connect_timeout_s, settings.timeout_s),
-        lambda until_s: MooncakeClient(settings, arena, arena_fd, until_s),
+        encoding(connect, staged),
     )
-    return MooncakeTier(facts, arena, workers, on_epoch=on_epoch)
+    return MooncakeTier(facts, arena, workers, on_epoch=on_epoch, staged=staged)

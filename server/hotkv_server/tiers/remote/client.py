@@ -6,7 +6,7 @@ A slot is written only within `read`. The epochs are read after the blocks: see 
 kind of server.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hotkv_server.tiers.protocol import Codes, Epochs, Seals, Shown
@@ -59,3 +59,7 @@ class Client(Protocol):
 
     def close(self) -> None:
         """Gives the connection back."""
+
+
+Connect = Callable[[float], Client]
+"""Makes a client that can be used, until a time of time.monotonic. Raises StoreError."""

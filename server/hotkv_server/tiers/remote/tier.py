@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from hotkv_server.dataplane.plan import Region
+from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.protocol import (
     NO_EPOCHS,
     Blocks,
@@ -49,7 +50,8 @@ class RemoteTier:
 
     `cut_reads`, `cut_writes`: how calls become parts. `on_epoch`: called from any
     thread with (fingerprint, epoch), before the answer to a call that expected another epoch; the
-    epoch is NO_EPOCH if the server has none. It must not block.
+    epoch is NO_EPOCH if the server has none. It must not block. `staged`: memory of clients that
+    encode, which the tier closes.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class RemoteTier:
         cut_reads: Cut = cut,
         cut_writes: Cut = cut,
         on_epoch: Callable[[str, int], None],
+        staged: Staged | None = None,
     ) -> None:
+        self._staged = staged
         self._facts = facts
         self._arena = arena.array().data
         self._workers = workers
@@ -185,9 +189,10 @@ class RemoteTier:
         return self._workers.is_alive()
 
     def memory(self) -> TierMemory:
-        """See `Tier`: the connections' buffers."""
-        num_bytes = self._workers.num_connections * CONNECTION_BYTES
-        return TierMemory(num_bytes, num_bytes)
+        """See `Tier`: what the tier takes by itself, and the staging memory."""
+        own, staged_bytes = self._own_memory(), self._staged.num_bytes if self._staged else 0
+        most_bytes = own.most_bytes + staged_bytes if own.most_bytes else 0
+        return TierMemory(own.held_bytes + staged_bytes, most_bytes)
 
     def figures(self) -> TierFigures:
         """See `Tier`."""
@@ -196,7 +201,16 @@ class RemoteTier:
 
     def close(self) -> None:
         """See `Tier`. Waits for what is under way, at most as long as the settings let it take."""
+        if self._staged is not None:
+            self._staged.stop()
         self._workers.close()
+        if self._staged is not None:
+            self._staged.close()
+
+    def _own_memory(self) -> TierMemory:
+        """The connections' buffers."""
+        num_bytes = self._workers.num_connections * CONNECTION_BYTES
+        return TierMemory(num_bytes, num_bytes)
 
     def _call(self, num_blocks: int, num_bytes: int, on_end: Callable[[Call], None]) -> Call:
         def end(call: Call) -> None:

@@ -9,18 +9,15 @@ their order.
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hotkv_server.tiers.remote.calls import Call, Part, PartQueue
-from hotkv_server.tiers.remote.client import Client
+from hotkv_server.tiers.remote.client import Client, Connect
 from hotkv_server.tiers.remote.errors import LateError, LostError, StoreError
 from hotkv_server.tiers.remote.health import Health
 
 log = logging.getLogger(__name__)
-
-Connect = Callable[[float], Client]
-"""Makes a client that can be used, until a time of time.monotonic. Raises StoreError."""
 
 
 @dataclass(frozen=True, slots=True)

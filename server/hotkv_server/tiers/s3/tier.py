@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator
 from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import S3Settings
+from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.protocol import Int64s, TierFacts, TierMemory
 from hotkv_server.tiers.remote.calls import cut
+from hotkv_server.tiers.remote.encoding import encoding
 from hotkv_server.tiers.remote.tier import RemoteTier
 from hotkv_server.tiers.remote.workers import Limits, Workers
 from hotkv_server.tiers.s3.bucket import check_installed
@@ -32,6 +34,7 @@ class S3Tier(RemoteTier):
         settings: S3Settings,
         *,
         on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
+        staged: Staged | None = None,
         name: str = "s3",
     ) -> None:
         check_installed()
@@ -48,19 +51,25 @@ class S3Tier(RemoteTier):
         workers = Workers(
             f"{name} at {settings.place}",
             Limits(settings.connections, settings.connect_timeout_s, settings.timeout_s),
-            self._shared.connect,
+            encoding(self._shared.connect, staged),
             num_writers=(settings.connections + 1) // 2,
         )
         super().__init__(
-            facts, arena, workers, cut_reads=cut_reads, cut_writes=cut_writes, on_epoch=on_epoch
+            facts,
+            arena,
+            workers,
+            cut_reads=cut_reads,
+            cut_writes=cut_writes,
+            on_epoch=on_epoch,
+            staged=staged,
         )
 
     def is_alive(self) -> bool:
         """See `Tier`."""
         return super().is_alive() and self._shared.is_alive()
 
-    def memory(self) -> TierMemory:
-        """See `Tier`: of blocks that are known; packs that are being written, each with a copy;
+    def _own_memory(self) -> TierMemory:
+        """Of blocks that are known; packs that are being written, each with a copy;
         ranges that are being read, each with as much in gaps."""
         settings, index = self._shared.settings, self._shared.index
         writers = (settings.connections + 1) // 2

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import ValkeySettings
+from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.protocol import TierFacts
 from hotkv_server.tiers.remote.calls import PART_BYTES
+from hotkv_server.tiers.remote.encoding import encoding
 from hotkv_server.tiers.remote.tier import RemoteTier
 from hotkv_server.tiers.remote.workers import Limits, Workers
 from hotkv_server.tiers.valkey.cluster import ClusterPipe
@@ -24,6 +26,7 @@ class ValkeyTier(RemoteTier):
         settings: ValkeySettings,
         *,
         on_epoch: Callable[[str, int], None] = lambda fingerprint, epoch: None,
+        staged: Staged | None = None,
         name: str = "valkey",
     ) -> None:
         clock = StoreClock()
@@ -40,5 +43,5 @@ class ValkeyTier(RemoteTier):
         batch_bytes = settings.connections * PART_BYTES
         facts = TierFacts(name, Medium.REMOTE, False, 0, True, batch_bytes)
         limits = Limits(settings.connections, settings.connect_timeout_s, settings.timeout_s)
-        workers = Workers(f"{name} at {settings.address}", limits, connect)
-        super().__init__(facts, arena, workers, on_epoch=on_epoch)
+        workers = Workers(f"{name} at {settings.address}", limits, encoding(connect, staged))
+        super().__init__(facts, arena, workers, on_epoch=on_epoch, staged=staged)

@@ -1,24 +1,24 @@
-"""Encoded forms of blocks on their way between the arena and the slab file.
+"""The staging memory of a tier that encodes: forms on their way between the arena and the store.
 
-Owns the staging memory, through which they go, and who has which part of it. Always true: a piece
-has its part of it from before it reads or encodes until its blocks are settled; writes have at most
-half, so those that hang leave room for reads. The memory is taken when it is first needed: a server
-that neither encodes nor finds encoded blocks has none.
+Always true: who has taken a part of it has it alone until it gives it back; parts of writes take at
+most half, or are one block, so writes that hang leave room for reads. The memory is taken when it
+is first needed, or by `open`: a disk that neither encodes nor holds encoded blocks has none.
 """
 
+import bisect
+import os
 import threading
 import time
 from collections.abc import Iterator
 
 import numpy as np
 
+from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.memory.mapping import FileMapping
+from hotkv_server.settings.tiers import STAGING_BYTES
 from hotkv_server.tiers.compression.codec import Codec
-from hotkv_server.tiers.compression.staging import Extents, open_staging
 from hotkv_server.tiers.protocol import Int64s
-
-STAGING_BYTES = 64 << 20
 
 
 class Staged:
@@ -26,7 +26,7 @@ class Staged:
 
     def __init__(self, arena: Region, num_bytes: int = STAGING_BYTES) -> None:
         self.num_bytes = num_bytes
-        self._arena = arena
+        self.arena = arena
         self._extents = Extents(num_bytes)
         self._changed = threading.Condition()
         self._memory: FileMapping | None = None
@@ -50,11 +50,11 @@ class Staged:
             if self._memory is not None or self._is_closed:
                 return
             memory = open_staging(self.num_bytes)
-            self._codec = Codec(self._arena.array(), memory.array())
+            self._codec = Codec(self.arena.array(), memory.array())
             self._memory = memory
 
     def parts(self, rooms: Int64s, *, is_write: bool) -> Iterator[slice]:
-        """Cuts places of these sizes into parts for which there can be memory, if each fits."""
+        """Cuts blocks of these sizes into parts that fit; one that does not is a part by itself."""
         begin = total_bytes = 0
         for at, room in enumerate(rooms.tolist()):
             if at > begin and not self.fits(total_bytes + room, is_write=is_write):
@@ -65,18 +65,20 @@ class Staged:
             yield slice(begin, len(rooms))
 
     def fits(self, num_bytes: int, *, is_write: bool) -> bool:
-        """Whether there can be memory for so much."""
+        """Whether there can be memory for so much beside that of others."""
         return num_bytes <= (self.num_bytes // 2 if is_write else self.num_bytes)
 
     def take(self, num_bytes: int, until_s: float, *, is_write: bool) -> int | None:
         """Where the caller's part of the memory begins. Blocks until there is one. None if it is
         too large, if it was not free until then (of time.monotonic), or once this is closed."""
-        if not self.fits(num_bytes, is_write=is_write):
+        if num_bytes > self.num_bytes:
             return None
         self.open()
+        # A block that is larger than half waits until no other is being written.
+        most_writing = max(self.num_bytes // 2, num_bytes)
         with self._changed:
             while not self._is_closed:
-                if not is_write or self.fits(self._writing_bytes + num_bytes, is_write=True):
+                if not is_write or self._writing_bytes + num_bytes <= most_writing:
                     place = self._extents.take(num_bytes)
                     if place is not None:
                         self._writing_bytes += num_bytes if is_write else 0
@@ -95,10 +97,10 @@ class Staged:
             self._changed.notify_all()
 
     @property
-    def address(self) -> int:
-        """Of the memory, which must have been taken."""
+    def memory(self) -> FileMapping:
+        """The memory, which must have been taken."""
         assert self._memory is not None, "staging memory that was not taken"
-        return self._memory.address
+        return self._memory
 
     def encode(self, slots: Int64s, sizes: Int64s, at: Int64s, rooms: Int64s) -> Int64s:
         """Encodes slots of the arena to places of the memory, as `Codec` does."""
@@ -136,3 +138,73 @@ def packed(rooms: Int64s, place: int) -> Int64s:
     """Where parts of these sizes lie one after the other."""
     at: Int64s = place + np.cumsum(rooms) - rooms
     return at
+
+
+HUGE_S = 0.5
+"""How long the start tries to get huge pages; the rest is prefaulted in small ones."""
+
+
+def open_staging(num_bytes: int) -> FileMapping:
+    """Memory of so many bytes, prefaulted, in huge pages as far as the kernel gives them. Raises
+    OSError if memory is short; ValueError if `num_bytes` is no multiple of SLOT_ALIGN."""
+    if num_bytes <= 0 or num_bytes % SLOT_ALIGN:
+        raise ValueError(f"{num_bytes} bytes are no multiple of {SLOT_ALIGN}")
+    fd = os.memfd_create("hotkv-staging", os.MFD_CLOEXEC)
+    os.ftruncate(fd, num_bytes)
+    memory = FileMapping(fd, num_bytes, "staging", exclusive=True)
+    try:
+        memory.make_huge(0, HUGE_S)
+        memory.populate()
+    except BaseException:
+        memory.close()
+        raise
+    return memory
+
+
+class Extents:
+    """Which bytes of the staging memory are free: runs that do not touch, in their order.
+
+    Always true: an extent overlaps no other that was taken and not given back. Not thread-safe.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._free = [(0, num_bytes)]
+
+    def __repr__(self) -> str:
+        return f"Extents({self.free_bytes} of {self.num_bytes} bytes free, {len(self._free)} runs)"
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that nobody has."""
+        return sum(end - begin for begin, end in self._free)
+
+    def take(self, num_bytes: int) -> int | None:
+        """Where the first free run begins that is long enough, whose beginning is the caller's from
+        now on. None if there is none."""
+        for number, (begin, end) in enumerate(self._free):
+            if end - begin >= num_bytes:
+                left = [(begin + num_bytes, end)] if end - begin > num_bytes else []
+                self._free[number : number + 1] = left
+                return begin
+        return None
+
+    def give(self, begin: int, num_bytes: int) -> None:
+        """Gives an extent back."""
+        end = begin + num_bytes
+        number = bisect.bisect(self._free, (begin, end))
+        after = number
+        if number and self._free[number - 1][1] == begin:
+            number -= 1
+            begin = self._free[number][0]
+        if after < len(self._free) and self._free[after][0] == end:
+            end = self._free[after][1]
+            after += 1
+        self._free[number:after] = [(begin, end)]
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError if free runs overlap, touch, or lie outside."""
+        ends = [0 if not number else self._free[number - 1][1] for number in range(len(self._free))]
+        for number, (begin, end) in enumerate(self._free):
+            assert begin < end <= self.num_bytes, "a free run lies outside"
+            assert begin > ends[number] or not number, "free runs overlap or touch"

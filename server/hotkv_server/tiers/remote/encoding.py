@@ -1,0 +1,212 @@
+"""A connection that stores bfloat16 blocks in 12 bits a value, over any other connection.
+
+Blocks that do not win by encoding (fp8, float32, noise, small slots) are stored plain. Under which
+key a block lies says how: under its own it is plain, just as without encoding; under `encoded_key`
+it is encoded, in `room_bytes` of its size. So a reader knows the stored size before it reads; it
+asks for the encoded form first and, if that is absent, for the plain one. Equal blocks are encoded
+alike, so all nodes store one block under one key.
+
+Always true: the store sees staging memory only, never a slot of the arena; a part of that memory is
+given back when no byte of the store can come any more.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotkv_server.tiers.compression.form import encoded_key, room_bytes
+from hotkv_server.tiers.compression.staged import Staged, packed
+from hotkv_server.tiers.protocol import MAX_KEY_BYTES, Codes, Epochs, Int64s, Read, Seals, Shown
+from hotkv_server.tiers.remote.client import Client, Connect
+
+BoolMask = NDArray[np.bool_]
+
+
+def encoding(connect: Connect, staged: Staged | None) -> Connect:
+    """Makes clients that encode, through this memory; those of `connect` themselves without it."""
+    if staged is None:
+        return connect
+    return lambda until_s: EncodingClient(connect(until_s), staged)
+
+
+class EncodingClient:
+    """See the module and `Client`. `inner`: is given `staged`'s memory in place of slots. A block
+    for which none is free until the time limit, or that is larger than all of it, is not settled.
+    Seals are those of the stored bytes."""
+
+    def __init__(self, inner: Client, staged: Staged) -> None:
+        self._inner = inner
+        self._staged = staged
+
+    def __repr__(self) -> str:
+        return f"EncodingClient({self._inner!r}, {self._staged!r})"
+
+    def is_fresh(self) -> bool:
+        """See `Client`."""
+        return self._inner.is_fresh()
+
+    def probe(
+        self, keys: Sequence[bytes], expected: Epochs, codes: Codes, until_s: float
+    ) -> Epochs:
+        """See `Client`. Asks for both forms at once."""
+        both = np.full(2 * len(keys), Read.FAILED, np.uint8)
+        asked = [*map(encoded_key, keys), *keys]
+        if changed := self._inner.probe(asked, expected, both, until_s):
+            return changed
+        of_form = both.reshape(2, -1)
+        codes[:] = Read.ABSENT
+        codes[(of_form == Read.FAILED).any(0)] = Read.FAILED
+        codes[(of_form == Read.FOUND).any(0)] = Read.FOUND
+        return {}
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[memoryview],
+        expected: Epochs,
+        codes: Codes,
+        until_s: float,
+    ) -> Epochs:
+        """See `Client`. CORRUPT: as the store says, or what it has is no encoded form; then it is
+        deleted. Each question asks for the epochs, so the last one speaks for all."""
+        for rows in self._staged.parts(_sizes(slots), is_write=False):
+            with self._part(keys[rows], slots[rows], until_s, is_write=False) as part:
+                if part is None:
+                    continue
+                if changed := self._read(part, expected, codes[rows], until_s):
+                    return changed
+        return {}
+
+    def write(
+        self,
+        keys: Sequence[bytes],
+        slots: Sequence[memoryview],
+        depths: Sequence[int],
+        codes: Codes,
+        seals: Seals,
+        until_s: float,
+    ) -> None:
+        """See `Client`."""
+        for rows in self._staged.parts(_sizes(slots), is_write=True):
+            with self._part(keys[rows], slots[rows], until_s, is_write=True) as part:
+                if part is None:
+                    continue
+                asked, places = part.stored(part.all, part.encode())
+                self._inner.write(asked, places, depths[rows], codes[rows], seals[rows], until_s)
+
+    def forget(self, keys: Sequence[bytes], until_s: float) -> None:
+        """See `Client`."""
+        self._inner.forget([*map(encoded_key, keys), *keys], until_s)
+
+    def epochs(self, fingerprints: Sequence[str], until_s: float) -> Shown:
+        """See `Client`."""
+        return self._inner.epochs(fingerprints, until_s)
+
+    def raise_epoch(self, fingerprint: str, floor: int, until_s: float) -> int:
+        """See `Client`."""
+        return self._inner.raise_epoch(fingerprint, floor, until_s)
+
+    def close(self) -> None:
+        """See `Client`."""
+        self._inner.close()
+
+    @contextlib.contextmanager
+    def _part(
+        self, keys: Sequence[bytes], slots: Sequence[memoryview], until_s: float, *, is_write: bool
+    ) -> Iterator["_Part | None"]:
+        """Blocks with staging memory while the context is open; None if there is none in time."""
+        num_bytes = sum(map(len, slots))
+        place = self._staged.take(num_bytes, until_s, is_write=is_write) if num_bytes else None
+        if place is None:
+            yield None
+            return
+        try:
+            yield _Part(self._staged, place, keys, slots)
+        except BaseException:
+            # First of all: bytes that are on their way must not reach the next part.
+            self._inner.close()
+            raise
+        finally:
+            self._staged.give(place, num_bytes, is_write=is_write)
+
+    def _read(self, part: "_Part", expected: Epochs, codes: Codes, until_s: float) -> Epochs:
+        """Reads one part, as `read` does."""
+        is_encoded = part.may_be_encoded
+        changed = self._inner.read(*part.stored(part.all, is_encoded), expected, codes, until_s)
+        if changed:
+            return changed
+        is_found, is_absent = codes == Read.FOUND, codes == Read.ABSENT
+        part.copy_out(np.flatnonzero(is_found & ~is_encoded))
+        damaged = part.decode(np.flatnonzero(is_found & is_encoded))
+        if len(damaged):
+            codes[damaged] = Read.CORRUPT
+            self._inner.forget([encoded_key(part.keys[row]) for row in damaged.tolist()], until_s)
+        left = np.flatnonzero(is_absent & is_encoded)
+        if not len(left):
+            return {}
+        codes[left] = Read.FAILED
+        plain = codes[left]
+        asked, places = part.stored(left, np.zeros(len(codes), np.bool_))
+        if not (changed := self._inner.read(asked, places, expected, plain, until_s)):
+            codes[left] = plain
+            part.copy_out(left[plain == Read.FOUND])
+        return changed
+
+
+class _Part:
+    """Blocks [n] of one question. Each has as much room in the staging memory, from `place` on, as
+    in its slot, so it can be there in either form."""
+
+    def __init__(
+        self, staged: Staged, place: int, keys: Sequence[bytes], slots: Sequence[memoryview]
+    ) -> None:
+        self.keys = keys
+        self.all: Int64s = np.arange(len(keys))
+        self._staged = staged
+        self._memory = staged.memory.array().data
+        self._slots = slots
+        self._begins = np.array([staged.arena.offset_of(slot) for slot in slots], np.int64)
+        self._sizes = _sizes(slots)
+        self._rooms = np.array([room_bytes(size) for size in self._sizes.tolist()], np.int64)
+        self._at = packed(self._sizes, place)
+        has_key = [len(encoded_key(key)) <= MAX_KEY_BYTES for key in keys]
+        self.may_be_encoded: BoolMask = (self._rooms < self._sizes) & np.array(has_key, np.bool_)
+
+    def stored(self, rows: Int64s, is_encoded: BoolMask) -> tuple[list[bytes], list[memoryview]]:
+        """Keys and staging memory of rows, as the store has them. `is_encoded`: of all rows."""
+        keys = [encoded_key(self.keys[n]) if is_encoded[n] else self.keys[n] for n in rows.tolist()]
+        begins = self._at[rows]
+        ends = begins + np.where(is_encoded, self._rooms, self._sizes)[rows]
+        places = zip(begins.tolist(), ends.tolist(), strict=True)
+        return keys, [self._memory[begin:end] for begin, end in places]
+
+    def encode(self) -> BoolMask:
+        """Brings all blocks into the staging memory. Returns which are encoded."""
+        tried, is_encoded = np.flatnonzero(self.may_be_encoded), self.may_be_encoded.copy()
+        is_encoded[tried] = self._staged.encode(*self._columns(tried)) > 0
+        for row in np.flatnonzero(~is_encoded).tolist():
+            self._plain(row)[:] = self._slots[row]
+        return is_encoded
+
+    def decode(self, rows: Int64s) -> Int64s:
+        """Decodes blocks to their slots. Returns the rows whose bytes are no encoded form."""
+        damaged: Int64s = rows[self._staged.decode(*self._columns(rows)) == 0]
+        return damaged
+
+    def copy_out(self, rows: Int64s) -> None:
+        """Copies plain blocks to their slots."""
+        for row in rows.tolist():
+            self._slots[row][:] = self._plain(row)
+
+    def _plain(self, row: int) -> memoryview:
+        at = int(self._at[row])
+        return self._memory[at : at + int(self._sizes[row])]
+
+    def _columns(self, rows: Int64s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+        return self._begins[rows], self._sizes[rows], self._at[rows], self._rooms[rows]
+
+
+def _sizes(slots: Sequence[memoryview]) -> Int64s:
+    return np.array([len(slot) for slot in slots], np.int64)
