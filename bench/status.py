@@ -22,11 +22,10 @@ from hotkv_proto.groups import GroupKind, GroupSpec
 from hotkv_proto.keys import KeySpace
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.cache import inspect
-from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS, Account
-from hotkv_server.ledger.book.columns import Usage
+from hotkv_server.ledger.book.accounts import MAX_ACCOUNTS, Account, Usage
 from hotkv_server.ledger.capability import LedgerCapability
 from hotkv_server.ledger.drive import LiveLedger
-from hotkv_server.ledger.live_history import NUM_SAMPLES, STEP_S
+from hotkv_server.ledger.history import NUM_SAMPLES, STEP_S
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession

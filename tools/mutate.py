@@ -109,8 +109,6 @@ TESTS: dict[str, str] = {
     "server/hotkv_server/cache/room/policies/": POLICY,
     "server/hotkv_server/ledger/book/outcome.py": "tests/server/test_ledger.py",
     "server/hotkv_server/ledger/book/accounts.py": "tests/ledger/test_accounts.py",
-    "server/hotkv_server/ledger/book/buckets.py": "tests/ledger/test_accounts.py",
-    "server/hotkv_server/ledger/book/columns.py": "tests/ledger/test_accounts.py",
     "server/hotkv_server/ledger/book/forecast.py": "tests/ledger/test_forecast.py",
     "server/hotkv_server/ledger/book/pack.py": "tests/ledger/test_pack.py",
     "server/hotkv_server/ledger/book/shadow.py": "tests/ledger/test_shadow.py",

@@ -7,9 +7,17 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotkv_proto.reports import Miss
-from hotkv_server.ledger.book.accounts import OTHERS, Account, Accounts
-from hotkv_server.ledger.book.buckets import NUM_HOURS, NUM_MINUTES, Buckets
-from hotkv_server.ledger.book.columns import REASONS, Columns, Usage
+from hotkv_server.ledger.book.accounts import (
+    NUM_HOURS,
+    NUM_MINUTES,
+    OTHERS,
+    REASONS,
+    Account,
+    Accounts,
+    Buckets,
+    Columns,
+    Usage,
+)
 
 COLUMNS = Columns(["disk", "valkey"])
 MAX_ACCOUNTS = 5

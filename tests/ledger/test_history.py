@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hotkv_server.ledger.book.history import History
+from hotkv_server.ledger.history import History
 
 NUM_SAMPLES = 4
 FIRST = 10

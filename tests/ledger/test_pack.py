@@ -10,8 +10,7 @@ from hypothesis import given
 from hotkv_proto.reports import Miss
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.ledger.book import pack
-from hotkv_server.ledger.book.accounts import Account, Accounts
-from hotkv_server.ledger.book.columns import Columns, Usage
+from hotkv_server.ledger.book.accounts import Account, Accounts, Columns, Usage
 from hotkv_server.ledger.book.forecast import GIB, Demand, Forecast
 
 MINUTE = 29_000_000

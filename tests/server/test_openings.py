@@ -19,7 +19,7 @@ from hotkv_server.cache import sessions as key_spaces
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import LRU
 from hotkv_server.cache.values import CoreConfig, Run, TenantShare
-from hotkv_server.events import messages as event_convert
+from hotkv_server.events import service as event_service
 from hotkv_server.events.capability import EventsCapability
 from hotkv_server.memory import arena
 from hotkv_server.memory.arena import NodeMemory
@@ -197,7 +197,7 @@ def test_what_is_forgotten_is_written_down_so_and_read_on_by_who_was_behind(
             ]
             with pytest.raises(HotKVError, match="close some"):
                 await node.sessions.open("e", "tool", spaces[3], "test")
-            told = [event_convert.event(item) for item in (await feed.get(100))[0]]
+            told = [event_service._message(item) for item in (await feed.get(100))[0]]
         assert [(event.key_space_id, event.WhichOneof("body")) for event in told] == [
             (1, "cleared"),
             (2, "cleared"),
@@ -249,7 +249,7 @@ def test_a_key_space_that_is_fetched_for_is_known_as_if_an_engine_had_come(
             assert not task.done(), "not written down"
             disk.go.set()
             assert (await task).absent_block_count == 1 and written(tmp_path) == ["m 0"]
-            told = [event_convert.event(item) for item in (await feed.get(100))[0]]
+            told = [event_service._message(item) for item in (await feed.get(100))[0]]
         assert [(event.key_space_id, event.WhichOneof("body")) for event in told] == [
             (1, "cleared")
         ]

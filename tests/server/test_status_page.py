@@ -24,7 +24,7 @@ from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig
 from hotkv_server.ledger.capability import LedgerCapability
-from hotkv_server.ledger.live_history import NUM_SAMPLES, STEP_S, LiveHistory
+from hotkv_server.ledger.history import NUM_SAMPLES, STEP_S, LiveHistory
 from hotkv_server.memory.arena import NodeMemory
 from hotkv_server.node import survey
 from hotkv_server.node.node import Node

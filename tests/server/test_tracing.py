@@ -36,9 +36,8 @@ from hotkv_server.startup import StartError
 from hotkv_server.startup.preflight import check_start
 from hotkv_server.testing.otlp_receiver import OtlpReceiver, ReceivedSpan
 from hotkv_server.tracing import drive as tracing
-from hotkv_server.tracing.capability import TracingCapability
+from hotkv_server.tracing.capability import TracingCapability, _open, check
 from hotkv_server.tracing.drive import Tracing
-from hotkv_server.tracing.start import check_tracing, open_tracing
 from hotkv_server.wire import calls
 from hotkv_server.wire.edge import calls_of
 from tests.server.support import hashes
@@ -538,9 +537,9 @@ def test_without_the_setting_calls_are_those_of_the_module() -> None:
 
 def test_a_missing_package_is_said_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hotkv_proto.traces", None)
-    check_tracing(settings_of())
+    check(settings_of())
     with pytest.raises(StartError, match=r"pip install 'hotkv\[otel\]'"):
-        check_tracing(settings_of("--tracing.endpoint", "http://127.0.0.1:1"))
+        check(settings_of("--tracing.endpoint", "http://127.0.0.1:1"))
 
 
 def test_a_missing_package_for_grpc_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -548,7 +547,7 @@ def test_a_missing_package_for_grpc_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(StartError, match="pip install opentelemetry-exporter-otlp-proto-grpc"):
-        open_tracing(settings_of("--tracing.endpoint", "env").tracing)
+        _open(settings_of("--tracing.endpoint", "env").tracing)
 
 
 @pytest.mark.parametrize(
@@ -585,11 +584,11 @@ def test_headers_come_from_a_private_file(tmp_path: Path) -> None:
     endpoint = ("--tracing.endpoint", "http://127.0.0.1:1", "--tracing.headers-file", str(file))
     file.chmod(0o644)
     with pytest.raises(StartError, match="chmod o-rwx"):
-        check_tracing(settings_of(*endpoint))
+        check(settings_of(*endpoint))
     file.chmod(0o600)
     file.write_text("no colon")
     with pytest.raises(StartError, match="line 1"):
-        check_tracing(settings_of(*endpoint))
+        check(settings_of(*endpoint))
     settings = settings_of(*endpoint, "--runtime-dir", str(tmp_path / "run"))
     assert any("headers_file: line 1" in said for said in check_start(settings))
 

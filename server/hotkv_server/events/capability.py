@@ -1,6 +1,10 @@
-"""Events, as a capability of the node."""
+"""Events, as a capability of the node. ZMQ is imported only if the settings ask for it."""
 
+import importlib
+import socket
 from collections.abc import Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,24 +14,71 @@ from hotkv_proto.keys import KeySpace
 from hotkv_proto.v1 import events_pb2, events_pb2_grpc
 from hotkv_server.cache.values import Entries, EvictionNotice, Medium, Run
 from hotkv_server.events.drive import EventHub, moved_events, removed_events, stored_events
-from hotkv_server.events.publish import check_publisher, make_publisher
 from hotkv_server.events.service import EventService
 from hotkv_server.node.capability import Capability, Service
 from hotkv_server.node.health import Health
 from hotkv_server.node.node import STALLED_WORK_S, Node
 from hotkv_server.node.session import LiveSession
 from hotkv_server.settings import Settings
+from hotkv_server.settings.outlets import EventSettings
+from hotkv_server.startup import StartError
 from hotkv_server.wire.edge import Edge, full_name
+
+if TYPE_CHECKING:
+    from hotkv_server.events.publisher import ZmqPublisher
 
 
 def check(settings: Settings) -> None:
     """Raises StartError if events are wanted and can't be published."""
-    check_publisher(settings)
+    if settings.events.endpoint:
+        _zmq()
 
 
 def attach(settings: Settings, node: Node) -> "EventsCapability":
     """Events of this node. Raises StartError."""
-    return EventsCapability(node, EventHub(make_publisher(settings.events)))
+    return EventsCapability(node, EventHub(_publisher(settings.events)))
+
+
+def _zmq() -> ModuleType:
+    try:
+        import hotkv_server.events.publisher  # noqa: F401 - needs more than zmq
+
+        return importlib.import_module("zmq")
+    except ImportError as missing:
+        raise StartError(
+            f"events.endpoint is set, but {missing.name} is not installed: pip install "
+            "'hotkv[events]'"
+        ) from missing
+
+
+def _publisher(settings: EventSettings) -> "ZmqPublisher | None":
+    """The publisher of events; None if the settings name no endpoint. Raises StartError."""
+    if not settings.endpoint:
+        return None
+    zmq = _zmq()
+    from hotkv_server.events.publisher import ZmqPublisher
+
+    host = socket.gethostname()
+
+    def topic_of(number: int, key_space: KeySpace) -> str:
+        return settings.topic.format(
+            host=host, model=key_space.model, tenant=key_space.tenant, key_space=number
+        )
+
+    try:
+        return ZmqPublisher(
+            settings.endpoint,
+            settings.replay_endpoint,
+            topic_of,
+            buffer_steps=settings.buffer_steps,
+            buffer_bytes=settings.buffer_bytes,
+            int_hashes=settings.int_hashes,
+        )
+    except zmq.ZMQError as error:
+        raise StartError(
+            f"events: {error}; is {settings.endpoint} or "
+            f"{settings.replay_endpoint or '(no replay_endpoint)'} in use?"
+        ) from error
 
 
 class EventsCapability(Capability):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from hotkv_proto.reports import LoadEnd
 from hotkv_server.ledger import told
 from hotkv_server.ledger.drive import LiveLedger
-from hotkv_server.ledger.live_history import LiveHistory
+from hotkv_server.ledger.history import LiveHistory
 from hotkv_server.node.capability import Capability, Figures, Filters, Report, Samples, Topic
 from hotkv_server.node.node import Node
 from hotkv_server.node.session import LiveSession

@@ -27,9 +27,7 @@ from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.policies.protocol import Keys
 from hotkv_server.cache.values import HOST_TIER
 from hotkv_server.ledger.book import pack
-from hotkv_server.ledger.book.accounts import Account, Accounts
-from hotkv_server.ledger.book.buckets import Values
-from hotkv_server.ledger.book.columns import Usage
+from hotkv_server.ledger.book.accounts import Account, Accounts, Usage, Values
 from hotkv_server.ledger.book.forecast import Demand, Forecast, Outlook
 from hotkv_server.ledger.book.outcome import counted_group, note_outcome
 from hotkv_server.ledger.file import read_ledger, save_ledger

@@ -5,9 +5,9 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from hotkv_server.ledger.book.columns import HIT, Usage
+from hotkv_server.ledger.book.accounts import HIT, Usage
 from hotkv_server.ledger.drive import LiveLedger, Savings
-from hotkv_server.ledger.live_history import EVICTED, LAG, STEP_S, LiveHistory
+from hotkv_server.ledger.history import EVICTED, LAG, STEP_S, LiveHistory
 from hotkv_server.node.capability import Figures, Samples
 
 RECENT_S = 3600.0

@@ -1,22 +1,224 @@
-"""Accounts: what each engine of each tenant has used, by key space.
+"""Accounts: what each engine of each tenant has used, by key space, and their sums over time.
 
 Always true: there are at most `max_accounts`; what was ever counted is in exactly one of them and
 in `total`. A new account beyond that folds the one that was used longest ago: engines of a key
 space into one account named OTHERS, and those into one for the whole node. So engines that come and
-go under new names do not grow it.
+go under new names do not grow it. Of each request, tokens that hit on the device, in each tier, and
+tokens that missed for each reason add up to the tokens of its prompt. Memory is fixed.
 """
 
+import math
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hotkv_server.ledger.book.buckets import Buckets, Values
-from hotkv_server.ledger.book.columns import Columns
+from hotkv_proto.reports import Miss
+from hotkv_server.cache.values import HOST_TIER
 
+NUM_MINUTES = 120
+NUM_HOURS = 192
+"""Two hours in minutes, eight days in hours."""
+NUM_CELLS = 1 + NUM_MINUTES + NUM_HOURS
+FIRST_HOUR = 1 + NUM_MINUTES
+MAX_BACK_MINUTES = 60
+Values = NDArray[np.float64]
+# In the order of the fields of Usage.
+FIXED = (
+    "requests",
+    "prompt_tokens",
+    "device_hit_tokens",
+    "saved_s",
+    "waited_s",
+    "failed_loads",
+    "loaded_bytes",
+    "stored_bytes",
+)
+HIT, MISSED = "hit_tokens/", "missed_tokens/"
+REASONS = tuple(reason for reason in Miss if reason is not Miss.ABSENT)
+"""Reasons that tokens are counted under: ABSENT is refined before."""
+MAX_TIERS = 16
 MAX_ACCOUNTS = 64
 """With some 30 columns an account has 75 KB."""
 OTHERS = "others"
+
+
+# ----------------------------------------------------------------------------------- sums over time
+
+
+def window_s(seconds: float) -> int:
+    """The seconds that sums over the last `seconds` cover: whole minutes, rounded up, beyond two
+    hours whole hours, at most eight days; 0 for all that was ever counted."""
+    if (minutes := math.ceil(seconds / 60)) <= NUM_MINUTES:
+        return 60 * minutes
+    return 3600 * min(math.ceil(seconds / 3600), NUM_HOURS)
+
+
+class Buckets:
+    """How much of each column was counted in each minute and each hour, and in all.
+
+    A count is in the bucket of its minute, in that of its hour and in the sum of all. Time is the
+    wall clock's, in whole minutes since 1970, so that buckets outlive the server. A clock that goes
+    back a little counts as if it stood still; one that goes back by more than an hour begins all
+    buckets anew, because the old ones would hide the new ones for as long.
+
+    `cells` [NUM_CELLS, columns]: the sum of all, then minutes, then hours,
+    each a ring by its number. `minute`: the newest."""
+
+    __slots__ = ("cells", "minute")
+
+    def __init__(self, num_columns: int, minute: int) -> None:
+        self.cells: Values = np.zeros((NUM_CELLS, num_columns))
+        self.minute = minute
+
+    def __repr__(self) -> str:
+        return f"Buckets({self.cells.shape[1]} columns, minute {self.minute})"
+
+    @property
+    def total(self) -> Values:
+        """The sum of all [columns]; not a copy."""
+        total: Values = self.cells[0]
+        return total
+
+    def add(self, values: Values, minute: int) -> None:
+        """Counts `values` [columns] in this minute."""
+        self.advance(minute)
+        cells, at = self.cells, self.minute
+        cells[0] += values
+        cells[1 + at % NUM_MINUTES] += values
+        cells[FIRST_HOUR + at // 60 % NUM_HOURS] += values
+
+    def advance(self, minute: int) -> None:
+        """Lets time pass until this minute: buckets that are too old are empty afterwards."""
+        passed = minute - self.minute
+        if passed < -MAX_BACK_MINUTES:
+            self.cells[1:] = 0.0
+            self.minute = minute
+        if passed <= 0:
+            return
+        for newer in range(self.minute + 1, minute + 1)[-NUM_MINUTES:]:
+            self.cells[1 + newer % NUM_MINUTES] = 0.0
+        for newer in range(self.minute // 60 + 1, minute // 60 + 1)[-NUM_HOURS:]:
+            self.cells[FIRST_HOUR + newer % NUM_HOURS] = 0.0
+        self.minute = minute
+
+    def since(self, seconds: float, minute: int) -> Values:
+        """The sums [columns] of the last `window_s(seconds)` before the end of this minute; 0 for
+        all that was ever counted."""
+        self.advance(minute)
+        if not (window := window_s(seconds)):
+            return self.total.copy()
+        if (count := window // 60) <= NUM_MINUTES:
+            at = 1 + np.arange(self.minute - count + 1, self.minute + 1) % NUM_MINUTES
+        else:
+            count, hour = window // 3600, self.minute // 60
+            at = FIRST_HOUR + np.arange(hour - count + 1, hour + 1) % NUM_HOURS
+        sums: Values = self.cells[at].sum(axis=0)
+        return sums
+
+    def minutes(self, minute: int) -> Values:
+        """The sums [NUM_MINUTES, columns] of the last minutes, the oldest first, this one last."""
+        self.advance(minute)
+        at = 1 + np.arange(self.minute - NUM_MINUTES + 1, self.minute + 1) % NUM_MINUTES
+        newest: Values = self.cells[at]
+        return newest
+
+    def merge(self, other: "Buckets") -> None:
+        """Counts all that the other has counted, in the same minutes and hours."""
+        latest = max(self.minute, other.minute)
+        self.advance(latest)
+        other.advance(latest)
+        self.cells += other.cells
+
+
+# ------------------------------------------------------------------------------------------ columns
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request, or what became of one later, adds to an account. `hit_tokens`: by tier of
+    hotkv; `missed_tokens`: by reason. Values may be negative to take something back."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    device_hit_tokens: int = 0
+    saved_s: float = 0.0
+    waited_s: float = 0.0
+    failed_loads: int = 0
+    loaded_bytes: int = 0
+    stored_bytes: int = 0
+    hit_tokens: Mapping[str, int] = field(default_factory=dict)
+    missed_tokens: Mapping[Miss, int] = field(default_factory=dict)
+
+
+class Columns:
+    """The columns of one ledger. `tiers`: their names, host memory first."""
+
+    def __init__(self, tiers: Iterable[str]) -> None:
+        self.tiers = tuple(dict.fromkeys((HOST_TIER, *tiers)))[:MAX_TIERS]
+        self.names = (
+            *FIXED,
+            *(HIT + tier for tier in self.tiers),
+            *(MISSED + reason.name.lower() for reason in REASONS),
+        )
+        self._at = {name: at for at, name in enumerate(self.names)}
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        return f"Columns({len(self)}, tiers={self.tiers})"
+
+    def at(self, name: str) -> int:
+        """The place of a column."""
+        return self._at[name]
+
+    def values(self, usage: Usage) -> Values:
+        """A usage as values [columns]. A tier that is not known counts as host memory."""
+        values = np.zeros(len(self))
+        values[: len(FIXED)] = (
+            usage.requests,
+            usage.prompt_tokens,
+            usage.device_hit_tokens,
+            usage.saved_s,
+            usage.waited_s,
+            usage.failed_loads,
+            usage.loaded_bytes,
+            usage.stored_bytes,
+        )
+        host = self._at[HIT + HOST_TIER]
+        for tier, tokens in usage.hit_tokens.items():
+            values[self._at.get(HIT + tier, host)] += tokens
+        for reason, tokens in usage.missed_tokens.items():
+            values[self._at[MISSED + reason.name.lower()]] += tokens
+        return values
+
+    def usage(self, values: Values) -> Usage:
+        """The inverse of `values`, for sums: tokens and bytes are rounded to whole numbers."""
+        numbers = values.tolist()
+        whole = [int(number) for number in numbers]
+        first_reason = len(FIXED) + len(self.tiers)
+        requests, prompt_tokens, device_hit_tokens, _, _, failed_loads, loaded, stored = whole[
+            : len(FIXED)
+        ]
+        _, _, _, saved_s, waited_s, *_ = numbers
+        return Usage(
+            requests,
+            prompt_tokens,
+            device_hit_tokens,
+            saved_s,
+            waited_s,
+            failed_loads,
+            loaded,
+            stored,
+            dict(zip(self.tiers, whole[len(FIXED) : first_reason], strict=True)),
+            dict(zip(REASONS, whole[first_reason:], strict=True)),
+        )
+
+
+# ----------------------------------------------------------------------------------------- accounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +239,7 @@ class Account:
 
 
 class Accounts:
-    """See the module. Times are whole minutes since 1970."""
+    """All accounts. Times are whole minutes since 1970."""
 
     def __init__(self, columns: Columns, minute: int, max_accounts: int = MAX_ACCOUNTS) -> None:
         self.columns = columns

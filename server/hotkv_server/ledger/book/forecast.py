@@ -21,7 +21,7 @@ import numpy as np
 
 from hotkv_server.cache.room.policies.protocol import Keys
 from hotkv_server.cache.room.policies.shared import GhostTable, spread
-from hotkv_server.ledger.book.buckets import Buckets
+from hotkv_server.ledger.book.accounts import Buckets
 from hotkv_server.ledger.book.shadow import MakePolicy, Shadow
 
 GIB = 1 << 30

@@ -20,9 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotkv_server.cache.room.policies.protocol import Keys
-from hotkv_server.ledger.book.accounts import Account, Accounts
-from hotkv_server.ledger.book.buckets import NUM_CELLS, Buckets
-from hotkv_server.ledger.book.columns import HIT, Columns
+from hotkv_server.ledger.book.accounts import HIT, NUM_CELLS, Account, Accounts, Buckets, Columns
 from hotkv_server.ledger.book.forecast import NAMES, Forecast
 
 MAGIC = b"HOTKVLG1"
