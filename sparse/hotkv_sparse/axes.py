@@ -41,7 +41,7 @@ STEPS = (0.3352, 0.9957)
 units of its rms (Max 1960). They lose 1.15 % and 11.9 % of the energy; Lloyd-Max levels lose 0.95 %
 and 11.7 %, and need a table."""
 MIN_TOKENS = 1024
-"""Fewer tokens give no axes to rely on."""
+"""Fewer tokens give no centre and no axes to rely on."""
 NUM_LEVELS = (16, 4)
 PLACES = 4
 """Positions of a longer context that each token is moved to."""
@@ -116,8 +116,8 @@ class Axes:
 
 
 class AxesEstimate:
-    """Moments of one layer's keys and queries, after RoPE; leave the first tokens of a context out
-    (`centre.FIRST_TOKENS`)."""
+    """Moments of one layer's keys and queries, after RoPE, for its centre and axes; leave the first
+    tokens of a context out (`centre.FIRST_TOKENS`)."""
 
     def __init__(self, kv_heads: int, head_size: int) -> None:
         self.num_tokens = 0

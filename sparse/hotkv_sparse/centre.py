@@ -5,8 +5,8 @@ better (SmolLM2-135M, 4k tokens, 5 % budget, centre from other text: strong-bloc
 long-range copy .90 to .98 with rot2u). A centre that does not fit is worse
 than none. It is part of a representation's version.
 
-`CentreEstimate` measures one and `measured_bias` what it leaves to correct; `Centres` are those of
-a model's layers, which `centre_file` keeps in a file.
+`axes.AxesEstimate` measures one and `measured_bias` what it leaves to correct; `Centres` are those
+of a model's layers, which `centre_file` keeps in a file.
 
 Shapes: N tokens, S tokens of a context, Q query heads, H KV heads, D channels, B blocks.
 """
@@ -19,52 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from hotkv_proto.errors import HotKVError, Reason
-from hotkv_sparse.axes import Axes
+from hotkv_sparse.axes import MIN_TOKENS, Axes
 from hotkv_sparse.formats import FORMATS, RUN_TOKENS, format_named
 from hotkv_sparse.representations import build
 from hotkv_sparse.scores import prepare, score
 
 F32 = npt.NDArray[np.float32]
-MIN_TOKENS = 1024
-"""Fewer tokens give no centre to rely on."""
 FIRST_TOKENS = 64
 """The first tokens of a context are left out of its centre: attention sinks have keys unlike all
 others."""
 SINK_TOKENS, RECENT_TOKENS = 32, 64
 """Always kept whatever their score, as `SparseConfig` has it by default."""
-
-
-class CentreEstimate:
-    """Mean key of one layer over the tokens it is shown; leave the first `FIRST_TOKENS` of a
-    context out."""
-
-    def __init__(self, kv_heads: int, head_size: int) -> None:
-        self.num_tokens = 0
-        self._sum_HD = np.zeros((kv_heads, head_size), np.float64)
-
-    def __repr__(self) -> str:
-        return f"CentreEstimate({list(self._sum_HD.shape)}, {self.num_tokens} tokens)"
-
-    def add(self, keys_NHD: npt.NDArray[np.float32]) -> None:
-        """Takes keys float32 [N, H, D], after RoPE, into account; keys that aren't finite are left
-        out. INVALID_FIELD on another shape."""
-        if keys_NHD.shape[1:] != self._sum_HD.shape:
-            raise HotKVError(
-                Reason.INVALID_FIELD,
-                (
-                    f"keys are {list(keys_NHD.shape)}; pass [tokens, "
-                    f"{', '.join(map(str, self._sum_HD.shape))}]"
-                ),
-            )
-        finite = keys_NHD[np.isfinite(keys_NHD).all(axis=(1, 2))]
-        self.num_tokens += len(finite)
-        self._sum_HD += finite.sum(axis=0, dtype=np.float64)
-
-    def mu(self) -> npt.NDArray[np.float32] | None:
-        """The centre float32 [H, D], or None if too few tokens were seen."""
-        if self.num_tokens < MIN_TOKENS:
-            return None
-        return (self._sum_HD / self.num_tokens).astype(np.float32)
 
 
 def measured_bias(

@@ -24,7 +24,8 @@ from bench.sparse.variants import (
     resident_variants,
 )
 from bench.sparse_quality import Row, resident_targets, targets
-from hotkv_sparse.centre import MIN_TOKENS, Centres
+from hotkv_sparse.axes import MIN_TOKENS
+from hotkv_sparse.centre import Centres
 
 CONTEXT_TOKENS, COMPARED_TOKENS, DENSE_LAYERS = 320, 64, 2
 

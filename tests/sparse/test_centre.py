@@ -1,33 +1,14 @@
-"""The mean key, batch by batch, and how much scores with it are off."""
+"""How much scores with a centre are off."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hotkv_proto.errors import HotKVError
 from hotkv_sparse import FORMATS, build, prepare, score
 from hotkv_sparse.axes import Axes, AxesEstimate
-from hotkv_sparse.centre import MIN_TOKENS, TOKEN_FORMATS, CentreEstimate, measured_bias
+from hotkv_sparse.centre import TOKEN_FORMATS, measured_bias
 from hotkv_sparse.selection import exact_log_mass
-
-
-def test_the_mean_of_all_batches() -> None:
-    keys = np.random.default_rng(0).standard_normal((3000, 2, 16)).astype(np.float32) + 3
-    estimate = CentreEstimate(2, 16)
-    estimate.add(keys[: MIN_TOKENS - 1])
-    assert estimate.mu() is None
-    estimate.add(keys[MIN_TOKENS - 1 :])
-    broken = keys[:5].copy()
-    broken[:, 1, 3] = np.inf
-    estimate.add(broken)
-    assert estimate.num_tokens == 3000
-    np.testing.assert_allclose(estimate.mu(), keys.mean(axis=0), rtol=1e-5)
-
-
-def test_other_shapes_are_refused() -> None:
-    with pytest.raises(HotKVError, match=r"pass \[tokens, 2, 16\]"):
-        CentreEstimate(2, 16).add(np.zeros((4, 16, 2), np.float32))
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,10 @@ import numpy.typing as npt
 import torch
 
 from hotkv_proto.errors import HotKVError
-from hotkv_sparse.axes import Axes, AxesEstimate
+from hotkv_sparse.axes import MIN_TOKENS, Axes, AxesEstimate
 from hotkv_sparse.centre import (
     FIRST_TOKENS,
-    MIN_TOKENS,
     TOKEN_FORMATS,
-    CentreEstimate,
     Centres,
     LayerCentre,
     measured_bias,
@@ -117,7 +115,6 @@ class ContextSums:
     """Sums up contexts, layer by layer."""
 
     def __init__(self) -> None:
-        self._estimates: dict[int, CentreEstimate] = {}
         self._contexts: dict[int, list[tuple[F32, F32, list[int], float]]] = {}
         self._moments: dict[int, AxesEstimate] = {}
 
@@ -126,10 +123,6 @@ class ContextSums:
         for index, recorder in layers.items():
             keys_SHD, queries_NQD, positions = recorder.take()
             self._moments[index] = recorder.moments
-            estimate = self._estimates.setdefault(
-                index, CentreEstimate(recorder.kv_heads, recorder.head_size)
-            )
-            estimate.add(keys_SHD[FIRST_TOKENS:])
             self._contexts.setdefault(index, []).append(
                 (keys_SHD, queries_NQD, positions, recorder.scale)
             )
@@ -139,13 +132,12 @@ class ContextSums:
         there were too few tokens."""
         layers = {}
         for index, contexts in self._contexts.items():
-            mu = self._estimates[index].mu()
             calibrated = self._moments[index].axes()
-            if mu is not None and calibrated is not None:
-                axes = calibrated[1]
+            if calibrated is not None:
+                mu, axes = calibrated
                 biases = {name: _bias(name, mu, axes, contexts) for name in TOKEN_FORMATS}
                 layers[index] = LayerCentre(mu, biases, axes)
-        num_tokens = min((estimate.num_tokens for estimate in self._estimates.values()), default=0)
+        num_tokens = min((moments.num_tokens for moments in self._moments.values()), default=0)
         return Centres(model, num_tokens, layers)
 
 
