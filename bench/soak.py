@@ -21,12 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.footprint import rss_beyond_arena_bytes
-from bench.load.hostile import KINDS
+from bench.load.clients import HOSTILE
 from bench.report import at_most, parser, percentile, print_figures
 from bench.servers import MIB, new_hashes, serving
 from hotkv_client import GroupHashes
 from hotkv_client.testing import PagedEngine
 
+CLIENT = (sys.executable, "-m", "bench.load.clients")
 PROCESSES, SESSIONS_EACH = 4, 16
 ARENA_BYTES = 64 * MIB
 SATURATION_S, OVERLOAD_S, HOSTILE_S, SETTLE_S = 10.0, 10.0, 8.0, 3.0
@@ -47,8 +48,8 @@ class Done:
 
 def traffic(target: str, seconds: float, rate: float, seed: int) -> Done:
     """Has all sessions do what they can, or `rate` operations a second; 0 for no bound."""
-    words = [target, str(SESSIONS_EACH), str(seconds), str(rate / PROCESSES)]
-    command = [sys.executable, "-m", "bench.load.traffic", *words]
+    words = ["traffic", target, str(SESSIONS_EACH), str(seconds), str(rate / PROCESSES)]
+    command = [*CLIENT, *words]
     children = [
         subprocess.Popen(
             [*command, str(seed + at)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -89,9 +90,7 @@ def quiet_lookups_ms(target: str, seconds: float = 0.0, pause_s: float = 0.001) 
 
 def beside(target: str, kind: str) -> float:
     """p50 in ms of quiet lookups beside such a process."""
-    other = subprocess.Popen(
-        [sys.executable, "-m", "bench.load.hostile", target, kind], stderr=subprocess.DEVNULL
-    )
+    other = subprocess.Popen([*CLIENT, kind, target], stderr=subprocess.DEVNULL)
     try:
         time.sleep(SETTLE_S)
         return percentile(quiet_lookups_ms(target, HOSTILE_S), 0.5)
@@ -127,8 +126,8 @@ def main() -> int:
         over = traffic(server.target, OVERLOAD_S, saturation * 2, 300)
         time.sleep(SETTLE_S)
         recovered_ms = percentile(quiet_lookups_ms(server.target), 0.5)
-        costs = {kind: [beside(server.target, kind)] for kind in KINDS}
-        for kind in reversed(KINDS):
+        costs = {kind: [beside(server.target, kind)] for kind in HOSTILE}
+        for kind in reversed(HOSTILE):
             costs[kind].append(beside(server.target, kind))
     half_ms = half.lookups_ms
     spinning = min(costs.pop("spin"))

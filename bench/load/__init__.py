@@ -1,1 +1,1 @@
-"""Parts of `bench.soak`: traffic of many sessions, and clients that mean no good."""
+"""Parts of `bench.soak` and `bench.multi_turn`: clients, conversations, engines and caches."""

@@ -1,26 +1,39 @@
-"""Traffic of many sessions from one process: lookups, stores and loads, as fast as they are
-answered or at a given rate.
+"""Clients of a server under load, each of these processes one kind: `python -m bench.load.clients
+KIND TARGET ...`.
 
-`python -m bench.load.traffic TARGET SESSIONS SECONDS RATE SEED` prints one JSON object: operations
-done by kind, errors by reason, and latencies of lookups in ms. RATE: operations a second over all
-sessions, open loop (latency counts from the moment an operation was due); 0 for closed loop.
-Sessions share a universe of blocks, four times what the arena holds.
+`traffic SESSIONS SECONDS RATE SEED`: many sessions that look up, store and load, as fast as they
+are answered or at a given rate. Prints one JSON object: operations done by kind, errors by reason,
+and latencies of lookups in ms. RATE: operations a second over all sessions, open loop (latency
+counts from the moment an operation was due); 0 for closed loop. Sessions share a universe of
+blocks, four times what the arena holds.
+
+Those that mean no good, until they are killed. `flood`: calls without waiting for answers.
+`garbage`: bytes that are no messages, streams that say nonsense. `deaf`: a session that asks for
+much and never reads. `spin`: no client at all, only a process that keeps a processor busy: what the
+others are compared with.
 """
 
 import collections
+import contextlib
+import itertools
 import json
+import os
 import random
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as LateError
 from dataclasses import dataclass, field
 
+import grpc
 import numpy as np
 
 from hotkv_client import BlockRun, GroupHashes, LoadRun
 from hotkv_client.testing import PagedEngine
 from hotkv_proto.errors import HotKVError
+
+# ------------------------------------------------------------------------------------------ Traffic
 
 LAYERS, PAGE_BYTES, NUM_BLOCKS = 2, 8192, 64
 BLOCKS_A_CALL = 16
@@ -123,15 +136,10 @@ class Client:
         self.engine.session.release(name)
 
 
-def main() -> int:
-    """Command line."""
-    target, sessions, seconds, rate, seed = (
-        sys.argv[1],
-        int(sys.argv[2]),
-        float(sys.argv[3]),
-        float(sys.argv[4]),
-        int(sys.argv[5]),
-    )
+def traffic(target: str, *options: str) -> None:
+    """Connects, says so, waits for a line on standard input, and begins."""
+    sessions, seed = int(options[0]), int(options[3])
+    seconds, rate = float(options[1]), float(options[2])
     hashes = universe()
     clients = [Client(target, number, hashes, seed) for number in range(sessions)]
     print("connected", flush=True)
@@ -154,8 +162,90 @@ def main() -> int:
         json.dumps({"done": total.done, "errors": total.errors, "lookups_ms": total.lookups_ms}),
         flush=True,
     )
-    return 0
+
+
+# -------------------------------------------------------------------------- Those that mean no good
+
+CONNECT = "/hotkv.v1.SessionService/Connect"
+LOOKUP = "/hotkv.v1.CacheService/Lookup"
+
+
+def _as_is(message: bytes) -> bytes:
+    return message
+
+
+def flood(target: str) -> None:
+    """Lookups and stores of as many blocks as fit, never waiting."""
+    engine = PagedEngine(target, model="hostile", engine_id=f"hostile-{os.getpid()}").connect(60.0)
+    hashes = universe()
+    while True:
+        try:
+            engine.session.lookup([GroupHashes(0, hashes)])
+            engine.session.acquire(os.urandom(8).hex(), [GroupHashes(0, hashes)])
+        except HotKVError:
+            time.sleep(0.001)
+        if not engine.session.connected:
+            engine.session.wait_connected(1.0)
+
+
+def garbage(target: str) -> None:
+    """Random bytes to a unary method and to the session's stream."""
+    with grpc.insecure_channel(target) as channel:
+        unary = channel.unary_unary(LOOKUP, request_serializer=_as_is, response_deserializer=_as_is)
+        stream = channel.stream_stream(
+            CONNECT, request_serializer=_as_is, response_deserializer=_as_is
+        )
+        while True:
+            with contextlib.suppress(grpc.RpcError):
+                unary(os.urandom(2000), timeout=1)
+            with contextlib.suppress(grpc.RpcError):
+                list(stream(iter([os.urandom(500)] * 5), timeout=1))
+
+
+def deaf(target: str) -> None:
+    """Sends lookups for ever and reads no answer."""
+    from hotkv_client import channels
+    from hotkv_client.wire import requests as _wire
+
+    engine = PagedEngine(target, model="hostile", engine_id=f"hostile-{os.getpid()}")
+    hashes = universe()
+
+    def requests() -> Iterator[_wire.Request]:
+        yield _wire.open_session(engine.session.config)
+        for number in itertools.count(1):
+            request = _wire.lookup([GroupHashes(0, hashes)], 32)
+            request.request_id = number
+            yield request
+
+    while True:
+        with grpc.insecure_channel(target, channels.OPTIONS) as channel:
+            call = _wire.connect(_wire.Stub(channel), requests())
+            while call.is_active():
+                time.sleep(0.1)
+
+
+def spin(target: str) -> None:
+    """Keeps one processor busy."""
+    while True:
+        sum(range(100_000))
+
+
+HOSTILE: dict[str, Callable[[str], None]] = {
+    "flood": flood,
+    "garbage": garbage,
+    "deaf": deaf,
+    "spin": spin,
+}
+
+
+def main() -> None:
+    """Command line."""
+    kind, target, *options = sys.argv[1:]
+    if kind == "traffic":
+        traffic(target, *options)
+    else:
+        HOSTILE[kind](target)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
