@@ -20,7 +20,7 @@ from hotkv_proto import table
 from hotkv_proto.blocks import NO_OPTIONS, NO_RETENTION, LeaseGrant, Retention, StoreOptions
 from hotkv_proto.keys import MAX_GROUPS, KeySpace, Representation
 from hotkv_proto.table import BlockTable
-from hotkv_server.cache.leases.books import Uses, make_books
+from hotkv_server.cache.leases.books import CacheBooks, Uses
 from hotkv_server.cache.leases.leases import Lease, ReadLease, WriteLease, num_listed
 from hotkv_server.cache.leases.reading import Loads, ReadLeases
 from hotkv_server.cache.leases.writing import Reservations, Stores
@@ -53,8 +53,8 @@ BLOCKS = 1 << 12
 SCANNED_ENTRIES = 1 << 17
 
 
-class CacheCore:
-    """A node's cache: its books, and the parts that act on them. See the module for its rules."""
+class CacheCore(CacheBooks):
+    """A node's cache: the books, and what acts on them. See the module for its rules."""
 
     def __init__(
         self,
@@ -63,24 +63,12 @@ class CacheCore:
         policy: Policy,
         readers: ReaderMemory | None = None,
     ) -> None:
-        books = make_books(config, block_table, policy, readers)
-        self.config = config
-        self.counters = books.counters
-        self.space = books.space
-        self.catalog = books.catalog
-        self.sessions = books.sessions
-        self.retention_pins = books.retention_pins
-        self.client_memory = books.client_memory
-        self.leases = books.leases
-        self.transfers = books.transfers
-        self.words, self.marks, self.grace = books.words, books.marks, books.grace
-        self.pinners, self.pin_budget = books.pinners, books.pin_budget
-        self.below = books.below
-        self._read_leases = ReadLeases(books)
-        self._uses = Uses(books)
-        self._loads = Loads(books, self._read_leases)
-        self._reservations = Reservations(books, self._uses)
-        self._stores = Stores(books, self._reservations, self._uses)
+        super().__init__(config, block_table, policy, readers)
+        self._read_leases = ReadLeases(self)
+        self._uses = Uses(self)
+        self._loads = Loads(self, self._read_leases)
+        self._reservations = Reservations(self, self._uses)
+        self._stores = Stores(self, self._reservations, self._uses)
 
     def __repr__(self) -> str:
         return (

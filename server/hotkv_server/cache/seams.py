@@ -36,7 +36,7 @@ class StorePins(Protocol):
 
 
 class Pinner(Protocol):
-    """See the module."""
+    """Keeps entries in the arena for a reason of its own."""
 
     def of_store(self, session: SessionRecord, residency_id: str) -> StorePins | None:
         """What a store of this session is to be pinned for; None for nothing. Raises HotKVError
@@ -70,8 +70,8 @@ if TYPE_CHECKING:
 
 
 class Below(Protocol):
-    """See the module. `space`: places below host memory in which the core chooses; None for tiers
-    that place by themselves."""
+    """Keeps blocks in tiers below host memory. `space`: places below host memory in which the core
+    chooses; None for tiers that place by themselves."""
 
     @property
     def space(self) -> "Space | None": ...

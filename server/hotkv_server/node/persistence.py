@@ -72,7 +72,8 @@ class UseNotes:
 
 
 class Persistence:
-    """See the module. On the event loop; files are written by a clerk."""
+    """Writes down key spaces and times of last use. On the event loop; files are written by a
+    clerk."""
 
     def __init__(self, core: CacheCore, memory: NodeMemory, clerk: Clerk) -> None:
         self._core = core

@@ -30,8 +30,8 @@ NOTICE_BLOCKS = 1 << 16
 
 
 class Effects:
-    """See the module. `sessions` returns the open ones; `drained` is set when a draining node has
-    no transfer left."""
+    """Carries out what the core's decisions call for. `sessions` returns the open ones; `drained`
+    is set when a draining node has no transfer left."""
 
     def __init__(
         self,
@@ -88,7 +88,8 @@ KEEP_EVERY_S = 1.0
 
 
 class Removals:
-    """See the module. `run_effects` carries out what the core's decisions call for."""
+    """Removes blocks and key spaces, and keeps tenants within their bounds. `run_effects` carries
+    out what the core's decisions call for."""
 
     def __init__(
         self,

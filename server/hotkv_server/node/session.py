@@ -239,7 +239,7 @@ Notice = EvictionNotice | Drain
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
-    """See the module. The holder of `secret_id` may make unary calls and use the descriptor socket
+    """An open session. The holder of `secret_id` may make unary calls and use the descriptor socket
     for the session; `on_end` ends the stream, given the reason."""
 
     record: SessionRecord

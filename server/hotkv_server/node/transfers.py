@@ -46,10 +46,11 @@ LOAD, STORE = "load", "store"
 
 
 class Timings:
-    """See the module. Calls, in seconds from message to answer: `lookup_s`; `lease_s`, reads from
-    tiers included. Transfers: `ends` counts all by direction and outcome. Of those that were done,
-    `load_s` and `store_s` are seconds from call to end, waits included, and `load_bytes` and
-    `store_bytes` sizes. `wait_s`: how long copies waited for a thread or device."""
+    """How long calls and transfers took. Calls, in seconds from message to answer: `lookup_s`;
+    `lease_s`, reads from tiers included. Transfers: `ends` counts all by direction and outcome. Of
+    those that were done, `load_s` and `store_s` are seconds from call to end, waits included, and
+    `load_bytes` and `store_bytes` sizes. `wait_s`: how long copies waited for a thread or
+    device."""
 
     def __init__(self) -> None:
         self.lookup_s, self.lease_s = Histogram(SECONDS), Histogram(SECONDS)

@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class SessionCalls:
-    """See the module. `send`: for answers that come later."""
+    """Serves the calls of one session. `send`: for answers that come later."""
 
     def __init__(
         self,
@@ -292,7 +292,7 @@ class SessionOutbox:
 
 
 class SessionStream:
-    """See the module."""
+    """Runs the stream of one open session."""
 
     def __init__(self, node: Node, session: LiveSession, context: Any, pace: Pace) -> None:
         self._session = session

@@ -1,11 +1,9 @@
-"""All books of the core in one value: what its calls read and change, and what a use of ready
-blocks notes in them.
+"""All books of the core: what its calls read and change, and what a use of ready blocks notes in
+them.
 
 `ReadLeases`, `Loads`, `Reservations` and `Stores` each act on them for one kind of call;
 `CacheCore` checks that they agree.
 """
-
-from dataclasses import dataclass, field
 
 from hotkv_proto import table
 from hotkv_proto.blocks import NO_RETENTION, Retention
@@ -13,7 +11,7 @@ from hotkv_proto.keys import MAX_GROUPS
 from hotkv_proto.table import BlockTable
 from hotkv_server.cache.leases.leases import LeaseBook, TransferBook
 from hotkv_server.cache.leases.retentions import RetentionPins
-from hotkv_server.cache.readers import Grace, Marks, ReaderMemory, ReaderWords, no_readers
+from hotkv_server.cache.readers import Grace, ReaderMemory, ReaderWords, no_readers
 from hotkv_server.cache.room.policies.protocol import Policy
 from hotkv_server.cache.room.shares import BoundShare, FairBound, PinBudget
 from hotkv_server.cache.room.space import Space
@@ -29,66 +27,43 @@ from hotkv_server.cache.values import (
 )
 
 
-@dataclass(frozen=True, slots=True)
 class CacheBooks:
-    """The books of one node's cache. `client_memory`: bounds what the books of clients take.
-    `words`, `marks`, `grace`: of those who read the arena in place, here and of an earlier
-    server."""
+    """The books of one node's cache, which is empty at first. `client_memory`: bounds what the
+    books of clients take. `words`, `marks`, `grace`: of those who read the arena in place, here and
+    of an earlier server; `readers`: None if nobody does."""
 
-    config: CoreConfig
-    counters: Counters
-    space: Space
-    catalog: Catalog
-    sessions: SessionBook
-    client_memory: FairBound
-    leases: LeaseBook
-    transfers: TransferBook
-    retention_pins: RetentionPins
-    pin_budget: PinBudget
-    words: ReaderWords
-    marks: Marks
-    grace: Grace
-    below: list[Below]
-    pinners: list[Pinner] = field(default_factory=list)
-
-
-def make_books(
-    config: CoreConfig,
-    block_table: BlockTable,
-    policy: Policy,
-    readers: ReaderMemory | None = None,
-) -> CacheBooks:
-    """Books of a cache that is empty. `readers`: None if nobody reads the arena."""
-    readers = readers or no_readers(config.capacity)
-    space = Space(
-        block_table,
-        config.arena_bytes,
-        config.slab_bytes,
-        policy,
-        config.tenants,
-        is_backed=config.is_backed,
-    )
-    below: list[Below] = []
-    catalog = Catalog(space.books, len(config.tenants), below)
-    client_memory = FairBound(config.client_memory_bytes)
-    sessions, pin_budget = SessionBook(catalog, space.tenants), PinBudget(space.tenants)
-    words = ReaderWords(readers.words)
-    return CacheBooks(
-        config,
-        Counters(),
-        space,
-        catalog,
-        sessions,
-        client_memory,
-        LeaseBook(config.max_leases, BoundShare(client_memory)),
-        TransferBook(),
-        RetentionPins(space.index, space.tenants, config.held_share, pin_budget),
-        pin_budget,
-        words,
-        readers.marks,
-        Grace(space.removal, words, readers.marks),
-        below,
-    )
+    def __init__(
+        self,
+        config: CoreConfig,
+        block_table: BlockTable,
+        policy: Policy,
+        readers: ReaderMemory | None = None,
+    ) -> None:
+        readers = readers or no_readers(config.capacity)
+        self.config = config
+        self.counters = Counters()
+        self.below: list[Below] = []
+        self.pinners: list[Pinner] = []
+        self.space = Space(
+            block_table,
+            config.arena_bytes,
+            config.slab_bytes,
+            policy,
+            config.tenants,
+            is_backed=config.is_backed,
+        )
+        self.catalog = Catalog(self.space.books, len(config.tenants), self.below)
+        self.sessions = SessionBook(self.catalog, self.space.tenants)
+        self.client_memory = FairBound(config.client_memory_bytes)
+        self.leases = LeaseBook(config.max_leases, BoundShare(self.client_memory))
+        self.transfers = TransferBook()
+        self.pin_budget = PinBudget(self.space.tenants)
+        self.retention_pins = RetentionPins(
+            self.space.index, self.space.tenants, config.held_share, self.pin_budget
+        )
+        self.words = ReaderWords(readers.words)
+        self.marks = readers.marks
+        self.grace = Grace(self.space.removal, self.words, self.marks)
 
 
 # Lookups and uses of blocks that are ready.
