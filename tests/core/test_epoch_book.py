@@ -27,8 +27,8 @@ from hotkv_server.tiers.book.epochs import (
     TELL_S,
     USED_S,
     EpochBook,
+    EpochStanding,
     Record,
-    Standing,
     Ticket,
 )
 
@@ -86,7 +86,7 @@ def kept(book: EpochBook) -> EpochBook:
     records = {
         name: Record(
             one.local,
-            {s: Standing(t.epoch, t.is_vouched, t.is_untold) for s, t in one.stores.items()},
+            {s: EpochStanding(t.epoch, t.is_vouched, t.is_untold) for s, t in one.stores.items()},
         )
         for name, one in book.records.items()
     }

@@ -14,9 +14,9 @@ from hotkv_server.tiers.disk.calls import (
     MAX_PIECE_BYTES,
     MIN_PIECE_BYTES,
     NO_DEADLINE_S,
-    Call,
     CallQueue,
-    Piece,
+    DiskCall,
+    DiskPiece,
 )
 from hotkv_server.tiers.protocol import Blocks
 
@@ -24,10 +24,10 @@ NUM_THREADS = 4
 
 
 def call(num_blocks: int, block_bytes: int = MIN_PIECE_BYTES, *, is_write: bool = False,
-         deadline_s: float = NO_DEADLINE_S) -> Call:  # fmt: skip
+         deadline_s: float = NO_DEADLINE_S) -> DiskCall:  # fmt: skip
     zeros = np.zeros(num_blocks, np.int64)
     blocks = Blocks([b"key"] * num_blocks, zeros, zeros + block_bytes, zeros)
-    return Call(blocks, is_write, deadline_s, lambda codes, seals: None)
+    return DiskCall(blocks, is_write, deadline_s, lambda codes, seals: None)
 
 
 def call_queue(num_threads: int, **options: Any) -> CallQueue:
@@ -41,7 +41,7 @@ def call_queue(num_threads: int, **options: Any) -> CallQueue:
     return queue
 
 
-def take(queue: CallQueue) -> Piece:
+def take(queue: CallQueue) -> DiskPiece:
     piece = queue.take()
     assert piece is not None
     return piece
@@ -54,10 +54,10 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         # Writes are never overdue, so that the order is one that can be told.
         self.queue = call_queue(NUM_THREADS, patience_s=1e9)
-        self.waiting: dict[bool, deque[Call]] = {False: deque(), True: deque()}
-        self.next_block: dict[Call, int] = {}
-        self.open: list[Piece] = []
-        self.ended: list[Call] = []
+        self.waiting: dict[bool, deque[DiskCall]] = {False: deque(), True: deque()}
+        self.next_block: dict[DiskCall, int] = {}
+        self.open: list[DiskPiece] = []
+        self.ended: list[DiskCall] = []
         self.is_closed = False
 
     @property
@@ -131,7 +131,7 @@ class Machine(RuleBasedStateMachine):
         self.waiting = {False: deque(), True: deque()}
         self.is_closed = True
 
-    def _dropped(self, dropped: list[Call], ended: list[Call]) -> None:
+    def _dropped(self, dropped: list[DiskCall], ended: list[DiskCall]) -> None:
         for each in dropped:
             self.next_block[each] = len(each.blocks)
         busy = {piece.call for piece in self.open}

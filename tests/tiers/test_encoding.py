@@ -30,7 +30,7 @@ from hotkv_server.tiers.protocol import (
 from hotkv_server.tiers.remote.encoding import encoding
 from hotkv_server.tiers.remote.errors import LostError, UnusableError
 from hotkv_server.tiers.remote.tier import RemoteTier
-from hotkv_server.tiers.remote.workers import Limits, Workers
+from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
 from hotkv_server.tiers.seals import seal
 from tests.tiers.test_compression import keys_and_values
 
@@ -162,7 +162,7 @@ class Over:
 
     def _over_memory(self, connections: int) -> RemoteTier:
         connect = encoding(lambda until_s: StoreClient(self.store), self.staged)
-        workers = Workers("memory", Limits(connections, 5.0, 20.0), connect)
+        workers = Workers("memory", RemoteLimits(connections, 5.0, 20.0), connect)
         return RemoteTier(
             TierFacts("memory", Medium.REMOTE, False, 0, True, ARENA_BYTES),
             self.arena,

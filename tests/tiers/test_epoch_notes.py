@@ -6,18 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_server.tiers.book.epochs import EpochBook, Record, Standing
+from hotkv_server.tiers.book.epochs import EpochBook, EpochStanding, Record
 from hotkv_server.tiers.drive.epoch_notes import EPOCHS_FILE, EpochNotes, NotesFolder, text_of
 
 FP, OTHER = "aa", "bb"
-standings = st.builds(Standing, st.integers(0, 2**62), st.booleans(), st.booleans())
+standings = st.builds(EpochStanding, st.integers(0, 2**62), st.booleans(), st.booleans())
 records = st.builds(
     Record, st.integers(0, 99), st.dictionaries(st.sampled_from(["valkey", "s3"]), standings)
 )
 
 
 def book_of(epoch: int = 7, local: int = 3, *, is_untold: bool = False) -> EpochBook:
-    return EpochBook(("valkey",), {FP: Record(local, {"valkey": Standing(epoch, True, is_untold)})})
+    return EpochBook(
+        ("valkey",), {FP: Record(local, {"valkey": EpochStanding(epoch, True, is_untold)})}
+    )
 
 
 def folders(tmp_path: Path, *, has_blocks: bool = True) -> list[NotesFolder]:
@@ -45,7 +47,7 @@ def test_a_folder_without_a_file_vouches_for_no_block_in_it(
     arena, disk = folders(tmp_path, has_blocks=has_blocks)
     EpochNotes([disk]).write(text_of(book_of()))
     record = EpochNotes([arena, disk]).read(("valkey",)).records[FP]
-    assert record.stores["valkey"] == Standing(7, not has_blocks, False) and record.local == 3
+    assert record.stores["valkey"] == EpochStanding(7, not has_blocks, False) and record.local == 3
 
 
 def test_what_files_disagree_on_is_not_vouched_for(tmp_path: Path) -> None:
@@ -53,7 +55,7 @@ def test_what_files_disagree_on_is_not_vouched_for(tmp_path: Path) -> None:
     EpochNotes([arena]).write(text_of(book_of(7, 3)))
     EpochNotes([disk]).write(text_of(book_of(9, 2, is_untold=True)))
     record = EpochNotes([arena, disk]).read(("valkey",)).records[FP]
-    assert record.stores["valkey"] == Standing(9, False, True) and record.local == 3
+    assert record.stores["valkey"] == EpochStanding(9, False, True) and record.local == 3
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 2, "key_spaces": 3}'])

@@ -388,7 +388,7 @@ def test_writes_under_way_leave_threads_for_reads(s3_server: Server, proxy: Faul
 
 def test_a_write_wakes_a_thread_that_takes_writes() -> None:
     queue, taken = calls.PartQueue(), []
-    part = calls.Part(calls.Call(0, lambda call: None), lambda client, until_s: None)
+    part = calls.Part(calls.RemoteCall(0, lambda call: None), lambda client, until_s: None)
 
     def work(*, takes_writes: bool) -> None:
         taken.append(queue.get(float("inf"), takes_writes=takes_writes))

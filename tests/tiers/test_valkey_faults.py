@@ -24,7 +24,14 @@ from hotkv_server.testing.fault_proxy import (
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, Codes, content
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote import calls
-from hotkv_server.tiers.remote.calls import PART_BLOCKS, PART_BYTES, Call, Part, PartQueue, cut
+from hotkv_server.tiers.remote.calls import (
+    PART_BLOCKS,
+    PART_BYTES,
+    Part,
+    PartQueue,
+    RemoteCall,
+    cut,
+)
 from tests.tiers.support import quickest_s
 from tests.tiers.valkey_support import Server, bench_over, running, wait_for
 
@@ -316,7 +323,7 @@ def test_parts_are_all_rows_in_order_and_bounded(sizes: list[int]) -> None:
 
 def test_reads_go_before_writes_and_each_kind_in_its_order() -> None:
     queue = PartQueue()
-    parts = [Part(Call(0, lambda call: None), lambda client, until_s: None) for _ in range(6)]
+    parts = [Part(RemoteCall(0, lambda call: None), lambda client, until_s: None) for _ in range(6)]
     for part, is_read in zip(parts, [False, True, False, True, True, False], strict=True):
         assert queue.put([part], is_read=is_read)
     taken = [queue.get(0.0) for _ in range(6)]

@@ -34,7 +34,7 @@ from hotkv_server.device.runtime import (
 from hotkv_server.testing.device_memory import (
     EVENT_BYTES,
     EVENT_NAME,
-    Handle,
+    FakeHandle,
     Ranges,
     bytes_at,
     unmap_pages,
@@ -53,7 +53,7 @@ Copy = tuple[int, int, int]
 """Destination, source, number of bytes."""
 
 
-class Copies:
+class DeviceCopies:
     """See above. The caller holds the runtime's lock, also when work runs."""
 
     def __init__(self, ranges: Ranges, dice: random.Random) -> None:
@@ -368,7 +368,7 @@ class FakeRuntime:
         dice = random.Random(seed)
         self._infos = [_info(number) for number in range(num_devices)]
         self._ranges = Ranges()
-        self._copies = Copies(self._ranges, dice)
+        self._copies = DeviceCopies(self._ranges, dice)
         self._dice = dice
         self._streams = Streams(dice, num_devices, threaded=threaded, max_delay_s=max_delay_s)
         self._changed = self._streams.changed
@@ -543,7 +543,7 @@ class FakeRuntime:
 
     def open_event(self, device: int, handle: bytes) -> FakeEvent:
         with self._call("open_event", device):
-            parsed = Handle.parse(handle, EVENT_NAME)
+            parsed = FakeHandle.parse(handle, EVENT_NAME)
             return FakeEvent(parsed.device, parsed.map())
 
     def close_event(self, event: Event) -> None:

@@ -79,7 +79,7 @@ def bytes_at(address: int, num_bytes: int) -> NDArray[np.uint8]:
 
 
 @dataclass(frozen=True, slots=True)
-class Handle:
+class FakeHandle:
     """The fields of a handle's 64 bytes."""
 
     kind: str
@@ -96,7 +96,7 @@ class Handle:
         return raw[:-4] + zlib.crc32(raw[:-4]).to_bytes(4, "little")
 
     @staticmethod
-    def parse(raw: bytes, kind: str) -> "Handle":
+    def parse(raw: bytes, kind: str) -> "FakeHandle":
         """Reads a handle. Raises DeviceError if it is not of that kind."""
         if (
             len(raw) != _FORMAT.size
@@ -105,7 +105,7 @@ class Handle:
         ):
             raise DeviceError(f"fake device: invalid resource handle: no {kind} handle")
         _, pid, fd, inode, num_bytes, device, _ = _FORMAT.unpack(raw)
-        return Handle(kind, pid, fd, inode, num_bytes, device)
+        return FakeHandle(kind, pid, fd, inode, num_bytes, device)
 
     def map(self) -> int:
         """Maps its memory into this process and returns the address. Raises DeviceError if its
@@ -131,7 +131,7 @@ class _Shared:
         os.ftruncate(self._fd, num_bytes)
         self.num_bytes = num_bytes
         self.address = map_pages(num_bytes, self._fd)
-        self.handle = Handle(
+        self.handle = FakeHandle(
             kind, os.getpid(), self._fd, os.fstat(self._fd).st_ino, num_bytes, device
         ).pack()
 
@@ -197,7 +197,7 @@ class FakeIpcEvent:
 
 
 @dataclass(slots=True, eq=False)
-class Memory:
+class KnownMemory:
     """Memory that streams know. `shadow`: where the bytes of [start, end) really lie. `device`:
     HOST for registered memory."""
 
@@ -223,7 +223,7 @@ class Ranges:
 
     def __init__(self) -> None:
         self.version = 0
-        self._memories: list[Memory] = []
+        self._memories: list[KnownMemory] = []
         self._graves: list[tuple[int, int]] = []
 
     def __repr__(self) -> str:
@@ -247,7 +247,9 @@ class Ranges:
     def allocate_pinned(self, num_bytes: int) -> int:
         """Address of new registered host memory."""
         start = map_pages(num_bytes)
-        return self._keep(Memory(start, start + num_bytes, start, HOST, mapped_bytes=num_bytes))
+        return self._keep(
+            KnownMemory(start, start + num_bytes, start, HOST, mapped_bytes=num_bytes)
+        )
 
     def register(self, address: int, num_bytes: int, *, read_only: bool) -> None:
         """Registers host memory. Raises DeviceError unless it is whole pages, none of them
@@ -261,7 +263,7 @@ class Ranges:
             raise DeviceError(
                 "fake device: register: part or all of the requested memory range is already mapped"
             )
-        self._keep(Memory(address, address + num_bytes, address, HOST, read_only))
+        self._keep(KnownMemory(address, address + num_bytes, address, HOST, read_only))
 
     def open(self, device: int, handle: bytes) -> int:
         """Address of another process's allocation; opened again, the same one."""
@@ -269,7 +271,7 @@ class Ranges:
             if memory.handle == handle and memory.device == device:
                 memory.num_opened += 1
                 return memory.start
-        parsed = Handle.parse(handle, MEMORY_NAME)
+        parsed = FakeHandle.parse(handle, MEMORY_NAME)
         if parsed.device != device:
             raise DeviceError(
                 f"fake device {device}: open_memory: invalid device context: the memory is of "
@@ -284,7 +286,7 @@ class Ranges:
         if not memory.num_opened:
             self.drop(memory)
 
-    def find(self, method: str, address: int, device: int, kind: str) -> Memory:
+    def find(self, method: str, address: int, device: int, kind: str) -> KnownMemory:
         """The memory of this kind that begins there. Raises DeviceError."""
         for memory in self._memories:
             if (memory.start, memory.device, memory.kind) == (address, device, kind):
@@ -293,7 +295,7 @@ class Ranges:
             f"fake device: {method}: invalid argument: nothing of the kind at {address:#x}"
         )
 
-    def drop(self, memory: Memory) -> None:
+    def drop(self, memory: KnownMemory) -> None:
         """Frees, closes or unregisters it."""
         self.version += 1
         self._memories.remove(memory)
@@ -312,7 +314,7 @@ class Ranges:
     def _keep_device(self, device: int, num_bytes: int, shadow: int, handle: bytes) -> int:
         start = reserve_pages(num_bytes)
         return self._keep(
-            Memory(
+            KnownMemory(
                 start,
                 start + num_bytes,
                 shadow,
@@ -323,7 +325,7 @@ class Ranges:
             )
         )
 
-    def _keep(self, memory: Memory) -> int:
+    def _keep(self, memory: KnownMemory) -> int:
         self.version += 1
         bisect.insort(self._memories, memory, key=lambda other: other.start)
         return memory.start
@@ -348,7 +350,7 @@ class Ranges:
 
     def copy_range(
         self, device: int, start: int, num_bytes: int, what: str
-    ) -> tuple[int, Memory | None]:
+    ) -> tuple[int, KnownMemory | None]:
         """Where the bytes of a range lie, and in what memory; None for memory that is not
         registered. Raises DeviceError as a copy would."""
         end = start + num_bytes
@@ -391,7 +393,7 @@ class Ranges:
             raise DeviceError("an illegal memory access was encountered", is_lost=True)
         return start - found[0].start + found[0].shadow if found else start
 
-    def _overlapping(self, start: int, end: int) -> list[Memory]:
+    def _overlapping(self, start: int, end: int) -> list[KnownMemory]:
         at = bisect.bisect_right(self._memories, start, key=lambda memory: memory.end)
         found = []
         while at < len(self._memories) and self._memories[at].start < end:

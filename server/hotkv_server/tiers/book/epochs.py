@@ -43,7 +43,7 @@ NEVER_S = float("-inf")
 
 
 @dataclass(slots=True)
-class Standing:
+class EpochStanding:
     """One key space in one store.
 
     Written down: `epoch`: the highest that was ever known; `is_vouched`: all blocks here are of it;
@@ -86,7 +86,7 @@ class Record:
     for; `used_s`: when blocks were."""
 
     local: int = 0
-    stores: dict[str, Standing] = field(default_factory=dict)
+    stores: dict[str, EpochStanding] = field(default_factory=dict)
     asked: int = 0
     need: int = 0
     begun: int = 0
@@ -150,10 +150,10 @@ class EpochBook:
         if record is None:
             record = self.records[fingerprint] = Record(self.base)
         for name in self.stores:
-            record.stores.setdefault(name, Standing())
+            record.stores.setdefault(name, EpochStanding())
         return record
 
-    def standing(self, fingerprint: str, store: str) -> Standing:
+    def standing(self, fingerprint: str, store: str) -> EpochStanding:
         """What is known of a key space in a store."""
         return self._record(fingerprint).stores[store]
 
@@ -313,7 +313,7 @@ class EpochBook:
             elif standing.target != epoch:
                 self._aim(fingerprint, standing, epoch)
 
-    def _aim(self, fingerprint: str, standing: Standing, epoch: int) -> None:
+    def _aim(self, fingerprint: str, standing: EpochStanding, epoch: int) -> None:
         """Has the key space flushed here before this epoch is settled on."""
         record = self.records[fingerprint]
         self._active[fingerprint] = None
@@ -373,10 +373,10 @@ class EpochBook:
         """Whether blocks that are here may be of before a flush that a store has shown."""
         return any(one.target is not None for one in self._mine(self._record(fingerprint)))
 
-    def _is_fresh(self, standing: Standing, now_s: float) -> bool:
+    def _is_fresh(self, standing: EpochStanding, now_s: float) -> bool:
         return standing.is_settled and now_s < standing.confirmed_s + CONFIRMED_S
 
-    def _mine(self, record: Record) -> list[Standing]:
+    def _mine(self, record: Record) -> list[EpochStanding]:
         """Of the stores that are asked; a record may have others, of earlier settings."""
         return [record.stores[name] for name in self.stores]
 

@@ -28,7 +28,7 @@ PATIENCE_S = 0.5
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class DiskCall:
     """A read or a write of blocks. `codes` (uint8 [n]) and `seals` (uint64 [n]) are its answer as
     far as it is known; FAILED and 0 at first. The rest is the queue's."""
 
@@ -50,19 +50,19 @@ class Call:
         self.seals = np.zeros(len(self.blocks), np.uint64)
         self._ends = np.cumsum(self.blocks.num_bytes)
 
-    def cut(self, num_bytes: int) -> "Piece":
+    def cut(self, num_bytes: int) -> "DiskPiece":
         """The next piece: of so many bytes, and at least a block."""
         begin = self._num_cut
         end = int(np.searchsorted(self._ends, self._cut_bytes + num_bytes, "right"))
         self._num_cut = max(begin + 1, end)
         self._num_open += 1
-        return Piece(self, begin, self._num_cut)
+        return DiskPiece(self, begin, self._num_cut)
 
-    def cut_rest(self) -> "Piece":
+    def cut_rest(self) -> "DiskPiece":
         """All that is left, as a piece that is not to be moved."""
         begin, self._num_cut = self._num_cut, len(self.blocks)
         self._num_open += 1
-        return Piece(self, begin, self._num_cut, is_late=True)
+        return DiskPiece(self, begin, self._num_cut, is_late=True)
 
     def drop_rest(self) -> bool:
         """Cuts no more pieces. Returns True if the call has ended."""
@@ -90,10 +90,10 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DiskPiece:
     """Blocks `begin`..`end` of a call. `is_late`: nobody waits for them any more."""
 
-    call: Call
+    call: DiskCall
     begin: int
     end: int
     is_late: bool = False
@@ -108,8 +108,8 @@ class CallQueue:
         self._max_writing = max(1, num_threads * 3 // 4)
         self._patience_s = patience_s
         self._changed = threading.Condition()
-        self._reads: deque[Call] = deque()
-        self._writes: deque[Call] = deque()
+        self._reads: deque[DiskCall] = deque()
+        self._writes: deque[DiskCall] = deque()
         self._num_writing = 0
         self._written_s = 0.0
         self._is_closed = False
@@ -120,7 +120,7 @@ class CallQueue:
             f"{self._num_writing} threads write)"
         )
 
-    def add(self, call: Call) -> bool:
+    def add(self, call: DiskCall) -> bool:
         """Adds a call that has blocks. Returns False if the queue is closed."""
         with self._changed:
             if self._is_closed:
@@ -134,7 +134,7 @@ class CallQueue:
             self._changed.notify()
         return True
 
-    def take(self) -> Piece | None:
+    def take(self) -> DiskPiece | None:
         """The next piece, or None once the queue is closed. Blocks until there is one."""
         with self._changed:
             while not self._is_closed:
@@ -146,7 +146,7 @@ class CallQueue:
                 self._changed.wait()
             return None
 
-    def done(self, piece: Piece) -> bool:
+    def done(self, piece: DiskPiece) -> bool:
         """A piece is done. Returns True if its call has ended; then nobody touches it any more."""
         with self._changed:
             if piece.call.is_write:
@@ -155,7 +155,7 @@ class CallQueue:
                     self._changed.notify()
             return piece.call.piece_done()
 
-    def drop_late(self, now_s: float) -> list[Call]:
+    def drop_late(self, now_s: float) -> list[DiskCall]:
         """Drops what is left of reads whose deadline has passed, and returns those that have ended.
         Only needed while all threads hang: `take` looks at deadlines too."""
         with self._changed:
@@ -164,7 +164,7 @@ class CallQueue:
                 self._reads.remove(call)
             return [call for call in late if call.drop_rest()]
 
-    def close(self) -> list[Call]:
+    def close(self) -> list[DiskCall]:
         """Drops what is left of all calls, and returns those that have ended; others end when their
         pieces are done."""
         with self._changed:
@@ -175,7 +175,7 @@ class CallQueue:
             self._changed.notify_all()
             return [call for call in waiting if call.drop_rest()]
 
-    def _next(self, now_s: float) -> Piece | None:
+    def _next(self, now_s: float) -> DiskPiece | None:
         may_write = bool(self._writes) and self._num_writing < self._max_writing
         is_overdue = may_write and now_s - self._written_s > self._patience_s
         if may_write and (is_overdue or not self._reads):
@@ -188,7 +188,7 @@ class CallQueue:
             return self._reads.popleft().cut_rest()
         return self._cut_first(self._reads)
 
-    def _cut_first(self, calls: deque[Call]) -> Piece:
+    def _cut_first(self, calls: deque[DiskCall]) -> DiskPiece:
         share_bytes = sum(call.rest_bytes for call in calls) // self._num_threads
         call = calls.popleft()
         piece = call.cut(min(max(share_bytes, MIN_PIECE_BYTES), MAX_PIECE_BYTES))

@@ -19,7 +19,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.compression.staged import Staged, packed
 from hotkv_server.tiers.disk.block_io import BlockIO
-from hotkv_server.tiers.disk.calls import Call, Piece
+from hotkv_server.tiers.disk.calls import DiskCall, DiskPiece
 from hotkv_server.tiers.disk.slab_file import SlabFile
 from hotkv_server.tiers.protocol import Int64s, Read, Seals, Write
 from hotkv_server.tiers.seals import secrets
@@ -73,7 +73,7 @@ class BlockMover:
     def __repr__(self) -> str:
         return f"BlockMover({self._file!r}, {self._staged!r})"
 
-    def move(self, piece: Piece) -> None:
+    def move(self, piece: DiskPiece) -> None:
         """Moves a piece's blocks and sets their codes and seals. Blocks that do not lie in the
         arena are FAILED, as are those to be written beyond the file, and those for which there is
         no staging memory."""
@@ -90,7 +90,7 @@ class BlockMover:
         for part in self._staged.parts(encoded.stored, is_write=call.is_write):
             move(call, encoded.only(part))
 
-    def _rows(self, piece: Piece) -> Rows:
+    def _rows(self, piece: DiskPiece) -> Rows:
         """The rows of a piece that may be moved."""
         blocks = piece.call.blocks
         rows = Rows(
@@ -108,7 +108,7 @@ class BlockMover:
             log.error("%s: %d blocks lie outside", self._file.path, int((~fits).sum()))
         return rows.only(fits)
 
-    def _decode(self, call: Call, rows: Rows) -> None:
+    def _decode(self, call: DiskCall, rows: Rows) -> None:
         """Reads encoded blocks."""
         num_bytes = int(rows.stored.sum())
         place = self._staged.take(num_bytes, call.deadline_s, is_write=False)
@@ -123,7 +123,7 @@ class BlockMover:
         finally:
             self._staged.give(place, num_bytes, is_write=False)
 
-    def _fetch(self, call: Call, rows: Rows, addresses: Int64s) -> BoolMask:
+    def _fetch(self, call: DiskCall, rows: Rows, addresses: Int64s) -> BoolMask:
         """Reads places to memory. Returns which give their seals, and settles all others."""
         results = self._io.read_many(addresses, rows.places, rows.stored)
         whole = results == rows.stored
@@ -139,7 +139,7 @@ class BlockMover:
             self._file.mend()
         return is_same
 
-    def _encode(self, call: Call, rows: Rows) -> None:
+    def _encode(self, call: DiskCall, rows: Rows) -> None:
         """Writes blocks encoded. One for which there can't be memory is UNFIT."""
         num_bytes = int(rows.stored.sum())
         if not self._staged.fits(num_bytes, is_write=True):
@@ -157,7 +157,7 @@ class BlockMover:
         finally:
             self._staged.give(place, num_bytes, is_write=True)
 
-    def _put(self, call: Call, rows: Rows, addresses: Int64s) -> None:
+    def _put(self, call: DiskCall, rows: Rows, addresses: Int64s) -> None:
         """Seals memory, writes it to places and settles the rows."""
         seals = self._sealed(call, rows, addresses)
         results = self._io.write_many(addresses, rows.places, rows.stored)
@@ -169,7 +169,7 @@ class BlockMover:
         if len(failed):
             call.code = -int(failed[-1])
 
-    def _sealed(self, call: Call, rows: Rows, addresses: Int64s) -> Seals:
+    def _sealed(self, call: DiskCall, rows: Rows, addresses: Int64s) -> Seals:
         """Seals of what memory holds for rows, as `tiers.seals.seal` gives them."""
         seals = np.empty(len(rows), np.uint64)
         if len(rows):

@@ -20,7 +20,7 @@ from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.disk.block_io import BlockIO, FileIO
-from hotkv_server.tiers.disk.calls import NO_DEADLINE_S, Call, CallQueue
+from hotkv_server.tiers.disk.calls import NO_DEADLINE_S, CallQueue, DiskCall
 from hotkv_server.tiers.disk.mover import BlockMover
 from hotkv_server.tiers.disk.slab_file import SlabFile
 from hotkv_server.tiers.protocol import (
@@ -120,12 +120,12 @@ class DiskTier:
         """See `Tier`. CORRUPT: the bytes are not those that were sealed, or the file ends before
         them. FAILED: the disk says that it can't read them, or there was no memory to decode them
         in until the deadline."""
-        self._add(Call(blocks, False, deadline_s, lambda codes, seals: on_done(codes)))
+        self._add(DiskCall(blocks, False, deadline_s, lambda codes, seals: on_done(codes)))
 
     def write(self, blocks: Blocks, on_done: OnWrite) -> None:
         """See `Tier`. FULL: the file system has no room; few need any to write allocated blocks.
         UNFIT: of blocks whose places are smaller than their slots. Reads go first, see `calls`."""
-        self._add(Call(blocks, True, NO_DEADLINE_S, on_done))
+        self._add(DiskCall(blocks, True, NO_DEADLINE_S, on_done))
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Nothing to do: a place is free when the core says so."""
@@ -172,7 +172,7 @@ class DiskTier:
         if any(thread.is_alive() for thread in self._threads):
             log.error("%s: the disk hangs, its calls are left to themselves", self._file.path)
 
-    def _add(self, call: Call) -> None:
+    def _add(self, call: DiskCall) -> None:
         with self._lock:
             self._sums["queued_bytes"] += call.blocks.total_bytes
         if not len(call.blocks) or not self._queue.add(call):
@@ -202,7 +202,7 @@ class DiskTier:
             for call in self._queue.drop_late(time.monotonic()):
                 self._end(call)
 
-    def _end(self, call: Call) -> None:
+    def _end(self, call: DiskCall) -> None:
         """Counts a call that nobody touches any more, and answers it."""
         with self._lock:
             self._sums["queued_bytes"] -= call.blocks.total_bytes

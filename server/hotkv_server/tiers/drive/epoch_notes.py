@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hotkv_server.memory.state import replace_file
-from hotkv_server.tiers.book.epochs import EpochBook, Record, Standing
+from hotkv_server.tiers.book.epochs import EpochBook, EpochStanding, Record
 
 log = logging.getLogger(__name__)
 
@@ -99,10 +99,10 @@ def _merged(name: str, contents: Sequence[_Content], *, is_complete: bool) -> Re
     found = [content.records.get(name) or Record(content.base) for content in contents]
     record = Record(max(one.local for one in found))
     for store in {store for one in found for store in one.stores}:
-        standings = [one.stores.get(store, Standing()) for one in found]
+        standings = [one.stores.get(store, EpochStanding()) for one in found]
         epochs = {one.epoch for one in standings}
         is_agreed = len(epochs) == 1 and all(one.is_vouched for one in standings)
-        record.stores[store] = Standing(
+        record.stores[store] = EpochStanding(
             max(epochs), is_complete and is_agreed, any(one.is_untold for one in standings)
         )
     return record
@@ -131,7 +131,7 @@ def _read(path: Path) -> _Content | None:
 
 def _record(said: Mapping[str, Any]) -> Record:
     stores = {
-        str(store): Standing(int(epoch), bool(is_vouched), bool(is_untold))
+        str(store): EpochStanding(int(epoch), bool(is_vouched), bool(is_untold))
         for store, (epoch, is_vouched, is_untold) in said["stores"].items()
     }
     return Record(int(said["local"]), stores)

@@ -19,7 +19,7 @@ from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.drive.choice import Listed, both, count, either, needed, worth
 from hotkv_server.tiers.drive.epochs import Epochs
 from hotkv_server.tiers.drive.shared import TierShared
-from hotkv_server.tiers.drive.source import Source
+from hotkv_server.tiers.drive.source import TierSource
 from hotkv_server.tiers.drive.tasks import TierTasks
 
 MAX_WAITING = 256
@@ -65,7 +65,7 @@ class TierLookups:
     def __init__(
         self,
         core: CacheCore,
-        sources: Sequence[Source],
+        sources: Sequence[TierSource],
         shared: Sequence[TierShared],
         epochs: Epochs,
         waiting: WaitingCalls,
@@ -132,7 +132,7 @@ class TierLookups:
         key_space_id: int,
         groups: list[HashList],
         at_hand: list[BoolMask],
-        sources: list[Source],
+        sources: list[TierSource],
         found: list[list[BoolMask]],
         tokens_per_s: float,
     ) -> list[bool]:

@@ -9,7 +9,7 @@ from hotkv_server.tiers.drive.reads import TierReads
 from hotkv_server.tiers.protocol import Blocks, Codes, Seals, Tier
 
 
-class Source(Protocol):
+class TierSource(Protocol):
     """A tier as blocks come from it. Groups are lists of blocks in chain order; what is in host
     memory already does not come."""
 

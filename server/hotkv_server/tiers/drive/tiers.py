@@ -26,7 +26,7 @@ from hotkv_server.tiers.drive.below import TierBelow
 from hotkv_server.tiers.drive.epochs import Epochs, Flush
 from hotkv_server.tiers.drive.lookups import TierLookups, WaitingCalls
 from hotkv_server.tiers.drive.shared import TierShared
-from hotkv_server.tiers.drive.source import Source
+from hotkv_server.tiers.drive.source import TierSource
 from hotkv_server.tiers.drive.tasks import (
     TierTasks,
     aside,
@@ -56,7 +56,7 @@ UP_TIMEOUT_S = 30.0
 class Coming:
     """A move up, and who waits for it."""
 
-    source: Source
+    source: TierSource
     move: Move
     num_bytes: int
     done: "asyncio.Future[None]"
@@ -88,7 +88,7 @@ class Tiers:
         self.shared = tuple(shared)
         for one in self.shared:
             one.below = None if below is None else below.breaker
-        self._sources: list[Source] = [] if below is None else [below]
+        self._sources: list[TierSource] = [] if below is None else [below]
         self._sources.extend(shared)
         self._core = core
         self._arrivals = books_of(core).arrivals

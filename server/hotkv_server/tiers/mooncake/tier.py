@@ -26,7 +26,7 @@ from hotkv_server.tiers.remote.calls import PART_BYTES
 from hotkv_server.tiers.remote.encoding import encoding
 from hotkv_server.tiers.remote.errors import LateError, LostError, UnusableError
 from hotkv_server.tiers.remote.tier import RemoteTier
-from hotkv_server.tiers.remote.workers import Limits, Workers
+from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
 
 _children: set[int] = set()
 """Process ids of the children that run."""
@@ -197,7 +197,7 @@ def mooncake_tier(
     facts = TierFacts("mooncake", Medium.REMOTE, False, 0, True, settings.children * PART_BYTES)
     workers = Workers(
         f"mooncake at {settings.master}",
-        Limits(settings.children, settings.connect_timeout_s, settings.timeout_s),
+        RemoteLimits(settings.children, settings.connect_timeout_s, settings.timeout_s),
         encoding(connect, staged),
     )
     return MooncakeTier(facts, arena, workers, on_epoch=on_epoch, staged=staged)

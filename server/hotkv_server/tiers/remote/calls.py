@@ -25,11 +25,11 @@ MAX_QUEUED_PARTS = 1 << 14
 """A call beyond this many parts fails at once. The runtime bounds bytes in flight long before."""
 
 
-class Call:
+class RemoteCall:
     """A call of `num_blocks` blocks. `on_end` gets it once, from the thread that ends its last
     part."""
 
-    def __init__(self, num_blocks: int, on_end: "Callable[[Call], None]") -> None:
+    def __init__(self, num_blocks: int, on_end: "Callable[[RemoteCall], None]") -> None:
         # FAILED has the same number for reads and writes.
         self.codes: Codes = np.full(num_blocks, Read.FAILED, np.uint8)
         self.seals: Seals = np.zeros(num_blocks, np.uint64)
@@ -41,7 +41,7 @@ class Call:
         self._parts_left = 0
 
     def __repr__(self) -> str:
-        return f"Call({len(self.codes)} blocks, {self._parts_left} parts left)"
+        return f"RemoteCall({len(self.codes)} blocks, {self._parts_left} parts left)"
 
     def expect(self, num_parts: int) -> None:
         """Says how many parts it has, before any of them begins."""
@@ -71,7 +71,7 @@ class Part:
     """Work for one connection. `do`: settles its blocks in the call, given a client and a time
     limit. `deadline_s`: of time.monotonic, when it need not begin any more."""
 
-    call: Call
+    call: RemoteCall
     do: Callable[[Client, float], None] = field(repr=False)
     deadline_s: float = float("inf")
 

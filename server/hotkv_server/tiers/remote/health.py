@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
 
 
-class Health:
+class RemoteHealth:
     """See the module. Thread-safe."""
 
     def __init__(self, name: str) -> None:
@@ -27,7 +27,7 @@ class Health:
         self._retry_at_s = 0.0
 
     def __repr__(self) -> str:
-        return f"Health({self._problem or 'well'!r}, {self._failures} failures in a row)"
+        return f"RemoteHealth({self._problem or 'well'!r}, {self._failures} failures in a row)"
 
     @property
     def problem(self) -> str:

@@ -30,7 +30,7 @@ from hotkv_server.tiers.protocol import (
     TierMemory,
     Write,
 )
-from hotkv_server.tiers.remote.calls import Call, Part, cut, cut_keys
+from hotkv_server.tiers.remote.calls import Part, RemoteCall, cut, cut_keys
 from hotkv_server.tiers.remote.client import Client
 from hotkv_server.tiers.remote.workers import Workers
 
@@ -104,7 +104,7 @@ class RemoteTier:
     def read(self, blocks: Blocks, deadline_s: float, on_done: OnRead) -> None:
         """See `Tier`."""
 
-        def end(call: Call) -> None:
+        def end(call: RemoteCall) -> None:
             self._count_read(call, blocks)
             on_done(call.codes)
 
@@ -125,7 +125,7 @@ class RemoteTier:
         """See `Tier`. Of `blocks`, `epochs` is not used: a block that is written under a key of an
         old epoch is found by nobody."""
 
-        def end(call: Call) -> None:
+        def end(call: RemoteCall) -> None:
             stored = call.codes == Write.STORED
             self._count(
                 written_blocks=int(stored.sum()),
@@ -212,8 +212,10 @@ class RemoteTier:
         num_bytes = self._workers.num_connections * CONNECTION_BYTES
         return TierMemory(num_bytes, num_bytes)
 
-    def _call(self, num_blocks: int, num_bytes: int, on_end: Callable[[Call], None]) -> Call:
-        def end(call: Call) -> None:
+    def _call(
+        self, num_blocks: int, num_bytes: int, on_end: Callable[[RemoteCall], None]
+    ) -> RemoteCall:
+        def end(call: RemoteCall) -> None:
             self._count(queued_bytes=-num_bytes)
             for fingerprint, epoch in call.changed.items():
                 self._on_epoch(fingerprint, epoch)
@@ -222,7 +224,7 @@ class RemoteTier:
             on_end(call)
 
         self._count(queued_bytes=num_bytes)
-        return Call(num_blocks, end)
+        return RemoteCall(num_blocks, end)
 
     def _slots(self, blocks: Blocks, rows: slice) -> list[memoryview]:
         begins, sizes = blocks.slots[rows].tolist(), blocks.num_bytes[rows].tolist()
@@ -230,7 +232,7 @@ class RemoteTier:
             self._arena[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)
         ]
 
-    def _count_read(self, call: Call, blocks: Blocks) -> None:
+    def _count_read(self, call: RemoteCall, blocks: Blocks) -> None:
         found = call.codes == Read.FOUND
         self._count(
             read_blocks=int(found.sum()),

@@ -12,16 +12,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hotkv_server.tiers.remote.calls import Call, Part, PartQueue
+from hotkv_server.tiers.remote.calls import Part, PartQueue, RemoteCall
 from hotkv_server.tiers.remote.client import Client, Connect
 from hotkv_server.tiers.remote.errors import LateError, LostError, StoreError
-from hotkv_server.tiers.remote.health import Health
+from hotkv_server.tiers.remote.health import RemoteHealth
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RemoteLimits:
     """`connections`: with a thread each, besides the one for control calls.
     `connect_timeout_s`: longest wait for a connection that can be used. `timeout_s`: longest time
     for a part."""
@@ -36,13 +36,13 @@ class Workers:
     `num_writers`: threads that also take writes, where those take long; None: all."""
 
     def __init__(
-        self, name: str, limits: Limits, connect: Connect, num_writers: int | None = None
+        self, name: str, limits: RemoteLimits, connect: Connect, num_writers: int | None = None
     ) -> None:
         self._name = name
         self._num_writers = limits.connections if num_writers is None else num_writers
         self._limits = limits
         self._connect_to = connect
-        self._health = Health(name)
+        self._health = RemoteHealth(name)
         self._queue, self._control = PartQueue(), PartQueue()
         queues = [self._queue] * limits.connections + [self._control]
         # When each thread began to wait for the server; 0 while it does not.
@@ -79,7 +79,7 @@ class Workers:
         """Whether all threads are, until `close`."""
         return self._queue.is_closed or all(thread.is_alive() for thread in self._threads)
 
-    def submit(self, call: Call, parts: Sequence[Part], *, is_read: bool) -> None:
+    def submit(self, call: RemoteCall, parts: Sequence[Part], *, is_read: bool) -> None:
         """Queues a call's parts. Ends the call at once if it has none, if the queue is full, or
         after `close`."""
         call.expect(max(1, len(parts)))
@@ -89,7 +89,7 @@ class Workers:
             for part in parts:
                 part.call.part_ended()
 
-    def submit_control(self, call: Call, part: Part) -> None:
+    def submit_control(self, call: RemoteCall, part: Part) -> None:
         """Queues a call of one part that overtakes all others. Ends it at once if the queue is
         full, or after `close`."""
         call.expect(1)

@@ -10,7 +10,7 @@ from hotkv_server.tiers.protocol import Int64s, TierFacts, TierMemory
 from hotkv_server.tiers.remote.calls import cut
 from hotkv_server.tiers.remote.encoding import encoding
 from hotkv_server.tiers.remote.tier import RemoteTier
-from hotkv_server.tiers.remote.workers import Limits, Workers
+from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
 from hotkv_server.tiers.s3.bucket import check_installed
 from hotkv_server.tiers.s3.client import Shared
 from hotkv_server.tiers.s3.packs import cut_packs
@@ -50,7 +50,7 @@ class S3Tier(RemoteTier):
         # A pack takes long: reads must not wait until all threads have written theirs.
         workers = Workers(
             f"{name} at {settings.place}",
-            Limits(settings.connections, settings.connect_timeout_s, settings.timeout_s),
+            RemoteLimits(settings.connections, settings.connect_timeout_s, settings.timeout_s),
             encoding(self._shared.connect, staged),
             num_writers=(settings.connections + 1) // 2,
         )

@@ -19,7 +19,7 @@ import numpy as np
 
 from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.remote.errors import LostError, StoreError, UnusableError
-from hotkv_server.tiers.valkey.connection import Connection
+from hotkv_server.tiers.valkey.connection import ValkeyConnection
 from hotkv_server.tiers.valkey.errors import INCOMPLETE, INCOMPLETE_CODES, STANDALONE, unusable
 from hotkv_server.tiers.valkey.greeting import CHECK_KEY
 from hotkv_server.tiers.valkey.resp import Bulk, Command, ErrorReply, Place, Reply, command
@@ -40,14 +40,14 @@ class ClusterPipe:
 
     def __init__(self, settings: ValkeySettings, until_s: float) -> None:
         self._settings = settings
-        self._servers: dict[Address, Connection] = {}
-        self._detours: dict[Address, Connection] = {}
+        self._servers: dict[Address, ValkeyConnection] = {}
+        self._detours: dict[Address, ValkeyConnection] = {}
         self._owners: list[Address] = []
         # By slot, the place of its server in `_owners`; -1 if none has it.
         self._owner_of = np.full(NUM_SLOTS, -1, np.int16)
         self._is_outdated = False
         # Commands whose replies were not read, and the connections they went to.
-        self._sent: deque[tuple[Command, Connection | None]] = deque()
+        self._sent: deque[tuple[Command, ValkeyConnection | None]] = deque()
         try:
             self._find(until_s)
             self.send([Command.of(CHECK_KEY, b"EXISTS")], until_s)
@@ -95,7 +95,7 @@ class ClusterPipe:
         for one in (*self._servers.values(), *self._detours.values()):
             one.close()
 
-    def _receive(self, read: Callable[[Connection], T], until_s: float) -> T | ErrorReply:
+    def _receive(self, read: Callable[[ValkeyConnection], T], until_s: float) -> T | ErrorReply:
         """Reads the next reply, and follows redirects. An error that says that no server has the
         slot becomes INCOMPLETE."""
         sent, connection = self._sent.popleft()
@@ -109,7 +109,7 @@ class ClusterPipe:
             self._is_outdated |= reply.code == "MOVED"
             address = _named(reply, connection)
             if address not in self._detours:
-                self._detours[address] = Connection(self._settings, address, until_s)
+                self._detours[address] = ValkeyConnection(self._settings, address, until_s)
             connection = self._detours[address]
             if reply.code == "ASK":
                 (asking,) = connection.ask([ASKING], until_s)
@@ -129,7 +129,7 @@ class ClusterPipe:
             now_s = time.monotonic()
             seed_until_s = now_s + (until_s - now_s) / (len(seeds) - at + 1)
             try:
-                seed = Connection(self._settings, address, seed_until_s)
+                seed = ValkeyConnection(self._settings, address, seed_until_s)
             except StoreError:
                 if at == len(seeds):
                     raise
@@ -137,7 +137,7 @@ class ClusterPipe:
             self._detours[address] = seed
             return self._learn(seed, until_s)
 
-    def _learn(self, teller: Connection, until_s: float) -> None:
+    def _learn(self, teller: ValkeyConnection, until_s: float) -> None:
         """Asks a server for the map of slots, connects to servers that are new in it, and closes
         the connections to those that no longer have slots."""
         (reply,) = teller.ask([CLUSTER_SLOTS], until_s)
@@ -158,10 +158,10 @@ class ClusterPipe:
             self._detours.popitem()[1].close()
         self._owners, self._owner_of, self._is_outdated = list(owners), owner_of, False
 
-    def _connected(self, address: Address, until_s: float) -> Connection:
+    def _connected(self, address: Address, until_s: float) -> ValkeyConnection:
         """Connects to a server that has slots."""
         try:
-            return Connection(self._settings, address, until_s)
+            return ValkeyConnection(self._settings, address, until_s)
         except LostError as error:
             host, port = address
             raise UnusableError(
@@ -177,7 +177,7 @@ def slot_of(key: bytes) -> int:
     return binascii.crc_hqx(tag, 0) % NUM_SLOTS
 
 
-def _named(reply: ErrorReply, asked: Connection) -> Address:
+def _named(reply: ErrorReply, asked: ValkeyConnection) -> Address:
     """Returns the server to which `MOVED slot host:port` or `ASK slot host:port` points."""
     host, _, port = reply.text.rpartition(b" ")[2].rpartition(b":")
     if not port.isdigit() or len(port) > 5:
@@ -185,7 +185,7 @@ def _named(reply: ErrorReply, asked: Connection) -> Address:
     return _address(host, int(port), asked)
 
 
-def _range(part: Reply, teller: Connection) -> tuple[int, int, Address]:
+def _range(part: Reply, teller: ValkeyConnection) -> tuple[int, int, Address]:
     """Returns a range of slots, first and last, and its server, from a member of the reply to
     CLUSTER SLOTS."""
     first, last, primary, *_ = [*_list(part), None, None, None]
@@ -196,7 +196,7 @@ def _range(part: Reply, teller: Connection) -> tuple[int, int, Address]:
     return numbers[0], numbers[1], _address(host, numbers[2], teller)
 
 
-def _address(host: Reply, port: int, teller: Connection) -> Address:
+def _address(host: Reply, port: int, teller: ValkeyConnection) -> Address:
     """Returns a server's address. A server that does not know its own host leaves it out: then it
     is the one under which it was asked."""
     if isinstance(host, bytes) and host:

@@ -11,7 +11,7 @@ from typing import Protocol
 from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.tiers.valkey.greeting import greet, read_login
 from hotkv_server.tiers.valkey.resp import Bulk, Command, ErrorReply, Place, Replies, Reply
-from hotkv_server.tiers.valkey.stream import Stream, connect
+from hotkv_server.tiers.valkey.stream import ValkeyStream, connect
 
 
 class Pipe(Protocol):
@@ -39,7 +39,7 @@ class Pipe(Protocol):
         """Closes all connections."""
 
 
-class Connection:
+class ValkeyConnection:
     """See the module and `Pipe`. Connects and logs in when it is made. `address`: host and port
     of a server that is reached over TCP."""
 
@@ -51,7 +51,7 @@ class Connection:
     ) -> None:
         self.address = address
         login = read_login(settings)
-        self._stream: Stream = connect(settings, address, until_s)
+        self._stream: ValkeyStream = connect(settings, address, until_s)
         self._replies = Replies(self._stream)
         try:
             greet(self.ask, login, settings, until_s)
@@ -60,7 +60,7 @@ class Connection:
             raise
 
     def __repr__(self) -> str:
-        return f"Connection({self._stream!r})"
+        return f"ValkeyConnection({self._stream!r})"
 
     def is_fresh(self) -> bool:
         """See `Pipe`."""

@@ -54,7 +54,7 @@ Place: TypeAlias = Callable[[int], "memoryview | None"]
 nobody wants it."""
 
 
-class Source(Protocol):
+class ReplySource(Protocol):
     """Where replies come from."""
 
     def receive(self, buffers: Sequence[memoryview], until_s: float) -> int:
@@ -84,7 +84,7 @@ class Command(NamedTuple):
 class Replies:
     """Reads replies from a source. One thread at a time."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ReplySource) -> None:
         self._source = source
         self._bytes = bytearray(BUFFER_BYTES)
         self._buffer = memoryview(self._bytes)

@@ -20,7 +20,7 @@ MAX_PIECES = 1024
 """Most buffers of one sendmsg: IOV_MAX of Linux."""
 
 
-class Stream:
+class ValkeyStream:
     """See the module. One thread at a time."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -28,7 +28,7 @@ class Stream:
         self._is_tls = isinstance(sock, ssl.SSLSocket)
 
     def __repr__(self) -> str:
-        return f"Stream(fd={self._socket.fileno()}{', tls' if self._is_tls else ''})"
+        return f"ValkeyStream(fd={self._socket.fileno()}{', tls' if self._is_tls else ''})"
 
     def send(self, pieces: Sequence[bytes | memoryview], until_s: float) -> None:
         """Sends all pieces, each of bytes."""
@@ -82,7 +82,9 @@ class Stream:
         self._socket.settimeout(left_s)
 
 
-def connect(settings: ValkeySettings, address: tuple[str, int] | None, until_s: float) -> Stream:
+def connect(
+    settings: ValkeySettings, address: tuple[str, int] | None, until_s: float
+) -> ValkeyStream:
     """Connects as the settings say. Raises LostError, LateError, or UnusableError if files of the
     settings can't be used. `address`: host and port; None for the Unix socket."""
     left_s = max(until_s - time.monotonic(), 1e-3)
@@ -97,7 +99,7 @@ def connect(settings: ValkeySettings, address: tuple[str, int] | None, until_s: 
             except OSError:
                 sock.close()
                 raise
-            return Stream(sock)
+            return ValkeyStream(sock)
         sock = socket.create_connection(address, left_s)
     except OSError as error:
         raise _words(error) from error
@@ -105,10 +107,10 @@ def connect(settings: ValkeySettings, address: tuple[str, int] | None, until_s: 
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if context is None:
-            return Stream(sock)
+            return ValkeyStream(sock)
         sock.settimeout(max(until_s - time.monotonic(), 1e-3))
         name = settings.server_name or address[0]
-        return Stream(context.wrap_socket(sock, server_hostname=name))
+        return ValkeyStream(context.wrap_socket(sock, server_hostname=name))
     except OSError as error:
         sock.close()
         raise _words(error) from error

@@ -10,9 +10,9 @@ from hotkv_server.tiers.protocol import TierFacts
 from hotkv_server.tiers.remote.calls import PART_BYTES
 from hotkv_server.tiers.remote.encoding import encoding
 from hotkv_server.tiers.remote.tier import RemoteTier
-from hotkv_server.tiers.remote.workers import Limits, Workers
+from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
 from hotkv_server.tiers.valkey.cluster import ClusterPipe
-from hotkv_server.tiers.valkey.connection import Connection, Pipe
+from hotkv_server.tiers.valkey.connection import Pipe, ValkeyConnection
 from hotkv_server.tiers.valkey.epochs import StoreClock
 from hotkv_server.tiers.valkey.resp_client import RespClient
 
@@ -37,11 +37,11 @@ class ValkeyTier(RemoteTier):
                 pipe = ClusterPipe(settings, until_s)
             else:
                 address = None if settings.unix_path else settings.host_and_port
-                pipe = Connection(settings, address, until_s)
+                pipe = ValkeyConnection(settings, address, until_s)
             return RespClient(pipe, settings.ttl_s, clock)
 
         batch_bytes = settings.connections * PART_BYTES
         facts = TierFacts(name, Medium.REMOTE, False, 0, True, batch_bytes)
-        limits = Limits(settings.connections, settings.connect_timeout_s, settings.timeout_s)
+        limits = RemoteLimits(settings.connections, settings.connect_timeout_s, settings.timeout_s)
         workers = Workers(f"{name} at {settings.address}", limits, encoding(connect, staged))
         super().__init__(facts, arena, workers, on_epoch=on_epoch, staged=staged)
