@@ -10,7 +10,6 @@ import ctypes
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 SYS = Path("/sys")
@@ -79,50 +78,42 @@ def gpu_nodes(sys: Path = SYS) -> tuple[int, ...]:
     return tuple(sorted(found - {UNKNOWN}))
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Memory comes from these nodes, in turns if there are several; from elsewhere when they are
-    full."""
-
-    nodes: tuple[int, ...]
-
-
-def choose(wanted: str, sys: Path = SYS) -> Placement | None:
-    """The placement that `arena.numa` asks for on this machine; None for no placement. Raises
-    ValueError for a node without memory.
+def choose(wanted: str, sys: Path = SYS) -> tuple[int, ...]:
+    """The nodes that `arena.numa` asks for on this machine; none if memory may come from anywhere.
+    Raises ValueError for a node without memory.
 
     auto: the nodes of the GPUs, all of them in turns; nothing on a machine with one node, or
     without GPUs.
     """
     nodes = memory_nodes(sys)
     if wanted == "none":
-        return None
+        return ()
     if wanted.isdecimal():
         if int(wanted) not in nodes:
             raise ValueError(
                 f"is {wanted}, and the nodes with memory are "
                 f"{', '.join(map(str, nodes)) or 'not known'}"
             )
-        return Placement((int(wanted),))
+        return (int(wanted),)
     chosen = (
         nodes if wanted == "interleave" else tuple(node for node in gpu_nodes(sys) if node in nodes)
     )
-    return Placement(chosen) if len(nodes) > 1 and chosen else None
+    return chosen if len(nodes) > 1 else ()
 
 
-def place(address: int, num_bytes: int, placement: Placement) -> str:
-    """Lets memory that is not allocated yet come from these nodes. Returns why it can't, or
-    nothing."""
+def place(address: int, num_bytes: int, nodes: Sequence[int]) -> str:
+    """Lets memory that is not allocated yet come from these nodes, in turns if there are several,
+    and from elsewhere when they are full. Returns why it can't, or nothing."""
     number = _MBIND.get(platform.machine())
     if number is None:
         return f"not known how to ask for it on {platform.machine()}"
     words = (ctypes.c_uint64 * _MASK_WORDS)()
-    for node in placement.nodes:
+    for node in nodes:
         if node >= _MASK_WORDS * _WORD_BITS:
             return f"node {node} is beyond {_MASK_WORDS * _WORD_BITS - 1}"
         words[node // _WORD_BITS] |= 1 << node % _WORD_BITS
     libc = ctypes.CDLL(None, use_errno=True)
-    mode = _PREFERRED if len(placement.nodes) == 1 else _INTERLEAVE
+    mode = _PREFERRED if len(nodes) == 1 else _INTERLEAVE
     arguments = (
         number,
         address,
@@ -154,8 +145,3 @@ def on_processors(wanted: frozenset[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-def describe(nodes: Sequence[int]) -> str:
-    """One phrase for the log."""
-    return ",".join(map(str, nodes)) or "any"

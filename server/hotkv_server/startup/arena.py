@@ -114,19 +114,18 @@ def placer(wanted: str) -> Callable[[int, int], None] | None:
     """A function that places memory on the NUMA nodes of `arena.numa`; None if none are chosen.
     Raises StartError."""
     try:
-        placement = numa.choose(wanted)
+        nodes = numa.choose(wanted)
     except ValueError as error:
         raise StartError(f"arena.numa {error}") from error
-    if placement is None:
+    if not nodes:
         return None
+    named = ",".join(map(str, nodes))
 
     def place(address: int, num_bytes: int) -> None:
-        why_not = numa.place(address, num_bytes, placement)
+        why_not = numa.place(address, num_bytes, nodes)
         if why_not:
-            log.warning(
-                "arena not placed on NUMA nodes=%s: %s", numa.describe(placement.nodes), why_not
-            )
+            log.warning("arena not placed on NUMA nodes=%s: %s", named, why_not)
         else:
-            log.info("arena placed on NUMA nodes=%s", numa.describe(placement.nodes))
+            log.info("arena placed on NUMA nodes=%s", named)
 
     return place
