@@ -5,22 +5,322 @@ Parts of the arena that are not pinned yet move by plain copies.
 """
 
 import logging
+import queue
 import threading
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from hotkv_server.dataplane.cuda.calibration import Calibration, measure, rule_of_thumb
-from hotkv_server.dataplane.cuda.lane import Lane
+from hotkv_server.dataplane.cuda.methods import GIVE, Slot, Slots
+from hotkv_server.dataplane.cuda.pieces import Choose, Piece, pieces
 from hotkv_server.dataplane.cuda.values import (
     CudaCopyFigures,
     CudaCopySettings,
     Direction,
     Method,
+    Moved,
     PinnedArena,
 )
 from hotkv_server.dataplane.engines import CopyJob
 from hotkv_server.dataplane.plan import Plan
-from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime
+from hotkv_server.device.runtime import HOST, DeviceError, DeviceRuntime, Priority
+
+# -------------------------------------------------------------------------------------------- Lanes
+# One direction of a device: a stream, and the threads that feed and follow it.
+#
+# Always true: jobs take turns, piece by piece; at most `depth` pieces are given to the device and
+# not done, each with a slot of its own, which the next piece gets only when the device has passed
+# an event after the last use. A job ends once, when the device has passed all that was given for
+# it, or is lost and touches nothing any more. A job fails alone, unless the device is lost.
+#
+# Three threads: `give` plans pieces and gives them to the stream, `follow` waits for them in the
+# stream's order, `finish` tells how jobs ended (which may take a while).
+
+PAGEABLE = "pageable"
+MAX_TRIES = 3
+"""Tries to record or await an event. A device that can't be followed counts as lost: nobody could
+say when it leaves memory alone."""
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """A job and its progress. `ended`: no more of it will be given to the device."""
+
+    job: CopyJob
+    pieces: Iterator[Piece]
+    bytes_left: int
+    num_in_flight: int = 0
+    ended: bool = False
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Given:
+    """A piece in flight. `is_recorded`: False if the device is lost: there is no event to wait
+    for."""
+
+    work: _Work
+    slot: Slot
+    piece: Piece
+    begun_s: float
+    is_recorded: bool
+    error: str = ""
+
+
+class Lane:
+    """See above. `on_lost` is told why, from a thread of the lane, when the device is lost.
+    `choose` finds a piece's method. `busy_s`: seconds in which the device had pieces that have
+    ended."""
+
+    def __init__(
+        self,
+        runtime: DeviceRuntime,
+        device: int,
+        direction: Direction,
+        arena: PinnedArena,
+        settings: CudaCopySettings,
+        choose: Choose,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._runtime, self._device, self.direction, self._arena, self._settings = (
+            runtime,
+            device,
+            direction,
+            arena,
+            settings,
+        )
+        self._choose, self._on_lost = choose, on_lost
+        self._changed = threading.Condition()
+        self._works: deque[_Work] = deque()
+        self._in_flight: deque[_Given] = deque()
+        self._given: queue.SimpleQueue[_Given | None] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._problem = ""
+        self._closing = False
+        self._giving_s = self._finishing_s = 0.0
+        self._moved: dict[str, list[int]] = {}
+        self.num_failed = 0
+        self.busy_s = self._idle_from_s = 0.0
+        self._stream = runtime.new_stream(
+            device, Priority.HIGH if direction is Direction.LOAD else Priority.LOW
+        )
+        self._slots = Slots(runtime, device, settings, direction)
+        self._free = list(self._slots.all)
+        self._threads = [
+            threading.Thread(
+                target=target, name=f"hotkv-cuda{device}-{direction.value}-{name}", daemon=True
+            )
+            for name, target in (
+                ("give", self._give),
+                ("follow", self._follow),
+                ("finish", self._finish),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __repr__(self) -> str:
+        return (
+            f"Lane({self.direction.value}, {len(self._works)} jobs, {len(self._in_flight)} "
+            f"pieces in flight, {self.num_failed} failed)"
+        )
+
+    # From outside
+
+    def submit(self, job: CopyJob) -> None:
+        """Starts a job. All its plans must have this lane's direction."""
+        job.expect(1)
+        choose = self._choose if self._slots.can_stage else self._plain_choice
+        work = _Work(
+            job,
+            pieces(job.plans, self.direction, self._arena, self._settings, choose),
+            job.total_bytes,
+        )
+        with self._changed:
+            self._works.append(work)
+            self._changed.notify_all()
+
+    def lose(self, why: str) -> None:
+        """Fails all jobs from now on, queued and new ones: the device is lost."""
+        with self._changed:
+            self._problem = self._problem or why
+
+    @property
+    def num_queued(self) -> int:
+        """Pieces not yet begun, by estimate."""
+        with self._changed:
+            return sum(-(-work.bytes_left // self._settings.piece_bytes) for work in self._works)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Pieces that the device has been given."""
+        return len(self._in_flight)
+
+    def moved(self) -> tuple[Moved, ...]:
+        """Sums since the start, by method."""
+        with self._changed:
+            return tuple(
+                Moved(self.direction, method, *sums) for method, sums in sorted(self._moved.items())
+            )
+
+    def is_alive(self) -> bool:
+        """False if a thread has died."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    def stalled_s(self, now_s: float) -> float:
+        """How long the oldest piece in flight, the giving of one or the end of a job has taken."""
+        with self._changed:
+            begun = [given.begun_s for given in list(self._in_flight)[:1]]
+        return now_s - min(filter(None, [*begun, self._giving_s, self._finishing_s]), default=now_s)
+
+    def close(self) -> None:
+        """Waits for all jobs, stops the threads, gives memory back."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        give, follow, finish = self._threads
+        give.join()
+        self._given.put(None)
+        follow.join()
+        self._finished.put(None)
+        finish.join()
+        self._slots.close()
+
+    def _plain_choice(self, page_bytes: int, run_bytes: int) -> Method:
+        """The choice without staging memory: without it, runs in the arena as long as they may be
+        make no difference."""
+        method = self._choose(page_bytes, 0)
+        return Method.BATCH if method is Method.STAGED else method
+
+    # Thread `give`
+
+    def _give(self) -> None:
+        while (work := self._next()) is not None:
+            self._giving_s = time.monotonic()
+            try:
+                piece = (
+                    None
+                    if self._problem or work.error or work.job.cancelled
+                    else next(work.pieces, None)
+                )
+            except Exception as failure:  # noqa: BLE001 The edge of the effect executor: a failed copy is a failed transfer.
+                piece, work.error = None, f"{type(failure).__name__}: {failure}"
+            if piece is None:
+                self._end(work, self._problem)
+            else:
+                self._give_piece(work, piece)
+            self._giving_s = 0.0
+            del work, piece
+
+    def _next(self) -> _Work | None:
+        """Waits for a free slot and returns the next job; None once the lane is closed and idle."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (self._works and self._free) or (self._closing and not self._works)
+            )
+            if not self._works:
+                return None
+            self._works.rotate(-1)
+            return self._works[-1]
+
+    def _give_piece(self, work: _Work, piece: Piece) -> None:
+        with self._changed:
+            given = _Given(work, self._free.pop(), piece, time.monotonic(), is_recorded=False)
+            work.num_in_flight += 1
+            work.bytes_left -= piece.total_bytes
+            self._in_flight.append(given)
+        work.job.piece_begun()
+        try:
+            GIVE[piece.method](self._runtime, self._stream, piece, given.slot)
+        except Exception as failure:  # noqa: BLE001 The edge of the effect executor.
+            given.error = work.error = self._judge(failure)
+        # Some of the piece may have been given even if the call failed.
+        given.is_recorded, error = self._insist(
+            partial(self._runtime.record, given.slot.event, self._stream)
+        )
+        given.error = given.error or error
+        self._given.put(given)
+
+    def _end(self, work: _Work, error: str) -> None:
+        """Ends a job when all that was given for it has ended; gives no more of it."""
+        with self._changed:
+            self._works.remove(work)
+            work.ended = True
+            # A job that was cancelled before its first failure ends as cancelled.
+            work.error = work.error or (
+                "" if work.job.cancelled and not work.num_in_flight else error
+            )
+            self._settle(work)
+
+    # Thread `follow`
+
+    def _follow(self) -> None:
+        while (given := self._given.get()) is not None:
+            error = given.error
+            if given.is_recorded:
+                _, failure = self._insist(partial(self._runtime.synchronize, given.slot.event))
+                error = error or failure
+            ended_s = time.monotonic()
+            with self._changed:
+                self.busy_s += ended_s - max(given.begun_s, self._idle_from_s)
+                self._idle_from_s = ended_s
+                self._in_flight.popleft()
+                self._free.append(given.slot)
+                work = given.work
+                work.num_in_flight -= 1
+                work.error = work.error or error
+                if not error:
+                    sums = self._moved.setdefault(
+                        given.piece.method.value if given.piece.method else PAGEABLE, [0, 0]
+                    )
+                    sums[0] += given.piece.total_bytes
+                    sums[1] += 1
+                self._settle(work)
+                self._changed.notify_all()
+            del given, work
+
+    def _settle(self, work: _Work) -> None:
+        if work.ended and not work.num_in_flight:
+            self.num_failed += bool(work.error)
+            self._finished.put(work)
+
+    def _insist(self, call: Callable[[], None]) -> tuple[bool, str]:
+        """Tries a call MAX_TRIES times. Returns whether it succeeded, and its first failure."""
+        first = ""
+        for _ in range(MAX_TRIES):
+            try:
+                call()
+            except Exception as failure:  # noqa: BLE001 The edge of the effect executor.
+                first = first or self._judge(failure)
+                if self._problem:
+                    return False, first
+            else:
+                return True, first
+        self._on_lost(f"device {self._device} can't be followed: {first}")
+        return False, first
+
+    def _judge(self, failure: Exception) -> str:
+        """The failure in words; reports a lost device."""
+        if isinstance(failure, DeviceError):
+            if failure.is_lost:
+                self._on_lost(f"device {self._device} is lost: {failure}")
+            return str(failure)
+        return f"{type(failure).__name__}: {failure}"
+
+    # Thread `finish`
+
+    def _finish(self) -> None:
+        while (work := self._finished.get()) is not None:
+            self._finishing_s = time.monotonic()
+            work.job.piece_done(work.error)
+            self._finishing_s = 0.0
+            del work
+
+
+# --------------------------------------------------------------------------------------- The engine
 
 log = logging.getLogger(__name__)
 
