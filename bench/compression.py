@@ -26,8 +26,8 @@ from torch.nn import functional
 from bench.report import at_least, parser, print_figures
 from bench.sparse.llama import Llama
 from bench.sparse.texts import texts
-from hotkv_server.tiers.compression.codec import Codec
 from hotkv_server.tiers.compression.form import ESCAPE_BYTES, TILE_VALUES, escapes_at, room_bytes
+from hotkv_server.tiers.compression.staged import Codec
 from hotkv_server.tiers.protocol import Codes, Int64s
 from tools.smollm2 import prepare
 

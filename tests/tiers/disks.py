@@ -22,8 +22,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.testing.faulty_disk import EVERYWHERE, Fault, FaultyDisk
 from hotkv_server.testing.tier_contract import ARENA_BYTES, Rig
 from hotkv_server.tiers.compression.staged import Staged
-from hotkv_server.tiers.disk.block_io import FileIO
-from hotkv_server.tiers.disk.slab_file import SlabFile
+from hotkv_server.tiers.disk.slab_file import FileIO, SlabFile
 from hotkv_server.tiers.disk.tier import DiskTier
 
 SHM = Path("/dev/shm")

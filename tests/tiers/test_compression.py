@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.tiers.compression import form, kernels
-from hotkv_server.tiers.compression.codec import Codec
+from hotkv_server.tiers.compression.staged import Codec
 from tests.oracles import compression as oracle
 
 GROUP_BYTES, TILE_BYTES = form.GROUP_BYTES, form.TILE_VALUES * form.VALUE_BYTES

@@ -16,7 +16,7 @@ from hypothesis import given
 
 from hotkv_proto.table import SLOT_ALIGN
 from hotkv_server.tiers.disk import kernels
-from hotkv_server.tiers.disk.block_io import FileIO
+from hotkv_server.tiers.disk.slab_file import FileIO
 from hotkv_server.tiers.seals import seal, secrets
 from tests.tiers.disks import memory
 

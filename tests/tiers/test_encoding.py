@@ -27,8 +27,8 @@ from hotkv_server.tiers.protocol import (
     TierFacts,
     Write,
 )
+from hotkv_server.tiers.remote.client import LostError, UnusableError
 from hotkv_server.tiers.remote.encoding import encoding
-from hotkv_server.tiers.remote.errors import LostError, UnusableError
 from hotkv_server.tiers.remote.tier import RemoteTier
 from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
 from hotkv_server.tiers.seals import seal

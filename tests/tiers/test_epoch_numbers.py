@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_server.tiers.epoch_numbers import RAISES, TICK_US, begun, raised
+from hotkv_server.tiers.protocol import RAISES, TICK_US, begun, raised
 
 NOW_US = 1_790_000_000_000_000
 times = st.integers(NOW_US, 4 * NOW_US)

@@ -12,7 +12,7 @@ from hotkv_server.dataplane.plan import Region
 from hotkv_server.settings.tiers import MooncakeSettings
 from hotkv_server.tiers.mooncake import tier, words
 from hotkv_server.tiers.mooncake.words import Line, quoted
-from hotkv_server.tiers.remote.errors import LostError
+from hotkv_server.tiers.remote.client import LostError
 
 Ends = tuple[Line, socket.socket]
 

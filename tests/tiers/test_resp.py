@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotkv_server.tiers.remote.errors import LostError
+from hotkv_server.tiers.remote.client import LostError
 from hotkv_server.tiers.valkey.resp import (
     MAX_LINE_BYTES,
     MAX_REPLY_BYTES,

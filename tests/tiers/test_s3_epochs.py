@@ -11,12 +11,10 @@ pytest.importorskip("obstore", reason="obstore speaks S3")
 
 from hotkv_server.testing.fault_proxy import nothing
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content
-from hotkv_server.tiers.epoch_numbers import begun
-from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Epochs, Read, Shown, Write
-from hotkv_server.tiers.remote.errors import LostError, UnusableError
+from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Epochs, Read, Shown, Write, begun
+from hotkv_server.tiers.remote.client import LostError, UnusableError
 from hotkv_server.tiers.s3 import epochs as epoch_objects
-from hotkv_server.tiers.s3.bucket import Bucket
-from hotkv_server.tiers.s3.errors import FullError
+from hotkv_server.tiers.s3.bucket import Bucket, FullError
 from hotkv_server.tiers.s3.tier import S3Tier
 from tests.tiers.s3_support import (
     Gate,

@@ -23,7 +23,7 @@ from hotkv_server.testing.fault_proxy import (
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, Codes, content
 from hotkv_server.tiers.protocol import Read, Write
 from hotkv_server.tiers.remote import calls
-from hotkv_server.tiers.remote.errors import LateError
+from hotkv_server.tiers.remote.client import LateError
 from hotkv_server.tiers.s3.bucket import Loop
 from tests.tiers.s3_support import (
     Gate,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hotkv_server.tiers.remote.errors import LateError, LostError, StoreError, UnusableError
+from hotkv_server.tiers.remote.client import LateError, LostError, StoreError, UnusableError
 from hotkv_server.tiers.s3 import lister as lister_module
 from hotkv_server.tiers.s3.index import PackIndex
 from hotkv_server.tiers.s3.lister import LISTS_AT_ONCE, Lister

@@ -16,11 +16,19 @@ pytest.importorskip("obstore", reason="obstore speaks S3")
 from hotkv_server.settings.tiers import S3Settings
 from hotkv_server.testing.tier_contract import Bench
 from hotkv_server.tiers.protocol import Read, Write
-from hotkv_server.tiers.remote.errors import LateError, LostError, UnusableError
+from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 from hotkv_server.tiers.s3 import bucket as bucket_module
-from hotkv_server.tiers.s3.bucket import GAP_BYTES, MissingError, merged
-from hotkv_server.tiers.s3.credentials import AccessKey, read_access_key
-from hotkv_server.tiers.s3.errors import BeyondError, FullError, is_gone, store_error
+from hotkv_server.tiers.s3.bucket import (
+    GAP_BYTES,
+    AccessKey,
+    BeyondError,
+    FullError,
+    MissingError,
+    is_gone,
+    merged,
+    read_access_key,
+    store_error,
+)
 from tests.tiers.s3_support import (
     BUCKET,
     KEYS,

@@ -8,8 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotkv_proto.groups import GroupKind, GroupSpec
-from hotkv_server.tiers.drive.choice import Listed, Offer, hit_tokens, needed, worth
-from hotkv_server.tiers.drive.reads import COSTED, TRIED_S, TierReads
+from hotkv_server.tiers.drive.reads import (
+    COSTED,
+    TRIED_S,
+    Listed,
+    Offer,
+    TierReads,
+    hit_tokens,
+    needed,
+    worth,
+)
 
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, 16, (1000,))
 WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 16, (500,), window_tokens=33)

@@ -11,8 +11,7 @@ import pytest
 
 from hotkv_server.testing.fault_proxy import Dam, FaultProxy, cut_after, nothing
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content
-from hotkv_server.tiers.epoch_numbers import begun
-from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Epochs, Read, Shown, Write
+from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Epochs, Read, Shown, Write, begun
 from hotkv_server.tiers.remote.calls import PART_KEYS
 from hotkv_server.tiers.valkey.epochs import (
     GRACE_S,

@@ -10,9 +10,9 @@ import pytest
 from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.testing.tier_contract import SLOT_BYTES, Bench, content, key
 from hotkv_server.tiers.protocol import Blocks, Read, Write
+from hotkv_server.tiers.remote.values import HEAD_BYTES, head
+from hotkv_server.tiers.valkey.resp_client import ttl_ms
 from hotkv_server.tiers.valkey.tier import ValkeyTier
-from hotkv_server.tiers.valkey.ttl import ttl_ms
-from hotkv_server.tiers.valkey.values import HEAD_BYTES, head
 from tests.tiers.valkey_support import Server, arena_of, bench_over, running, tier_over, wait_for
 
 

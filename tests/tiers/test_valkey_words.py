@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from hotkv_server.settings.tiers import ValkeySettings
 from hotkv_server.testing.tier_contract import Bench
 from hotkv_server.tiers.protocol import Read, Write
-from hotkv_server.tiers.remote.errors import quoted
-from hotkv_server.tiers.valkey.greeting import Login, read_login
+from hotkv_server.tiers.remote.client import quoted
+from hotkv_server.tiers.valkey.connection import Login, read_login
 from tests.tiers.valkey_support import Server, bench_over, running, wait_for
 
 SECRET = "s3cr3t-of-hotkv"

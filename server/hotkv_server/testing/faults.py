@@ -27,7 +27,7 @@ from hotkv_server.memory import arena
 from hotkv_server.memory.filling import Filling
 from hotkv_server.node import health, node, persistence
 from hotkv_server.testing.crashing import POINTS
-from hotkv_server.tiers.disk.block_io import FileIO
+from hotkv_server.tiers.disk.slab_file import FileIO
 from hotkv_server.tiers.disk.tier import DiskTier
 from hotkv_server.tiers.drive import records as lower
 from hotkv_server.wire import calls

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hotkv_server.tiers.disk.block_io import BlockIO
+from hotkv_server.tiers.disk.slab_file import BlockIO
 from hotkv_server.tiers.protocol import Int64s
 
 EVERYWHERE = -1

@@ -15,10 +15,10 @@ import numpy as np
 
 from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
-from hotkv_server.tiers.epoch_numbers import RAISES, begun
 from hotkv_server.tiers.protocol import (
     NO_EPOCH,
     NO_EPOCHS,
+    RAISES,
     Blocks,
     Codes,
     Epochs,
@@ -34,6 +34,7 @@ from hotkv_server.tiers.protocol import (
     TierFigures,
     TierMemory,
     Write,
+    begun,
 )
 from hotkv_server.tiers.seals import seal
 

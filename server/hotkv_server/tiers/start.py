@@ -34,7 +34,7 @@ from hotkv_server.tiers.drive.records import LowerMemory
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tiers import Tiers, moving_bytes
 from hotkv_server.tiers.protocol import SharedTier
-from hotkv_server.tiers.remote.errors import MissingError
+from hotkv_server.tiers.remote.client import MissingError
 
 if TYPE_CHECKING:
     from hotkv_server.tiers.disk.tier import DiskTier

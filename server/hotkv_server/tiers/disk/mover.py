@@ -18,9 +18,8 @@ from hotkv_proto import native
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.compression.form import encoded_key
 from hotkv_server.tiers.compression.staged import Staged, packed
-from hotkv_server.tiers.disk.block_io import BlockIO
 from hotkv_server.tiers.disk.calls import DiskCall, DiskPiece
-from hotkv_server.tiers.disk.slab_file import SlabFile
+from hotkv_server.tiers.disk.slab_file import BlockIO, SlabFile
 from hotkv_server.tiers.protocol import Int64s, Read, Seals, Write
 from hotkv_server.tiers.seals import secrets
 

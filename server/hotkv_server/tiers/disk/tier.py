@@ -19,10 +19,9 @@ import numpy as np
 from hotkv_server.cache.values import Medium
 from hotkv_server.dataplane.plan import Region
 from hotkv_server.tiers.compression.staged import Staged
-from hotkv_server.tiers.disk.block_io import BlockIO, FileIO
 from hotkv_server.tiers.disk.calls import NO_DEADLINE_S, CallQueue, DiskCall
 from hotkv_server.tiers.disk.mover import BlockMover
-from hotkv_server.tiers.disk.slab_file import SlabFile
+from hotkv_server.tiers.disk.slab_file import BlockIO, FileIO, SlabFile
 from hotkv_server.tiers.protocol import (
     Blocks,
     OnProbe,

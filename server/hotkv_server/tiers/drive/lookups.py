@@ -7,26 +7,71 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from hotkv_server.cache.arrays import rows
 from hotkv_server.cache.core import CacheCore
-from hotkv_server.cache.values import BoolMask, HashList
+from hotkv_server.cache.values import BoolMask, HashList, Int64s
 from hotkv_server.node.capability import Lying
 from hotkv_server.node.session import LiveSession
 from hotkv_server.tiers.book.books import books_of
-from hotkv_server.tiers.drive.choice import Listed, both, count, either, needed, worth
+from hotkv_server.tiers.book.moves import Move
+from hotkv_server.tiers.drive.breaker import Breaker
 from hotkv_server.tiers.drive.epochs import Epochs
+from hotkv_server.tiers.drive.reads import Listed, TierReads, both, count, either, needed, worth
 from hotkv_server.tiers.drive.shared import TierShared
-from hotkv_server.tiers.drive.source import TierSource
 from hotkv_server.tiers.drive.tasks import TierTasks
+from hotkv_server.tiers.protocol import Blocks, Codes, Seals, Tier
 
 MAX_WAITING = 256
 """Leases and lookups of one session that wait for tiers at a time; others get what is in host
 memory."""
 EXPLAIN_WAIT_S = 2.0
 """Longest wait of an operator for shared tiers."""
+
+
+# ------------------------------------------------------------------------------- A source of blocks
+
+# A tier as the runtime reads it, whoever chooses the places of its blocks.
+
+
+class TierSource(Protocol):
+    """A tier as blocks come from it. Groups are lists of blocks in chain order; what is in host
+    memory already does not come."""
+
+    breaker: Breaker
+    reads: TierReads
+    name: str
+
+    @property
+    def tier(self) -> Tier:
+        """What moves the bytes."""
+
+    async def look(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
+        """Finds out by then what lies there, if the core does not know."""
+
+    def has_some(self, key_space_id: int, groups: list[HashList]) -> bool:
+        """Whether a block may lie there and not in host memory."""
+
+    def wanted(self, key_space_id: int, groups: list[HashList]) -> list[Int64s]:
+        """Positions of blocks, one array a list, that are known to lie there only."""
+
+    def lies_here(self, key_space_id: int, groups: list[HashList]) -> list[BoolMask]:
+        """Which blocks are known to lie there, one mask a list."""
+
+    def begin_up(self, key_space_id: int, groups: list[HashList], now_s: float) -> Move | None:
+        """Reserves slots for what is wanted, as far as there is room; None for nothing."""
+
+    def blocks(self, move: Move) -> Blocks:
+        """The rows of a move as the tier takes them."""
+
+    def end_up(self, move: Move, codes: Codes, checks: Seals, now_s: float) -> int:
+        """The tier has read; returns how many blocks it has lost."""
+
+
+# ------------------------------------------------------------------------------------------ Lookups
 
 
 class WaitingCalls:

@@ -24,9 +24,8 @@ from hotkv_server.tiers.book.books import books_of
 from hotkv_server.tiers.book.moves import Move
 from hotkv_server.tiers.drive.below import TierBelow
 from hotkv_server.tiers.drive.epochs import Epochs, Flush
-from hotkv_server.tiers.drive.lookups import TierLookups, WaitingCalls
+from hotkv_server.tiers.drive.lookups import TierLookups, TierSource, WaitingCalls
 from hotkv_server.tiers.drive.shared import TierShared
-from hotkv_server.tiers.drive.source import TierSource
 from hotkv_server.tiers.drive.tasks import (
     TierTasks,
     aside,

@@ -18,11 +18,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hotkv_server.tiers.epoch_numbers import RAISES, raised
 from hotkv_server.tiers.mooncake.words import Line, epoch_key
-from hotkv_server.tiers.protocol import NO_EPOCH, Read, Write
+from hotkv_server.tiers.protocol import NO_EPOCH, RAISES, Read, Write, raised
+from hotkv_server.tiers.remote import values
 from hotkv_server.tiers.remote.calls import PART_BLOCKS
-from hotkv_server.tiers.valkey import values
 
 LOCAL_BYTES = 16 << 20
 """Of the client's own memory, for values that are not in the arena: epochs."""

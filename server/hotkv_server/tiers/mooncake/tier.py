@@ -23,8 +23,8 @@ from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.mooncake.words import Line, quoted
 from hotkv_server.tiers.protocol import NO_EPOCH, Codes, Epochs, Seals, Shown, TierFacts, TierMemory
 from hotkv_server.tiers.remote.calls import PART_BYTES
+from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 from hotkv_server.tiers.remote.encoding import encoding
-from hotkv_server.tiers.remote.errors import LateError, LostError, UnusableError
 from hotkv_server.tiers.remote.tier import RemoteTier
 from hotkv_server.tiers.remote.workers import RemoteLimits, Workers
 

@@ -17,12 +17,17 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 from hotkv_server.settings.tiers import S3Settings
-from hotkv_server.tiers.remote.errors import LateError, MissingError, StoreError, UnusableError
-from hotkv_server.tiers.s3.credentials import read_access_key
-from hotkv_server.tiers.s3.errors import BeyondError, is_gone, store_error
+from hotkv_server.tiers.remote.client import LateError, MissingError, StoreError, UnusableError
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Credential
+import configparser
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hotkv_server.security.path_checks import UnsafeError, check_private_key
+from hotkv_server.tiers.remote.client import LostError
 
 T = TypeVar("T")
 REQUESTS_AT_ONCE = 8
@@ -31,6 +36,141 @@ CLOSE_S = 1.0
 """Longest wait for requests that were given up."""
 GAP_BYTES = 128 << 10
 """Between ranges of an object that become one request."""
+
+
+# ----------------------------------------------------------------------------------- The access key
+
+# The access key, read from a file. Always true: no error repeats what the file has.
+
+MAX_FILE_BYTES = 1 << 16
+SECTION = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class AccessKey:
+    """Who hotkv is at the store. `token`: empty for a key that does not expire."""
+
+    id: str
+    secret: str = field(repr=False)
+    token: str = field(repr=False)
+
+
+def read_access_key(path: Path) -> AccessKey:
+    """Reads it. Raises UnusableError if everybody may read the file, nobody can, or it has no
+    key."""
+    try:
+        check_private_key(path)
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES).decode()
+        parser = configparser.ConfigParser(interpolation=None)
+        parser.read_string(text)
+        section = parser[SECTION]
+        key = AccessKey(
+            section["aws_access_key_id"],
+            section["aws_secret_access_key"],
+            section.get("aws_session_token", ""),
+        )
+    except (OSError, UnsafeError) as error:
+        raise UnusableError(f"can't be asked, because of credentials_file: {error}") from error
+    except (configparser.Error, KeyError, UnicodeDecodeError):
+        # Without its cause, which quotes lines of the file.
+        key = AccessKey("", "", "")
+    if not key.id or not key.secret:
+        raise UnusableError(
+            f"can't be asked, because of credentials_file: {path} must have [{SECTION}] with "
+            "aws_access_key_id and aws_secret_access_key"
+        )
+    return key
+
+
+# -------------------------------------------------------------------------------- What a store says
+
+# What an S3 store says when it can't be used, in words that people can act on.
+#
+# Always true: a message has no secret in it, and nothing of an answer but its code: stores repeat
+# the access key, and what they have signed, in their errors.
+
+
+class FullError(StoreError):
+    """The store has no room."""
+
+
+class BeyondError(StoreError):
+    """The object is shorter than the range that was asked for."""
+
+
+_STATUS = re.compile(r"status code: ([0-9]{3})")
+_CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>")
+_SYSTEM = re.compile(r"Os\s*\{\s*code: [0-9]+,\s*kind: [A-Za-z]+,\s*message: \"([A-Za-z ]{1,80})\"")
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*([A-Za-z]{1,40})")
+_KEY = "rejects the access key: check credentials_file"
+_ALLOW = (
+    "forbids what hotkv needs: allow s3:GetObject, s3:PutObject and s3:DeleteObject on the prefix "
+    "and s3:ListBucket on the bucket"
+)
+_REGION = "says that the bucket is in another region: set region"
+_UNUSABLE = {
+    "NoSuchBucket": "has no such bucket: create it, or set bucket",
+    "InvalidBucketName": "has no such bucket: create it, or set bucket",
+    "InvalidAccessKeyId": _KEY,
+    "SignatureDoesNotMatch": _KEY,
+    "InvalidToken": _KEY,
+    "ExpiredToken": "says that the access key has expired: renew credentials_file",
+    "RequestTimeTooSkewed": "says that this machine's clock is wrong: set it",
+    "AccessDenied": _ALLOW,
+    "AllAccessDisabled": _ALLOW,
+    "PermanentRedirect": _REGION,
+    "AuthorizationHeaderMalformed": _REGION,
+    "IllegalLocationConstraintException": _REGION,
+    "NotImplemented": "does not know If-None-Match and If-Match, which a flush needs",
+}
+_FULL = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "EntityTooLarge"})
+
+
+def is_gone(said: str, is_404: bool) -> bool:
+    """Whether an object can't be had, and nothing speaks against its store: it is not there, or it
+    was moved to where it can't be read at once."""
+    code = _CODE.search(said)
+    return (is_404 and (code is None or code[1] != "NoSuchBucket")) or (
+        code is not None and code[1] == "InvalidObjectState"
+    )
+
+
+def store_error(said: str) -> StoreError:
+    """The error for what obstore says of one, other than an object that is not there."""
+    code, status = _CODE.search(said), _STATUS.search(said)
+    if code is not None and code[1] in _UNUSABLE:
+        return UnusableError(_UNUSABLE[code[1]])
+    if (code is not None and code[1] in _FULL) or (status is not None and status[1] == "507"):
+        return FullError("has no room")
+    if status is not None:
+        return _by_status(status[1], code[1] if code is not None else "")
+    certificate = _CERTIFICATE.search(said)
+    if certificate is not None:
+        return LostError(f"has a certificate that does not pass: {certificate[1]}")
+    system = _SYSTEM.search(said)
+    if system is not None and "kind: ConnectionRefused" in said:
+        return LostError(f"refuses connections: {system[1]}")
+    if "dns error" in said:
+        return LostError("can't be reached: its host's name is not known")
+    if "kind: Timeout" in said or "TimedOut" in said:
+        return LateError("has not answered in time")
+    if system is not None:
+        return LostError(f"can't be reached: {system[1]}")
+    return LostError("has broken off its answer")
+
+
+def _by_status(status: str, code: str) -> StoreError:
+    if status in ("401", "403"):
+        return UnusableError(_ALLOW)
+    if status == "301":
+        return UnusableError(_REGION)
+    if status == "416":
+        return BeyondError("has an object that is shorter than it should be")
+    return LostError(f"answers {status} {code}".rstrip())
+
+
+# --------------------------------------------------------------------------------------- The bucket
 
 
 class Loop:

@@ -20,10 +20,9 @@ from hotkv_server.tiers.protocol import (
     Shown,
     Write,
 )
-from hotkv_server.tiers.remote.errors import StoreError, UnusableError
+from hotkv_server.tiers.remote.client import StoreError, UnusableError
 from hotkv_server.tiers.s3 import epochs
-from hotkv_server.tiers.s3.bucket import Bucket, Loop
-from hotkv_server.tiers.s3.errors import FullError
+from hotkv_server.tiers.s3.bucket import Bucket, FullError, Loop
 from hotkv_server.tiers.s3.index import PackIndex, Place
 from hotkv_server.tiers.s3.lister import Lister
 from hotkv_server.tiers.s3.packs import Pack, Space, new_name, packed, space_of

@@ -26,11 +26,9 @@ before.
 import re
 from collections.abc import Sequence
 
-from hotkv_server.tiers.epoch_numbers import begun, raised
-from hotkv_server.tiers.protocol import NO_EPOCH
-from hotkv_server.tiers.remote.errors import LostError, UnusableError
-from hotkv_server.tiers.s3.bucket import Bucket
-from hotkv_server.tiers.s3.errors import FullError
+from hotkv_server.tiers.protocol import NO_EPOCH, begun, raised
+from hotkv_server.tiers.remote.client import LostError, UnusableError
+from hotkv_server.tiers.s3.bucket import Bucket, FullError
 
 CHECK = "check"
 """The object on which conditional writes are tried."""

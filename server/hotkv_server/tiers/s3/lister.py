@@ -20,7 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hotkv_server.tiers.remote.errors import LateError, LostError, StoreError
+from hotkv_server.tiers.remote.client import LateError, LostError, StoreError
 from hotkv_server.tiers.s3.bucket import Bucket
 from hotkv_server.tiers.s3.index import PackIndex
 from hotkv_server.tiers.s3.packs import (

@@ -18,10 +18,9 @@ from typing import TypeVar
 import numpy as np
 
 from hotkv_server.settings.tiers import ValkeySettings
-from hotkv_server.tiers.remote.errors import LostError, StoreError, UnusableError
-from hotkv_server.tiers.valkey.connection import ValkeyConnection
+from hotkv_server.tiers.remote.client import LostError, StoreError, UnusableError
+from hotkv_server.tiers.valkey.connection import CHECK_KEY, ValkeyConnection
 from hotkv_server.tiers.valkey.errors import INCOMPLETE, INCOMPLETE_CODES, STANDALONE, unusable
-from hotkv_server.tiers.valkey.greeting import CHECK_KEY
 from hotkv_server.tiers.valkey.resp import Bulk, Command, ErrorReply, Place, Reply, command
 
 NUM_SLOTS = 1 << 14

@@ -5,13 +5,124 @@ connection must be closed.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from hotkv_server.security.path_checks import UnsafeError, check_private_key
 from hotkv_server.settings.tiers import ValkeySettings
-from hotkv_server.tiers.valkey.greeting import greet, read_login
-from hotkv_server.tiers.valkey.resp import Bulk, Command, ErrorReply, Place, Replies, Reply
+from hotkv_server.tiers.remote.client import LostError, UnusableError, quoted
+from hotkv_server.tiers.valkey.errors import STANDALONE, unusable
+from hotkv_server.tiers.valkey.resp import Bulk, Command, ErrorReply, Place, Replies, Reply, command
 from hotkv_server.tiers.valkey.stream import ValkeyStream, connect
+
+# ------------------------------------------------------------------------------------- The greeting
+
+# The first words on a connection: who hotkv is, and whether the server can be used at all.
+#
+# Always true: nothing here repeats the password, nor what the server says to HELLO and AUTH:
+# servers quote the arguments of commands that they do not know.
+
+MAX_SECRET_BYTES = 4096
+DEFAULT_USER = "default"
+CHECK_KEY = b"hotkv/1/check"
+"""Under which nothing is: asking for it shows whether the server answers this user."""
+ROLE_CODES = {b"replica": "READONLY", b"slave": "READONLY"}
+MODE_CODES = {b"cluster": "MOVED", b"sentinel": "SENTINEL"}
+MODE_CODES_IN_CLUSTER = {b"standalone": STANDALONE, b"sentinel": "SENTINEL"}
+
+Ask = Callable[[Sequence[bytes], float], list[Reply]]
+"""Sends commands and returns their replies, until a time of time.monotonic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """Who hotkv is at the server."""
+
+    user: str
+    password: bytes = field(repr=False)
+
+
+def read_login(settings: ValkeySettings) -> Login | None:
+    """Reads the password; None if there is none. Raises UnusableError if everybody may read its
+    file, or nobody can."""
+    path = settings.password_file
+    if path is None:
+        return None
+    try:
+        check_private_key(path)
+        with path.open("rb") as file:
+            password = file.read(MAX_SECRET_BYTES + 1).rstrip(b"\r\n")
+    except (OSError, UnsafeError) as error:
+        raise UnusableError(f"can't be asked, because of password_file: {error}") from error
+    if not password or len(password) > MAX_SECRET_BYTES:
+        raise UnusableError(
+            f"can't be asked, because of password_file: {path} must have 1 to {MAX_SECRET_BYTES} "
+            "bytes"
+        )
+    return Login(settings.user or DEFAULT_USER, password)
+
+
+def greet(ask: Ask, login: Login | None, settings: ValkeySettings, until_s: float) -> None:
+    """Logs in, chooses the database and looks whether keys can be asked for. Raises StoreError.
+    A server of a cluster is not asked for keys, and may be a replica: the map of slots says which
+    server has which keys."""
+    words = [b"HELLO", b"3"]
+    if login is not None:
+        words += [b"AUTH", login.user.encode(), login.password]
+    (hello,) = ask([command(*words, b"SETNAME", b"hotkv")], until_s)
+    if isinstance(hello, ErrorReply) and _knows_no_hello(hello, login):
+        if b"max number of clients" in hello.text:
+            raise UnusableError("has too many clients: raise its maxclients")
+        _greet_version_2(ask, login, until_s)
+    elif isinstance(hello, ErrorReply):
+        raise unusable(hello.code) or UnusableError(f"does not accept HELLO: {hello.code}")
+    elif not isinstance(hello, dict):
+        raise LostError("answers HELLO with what is no answer to it")
+    else:
+        _check_kind(hello, settings)
+    if settings.cluster:
+        return
+    asked = [command(b"SELECT", b"%d" % settings.database)] if settings.database else []
+    for reply in ask([*asked, command(b"EXISTS", CHECK_KEY)], until_s):
+        _check(reply)
+
+
+def _knows_no_hello(reply: ErrorReply, login: Login | None) -> bool:
+    # Before AUTH, a server says NOAUTH to commands that it does not know.
+    return reply.code in ("ERR", "NOPERM", "NOPROTO") or (reply.code == "NOAUTH" and bool(login))
+
+
+def _greet_version_2(ask: Ask, login: Login | None, until_s: float) -> None:
+    """For a server before version 6, or a user who may not say HELLO."""
+    if login is not None:
+        # The default user goes unnamed: a server before version 6 knows no users.
+        user = [login.user.encode()] if login.user != DEFAULT_USER else []
+        (reply,) = ask([command(b"AUTH", *user, login.password)], until_s)
+        if isinstance(reply, ErrorReply) and reply.code != "WRONGPASS":
+            raise UnusableError("does not accept AUTH: check user and password_file")
+        _check(reply)
+    # A name is for people who look at the server's list of clients; it may be refused.
+    ask([command(b"CLIENT", b"SETNAME", b"hotkv")], until_s)
+
+
+def _check(reply: Reply) -> None:
+    if isinstance(reply, ErrorReply):
+        raise unusable(reply.code) or UnusableError(f"refuses: {quoted(reply.text)}")
+
+
+def _check_kind(hello: "dict[bytes, Reply]", settings: ValkeySettings) -> None:
+    mode, role = hello.get(b"mode"), hello.get(b"role")
+    wrong = [(mode, MODE_CODES_IN_CLUSTER if settings.cluster else MODE_CODES)]
+    if not settings.cluster:
+        wrong.append((role, ROLE_CODES))
+    for said, codes in wrong:
+        error = unusable(codes.get(said, "")) if isinstance(said, bytes) else None
+        if error is not None:
+            raise error
+
+
+# ----------------------------------------------------------------------------------- The connection
 
 
 class Pipe(Protocol):

@@ -32,9 +32,9 @@ policy) does not begin again with numbers that were used before.
 import threading
 import time
 
-from hotkv_server.tiers import epoch_numbers
+from hotkv_server.tiers import protocol
 from hotkv_server.tiers.protocol import NO_EPOCH
-from hotkv_server.tiers.remote.errors import LostError
+from hotkv_server.tiers.remote.client import LostError
 from hotkv_server.tiers.valkey.errors import unusable
 from hotkv_server.tiers.valkey.resp import Command, ErrorReply, Reply, command
 
@@ -72,7 +72,7 @@ class StoreClock:
                 self._run_id, self._seen_s, self._started_us = run_id, now_s, started_us
             self._started_us = min(self._started_us, started_us)
             is_young = up_s < YOUNG_S and now_s < self._seen_s + GRACE_S
-            return epoch_numbers.begun(self._started_us) if is_young else 0
+            return protocol.begun(self._started_us) if is_young else 0
 
 
 INFO_SERVER = Command(b"", (command(b"INFO", b"server"),))
@@ -113,7 +113,7 @@ def get(fingerprint: str) -> Command:
 
 def begin(fingerprint: str, now_us: int) -> Command:
     """The command that begins an epoch where none is. `now_us`: microseconds of the wall clock."""
-    begun = b"%d" % epoch_numbers.begun(now_us)
+    begun = b"%d" % protocol.begun(now_us)
     return Command.of(epoch_key(fingerprint), b"SET", begun, b"NX")
 
 

@@ -4,7 +4,7 @@ Always true: a message has no secret in it. What the server says about AUTH or H
 quoted, because servers repeat the arguments of commands that they do not know.
 """
 
-from hotkv_server.tiers.remote.errors import UnusableError
+from hotkv_server.tiers.remote.client import UnusableError
 
 FULL_CODES = ("OOM", "MISCONF", "NOREPLICAS")
 """Codes of errors with which a server takes no more writes while reads go on."""

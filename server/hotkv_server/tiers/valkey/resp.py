@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
-from hotkv_server.tiers.remote.errors import LostError, quoted
+from hotkv_server.tiers.remote.client import LostError, quoted
 
 MAX_LINE_BYTES = 4096
 MAX_REPLY_BYTES = 1 << 16

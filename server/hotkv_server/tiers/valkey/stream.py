@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from hotkv_server.security.path_checks import UnsafeError, check_private_key
 from hotkv_server.settings.tiers import ValkeySettings
-from hotkv_server.tiers.remote.errors import LateError, LostError, UnusableError
+from hotkv_server.tiers.remote.client import LateError, LostError, UnusableError
 
 MAX_PIECES = 1024
 """Most buffers of one sendmsg: IOV_MAX of Linux."""
