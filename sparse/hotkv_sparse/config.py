@@ -198,9 +198,3 @@ class SparseConfig:
         if layer in self.dense_layers:
             return {}
         return self.fusion or {self.scorer: 1.0}
-
-    def formats(self, num_layers: int) -> tuple[str, ...]:
-        """The representations that a model of `num_layers` layers needs, in the order of
-        `FORMATS`."""
-        used = {name for layer in range(num_layers) for name in self.scorers_of(layer)}
-        return tuple(name for name in FORMATS if name in used)

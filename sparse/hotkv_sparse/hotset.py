@@ -113,7 +113,13 @@ class HotSet:
 
     `spare_slots`: slots beyond the capacity that prefetch may always use. `policy`: `lru` evicts
     the block that was selected least recently, `none` keeps nothing that the present selection
-    leaves out. `tables`: the state; nobody else writes it.
+    leaves out.
+
+    Nobody else writes the tables. By slot: `state` int8, `block_of` int32, `used_at` int64 (the
+    step that selected it last). By block, longer than the context: `slot_of` int32, `has_copy` bool
+    (host memory has it), `swapping` bool (a copy to host memory is under way). `clock` counts
+    steps. `span`: the context's blocks, and which of them are candidates. `capacity_blocks`: the
+    most blocks that the map may name.
     """
 
     def __init__(self, capacity_blocks: int, spare_slots: int = 8, policy: str = "lru") -> None:
@@ -128,43 +134,41 @@ class HotSet:
                 Reason.INVALID_FIELD,
                 f"cache_policy is {policy!r}; use one of {', '.join(CACHE_POLICIES)}",
             )
-        self.tables = HotTables(capacity_blocks, spare_slots, policy)
+        self.capacity_blocks, self.spare_slots, self.policy = capacity_blocks, spare_slots, policy
+        self.span = Span(0, 0, 0)
+        self.version, self.clock = 0, 0
+        self.mapped = NO_BLOCKS
+        self._map = HotMap(0, NO_BLOCKS, NO_BLOCKS)
+        num_slots = capacity_blocks + spare_slots
+        self.state = np.full(num_slots, FREE, np.int8)
+        self.block_of = np.full(num_slots, NO_SLOT, np.int32)
+        self.used_at = np.zeros(num_slots, np.int64)
+        self.slot_of = np.full(_FIRST_BLOCKS, NO_SLOT, np.int32)
+        self.has_copy = np.zeros(_FIRST_BLOCKS, np.bool_)
+        self.swapping = np.zeros(_FIRST_BLOCKS, np.bool_)
         self._keeps_unselected = policy != "none"
         self._kernels: Any = native.require("hotkv_sparse.kernels")
 
     def __repr__(self) -> str:
         counts = ", ".join(
-            f"{state.name.lower()} {int((self.tables.state == state).sum())}" for state in SlotState
+            f"{state.name.lower()} {int((self.state == state).sum())}" for state in SlotState
         )
         return (
-            f"HotSet({self.tables.policy}, capacity {self.capacity_blocks}, blocks "
+            f"HotSet({self.policy}, capacity {self.capacity_blocks}, blocks "
             f"{self.span.count}, {counts})"
         )
-
-    # ---------------------------------------------------------------------------------------- state
-
-    @property
-    def capacity_blocks(self) -> int:
-        """The most blocks that the map may name."""
-        return self.tables.capacity_blocks
 
     @property
     def num_slots(self) -> int:
         """Hot slots in all; the slot numbers are below it."""
-        return len(self.tables.state)
-
-    @property
-    def span(self) -> Span:
-        """The context's blocks, and which of them are candidates."""
-        return self.tables.span
+        return len(self.state)
 
     def map(self) -> HotMap:
         """The blocks that may be attended at present."""
-        return self.tables.map()
-
-    def check_invariants(self) -> None:
-        """Asserts what the tables promise."""
-        self.tables.check_invariants()
+        if self._map.version != self.version:
+            blocks = np.sort(self.block_of[self.state == MAPPED])
+            self._set_map(np.stack([blocks, self.slot_of[blocks]]))
+        return self._map
 
     # -------------------------------------------------------------------------------------- changes
 
@@ -182,58 +186,54 @@ class HotSet:
                 f"{num_complete} blocks complete, {num_host} in host memory; the context has "
                 f"{where.count}",
             )
-        tables = self.tables
-        old = tables.span
+        old = self.span
         fresh = np.arange(max(old.count, num_host), where.count, dtype=np.int32)
-        tables.add_blocks(where.count)
-        tables.span = Span(where.first, where.last, max(where.count, old.count))
-        slots, victims = _room(tables, len(fresh))
+        self._add_blocks(where.count)
+        self.span = Span(where.first, where.last, max(where.count, old.count))
+        slots, victims = self._room(len(fresh))
         if len(slots) < len(fresh):
-            tables.span = old
+            self.span = old
             raise HotKVError(
                 Reason.OVERLOADED,
                 f"{len(fresh)} new blocks don't fit in {self!r}; wait until blocks are stored, or "
                 "raise the capacity",
             )
-        tables.evict(victims)
+        self._evict(victims)
         if where.count < old.count:
-            tables.forget(np.arange(where.count, old.count, dtype=np.int32))
-        tables.span = where
-        tables.has_copy[old.count : num_host] = True
-        tables.has_copy[where.count :] = False
-        tables.swapping[num_complete:] = False
-        tables.put(fresh, slots, MAPPED)
-        mapped = tables.is_mapped()
-        tables.has_copy[num_complete : where.count] &= ~mapped[num_complete:]
+            self._forget(np.arange(where.count, old.count, dtype=np.int32))
+        self.span = where
+        self.has_copy[old.count : num_host] = True
+        self.has_copy[where.count :] = False
+        self.swapping[num_complete:] = False
+        self._put(fresh, slots, MAPPED)
+        mapped = self._is_mapped()
+        self.has_copy[num_complete : where.count] &= ~mapped[num_complete:]
         swap_out = np.flatnonzero(
-            mapped[:num_complete]
-            & ~tables.has_copy[:num_complete]
-            & ~tables.swapping[:num_complete]
+            mapped[:num_complete] & ~self.has_copy[:num_complete] & ~self.swapping[:num_complete]
         ).astype(np.int32)
-        tables.swapping[swap_out] = True
+        self.swapping[swap_out] = True
         return Growth(SlotMoves(fresh, slots, victims), swap_out)
 
     def swapped_out(self, blocks: I32, success: bool) -> None:
         """Host memory has (or, without success, has not) a copy of `blocks`; those that failed are
         offered again by the next `extend`."""
-        self.tables.check_blocks(blocks)
+        self._check_blocks(blocks)
         if success:
-            self.tables.has_copy[blocks] |= self.tables.swapping[blocks]
-        self.tables.swapping[blocks] = False
+            self.has_copy[blocks] |= self.swapping[blocks]
+        self.swapping[blocks] = False
 
     def seed(self, blocks: I32) -> SlotMoves:
         """Maps `blocks` of host memory, in order of importance, as far as there is room without
         evicting; load them before attending."""
-        tables = self.tables
-        tables.check_blocks(blocks)
+        self._check_blocks(blocks)
         _, order = np.unique(blocks, return_index=True)
         blocks = blocks[np.sort(order)]
-        blocks = blocks[tables.slot_of[blocks] == NO_SLOT]
-        free = np.flatnonzero(tables.state == FREE).astype(np.int32)
-        count = min(len(blocks), len(free), tables.capacity_blocks - tables.num_mapped)
+        blocks = blocks[self.slot_of[blocks] == NO_SLOT]
+        free = np.flatnonzero(self.state == FREE).astype(np.int32)
+        count = min(len(blocks), len(free), self.capacity_blocks - self._num_mapped)
         blocks, slots = blocks[: max(count, 0)], free[: max(count, 0)]
-        tables.has_copy[blocks] = True
-        tables.put(blocks, slots, MAPPED)
+        self.has_copy[blocks] = True
+        self._put(blocks, slots, MAPPED)
         return SlotMoves(blocks, slots, NO_BLOCKS)
 
     def step(self, selection: Selection, max_loads: int) -> Step:
@@ -247,9 +247,8 @@ class HotSet:
             np.asarray(selection.blocks, np.int32),
             np.asarray(selection.weights, np.float32),
         )
-        tables = self.tables
-        present = tables.map()
-        num_slots, where = len(tables.state), tables.span
+        present = self.map()
+        num_slots, where = len(self.state), self.span
         maps, moves = (
             np.empty((2, num_slots), np.int32),
             np.empty((4, max(len(blocks), num_slots)), np.int32),
@@ -257,15 +256,15 @@ class HotSet:
         (
             num_mapped, num_loads, num_out, num_rest, num_always, num_resident, num_kept,
         ) = self._kernels.hot_step(
-            blocks, weights, max_loads, tables.mapped, maps, moves, *tables.for_kernels(),
-            tables.capacity_blocks, tables.clock + 1, self._keeps_unselected,
+            blocks, weights, max_loads, self.mapped, maps, moves, *self._for_kernels(),
+            self.capacity_blocks, self.clock + 1, self._keeps_unselected,
             where.first, where.last, where.count,
         )  # fmt: skip
         if num_mapped == self._kernels.REFUSED:
-            raise tables.outside()
-        tables.clock += 1
+            raise self._outside()
+        self.clock += 1
         if num_loads or num_out:
-            present = tables.publish(maps[:, :num_mapped])
+            present = self._publish(maps[:, :num_mapped])
         loads = SlotMoves(moves[0, :num_loads], moves[1, :num_loads], moves[2, :num_out])
         return Step(
             present, loads, moves[3, :num_rest], len(blocks) - num_always, num_resident - num_kept
@@ -276,39 +275,36 @@ class HotSet:
         `finish_prefetch`. Nothing is evicted."""
         if not len(blocks):
             return SlotMoves(NO_BLOCKS, NO_BLOCKS, NO_BLOCKS)
-        tables = self.tables
         moves = np.empty((2, min(len(blocks), self.num_slots)), np.int32)
         num = self._kernels.hot_begin_prefetch(
-            np.asarray(blocks, np.int32), moves, *tables.for_kernels(), tables.clock,
-            tables.span.count,
+            np.asarray(blocks, np.int32), moves, *self._for_kernels(), self.clock,
+            self.span.count,
         )  # fmt: skip
         if num == self._kernels.REFUSED:
-            raise tables.outside()
+            raise self._outside()
         return SlotMoves(moves[0, :num], moves[1, :num], NO_BLOCKS)
 
     def finish_prefetch(self, slots: I32, success: bool) -> None:
         """The prefetch has written `slots`, or will never touch them again."""
-        tables = self.tables
         answer = self._kernels.hot_finish_prefetch(
-            np.asarray(slots, np.int32), success, tables.state, tables.block_of, tables.slot_of
+            np.asarray(slots, np.int32), success, self.state, self.block_of, self.slot_of
         )
         if answer == self._kernels.REFUSED:
-            raise tables.not_loading()
+            raise self._not_loading()
 
     def adopt(self) -> SlotMoves:
         """Step boundary: prefetched blocks join the map, evicting others; those without room are
         dropped. No copies."""
-        tables = self.tables
         maps, moves = (
             np.empty((2, self.num_slots), np.int32),
             np.empty((3, self.num_slots), np.int32),
         )
         num_mapped, num, num_out = self._kernels.hot_adopt(
-            tables.map().blocks, maps, moves, *tables.for_kernels(),
-            tables.capacity_blocks, tables.clock, tables.span.first, tables.span.last,
+            self.map().blocks, maps, moves, *self._for_kernels(),
+            self.capacity_blocks, self.clock, self.span.first, self.span.last,
         )  # fmt: skip
         if num or num_out:
-            tables.publish(maps[:, :num_mapped])
+            self._publish(maps[:, :num_mapped])
         return SlotMoves(moves[0, :num], moves[1, :num], moves[2, :num_out])
 
     def resize(self, capacity_blocks: int) -> I32:
@@ -318,44 +314,15 @@ class HotSet:
             raise HotKVError(
                 Reason.INVALID_FIELD, f"capacity is {capacity_blocks} blocks; use 1 or more"
             )
-        tables = self.tables
-        tables.add_slots(capacity_blocks + tables.spare_slots - self.num_slots)
-        tables.capacity_blocks = capacity_blocks
-        victims = _victims(tables, tables.num_mapped - capacity_blocks)
-        tables.evict(victims)
+        self._add_slots(capacity_blocks + self.spare_slots - self.num_slots)
+        self.capacity_blocks = capacity_blocks
+        victims = self._victims(self._num_mapped - capacity_blocks)
+        self._evict(victims)
         return victims
 
+    # --------------------------------------------------------------------------------------- tables
 
-# --------------------------------------------------------------------------------------- its tables
-
-
-class HotTables:
-    """The tables, by slot and by block, and the map that they stand for.
-
-    By slot: `state` int8, `block_of` int32, `used_at` int64 (the step that selected it last). By
-    block, longer than the context: `slot_of` int32, `has_copy` bool (host memory has it),
-    `swapping` bool (a copy to host memory is under way). `clock` counts steps.
-    """
-
-    def __init__(self, capacity_blocks: int, spare_slots: int, policy: str) -> None:
-        self.capacity_blocks, self.spare_slots, self.policy = capacity_blocks, spare_slots, policy
-        self.span = Span(0, 0, 0)
-        self.version, self.clock = 0, 0
-        self.mapped = NO_BLOCKS
-        self._map = HotMap(0, NO_BLOCKS, NO_BLOCKS)
-        num_slots = capacity_blocks + spare_slots
-        self.state = np.full(num_slots, FREE, np.int8)
-        self.block_of = np.full(num_slots, NO_SLOT, np.int32)
-        self.used_at = np.zeros(num_slots, np.int64)
-        self.slot_of = np.full(_FIRST_BLOCKS, NO_SLOT, np.int32)
-        self.has_copy = np.zeros(_FIRST_BLOCKS, np.bool_)
-        self.swapping = np.zeros(_FIRST_BLOCKS, np.bool_)
-
-    def __repr__(self) -> str:
-        counts = (f"{state.name.lower()} {int((self.state == state).sum())}" for state in SlotState)
-        return f"HotTables({len(self.state)} slots: {', '.join(counts)})"
-
-    def add_slots(self, more: int) -> None:
+    def _add_slots(self, more: int) -> None:
         """Appends free slots."""
         if more <= 0:
             return
@@ -363,7 +330,7 @@ class HotTables:
         self.block_of = np.concatenate([self.block_of, np.full(more, NO_SLOT, np.int32)])
         self.used_at = np.concatenate([self.used_at, np.zeros(more, np.int64)])
 
-    def add_blocks(self, num_blocks: int) -> None:
+    def _add_blocks(self, num_blocks: int) -> None:
         """Makes the tables by block hold `num_blocks` at least."""
         if num_blocks <= len(self.slot_of):
             return
@@ -372,20 +339,11 @@ class HotTables:
         self.has_copy = np.concatenate([self.has_copy, np.zeros(more, np.bool_)])
         self.swapping = np.concatenate([self.swapping, np.zeros(more, np.bool_)])
 
-    def for_kernels(self) -> tuple[npt.NDArray[Any], ...]:
+    def _for_kernels(self) -> tuple[npt.NDArray[Any], ...]:
         """The arrays that kernels change, in their order."""
         return self.state, self.block_of, self.used_at, self.slot_of, self.has_copy
 
-    # ------------------------------------------------------------------------------------------ map
-
-    def map(self) -> HotMap:
-        """The blocks that may be attended at present."""
-        if self._map.version != self.version:
-            blocks = np.sort(self.block_of[self.state == MAPPED])
-            self._set_map(np.stack([blocks, self.slot_of[blocks]]))
-        return self._map
-
-    def publish(self, map_2M: I32) -> HotMap:
+    def _publish(self, map_2M: I32) -> HotMap:
         """The next version of the map, with these blocks, ascending, and their slots."""
         self.version += 1
         self._set_map(map_2M)
@@ -398,23 +356,21 @@ class HotTables:
         self._map = HotMap(self.version, map_2M[0], map_2M[1])
 
     @property
-    def num_mapped(self) -> int:
+    def _num_mapped(self) -> int:
         """Blocks of the map."""
         return len(self.map().blocks)
 
-    def is_mapped(self) -> Mask:
+    def _is_mapped(self) -> Mask:
         """bool [blocks of the context]: which of them may be attended."""
         mapped = np.zeros(self.span.count, np.bool_)
         mapped[self.map().blocks] = True
         return mapped
 
-    def is_pinned(self, blocks: I32) -> Mask:
+    def _is_pinned(self, blocks: I32) -> Mask:
         """Which of `blocks` are always kept or have no copy to come back from."""
         return (blocks < self.span.first) | (blocks >= self.span.last) | ~self.has_copy[blocks]
 
-    # -------------------------------------------------------------------------------------- changes
-
-    def put(self, blocks: I32, slots: I32, state: int) -> None:
+    def _put(self, blocks: I32, slots: I32, state: int) -> None:
         """Gives `blocks` the free `slots`, used now."""
         if len(blocks):
             self.slot_of[blocks] = slots
@@ -423,20 +379,16 @@ class HotTables:
             self.used_at[slots] = self.clock
             self.version += state == MAPPED
 
-    def evict(self, blocks: I32) -> None:
+    def _evict(self, blocks: I32) -> None:
         """Takes the slots of mapped blocks."""
         if len(blocks):
             slots = self.slot_of[blocks]
             self.slot_of[blocks] = NO_SLOT
-            self.release(slots)
+            self.block_of[slots] = NO_SLOT
+            self.state[slots] = FREE
             self.version += 1
 
-    def release(self, slots: I32) -> None:
-        """Makes slots free whose blocks don't point to them any more."""
-        self.state[slots] = FREE
-        self.block_of[slots] = NO_SLOT
-
-    def abandon(self, blocks: I32) -> None:
+    def _abandon(self, blocks: I32) -> None:
         """Drops prefetches of `blocks`: written slots are free at once, slots being written when
         the writer is done."""
         slots = self.slot_of[blocks]
@@ -445,24 +397,54 @@ class HotTables:
         self.block_of[slots] = NO_SLOT
         self.state[slots] = np.where(self.state[slots] == LOADING, CANCELLED, FREE)
 
-    def forget(self, blocks: I32) -> None:
+    def _forget(self, blocks: I32) -> None:
         """Takes all slots of `blocks`, which have left the context."""
         slots = self.slot_of[blocks]
-        self.evict(blocks[(slots >= 0) & (self.state[slots] == MAPPED)])
-        self.abandon(blocks)
+        self._evict(blocks[(slots >= 0) & (self.state[slots] == MAPPED)])
+        self._abandon(blocks)
+
+    # ------------------------------------------------------------------------------- who is evicted
+
+    def _room(self, count: int) -> tuple[I32, I32]:
+        """Slots for `count` blocks, or fewer if too little may be evicted, and the blocks to evict
+        first.
+
+        Free slots while the map may grow, then those of victims. There may be more victims than
+        slots: a map above a capacity that was lowered shrinks. Writes nothing.
+        """
+        growth = self.capacity_blocks - self._num_mapped
+        free = NO_BLOCKS
+        if growth > 0:
+            free = np.flatnonzero(self.state == FREE)[: max(min(count, growth), 0)].astype(np.int32)
+        excess = count - len(free) + max(-growth, 0)
+        evicted = self._victims(excess)
+        if len(evicted) < excess:
+            evicted = NO_BLOCKS
+        return np.concatenate([free, self.slot_of[evicted]])[:count], evicted
+
+    def _victims(self, count: int) -> I32:
+        """Up to `count` mapped blocks to evict, the least recently used first."""
+        if count <= 0:
+            return NO_BLOCKS
+        slots = np.flatnonzero(self.state == MAPPED)
+        slots = slots[~self._is_pinned(self.block_of[slots])]
+        order = (self.used_at[slots] << 32) | self.block_of[slots]
+        if count < len(order):
+            order = np.partition(order, count - 1)[:count]
+        return (np.sort(order) & 0xFFFFFFFF).astype(np.int32)
 
     # --------------------------------------------------------------------------------------- checks
 
-    def check_blocks(self, blocks: I32) -> None:
+    def _check_blocks(self, blocks: I32) -> None:
         """INVALID_FIELD if one of `blocks` is outside the context."""
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self.span.count:
-            raise self.outside()
+            raise self._outside()
 
-    def outside(self) -> HotKVError:
+    def _outside(self) -> HotKVError:
         """The error of a block outside the context."""
         return HotKVError(Reason.INVALID_FIELD, f"blocks must be from 0 to {self.span.count - 1}")
 
-    def not_loading(self) -> HotKVError:
+    def _not_loading(self) -> HotKVError:
         """The error of a slot that no prefetch is writing."""
         why = (
             f"slots (0 to {len(self.state) - 1}) include some that no prefetch is writing; pass "
@@ -478,43 +460,13 @@ class HotTables:
         assert len(np.unique(blocks)) == len(blocks) and (blocks < self.span.count).all()
         assert (self.slot_of[blocks] == np.flatnonzero(held)).all()
         assert int((self.slot_of >= 0).sum()) == len(blocks)
-        assert self.num_mapped <= len(self.state) - self.spare_slots
+        assert self._num_mapped <= len(self.state) - self.spare_slots
         assert not self.has_copy[self.span.count :].any()
         assert not (self.has_copy & self.swapping).any()
         present = self.map()
         assert (present.blocks == np.sort(self.block_of[self.state == MAPPED])).all()
         assert (present.slots == self.slot_of[present.blocks]).all()
         assert (np.diff(present.blocks) > 0).all()
-
-
-def _room(tables: HotTables, count: int) -> tuple[I32, I32]:
-    """Slots for `count` blocks, or fewer if too little may be evicted, and the blocks to evict
-    first.
-
-    Free slots while the map may grow, then those of victims. There may be more victims than
-    slots: a map above a capacity that was lowered shrinks. Writes nothing.
-    """
-    growth = tables.capacity_blocks - tables.num_mapped
-    free = NO_BLOCKS
-    if growth > 0:
-        free = np.flatnonzero(tables.state == FREE)[: max(min(count, growth), 0)].astype(np.int32)
-    excess = count - len(free) + max(-growth, 0)
-    evicted = _victims(tables, excess)
-    if len(evicted) < excess:
-        evicted = NO_BLOCKS
-    return np.concatenate([free, tables.slot_of[evicted]])[:count], evicted
-
-
-def _victims(tables: HotTables, count: int) -> I32:
-    """Up to `count` mapped blocks to evict, the least recently used first."""
-    if count <= 0:
-        return NO_BLOCKS
-    slots = np.flatnonzero(tables.state == MAPPED)
-    slots = slots[~tables.is_pinned(tables.block_of[slots])]
-    order = (tables.used_at[slots] << 32) | tables.block_of[slots]
-    if count < len(order):
-        order = np.partition(order, count - 1)[:count]
-    return (np.sort(order) & 0xFFFFFFFF).astype(np.int32)
 
 
 # ----------------------------------------------------------------------------------------- its size

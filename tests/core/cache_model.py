@@ -22,7 +22,7 @@ from hotkv_server.cache.room.slabs import ABSENT
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.table.index import BlockIndex
 from hotkv_server.cache.values import HashList
-from hotkv_server.residency.book.residency import ResidentGroup
+from hotkv_server.residency.book.register import ResidentGroup
 from tests.core.resident import residencies
 from tests.core.support import words_of
 

@@ -73,7 +73,7 @@ def test_requests_beyond_what_the_forecast_can_follow_are_counted_all_the_same(
     world = World()
     for _ in range(5):
         world.report()
-    assert world.ledger.num_lost == 2 and world.ledger.total.requests == 5
+    assert world.ledger.num_lost == 2 and world.ledger.savings().total.requests == 5
     assert world.followed_tokens == 3 * 33
     # What was followed makes room.
     for _ in range(3):
@@ -115,7 +115,7 @@ def test_loads_whose_end_never_comes_are_forgotten(monkeypatch: pytest.MonkeyPat
         world.report(hit_tokens=32, report_id=number)
     for number in (1, 2, 3):
         world.ledger.load_ended(world.session, LoadEnd(number, 0.5, failed=True))
-    total = world.ledger.total
+    total = world.ledger.savings().total
     assert (total.failed_loads, total.saved_s, total.waited_s) == (2, 1.0, 1.5)
     assert total.hit_tokens["host"] == 32 and total.missed_tokens[Miss.FAILED_LOAD] == 64
 
@@ -145,7 +145,7 @@ def test_a_ledger_that_can_not_be_written_says_so_and_goes_on(
     assert sum("ledger not saved" in record.message for record in caplog.records) == 1
     kept = pack.unpack((folder / "ledger").read_bytes())
     assert kept.rows[0][1].total[kept.names.index("requests")] == 2
-    assert World(folder).ledger.total.requests == 2
+    assert World(folder).ledger.savings().total.requests == 2
 
 
 def test_nothing_is_written_while_nothing_changes(
@@ -208,8 +208,8 @@ def test_what_is_exported_begins_with_the_server(tmp_path: Path) -> None:
         record = world.core.open_session(f"engine-{number}", "scheduler", key_space, 0.0)
         world.session = LiveSession(record, f"{number}", key_space, "test")
         world.report()
-    assert world.ledger.num_folded > 0 and world.ledger.grown == world.ledger.total
+    assert world.ledger.num_folded > 0 and world.ledger.grown == world.ledger.savings().total
     world.ledger.save()
     anew = World(tmp_path).ledger
-    assert anew.total == world.ledger.total and anew.accounts.num_folded > 0
+    assert anew.savings().total == world.ledger.savings().total and anew.accounts.num_folded > 0
     assert anew.num_folded == anew.grown.requests == anew.grown.saved_s == 0

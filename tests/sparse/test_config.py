@@ -92,7 +92,5 @@ def test_budgets() -> None:
 def test_scorers_of_layers() -> None:
     config = SparseConfig(scorer="quest", dense_layers=(0, 1))
     assert config.scorers_of(0) == {} and config.scorers_of(5) == {"quest": 1.0}
-    assert config.formats(30) == ("quest",) and config.formats(2) == ()
     fused = SparseConfig(fusion={"rot2u": 0.7, "mean": 0.3})
     assert fused.scorers_of(2) == {"rot2u": 0.7, "mean": 0.3}
-    assert fused.formats(3) == ("rot2u", "mean")

@@ -176,16 +176,16 @@ class StepMachine(RuleBasedStateMachine):
     def upload(self) -> None:
         selector, hot, count = self.selector, self.hot, self.hot.span.count
         selector.hot.state[1], selector.hot.block_of[1], selector.hot.used_at[1] = (
-            hot.tables.state,
-            hot.tables.block_of,
-            hot.tables.used_at,
+            hot.state,
+            hot.block_of,
+            hot.used_at,
         )
         selector.hot.slot_of[1], selector._workspace.has_copy[1] = -1, 0
         selector.hot.slot_of[1, :count], selector._workspace.has_copy[1, :count] = (
-            hot.tables.slot_of[:count],
-            hot.tables.has_copy[:count],
+            hot.slot_of[:count],
+            hot.has_copy[:count],
         )
-        selector.hot.capacities[1], selector.hot.clocks[1] = hot.capacity_blocks, hot.tables.clock
+        selector.hot.capacities[1], selector.hot.clocks[1] = hot.capacity_blocks, hot.clock
         selector._workspace.plan[1, :3] = self.hot.span.first, self.hot.span.last, count
 
     @rule(data=st.data())
@@ -226,14 +226,14 @@ class StepMachine(RuleBasedStateMachine):
             expected.num_resident,
         )
         assert (
-            selector.hot.state[1].tolist() == self.hot.tables.state.tolist()
-            and selector.hot.block_of[1].tolist() == self.hot.tables.block_of.tolist()
+            selector.hot.state[1].tolist() == self.hot.state.tolist()
+            and selector.hot.block_of[1].tolist() == self.hot.block_of.tolist()
         )
-        assert selector.hot.slot_of[1, :count].tolist() == self.hot.tables.slot_of[:count].tolist()
-        mapped = self.hot.tables.state == 1
+        assert selector.hot.slot_of[1, :count].tolist() == self.hot.slot_of[:count].tolist()
+        mapped = self.hot.state == 1
         assert (
-            selector.hot.used_at[1][mapped].tolist() == self.hot.tables.used_at[mapped].tolist()
-            and selector.hot.clocks[1] == self.hot.tables.clock
+            selector.hot.used_at[1][mapped].tolist() == self.hot.used_at[mapped].tolist()
+            and selector.hot.clocks[1] == self.hot.clock
         )
         self.wanted = expected.prefetch
 
@@ -252,7 +252,7 @@ class StepMachine(RuleBasedStateMachine):
 
     @rule(capacity=st.integers(4, 40))
     def resize(self, capacity: int) -> None:
-        self.hot.resize(min(capacity, self.num_slots - self.hot.tables.spare_slots))
+        self.hot.resize(min(capacity, self.num_slots - self.hot.spare_slots))
 
     @rule(more=st.integers(1, 3))
     def lengthen(self, more: int) -> None:

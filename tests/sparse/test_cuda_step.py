@@ -115,7 +115,7 @@ class Engine:
         self.selector.hot.grow()
         assert (
             self.selector.hot.slot_of[0, : where.count].tolist()
-            == self.hot.tables.slot_of[: where.count].tolist()
+            == self.hot.slot_of[: where.count].tolist()
         )
         assert not self.work.faults.any()
         for token in range(before, self.num_tokens):
@@ -150,10 +150,10 @@ class Engine:
             self.selector.hot.loads[0, 0, : counts[LOADED]].tolist()
             == expected.load.blocks.tolist()
         )
-        assert self.selector.hot.state[0].tolist() == self.hot.tables.state.tolist()
+        assert self.selector.hot.state[0].tolist() == self.hot.state.tolist()
         assert (
             self.selector.hot.slot_of[0, : where.count].tolist()
-            == self.hot.tables.slot_of[: where.count].tolist()
+            == self.hot.slot_of[: where.count].tolist()
         )
         self.check_attention(query, expected.map.blocks)
         assert not self.work.faults.any() and not self.selector.hot.counts[1].any()

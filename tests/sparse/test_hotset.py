@@ -74,7 +74,7 @@ class Machine(RuleBasedStateMachine):
         assert not {
             s
             for s in slots.tolist()
-            if self.hot.tables.state[s] in (SlotState.LOADING, SlotState.CANCELLED)
+            if self.hot.state[s] in (SlotState.LOADING, SlotState.CANCELLED)
         }
         self.content.update(zip(slots.tolist(), blocks.tolist(), strict=True))
 
@@ -158,7 +158,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def seed(self, data: st.DataObject) -> None:
         # Only what host memory has may be seeded.
-        able = np.flatnonzero(self.hot.tables.has_copy[: self.hot.span.count]).tolist()
+        able = np.flatnonzero(self.hot.has_copy[: self.hot.span.count]).tolist()
         blocks = data.draw(st.lists(st.sampled_from(able), max_size=6)) if able else []
         moves = self.hot.seed(np.array(blocks, np.int32))
         assert moves.blocks.tolist() == self.model.seed(blocks)

@@ -176,10 +176,6 @@ class ResidentSequences:
     def __repr__(self) -> str:
         return f"ResidentSequences({len(self._sequences)})"
 
-    def known(self) -> Iterable[ResidentSequence]:
-        """All of them."""
-        return self._sequences.values()
-
     def begin_step(self, rows: Iterable[ResidentRow]) -> None:
         """Takes in what the scheduler says of the step's rows, and sets `of_step`."""
         self._unnamed = {block: left - 1 for block, left in self._unnamed.items() if left}

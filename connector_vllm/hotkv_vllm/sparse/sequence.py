@@ -60,7 +60,7 @@ class LayerSequence:
     def slots_of(self, positions: I32) -> I32:
         """The hot slots of blocks that the last step attended to."""
         assert self._hot is not None, "no step yet"
-        return self._hot.tables.slot_of[positions]
+        return self._hot.slot_of[positions]
 
     def step(
         self,

@@ -277,11 +277,6 @@ class LiveLedger:
         falls, as Prometheus asks of counters."""
         return self.accounts.columns.usage(self._grown)
 
-    @property
-    def total(self) -> Usage:
-        """All that was ever counted, here and by the servers before."""
-        return self.accounts.columns.usage(self.accounts.total.total)
-
 
 def _minute() -> int:
     return int(time.time() // 60)

@@ -5,8 +5,8 @@ import time
 
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.node.capability import Figures, Filters
+from hotkv_server.residency.book.register import Residency
 from hotkv_server.residency.book.residencies import Residencies
-from hotkv_server.residency.book.residency import Residency
 
 DEFAULT_PAGE, MAX_PAGE = 100, 1000
 

@@ -82,21 +82,17 @@ class MappedArena:
         self.access = self._find_access(is_writable)
         self.error = ""
         """Why the arena is not readable beyond `readable_bytes`."""
-        self._readable_bytes = self.num_bytes if self.access is Access.PAGEABLE else 0
+        self.readable_bytes = self.num_bytes if self.access is Access.PAGEABLE else 0
+        """Bytes that the device may read, from the arena's start; it only grows until `close`."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hotkv-register", daemon=True)
 
     def __repr__(self) -> str:
         state = f", {self.error}" if self.error else ""
         return (
-            f"MappedArena({self.access.value}, {self._readable_bytes >> 20} of "
+            f"MappedArena({self.access.value}, {self.readable_bytes >> 20} of "
             f"{self.num_bytes >> 20} MiB{state})"
         )
-
-    @property
-    def readable_bytes(self) -> int:
-        """Bytes that the device may read, from the arena's start; it only grows until `close`."""
-        return self._readable_bytes
 
     def start(self) -> None:
         """Begins to register, in the background; nothing to do if the device reads pageable
@@ -109,7 +105,7 @@ class MappedArena:
         all is readable."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-        return self._memory is not None and self._readable_bytes == self.num_bytes
+        return self._memory is not None and self.readable_bytes == self.num_bytes
 
     def addresses(self, offsets: I64, slot_bytes: int) -> I64:
         """For `Workspace.set_blocks`: addresses of slots by their offsets (`LeaseGrant.offsets`);
@@ -128,7 +124,7 @@ class MappedArena:
                     "granted"
                 ),
             )
-        is_readable = (offsets >= 0) & (offsets <= self._readable_bytes - slot_bytes)
+        is_readable = (offsets >= 0) & (offsets <= self.readable_bytes - slot_bytes)
         return np.where(is_readable, offsets + self.address, 0).astype(np.int64)
 
     def close(self) -> None:
@@ -140,7 +136,7 @@ class MappedArena:
             self._thread.join()
         if self._memory is None:
             return
-        pieces, self._readable_bytes = range(0, self._readable_bytes, self._piece_bytes), 0
+        pieces, self.readable_bytes = range(0, self.readable_bytes, self._piece_bytes), 0
         with self._cupy.cuda.Device(self._device) as device:
             device.synchronize()
             for start in pieces if self.access is Access.REGISTERED else ():
@@ -170,15 +166,15 @@ class MappedArena:
         runtime = self._cupy.cuda.runtime
         try:
             with self._cupy.cuda.Device(self._device):
-                while self._readable_bytes < self.num_bytes and not self._stop.is_set():
-                    start = self._readable_bytes
+                while self.readable_bytes < self.num_bytes and not self._stop.is_set():
+                    start = self.readable_bytes
                     count = min(self._piece_bytes, self.num_bytes - start)
                     runtime.hostRegister(
                         self.address + start,
                         -(-count // mmap.PAGESIZE) * mmap.PAGESIZE,
                         self._flags,
                     )
-                    self._readable_bytes = start + count
+                    self.readable_bytes = start + count
         except runtime.CUDARuntimeError as error:
             self.error = (
                 f"{error}; is there enough free memory, and may this process lock as "
@@ -186,7 +182,7 @@ class MappedArena:
             )
             log.warning(
                 "arena not registered beyond bytes=%d of=%d: %s",
-                self._readable_bytes,
+                self.readable_bytes,
                 self.num_bytes,
                 self.error,
             )

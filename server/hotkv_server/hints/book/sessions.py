@@ -28,7 +28,6 @@ class HintSession:
     same memory, what tells its blocks apart. `message_id`: of the hints of the request that used it
     last, at `used_s`; `before_s`: when requests of other messages did."""
 
-    session_id: str
     used_s: float
     chains: dict[int, Words] = field(default_factory=dict)
     keys: dict[int, ChainKeys] = field(default_factory=dict)
@@ -83,7 +82,7 @@ class HintSessions:
     ) -> None:
         """A request of the session has this prompt, and hints of this message. A prompt that is
         larger than what all sessions may have is cut."""
-        session = self._by_id.pop(session_id, None) or HintSession(session_id, -math.inf)
+        session = self._by_id.pop(session_id, None) or HintSession(-math.inf)
         self.num_bytes -= session.num_bytes
         session.use(message_id, now_s)
         chain = np.ascontiguousarray(hashes[: self._most_bytes // 32])

@@ -13,7 +13,7 @@ from hotkv_server.cache.readers import Grace, Marks
 from hotkv_server.cache.room.space import Space
 from hotkv_server.cache.values import Entries, Int64s
 from hotkv_server.residency.book.bound import ResidencyBound, slots_of
-from hotkv_server.residency.book.residency import Residency
+from hotkv_server.residency.book.register import Residency
 
 
 class ResidencyPins:

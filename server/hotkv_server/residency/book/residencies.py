@@ -32,8 +32,7 @@ from hotkv_server.cache.values import (
 )
 from hotkv_server.residency.book.bound import ResidencyBound
 from hotkv_server.residency.book.pins import ResidencyPins, ResidencyStore
-from hotkv_server.residency.book.register import ResidencyBook
-from hotkv_server.residency.book.residency import Residency, ResidentGroup
+from hotkv_server.residency.book.register import Residency, ResidencyBook, ResidentGroup
 
 MAX_POSITION = 1 << 31
 PART_BLOCKS = 1 << 14
