@@ -24,11 +24,10 @@ from hotkv_sparse import (
     HotSet,
     Selection,
     Span,
-    aggregate,
     build,
+    choose,
     prepare,
     score,
-    select,
     span,
 )
 from hotkv_sparse.axes import Axes
@@ -342,18 +341,17 @@ class Chooser:
         else:
             assert self.variant.scorer == ORACLE and context.block_mass is not None
             scores = context.block_mass[:, where.first : where.last]
-        weights = aggregate(scores, context.always_log_mass, self.kv_heads)
-        of_sets = [(weights.shared, weights.always_shared)]
-        if not self.variant.shared:
-            of_sets = [
-                (weights.per_head[head], float(weights.always[head]))
-                for head in range(self.kv_heads)
-            ]
+        num_sets = 1 if self.variant.shared else self.kv_heads
+        scores_of_set = np.split(scores, num_sets)
+        log_mass_of_set = np.split(context.always_log_mass, num_sets)
         budget = self._budget_blocks(context.tokens)
         if self.variant.freshness == LRU and self._hot[layer][0].span.count == 0:
             # A sequence starts with a full hot set: prefill has just had everything on the device.
             budget *= USUAL_SETS
-        return [select(of_set, always_mass, where, budget) for of_set, always_mass in of_sets]
+        return [
+            choose(of_set, log_mass, where, budget)
+            for of_set, log_mass in zip(scores_of_set, log_mass_of_set, strict=True)
+        ]
 
     def _through_hot_sets(
         self, layer: int, where: Span, context_tokens: int, selections: Sequence[Selection]
@@ -415,9 +413,10 @@ class Tally:
         self, choice: Choice, mass_QB: F32, always_log_mass: F32, where: Span, kv_heads: int
     ) -> None:
         """Adds one layer's strong blocks, judged by exact mass."""
-        weights = aggregate(
-            mass_QB[:, where.first : where.last], always_log_mass, kv_heads
-        ).per_head
+        log_mass = mass_QB[:, where.first : where.last]
+        total = np.logaddexp(np.logaddexp.reduce(log_mass, axis=1), always_log_mass)
+        shares = np.exp(log_mass - total[:, None])
+        weights = shares.reshape(kv_heads, -1, shares.shape[1]).mean(axis=1)
         for head, block in enumerate(weights.argmax(axis=1)):
             if weights[head, block] > STRONG_MASS:
                 blocks = choice.blocks_of_set[head % len(choice.blocks_of_set)]

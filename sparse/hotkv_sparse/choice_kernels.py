@@ -214,43 +214,6 @@ def _exps(
     return own, max(words[1], np.float32(1e-20))
 
 
-@numba.njit(
-    types.void(_F32_2, _F32_1, types.float32[:, ::1], types.float32[::1], types.float32[::1]),
-    nogil=True,
-    cache=True,
-)
-def aggregate(scores: Any, always_log_mass: Any, per_head: Any, shared: Any, always: Any) -> None:
-    """Shares of the attention mass: per_head [H, S], shared [S], always [H] from scores [Q, S] and
-    always_log_mass [Q]."""
-    num_heads, num_blocks = scores.shape
-    kv_heads = per_head.shape[0]
-    group, runs = num_heads // kv_heads, num_blocks // 16 + 1
-    weights, sums = np.zeros(runs * 16, np.float32), np.zeros((kv_heads + 1, runs * 16), np.float32)
-    tail, words = np.empty(16, np.float32), np.zeros(4, np.float32)
-    factor_at = words.ctypes.data + 8
-    always[:] = 0
-    for head in range(num_heads):
-        own, total = _exps(
-            scores,
-            head,
-            always_log_mass[head],
-            tail,
-            words,
-            weights,
-            sums[max(head - 1, 0) // group],
-        )
-        words[2] = np.float32(1.0) / (total * np.float32(group))
-        always[head // group] += own * words[2]
-    ADD_SCALED(weights.ctypes.data, factor_at, sums[kv_heads - 1].ctypes.data, runs)
-    words[2] = np.float32(1.0) / np.float32(kv_heads)
-    for kv_head in range(kv_heads):
-        ADD_SCALED(sums[kv_head].ctypes.data, factor_at, sums[kv_heads].ctypes.data, runs)
-        for i in range(num_blocks):
-            per_head[kv_head, i] = sums[kv_head, i]
-    for i in range(num_blocks):
-        shared[i] = sums[kv_heads, i]
-
-
 @numba.njit(nogil=True, cache=True)
 def _bits(weights: Any, values: Any) -> Any:
     """values = the bits of positive floats, which order like the floats, 0 for all else; returns
@@ -316,7 +279,8 @@ def choose(
     blocks: Any,
     weights: Any,
 ) -> tuple[Any, Any]:
-    """`aggregate` and `top` in one: blocks [n] and weights [n] of a selection from scores [Q, S].
+    """Shares of the attention mass, and the best of them: blocks [n] and weights [n] of a selection
+    from scores [Q, S].
 
     `first` blocks before the candidates and those after them, up to `count`, are always kept and
     weigh inf. Returns (share of blocks that are always kept, share of the chosen).

@@ -6,7 +6,7 @@ have them all.
 """
 
 from hotkv_sparse.build_kernels import build_axes, build_parts, build_tokens, prepare, prepare_axes
-from hotkv_sparse.choice_kernels import aggregate, choose, top
+from hotkv_sparse.choice_kernels import choose, top
 from hotkv_sparse.hotset_kernels import (
     REFUSED,
     hot_adopt,
@@ -18,7 +18,6 @@ from hotkv_sparse.score_kernels import page_log_mass, score_parts, score_tokens
 
 __all__ = [
     "REFUSED",
-    "aggregate",
     "build_axes",
     "build_parts",
     "build_tokens",

@@ -79,57 +79,7 @@ class Selection:
     mass: float
 
 
-# ------------------------------------------------------------------------------------------ weights
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """`per_head` float32 [H, S] and `shared` float32 [S], their mean; `always` float32 [H]: the
-    share of what is always kept.
-
-    `always[h] + per_head[h].sum()` is 1 unless nothing at all was scored.
-    """
-
-    per_head: F32
-    shared: F32
-    always: F32
-
-    @property
-    def always_shared(self) -> float:
-        """The share of what is always kept, mean over the heads."""
-        return float(self.always.mean())
-
-
-def aggregate(scores_QS: F32, always_log_mass_Q: F32, kv_heads: int) -> Weights:
-    """w_b = mean over the group's query heads of exp(S_hb - Z_h), Z_h = logaddexp(L_h, logsumexp_b
-    S_hb) (docs/sparse.md).
-
-    `always_log_mass_Q` float32 [Q] is L_h: the exact log mass of sinks and recent window (-inf:
-    nothing is kept). INVALID_FIELD.
-    """
-    _check_scores(scores_QS, always_log_mass_Q, kv_heads)
-    kernels = native.require("hotkv_sparse.kernels")
-    per_head, shared = (
-        np.empty((kv_heads, scores_QS.shape[1]), np.float32),
-        np.empty(scores_QS.shape[1], np.float32),
-    )
-    always = np.empty(kv_heads, np.float32)
-    scores, log_mass = (
-        np.ascontiguousarray(scores_QS, np.float32),
-        np.ascontiguousarray(always_log_mass_Q, np.float32),
-    )
-    kernels.aggregate(scores, log_mass, per_head, shared, always)
-    return Weights(per_head, shared, always)
-
-
-def _check_scores(scores_QS: F32, always_log_mass_Q: F32, kv_heads: int) -> None:
-    num_heads = len(scores_QS)
-    if kv_heads < 1 or num_heads % kv_heads or always_log_mass_Q.shape != (num_heads,):
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            f"always_log_mass is {list(always_log_mass_Q.shape)} and kv_heads {kv_heads}; pass "
-            f"[{num_heads}] and a number of KV heads that divides it",
-        )
+# ------------------------------------------------------------------------------------------- fusion
 
 
 def _log_total(scores_QS: F32, always_log_mass_Q: F32) -> F32:
@@ -146,7 +96,7 @@ def fuse(
     scores_QS: Sequence[F32], exponents: Sequence[float], always_log_mass_Q: F32
 ) -> tuple[F32, F32]:
     """Weighted geometric mean of the shares that several scorers give: (scores, always_log_mass)
-    for `aggregate`.
+    for `choose`.
 
     Each scorer's shares are normalised with its own Z first, so that scorers of unlike units meet
     as shares.
@@ -184,14 +134,29 @@ def choose(
     adaptive_p: float | None = None,
     floor_blocks: int = 0,
 ) -> Selection:
-    """`aggregate` and `select` of all heads together, in one kernel; arguments
-    and errors as theirs.
+    """The `budget_blocks` best blocks of a context for all heads together, always kept ones first.
 
-    Heads count alike, whatever KV heads share them: groups are equal in size.
+    A candidate's weight is w_b = mean over the query heads of exp(S_hb - Z_h), Z_h = logaddexp(L_h,
+    logsumexp_b S_hb) (docs/sparse.md). `always_log_mass_Q` float32 [Q] is L_h: the exact log mass
+    of sinks and recent window (-inf: nothing is kept). Heads count alike, whatever KV heads share
+    them: groups are equal in size.
+
+    With `adaptive_p`, the fewest of the heaviest with always_mass + sum w >= p, but at least
+    `floor_blocks`. A budget below the always kept blocks keeps just those. INVALID_FIELD if
+    scores do not fit the span or the masses.
     """
-    num_candidates = scores_QS.shape[1]
-    _check_scores(scores_QS, always_log_mass_Q, 1)
-    _check_span(num_candidates, where)
+    num_heads, num_candidates = scores_QS.shape
+    if always_log_mass_Q.shape != (num_heads,):
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"always_log_mass is {list(always_log_mass_Q.shape)}; pass [{num_heads}]",
+        )
+    if num_candidates != where.last - where.first:
+        raise HotKVError(
+            Reason.INVALID_FIELD,
+            f"scores are of {num_candidates} blocks; the span has {where.last - where.first} "
+            "candidates",
+        )
     kernels = native.require("hotkv_sparse.kernels")
     num_always = where.count - num_candidates
     num_blocks = num_always + min(max(budget_blocks - num_always, 0), num_candidates)
@@ -209,48 +174,6 @@ def choose(
         parts = (np.arange(where.first), where.first + kept, np.arange(middle.stop, num_blocks))
         blocks, chosen = blocks[np.concatenate(parts)], chosen[np.concatenate(parts)]
     return Selection(blocks, chosen, min(always_mass + mass, 1.0))
-
-
-def select(
-    weights_S: F32,
-    always_mass: float,
-    where: Span,
-    budget_blocks: int,
-    *,
-    adaptive_p: float | None = None,
-    floor_blocks: int = 0,
-) -> Selection:
-    """The `budget_blocks` best blocks of a context, always kept ones first; INVALID_FIELD if
-    weights do not fit the span.
-
-    With `adaptive_p`, the fewest of the heaviest with always_mass + sum w >= p, but at least
-    `floor_blocks`. A budget below the always kept blocks keeps just those.
-    """
-    _check_span(len(weights_S), where)
-    room = min(max(budget_blocks - where.num_always, 0), len(weights_S))
-    chosen = top(weights_S, room)
-    if adaptive_p is not None:
-        chosen = chosen[enough(weights_S[chosen], always_mass, adaptive_p, floor_blocks)]
-    mass = min(always_mass + float(weights_S[chosen].sum(dtype=np.float64)), 1.0)
-    blocks = np.concatenate(
-        [
-            np.arange(where.first, dtype=np.int32),
-            chosen + np.int32(where.first),
-            np.arange(where.last, where.count, dtype=np.int32),
-        ]
-    )
-    weights = np.full(len(blocks), np.inf, np.float32)
-    weights[where.first : where.first + len(chosen)] = weights_S[chosen]
-    return Selection(blocks, weights, mass)
-
-
-def _check_span(num_weights: int, where: Span) -> None:
-    if num_weights != where.last - where.first:
-        raise HotKVError(
-            Reason.INVALID_FIELD,
-            f"weights are of {num_weights} blocks; the span has {where.last - where.first} "
-            "candidates",
-        )
 
 
 def enough(weights: F32, always_mass: float, p: float, floor_blocks: int) -> npt.NDArray[np.intp]:

@@ -15,7 +15,7 @@ from hotkv_sparse.axes import Axes, half_steps, offsets_of, run_channels
 from hotkv_sparse.formats import LINE_BYTES, NO_TOKEN, RUN_TOKENS, Format
 from hotkv_sparse.rotation import rotate
 from hotkv_sparse.scores import Query
-from hotkv_sparse.selection import Weights
+from hotkv_sparse.selection import Selection, Span, enough
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -328,6 +328,24 @@ def score_parts(query: Query, packed_BHN: U8) -> F32:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """`per_head` float32 [H, S] and `shared` float32 [S], their mean; `always` float32 [H]: the
+    share of what is always kept.
+
+    `always[h] + per_head[h].sum()` is 1 unless nothing at all was scored.
+    """
+
+    per_head: F32
+    shared: F32
+    always: F32
+
+    @property
+    def always_shared(self) -> float:
+        """The share of what is always kept, mean over the heads."""
+        return float(self.always.mean())
+
+
 def aggregate(scores_QS: F32, always_log_mass_Q: F32, kv_heads: int) -> Weights:
     """`aggregate` in plain numpy."""
     everything = np.concatenate([scores_QS, always_log_mass_Q[:, None]], axis=1)
@@ -351,3 +369,34 @@ def top(weights_S: F32, count: int) -> I32:
     """`top` in plain numpy."""
     positive = np.where(weights_S > 0, weights_S, 0.0)
     return np.sort(np.argsort(-positive, kind="stable")[:count]).astype(np.int32)
+
+
+def select(
+    weights_S: F32,
+    always_mass: float,
+    where: Span,
+    budget_blocks: int,
+    *,
+    adaptive_p: float | None = None,
+    floor_blocks: int = 0,
+) -> Selection:
+    """The `budget_blocks` best blocks of a context, always kept ones first.
+
+    With `adaptive_p`, the fewest of the heaviest with always_mass + sum w >= p, but at least
+    `floor_blocks`. A budget below the always kept blocks keeps just those.
+    """
+    room = min(max(budget_blocks - where.num_always, 0), len(weights_S))
+    chosen = top(weights_S, room)
+    if adaptive_p is not None:
+        chosen = chosen[enough(weights_S[chosen], always_mass, adaptive_p, floor_blocks)]
+    mass = min(always_mass + float(weights_S[chosen].sum(dtype=np.float64)), 1.0)
+    blocks = np.concatenate(
+        [
+            np.arange(where.first, dtype=np.int32),
+            chosen + np.int32(where.first),
+            np.arange(where.last, where.count, dtype=np.int32),
+        ]
+    )
+    weights = np.full(len(blocks), np.inf, np.float32)
+    weights[where.first : where.first + len(chosen)] = weights_S[chosen]
+    return Selection(blocks, weights, mass)

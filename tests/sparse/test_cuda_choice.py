@@ -14,7 +14,8 @@ from hotkv_sparse.cuda.index import Index, IndexShape, Pages
 from hotkv_sparse.cuda.selector import CudaSelector
 from hotkv_sparse.cuda.workspace import StepShape, Workspace
 from hotkv_sparse.hotset import HotSet
-from hotkv_sparse.selection import Span, aggregate, floor_blocks, select, span
+from hotkv_sparse.selection import Span, floor_blocks, span
+from tests.oracles import sparse as oracle
 from tests.sparse.cuda_support import CpuDevice, needs_compiler
 from tests.sparse.test_hotset import selection_of
 
@@ -101,12 +102,12 @@ def test_chooses_what_the_reference_chooses(
     work.scores[0], work.always_log_mass[:] = scores, log_mass
     selector.choose()
     middle = slice(where.first, where.last)
-    expected = aggregate(scores[:, middle], log_mass, 1)
+    expected = oracle.aggregate(scores[:, middle], log_mass, 1)
     np.testing.assert_allclose(work.weights[0, middle], expected.shared, rtol=1e-4, atol=1e-12)
     # Below the smallest normal number a last digit is more than rtol.
     np.testing.assert_allclose(work.always_mass[0], expected.always_shared, rtol=1e-5, atol=1e-37)
     # The choice is exact in the weights that the device has.
-    want = select(
+    want = oracle.select(
         work.weights[0, middle].copy(), float(work.always_mass[0]), where,
         config.budget_blocks(num_tokens, BLOCK), adaptive_p=adaptive_p,
         floor_blocks=floor_blocks(BLOCK),

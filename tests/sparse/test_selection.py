@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse.config import SparseConfig
-from hotkv_sparse.selection import Span, aggregate, floor_blocks, fuse, select, span, top
+from hotkv_sparse.selection import Span, choose, floor_blocks, fuse, span, top
 from tests.oracles import sparse as oracle
 
 
@@ -31,24 +31,6 @@ score_sets = st.builds(
 )  # fmt: skip
 
 
-@given(case=score_sets)
-def test_weights_equal_their_references_and_sum_to_one(
-    case: tuple[int, np.ndarray, np.ndarray],
-) -> None:
-    kv_heads, scores, always = case
-    actual, expected = (
-        aggregate(scores, always, kv_heads),
-        oracle.aggregate(scores, always, kv_heads),
-    )
-    for name in ("per_head", "shared", "always"):
-        np.testing.assert_allclose(
-            getattr(actual, name), getattr(expected, name), rtol=1e-4, atol=1e-6
-        )
-    some = np.isfinite(np.concatenate([scores, always[:, None]], axis=1)).any(axis=1)
-    total = actual.per_head.sum(axis=1) + actual.always
-    np.testing.assert_allclose(total, some.reshape(kv_heads, -1).mean(axis=1), rtol=1e-4, atol=1e-6)
-
-
 @given(case=score_sets, exponent=st.floats(0.1, 5))
 def test_fusion_of_equal_scorers_changes_nothing(
     case: tuple[int, np.ndarray, np.ndarray], exponent: float
@@ -56,10 +38,8 @@ def test_fusion_of_equal_scorers_changes_nothing(
     kv_heads, scores, always = case
     with np.errstate(invalid="ignore"):
         fused = fuse([scores, scores], [1.0, exponent], always)
-    np.testing.assert_allclose(
-        aggregate(*fused, kv_heads).per_head, aggregate(scores, always, kv_heads).per_head,
-        rtol=2e-3, atol=1e-5
-    )  # fmt: skip
+    found, expected = (oracle.aggregate(*one, kv_heads) for one in (fused, (scores, always)))
+    np.testing.assert_allclose(found.per_head, expected.per_head, rtol=2e-3, atol=1e-5)
 
 
 def test_fusion_is_the_weighted_geometric_mean_of_shares() -> None:
@@ -110,12 +90,14 @@ def test_what_a_selection_promises(
     weights, always_mass = shares[1:], float(shares[0])
     where = Span(first, first + num, first + num + recent)
     options = {"adaptive_p": p, "floor_blocks": 2}
-    chosen = select(weights, always_mass, where, budget, **options)
-    more = select(weights, always_mass, where, budget + 1, **options)
+    with np.errstate(divide="ignore"):
+        scores, log_mass = np.log(weights[None]), np.log(shares[:1])
+    chosen = choose(scores, log_mass, where, budget, **options)
+    more = choose(scores, log_mass, where, budget + 1, **options)
     blocks = set(chosen.blocks.tolist())
     assert (np.diff(chosen.blocks) > 0).all() and set(where.always.tolist()) <= blocks
     assert len(blocks) <= max(budget, where.num_always)
-    assert more.mass >= chosen.mass and blocks <= set(more.blocks.tolist())
+    assert more.mass >= chosen.mass - 1e-6 and blocks <= set(more.blocks.tolist())
     assert (np.isinf(chosen.weights) == np.isin(chosen.blocks, where.always)).all()
     picked = np.setdiff1d(chosen.blocks, where.always) - first
     assert np.isclose(
@@ -126,17 +108,10 @@ def test_what_a_selection_promises(
         if budget >= where.count:
             assert blocks == set(range(where.count))
     else:
-        enough = chosen.mass >= p - 1e-6
+        enough = chosen.mass >= p - 1e-5
         assert enough or len(blocks) == max(min(budget, where.count), where.num_always)
         if len(picked) > 2:
-            assert always_mass + np.sort(weights[picked])[1:].sum(dtype=np.float64) <= p + 1e-6
-
-
-def test_weights_that_do_not_fit_the_span_are_refused() -> None:
-    weights = np.array([0.2, 0.15, 0.12], np.float32)
-    assert select(weights, 0.0, Span(0, 3, 3), 1).blocks.tolist() == [0]
-    with pytest.raises(HotKVError, match="the span has 2 candidates"):
-        select(weights, 0.0, Span(0, 2, 3), 1)
+            assert always_mass + np.sort(weights[picked])[1:].sum(dtype=np.float64) <= p + 1e-5
 
 
 @given(

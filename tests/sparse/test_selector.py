@@ -13,7 +13,6 @@ from hotkv_sparse.selection import (
     Span,
     choose,
     exact_log_mass,
-    select,
     select_layer,
     span,
 )
@@ -197,7 +196,7 @@ def test_choosing_in_one_kernel_equals_its_reference(
     options = {"adaptive_p": p, "floor_blocks": 2}
     found = choose(scores, always, where, budget, **options)  # type: ignore[arg-type]
     shares = oracle.aggregate(scores, always, 1)
-    expected = select(shares.shared, shares.always_shared, where, budget, **options)  # type: ignore[arg-type]
+    expected = oracle.select(shares.shared, shares.always_shared, where, budget, **options)  # type: ignore[arg-type]
     assert abs(len(found.blocks) - len(expected.blocks)) <= (p is not None)
     assert found.mass == pytest.approx(expected.mass, abs=1e-4 if p is None else 0.05)
     assert (np.diff(found.blocks) > 0).all() and (
