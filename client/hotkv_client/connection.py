@@ -62,8 +62,9 @@ class Pending:
 
 
 class Connection:
-    """See the module. `order_kind`, `order_message`: what the server took of the memory's device
-    order, and why no more. Thread-safe once it is open."""
+    """One connection of a session, with the calls that wait for answers. `order_kind`,
+    `order_message`: what the server took of the memory's device order, and why no more.
+    Thread-safe once it is open."""
 
     def __init__(
         self,

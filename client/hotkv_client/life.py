@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class SessionLife:
-    """See the module. `connection`: the one that is open, if any. `opened`: what the server said
-    when the last connection was opened. `fence`: the memory's, or one of the session's own."""
+    """Keeps a session connected, from its start to its close. `connection`: the one that is
+    open, if any. `opened`: what the server said when the last connection was opened. `fence`:
+    the memory's, or one of the session's own."""
 
     def __init__(self, config: SessionConfig, memory: EngineMemory | None) -> None:
         self._config = config
@@ -106,7 +107,8 @@ class SessionLife:
             ticket, why_no_ticket = self._ticket()
             connection.open(ticket)
             with self._changed:
-                self.connection, self.opened = connection, connection.opened
+                self.connection = connection
+                self.opened = connection.opened
             self._set_state(LinkState.CONNECTED, f"connected to {config.target}")
             if self._closed.is_set():
                 connection.outbox.put(None)

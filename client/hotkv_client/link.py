@@ -49,7 +49,8 @@ class Link:
         """Raises OSError if nobody answers, HotKVError if the server refuses."""
         self._lock = threading.Lock()
         self._arena: Arena | None = None
-        self._arena_fd, self._sizes = -1, _answers.LinkSizes(0, 0, 0, 0)
+        self._arena_fd = -1
+        self._sizes = _answers.LinkSizes(0, 0, 0, 0)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.settimeout(timeout_s)
@@ -76,7 +77,8 @@ class Link:
                     else None
                 )
                 if sizes.arena_bytes:
-                    self._arena_fd, self._sizes = os.dup(received[0]), sizes
+                    self._arena_fd = os.dup(received[0])
+                    self._sizes = sizes
             finally:
                 for fd in received:
                     os.close(fd)
@@ -101,7 +103,8 @@ class Link:
         with self._lock:
             if self._arena_fd >= 0:
                 os.close(self._arena_fd)
-            self._arena, self._arena_fd = None, -1
+            self._arena = None
+            self._arena_fd = -1
 
     def wait_closed(self) -> None:
         """Blocks until the server has closed the link or is dead."""

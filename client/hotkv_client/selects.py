@@ -20,7 +20,7 @@ CLOSED = "the session was closed during a selection"
 
 
 class Selects:
-    """See the module. One thread; use in a `with` block or close it."""
+    """A stream of selections. One thread; use in a `with` block or close it."""
 
     def __init__(self, stub: _sparse_wire.Stub, session_id: str) -> None:
         self._stub = stub

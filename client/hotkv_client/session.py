@@ -53,8 +53,8 @@ from hotkv_proto.order import OrderKind
 
 
 class Session:
-    """See the module. Thread-safe. Sequence ids are the caller's choice, unique in the session. All
-    sequences end with the connection."""
+    """A session with the server. Thread-safe. Sequence ids are the caller's choice, unique in
+    the session. All sequences end with the connection."""
 
     def __init__(self, config: SessionConfig, memory: EngineMemory | None = None) -> None:
         self.config = config

@@ -73,7 +73,7 @@ class NoSide:
 
 
 class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """See the module. Constructor as vLLM calls it; raises ConfigError."""
+    """vLLM's connector. Constructor as vLLM calls it; raises ConfigError."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -83,7 +83,8 @@ class HotKVConnector(KVConnectorBase_V1, SupportsHMA):
         config = ConnectorConfig.from_extra_config(transfer.kv_connector_extra_config)
         is_scheduler = role is KVConnectorRole.SCHEDULER
         who = "scheduler" if is_scheduler else f"worker-{vllm_config.parallel_config.rank}"
-        self.config, self._is_resident = config, config.is_resident
+        self.config = config
+        self._is_resident = config.is_resident
         self.clock = HookClock(who, str(transfer.engine_id))
         self.edge = HookEdge(self.clock, self._count)
         self._scheduler = cast(HotKVScheduler, NoSide())

@@ -252,21 +252,6 @@ def needed_blocks(groups: Sequence[GroupSpec], hit_tokens: int) -> list[range]:
     ]
 
 
-def load_bytes(
-    groups: Sequence[GroupSpec], hit_tokens: int, computed_tokens: int = 0
-) -> tuple[int, ...]:
-    """Bytes that each group loads for a hit, all shards: window blocks only, one state, never what
-    the engine has already.
-
-    `computed_tokens`: the part of the hit that the engine holds itself.
-    """
-    return tuple(
-        len(range(max(blocks.start, computed_tokens // group.block_tokens), blocks.stop))
-        * group.slot_bytes
-        for group, blocks in zip(groups, needed_blocks(groups, hit_tokens), strict=True)
-    )
-
-
 def check_context_parallel(
     kind: GroupKind, block_tokens: int, *, is_sharded: bool, decode_ranks: int, prefill_ranks: int
 ) -> None:

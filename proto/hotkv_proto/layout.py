@@ -94,10 +94,6 @@ class CopyRuns:
     slot_offsets: Int64s
     num_bytes: Int64s
 
-    @property
-    def total_bytes(self) -> int:
-        return int(self.num_bytes.sum())
-
 
 @dataclass(frozen=True, slots=True)
 class Recipe:

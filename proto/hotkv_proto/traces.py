@@ -61,7 +61,8 @@ class Span:
     __slots__ = ("_span", "_traces", "attributes")
 
     def __init__(self, traces: "Traces", span: trace.Span) -> None:
-        self._traces, self._span = traces, span
+        self._traces = traces
+        self._span = span
         self.attributes: dict[str, Value] = {}
 
     def __repr__(self) -> str:
@@ -199,7 +200,8 @@ class _Bounds(SpanProcessor):
             max_export_batch_size=min(BATCH_SPANS, queue_spans),
         )
         self._export = export
-        self._max_spans_per_s, self._queue_spans = max_spans_per_s, queue_spans
+        self._max_spans_per_s = max_spans_per_s
+        self._queue_spans = queue_spans
         self._num_emitted = 0
         self._lock = threading.Lock()
         # Of the second that runs: its number, and spans in it.
@@ -214,7 +216,8 @@ class _Bounds(SpanProcessor):
             # Not by the spans' own times: those of a transfer's parts lie seconds apart.
             second = int(time.monotonic())
             if second != self._second:
-                self._second, self._num_in_second = second, 0
+                self._second = second
+                self._num_in_second = 0
             self._num_in_second += 1
             if (
                 self._num_in_second > self._max_spans_per_s
@@ -256,7 +259,9 @@ class _Answers(threading.local):
     said = ""
 
     def begin(self) -> None:
-        self.is_exporting, self.num_refused, self.said = True, 0, ""
+        self.is_exporting = True
+        self.num_refused = 0
+        self.said = ""
 
     def say(self, said: str) -> None:
         self.said = self.said or said[:MAX_REASON_CHARS]
@@ -292,7 +297,9 @@ class _Export(SpanExporter):
     def __init__(self, exporter: SpanExporter, logger: logging.Logger, where: str) -> None:
         _hear_the_sdk()
         self.num_exported = self.num_failed = self.num_taken = 0
-        self._exporter, self._logger, self._where = exporter, logger, where
+        self._exporter = exporter
+        self._logger = logger
+        self._where = where
         self._is_away = self._is_shut_down = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:

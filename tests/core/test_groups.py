@@ -21,7 +21,6 @@ from hotkv_proto.groups import (
     Int64s,
     alignment_tokens,
     check_context_parallel,
-    load_bytes,
     longest_hit,
     longest_prefix,
     needed_blocks,
@@ -309,33 +308,6 @@ def test_full_hits_and_misses_take_one_round_of_probes() -> None:
         residency = Residency(ready)
         assert longest_prefix(residency, 8192) == int(ready.sum())
         assert residency.calls == 1 and residency.num_asked == PROBES_PER_ROUND
-
-
-@given(prompt=prompts(), computed=st.integers(0, MAX_TOKENS))
-def test_load_bytes_count_the_blocks_that_are_needed_and_not_computed(
-    prompt: tuple[list[GroupSpec], list[BoolMask], int], computed: int
-) -> None:
-    groups, ready, limit_tokens = prompt
-    hit = longest_hit(groups, ready, limit_tokens)
-    needed = [
-        [
-            block
-            for block in blocks_reference(group, hit)
-            if (block + 1) * group.block_tokens > computed
-        ]
-        for group in groups
-    ]
-    assert load_bytes(groups, hit, computed) == tuple(4096 * len(blocks) for blocks in needed)
-
-
-def test_windows_save_most_of_a_long_load() -> None:
-    """32k tokens, window 1024 in five of six layers; a state is one block however long the
-    prompt."""
-    full = GroupSpec(GroupKind.FULL_ATTENTION, 16, (8192,))
-    window = GroupSpec(GroupKind.SLIDING_WINDOW, 16, (8192,), 1024)
-    moved, dense = sum(load_bytes([full, *[window] * 5], 32768)), sum(load_bytes([full] * 6, 32768))
-    assert moved / dense == (2048 + 5 * 64) / (6 * 2048) < 0.2
-    assert load_bytes([GroupSpec(GroupKind.MAMBA, 16, (4096, 4096))], 32768) == (8192,)
 
 
 @pytest.mark.parametrize(

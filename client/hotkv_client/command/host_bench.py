@@ -228,7 +228,8 @@ class BenchEngine:
         self._engine.kv[:] = 7
         self._session = self._engine.session
         order = np.random.default_rng(1).permutation(2 * OPERATION_BLOCKS).astype(np.int32)
-        self._sources, self._targets = order[:OPERATION_BLOCKS], order[OPERATION_BLOCKS:]
+        self._sources = order[:OPERATION_BLOCKS]
+        self._targets = order[OPERATION_BLOCKS:]
         self._number = 0
 
     def close(self) -> None:

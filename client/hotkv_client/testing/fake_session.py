@@ -68,11 +68,14 @@ class FakeSession:
         order: DeviceOrder = NO_ORDER,
         fence: SharedFence | None = None,
     ) -> None:
-        self.server, self.config, self.layout = server, config, layout
+        self.server = server
+        self.config = config
+        self.layout = layout
         self.memory = FakeMemory(config, layout, fds)
         self.space = config.key_space.fingerprint
         self.closed = False
-        self.order, self.order_message = order, ""
+        self.order = order
+        self.order_message = ""
         self.fence = fence
         self._revocable: dict[str, tuple[int, Future[Any]]] = {}
         self.num_revocations = 0

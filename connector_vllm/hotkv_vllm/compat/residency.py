@@ -109,9 +109,9 @@ def _blocks(num_tokens: int, block_tokens: int) -> int:
 
 
 class ResidentManager(FullAttentionManager):
-    """See the module. The scheduler side sets `stored_tokens` and `has_room`; `freed_blocks` says,
-    by request, up to which block those behind the sinks were given back; `hot` has the hot
-    slots."""
+    """vLLM's manager of the blocks of resident requests. The scheduler side sets `stored_tokens`
+    and `has_room`; `freed_blocks` says, by request, up to which block those behind the sinks
+    were given back; `hot` has the hot slots."""
 
     def __init__(self, kv_cache_spec: ResidentSpec, **more: Any) -> None:
         super().__init__(kv_cache_spec, **more)
@@ -364,7 +364,8 @@ class DevicePool:
         managers = kv_cache_manager.coordinator.single_type_managers
         found = next((one for one in managers if isinstance(one, ResidentManager)), None)
         if found is not None:
-            found.stored_tokens, found.has_room = stored_tokens, has_room
+            found.stored_tokens = stored_tokens
+            found.has_room = has_room
             self._manager = found
 
     def describe(self) -> str:

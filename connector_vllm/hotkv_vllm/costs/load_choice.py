@@ -95,7 +95,7 @@ def _is_like(predicted_s: float, seconds: float) -> bool:
 
 
 class LoadChoice:
-    """See the module. Without `prefill` every hit is taken."""
+    """Decides whether a hit is loaded or computed. Without `prefill` every hit is taken."""
 
     def __init__(self, prefill: PrefillSpeed | None, stats: HotKVStats) -> None:
         self.costs = ServerCosts()
@@ -170,7 +170,8 @@ class LoadChoice:
         assert choice is not None, "a hit that was not asked for"
         if choice.num_tokens == num_tokens:
             return
-        choice.num_tokens, choice.ask_s = num_tokens, state.hit.server_s
+        choice.num_tokens = num_tokens
+        choice.ask_s = state.hit.server_s
         choice.prefill_s = self._prefill_s(computed_tokens, computed_tokens + num_tokens)
         if not choice.prefill_s:
             return
@@ -326,7 +327,8 @@ def _shorten(finder: HitFinder, state: RequestState, computed_tokens: int, limit
     while not hit.left_out and computed_tokens + limit < hit.hit_tokens:
         shorter = finder.groups.longest_hit(hit.ready, computed_tokens, computed_tokens + limit)
         if shorter > computed_tokens:
-            hit.hit_tokens, hit.miss = shorter, Miss.COMPUTED_SOONER
+            hit.hit_tokens = shorter
+            hit.miss = Miss.COMPUTED_SOONER
             break
         limit *= 2
     return hit.hit_tokens - computed_tokens

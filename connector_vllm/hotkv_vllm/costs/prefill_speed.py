@@ -33,9 +33,10 @@ class Planned:
 
 
 class PrefillSpeed:
-    """See the module. A step is begun when it is planned, and ended when its results come; the
-    worker repeats its number. With asynchronous scheduling the next one is planned before.
-    `last_end_s`: when the results of the last step of all have come, whose owner is the caller."""
+    """Learns how fast the engine computes prompts. A step is begun when it is planned, and ended
+    when its results come; the worker repeats its number. With asynchronous scheduling the next
+    one is planned before. `last_end_s`: when the results of the last step of all have come,
+    whose owner is the caller."""
 
     def __init__(self, stats: HotKVStats) -> None:
         self._stats = stats

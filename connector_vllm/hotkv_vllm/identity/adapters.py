@@ -254,7 +254,8 @@ class Adapters:
             tuple(sorted(self._to_release)),
             self._to_acknowledge,
         )
-        self._to_release, self._to_acknowledge = set(), frozenset()
+        self._to_release = set()
+        self._to_acknowledge = frozenset()
         return self._taken
 
     def give_back(self) -> None:
@@ -292,12 +293,14 @@ class Adapters:
     def _ask(self, one: _Id, lora: Any) -> None:
         self._forget_question(one)
         self._last_number += 1
-        one.asked, one.answers = self._last_number, {}
+        one.asked = self._last_number
+        one.answers = {}
         self._questions[one.asked] = _Question(lora.lora_int_id, lora)
 
     def _forget_question(self, one: _Id) -> None:
         self._questions.pop(one.asked, None)
-        one.asked, one.is_put_off = 0, False
+        one.asked = 0
+        one.is_put_off = False
 
     def _settle(self, one: _Id) -> None:
         """Sets the identity of the id's adapters, or refuses them: all ranks have answered."""

@@ -108,7 +108,8 @@ class Rekeying:
         self._question = next(_questions)
         self._asked_s = now_s
         self._answers.clear()
-        self._is_due, self._is_asking = False, True
+        self._is_due = False
+        self._is_asking = True
 
     def waits(self, now_s: float) -> bool:
         """Returns True if a request that asks for a hit should wait for the ranks.
@@ -154,11 +155,15 @@ class Rekeying:
         The ranks have not started anew. So the original identity and the numbers of checks stay,
         and a check that was under way is asked again.
         """
-        self.identity, self._is_due, self._is_asking = identity, self.under_way, False
+        self.identity = identity
+        self._is_due = self.under_way
+        self._is_asking = False
 
     def adopt(self, identity: str) -> None:
         """Ends the check: the sessions are those of this identity from now on."""
-        self.identity, self._is_asking, self.were_written = identity, False, False
+        self.identity = identity
+        self._is_asking = False
+        self.were_written = False
 
     def order(self) -> WeightsOrder | None:
         """Returns the order for the ranks in this step; None until the first check.
@@ -201,7 +206,8 @@ class RankWeights:
         return False
 
     def _answer(self, question: int) -> None:
-        self._answered, self._waits = question, True
+        self._answered = question
+        self._waits = True
         if self._watch is None:
             self._report = WeightsReport(question, f"unseen:{uuid.uuid4().hex}")
             return

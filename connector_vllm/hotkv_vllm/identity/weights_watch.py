@@ -57,7 +57,8 @@ class WeightsWatch:
         for writer in writers:
             for name in WRITERS:
                 self._wrap(writer, name)
-        self._known_samples, self.original = self._digest(_samples), self._digest(_sums)
+        self._known_samples = self._digest(_samples)
+        self.original = self._digest(_sums)
         self._known = self.original
 
     def __repr__(self) -> str:
@@ -77,7 +78,8 @@ class WeightsWatch:
         try:
             samples = self._digest(_samples)
             if was_touched or samples != self._known_samples:
-                self._known_samples, self._known = samples, self._digest(_sums)
+                self._known = self._digest(_sums)
+                self._known_samples = samples
         except BaseException:
             self.touched = True
             raise
@@ -88,7 +90,8 @@ class WeightsWatch:
 
         For an engine whose weights may differ from those that its identity names.
         """
-        self.original, self.touched = "", True
+        self.original = ""
+        self.touched = True
 
     def _digest(self, read: Callable[[torch.Tensor], Iterator[bytes]]) -> str:
         found = hashlib.sha256(b"hotkv-weights-in-memory-1\0")

@@ -23,21 +23,27 @@ from hotkv_vllm.sparse.rows import ResidentOnly, RowNames, announce
 
 
 class Admission:
-    """See the module. `rows`: decides which rows attend sparsely; None without sparse decode.
-    `lost_track`: it is not known which blocks the next step gives away."""
+    """Follows the requests that the engine has. `rows`: decides which rows attend sparsely; None
+    without sparse decode. `lost_track`: it is not known which blocks the next step gives away."""
 
     def __init__(self, engine: Engine, sharing: Sharing, edge: HookEdge) -> None:
         vllm_config, kv_cache_config = engine.vllm_config, engine.kv_cache_config
         transfer = vllm_config.kv_transfer_config
-        self.edge, self._sharing = edge, sharing
-        self._stats, self._adapters = engine.stats, engine.adapters
-        self._exactness, self._pool, self._traces = engine.exactness, engine.pool, engine.traces
+        self.edge = edge
+        self._sharing = sharing
+        self._stats = engine.stats
+        self._adapters = engine.adapters
+        self._exactness = engine.exactness
+        self._pool = engine.pool
+        self._traces = engine.traces
         self._hints = HintReader(engine.stats)
-        self._may_load, self._may_store = transfer.is_kv_consumer, transfer.is_kv_producer
+        self._may_load = transfer.is_kv_consumer
+        self._may_store = transfer.is_kv_producer
         self.states: dict[str, RequestState] = {}
         self.loads = LoadOrders(vllm_config.parallel_config.world_size)
         self.written = WrittenBlocks(kv_groups.group_block_tokens(vllm_config, kv_cache_config))
-        self.others, self.lost_track = OtherLoads(), False
+        self.others = OtherLoads()
+        self.lost_track = False
         self.room = LoadRoom(vllm_config)
         self.failed_loads = engine.failed_loads
         self.choice = LoadChoice(engine.learnt_prefill, engine.stats)

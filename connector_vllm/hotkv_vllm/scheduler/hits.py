@@ -260,7 +260,8 @@ class Patience:
         clock: Callable[[], float] = time.monotonic,
         wait_for: "Callable[[Future[Any], float], bool]" = _is_there_in,
     ) -> None:
-        self._clock, self._wait_for = clock, wait_for
+        self._clock = clock
+        self._wait_for = wait_for
         self._left_s = ANSWER_PATIENCE_S
         self._pause = self._passes_by = 0
 
@@ -319,11 +320,14 @@ class HitFinder:
         self._left_out = left_out
         self.groups = groups
         self.representations = representations or RepresentationPlanner(len(groups.specs))
-        self.hidden, self.patience = HiddenKeys(), Patience()
+        self.hidden = HiddenKeys()
+        self.patience = Patience()
         self.failed_loads = FailedLoads() if failed_loads is None else failed_loads
         self._session = session
         self._table = TableProbe(session, groups, self.hidden)
-        self._config, self._stats, self._prefix = config, stats, id_prefix
+        self._config = config
+        self._stats = stats
+        self._prefix = id_prefix
         self._counter = itertools.count(1)
         self._overdue: Future[Any] | None = None
 
@@ -448,8 +452,12 @@ class HitFinder:
         """Ends what the request holds: its call, its lease."""
         hit = state.hit
         answer, lease_id = hit.answer, hit.lease_id
-        hit.phase, hit.answer, hit.lease_id = Phase.IDLE, None, ""
-        hit.ready, hit.represented, hit.asked = (), {}, []
+        hit.phase = Phase.IDLE
+        hit.answer = None
+        hit.lease_id = ""
+        hit.ready = ()
+        hit.represented = {}
+        hit.asked = []
         if not lease_id:
             return
         self._session.release(lease_id)
@@ -460,7 +468,8 @@ class HitFinder:
     def forget(self, state: RequestState, failed_too: bool = False) -> None:
         """What is known of the cache is void: the request is looked up anew. Its lease is given
         back, unless its load is under way. `failed_too`: so are the failures of its loads."""
-        state.hit.hint, state.hit.miss_until_s = None, 0.0
+        state.hit.hint = None
+        state.hit.miss_until_s = 0.0
         if failed_too:
             state.hit.failed_loads = 0
         if state.hit.phase is not Phase.LOADING:
@@ -479,7 +488,8 @@ class HitFinder:
         state.hit.answer = self._session.lookup(groups, span and span.traceparent)
         state.hit.asked.append(AnswerTime(state.hit.answer, span))
         deadline_s = now_s + self._config.lookup_timeout_s
-        state.hit.phase, state.hit.deadline_s = Phase.ASKED, deadline_s
+        state.hit.phase = Phase.ASKED
+        state.hit.deadline_s = deadline_s
         return ASK_AGAIN
 
     def _after_call(self, state: RequestState, computed_tokens: int, now_s: float) -> Answer:
@@ -489,7 +499,8 @@ class HitFinder:
             if now_s < hit.deadline_s:
                 return ASK_AGAIN
             self._stats.add("lookup_timeouts")
-            self._overdue, hit.miss = answer, Miss.LATE
+            self._overdue = answer
+            hit.miss = Miss.LATE
             return self._miss(state, now_s)
         if answer is None or answer.cancelled() or answer.exception() is not None:
             hit.miss = Miss.REFUSED
@@ -515,10 +526,13 @@ class HitFinder:
         groups = self.groups.named(state.request, hit.leased, hit.left_out)
         asked, ttl_s = groups + self.representations.asked(groups), self._config.lease_ttl_s
         span = state.trace and state.trace.lease(asked)
-        hit.lease_id, hit.miss = f"{self._prefix}-r{next(self._counter)}", Miss.ABSENT
+        hit.lease_id = f"{self._prefix}-r{next(self._counter)}"
+        hit.miss = Miss.ABSENT
         hit.answer = self._session.acquire(hit.lease_id, asked, ttl_s, span and span.traceparent)
         hit.asked.append(AnswerTime(hit.answer, span))
-        hit.phase, hit.computed_tokens, hit.hit_tokens = Phase.LEASING, computed_tokens, hit_tokens
+        hit.phase = Phase.LEASING
+        hit.computed_tokens = computed_tokens
+        hit.hit_tokens = hit_tokens
         hit.deadline_s = now_s + self._config.lookup_timeout_s
         return ASK_AGAIN
 
@@ -535,7 +549,8 @@ class HitFinder:
         if computed_tokens != hit.computed_tokens or hit_tokens <= computed_tokens:
             return self._miss(state, now_s)
         hit.hit_tokens = hit_tokens
-        hit.phase, hit.granted_s = Phase.GRANTED, now_s
+        hit.phase = Phase.GRANTED
+        hit.granted_s = now_s
         ttl_s = grant.ttl_s or self._config.lease_ttl_s
         hit.lease_ends_s = now_s + ttl_s * LEASE_SHARE_BEFORE_LOAD
         if not hit.counted:

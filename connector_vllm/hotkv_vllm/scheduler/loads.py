@@ -75,7 +75,9 @@ class LoadOrders:
     def take(self) -> tuple[tuple[LoadJob, ...], tuple[str, ...], tuple[str, ...]]:
         """Loads to begin, and requests whose load is cancelled or abandoned. They are told once."""
         taken = tuple(self.jobs.values()), tuple(self.cancelled), tuple(self.abandoned)
-        self.jobs, self.cancelled, self.abandoned = {}, [], []
+        self.jobs = {}
+        self.cancelled = []
+        self.abandoned = []
         return taken
 
 

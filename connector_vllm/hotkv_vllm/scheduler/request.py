@@ -153,7 +153,8 @@ class RequestState:
 
     def ask(self, asked: RequestHints) -> None:
         """Notes what the request asks of the cache."""
-        self.asked, self.retention = asked, asked.retention
+        self.asked = asked
+        self.retention = asked.retention
 
     def leave(self) -> None:
         """The request goes on without hotkv: its trace ends."""

@@ -46,7 +46,8 @@ class CacheReset:
                 "it is "
                 "back, before anything is loaded"
             )
-            self._answer, self._retry_at_s = None, 0.0
+            self._answer = None
+            self._retry_at_s = 0.0
             return True
         if not accepted:
             logger.warning(
@@ -59,13 +60,15 @@ class CacheReset:
             _warn_of_pending(answer)
             self._done()
         else:
-            self._answer, self._retry_at_s = None, 0.0 if accepted else time.monotonic() + RETRY_S
+            self._answer = None
+            self._retry_at_s = 0.0 if accepted else time.monotonic() + RETRY_S
         return accepted
 
     def hold(self) -> None:
         """A reset was asked for and could not be begun: it is done with the next steps."""
         self.under_way = self._planner.is_held = True
-        self._answer, self._retry_at_s = None, 0.0
+        self._answer = None
+        self._retry_at_s = 0.0
 
     def step(self, now_s: float) -> None:
         """Takes the reset further; does not wait."""
@@ -79,7 +82,8 @@ class CacheReset:
                 _warn_of_pending(self._answer)
                 self._done()
             else:
-                self._answer, self._retry_at_s = None, now_s + RETRY_S
+                self._answer = None
+                self._retry_at_s = now_s + RETRY_S
 
     def _done(self) -> None:
         self.under_way = self._planner.is_held = False

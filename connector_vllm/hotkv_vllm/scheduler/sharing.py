@@ -509,7 +509,8 @@ class Sharing:
         # Before the first request: numba takes a second to load and some kernels to compile.
         native.load("hotkv_proto.kernels")
         cache = assemble(self._engine, agreement)
-        self._agreement, self.cache = agreement, cache
+        self._agreement = agreement
+        self.cache = cache
         if self._engine.counts_media:
             logger.warning(
                 "hotkv: requests with images or other media do not use the shared cache: vLLM "

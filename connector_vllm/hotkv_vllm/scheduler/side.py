@@ -35,7 +35,8 @@ class HotKVScheduler:
     ) -> None:
         self._config = config
         self.edge = edge
-        self.stats, self.totals = HotKVStats(), HotKVStats()
+        self.stats = HotKVStats()
+        self.totals = HotKVStats()
         self._adapters = Adapters(
             vllm_config.parallel_config.world_size, lambda text: logger.warning("hotkv: %s", text)
         )
@@ -207,5 +208,6 @@ class HotKVScheduler:
         if self.sharing.cache is not None:
             self.sharing.cache.reset.hold()
         for state in self.requests.states.values():
-            state.hit.hint, state.store.may_store = None, False
+            state.hit.hint = None
+            state.store.may_store = False
         return checks.is_pausing()

@@ -19,7 +19,8 @@ from hotkv_vllm.sparse.rows import SparseRows, sparse_rows
 
 
 class StepPlanner:
-    """See the module. `manager`: vLLM's manager of blocks, once it is known."""
+    """Plans each step's work for the workers. `manager`: vLLM's manager of blocks, once it is
+    known."""
 
     def __init__(
         self, engine: Engine, sharing: Sharing, requests: Admission, edge: HookEdge
@@ -89,7 +90,9 @@ class StepPlanner:
         if self._sharing.cache is not None:
             stores, flush = self._plan_stores(self._sharing.cache, scheduler_output)
         meta = self._state()
-        meta.stores, meta.flush_stores, meta.settles_step = stores, flush, settles_step
+        meta.stores = stores
+        meta.flush_stores = flush
+        meta.settles_step = settles_step
         meta.wants_handshake = wants_handshake
         # Decode steps don't pay for a call that would tell them so.
         if scheduler_output.total_num_scheduled_tokens >= LEAST_STEP_TOKENS:
@@ -191,5 +194,7 @@ class StepPlanner:
             weights=self._sharing.weights.order(),
         )
         # Last, so that they are not lost if this breaks as well.
-        loads.jobs, loads.abandoned, loads.cancelled = {}, [], []
+        loads.jobs = {}
+        loads.abandoned = []
+        loads.cancelled = []
         return meta

@@ -334,7 +334,8 @@ class Tails:
 
     def forget(self) -> None:
         """Drops what waits."""
-        self.waiting, self.blocks = [], set()
+        self.waiting = []
+        self.blocks = set()
 
 
 # ------------------------------------------------------------------------------- what a step stores
@@ -360,7 +361,8 @@ class StorePlanner:
         residencies: ResidentRequests | None = None,
     ) -> None:
         self._session = session
-        self._finder, self._groups = finder, finder.groups
+        self._finder = finder
+        self._groups = finder.groups
         self._cache_groups = tuple(cache_groups)
         self._representations = finder.representations
         self._residencies = residencies

@@ -77,7 +77,9 @@ class RankReport:
     def _state_report(self, loads: RankLoads) -> None:
         """Puts into the report how hung loads, the session and the weights are now."""
         report = self._next
-        report.overdue_loads, report.settled_loads, report.links = (), {}, {}
+        report.overdue_loads = ()
+        report.settled_loads = {}
+        report.links = {}
         report.overdue_loads = loads.overdue(time.monotonic())
         if loads.given_up:
             self.timed(loads.given_up)

@@ -40,11 +40,12 @@ logger = link.logger
 
 
 class RankSession:
-    """See the module. `shared`: representations that go with blocks; None if none do. `adapters`:
-    the watch over this rank's adapters."""
+    """Owns a rank's memory, session and transfers. `shared`: representations that go with
+    blocks; None if none do. `adapters`: the watch over this rank's adapters."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
-        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
         self._config = config
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._space: KeySpace | None = None
@@ -139,7 +140,8 @@ class RankSession:
         except ValueError:
             os.close(memory.fds[HANDLE])
             raise
-        self.memory, self.shared = memory, sparse
+        self.memory = memory
+        self.shared = sparse
         return pool.kinds
 
     def arena(self) -> Arena | None:

@@ -60,7 +60,8 @@ class View:
         elif key in ("up", "down") and names:
             self.chosen = names[max(0, min(len(names) - 1, at + (1 if key == "down" else -1)))]
         elif key == "enter" and names:
-            self.chosen, self.inside = names[at], True
+            self.chosen = names[at]
+            self.inside = True
         elif key == "escape":
             self.inside = False
         elif key == "p":
