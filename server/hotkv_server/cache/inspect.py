@@ -360,8 +360,8 @@ def story(index: BlockIndex, entry: int) -> str:
     )
 
 
-# The arena as a map: which slot size each part of it is lent to, how full it is, how lately it was
-# used.
+# The map of the arena: which slot size each part of it is lent to, how full it is, how lately it
+# was used.
 #
 # Always true: a map has at most MAX_CELLS cells, however large the arena; a cell is a run of slabs
 # of one length, but for the last. The walk over all entries is done in parts; an entry that comes,

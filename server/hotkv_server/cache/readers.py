@@ -13,7 +13,7 @@ from hotkv_proto.words import GENERATION, LATEST, MAX_SESSION_WORD, WORD_COUNT
 from hotkv_server.cache.room.removal import Removal
 from hotkv_server.cache.values import BoolMask, Entries
 
-# The words in which readers of the arena see whether their residencies still hold
+# Words: those in which readers of the arena see whether their residencies still hold
 # (`hotkv_proto.words`).
 #
 # Always true: a session's word is odd from its first residency on and even once one of them has

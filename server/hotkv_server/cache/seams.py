@@ -16,12 +16,15 @@ from hotkv_server.cache.values import (
     SessionRecord,
 )
 
+if TYPE_CHECKING:
+    from hotkv_server.cache.room.space import Space
+
+
 # Pinners: who keeps entries in the arena for a reason of its own, besides leases, retentions and
 # moves.
 #
-# The core asks each in turn and knows no more of them. Always true: an entry that is pinned keeps
-# its slot, and is not evicted, until its last pin is gone; who pins says so in `pins`, so that the
-# core can check that nobody's is lost.
+# Always true: an entry that is pinned keeps its slot, and is not evicted, until its last pin is
+# gone; who pins says so in `pins`, so that the core can check that nobody's is lost.
 
 
 class StorePins(Protocol):
@@ -59,14 +62,10 @@ class Pinner(Protocol):
         """Raises AssertionError if its books disagree. Linear in capacity."""
 
 
-if TYPE_CHECKING:
-    from hotkv_server.cache.room.space import Space
-
-
-# The seam below host memory: whoever keeps blocks in a tier tells the core where they lie.
+# Tiers below host memory: whoever keeps blocks in a tier tells the core where they lie.
 #
-# The core asks each in turn and knows no tier. Without one it asks nobody. Always true: a block
-# that is flushed is found by nobody afterwards, also if it lies below or is on its way.
+# Always true: a block that is flushed is found by nobody afterwards, also if it lies below or is
+# on its way.
 
 
 class Below(Protocol):

@@ -15,8 +15,8 @@ from hotkv_server.cache.values import (
     SessionRecord,
 )
 
-# The key spaces that this server knows, and the kinds of representations that sessions have
-# declared for their blocks.
+# The catalog: the key spaces that this server knows, and the kinds of representations that
+# sessions have declared for their blocks.
 #
 # Always true: equal fingerprints have one number, and so have equal kinds of representations in
 # one key space; a number is never given to another. Every registered key space can be served: a

@@ -16,7 +16,7 @@ import numpy as np
 
 from hotkv_server.cache.room.removal import Parts
 
-# Long work on the event loop, a slice at a time. Others are served between two slices.
+# Slices: long work on the event loop, a slice at a time. Others are served between two slices.
 
 
 SLICE_S = 0.004
@@ -71,7 +71,7 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
         await asyncio.sleep(0)
 
 
-# Measures how late the event loop is, and finds the function that held it longest.
+# Lag: measures how late the event loop is, and finds the function that held it longest.
 #
 # A call that is due every TICK_S measures: all calls have waited for as long as it comes late. If
 # it is late for long, a thread looks at the loop and notes which function of hotkv it runs.

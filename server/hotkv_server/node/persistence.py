@@ -21,7 +21,8 @@ from hotkv_server.memory.state import KnownKeySpace, ServerState
 log = logging.getLogger(__name__)
 
 
-# What the node writes down for the next server: its key spaces, and when blocks were last used.
+# Writing down: what the node keeps for the next server: its key spaces, and when blocks were last
+# used.
 #
 # Always true: nothing is stored in host memory under a key space before the key space is written
 # down beside the arena, since only that explains the blocks; one write runs at a time, and a write

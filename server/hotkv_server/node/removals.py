@@ -18,8 +18,8 @@ from hotkv_server.node.capability import Capability
 from hotkv_server.node.event_loop import slices
 from hotkv_server.node.session import LiveSession
 
-# Carries out what the core's decisions call for: eviction notices, what capabilities are told, the
-# end of a drain.
+# Effects: carries out what the core's decisions call for: eviction notices, what capabilities are
+# told, the end of a drain.
 #
 # Always true: notices go out in the order of the decisions, and before anything that is decided
 # later. On the event loop only.
@@ -73,7 +73,7 @@ def _pieces(notice: EvictionNotice) -> Iterator[EvictionNotice]:
         yield replace(notice, hashes=notice.hashes[start : start + NOTICE_BLOCKS])
 
 
-# Removes blocks and key spaces on request, a part at a time.
+# Removals: blocks and key spaces that go on request, a part at a time.
 #
 # Always true: between two parts others are served, and subscribers have been told of all that was
 # removed before. On the event loop only.

@@ -36,7 +36,7 @@ from hotkv_server.node.health import Health
 from hotkv_server.node.order import MarkGate
 from hotkv_server.node.session import LiveSession, SessionMemory
 
-# How long calls and transfers took and how large they were: histograms for metrics.
+# Timings: how long calls and transfers took and how large they were: histograms for metrics.
 #
 # Always true: memory is fixed. On the event loop only.
 

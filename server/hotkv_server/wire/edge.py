@@ -71,7 +71,7 @@ def calls_of(node: Node) -> Calls:
     return served
 
 
-# Prompts that a call names by their hashes or by their tokens.
+# Prompts: those that a call names by their hashes or by their tokens.
 
 
 def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:

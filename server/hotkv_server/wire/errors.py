@@ -123,7 +123,7 @@ async def answer(node: Node, context: Any, call: Callable[[], Awaitable[Answer]]
         await abort(context, as_refusal(node, error, f"peer={context.peer()}"))
 
 
-# Server streams over a feed: the part that both kinds share.
+# Streams over a feed: the part that both kinds share.
 #
 # The first answer is empty and says that reading has begun. A reader that is too slow misses items
 # and is told how many.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from hotkv_proto.errors import HotKVError, Reason
 from hotkv_server.cache.values import KEY_SPACE_ROWS, BoolMask, Int64s, TenantShare
 
-# A bound on a shared resource that no owner can use up alone.
+# Fair bounds: a bound on a shared resource that no owner can use up alone.
 #
 # Always true: all owners together hold no more than the capacity. After an owner has taken more, it
 # holds no more than the floor, or no more than is left for others. So one owner alone gets half, n
@@ -104,7 +104,7 @@ class BoundShare(FairBound):
         return f"{self.held(owner)} {what}, and all together {self._bound.refusal(owner, 'bytes')}"
 
 
-# What each tenant has of the arena, and what may be evicted for whom.
+# Tenants: what each has of the arena, and what may be evicted for whom.
 #
 # Always true: a tenant with a burst bound never holds more than it, but for what it held when the
 # bound was lowered, which only shrinks; no block is evicted for another tenant while its owner
@@ -312,7 +312,7 @@ class TenantBook:
         assert np.all(self.used <= self._burst), "a tenant is beyond its burst bound"
 
 
-# What residencies, holds and leases without a load may pin together.
+# The pin budget: what residencies, holds and leases without a load may pin together.
 #
 # Always true: once residencies have promised or pinned anything, a part of the arena
 # (`STORE_SHARE`) stays for stores, however the shares of the three are set. Without residencies

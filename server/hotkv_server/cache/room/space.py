@@ -273,8 +273,8 @@ class Room:
             yield
 
 
-# Brings tenants back within burst bounds that were lowered: by new shares, or by a restart with
-# others.
+# Burst bounds: brings tenants back within burst bounds that were lowered: by new shares, or by a
+# restart with others.
 #
 # Always true: a tenant's coldest blocks go first, none that is in use, and no more than its excess
 # asks for. Between two parts anything else may be called: the excess is counted anew.

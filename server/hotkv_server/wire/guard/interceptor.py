@@ -28,8 +28,8 @@ from hotkv_server.wire.errors import abort, as_refusal
 from hotkv_server.wire.guard.audit import AuditLog, Who
 from hotkv_server.wire.guard.limits import ARRIVAL_S, Guests, Pace
 
-# Counts the parts of a message before it is parsed: a parser makes an object of each, and two
-# bytes are enough for one.
+# Weights of messages: counts the parts of a message before it is parsed: a parser makes an object
+# of each, and two bytes are enough for one.
 #
 # Walks the wire format without making objects, counts those that a parser would make, and gives up
 # above a bound. Packed bytes (hashes, ids, tokens) are skipped in one step: they cost next to

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from hotkv_proto.errors import HotKVError, Reason
 
-# Throttles answers to malformed messages, and lines of the log.
+# Paces: they throttle answers to malformed messages, and lines of the log.
 #
 # A malformed message costs the event loop as much as a call, and its sender sends the next one as
 # soon as it is answered. So a few are answered at once each second; all others wait their turn, in

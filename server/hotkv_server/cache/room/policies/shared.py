@@ -110,7 +110,7 @@ class GhostTable:
             assert len(np.unique(tags)) == len(tags), "a key has two ghosts"
 
 
-# Victims in rising order of heat, without keeping all entries in order.
+# Queues: victims in rising order of heat, without keeping all entries in order.
 #
 # A refill looks at entries by number from where the last one stopped, until it has seen enough
 # that may be evicted, and queues the coldest share, sorted; a victim costs amortised constant
@@ -267,7 +267,7 @@ def _kept(num_seen: int, count: int) -> int:
     return max(MIN_QUEUED, count, num_seen // SHARE)
 
 
-# Entries that were demoted: evicted before all others until they are used again.
+# Demoted entries: evicted before all others until they are used again.
 #
 # A policy marks a demoted entry in its state, so that a use undoes the demotion by writing the
 # state anew, and hands the entry to a `DemotedEntries`, which its `victims` asks first. Always
