@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.model_executor.layers import rotary_embedding
 
+from hotkv_proto import native
 from hotkv_sparse import SparseConfig, build
 from hotkv_sparse.axes import AxesEstimate
 from hotkv_sparse.centre import FIRST_TOKENS, Centres, LayerCentre
@@ -19,7 +20,7 @@ from hotkv_vllm.compat import Unsupported, sparse_layers
 from hotkv_vllm.sparse.batch import Batch
 from hotkv_vllm.sparse.first_prompt import ENOUGH_TOKENS, NO_TURNING, FirstPrompt, Turning
 from hotkv_vllm.sparse.pool import BlockReprManager
-from hotkv_vllm.sparse.setup import _turning
+from hotkv_vllm.sparse.setup import _turning, install
 from tests.vllm.processes import EngineProcess
 from tests.vllm.test_sparse import COVERING, HALF, Start, check_counters, prompts, start, totals
 from tests.vllm.test_sparse_description import described, layer_of
@@ -234,6 +235,13 @@ def test_an_engine_calibrates_itself_and_is_exact_where_budgets_cover(
 def _is_right(engine: EngineProcess) -> None:
     pool = engine.ask("pool")
     assert all(pool["built"]) and pool["wrong"] == 0
+
+
+def test_an_engine_without_kernels_decodes_densely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setenv("HOTKV_DISABLE_NUMBA", "1")
+    with pytest.raises(Unsupported, match="HOTKV_DISABLE_NUMBA is set: server and sparse decode"):
+        install(SparseConfig(), 0, None, None, {})
 
 
 # -------------------------------------------------------------------------------------------- RoPE

@@ -34,7 +34,10 @@ def install(
     kv_caches: Mapping[str, torch.Tensor],
     centres: Centres | None = None,
 ) -> SparseWorker:
-    """Attaches a worker to all layers that may be sparse. Raises Unsupported if there are none."""
+    """Attaches a worker to all layers that may be sparse. Raises Unsupported if there are none, or
+    no kernels for the CPU."""
+    if not native.available():
+        raise Unsupported(native.why_unavailable())
     from hotkv_vllm.sparse.backend import HotAttentionImpl
 
     place = checks.rank_place(vllm_config, kv_cache_config)
@@ -61,8 +64,6 @@ def install(
         impls.append(layer.impl)
     if not layers:
         raise Unsupported("the model has no layer of plain full attention beside dense_layers")
-    if not native.available():
-        raise Unsupported(native.why_unavailable())
     # Before the first request: numba takes a second to load and some kernels to compile.
     native.require("hotkv_sparse.kernels")
     turning = _turning(layers, vllm_config)

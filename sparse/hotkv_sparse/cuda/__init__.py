@@ -2,6 +2,6 @@
 (`selector`).
 
 Nothing here imports CuPy or torch until a device is made. The kernels' meaning is that of
-`hotkv_sparse`, whose numpy references they are held against; the bytes of representations are the
-same ones.
+`hotkv_sparse` on a CPU, which they are held against; the bytes of representations are the same
+ones.
 """
