@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hotkv_client.command.tables import table
+from hotkv_client.command.tables import human_bytes, table
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -43,8 +43,27 @@ def print_report(
 ) -> None:
     """The table, then the figures if they are asked for."""
     print(table(headers, rows))
+    print_json(figures, as_json)
+
+
+def print_json(figures: Mapping[str, object], as_json: bool) -> None:
+    """The figures on the last line, if they are asked for."""
     if as_json:
         print(json.dumps(figures))
+
+
+def rows_table(rows: Sequence[Mapping[str, object]]) -> str:
+    """A table of rows that have the same names; sizes in bytes as people read them."""
+    cells = [[_shown(name, value) for name, value in row.items()] for row in rows]
+    return table([name.replace("_", " ") for name in rows[0]], cells)
+
+
+def _shown(name: str, value: object) -> object:
+    if value is None:
+        return ""
+    if name.endswith("_bytes"):
+        return human_bytes(float(str(value)))
+    return f"{value:.4g}" if isinstance(value, float) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +95,7 @@ def print_figures(
     figures: Mapping[str, object],
     bounds: Mapping[str, Bound],
     *,
-    as_json: bool,
+    as_json: bool = False,
     beside: Mapping[str, object] | None = None,
 ) -> None:
     """A row for each figure, with its bound and whether it misses that; then the figures and what

@@ -20,14 +20,13 @@ built anew), `memory`, and the rows behind all of them. `--long` adds 131,072 to
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bench.report import at_least, at_most, median, parser, say
+from bench.report import at_least, at_most, median, parser, print_json, rows_table, say
 from bench.resident_cases import (
     BLOCK_TOKENS,
     PROCESSOR,
@@ -46,7 +45,7 @@ from bench.resident_cases import (
     together,
 )
 from demo.processes import ChildError, ends_cleanly, runtime_folder
-from hotkv_client.command.tables import human_bytes, table
+from hotkv_client.command.tables import table
 
 ARENA = "1GiB"
 LONG_ARENA = "512MiB"
@@ -283,13 +282,6 @@ def built_of_hit(one: Round, num_layers: int) -> float:
     return max(0.0, one.hit_built_blocks - complete * num_layers)
 
 
-def shown(name: str, value: object) -> object:
-    """A cell of a table."""
-    if name.endswith("_bytes"):
-        return human_bytes(float(str(value)))
-    return f"{value:.4g}" if isinstance(value, float) else value
-
-
 def report(found: Found, named: dict[str, float]) -> str:
     """The tables."""
     rows: list[Sequence[object]] = []
@@ -299,11 +291,11 @@ def report(found: Found, named: dict[str, float]) -> str:
         missed = "missed" if bare and target is not None and not target.is_met(value) else ""
         rows.append((name, f"{value:.4g}", str(target) if bare else "", missed))
     parts = [table(("figure", "value", "target", ""), rows)]
-    for found_rows in (found.exact, found.held, found.together):
-        if found_rows:
-            lines = [asdict(one) for one in found_rows]
-            cells = [[shown(name, value) for name, value in line.items()] for line in lines]
-            parts.append(table([name.replace("_", " ") for name in lines[0]], cells))
+    parts += [
+        rows_table([asdict(one) for one in rows_of_case])
+        for rows_of_case in (found.exact, found.held, found.together)
+        if rows_of_case
+    ]
     return "\n\n".join(parts)
 
 
@@ -332,17 +324,16 @@ def main() -> int:
         return 1
     named = figures(found)
     print(report(found, named))
-    if chosen.json:
-        rows = {
-            "exact": [asdict(one) for one in found.exact],
-            "memory": [asdict(one) for one in found.held],
-            "together": [asdict(one) for one in found.together],
-            "rounds": {
-                name: [asdict(one) for one in rounds] for name, (_, rounds) in found.rounds.items()
-            },
-            "seconds": time.monotonic() - begin_s,
-        }
-        print(json.dumps(named | rows))
+    rows = {
+        "exact": [asdict(one) for one in found.exact],
+        "memory": [asdict(one) for one in found.held],
+        "together": [asdict(one) for one in found.together],
+        "rounds": {
+            name: [asdict(one) for one in rounds] for name, (_, rounds) in found.rounds.items()
+        },
+        "seconds": time.monotonic() - begin_s,
+    }
+    print_json(named | rows, chosen.json)
     return 0
 
 

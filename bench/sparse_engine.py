@@ -16,11 +16,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
-from bench.report import parser, print_report, say
+from bench.report import parser, print_json, rows_table, say
 from bench.sparse.engine import Engine, Setup
 from bench.sparse.texts import Text, add_model, add_texts, encoder, texts
 from tools.smollm2 import prepare
@@ -167,37 +168,18 @@ def main() -> int:
     with torch.inference_mode():
         rows = rows_of(folder, found, setups, offline=not chosen.no_offline)
     ratios = [row.ratio for row in rows if row.ratio is not None]
-    report = {
+    report: dict[str, Any] = {
         "model": folder.name,
         "setup": asdict(usual) | {"centres": str(usual.centres or ""), "scorer": chosen.scorers},
         "seconds": time.monotonic() - begin,
         "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
         "worst_ratio": max(ratios, default=None),
     }
-    cells = [
-        (
-            row.text,
-            row.scorer,
-            f"{row.engine_kl:.4f}",
-            f"{row.engine_delta_nll:+.3f}",
-            "" if row.offline_kl is None else f"{row.offline_kl:.4f}",
-            "" if row.offline_delta_nll is None else f"{row.offline_delta_nll:+.3f}",
-            "" if row.ratio is None else f"{row.ratio:.2f}",
-            missed(row, usual),
-        )
-        for row in rows
+    rows_of_table = [
+        {**one, "missed": missed(row, usual)} for one, row in zip(report["rows"], rows, strict=True)
     ]
-    headers = (
-        "text",
-        "scorer",
-        "KL engine",
-        "ΔNLL engine",
-        "KL offline",
-        "ΔNLL offline",
-        f"ratio (<= {RATIO_BOUND})",
-        "missed",
-    )
-    print_report(headers, cells, report, as_json=chosen.json)
+    print(rows_table(rows_of_table))
+    print_json(report, chosen.json)
     return 0
 
 

@@ -17,11 +17,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
-from bench.report import parser, print_report, say
+from bench.report import parser, print_json, rows_table, say
 from bench.sparse.engine import Engine, Setup
 from bench.sparse.needles import TASKS, Prompt, haystack, prompts
 from bench.sparse.texts import add_model, encoder
@@ -134,7 +135,7 @@ def main() -> int:
         rows = measure(engine, asked, setups, tokenizer)
         engine.close()
     behind = missed(rows)
-    report = {
+    report: dict[str, Any] = {
         "model": folder.name,
         "setup": asdict(usual) | {"centres": "", "prompts": len(asked), "tokens": chosen.tokens},
         "seconds": time.monotonic() - begin,
@@ -149,20 +150,9 @@ def main() -> int:
         ],
         "missed": behind,
     }
-    cells = [
-        (
-            "dense" if row.setup is None else row.setup.scorer,
-            "" if row.setup is None else str(row.setup.budget),
-            *(f"{row.num_right[task]} of {chosen.prompts}" for task in TASKS),
-            f"{row.total / len(asked):.1%}",
-            "missed"
-            if row.setup is not None and f"{row.setup.scorer} at {row.setup.budget}" in behind
-            else "",
-        )
-        for row in rows
-    ]
-    headers = ("scorer", "budget", *TASKS, "accuracy", "dense less one prompt")
-    print_report(headers, cells, report, as_json=chosen.json)
+    print(rows_table(report["rows"]))
+    print(f"more than one prompt behind dense: {', '.join(behind) or 'none'}")
+    print_json(report, chosen.json)
     return 0
 
 

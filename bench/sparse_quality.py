@@ -20,12 +20,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
-from bench.report import Bound, at_least, at_most, parser, print_report, say
+from bench.report import Bound, at_least, at_most, parser, print_report, rows_table, say
 from bench.sparse.decode import Decode, Outcome
 from bench.sparse.llama import Calibration, Dense, Llama, Own, calibration, dense_pass
 from bench.sparse.texts import REPEAT, Text, add_model, add_texts, encoder, texts
@@ -40,7 +40,6 @@ from bench.sparse.variants import (
     passes,
     resident_variants,
 )
-from hotkv_client.command.tables import table
 from hotkv_proto.errors import HotKVError
 from hotkv_sparse.centre import Centres
 from hotkv_sparse.centre_file import read_centres
@@ -165,7 +164,7 @@ def measure(
     by_variant = {outcome.variant: outcome for outcome in outcomes}
     rows = [Row(text, by_variant[variant]) for variant in variants]
     # A run takes long: what is known is said.
-    print_rows(rows, sys.stderr)
+    say(f"\n{rows_table([figures(row) for row in rows])}")
     return rows
 
 
@@ -207,16 +206,6 @@ def figures(row: Row) -> dict[str, object]:
         "attended_ratio": outcome.attended_ratio,
         "moved_blocks": outcome.moved_blocks,
     }
-
-
-def print_rows(rows: Sequence[Row], file: TextIO) -> None:
-    """A table of their figures."""
-    named = [figures(row) for row in rows]
-    cells = [
-        [f"{value:.4f}" if isinstance(value, float) else value for value in one.values()]
-        for one in named
-    ]
-    print(table(list(named[0]), cells), file=file, flush=True)
 
 
 def options() -> argparse.Namespace:
@@ -276,14 +265,14 @@ def main() -> int:
         if chosen.resident
         else [target for scorer in HELD_SCORERS for target in targets(rows, scorer)]
     )
-    report = {
+    report: dict[str, Any] = {
         "model": folder.name,
         "texts": {text.name: text.source for text in found},
         "seconds": time.monotonic() - begin,
         "rows": [figures(row) for row in rows],
         "targets": {target.name: target.value for target in held},
     }
-    print_rows(rows, sys.stdout)
+    print(rows_table(report["rows"]))
     bounds = [
         (
             target.name,

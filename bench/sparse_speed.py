@@ -23,14 +23,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 import hotkv_sparse
-from bench.report import median, parser, print_report
+from bench.report import median, parser, print_figures, print_json, rows_table
 from bench.servers import MIB, new_hashes, serving
 from hotkv_client import BlockRun, EngineMemory, Role, SelectConfig, Session, SessionConfig
 from hotkv_proto.groups import GroupKind, GroupSpec
@@ -366,55 +366,26 @@ def main() -> int:
         for size, layer in layers.items():
             if size < SIZES[-1] or number % 5 == 0:
                 layer.round()
+    figures: dict[str, Any] = {"bandwidth_gb_s": bandwidth_gb_s()}
     rows = []
-    figures: dict[str, object] = {"bandwidth_gb_s": bandwidth_gb_s(), "missing_ratio": {}}
     for size, layer in layers.items():
         costs = {
             "dense_ms": layer.ms("dense"),
+            **{f"{name}_ms": layer.ms(name) for name in SCORERS},
             "other_us": layer.ms("other") * 1e3,
-            "attend_ms": layer.ms("attend"),
-        }
-        costs |= {
             "schedule_us": layer.ms("schedule") * 1e3,
+            "attend_ms": layer.ms("attend"),
             "missing_ratio": layer.num_missing / layer.num_selected,
         }
-        costs |= {f"{name}_ms": layer.ms(name) for name in SCORERS}
+        rows.append({"blocks": size, **costs})
         for name, value in costs.items():
-            figures.setdefault(name, {})[str(size)] = value  # type: ignore[index]
-        shown = (
-            "dense_ms",
-            *(f"{scorer}_ms" for scorer in SCORERS),
-            "other_us",
-            "schedule_us",
-            "attend_ms",
-        )
-        rows.append((f"{size:,}", *(f"{costs[name]:.3g}" for name in shown)))
-    figures |= service_figures()
-    figures["speedup"] = {name: layers[SPEEDUP_BLOCKS].speedup(name) for name in SCORERS}
-    print_report(
-        (
-            "blocks",
-            "dense ms",
-            *(f"{name} ms" for name in SCORERS),
-            "other us",
-            "schedule us",
-            "attend ms",
-        ),
-        rows,
-        figures,
-        as_json=False,
-    )
+            figures.setdefault(name, {})[str(size)] = value
+    print(rows_table(rows))
     print()
-    selects = [
-        (where, f"{figures[f'{key}_select_us']:.0f}")
-        for where, key in (("server", "service"), ("engine", "local"))
-    ]
-    print_report(("selection from 8k blocks, by", "us"), selects, figures, as_json=False)
-    print()
-    speedups = [(name, f"{layers[SPEEDUP_BLOCKS].speedup(name):.2f}x") for name in SCORERS]
-    print_report(
-        ("scorer", f"32k tokens, {BUDGET:.0%} budget"), speedups, figures, as_json=options.json
-    )
+    selections = service_figures()
+    speedup = {name: layers[SPEEDUP_BLOCKS].speedup(name) for name in SCORERS}
+    print_figures(selections | {f"speedup {name}": value for name, value in speedup.items()}, {})
+    print_json({**figures, **selections, "speedup": speedup}, options.json)
     return 0
 
 
