@@ -19,7 +19,7 @@ from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.room.slabs import aligned
 from hotkv_server.cache.room.space import Space
 from tests.core.cache_model import no_room_left
-from tests.core.support import insert, make_table, words_of
+from tests.core.support import finished, insert, make_table, words_of
 
 SLAB = 4 * SLOT_ALIGN
 SIZES = [SLOT_ALIGN, 2 * SLOT_ALIGN, 3 * SLOT_ALIGN, SLAB, SLAB + 1, 2 * SLAB + 1]
@@ -75,9 +75,12 @@ class SpaceMachine(RuleBasedStateMachine):
         self.next_block += count
         before = dict.fromkeys(self.ready)
         num_available = self.space.pool.available_slots(size)
-        num_awaited = max(0, min(count - num_available, self.coming_bytes // aligned(size)))
+        wanted = count - self.awaited(size, count)
+        finished(self.space.make_room(1, 0, size, count))
+        # Whole slabs are freed, so there may be room for more than was wanted.
+        num_awaited = self.awaited(size, count)
         self.coming_bytes -= num_awaited * aligned(size)
-        entries = insert(self.space, 1, 0, hashes, size, np.arange(count))
+        entries = self.space.insert(1, 0, hashes, size, np.arange(count), 1)
         fresh = set(entries.tolist())
         # A number that was evicted may be one of the new ones.
         recycled = fresh & set(before)
@@ -85,10 +88,8 @@ class SpaceMachine(RuleBasedStateMachine):
         gone = sum(len(effect.hashes) for effect in self.space.removal.effects)
         assert len(fresh) <= count - num_awaited
         num_numbers = self.space.index.capacity - len(before) - len(self.reserved)
-        assert not gone or count - num_awaited > min(num_available, num_numbers), (
-            "evicted without need"
-        )
-        if len(fresh) < count - num_awaited:
+        assert not gone or wanted > min(num_available, num_numbers), "evicted without need"
+        if len(fresh) < wanted:
             no_room_left(self.space, aligned(size), set())
         states = self.space.index.states()
         vanished = {entry for entry in self.ready if states[entry] == 0}
@@ -98,6 +99,11 @@ class SpaceMachine(RuleBasedStateMachine):
         self.reserved |= fresh
         if publish:
             self.publish(entries)
+
+    def awaited(self, size: int, count: int) -> int:
+        """Of `count` slots, those that find no memory now, and some in the arena's growth."""
+        missing = count - self.space.pool.available_slots(size)
+        return max(0, min(missing, self.coming_bytes // aligned(size)))
 
     def publish(self, entries: np.ndarray) -> None:
         self.now_s += 1.0

@@ -23,6 +23,7 @@ from tests.vllm.engine_core import Core
 from tests.vllm.harness import Engine, Named, prompt
 from tests.vllm.lora_manager import lora, with_adapters
 from tests.vllm.other_connectors import PLAN, beside, loads_into
+from tests.vllm.processes import Daemon
 from tests.vllm.ranked import RankedEngine
 from tests.vllm.specs import hybrid_model
 from tests.vllm.speculation import SpeculatingEngine
@@ -563,16 +564,12 @@ class Tier(Play):
             for name in names:
                 world.repeat(one, world.arguments[name])
             world.end(one)
-            # Counted since the server began anew. If nothing came the engine has stored anew, and
-            # what a kill finds on its way to the tier never gets there.
+            # Counted since the server began anew.
             counters = daemon.admin("info")["counters"]
             may_leave = "load_choice" in world and world.count("left_requests") > 0
             self.has_come = may_leave or counters[self.came] > 0
-            going_s = time.monotonic() + WAIT_S / 12
-            while not self.has_come and time.monotonic() < going_s:
-                if daemon.admin("info")["counters"][self.went]:
-                    break
-                time.sleep(0.02)
+            if not self.has_come:
+                wait_for_copies(daemon, type(self))
 
     def lose(self, world: World, one: Engine, number: int) -> None:
         """The node's memory is lost, and tiers above this one; its server begins anew."""
@@ -585,6 +582,14 @@ class Tier(Play):
 
     def met(self, world: World) -> bool:
         return self.has_come
+
+
+def wait_for_copies(daemon: Daemon, tier: type[Tier]) -> None:
+    """Waits for a block in the tier: what a kill finds on its way there never gets there. Not for
+    long, since there may be none to come."""
+    until_s = time.monotonic() + WAIT_S / 12
+    while not daemon.admin("info")["counters"][tier.went] and time.monotonic() < until_s:
+        time.sleep(0.02)
 
 
 class Disk(Tier):

@@ -14,6 +14,7 @@ import pytest
 from hotkv_client.admin import AdminClient
 from hotkv_client.command import warm_start
 from hotkv_server.testing.otlp_receiver import OtlpReceiver
+from tests.pairs.features import Disk, Shared, Tier, wait_for_copies
 from tests.pairs.servers import lose_disk
 from tests.tiers.valkey_support import running
 from tests.vllm.checkpoint import write_weights
@@ -222,12 +223,12 @@ def slow(stage: Stage) -> None:
 
 
 def disk(stage: Stage) -> None:
-    from_a_tier(stage, "tier_promoted_blocks_total", lambda daemon: None)
+    from_a_tier(stage, Disk, lambda daemon: None)
 
 
 def shared(stage: Stage) -> None:
     """The node's disk is lost too."""
-    from_a_tier(stage, "shared_fetched_blocks_total", lose_disk)
+    from_a_tier(stage, Shared, lose_disk)
 
 
 def warm(stage: Stage) -> None:
@@ -255,21 +256,22 @@ def warm(stage: Stage) -> None:
         stage.check(engine, 39)
 
 
-def from_a_tier(stage: Stage, counter: str, lose: Callable[[Daemon], None]) -> None:
+def from_a_tier(stage: Stage, tier: type[Tier], lose: Callable[[Daemon], None]) -> None:
     """What host memory has lost comes back from a tier."""
     engine, daemon = stage.engine("tiers"), stage.daemon
     stage.check(engine, 40)
-    until_s = time.monotonic() + WAIT_S
+    until_s = time.monotonic() + 2 * WAIT_S
     while True:
+        wait_for_copies(daemon, tier)
         daemon.lose_arena()
         lose(daemon)
         daemon.start()
         engine.ask("wait", connected=True, timeout_s=WAIT_S)
         engine.ask("reset")
         stage.check(engine, 40)
-        if daemon.admin("info")["counters"][counter]:
+        if daemon.admin("info")["counters"][tier.came]:
             return
-        assert time.monotonic() < until_s, f"{counter} did not grow"
+        assert time.monotonic() < until_s, f"{tier.came} did not grow"
 
 
 # ---------------------------------------------------------------------------- engines of their own

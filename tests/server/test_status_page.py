@@ -20,6 +20,7 @@ import hotkv_server
 from demo.processes import Server, runtime_folder
 from hotkv_client import GroupHashes
 from hotkv_client.admin import AdminClient
+from hotkv_server.cache import inspect
 from hotkv_server.cache.core import CacheCore
 from hotkv_server.cache.room.policies import POLICIES
 from hotkv_server.cache.values import CoreConfig
@@ -253,7 +254,7 @@ def test_a_survey_of_many_entries_is_made_in_the_background(
 
 def test_a_survey_that_breaks_is_told_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "AT_ONCE_ENTRIES", 0)
-    monkeypatch.setattr(survey, "draw", lambda core, now_s: 1 / 0)
+    monkeypatch.setattr(inspect, "arena_map", lambda core, now_s: 1 / 0)
 
     async def scenario() -> list[dict[str, Any]]:
         told: list[dict[str, Any]] = []

@@ -2,6 +2,7 @@
 server: a request's tokens are right, or it ends with an error, and the engine serves the next."""
 
 import random
+import re
 
 import pytest
 
@@ -28,6 +29,8 @@ MODULES = [
     "scheduler.step_planner",
     "sparse.rank",
 ]
+CALLED_BY_VLLM = {"ResidentManager", "ResidentSpec"}
+"""Classes of these modules that vLLM calls itself: no hook of the connector's is around them."""
 
 
 @pytest.mark.long
@@ -58,9 +61,10 @@ def test_whatever_breaks_no_token_is_wrong(
     batches = [[base, other], [[*base, *other[:80]]]]
     expected = [dense.ask("generate", prompts=batch, max_tokens=TOKENS) for batch in batches]
     known = one.ask("called", modules=MODULES, prompts=batches, max_tokens=TOKENS)
-    assert len(known["names"]) > 60 and known["steps"] > 3 * TOKENS, known
+    names = [name for name in known["names"] if not CALLED_BY_VLLM & {*re.split("[:.]", name)}]
+    assert len(names) > 60 and known["steps"] > 3 * TOKENS, known
     wrong, num_strikes, dice = [], 0, random.Random(0)
-    for number, name in enumerate(known["names"][later::every]):
+    for number, name in enumerate(names[later::every]):
         found = one.ask(
             "break_once",
             name=name,
@@ -79,4 +83,4 @@ def test_whatever_breaks_no_token_is_wrong(
         if again["tokens"][0] != expected[0]["tokens"][1]:
             wrong.append(f"{name}: a request afterwards is wrong, and ended {again['ended']}")
     assert not wrong, "\n".join(wrong)
-    assert num_strikes > len(known["names"]) / (2 * every)
+    assert num_strikes > len(names) / (2 * every)

@@ -1,5 +1,6 @@
 """The connector's scheduler side: what runs in the process, and the thread, of vLLM's scheduler.
 
-`side` takes the hooks, `hits` finds what the cache has for a request, `stores` plans what to store
-of it. Nothing here touches the engine's memory, and nothing blocks after the start.
+`side` holds the parts: `sharing` decides whether there is a cache, `admission` follows requests,
+`hits` finds what the cache has for one, `stores` plans what to store of it, and `step_planner` puts
+a step's work together. Nothing here touches the engine's memory. Nothing blocks after the start.
 """
