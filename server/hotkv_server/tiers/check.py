@@ -31,8 +31,8 @@ from hotkv_server.settings import Settings, load_settings, print_error
 from hotkv_server.settings.tiers import DiskSettings
 from hotkv_server.startup import StartError
 from hotkv_server.tiers.drive.epochs import EpochRelay
+from hotkv_server.tiers.kinds import Place, shared_tiers
 from hotkv_server.tiers.protocol import NO_EPOCH, Blocks, Read, SharedTier, Tier, Write
-from hotkv_server.tiers.start import opened, shared_tiers
 
 USAGE_ERROR = 2
 KIB, MIB = 1 << 10, 1 << 20
@@ -104,9 +104,9 @@ def _checks(settings: Settings) -> list[tuple[str, Callable[[], Checked]]]:
     disk = settings.tiers.disk
     if disk.path is not None:
         checks.append((DISK_TIER, partial(check_disk, disk.path, disk)))
-    for _, compress, make in shared_tiers(settings):
+    for _, open_at in shared_tiers(settings):
         arena, descriptor = _arena()
-        tier = opened(make, compress, arena, descriptor, EpochRelay())
+        tier = open_at(Place(arena, descriptor, EpochRelay()))
         checks.append((tier.facts().name, partial(check_shared, tier, arena)))
     return checks
 

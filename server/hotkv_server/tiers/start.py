@@ -4,10 +4,11 @@ earlier server has left on the disk."""
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hotkv_proto.errors import HotKVError
 from hotkv_server.cache.core import CacheCore
@@ -26,13 +27,13 @@ from hotkv_server.startup import StartError
 from hotkv_server.tiers.book.books import TierBooks, books_of
 from hotkv_server.tiers.book.place_sizes import EncodedBytes
 from hotkv_server.tiers.compression.form import room_bytes
-from hotkv_server.tiers.compression.staged import Staged
 from hotkv_server.tiers.drive.below import TierBelow
 from hotkv_server.tiers.drive.epoch_notes import EPOCHS_FILE, EpochNotes, NotesFolder
 from hotkv_server.tiers.drive.epochs import EpochRelay, Epochs
 from hotkv_server.tiers.drive.records import LowerMemory
 from hotkv_server.tiers.drive.shared import TierShared
 from hotkv_server.tiers.drive.tiers import Tiers, moving_bytes
+from hotkv_server.tiers.kinds import Place, shared_tiers
 from hotkv_server.tiers.protocol import SharedTier
 from hotkv_server.tiers.remote.client import MissingError
 
@@ -70,11 +71,7 @@ def check_tiers(settings: Settings) -> None:
         path = disk.path
         _answered(path, ANSWER_S, lambda: _check_disk(path, disk.bytes))
     try:
-        shared_tiers(settings)
-        if settings.tiers.s3 is not None:
-            from hotkv_server.tiers.s3 import bucket
-
-            bucket.check_installed()
+        deque(shared_tiers(settings), maxlen=0)
     except MissingError as error:
         raise StartError(f"tiers: {error}") from error
     except ImportError as missing:
@@ -180,10 +177,10 @@ class OpenedTiers:
         """All tiers as the node drives them, over a core that has what an earlier server has left.
         Connects to nothing yet: a store that is away comes back by itself. Raises StartError."""
         shared: list[tuple[SharedTier, EpochRelay]] = []
-        for name, compress, make in shared_tiers(self._settings):
+        for name, open_at in shared_tiers(self._settings):
             relay = EpochRelay()
             try:
-                tier = opened(make, compress, self._arena, memory.arena.fd, relay)
+                tier = open_at(Place(self._arena, memory.arena.fd, relay))
             except (OSError, MissingError) as error:
                 raise StartError(f"tiers.{name}: {error}") from error
             shared.append((tier, relay))
@@ -220,7 +217,7 @@ def open_tiers(settings: Settings, arena: Region, *, reset: bool) -> OpenedTiers
     """Opens the tiers of the settings; None if there are none. `reset`: drops what an earlier
     server has left on the disk. Blocks while the disk's space is allocated. Raises StartError."""
     lower = open_lower(settings, arena, reset=reset)
-    if lower is None and not shared_tiers(settings):
+    if lower is None and not any(shared_tiers(settings)):
         return None
     return OpenedTiers(settings, arena, lower)
 
@@ -256,58 +253,3 @@ def _restore(core: CacheCore, part: LowerPart, began_s: float) -> int:
         time.monotonic() - began_s,
     )
     return restored.encoded
-
-
-MakeShared: TypeAlias = Callable[[Region, int, EpochRelay, Staged | None], SharedTier]
-"""Makes a tier over memory, given the file that it is a mapping of, and staging memory if the tier
-is to encode."""
-
-
-def shared_tiers(settings: Settings) -> list[tuple[str, str, MakeShared]]:
-    """Name, `compress` and maker of each shared tier of the settings, in the order in which they
-    are asked. Servers without one don't need its modules."""
-    makers: list[tuple[str, str, MakeShared]] = []
-    if (mooncake := settings.tiers.mooncake) is not None:
-        from hotkv_server.tiers.mooncake.tier import mooncake_tier
-
-        def make_mooncake(
-            memory: Region, fd: int, relay: EpochRelay, staged: Staged | None
-        ) -> SharedTier:
-            return mooncake_tier(memory, fd, mooncake, on_epoch=relay, staged=staged)
-
-        makers.append(("mooncake", mooncake.compress, make_mooncake))
-    if (valkey := settings.tiers.valkey) is not None:
-        from hotkv_server.tiers.valkey.tier import ValkeyTier
-
-        def make_valkey(
-            memory: Region, fd: int, relay: EpochRelay, staged: Staged | None
-        ) -> SharedTier:
-            return ValkeyTier(memory, valkey, on_epoch=relay, staged=staged)
-
-        makers.append(("valkey", valkey.compress, make_valkey))
-    if (s3 := settings.tiers.s3) is not None:
-        from hotkv_server.tiers.s3.tier import S3Tier
-
-        def make_s3(
-            memory: Region, fd: int, relay: EpochRelay, staged: Staged | None
-        ) -> SharedTier:
-            return S3Tier(memory, s3, on_epoch=relay, staged=staged)
-
-        makers.append(("s3", s3.compress, make_s3))
-    return makers
-
-
-def opened(
-    make: MakeShared, compress: str, arena: Region, fd: int, relay: EpochRelay
-) -> SharedTier:
-    """A tier over the arena. Takes staging memory if it compresses. Raises OSError, or MissingError
-    without the tier's library."""
-    if compress == "off":
-        return make(arena, fd, relay, None)
-    staged = Staged(arena)
-    try:
-        staged.open()
-        return make(arena, fd, relay, staged)
-    except BaseException:
-        staged.close()
-        raise

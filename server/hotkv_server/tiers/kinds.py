@@ -1,0 +1,107 @@
+"""The kinds of shared tiers. `TIERS` is the one place that names them beside their settings.
+
+A server imports the modules of the tiers that its settings ask for, and of no others.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from hotkv_server.dataplane.plan import Region
+from hotkv_server.settings import Settings
+from hotkv_server.tiers.compression.staged import Staged
+from hotkv_server.tiers.drive.epochs import EpochRelay
+from hotkv_server.tiers.protocol import SharedTier
+
+if TYPE_CHECKING:
+    from hotkv_server.settings.tiers import MooncakeSettings, S3Settings, ValkeySettings
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a tier is opened over.
+
+    arena: memory that blocks are read from and written to.
+    fd: the file that the arena maps, for tiers that map it in processes of their own.
+    relay: is told of flushes that other servers recorded in the tier.
+    staged: memory for encoded blocks; None if the tier does not compress.
+    """
+
+    arena: Region
+    fd: int
+    relay: EpochRelay
+    staged: Staged | None = None
+
+
+OpenTier: TypeAlias = Callable[[Any, Place], SharedTier]
+"""Opens a tier with its settings over a place, without waiting for its store."""
+
+
+TierKind: TypeAlias = Callable[[], OpenTier]
+"""Imports the modules of a kind of tier and returns the function that opens one. Raises ImportError
+or MissingError if a library is not installed."""
+
+
+def _mooncake() -> OpenTier:
+    from hotkv_server.tiers.mooncake.tier import mooncake_tier
+
+    def open_tier(settings: "MooncakeSettings", at: Place) -> SharedTier:
+        return mooncake_tier(at.arena, at.fd, settings, on_epoch=at.relay, staged=at.staged)
+
+    return open_tier
+
+
+def _valkey() -> OpenTier:
+    from hotkv_server.tiers.valkey.tier import ValkeyTier
+
+    def open_tier(settings: "ValkeySettings", at: Place) -> SharedTier:
+        return ValkeyTier(at.arena, settings, on_epoch=at.relay, staged=at.staged)
+
+    return open_tier
+
+
+def _s3() -> OpenTier:
+    from hotkv_server.tiers.s3.bucket import check_installed
+    from hotkv_server.tiers.s3.tier import S3Tier
+
+    check_installed()
+
+    def open_tier(settings: "S3Settings", at: Place) -> SharedTier:
+        return S3Tier(at.arena, settings, on_epoch=at.relay, staged=at.staged)
+
+    return open_tier
+
+
+TIERS: dict[str, TierKind] = {
+    "mooncake": _mooncake,
+    "valkey": _valkey,
+    "s3": _s3,
+}
+"""By the name of the tier's settings in `TierSettings`, in the order in which lookups ask."""
+
+
+def shared_tiers(settings: Settings) -> Iterator[tuple[str, Callable[[Place], SharedTier]]]:
+    """Yields the name of each shared tier of the settings and the function that opens it.
+
+    The function takes staging memory if the tier compresses, and raises OSError if it gets none.
+    Raises ImportError or MissingError if a library is not installed.
+    """
+    for name, kind in TIERS.items():
+        given = getattr(settings.tiers, name)
+        if given is not None:
+            yield name, _opener(kind(), given)
+
+
+def _opener(open_tier: OpenTier, settings: Any) -> Callable[[Place], SharedTier]:
+    def open_at(place: Place) -> SharedTier:
+        if settings.compress == "off":
+            return open_tier(settings, place)
+        staged = Staged(place.arena)
+        try:
+            staged.open()
+            return open_tier(settings, Place(place.arena, place.fd, place.relay, staged))
+        except BaseException:
+            staged.close()
+            raise
+
+    return open_at
