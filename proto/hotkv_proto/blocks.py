@@ -1,4 +1,4 @@
-"""Blocks in calls: how engines name them, what is asked for them besides, and what becomes of them.
+"""Blocks in calls: how engines name them, which options a call may carry, and the results of calls.
 
 `LoadRun`, `BlockRun` and `GroupHashes` name blocks by their hashes. Enums have the numbers of the
 wire.
@@ -25,22 +25,27 @@ class GroupHashes:
 
 
 ExtraKey = str | bytes | tuple[str, int]
-"""An adapter's name or a cache salt; a digest of prompt embeddings; a multi-modal input and the
-place of its first token."""
+"""An adapter's name or a cache salt (str), a digest of prompt embeddings (bytes), or a multi-modal
+input with the position of its first token."""
 BlockExtraKeys = Sequence[ExtraKey] | None
 KEY_BYTES = 64
-"""About the memory of an extra key, besides its characters."""
+"""Approximate memory of an extra key, without its characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """A chain of consecutive blocks of one group. `block_ids` int32 [n] in engine memory; empty
-    when only reserving.
+    """A chain of consecutive blocks of one group.
 
-    `parent_hash`: hash before the first, empty at the root. `depth`: position of the first block in
-    its chain, in blocks. For events, if the server publishes any: `token_ids` of all
-    the blocks; `lora_name`; `extra_keys` besides tokens that are hashed into each block, as vLLM's
-    events name them, or nothing if no block has any.
+    block_ids: blocks in engine memory, int32 [n]; empty if the call only reserves.
+    parent_hash: hash of the block before the first; empty at the root.
+    depth: position of the first block in its chain, in blocks.
+
+    Only for events, if the server publishes them:
+
+    token_ids: tokens of all the blocks.
+    lora_name: name of the adapter.
+    extra_keys: for each block, what is hashed into it besides its tokens, as in vLLM's events;
+        empty if no block has any.
     """
 
     group_index: int
@@ -55,10 +60,10 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class RunContent:
-    """An engine's description of a run for events, besides its hashes.
+    """An engine's description of a run for events, without the hashes.
 
-    `token_ids` int32 [blocks · block_tokens], empty if it sent none. `extra_keys`: one entry a
-    block, or none at all.
+    token_ids: int32 [blocks · block_tokens]; empty if the engine sent none.
+    extra_keys: one entry per block, or empty.
     """
 
     token_ids: NDArray[np.int32]
@@ -67,7 +72,7 @@ class RunContent:
 
     @property
     def num_bytes(self) -> int:
-        """About its memory."""
+        """Its approximate memory."""
         keys = [key for keys in self.extra_keys if keys for key in keys]
         texts = sum(KEY_BYTES + len(key[0] if isinstance(key, tuple) else key) for key in keys)
         return int(self.token_ids.nbytes) + len(self.lora_name) + texts + 8 * len(self.extra_keys)
@@ -75,8 +80,11 @@ class RunContent:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """Blocks of one group to load: positions in the lease's hash list of that group, int32 [n], and
-    block ids int32 [n]."""
+    """Blocks of one group to load.
+
+    lease_positions: positions in the lease's hash list of that group, int32 [n].
+    block_ids: blocks in engine memory that receive them, int32 [n].
+    """
 
     group_index: int
     lease_positions: Int32s
@@ -93,15 +101,16 @@ MAX_TTL_S = 86_400.0
 class Retention:
     """What a request may ask of eviction for the blocks it uses.
 
-    A hint, never a promise about correctness: a cache that can't honour it serves as before.
-    Requests give it in `kv_transfer_params` (keys `hotkv.priority`, `hotkv.ttl_s`, `hotkv.pin`); on
-    the wire it is `hotkv.v1.Retention`.
+    It is a hint: a cache that can't honour it serves as before. Requests set it in
+    `kv_transfer_params` (keys `hotkv.priority`, `hotkv.ttl_s`, `hotkv.pin`); on the wire it is
+    `hotkv.v1.Retention`.
 
-    `priority`: a use counts as 2^priority uses, -8 to 8. `ttl_s`: the blocks count as in use for
-    that long after the use, at most a day.
+    priority: a use counts as 2^priority uses, -8 to 8.
+    ttl_s: the blocks count as in use for that long after the use, at most a day.
+    pin: the blocks are not evicted within `ttl_s`, as far as the server's share for pinned blocks
+        allows.
 
-    `pin`: they are not evicted at all within `ttl_s`, as far as the server's share for pinned
-    blocks goes. Raises ValueError.
+    Raises ValueError for a value out of range, or a pin without `ttl_s`.
     """
 
     priority: int = 0
@@ -125,13 +134,13 @@ NO_RETENTION = Retention()
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """What a store may ask besides its blocks: one value, from the connector's plan to the server's
-    books.
+    """Options of a store besides its blocks. The connector's plan and the server's books use this
+    one value.
 
-    `retention`: of the store that reserves; other ranks join it. `residency_id`: of an open
-    residency of this engine, which pins what the store makes ready from that moment on, and what is
-    ready from its start on; empty for none. `traceparent`: names the caller's span, as W3C's
-    header; empty for none.
+    retention: set by the store that reserves; stores of other ranks join it.
+    residency_id: an open residency of this engine; empty for none. It pins blocks that are ready
+        already when the store starts, and the other blocks as soon as the store makes them ready.
+    traceparent: names the caller's span, in the form of W3C's header; empty for none.
     """
 
     retention: Retention = NO_RETENTION
@@ -146,14 +155,14 @@ NO_OPTIONS = StoreOptions()
 
 
 class BlockResult(enum.IntEnum):
-    """What became of one block of a store; the numbers are those of `hotkv.v1.BlockResult`."""
+    """The result for one block of a store; numbered as `hotkv.v1.BlockResult`."""
 
     STORED = 1
     """Committed by all ranks: the next lookup finds it."""
     PRESENT = 2
-    """Ready already; nothing was copied."""
+    """Was ready already; no bytes were copied."""
     WRITTEN = 3
-    """This rank's shard is written; other ranks are outstanding."""
+    """This rank's shard is written; shards of other ranks are outstanding."""
     RESERVED = 4
     NO_SPACE = 5
     """Refused: no slot could be freed."""
@@ -164,7 +173,7 @@ class BlockResult(enum.IntEnum):
 
 
 class TransferStatus(enum.IntEnum):
-    """How a transfer ended; the numbers are those of `hotkv.v1.TransferStatus`."""
+    """How a transfer ended; numbered as `hotkv.v1.TransferStatus`."""
 
     DONE = 1
     FAILED = 2
@@ -173,10 +182,10 @@ class TransferStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """How a transfer ended. Nothing is being read or written for it any more.
+    """How a transfer ended. The server has stopped reading and writing memory for it.
 
-    `results` (stores): one uint8 array of BlockResult a run, in the order asked; empty for a store
-    that was revoked.
+    results: for stores, one uint8 array of BlockResult per run, in the order asked; empty for a
+        store that was revoked.
     """
 
     transfer_id: str
@@ -188,12 +197,12 @@ class TransferResult:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGrant:
-    """The blocks that a read lease pins: one mask a group, in the order asked. A short grant is a
-    value.
+    """The blocks that a read lease pins. A short grant is a value, not an error.
 
-    `offsets`, if asked for: int64 a group, bytes from the arena's start to each block's slot, -1 if
-    not pinned. They hold while the lease does: what is read under it after its release, its
-    end or that of the connection may be any bytes.
+    pinned: one mask per group, in the order asked.
+    offsets: if asked for, int64 per group: bytes from the arena's start to each block's slot, -1 if
+        the block is not pinned. They hold as long as the lease. Bytes read after its release or
+        expiry, or after the connection is lost, may belong to any block.
     """
 
     lease_id: str
@@ -204,9 +213,15 @@ class LeaseGrant:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyOpened:
-    """A residency holds: room in the arena is reserved for it. The rest says how long what is read
-    is what was stored: the session's word behind the arena and its value, and the generation under
-    which it was opened (`hotkv_proto.words`)."""
+    """An open residency; room in the arena is reserved for it.
+
+    A reader uses the other fields to check that the bytes it read are the bytes that were stored
+    (see `hotkv_proto.words`).
+
+    word_index, word_value: the session's word behind the arena, and its value while the residency
+        holds.
+    generation: the generation under which the residency was opened.
+    """
 
     residency_id: str
     word_index: int
@@ -215,17 +230,17 @@ class ResidencyOpened:
 
 
 class Flushed(int):
-    """How many blocks a flush has forgotten.
+    """The number of blocks that a flush has dropped.
 
-    `pending_tiers`: tiers that the flush is not in yet, because they do not answer; they are told
-    as soon as they do. Until then other nodes may load blocks of before from there (`disk`: this
-    node, after a power loss).
+    pending_tiers: tiers that do not answer, so the flush has not reached them. It reaches them as
+        soon as they answer. Until then other nodes may load older blocks from them (from `disk`:
+        this node, after a power loss).
     """
 
     pending_tiers: tuple[str, ...]
 
     def __new__(cls, num_blocks: int, pending_tiers: Iterable[str] = ()) -> "Flushed":
-        """A number of blocks."""
+        """Makes the number from its blocks and tiers."""
         flushed = super().__new__(cls, num_blocks)
         flushed.pending_tiers = tuple(pending_tiers)
         return flushed

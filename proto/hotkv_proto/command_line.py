@@ -1,4 +1,5 @@
-"""A parser of command lines whose errors are one line that says what was meant."""
+"""A parser of command lines. Each error is one line that suggests the flag or word that was
+meant."""
 
 import argparse
 import difflib
@@ -11,14 +12,15 @@ _WRONG_CHOICE = re.compile(r"argument ([^:]+): invalid choice: '([^']*)'")
 
 
 class Parser(argparse.ArgumentParser):
-    """As argparse's. Its subparsers are such, too."""
+    """An argparse parser with such errors. Its subparsers have them, too."""
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with status 2 and one line on standard error."""
         self.exit(2, f"{self.prog}: {self.meant(message)}; {self.prog} --help lists all\n")
 
     def meant(self, message: str) -> str:
-        """argparse's message, with what was meant by a wrong flag or word."""
+        """Returns argparse's message; for an unknown flag or word it adds the closest known
+        name."""
         head, found, words = message.partition("unrecognized arguments: ")
         if found:
             wrong = words.split()[0]

@@ -1,19 +1,22 @@
-"""What transfers take, as far as a few measured ones say."""
+"""Estimates what transfers cost, from a few measured transfers."""
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 WIDE = 2.0
-"""The largest size is so many times the smallest: then a cost that does not grow with it is one of
-any transfer."""
+"""If the largest size is at least this many times the smallest and cost does not grow with size,
+all of the cost counts as the fixed cost of a transfer."""
 
 
 def fitted(sizes: ArrayLike, seconds: ArrayLike) -> tuple[float, float]:
-    """Seconds of any transfer, and seconds a unit of size beyond, of transfers of `sizes` [n] that
-    took `seconds` [n].
+    """Returns the fixed seconds of a transfer, and the seconds per unit of size.
 
-    Least squares, neither below 0. Of sizes that are much alike all is put down to size. Zeros if
-    no size is above 0.
+    sizes: sizes of the measured transfers [n].
+    seconds: what these transfers took [n].
+
+    It is a least-squares fit; both results are at least 0. If the sizes are much alike, or the
+    fixed part would be negative, all of the cost counts as cost per unit. Returns zeros if no size
+    is above 0.
     """
     all_sizes, all_seconds = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
     has_some = all_sizes > 0

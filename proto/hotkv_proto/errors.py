@@ -1,6 +1,6 @@
-"""The one error base and the one reason enum of hotkv.
+"""The error base and the reason enum of hotkv.
 
-A refusal always carries a reason and a sentence that names the field and the fix; if a field is at
+A refusal always carries a reason and a sentence that names the field and the fix. If a field is at
 fault, the sentence begins with its path. Misses, pending answers and short grants are values, never
 errors.
 """
@@ -10,7 +10,7 @@ from typing import Final
 
 
 class Reason(enum.IntEnum):
-    """Why a call was refused; the numbers are those of `hotkv.v1.ErrorReason`."""
+    """Why a call was refused; numbered as `hotkv.v1.ErrorReason`."""
 
     INVALID_FIELD = 1
     INVALID_HASH = 2
@@ -56,12 +56,12 @@ RETRYABLE: Final[dict[Reason, bool]] = {
     Reason.RESIDENCY_TOO_LARGE: False,
     Reason.UNKNOWN_RESIDENCY: False,
 }
-"""Whether the same call, unchanged, may succeed later. Total over `Reason`; a test proves it.
-docs/wire.md says for each reason what to do instead."""
+"""Whether the same call, unchanged, may succeed later. It has an entry for each `Reason`, which a
+test proves. docs/wire.md says for each reason what to do instead."""
 
 
 class HotKVError(Exception):
-    """A refusal. Whoever raises it has changed nothing."""
+    """A refusal. The call that raises it has changed no state."""
 
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
@@ -78,7 +78,7 @@ class HotKVError(Exception):
 
 
 class SessionLostError(HotKVError):
-    """The link to the server broke, and the server can no longer touch this engine's memory."""
+    """The link to the server broke. The server can no longer access this engine's memory."""
 
     def __init__(self, message: str) -> None:
         super().__init__(Reason.UNKNOWN_SESSION, message)

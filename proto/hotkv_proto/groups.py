@@ -1,10 +1,11 @@
 """KV cache groups and the hit rule.
 
-A request hits n tokens only if *every* group can serve position n. What a group needs of the past
-is its kind's business (`GroupSpec.first_needed_block`): full attention needs everything before n,
-so its hits are downward closed; the other kinds need a range that ends at n, so theirs are not.
-`longest_hit` is the greatest n that all groups serve. Pure functions over numpy masks, no Python
-per block; groups in any order, specs that are equal judged once.
+A request hits n tokens only if *every* group can serve position n. The kind of a group decides
+which earlier blocks it needs (`GroupSpec.first_needed_block`). Full attention needs all blocks
+before n, so its hits are downward closed. The other kinds need a range that ends at n, so their
+hits are not. `longest_hit` is the greatest n that all groups serve. All functions are pure and work
+on numpy masks, without Python code per block. Groups come in any order; equal specs are evaluated
+once.
 """
 
 import enum
@@ -18,16 +19,15 @@ from numpy.typing import NDArray
 BoolMask = NDArray[np.bool_]
 Int64s = NDArray[np.int64]
 Probe = Callable[[Int64s], BoolMask]
-"""Which of the blocks at some positions (int64 [k], ascending) are ready [k]."""
+"""Returns which of the blocks at the given positions (int64 [k], ascending) are ready [k]."""
 
 PROBES_PER_ROUND = 32
-"""`longest_prefix` asks for so many blocks at a time: one call answers them together, and their
-cache misses overlap."""
+"""Blocks that `longest_prefix` asks for in one call: their cache misses overlap."""
 _SPREAD = np.arange(PROBES_PER_ROUND)
 
 
 class GroupKind(enum.IntEnum):
-    """What a group remembers; the numbers are those of `hotkv.v1.KvGroupKind`."""
+    """How a group uses earlier tokens; numbered as `hotkv.v1.KvGroupKind`."""
 
     FULL_ATTENTION = 1
     MLA = 2
@@ -37,7 +37,8 @@ class GroupKind(enum.IntEnum):
 
 
 PREFIX_CLOSED = frozenset({GroupKind.FULL_ATTENTION, GroupKind.MLA})
-"""Kinds that need every block before the hit: whoever can serve n can serve all that is shorter."""
+"""Kinds that need every block before the hit: a group that can serve n can serve any shorter
+hit."""
 WINDOWED = frozenset({GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL})
 """Kinds that need `window_tokens`."""
 
@@ -46,10 +47,12 @@ WINDOWED = frozenset({GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL})
 class GroupSpec:
     """One KV cache group.
 
-    `block_tokens`: tokens in one block, over all ranks that share its tokens. `window_tokens`:
-    window (sliding) or chunk (chunked local); 0 for other kinds. `shard_bytes`: bytes of one block
-    in each shard; the slot holds the shards in order. A shard is empty if a pipeline stage has
-    no layer of the group. Raises ValueError if the numbers contradict each other.
+    block_tokens: tokens in one block, over all ranks that share its tokens.
+    window_tokens: size of the window (sliding) or chunk (chunked local); 0 for other kinds.
+    shard_bytes: bytes of one block in each shard; the slot holds the shards in order. A shard is
+        empty if a pipeline stage has no layer of the group.
+
+    Raises ValueError if the numbers contradict each other.
     """
 
     kind: GroupKind
@@ -73,11 +76,11 @@ class GroupSpec:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot: all shards."""
+        """Bytes of one slot: the sum of all shards."""
         return sum(self.shard_bytes)
 
     def first_needed_token(self, hit_tokens: int) -> int:
-        """First token whose KV is needed to go on at position `hit_tokens`."""
+        """Returns the first token whose KV is needed to continue at position `hit_tokens`."""
         match self.kind:
             case GroupKind.FULL_ATTENTION | GroupKind.MLA:
                 return 0
@@ -89,25 +92,28 @@ class GroupSpec:
                 return max(0, hit_tokens - 1)
 
     def first_needed_block(self, hit_tokens: int) -> int:
-        """Index of the first block needed to go on at `hit_tokens`; blocks up to `hit_tokens //
-        block_tokens` are needed."""
+        """Returns the first block needed to continue at `hit_tokens`. The blocks from there up to
+        `hit_tokens // block_tokens` are needed."""
         return min(
             self.first_needed_token(hit_tokens) // self.block_tokens,
             hit_tokens // self.block_tokens,
         )
 
     def reach_tokens(self, ready: BoolMask, blocks_after: int = 0) -> int:
-        """No hit of this group is longer: it ends with the prompt, or before the first missing
+        """Returns an upper bound of this group's hits: the end of the prompt, or the first missing
         block if every block is needed.
 
-        `ready` [blocks]: which blocks of the prompt are ready. `blocks_after`: as in `serves`.
+        ready: which blocks of the prompt are ready [blocks].
+        blocks_after: as in `serves`.
         """
         blocks = _leading(ready) if self.kind in PREFIX_CLOSED else len(ready)
         return max(0, blocks - blocks_after) * self.block_tokens
 
     def serves(self, ready: BoolMask, hit_tokens: int, blocks_after: int = 0) -> bool:
-        """Whether a hit of whole blocks, within reach, can be served. `blocks_after`: so many
-        blocks behind the hit must be ready too."""
+        """Whether the group can serve a hit of whole blocks, within reach.
+
+        blocks_after: number of blocks behind the hit that must be ready too.
+        """
         return bool(
             ready[
                 self.first_needed_block(hit_tokens) : hit_tokens // self.block_tokens + blocks_after
@@ -117,13 +123,13 @@ class GroupSpec:
     def serves_each(
         self, ready: BoolMask, alignment: int, count: int, blocks_after: int = 0
     ) -> BoolMask:
-        """`serves` for the hits alignment, 2 * alignment, ... count * alignment, all of them within
-        reach."""
+        """Returns `serves` for each of the hits alignment, 2 * alignment, ... count * alignment,
+        all within reach."""
         if self.kind in PREFIX_CLOSED:
             return np.ones(count, np.bool_)
         step = alignment // self.block_tokens
-        # How many blocks are missing before each one: a range is complete exactly when the number
-        # at its start is that at its end.
+        # Missing blocks before each position: a range is complete exactly if the number at its
+        # start equals the number at its end.
         missing = np.zeros(step * count + blocks_after + 1, np.int32)
         np.cumsum(~ready[: len(missing) - 1], out=missing[1:])
         at_end = missing[step + blocks_after :: step]
@@ -131,7 +137,8 @@ class GroupSpec:
             hits = np.arange(1, count + 1) * alignment
             at_start = missing[hits // self.window_tokens * self.window_tokens // self.block_tokens]
         else:
-            # A range of the same length before every hit, or all that there is.
+            # Each hit needs a range of the same length before it, or all blocks from the root if
+            # there are fewer.
             past_tokens = 1 if self.kind is GroupKind.MAMBA else self.window_tokens - 1
             span = -(-past_tokens // self.block_tokens)
             whole = min(count, span // step)
@@ -146,7 +153,7 @@ class GroupSpec:
 
 
 def alignment_tokens(groups: Sequence[GroupSpec]) -> int:
-    """Least common multiple of the groups' block sizes in tokens."""
+    """Returns the least common multiple of the groups' block sizes in tokens."""
     return math.lcm(*(group.block_tokens for group in groups))
 
 
@@ -157,14 +164,19 @@ def longest_hit(
     alignment: int = 0,
     draft_groups: Collection[int] = (),
 ) -> int:
-    """Longest prefix in tokens that every group can serve.
+    """Returns the longest prefix in tokens that every group can serve.
 
-    `ready`: one mask a group, one flag a block of that group; blocks beyond its end are not ready.
-    `limit_tokens`: upper bound, for instance prompt length - 1. `alignment`: hits are multiples of
-    it, itself a multiple of all block sizes; 0 for the least of those. `draft_groups`: indices of
-    groups whose KV of a token depends on the token after it (EAGLE, MTP); there the block behind
-    the hit must be ready too, which says that the token behind the hit is the same. States have no
-    such layers. Source: EAGLE's last-block drop in `HybridKVCacheCoordinator`, vLLM 0.32.
+    ready: one mask per group, one flag per block of that group; blocks beyond its end are not
+        ready.
+    limit_tokens: upper bound, for instance prompt length - 1.
+    alignment: hits are multiples of it. It is a multiple of all block sizes; 0 chooses their least
+        common multiple.
+    draft_groups: indices of groups whose KV of a token depends on the token after it (EAGLE, MTP).
+        In them the block behind the hit must be ready too, which proves that the token behind the
+        hit is the same. Mamba groups have no such layers.
+
+    Raises ValueError if alignment is no such multiple. Source: EAGLE's last-block drop in
+    `HybridKVCacheCoordinator`, vLLM 0.32.
     """
     least = alignment_tokens(groups)
     step = alignment or least
@@ -193,8 +205,8 @@ def longest_hit(
 def _distinct_rules(
     groups: Sequence[GroupSpec], ready: Sequence[BoolMask], draft_groups: Collection[int]
 ) -> list[tuple[GroupSpec, BoolMask, int]]:
-    """Groups that need the same of the past as one: a block counts as ready if it is in all of
-    them; with `blocks_after` of `serves`."""
+    """Merges groups with the same needs: a block is ready if it is ready in all of them. Returns
+    the spec, the mask and the `blocks_after` of `serves` for each merged group."""
     rules: dict[tuple[int, GroupKind, int, int], tuple[GroupSpec, BoolMask, int]] = {}
     for index, (group, mask) in enumerate(zip(groups, ready, strict=True)):
         blocks_after = int(index in draft_groups and group.kind is not GroupKind.MAMBA)
@@ -210,15 +222,15 @@ def _distinct_rules(
 def longest_prefix(probe: Probe, num_blocks: int) -> int:
     """Counts the leading blocks that are ready.
 
-    Takes a few rounds of probes if residency is prefix closed: no block is ready behind a missing
-    one. If an answer shows otherwise, it probes every block. A block that is missing between two
-    probed ones is not seen, so the result is a hint and may be too long, never too short; a lease
-    settles it.
+    A few rounds of probes suffice if the ready blocks are prefix closed: no block behind a missing
+    block is ready. If an answer shows otherwise, every block is probed. A block that is missing
+    between two probed blocks is not seen. So the result is a hint: it may be too long, never too
+    short. A lease gives the exact answer.
     """
     low, high = 0, num_blocks
     while low < high:
-        # Spread over [low, high - 1], both ends among them, so a full hit and a full miss take one
-        # round.
+        # The positions are spread over [low, high - 1] and include both ends, so a full hit and a
+        # full miss need one round.
         asked = (
             np.arange(low, high)
             if high - low <= PROBES_PER_ROUND
@@ -235,7 +247,7 @@ def longest_prefix(probe: Probe, num_blocks: int) -> int:
 
 
 def _leading(ready: BoolMask) -> int:
-    """Flags that are set before the first that is not."""
+    """Counts the set flags before the first unset flag."""
     if not len(ready):
         return 0
     first = int(ready.argmin())
@@ -243,7 +255,8 @@ def _leading(ready: BoolMask) -> int:
 
 
 def needed_blocks(groups: Sequence[GroupSpec], hit_tokens: int) -> list[range]:
-    """Block indices that each group needs for a hit of `hit_tokens`; nothing for no hit."""
+    """Returns the block indices that each group needs for a hit of `hit_tokens`; empty ranges for
+    no hit."""
     if hit_tokens <= 0:
         return [range(0) for _ in groups]
     return [
@@ -257,9 +270,11 @@ def check_context_parallel(
 ) -> None:
     """Raises ValueError if a group can't be kept under context parallelism.
 
-    `is_sharded`: its tokens are dealt out over the decode ranks; `block_tokens` then counts all of
-    them. `decode_ranks`, `prefill_ranks`: sizes of the two groups of ranks (DCP, PCP). Source: what
-    `HybridKVCacheCoordinator` and its managers assert in vLLM 0.32.
+    is_sharded: the group's tokens are distributed over the decode ranks; `block_tokens` then counts
+        the tokens of all of them.
+    decode_ranks, prefill_ranks: sizes of the two groups of ranks (DCP, PCP).
+
+    Source: the assertions of `HybridKVCacheCoordinator` and its managers in vLLM 0.32.
     """
     if decode_ranks < 1 or prefill_ranks < 1:
         raise ValueError(

@@ -1,11 +1,10 @@
 """Hints about the KV cache that routers send with a request, in vLLM's envelope (`kv_hints`).
 
-The only place that knows names, versions and payloads of the protocol. vLLM's PR #53423 defines
-the envelope and leaves actions to whoever executes them; RFCs #51428, #52113 and #57103 name the
-actions and outcomes that are here. Always true: reading never raises, whatever is in an envelope; a
-bad action is rejected alone, with a reason that names the field; what is read is bounded
-(MAX_ACTIONS, MAX_ID_CHARS). A hint is never a promise: a cache that can't honour one serves as
-before.
+Only this module knows the names, versions and payloads of the protocol. vLLM's PR #53423 defines
+the envelope and leaves the actions to the receiver; RFCs #51428, #52113 and #57103 name the actions
+and outcomes that are here. Always true: reading never raises, whatever an envelope contains. A bad
+action is rejected alone, with a reason that names the field. The size of what is read is bounded
+(MAX_ACTIONS, MAX_ID_CHARS). A cache that can't honour a hint serves as before.
 """
 
 import enum
@@ -21,23 +20,28 @@ PROTOCOL_MAJORS = ("0", "1")
 ACTION_VERSION = "1.0"
 ACTION_MAJORS = ("0", "1")
 PREFIX = "kv."
-"""May stand before the type of an action, as in KVCR's `kv.fetch`."""
+"""An optional prefix of an action's type, as in KVCR's `kv.fetch`."""
 MAX_ACTIONS = 64
-"""Actions of one envelope that are read; the others are rejected together."""
+"""Actions of one envelope that are read; the rest is rejected together."""
 MAX_ID_CHARS = 128
 MAX_REASON_CHARS = 200
 MAX_DEADLINE_S = 600.0
 MAX_TOKENS = 1 << 31
 ENVELOPE_ACTION_ID = "*"
-"""Stands in an outcome for all actions of an envelope that have none of their own."""
+"""Action id of an outcome for all actions of an envelope that have no separate outcome."""
 _UNSET: Any = object()
 Kind = TypeVar("Kind", bound=enum.Enum)
 
 
 class ActionType(enum.Enum):
-    """What is asked for. `retain`: to be evicted later than others. `pin`: not at all, for a time.
-    `demote`: before others. `prefetch`: brought into host memory. `release`: its session has ended,
-    nobody will use it again."""
+    """What an action asks for.
+
+    retain: evict the blocks later than other blocks.
+    pin: do not evict the blocks for a time.
+    demote: evict the blocks before other blocks.
+    prefetch: promote the blocks to host memory.
+    release: the session has ended and its blocks will not be used again.
+    """
 
     RETAIN = "retain"
     PIN = "pin"
@@ -47,13 +51,18 @@ class ActionType(enum.Enum):
 
 
 AT_END = (ActionType.DEMOTE, ActionType.RELEASE)
-"""Done when the request that brought them has ended, if they mean its own blocks."""
+"""Applied after the end of the request that brought them, if they name its own blocks."""
 
 
 class Status(enum.Enum):
-    """Outcome of an action. `accepted`: done for all blocks. `clipped`: for some of them, or for
-    less than was asked. `deferred`: it will be done, or has not come to its end. `rejected`: not
-    done. `missing`: there is no such session or block."""
+    """The outcome of an action.
+
+    accepted: done for all blocks.
+    clipped: done for some of the blocks, or for less than was asked.
+    deferred: not done yet, or not finished.
+    rejected: not done.
+    missing: there is no such session or block.
+    """
 
     ACCEPTED = "accepted"
     CLIPPED = "clipped"
@@ -64,9 +73,12 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Blocks that are meant. `session_id`: those of a session's latest prompt; empty for this
-    request's. `start_tokens`, `end_tokens`: of its tokens those in [start, end); None for the
-    end."""
+    """The blocks that an action names.
+
+    session_id: the blocks of this session's latest prompt; empty for the blocks of this request.
+    start_tokens, end_tokens: restricts them to the tokens [start, end); None for the end of the
+        prompt.
+    """
 
     session_id: str = ""
     start_tokens: int = 0
@@ -82,9 +94,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action that can be tried. `ttl_s`, `priority`: of `retain` and `pin`, as in `Retention`.
-    `deadline_s`: of `prefetch`, from now on. `clipped`: what was brought down to its bound, in
-    words; empty for nothing."""
+    """One action that can be tried.
+
+    priority, ttl_s: for `retain` and `pin`, as in `Retention`.
+    deadline_s: for `prefetch`, from the moment of reading.
+    clipped: says which values were reduced to their bounds; empty if no value was.
+    """
 
     action_id: str
     kind: ActionType
@@ -96,7 +111,7 @@ class Action:
 
     @property
     def retention(self) -> Retention:
-        """What the blocks' uses ask of eviction."""
+        """The retention that the action asks for its blocks."""
         match self.kind:
             case ActionType.RETAIN:
                 return Retention(self.priority, self.ttl_s)
@@ -110,7 +125,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """An action that can't be tried, and why."""
+    """An action that can't be tried, and the reason."""
 
     action_id: str
     kind: str
@@ -119,7 +134,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """An envelope as it was read."""
+    """The actions and rejections of one envelope."""
 
     message_id: str = ""
     actions: tuple[Action, ...] = ()
@@ -129,17 +144,22 @@ class Hints:
         return bool(self.actions or self.rejected)
 
     def split(self, session_id: str) -> "tuple[Hints, Hints]":
-        """Those to be done at once, with all rejections, and those that wait for the end of the
-        request that brought them. `session_id`: the request's own, or empty."""
+        """Returns two parts: actions to apply at once together with all rejections, and actions
+        that wait for the end of the request that brought them.
+
+        session_id: the request's own, or empty.
+        """
         own = ("", session_id)
         later = tuple(a for a in self.actions if a.kind in AT_END and a.target.session_id in own)
         now = tuple(a for a in self.actions if a not in later)
         return Hints(self.message_id, now, self.rejected), Hints(self.message_id, later)
 
     def retention(self) -> Retention:
-        """What the actions that mean all blocks of the request ask of eviction, taken together: the
-        strongest of each; the wish to keep blocks outweighs the wish to give them up. A pin lasts
-        as long as pins ask for, however long others want to retain the blocks."""
+        """Combines what the actions ask for all blocks of the request.
+
+        The result has the highest priority and the longest `ttl_s`. Actions that keep the blocks
+        outweigh actions that drop them. If there are pins, only they decide `ttl_s`.
+        """
         asked = [a.retention for a in self.actions if a.target == Target()]
         keeping = [r for r in asked if r.ttl_s or r.priority > 0] or asked
         if not keeping:
@@ -153,11 +173,11 @@ NO_HINTS = Hints()
 
 
 class _WrongField(Exception):
-    """An action is wrong; says which field and how."""
+    """Raised for an action with a wrong field; names the field and the fault."""
 
 
 def read(envelope: Any) -> Hints:
-    """Reads vLLM's `KvHintsEnvelope`, or the same as mappings, as JSON gives it."""
+    """Reads vLLM's `KvHintsEnvelope`, or the same envelope as mappings decoded from JSON."""
     try:
         return _read(envelope)
     except _WrongField as error:
@@ -231,7 +251,7 @@ def _kind(value: Any) -> ActionType:
 
 
 def _target(payload: Mapping[Any, Any]) -> Target:
-    """`target` names the blocks, or its fields stand in the payload itself."""
+    """Reads the target from `payload.target`, or from the payload itself if that is missing."""
     given = payload.get("target", _UNSET)
     where, fields = ("payload", payload) if given is _UNSET else ("payload.target", given)
     if given is not _UNSET and not isinstance(given, Mapping):
@@ -289,7 +309,7 @@ def _identifier(value: Any, name: str) -> str:
 
 
 def is_identifier(value: Any) -> bool:
-    """Returns True for a text that can name a session, a message or an action."""
+    """Whether a text can name a session, a message or an action."""
     return isinstance(value, str) and 0 < len(value) <= MAX_ID_CHARS and value.isprintable()
 
 
@@ -304,7 +324,7 @@ def _get(holder: Any, name: str, default: Any = None) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value for people, short however large it is."""
+    """Returns a short form of any value, for messages."""
     if isinstance(value, str):
         return repr(value[:40]) if len(value) > 40 or not value.isprintable() else value or "''"
     if isinstance(value, bool | float | None) or (isinstance(value, int) and abs(value) < 1 << 64):
@@ -317,7 +337,7 @@ def _short(text: str) -> str:
 
 
 def short_forms(retention: Retention, *, demote: bool, release: bool) -> Iterator[Action]:
-    """The actions that `hotkv.*` parameters of a request stand for."""
+    """Yields the actions that a request's `hotkv.*` parameters stand for."""
     if retention.pin:
         yield Action("hotkv.pin", ActionType.PIN, Target(), retention.priority, retention.ttl_s)
     elif retention != NO_RETENTION:

@@ -1,11 +1,12 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numba kernels that read the block table, and the machine operations that numpy lacks. Import
-through `hotkv_proto.native.load`.
+"""Numba kernels that read the block table and copy memory, and the machine operations that numpy
+lacks.
 
-Bucket and record words are those of `hotkv_proto.table`. The lock protocol of a bucket: the one
-writer makes its sequence number odd, changes bucket and record, makes it even; a reader takes what
-it read only if the number was even and is unchanged. `load32` and `store32` order everything around
-them, which plain array accesses would not.
+Import it through `hotkv_proto.native.load`. `hotkv_proto.table` defines the words of buckets and
+records. The lock protocol of a bucket: the single writer makes its sequence number odd, changes
+bucket and record, then makes the number even. A reader uses its copy only if the number was even
+and is unchanged. `load32` and `store32` order all accesses around them, which plain array accesses
+would not.
 """
 
 from typing import Any
@@ -26,12 +27,12 @@ MAX_RETRIES = 1000
 PREFETCH_AHEAD = 16
 MIN_STREAMED_BYTES = 1024
 STREAM_AHEAD_BYTES = 2048
-"""How far ahead a streaming copy asks for its source, and for no cache but the nearest: others keep
-what they hold."""
+"""How far ahead a streaming copy prefetches its source. It prefetches to the nearest cache only, so
+the other caches retain their lines."""
 MULTIPLIER = np.uint64(0x9E37_79B9_7F4A_7C15)
 
-# What readers pass may be read-only: the mapping of a client, hashes that lie in `bytes`. Writable
-# arrays fit as well.
+# Readers may pass read-only arrays: a client's mapping, hashes in `bytes`. Writable arrays fit as
+# well.
 READ_WORDS = types.Array(types.uint32, 2, "C", readonly=True)
 _READ_PREFIXES = types.Array(types.uint64, 1, "A", readonly=True)
 
@@ -44,8 +45,10 @@ def _pointer(context: Any, builder: Any, array_type: Any, array: Any, row: Any, 
 
 
 def _emit_prefetch(builder: Any, pointer: Any, locality: int = 3) -> None:
-    """Asks for the line at a byte pointer, to be kept in all caches (3) or in as few as possible
-    (0); any address is allowed."""
+    """Prefetches the line at a byte pointer. Any address is allowed.
+
+    locality: 3 puts it into all caches, 0 into as few as possible.
+    """
     int32 = ir.IntType(32)
     function_type = ir.FunctionType(ir.VoidType(), [pointer.type, int32, int32, int32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
@@ -54,7 +57,7 @@ def _emit_prefetch(builder: Any, pointer: Any, locality: int = 3) -> None:
 
 @intrinsic
 def load32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """Load of array[row, column] (uint32) that no later access moves before."""
+    """Loads array[row, column] (uint32); later accesses can't be reordered before it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], args[2])
@@ -67,7 +70,7 @@ def load32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
 
 @intrinsic
 def reload32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
-    """As `load32`, and no earlier access of the kernel moves behind it."""
+    """Loads as `load32`; the kernel's earlier accesses can't be reordered behind it either."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("acquire")
@@ -79,8 +82,8 @@ def reload32(typingctx: Any, array: Any, row: Any, column: Any) -> Any:
 
 @intrinsic
 def store32(typingctx: Any, array: Any, row: Any, column: Any, value: Any) -> Any:
-    """Store to array[row, column] (uint32): earlier stores are visible before it, later ones after
-    it."""
+    """Stores to array[row, column] (uint32); earlier stores become visible before it, later stores
+    after it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, signature.args[0], args[0], args[1], args[2])
@@ -94,7 +97,7 @@ def store32(typingctx: Any, array: Any, row: Any, column: Any, value: Any) -> An
 
 @intrinsic
 def prefetch(typingctx: Any, array: Any, row: Any) -> Any:
-    """Asks the cache for the line at array[row, 0]."""
+    """Prefetches the cache line at array[row, 0]."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         zero = context.get_constant(types.intp, 0)
@@ -107,7 +110,7 @@ def prefetch(typingctx: Any, array: Any, row: Any) -> Any:
 
 @intrinsic
 def prefetch_address(typingctx: Any, address: Any) -> Any:
-    """Asks the cache for the line at an integer address."""
+    """Prefetches the cache line at an integer address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _emit_prefetch(builder, builder.inttoptr(args[0], ir.IntType(8).as_pointer()))
@@ -118,7 +121,7 @@ def prefetch_address(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def copy_bytes(typingctx: Any, dst_address: Any, src_address: Any, num_bytes: Any) -> Any:
-    """memcpy between integer addresses."""
+    """Copies bytes between integer addresses with memcpy."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte_pointer = ir.IntType(8).as_pointer()
@@ -134,11 +137,11 @@ def copy_bytes(typingctx: Any, dst_address: Any, src_address: Any, num_bytes: An
 def stream_lines(
     typingctx: Any, dst_address: Any, src_address: Any, num_lines: Any, ahead_bytes: Any
 ) -> Any:
-    """Copies lines of 64 bytes past the caches (non-temporal stores); `dst_address` is a multiple
-    of 64. Ends with no fence.
+    """Copies lines of 64 bytes past the caches (non-temporal stores). Ends without a fence.
 
-    With each line it asks for the one at `ahead_bytes` behind it in the source; any address is
-    allowed.
+    dst_address: a multiple of 64.
+    ahead_bytes: with each line, prefetches the source line that far behind it; any address is
+        allowed.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -166,7 +169,7 @@ def stream_lines(
 
 @intrinsic
 def fence(typingctx: Any) -> Any:
-    """Full fence; streamed lines are visible behind it."""
+    """Executes a full fence; streamed lines are visible after it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -182,7 +185,7 @@ def mix(prefix: np.uint64, salt: np.uint64) -> np.uint64:
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def row_prefix(rows: Any, row: Any) -> np.uint64:
-    """The first 8 bytes of the hash that a row of words begins with."""
+    """Returns the first 8 bytes of the hash at the start of a row of words."""
     return np.uint64(rows[row, 0]) | (np.uint64(rows[row, 1]) << np.uint64(32))
 
 
@@ -195,7 +198,7 @@ def home_bucket(mixed: np.uint64, num_buckets: int) -> int:
     types.void(READ_WORDS, _READ_PREFIXES, types.uint64, types.uint32[::1]), nogil=True, cache=True
 )
 def probe(buckets: Any, prefixes: Any, salt: Any, out: Any) -> None:
-    """Entry words by tag alone, 0 if there is none."""
+    """Writes entry words by tag alone; 0 for a miss."""
     num_buckets = buckets.shape[0]
     count = prefixes.shape[0]
     for i in range(min(PREFETCH_AHEAD, count)):
@@ -260,8 +263,10 @@ def find(
     out: Any,
     out_records: Any,
 ) -> None:
-    """Entry words by the whole key, 0 if there is none; with `out_records` [n, RECORD_WORDS], or
-    [0, …] for none, the records too."""
+    """Writes entry words by the whole key; 0 for a miss.
+
+    out_records: receives the records too [n, RECORD_WORDS]; with 0 rows they are not copied.
+    """
     num_buckets = buckets.shape[0]
     capacity = records.shape[0]
     want_records = out_records.shape[0] > 0
@@ -302,9 +307,11 @@ def find(
 
 @numba.njit(nogil=True, cache=True, inline="always")
 def _copy_run(dst: Any, src: Any, count: Any, following: Any, streaming: Any) -> None:
-    """memcpy of one run. `following`: where the next one's source begins, which the hardware can't
-    know: its first lines are asked for while the last ones of this run are copied. Without that
-    each short run waits for memory, and for the page tables of its page.
+    """Copies one run with memcpy or streaming stores.
+
+    following: source address of the next run, which the hardware can't predict. Its first lines are
+        prefetched while the last lines of this run are copied. Otherwise each short run would wait
+        for memory and for the page tables of its page.
     """
     if streaming and count >= MIN_STREAMED_BYTES:
         head = -dst & 63
@@ -337,8 +344,10 @@ def copy_runs(
     end: Any,
     streaming: Any,
 ) -> None:
-    """memcpy of runs start..end between two mappings. `streaming`: past the caches, for amounts
-    that they do not hold anyhow."""
+    """Copies the runs start..end between two mappings.
+
+    streaming: bypasses the caches, for amounts that do not fit into them.
+    """
     for i in range(start, end):
         following = src_base + src_offsets[min(i + 1, end - 1)]
         _copy_run(
@@ -366,10 +375,13 @@ def copy_blocks(
     to_engine: Any,
     streaming: Any,
 ) -> None:
-    """memcpy of blocks [n] by a recipe (`hotkv_proto.layout`): for each of its runs [r] `bases`,
-    `strides`, `places` in the slot, `num_bytes`.
+    """Copies blocks [n] by a recipe (`hotkv_proto.layout`).
 
-    Neighbours that are contiguous on both sides are copied as one. `streaming`: as for `copy_runs`.
+    bases, strides, places, num_bytes: for each run [r] of a block: its engine offset in block 0,
+        the bytes to the next block, its offset in the slot, and its length.
+    streaming: as for `copy_runs`.
+
+    Neighbouring runs that are contiguous on both sides are copied as one run.
     """
     dst, src, count = np.int64(0), np.int64(0), np.int64(0)
     for i in range(block_ids.shape[0]):

@@ -2,8 +2,8 @@
 
 A block key is (key space, group index, block hash). Two engines share blocks exactly when the
 fingerprints of their key spaces are equal, so every field that changes the bytes of a block is a
-field of `KeySpace`. What changes only the bytes of a block's representation is a field of
-`Representation`: engines with other versions share blocks, never representations.
+field of `KeySpace`. A field that changes only the bytes of a block's representation is a field of
+`Representation`: engines with different versions share blocks, but not representations.
 """
 
 import hashlib
@@ -18,17 +18,19 @@ from hotkv_proto.groups import GroupSpec
 MIN_HASH_BYTES = 8
 MAX_HASH_BYTES = 32
 MAX_GROUPS = 256
-"""Most groups of a key space. The server numbers representations from here on."""
+"""Most groups of a key space. The server numbers representations from this number on."""
 MAX_NAME = 64
 """Most characters of a representation's format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Representation:
-    """A kind of representation of the blocks of one KV cache group. Only equal ones are shared.
+    """A kind of representation of the blocks of one KV cache group. Only equal kinds are shared.
 
-    `format`, `version`: what its bytes mean, see `hotkv_sparse.formats`; `version` fits 63 bits.
-    `shard_bytes`: bytes of one block's representation in each shard, as `GroupSpec.shard_bytes`.
+    format, version: define the meaning of its bytes, see `hotkv_sparse.formats`; `version` fits 63
+        bits.
+    shard_bytes: bytes of one block's representation in each shard, as `GroupSpec.shard_bytes`.
+
     Raises ValueError if a number is out of range.
     """
 
@@ -58,13 +60,13 @@ class Representation:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot: all shards."""
+        """Bytes of one slot: the sum of all shards."""
         return sum(self.shard_bytes)
 
 
 @dataclass(frozen=True)
 class KeySpace:
-    """Everything that decides the bytes of a block; see `hotkv.v1.KeySpace` for the fields.
+    """All fields that determine the bytes of a block; see `hotkv.v1.KeySpace` for each field.
 
     `model` must not be a path: the same weights in another folder are the same model.
     """
@@ -112,7 +114,7 @@ class KeySpace:
 
     @property
     def num_shards(self) -> int:
-        """Shards in a slot, that is ranks that hold different KV."""
+        """Number of shards in a slot: the number of ranks that hold different KV."""
         return len(self.groups[0].shard_bytes)
 
     @cached_property
@@ -122,12 +124,13 @@ class KeySpace:
         return hashlib.sha256(b"hotkv-key-space-1\0" + text.encode()).digest()
 
     def group_salt(self, group_index: int) -> int:
-        """64-bit salt that the block table mixes into hashes of this group."""
+        """Returns the 64-bit salt that the block table mixes into hashes of this group."""
         digest = hashlib.sha256(self.fingerprint + group_index.to_bytes(4, "little")).digest()
         return int.from_bytes(digest[:8], "little")
 
     def representation_salt(self, representation: Representation) -> int:
-        """64-bit salt for representations: another one for each group, format, version and size."""
+        """Returns the 64-bit salt of representations; it differs for each group, format, version
+        and size."""
         text = json.dumps(
             asdict(representation), sort_keys=True, separators=(",", ":"), ensure_ascii=True
         )
@@ -138,20 +141,20 @@ class KeySpace:
 
 
 def signed_salt(salt: int) -> int:
-    """A 64-bit salt as the signed number that stands for it on the wire."""
+    """Returns the signed number that stands for a 64-bit salt on the wire."""
     return salt - (1 << 64) if salt >> 63 else salt
 
 
 def unsigned_salt(number: int) -> int:
-    """The inverse of `signed_salt`."""
+    """Returns the salt of a signed number: the inverse of `signed_salt`."""
     return number & ((1 << 64) - 1)
 
 
 def group_hashes(
     hashes: Sequence[bytes], hash_block_tokens: int, block_tokens: int
 ) -> Sequence[bytes]:
-    """Hashes of a group's blocks out of the engine's list: the hash at each group block's last
-    token."""
+    """Returns the hashes of a group's blocks: from the engine's list, the hash at each group
+    block's last token."""
     step = block_tokens // hash_block_tokens
     return hashes if step == 1 else hashes[step - 1 :: step]
 
@@ -161,17 +164,17 @@ def _sha256_pickle(value: object) -> bytes:
 
 
 TOKEN_HASH_ALGORITHMS: dict[str, Callable[[object], bytes]] = {"sha256": _sha256_pickle}
-"""Algorithms of vLLM's block hashes that can be recomputed here from token ids."""
+"""Algorithms of vLLM's block hashes that can be computed here from token ids."""
 
 
 def token_block_hashes(
     token_ids: Sequence[int], block_tokens: int, algorithm: str, seed: str
 ) -> list[bytes]:
-    """Block hashes of a plain prompt (no images, no adapter, no salt), one for each full block, as
-    vLLM computes them.
+    """Computes the block hashes of a plain prompt (no images, no adapter, no salt) as vLLM does:
+    one hash for each full block.
 
     Source: `hash_block_tokens` and `init_none_hash` in vLLM 0.32. Raises ValueError for an
-    algorithm not in the table.
+    algorithm that is not in the table.
     """
     if algorithm not in TOKEN_HASH_ALGORITHMS:
         raise ValueError(

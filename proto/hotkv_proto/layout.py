@@ -1,9 +1,9 @@
-"""Canonical KV layout: where the pages of a block lie in engine memory, and where in its slot.
+"""The canonical KV layout: where the pages of a block lie in engine memory and in its slot.
 
-A slot holds the shards of all ranks in order; a shard holds the pages of that rank's tensors, each
-at `shard_offset_bytes`, each page its runs in order without gaps. This is the only description of
-either side: nothing reads slot bytes or engine memory other than by a `Recipe` of it. One group or
-one rank is never assumed.
+A slot holds the shards of all ranks in order. A shard holds the pages of that rank's tensors, each
+at `shard_offset_bytes`. A page holds its runs in order without gaps. This is the only description
+of both sides: slot bytes and engine memory are accessed only through its `Recipe`s. The code never
+assumes one group or one rank.
 """
 
 import dataclasses
@@ -20,22 +20,22 @@ from hotkv_proto.keys import Representation
 Int64s = NDArray[np.int64]
 
 FENCE_HANDLE = "hotkv-fence"
-"""Handle id of the page in which an engine revokes stores; not part of a layout."""
+"""Handle id of the page in which an engine revokes stores; it is not part of a layout."""
 FENCE_WORDS = 1024
 
 MAX_RUNS = 1 << 19
-"""Bound on the runs that all tensors of a layout enumerate for one block: their recipes take 32
-bytes for each, 16 MiB in all."""
+"""Most runs of one block in all tensors of a layout. Recipes take 32 bytes per run, 16 MiB in
+all."""
 MAX_DIMS = 8
-"""Bound on the repetitions of one tensor."""
+"""Most repetitions (`dims`) of one tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryHandle:
-    """Memory of an engine: `file` (descriptor sent over the descriptor socket) or `cuda` (64-byte
-    IPC handle).
+    """Memory of an engine: a file (its descriptor is sent over the descriptor socket) or CUDA
+    memory (64-byte IPC handle).
 
-    `base_offset_bytes`: where the memory begins in the file or allocation.
+    base_offset_bytes: where the memory begins in the file or allocation.
     """
 
     handle_id: str
@@ -51,10 +51,10 @@ class MemoryHandle:
 
 @dataclass(frozen=True, slots=True)
 class PageTensor:
-    """Pages of one or several layers of one group or representation; block b's page starts at base
-    + b * block_stride.
+    """Pages of one or several layers of one group or representation. The page of block b starts at
+    base + b * block_stride.
 
-    `dims`: (count, stride_bytes) repetitions of the `run_bytes` run, outermost first.
+    dims: (count, stride_bytes) repetitions of the `run_bytes` run, outermost first.
     """
 
     group_index: int
@@ -72,7 +72,8 @@ class PageTensor:
         return self.run_bytes * math.prod(count for count, _ in self.dims)
 
     def run_offsets(self) -> Int64s:
-        """Offsets of the runs inside the page in engine memory [runs], in slot order."""
+        """Returns the offsets of the runs inside the page in engine memory [runs], in slot
+        order."""
         offsets = np.zeros(1, np.int64)
         for count, stride in self.dims:
             offsets = (
@@ -83,10 +84,11 @@ class PageTensor:
 
 @dataclass(frozen=True, slots=True)
 class CopyRuns:
-    """Contiguous runs between engine memory and slots, sorted as they were enumerated.
+    """Contiguous runs between engine memory and slots, in the order of their enumeration.
 
-    `engine_offsets`, `slot_offsets`, `num_bytes`: int64 [runs]; engine offsets are within
-    `handle_id`'s memory, slot offsets within the arena.
+    engine_offsets: offsets within the memory of `handle_id`, int64 [runs].
+    slot_offsets: offsets within the arena, int64 [runs].
+    num_bytes: int64 [runs].
     """
 
     handle_id: str
@@ -97,11 +99,13 @@ class CopyRuns:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All runs of one block in one handle, in slot order; neighbours on both sides are one run,
-    whatever tensors they come from.
+    """All runs of one block in one handle, in slot order. Runs that are neighbours on both sides
+    are joined, also across tensors.
 
-    `bases`: engine offsets in block 0. `strides`: bytes to the next block. `slot_offsets`,
-    `num_bytes`: place in the slot, and length.
+    bases: engine offsets in block 0.
+    strides: bytes to the next block.
+    slot_offsets: offsets in the slot.
+    num_bytes: lengths of the runs.
     """
 
     handle_id: str
@@ -116,10 +120,10 @@ class Recipe:
         return int(self.num_bytes.sum())
 
     def copy_runs(self, block_ids: Int64s, slot_offsets: Int64s) -> CopyRuns:
-        """Runs that move blocks, block by block.
+        """Returns the runs that copy blocks, block by block.
 
-        `block_ids` [n]: block ids in engine memory. `slot_offsets` [n]: where each block's slot
-        starts in the arena.
+        block_ids: block ids in engine memory [n].
+        slot_offsets: where each block's slot starts in the arena [n].
         """
         engine = block_ids[:, None] * self.strides[None, :] + self.bases[None, :]
         slot = slot_offsets[:, None] + self.slot_offsets[None, :]
@@ -132,6 +136,8 @@ class Recipe:
 
     @staticmethod
     def of(tensors: Sequence[PageTensor], shard_start: int) -> "Recipe":
+        """Makes the recipe of tensors that share a handle. `shard_start`: where their shard begins
+        in the slot."""
         parts: list[list[Int64s]] = [[], [], [], []]
         for tensor in sorted(tensors, key=lambda t: t.shard_offset_bytes):
             inner = tensor.run_offsets()
@@ -161,7 +167,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The memory of one rank. `validate` must have passed before anything is copied."""
+    """The memory of one rank. `validate` must pass before any copy."""
 
     shard_index: int
     num_blocks: int
@@ -178,7 +184,7 @@ class Layout:
         return sum(handle.num_bytes for handle in self.handles)
 
     def covers(self, group_index: int) -> bool:
-        """Whether there are pages of this group."""
+        """Whether the layout has pages of this group."""
         return any(tensor.group_index == group_index for tensor in self.tensors)
 
     def validate(
@@ -189,7 +195,7 @@ class Layout:
         """Raises ValueError, naming the field, if the layout contradicts itself, `groups`,
         `representations` or its handles.
 
-        `representations`, by group index, may be left out of the layout; groups may not.
+        representations: by group index; a layout may leave them out. It must have all groups.
         """
         handles = {handle.handle_id: handle for handle in self.handles}
         if len(handles) != len(self.handles):
@@ -247,7 +253,7 @@ class Layout:
                 )
 
     def _by_group(self) -> dict[int, list[PageTensor]]:
-        """Tensors of each group that has any."""
+        """Returns the tensors of each group that has tensors."""
         tensors_of: dict[int, list[PageTensor]] = {}
         for tensor in self.tensors:
             tensors_of.setdefault(tensor.group_index, []).append(tensor)
@@ -256,8 +262,8 @@ class Layout:
     def prepare(
         self, groups: Sequence[GroupSpec], representations: Mapping[int, Representation]
     ) -> None:
-        """Validates, and makes all recipes: then nothing is left for the first transfer to do.
-        Raises ValueError as `validate`."""
+        """Validates the layout and makes all recipes, so that the first transfer is not slower than
+        later transfers. Raises ValueError as `validate`."""
         self.validate(groups, representations)
         shapes: dict[int, GroupSpec | Representation] = {
             **dict(enumerate(groups)),
@@ -289,8 +295,8 @@ class Layout:
             )
         if math.prod(count for count, _ in tensor.dims) > MAX_RUNS:
             raise ValueError(f"{name}.dims enumerate more than {MAX_RUNS} runs of a block")
-        # Slot order need not be memory order: by stride, each dimension must step over all that is
-        # nested in it; blocks are one more.
+        # Slot order may differ from memory order. Sorted by stride, each dimension must step over
+        # everything that is nested in it; the blocks are one more dimension.
         span = tensor.run_bytes
         named = {f"dims[{index}].stride_byte_count": dim for index, dim in enumerate(tensor.dims)}
         named["block_stride_byte_count"] = (self.num_blocks, tensor.block_stride_bytes)
@@ -327,8 +333,8 @@ class Layout:
             )
 
     def recipes(self, group_index: int, group: GroupSpec | Representation) -> list[Recipe]:
-        """Places of a group's blocks, or of representations, in memory and in their slots: one
-        recipe a handle. Made once."""
+        """Returns the recipes of a group's blocks, or of representations: one per handle. They are
+        made once."""
         if group_index not in self._recipes:
             mine = [tensor for tensor in self.tensors if tensor.group_index == group_index]
             shard_start = sum(group.shard_bytes[: self.shard_index])
@@ -346,7 +352,8 @@ class Layout:
         block_ids: Int64s,
         slot_offsets: Int64s,
     ) -> list[CopyRuns]:
-        """Runs that move blocks of one group, one CopyRuns a handle; see `Recipe.copy_runs`."""
+        """Returns the runs that copy blocks of one group, one CopyRuns per handle; see
+        `Recipe.copy_runs`."""
         return [
             recipe.copy_runs(block_ids, slot_offsets) for recipe in self.recipes(group_index, group)
         ]

@@ -1,9 +1,9 @@
 """Loads compiled kernels.
 
-Modules named `kernels` import numba at their top, so they are imported by name, on first use and
-never at import: numba takes a second to load, clients may do without it, and vLLM's CPU kernel scan
-must run before it. Clients call `load` and compute in numpy without numba. The server and the
-sparse library call `require`.
+Modules named `kernels` import numba at their top. They are imported by name and on first use: numba
+takes a second to load, clients can work without it, and vLLM's CPU kernel scan must run before it.
+Clients call `load`; without numba they compute in numpy. The server and the sparse library call
+`require`.
 """
 
 import functools
@@ -15,14 +15,14 @@ from types import ModuleType
 
 @functools.cache
 def available() -> bool:
-    """True if numba is installed and HOTKV_DISABLE_NUMBA is not set."""
+    """Whether kernels can be used: numba is installed and HOTKV_DISABLE_NUMBA is not set."""
     return (
         not os.environ.get("HOTKV_DISABLE_NUMBA") and importlib.util.find_spec("numba") is not None
     )
 
 
 def why_unavailable() -> str:
-    """Returns what keeps kernels from being used, and what to do."""
+    """Returns why kernels can't be used, and the fix."""
     if os.environ.get("HOTKV_DISABLE_NUMBA"):
         return "HOTKV_DISABLE_NUMBA is set: server and sparse decode need kernels, unset it"
     return "numba is not installed: pip install 'hotkv[server]' or 'hotkv[vllm]'"
@@ -30,15 +30,15 @@ def why_unavailable() -> str:
 
 @functools.cache
 def load(module_name: str) -> ModuleType | None:
-    """The kernel module, compiled or read from numba's disk cache; None if kernels can't be
-    used. Takes seconds the first time."""
+    """Loads a kernel module, compiled or from numba's disk cache; None if kernels can't be used.
+    Takes seconds the first time."""
     return importlib.import_module(module_name) if available() else None
 
 
 @functools.cache
 def require(module_name: str) -> ModuleType:
-    """Loads a kernel module that the caller can't do without. Takes seconds the first time. Raises
-    ImportError if kernels can't be used."""
+    """Loads a kernel module that the caller can't work without. Takes seconds the first time.
+    Raises ImportError if kernels can't be used."""
     kernels = load(module_name)
     if kernels is None:
         raise ImportError(why_unavailable())

@@ -1,5 +1,5 @@
-"""What engines report: requests that they have scheduled, requests that have ended, loads that have
-ended, why tokens missed, and counters of sparse decode."""
+"""Reports of engines: scheduled requests, ended requests, ended loads, reasons of misses, and
+counters of sparse decode."""
 
 import enum
 from dataclasses import dataclass
@@ -12,38 +12,39 @@ from hotkv_proto.hints import NO_HINTS, Hints
 
 
 class Miss(enum.IntEnum):
-    """Why tokens of a prompt were computed although there is a cache; the numbers are those of
+    """Why tokens of a prompt were computed although there is a cache; numbered as
     `hotkv.v1.MissReason`."""
 
     UNKNOWN = 0
     """Neither the engine nor the server can say."""
     ABSENT = 1
-    """The engine asked, and the server had no more. The server then finds out more: one of the next
-    three."""
+    """The engine asked, and the server had no more blocks. The server then replaces this by one of
+    the next three reasons."""
     NEVER_STORED = 2
-    """The block was never here, or was evicted so long ago that the server has forgotten it."""
+    """The block was never stored here, or was evicted so long ago that the server has forgotten
+    it."""
     EVICTED = 3
-    """The block made room for others."""
+    """The block was evicted to make room for other blocks."""
     IN_FLIGHT = 4
-    """The block was being written or brought up, or became ready after the engine had asked."""
+    """The block was being written or promoted, or became ready after the engine had asked."""
     REFUSED = 5
     """The server refused the lookup or lease, or pinned less than the lookup had found."""
     COMPUTED_SOONER = 6
-    """The engine left the blocks where they lie, because it computes them sooner."""
+    """The engine did not load the blocks, because computing them is faster."""
     NO_SERVER = 7
     """The engine had no server when the request came."""
     NOT_ASKED = 8
-    """The engine does not load for this request: the request or the engine's role rules it out."""
+    """The engine does not load for this request: the request or the engine's role excludes it."""
     LATE = 9
     """The server did not answer within the engine's time limit."""
     FAILED_LOAD = 10
     """The load of the hit failed."""
     PARTIAL_BLOCK = 11
-    """The tokens behind the last full block of the prompt, or the block with its last token: no
-    cache of blocks can have the first, and an engine always computes the second."""
+    """The tokens behind the last full block of the prompt, or the block with its last token. A
+    cache of blocks can't have the former, and an engine always computes the latter."""
     LEFT_BELOW = 12
-    """The block lies in a tier below host memory and was not brought up: computing it is quicker,
-    or the tier is down or busy."""
+    """The block lies in a tier below host memory and was not promoted: computing it is faster, or
+    the tier is down or busy."""
 
 
 SAID_BY_ENGINES = frozenset(
@@ -56,7 +57,7 @@ SAID_BY_ENGINES = frozenset(
         Miss.LATE,
     }
 )
-"""Reasons that engines report. The server finds out the others."""
+"""Reasons that engines report. The server determines the other reasons."""
 
 
 # ------------------------------------------------------------------------ counters of sparse decode
@@ -82,16 +83,16 @@ SPARSE_COUNTERS: tuple[str, ...] = (
     "faults",
     "loaded_blocks",
 )
-"""Names of the counters that engines keep per layer; those of `hotkv.v1.LayerCounters`, which says
-what they mean."""
+"""Names of the counters that engines keep per layer; `hotkv.v1.LayerCounters` defines them."""
 
 
 def sparse_figures(counters: dict[str, float]) -> dict[str, float | None]:
-    """Figures of a layer for operators, from its counters; None if nothing was counted.
+    """Computes a layer's figures for operators from its counters; None for a figure without counts.
 
-    `hit_ratio`: of the selected blocks, always kept ones aside, the share that the hot set had.
-    `recall_ratio`: of sampled selections, the share of the exactly best blocks that was attended.
-    `mean_estimated_mass`, `mean_selected_blocks`, `mean_select_s`: per selection.
+    hit_ratio: share of the selected blocks that were in the hot set; always resident blocks don't
+        count.
+    recall_ratio: for sampled selections, the share of the exactly best blocks that was attended.
+    mean_estimated_mass, mean_selected_blocks, mean_select_s: per selection.
     """
 
     def ratio(part: str, whole: str) -> float | None:
@@ -114,15 +115,19 @@ Hashes_co = TypeVar("Hashes_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class RequestReport(Generic[Hashes_co]):
-    """A request that the engine has scheduled. `hashes`: of its prompt, one for each full hash
-    block, in chain order.
+    """A request that the engine has scheduled.
 
-    `device_hit_tokens` hit in the engine's own device cache, `hit_tokens` there or in hotkv.
-    `age_s`: since it came to the engine. `session_id`: as its router has named it. `hints`: all
-    that it brought; `retention` says the same of its own blocks, for those that it stores. `miss`:
-    why the tokens beyond the hit missed, one of `SAID_BY_ENGINES`. `saved_s`: of prefill,
-    by what hit in hotkv. `wait_s`: for lookups and leases. `report_id`: names the request
-    in `LoadEnd`, 0 for none.
+    hashes: of its prompt, one for each full hash block, in chain order.
+    device_hit_tokens: tokens that hit in the engine's own device cache.
+    hit_tokens: tokens that hit there or in hotkv.
+    age_s: time since the request reached the engine.
+    retention: what its hints ask for its own blocks; applied to the blocks that it stores.
+    session_id: the session as its router has named it.
+    hints: all hints of the request.
+    miss: why the tokens beyond the hit missed, one of `SAID_BY_ENGINES`.
+    saved_s: prefill time saved by the hit in hotkv.
+    wait_s: time spent on lookups and leases.
+    report_id: names the request in `LoadEnd`; 0 for none.
     """
 
     hashes: Hashes_co
@@ -141,8 +146,11 @@ class RequestReport(Generic[Hashes_co]):
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest(Generic[Hashes_co]):
-    """A request that has ended, and has a session or hints. `hashes`: of prompt and answer, one for
-    each full hash block, in chain order. `hints`: as they were reported, but for rejections."""
+    """A request that has ended, and has a session or hints.
+
+    hashes: of prompt and answer, one for each full hash block, in chain order.
+    hints: as reported when it was scheduled, without the rejections.
+    """
 
     hashes: Hashes_co
     session_id: str = ""
@@ -151,8 +159,10 @@ class EndedRequest(Generic[Hashes_co]):
 
 @dataclass(frozen=True, slots=True)
 class LoadEnd:
-    """The end of a load whose request was reported before, under `report_id`. `wait_s`: from the
-    beginning of the load to its end."""
+    """The end of a load whose request was reported before, under `report_id`.
+
+    wait_s: time from the begin of the load to its end.
+    """
 
     report_id: int
     wait_s: float

@@ -1,8 +1,8 @@
-"""The shared block table: binary format, and probing it.
+"""The shared block table: its binary format, and how to probe it.
 
-Owns the format of the file in which the server publishes its index; the server is its only writer
-(`hotkv_server.cache.table.index`), any process that holds the descriptor reads it without a call.
-What a reader learns is a *hint*: taking a lease makes it binding.
+Defines the format of the file in which the server publishes its index. The server is its only
+writer (`hotkv_server.cache.table.index`); any process that holds the descriptor reads it without a
+call. A reader's answer is a *hint*: only a lease makes it binding.
 
 File: header (4096 bytes), buckets, records; all words little-endian uint32.
   bucket, 64 bytes: sequence number, overflow count, 7 tags, 7 entry words. An entry word is the
@@ -36,7 +36,7 @@ RECORD_WORDS: Final = 18
 STATE_RESERVED: Final = 1
 STATE_READY: Final = 2
 STATE_DETACHED: Final = 3
-"""In no bucket, so that nobody finds it; its slot is still being read."""
+"""In no bucket, so readers can't find it; its slot is still being read."""
 RESERVED_FLAG: Final = np.uint32(0x8000_0000)
 TARGET_LOAD: Final = 0.7
 MAX_PROBE_BUCKETS: Final = 64
@@ -58,8 +58,11 @@ _MAX_RETRIES: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class TableGeometry:
-    """Header of a table file. `capacity`: highest entry number, entry 0 is never used. `epoch`:
-    changes when the cache was lost."""
+    """The header of a table file.
+
+    capacity: highest entry number; entry 0 is never used.
+    epoch: changes when the cache was lost.
+    """
 
     num_buckets: int
     capacity: int
@@ -68,7 +71,7 @@ class TableGeometry:
 
     @staticmethod
     def for_capacity(capacity: int, epoch: int, arena_bytes: int) -> "TableGeometry":
-        """Geometry with room for `capacity` blocks at the target load."""
+        """Returns a geometry with room for `capacity` blocks at the target load."""
         return TableGeometry(
             max(8, int(capacity / (WAYS * TARGET_LOAD)) + 1), capacity, epoch, arena_bytes
         )
@@ -82,14 +85,15 @@ class TableGeometry:
         return self.records_offset_bytes + (self.capacity + 1) * RECORD_WORDS * 4
 
     def pack(self) -> bytes:
-        """The header's bytes."""
+        """Returns the header's bytes."""
         return HEADER.pack(
             MAGIC, FORMAT_VERSION, 0, self.num_buckets, self.capacity, self.epoch, self.arena_bytes
         )
 
     @staticmethod
     def unpack(data: bytes | memoryview, file_bytes: int) -> "TableGeometry":
-        """Raises ValueError if the header is not one of this format or does not fit the file."""
+        """Reads a header. Raises ValueError if it has a different format or does not fit the
+        file."""
         if len(data) < HEADER.size:
             raise ValueError(
                 f"block table has a header of {len(data)} bytes; it needs {HEADER.size}"
@@ -113,7 +117,7 @@ class TableGeometry:
 
 class BlockTable:
     """Views of a mapped table: buckets [num_buckets, 16] and records [capacity + 1, 18]. Reading is
-    safe beside a live writer."""
+    safe while the server writes."""
 
     def __init__(self, mapping: NDArray[np.uint8], geometry: TableGeometry) -> None:
         self.geometry = geometry
@@ -137,10 +141,11 @@ class BlockTable:
         )
 
     def probe(self, prefixes: NDArray[np.uint64], salt: int) -> Words:
-        """Entry words [n] by tag alone, from the first 8 bytes of each hash: 0 for a miss, high bit
-        for reserved.
+        """Returns entry words [n] by tag alone: 0 for a miss, high bit set for a reserved block.
 
-        A false hit has odds below n · 2^-29.
+        prefixes: the first 8 bytes of each hash.
+
+        The probability of a false hit is below n · 2^-29.
         """
         if self._kernels is None:
             return probe_reference(self.buckets, prefixes, salt)
@@ -149,16 +154,17 @@ class BlockTable:
         return out
 
     def ready(self, packed: bytes, hash_bytes: int, salt: int) -> NDArray[np.bool_]:
-        """Mask of the blocks that are ready [n], as a hint; microseconds for a thousand hashes."""
+        """Returns which blocks are ready [n], as a hint; takes microseconds for a thousand
+        hashes."""
         return is_ready(self.probe(hash_prefixes(packed, hash_bytes), salt))
 
     def find(
         self, hashes: Words, salt: int, key_space: int, group: int, *, with_records: bool = False
     ) -> tuple[Words, Words]:
-        """Entry words [n] by the whole key, and the records [n, 18] if asked for (undefined rows
-        for misses).
+        """Returns entry words [n] by the whole key, and the records [n, 18] if asked for.
 
-        `hashes`: [n, 8] words from `hash_words`.
+        hashes: words [n, 8] from `hash_words`.
+        with_records: also returns the records; the row of a miss is undefined.
         """
         out = np.empty(len(hashes), np.uint32)
         records = np.empty((len(hashes) if with_records else 0, RECORD_WORDS), np.uint32)
@@ -179,14 +185,14 @@ class BlockTable:
 
 
 def is_ready(words: Words) -> NDArray[np.bool_]:
-    """Mask of the entry words of ready blocks."""
+    """Returns which entry words belong to ready blocks."""
     ready: NDArray[np.bool_] = (words != 0) & (words < RESERVED_FLAG)
     return ready
 
 
 def hash_prefixes(packed: bytes, hash_bytes: int) -> NDArray[np.uint64]:
-    """First 8 bytes of each packed hash as uint64 [n]; no copy if `hash_bytes` is a multiple of
-    8."""
+    """Returns the first 8 bytes of each packed hash as uint64 [n]; without a copy if `hash_bytes`
+    is a multiple of 8."""
     if hash_bytes % 8 == 0:
         return np.frombuffer(packed, np.uint64)[:: hash_bytes // 8]
     rows = np.frombuffer(packed, np.uint8).reshape(-1, hash_bytes)
@@ -194,7 +200,7 @@ def hash_prefixes(packed: bytes, hash_bytes: int) -> NDArray[np.uint64]:
 
 
 def hash_words(packed: bytes, hash_bytes: int) -> Words:
-    """Packed hashes as zero-padded words [n, 8]."""
+    """Returns packed hashes as zero-padded words [n, 8]."""
     if hash_bytes == 32:
         return np.frombuffer(packed, np.uint32).reshape(-1, 8)
     rows = np.frombuffer(packed, np.uint8).reshape(-1, hash_bytes)
@@ -204,28 +210,29 @@ def hash_words(packed: bytes, hash_bytes: int) -> Words:
 
 
 def mix(hashes: Words, salt: int) -> NDArray[np.uint64]:
-    """Mixed 64-bit key [n]: the upper half chooses the bucket, the lower half is the tag."""
+    """Returns the mixed 64-bit key of each hash [n]: the upper half chooses the bucket, the lower
+    half is the tag."""
     return mix_prefixes(hashes.view(np.uint64)[:, 0], salt)
 
 
 def mix_prefixes(prefixes: NDArray[np.uint64], salt: int) -> NDArray[np.uint64]:
-    """As `mix`, from the first 8 bytes of each hash."""
+    """Mixes as `mix`, from the first 8 bytes of each hash."""
     return (prefixes ^ np.uint64(salt)) * _MULTIPLIER
 
 
 def home_buckets(mixed: NDArray[np.uint64], num_buckets: int) -> NDArray[np.int64]:
-    """Home bucket [n] of each mixed key."""
+    """Returns the home bucket of each mixed key [n]."""
     return (((mixed >> np.uint64(32)) * np.uint64(num_buckets)) >> np.uint64(32)).astype(np.int64)
 
 
 def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
-    """Copies of bucket rows, each read under its lock protocol; rows that never settle come back
-    empty, with an odd sequence number."""
+    """Copies bucket rows, each under its lock protocol. A row that never settles comes back empty,
+    with an odd sequence number."""
     copy = np.zeros((len(rows), BUCKET_WORDS), np.uint32)
     torn = np.arange(len(rows))
     for _ in range(_MAX_RETRIES):
-        # A row is no atomic read and says nothing of its own order, so its sequence number is read
-        # before it and after it.
+        # Reading a row is not atomic and its words have no order, so the sequence number is read
+        # before and after it.
         before = buckets[rows[torn], SEQ]
         copy[torn] = buckets[rows[torn]]
         torn = torn[(before & 1 == 1) | (buckets[rows[torn], SEQ] != before)]
@@ -237,7 +244,7 @@ def _stable_rows(buckets: Words, rows: NDArray[np.int64]) -> Words:
 
 
 def probe_reference(buckets: Words, prefixes: NDArray[np.uint64], salt: int) -> Words:
-    """Numpy reference of `kernels.probe`."""
+    """Probes like `kernels.probe`, in numpy."""
     mixed = mix_prefixes(np.ascontiguousarray(prefixes), salt)
     tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
     rows = home_buckets(mixed, len(buckets))
@@ -266,8 +273,8 @@ def find_reference(
     out: Words,
     out_records: Words,
 ) -> None:
-    """Numpy reference of `kernels.find`; rereads buckets whose sequence moved while their records
-    were read."""
+    """Finds like `kernels.find`, in numpy. Reads a bucket again if its sequence number changed
+    while the records were read."""
     mixed = mix(hashes, salt)
     tags = (mixed & np.uint64(0xFFFF_FFFF)).astype(np.uint32)
     rows = home_buckets(mixed, len(buckets))
@@ -293,7 +300,7 @@ def find_reference(
                 found[item] = words[item, way]
                 if len(out_records):
                     out_records[open_items[item]] = record
-        # What never settled is a miss, and is not tried again.
+        # A row that never settled counts as a miss and is not tried again.
         settled = (buckets[rows[open_items], SEQ] == lines[:, SEQ]) | (lines[:, SEQ] & 1 == 1)
         out[open_items[settled]] = found[settled]
         advance = settled & (found == 0) & (lines[:, OVERFLOW] > 0)

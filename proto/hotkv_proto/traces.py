@@ -1,10 +1,11 @@
-"""Traces of calls, by OpenTelemetry's SDK. Importing this needs the extra `otel`: it is imported by
-name, and only if traces are asked for.
+"""Traces of calls, recorded with OpenTelemetry's SDK. Importing this module needs the extra `otel`,
+so it is imported by name and only if traces are configured.
 
-Always true: recording a span neither blocks nor raises, from any thread. The queue and the spans of
-a second are bounded; a span beyond a bound is dropped and counted. Only the SDK's thread speaks to
-the collector, or one that flushes. A collector that is away costs its spans and two lines in the
-log: one when it goes, with the reason, one when it is back. The SDK's own lines are left out.
+Always true: recording a span neither blocks nor raises, from any thread. The queue and the spans
+per second are bounded; a span beyond a bound is dropped and counted. Only the SDK's thread, or a
+thread that flushes, talks to the collector. If the collector is away, its spans are lost and the
+log has two lines: one when it goes, with the reason, and one when it is back. The SDK's own log
+lines are suppressed.
 """
 
 import logging
@@ -32,14 +33,15 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 import hotkv_proto
 
 FROM_ENVIRONMENT = "env"
-"""In place of an endpoint: the variables OTEL_EXPORTER_OTLP_* have it."""
+"""Used in place of an endpoint: the endpoint comes from the variables OTEL_EXPORTER_OTLP_*."""
 PATH = "/v1/traces"
 MAX_SPANS_PER_S = 1000
-"""Most spans that a process records in a second: recording and exporting one takes some 100 us."""
+"""Most spans that a process records in a second: recording and exporting a span takes about 100
+us."""
 QUEUE_SPANS = 4096
 BATCH_SPANS = 512
 PAUSE_MS = 1000
-"""Between two batches, unless one is full before."""
+"""Pause between two batches; a full batch is sent at once."""
 EXPORT_TIMEOUT_S = 5.0
 CLOSE_S = 2.0
 """Longest wait for the last batch."""
@@ -47,16 +49,16 @@ MAX_REASON_CHARS = 300
 PROTOBUF = "application/x-protobuf"
 TRACEPARENT = "traceparent"
 MAX_TRACEPARENT_CHARS = 128
-"""Longest traceparent that is read; one of version 00 has 55 characters."""
+"""Longest traceparent that is read; version 00 has 55 characters."""
 _W3C = TraceContextTextMapPropagator()
 
 Value = str | bool | int | float
-"""Of an attribute: numbers and names; never content of prompts, never hashes."""
+"""A value of an attribute: a number or a name; never content of prompts, never hashes."""
 
 
 @final
 class Span:
-    """A span from its begin to its end. `attributes` may change until it ends."""
+    """A span that has begun. `attributes` may change until it ends."""
 
     __slots__ = ("_span", "_traces", "attributes")
 
@@ -70,8 +72,7 @@ class Span:
 
     @property
     def traceparent(self) -> str:
-        """Names this span to those whose spans are to be its children, as W3C Trace Context writes
-        it."""
+        """The W3C Trace Context header that names this span as the parent of others."""
         carrier: dict[str, str] = {}
         _W3C.inject(carrier, trace.set_span_in_context(self._span))
         return carrier[TRACEPARENT]
@@ -82,27 +83,37 @@ class Span:
         return int(self._span.start_time)  # type: ignore[attr-defined]
 
     def child(self, name: str, began_ns: int = 0, *, is_call: bool = False) -> "Span":
-        """Begins a child, now or at `began_ns`. `is_call`: it is a call to another process."""
+        """Begins a child span.
+
+        began_ns: its begin; 0 for the current time.
+        is_call: the span is a call to another process.
+        """
         kind = SpanKind.CLIENT if is_call else SpanKind.INTERNAL
         return self._traces.start(name, self._span, kind, began_ns)
 
     def end(self, error: str = "", ended_ns: int = 0) -> None:
-        """Ends the span, now or at `ended_ns`; only the first end counts. `error`: the name of a
-        reason; empty if it ended well."""
+        """Ends the span; only the first end counts.
+
+        error: the name of a reason; empty for success.
+        ended_ns: its end; 0 for the current time.
+        """
         if self._span.is_recording():
             self._span.set_attributes(self.attributes)
             if error:
                 self._span.set_status(Status(StatusCode.ERROR, error))
-            # The clock may have been set back meanwhile.
+            # The clock may have been set back since the begin.
             self._span.end(max(ended_ns or time.time_ns(), self.began_ns))
 
 
 class Traces:
-    """Begins spans, and exports those that have ended.
+    """Begins spans, and exports ended spans.
 
-    `sample_ratio`: share of calls without a context that begin a trace. `where`: the collector, for
-    the log. `num_exported`: spans that the collector has taken; `num_failed`: that it has not;
-    `num_dropped`: that a bound refused; `num_malformed`: contexts that could not be read.
+    sample_ratio: share of calls without a context that begin a trace.
+    where: names the collector in the log.
+    num_exported: spans that the collector has accepted.
+    num_failed: spans that it has not accepted.
+    num_dropped: spans that exceeded a bound.
+    num_malformed: contexts that could not be read.
     """
 
     def __init__(
@@ -144,9 +155,12 @@ class Traces:
         return self._bounds.num_dropped
 
     def begin(self, name: str, traceparent: str, *, is_served: bool = False) -> Span | None:
-        """Begins the span of a call whose caller has named its own span, or of a sampled share of
-        those without; None for a call that is not traced. A context that can't be read counts as
-        none. `is_served`: the call came from another process."""
+        """Begins the span of a call. Returns None for a call that is not traced.
+
+        traceparent: the caller's span; empty for none. A call without it, or with one that can't be
+            read, is traced with a chance of `sample_ratio`.
+        is_served: the call came from another process.
+        """
         kind = SpanKind.SERVER if is_served else SpanKind.INTERNAL
         if traceparent:
             parent: trace.Span = trace.INVALID_SPAN
@@ -162,21 +176,25 @@ class Traces:
         return None
 
     def start(self, name: str, parent: trace.Span, kind: SpanKind, began_ns: int = 0) -> Span:
-        """Begins a span below another one, now or at `began_ns`."""
+        """Begins a span below another span.
+
+        began_ns: its begin; 0 for the current time.
+        """
         context = trace.set_span_in_context(parent)
         return Span(self, self._tracer.start_span(name, context, kind, start_time=began_ns or None))
 
     def flush(self) -> None:
-        """Exports what waits, for CLOSE_S at most. Blocks."""
+        """Exports the queued spans. Blocks for CLOSE_S at most."""
         self._bounds.within(self._bounds.batches.force_flush)
 
     def close(self) -> None:
-        """Exports what waits, for CLOSE_S at most, and takes nothing any more. Blocks."""
+        """Exports the queued spans and refuses further spans. Blocks for CLOSE_S at most."""
         self._bounds.shutdown()
 
 
 _chance = random.Random()
-"""Not the module's own: engines seed that, and would give the same names to other spans."""
+"""Separate from the module `random`: engines seed that, so several processes would choose equal
+span ids."""
 os.register_at_fork(after_in_child=_chance.seed)
 
 
@@ -189,7 +207,7 @@ class _Ids(IdGenerator):
 
 
 class _Bounds(SpanProcessor):
-    """Gives ended spans to the SDK's queue, as far as the bounds allow."""
+    """Passes ended spans to the SDK's queue, within the bounds."""
 
     def __init__(self, export: "_Export", max_spans_per_s: int, queue_spans: int) -> None:
         self.num_dropped = 0
@@ -204,16 +222,17 @@ class _Bounds(SpanProcessor):
         self._queue_spans = queue_spans
         self._num_emitted = 0
         self._lock = threading.Lock()
-        # Of the second that runs: its number, and spans in it.
+        # The current second, and the spans in it.
         self._second = self._num_in_second = 0
-        # Made here: from Python 3.12 on none can be made when the interpreter ends.
+        # The thread starts here: from Python 3.12 on, no thread can start while the interpreter
+        # ends.
         self._asked = queue.SimpleQueue[tuple[Callable[[], object], threading.Event]]()
         self._is_closed = False
         threading.Thread(target=self._help, name="hotkv-traces", daemon=True).start()
 
     def on_end(self, span: ReadableSpan) -> None:
         with self._lock:
-            # Not by the spans' own times: those of a transfer's parts lie seconds apart.
+            # The wall time counts, not the spans' times: parts of a transfer lie seconds apart.
             second = int(time.monotonic())
             if second != self._second:
                 self._second = second
@@ -230,11 +249,11 @@ class _Bounds(SpanProcessor):
 
     def shutdown(self) -> None:
         if not self.within(self._end):
-            # Ends the wait between two tries.
+            # Ends the wait between two retries.
             self._export.shutdown()
 
     def within(self, call: Callable[[], object]) -> bool:
-        """Has the helper make a call; False if that takes longer than CLOSE_S."""
+        """Runs a call on the helper thread; returns False if it takes longer than CLOSE_S."""
         is_done = threading.Event()
         self._asked.put((call, is_done))
         return self._is_closed or is_done.wait(CLOSE_S)
@@ -251,8 +270,11 @@ class _Bounds(SpanProcessor):
 
 
 class _Answers(threading.local):
-    """What has become of the batch that this thread exports. `num_refused`: spans that the
-    collector has not taken with the others; `said`: the first that was said of it."""
+    """The outcome of the batch that this thread exports.
+
+    num_refused: spans of the batch that the collector refused.
+    said: the first message about it.
+    """
 
     is_exporting = False
     num_refused = 0
@@ -267,14 +289,17 @@ class _Answers(threading.local):
         self.said = self.said or said[:MAX_REASON_CHARS]
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """As a filter of the SDK's logs: has what is said of an export."""
+        """Captures log records of the SDK about an export, as a filter of its loggers."""
         if self.is_exporting:
             self.say(record.getMessage())
         return not self.is_exporting
 
     def judge(self, response: requests.Response, *_: Any, **__: Any) -> None:
-        """As a hook of `requests`: the SDK takes a redirection, which it does not follow, for
-        success, and passes over what a success says."""
+        """Judges a response, as a hook of `requests`.
+
+        The SDK does not follow redirections and treats them as success, so this raises
+        TooManyRedirects. The SDK also ignores a partial success; this counts the refused spans.
+        """
         if 300 <= response.status_code < 400:
             response.close()
             raise requests.TooManyRedirects(f"{response.status_code}, a redirection")
@@ -292,7 +317,8 @@ _answers = _Answers()
 
 
 class _Export(SpanExporter):
-    """The exporter that the SDK calls: counts, and says when the collector goes and comes."""
+    """The exporter that the SDK calls. It counts spans and logs when the collector goes and comes
+    back."""
 
     def __init__(self, exporter: SpanExporter, logger: logging.Logger, where: str) -> None:
         _hear_the_sdk()
@@ -303,13 +329,13 @@ class _Export(SpanExporter):
         self._is_away = self._is_shut_down = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Sends a batch. On the SDK's thread, or the helper."""
+        """Sends a batch. Runs on the SDK's thread or the helper thread."""
         self.num_taken += len(spans)
         result = SpanExportResult.FAILURE
         _answers.begin()
         try:
             result = self._exporter.export(spans)
-        except requests.RequestException as error:  # Of older SDKs.
+        except requests.RequestException as error:  # Older SDKs raise.
             _answers.say(str(error))
         finally:
             _answers.is_exporting = False
@@ -342,8 +368,8 @@ class _Export(SpanExporter):
 
 
 def _hear_the_sdk() -> None:
-    """Has what the SDK says of an export come to the sink instead of the log. Its loggers are known
-    by now."""
+    """Redirects the SDK's log messages about an export to the exporting batch. Its loggers exist at
+    this point."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("opentelemetry"):
             logging.getLogger(name).addFilter(_answers.filter)
@@ -358,13 +384,16 @@ def open_traces(
     default_protocol: str = "http/protobuf",
     **bounds: Any,
 ) -> Traces:
-    """Begins to export to a collector, which need not be there.
+    """Begins to export to a collector. The collector may be absent.
 
-    `endpoint`: the URL of an OTLP/HTTP receiver, to which /v1/traces is added if it has no path; or
-    FROM_ENVIRONMENT. Then `default_protocol` counts unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL (or
-    ..._PROTOCOL) names one. `certificate`: PEM file of the authority that signed the collector's.
-    `bounds`: `sample_ratio`, `max_spans_per_s` and `queue_spans` of `Traces`. Raises ValueError for
-    another protocol, and ImportError if its package is missing.
+    endpoint: the URL of an OTLP/HTTP receiver, or FROM_ENVIRONMENT. If the URL has no path,
+        /v1/traces is added.
+    default_protocol: the protocol for FROM_ENVIRONMENT, unless OTEL_EXPORTER_OTLP_TRACES_PROTOCOL
+        (or ..._PROTOCOL) names a protocol.
+    certificate: PEM file of the authority that signed the collector's certificate.
+    bounds: `sample_ratio`, `max_spans_per_s` and `queue_spans` of `Traces`.
+
+    Raises ValueError for an unknown protocol, and ImportError if the protocol's package is missing.
     """
     if endpoint != FROM_ENVIRONMENT:
         parts = urlsplit(endpoint)
@@ -393,8 +422,8 @@ def open_traces(
 
 
 def _session() -> requests.Session | None:
-    """What the exporter sends by; None leaves that to a provider of credentials that the
-    environment names for the SDK."""
+    """Makes the session that the exporter sends with. Returns None if the environment names a
+    provider of credentials for the SDK, which then makes the session."""
     if any(name.endswith("_CREDENTIAL_PROVIDER") for name in os.environ):
         return None
     session = requests.Session()
@@ -403,8 +432,8 @@ def _session() -> requests.Session | None:
 
 
 def _grpc_exporter() -> SpanExporter:
-    """As vLLM makes its own: without TLS unless the URL begins with https. It does not tell what a
-    collector has refused of a batch."""
+    """Makes a gRPC exporter with vLLM's rules: no TLS unless the URL begins with https. It does not
+    report refused spans of a batch."""
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (
         OTLPSpanExporter as GrpcExporter,
     )

@@ -1,9 +1,9 @@
-"""What two sides of a session agree on: protocol versions, features, roles, and how long a message
-may be.
+"""The agreements of two sides of a session: protocol versions, features, roles, and the longest
+message.
 
 Always true: a session speaks the newest version that both sides know, so either side may be
-upgraded first, and uses a feature only if both sides named it. A version changes what messages
-mean; what only adds to them is a feature.
+upgraded first. It uses a feature only if both sides named it. A new version changes the meaning of
+messages; a change that only adds to them is a feature.
 """
 
 import enum
@@ -13,11 +13,11 @@ from typing import Final
 OLDEST_VERSION: Final = 1
 NEWEST_VERSION: Final = 1
 MAX_MESSAGE_BYTES = 4 << 20
-"""Of a message to the server: a stream whose message is longer ends, so clients send several."""
+"""Most bytes of a message to the server. A longer message ends its stream, so clients split it."""
 
 
 class Role(enum.IntEnum):
-    """What a session does in its engine; the numbers are those of `hotkv.v1.SessionRole`."""
+    """The role of a session in its engine; numbered as `hotkv.v1.SessionRole`."""
 
     SCHEDULER = 1
     WORKER = 2
@@ -25,24 +25,26 @@ class Role(enum.IntEnum):
 
 
 class Feature(enum.IntEnum):
-    """What a session does only if both sides know it; the numbers are those of
+    """A capability that a session uses only if both sides know it; numbered as
     `hotkv.v1.Feature`."""
 
     RESIDENCY = 1
-    """The server reserves and pins a request's blocks, and has words behind its arena."""
+    """The server reserves and pins a request's blocks, and publishes words behind its arena."""
     TIERS = 2
-    """The server has tiers below host memory: a lookup also finds what the block table has not."""
+    """The server has tiers below host memory: a lookup also finds blocks that are not in the block
+    table."""
 
 
 FEATURES: Final = frozenset(Feature)
 
 
 def agreed_version(oldest: int, newest: int) -> int | None:
-    """Newest version that this software and a peer speak; None if they have none in common."""
+    """Returns the newest version that this software and a peer both speak; None if they share no
+    version."""
     version = min(newest, NEWEST_VERSION)
     return version if version >= max(oldest, OLDEST_VERSION) else None
 
 
 def agreed_features(numbers: Iterable[int]) -> frozenset[Feature]:
-    """Features that this software and a peer know."""
+    """Returns the features that this software and a peer both know."""
     return FEATURES & frozenset(numbers)

@@ -1,10 +1,10 @@
-"""The words behind the arena: how a reader of the arena learns that what it read was still pinned.
+"""The words behind the arena: how a reader of the arena checks that its bytes were still pinned.
 
-Owns their place and meaning; the server is their only writer. 64 bits each, little-endian, in whole
-pages behind the arena's bytes in the same file. Word `GENERATION`: readers whose residencies were
-opened under a lower generation may read no more. Words 1 to `MAX_SESSION_WORD`: one for each
-session that has opened residencies, odd while they hold. Word `LATEST`: the highest generation
-given out, for the next server.
+Defines their place and meaning; the server is their only writer. They have 64 bits each,
+little-endian, and lie in whole pages behind the arena's bytes in the same file. Word `GENERATION`:
+readers whose residencies were opened under a lower generation must stop reading. Words 1 to
+`MAX_SESSION_WORD`: a word for each session that has opened residencies; odd while they hold. Word
+`LATEST`: the highest generation issued so far, for the next server.
 """
 
 from typing import Final
@@ -18,10 +18,10 @@ _PAGE_BYTES: Final = 4096
 
 
 def words_offset_bytes(arena_bytes: int) -> int:
-    """Where the words of an arena of this size begin in its file."""
+    """Returns where the words of an arena of this size begin in its file."""
     return -(-arena_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 def file_bytes(arena_bytes: int) -> int:
-    """Bytes of the arena's file, words included."""
+    """Returns the bytes of the arena's file, with the words."""
     return words_offset_bytes(arena_bytes) + WORD_BYTES

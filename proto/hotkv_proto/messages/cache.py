@@ -1,7 +1,7 @@
-"""Calls on blocks (cache.proto): hashes, runs to store or load, and what answers say of each block.
+"""Calls on blocks (cache.proto): hashes, runs to store or load, and the answer for each block.
 
-Engines have hashes as bytes, the server as words [n, 8]. A session names groups by indexes of its
-own, which a `GroupIndex` turns into the server's. Raises HotKVError for a group that is unknown.
+Engines hold hashes as bytes, the server as words [n, 8]. A session numbers groups with its own
+indexes; a `GroupIndex` maps them to the server's. It raises HotKVError for an unknown group.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,16 +34,16 @@ Uint8s = NDArray[np.uint8]
 BoolMask = NDArray[np.bool_]
 GroupIndex = Callable[[int], int]
 MAX_STORED_BLOCKS = 1 << 16
-"""Most blocks that a call may reserve or store: half of what it may look up, since making room
-takes longer than finding."""
+"""Most blocks that a call may reserve or store: half of MAX_LOADED_BLOCKS, because making room
+takes longer than finding blocks."""
 MAX_LOADED_BLOCKS = 1 << 17
-"""As many as a lease finds in a call."""
+"""Most blocks of a load: as many as one lease call finds."""
 
 # ---------------------------------------------------------------------------------------- hashes
 
 
 def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
-    """Joins hashes for the wire. Raises INVALID_HASH if one has another length."""
+    """Joins hashes for the wire. Raises INVALID_HASH if a hash has a different length."""
     if hashes and set(map(len, hashes)) != {hash_bytes}:
         wrong = next(i for i, h in enumerate(hashes) if len(h) != hash_bytes)
         raise HotKVError(
@@ -54,8 +54,8 @@ def pack(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
 
 
 def pack_quickly(hashes: Sequence[bytes], hash_bytes: int) -> bytes:
-    """Joins hashes for a lookup, whose answer is a hint: checks only their total length. Raises
-    INVALID_HASH."""
+    """Joins hashes for a lookup, whose answer is a hint. Checks only their total length; raises
+    INVALID_HASH if it is wrong."""
     packed = b"".join(hashes)
     if len(packed) != len(hashes) * hash_bytes:
         raise HotKVError(
@@ -71,7 +71,8 @@ def unpack(packed: bytes, hash_bytes: int) -> list[bytes]:
 
 
 def read_hashes(field: str, packed: bytes, hash_bytes: int) -> Words:
-    """Returns hashes as words [n, 8]. Raises INVALID_HASH for a length that is no multiple."""
+    """Returns hashes as words [n, 8]. Raises INVALID_HASH if the length is not a multiple of
+    `hash_bytes`."""
     if len(packed) % hash_bytes:
         raise HotKVError(
             Reason.INVALID_HASH,
@@ -97,7 +98,7 @@ def group_messages(groups: Iterable[GroupHashes], hash_bytes: int) -> list[cache
 def read_groups(
     messages: Sequence[cache_pb2.GroupHashes], hash_bytes: int, group_index: GroupIndex
 ) -> Iterator[tuple[int, Words]]:
-    """Yields group index and hashes of each list. Raises TOO_LARGE or INVALID_HASH."""
+    """Yields the group index and the hashes of each list. Raises TOO_LARGE or INVALID_HASH."""
     fields.check_lists("groups", messages)
     for m in messages:
         yield group_index(m.group_index), read_hashes("groups.hashes", m.hashes, hash_bytes)
@@ -126,8 +127,11 @@ def run_messages(runs: Iterable[BlockRun], hash_bytes: int) -> list[cache_pb2.Bl
 def read_runs(
     messages: Sequence[cache_pb2.BlockRun], hash_bytes: int, group_index: GroupIndex
 ) -> Iterator[tuple[int, Words, Words | None, int]]:
-    """Yields group index, hashes, parent (words [8], None at the root) and depth of each run.
-    Raises TOO_LARGE or INVALID_HASH."""
+    """Yields the group index, hashes, parent and depth of each run. Raises TOO_LARGE or
+    INVALID_HASH.
+
+    The hashes are words [n, 8]; the parent is words [8], None at the root.
+    """
     fields.check_lists("runs", messages)
     num_blocks = sum(len(m.hashes) for m in messages) // hash_bytes
     _check_blocks(num_blocks, MAX_STORED_BLOCKS)
@@ -157,10 +161,10 @@ def _check_blocks(num_blocks: int, most: int) -> None:
 
 
 def read_run_content(message: cache_pb2.BlockRun, key_space: KeySpace) -> RunContent:
-    """Reads token ids and extra keys of a run, whose group and hashes were checked before; none for
-    representations.
+    """Reads token ids and extra keys of a run whose group and hashes were checked before. Returns
+    no content for representations.
 
-    Raises INVALID_FIELD if there are not as many as its blocks need.
+    Raises INVALID_FIELD if a count does not match the run's blocks, or a group or key is wrong.
     """
     if message.group_index < 0:
         raise HotKVError(
@@ -234,7 +238,7 @@ def retention_message(value: Retention) -> cache_pb2.Retention | None:
 
 
 def read_retention(field: str, message: cache_pb2.Retention) -> Retention:
-    """Reads a retention; the default if the message is not set. Raises INVALID_FIELD."""
+    """Reads a retention; an unset message means the default. Raises INVALID_FIELD."""
     try:
         return Retention(
             message.priority, fields.seconds(f"{field}.ttl_ms", message.ttl_ms), message.pin
@@ -278,8 +282,11 @@ def load_run_messages(runs: Iterable[LoadRun]) -> list[cache_pb2.LoadRun]:
 def read_load_runs(
     messages: Sequence[cache_pb2.LoadRun], group_index: GroupIndex
 ) -> tuple[list[tuple[int, Int64s]], list[Int64s]]:
-    """Reads group index and positions in the lease of each run, and the block ids of each. Raises
-    TOO_LARGE or INVALID_FIELD."""
+    """Reads runs to load. Raises TOO_LARGE or INVALID_FIELD.
+
+    Returns the group index and the positions in the lease of each run, and the block ids of each
+    run.
+    """
     fields.check_lists("runs", messages)
     _check_blocks(sum(len(m.lease_positions) for m in messages) // 4, MAX_LOADED_BLOCKS)
     positions = [
@@ -302,7 +309,8 @@ def read_load_runs(
 def flag_messages(
     messages: Sequence[cache_pb2.GroupHashes], masks: Sequence[BoolMask]
 ) -> list[cache_pb2.GroupFlags]:
-    """Makes the messages of one mask for each list of hashes that was asked: one byte a hash."""
+    """Makes the messages of masks: one mask for each list of hashes asked for, one byte per
+    hash."""
     return [
         cache_pb2.GroupFlags(group_index=m.group_index, flags=mask.tobytes())
         for m, mask in zip(messages, masks, strict=True)
@@ -317,7 +325,7 @@ def read_masks(messages: Iterable[cache_pb2.GroupFlags]) -> tuple[BoolMask, ...]
 def lease_response(
     asked: Sequence[cache_pb2.GroupHashes], value: LeaseGrant
 ) -> cache_pb2.AcquireLeaseResponse:
-    """Makes the answer that grants the lists that were `asked`."""
+    """Makes the answer that grants a lease. `asked`: the lists of hashes in the request."""
     offsets = zip(asked, value.offsets, strict=True) if value.offsets else ()
     return cache_pb2.AcquireLeaseResponse(
         groups=flag_messages(asked, value.pinned),
@@ -330,7 +338,7 @@ def lease_response(
 
 
 def read_lease_grant(lease_id: str, message: cache_pb2.AcquireLeaseResponse) -> LeaseGrant:
-    """Reads a grant. Raises ValueError if its offsets are not whole."""
+    """Reads a grant. Raises ValueError if the bytes of its offsets are not a multiple of 8."""
     offsets = tuple(fields.int64s(group.offsets) for group in message.offsets)
     return LeaseGrant(lease_id, read_masks(message.groups), message.ttl_ms / 1000, offsets)
 
@@ -338,7 +346,10 @@ def read_lease_grant(lease_id: str, message: cache_pb2.AcquireLeaseResponse) -> 
 def result_messages(
     group_indexes: Sequence[int], results: Sequence[Uint8s]
 ) -> list[cache_pb2.RunResults]:
-    """Makes the messages of each run's BlockResult values; groups as the session names them."""
+    """Makes the messages of each run's BlockResult values.
+
+    group_indexes: groups of the runs, as the session numbers them.
+    """
     return [
         cache_pb2.RunResults(group_index=group, results=value.tobytes())
         for group, value in zip(group_indexes, results, strict=True)
@@ -361,7 +372,10 @@ def load_response(value: TransferResult) -> cache_pb2.LoadResponse:
 
 
 def store_response(value: TransferResult, group_indexes: Sequence[int]) -> cache_pb2.StoreResponse:
-    """Makes the answer to a store. `group_indexes`: of its runs, as the session names them."""
+    """Makes the answer to a store.
+
+    group_indexes: groups of the runs, as the session numbers them.
+    """
     return cache_pb2.StoreResponse(
         transfer_id=value.transfer_id,
         status=cache_pb2.TransferStatus.ValueType(int(value.status)),
@@ -374,8 +388,8 @@ def store_response(value: TransferResult, group_indexes: Sequence[int]) -> cache
 def read_transfer_result(
     message: cache_pb2.LoadResponse | cache_pb2.StoreResponse,
 ) -> TransferResult:
-    """Reads how a transfer ended. A status of a newer protocol becomes FAILED: the transfer has
-    ended in any case."""
+    """Reads how a transfer ended. An unknown status (of a newer protocol) becomes FAILED, because
+    the transfer has ended in any case."""
     status = int(message.status)
     return TransferResult(
         message.transfer_id,

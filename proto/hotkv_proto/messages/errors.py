@@ -26,7 +26,7 @@ _PATH = re.compile(r"[a-z][a-z0-9_]*(\[\d+\])?(\.[a-z][a-z0-9_]*(\[\d+\])?)*(?![
 
 
 def error_detail(error: HotKVError) -> errors_pb2.ErrorDetail:
-    """Makes the message of a refusal that an answer carries."""
+    """Makes the message of a refusal for an answer."""
     return errors_pb2.ErrorDetail(
         reason=errors_pb2.ErrorReason.ValueType(int(error.reason)),
         message=error.message,
@@ -37,7 +37,7 @@ def error_detail(error: HotKVError) -> errors_pb2.ErrorDetail:
 
 @cache
 def _field_names() -> frozenset[str]:
-    """Names of all fields of the wire, and of what stands for one of several."""
+    """Returns the names of all fields and oneofs of the wire."""
     files = (
         admin_pb2,
         cache_pb2,
@@ -55,7 +55,8 @@ def _field_names() -> frozenset[str]:
 
 
 def field_at_fault(message: str) -> str:
-    """Returns the path of the field that a refusal's sentence begins with; empty for none."""
+    """Returns the path of the field at the start of a refusal's sentence; empty if it starts with
+    no field."""
     path = _PATH.match(message)
     if path is None or path[0].partition(".")[0].partition("[")[0] not in _field_names():
         return ""
@@ -70,7 +71,8 @@ def read_error_detail(detail: errors_pb2.ErrorDetail) -> HotKVError:
 
 
 def _refusal(reason: Reason | None, message: str, retryable: bool) -> HotKVError:
-    """A reason that only newer servers know becomes OVERLOADED if a retry helps, else INTERNAL."""
+    """Makes a refusal. An unknown reason (of a newer server) becomes OVERLOADED if a retry helps,
+    else INTERNAL."""
     return HotKVError(reason or (Reason.OVERLOADED if retryable else Reason.INTERNAL), message)
 
 
@@ -89,7 +91,7 @@ def error_status(error: HotKVError, code: int) -> errors_pb2.Status:
 
 
 def read_error_status(packed: bytes) -> HotKVError | None:
-    """Reads the refusal of a packed google.rpc.Status; None if it is not hotkv's. Raises
+    """Reads the refusal of a packed google.rpc.Status; None if it is not a refusal by hotkv. Raises
     DecodeError."""
     told = errors_pb2.Status.FromString(packed)
     for detail_of in told.details:

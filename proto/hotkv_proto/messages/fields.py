@@ -12,11 +12,11 @@ from hotkv_proto.errors import HotKVError, Reason
 
 MAX_IDENTIFIER = 256
 MAX_LISTS = 1024
-"""Most runs, or hash lists, in a call: each costs the server's event loop some 20 us."""
+"""Most runs, or hash lists, in a call: each costs the server's event loop about 20 us."""
 
 
 def identifier(field: str, text: str) -> str:
-    """Returns an id or name as it came. Raises TOO_LARGE if it is too long to keep and to repeat in
+    """Returns an id or name unchanged. Raises TOO_LARGE if it is too long to store and to repeat in
     messages."""
     if len(text) > MAX_IDENTIFIER:
         raise HotKVError(Reason.TOO_LARGE, f"{field} is longer than {MAX_IDENTIFIER} characters")
@@ -24,14 +24,14 @@ def identifier(field: str, text: str) -> str:
 
 
 def name(field: str, text: str) -> str:
-    """Returns an identifier that is logged. Raises INVALID_FIELD if it could look like a line of
-    its own, TOO_LARGE as `identifier`."""
+    """Returns an identifier that is logged, unchanged. Raises INVALID_FIELD if it could fake a log
+    line, TOO_LARGE as `identifier`."""
     check_printable(field, text)
     return identifier(field, text)
 
 
 def check_printable(field: str, text: str) -> None:
-    """Raises INVALID_FIELD for a text with characters that can't be printed."""
+    """Raises INVALID_FIELD if a text has characters that can't be printed."""
     if not text.isprintable():
         raise HotKVError(
             Reason.INVALID_FIELD,
@@ -60,12 +60,13 @@ def seconds(field: str, milliseconds: int) -> float:
 
 
 def whole_ms(duration_s: float) -> int:
-    """Returns milliseconds; 1 for what is shorter, since 0 means none."""
+    """Returns a duration in milliseconds. A shorter duration becomes 1, because 0 means unset."""
     return int(duration_s * 1000) or int(duration_s > 0)
 
 
 def rate(field: str, value: float) -> float:
-    """Returns a rate per second; 0 for one that is not known. Raises INVALID_FIELD."""
+    """Returns a rate per second; 0 means unknown. Raises INVALID_FIELD if it is negative or not
+    finite."""
     if not 0 <= value < math.inf:
         raise HotKVError(
             Reason.INVALID_FIELD, f"{field} is {value}; use a finite number from 0, 0 for unknown"
@@ -88,7 +89,7 @@ def int32s(field: str, packed: bytes) -> NDArray[np.int64]:
 
 
 def int64s(packed: bytes) -> NDArray[np.int64]:
-    """Unpacks little-endian int64 [n]. Raises ValueError for a length that is no multiple of 8."""
+    """Unpacks little-endian int64 [n]. Raises ValueError if the length is not a multiple of 8."""
     return np.frombuffer(packed, "<i8").astype(np.int64)
 
 
@@ -109,8 +110,7 @@ def float32s(field: str, packed: bytes) -> NDArray[np.float32]:
 @cache
 def enum_word(kind: EnumDescriptor, number: int) -> str:
     """Returns an enum's value as people read it: "never stored" for BLOCK_VERDICT_NEVER_STORED,
-    empty for one that is unspecified. Raises KeyError for a number that this software does not
-    know."""
+    empty for the unspecified value. Raises KeyError for an unknown number."""
     names = kind.values_by_number
     prefix = str(names[0].name).removesuffix("UNSPECIFIED")
     word = str(names[number].name).removeprefix(prefix).removesuffix("UNSPECIFIED")

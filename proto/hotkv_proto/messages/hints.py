@@ -1,4 +1,5 @@
-"""Hints that an engine has read for a request, and envelopes without one (hints.proto)."""
+"""Hints that an engine has read for a request, and envelopes sent without a request
+(hints.proto)."""
 
 import json
 from typing import Any
@@ -18,7 +19,7 @@ MAX_REJECTIONS = hints.MAX_ACTIONS + 1
 
 
 def request_hints_message(value: Hints) -> hints_pb2.RequestHints | None:
-    """Makes the message of a request's hints; None for none."""
+    """Makes the message of a request's hints; None for no hints."""
     if not value:
         return None
     return hints_pb2.RequestHints(
@@ -47,8 +48,8 @@ def request_hints_message(value: Hints) -> hints_pb2.RequestHints | None:
 
 
 def read_request_hints(field: str, message: hints_pb2.RequestHints) -> Hints:
-    """Reads the hints of a request. Raises INVALID_FIELD or TOO_LARGE for what no engine would
-    send."""
+    """Reads the hints of a request. Raises INVALID_FIELD or TOO_LARGE for values that an engine
+    never sends."""
     if len(message.actions) > hints.MAX_ACTIONS or len(message.rejections) > MAX_REJECTIONS:
         raise HotKVError(
             Reason.TOO_LARGE,
@@ -103,13 +104,13 @@ def _action(field: str, message: hints_pb2.HintAction) -> Action:
 
 
 def _shown(text: str, most: int) -> str:
-    """Makes a client's words fit for operators' terminals: short and printable."""
+    """Makes a client's text safe for operators' terminals: short and printable."""
     text = text[:most]
     return text if text.isprintable() else repr(text)[:most]
 
 
 def hint_identifier(field: str, text: str) -> str:
-    """Returns a name that a router has chosen, which may be empty. Raises INVALID_FIELD."""
+    """Returns a name that a router has chosen; it may be empty. Raises INVALID_FIELD."""
     if text and not hints.is_identifier(text):
         raise HotKVError(
             Reason.INVALID_FIELD,

@@ -1,7 +1,7 @@
 """Key spaces, representations, engine memory and its device order (layout.proto).
 
-`Layout.validate` and registering check a layout and an order against the key space and against each
-other.
+`Layout.validate` and the registration of memory check a layout and an order against the key space
+and against each other.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from hotkv_proto.v1 import cache_pb2, layout_pb2
 
 MAX_TENSORS = 1 << 16
 MAX_KEY_SPACE_BYTES = 32 << 10
-"""Of one on the wire: layer names make most of it."""
+"""Most bytes of a key space on the wire; layer names are most of it."""
 KEY_SPACE_TEXTS = (
     "tenant", "model", "weights_identity", "dtype", "kv_dtype", "hash_algorithm", "hash_seed",
     "parallel_shape", "page_format",
@@ -26,8 +26,8 @@ KEY_SPACE_TEXTS = (
 
 
 def read_key_space(message: layout_pb2.KeySpace) -> KeySpace:
-    """Reads a key space. Raises INVALID_FIELD if it contradicts itself, TOO_LARGE if it is too much
-    to keep."""
+    """Reads a key space. Raises INVALID_FIELD if it contradicts itself, TOO_LARGE if it is too
+    large to store."""
     if message.ByteSize() > MAX_KEY_SPACE_BYTES:
         raise HotKVError(
             Reason.TOO_LARGE,
@@ -79,8 +79,8 @@ def read_key_space(message: layout_pb2.KeySpace) -> KeySpace:
 
 
 def _check_texts(message: layout_pb2.KeySpace) -> None:
-    """Raises INVALID_FIELD for what a log, a list for operators or a topic of events could take for
-    something else."""
+    """Raises INVALID_FIELD for a text that could be misread in a log, in an operator's list or as a
+    topic of events."""
     for field in KEY_SPACE_TEXTS:
         fields.check_printable(f"key_space.{field}", getattr(message, field))
     for index, text in enumerate(message.extra):
@@ -122,7 +122,7 @@ def key_space_message(value: KeySpace) -> layout_pb2.KeySpace:
 def read_representations(
     messages: Iterable[layout_pb2.Representation],
 ) -> tuple[Representation, ...]:
-    """Reads kinds of representations. Raises INVALID_FIELD if one has a number out of range."""
+    """Reads kinds of representations. Raises INVALID_FIELD if a number is out of range."""
     kinds = []
     for index, m in enumerate(messages):
         fields.check_printable(f"representations[{index}].format", m.format)
@@ -265,13 +265,13 @@ def read_device_order(message: layout_pb2.DeviceOrder) -> DeviceOrder:
 
 
 def device_mark_message(value: DeviceMark | None) -> layout_pb2.DeviceMark | None:
-    """Makes the message of a mark; None for none."""
+    """Makes the message of a mark; None for no mark."""
     return None if value is None else layout_pb2.DeviceMark(index=value.index, value=value.value)
 
 
 def read_device_mark(request: cache_pb2.LoadRequest | cache_pb2.StoreRequest) -> DeviceMark | None:
-    """Reads the mark after which a transfer may begin; None for at once. Beginning the transfer
-    checks that the session has such a mark."""
+    """Reads the mark after which a transfer may begin; None if it may begin at once. The start of
+    the transfer checks that the session has such a mark."""
     return (
         DeviceMark(request.after.index, request.after.value) if request.HasField("after") else None
     )

@@ -1,4 +1,4 @@
-"""Reports of engines, and the answer to registering memory (session.proto)."""
+"""Reports of engines, and the answer to the registration of memory (session.proto)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +12,7 @@ from hotkv_proto.table import Words
 from hotkv_proto.v1 import hints_pb2, session_pb2
 
 MAX_REPORTED_S = 86_400.0
-"""Longer times that a client reports count as a day."""
+"""Longer times in a client's report count as a day."""
 
 
 def report_message(
@@ -59,7 +59,7 @@ def read_reports(
 
 
 def _said(reason: int) -> Miss:
-    """Returns a reason that engines may give; UNKNOWN for others and those of a newer protocol."""
+    """Returns a reason that engines may report; UNKNOWN for any other number."""
     return Miss(reason) if reason in SAID_BY_ENGINES else Miss.UNKNOWN
 
 
@@ -100,11 +100,12 @@ def read_load_ends(messages: Iterable[session_pb2.LoadEnd]) -> list[LoadEnd]:
 
 
 def memory_registered_message(kind: OrderKind, message: str) -> session_pb2.MemoryRegistered:
-    """Makes the answer that names the kind of marks that was taken. `message`: why no more."""
+    """Makes the answer that names the chosen kind of marks. `message`: why no better kind was
+    chosen."""
     return session_pb2.MemoryRegistered(order=order_kind(kind), message=message)
 
 
 def read_memory_registered(message: session_pb2.MemoryRegistered) -> tuple[OrderKind, str]:
-    """Reads the kind of marks that was taken, and why no more. Raises ValueError for a kind of a
-    newer protocol."""
+    """Reads the chosen kind of marks, and why no better kind was chosen. Raises ValueError for an
+    unknown kind (of a newer protocol)."""
     return OrderKind(message.order or OrderKind.HOST), message.message
