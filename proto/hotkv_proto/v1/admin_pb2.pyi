@@ -28,15 +28,15 @@ class _BlockVerdictEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     BLOCK_VERDICT_UNSPECIFIED: _BlockVerdict.ValueType  # 0
     """Never sent."""
     BLOCK_VERDICT_READY: _BlockVerdict.ValueType  # 1
-    """It would."""
+    """It would hit."""
     BLOCK_VERDICT_RESERVED: _BlockVerdict.ValueType  # 2
-    """It is being written."""
+    """It would not: it is being written."""
     BLOCK_VERDICT_EVICTED: _BlockVerdict.ValueType  # 3
-    """It made room for others."""
+    """It would not: it was evicted to make room for other blocks."""
     BLOCK_VERDICT_NEVER_STORED: _BlockVerdict.ValueType  # 4
-    """It was never stored, or evicted so long ago that the server has forgotten it."""
+    """It would not: it was never stored, or was evicted so long ago that the server has forgotten it."""
     BLOCK_VERDICT_BELOW: _BlockVerdict.ValueType  # 5
-    """It would: it lies in a tier below host memory, and comes up when a lease asks for it."""
+    """It would hit: it lies in a tier below host memory, and is promoted when a lease asks for it."""
 
 class BlockVerdict(_BlockVerdict, metaclass=_BlockVerdictEnumTypeWrapper):
     """Whether a block of a prompt would hit."""
@@ -44,20 +44,20 @@ class BlockVerdict(_BlockVerdict, metaclass=_BlockVerdictEnumTypeWrapper):
 BLOCK_VERDICT_UNSPECIFIED: BlockVerdict.ValueType  # 0
 """Never sent."""
 BLOCK_VERDICT_READY: BlockVerdict.ValueType  # 1
-"""It would."""
+"""It would hit."""
 BLOCK_VERDICT_RESERVED: BlockVerdict.ValueType  # 2
-"""It is being written."""
+"""It would not: it is being written."""
 BLOCK_VERDICT_EVICTED: BlockVerdict.ValueType  # 3
-"""It made room for others."""
+"""It would not: it was evicted to make room for other blocks."""
 BLOCK_VERDICT_NEVER_STORED: BlockVerdict.ValueType  # 4
-"""It was never stored, or evicted so long ago that the server has forgotten it."""
+"""It would not: it was never stored, or was evicted so long ago that the server has forgotten it."""
 BLOCK_VERDICT_BELOW: BlockVerdict.ValueType  # 5
-"""It would: it lies in a tier below host memory, and comes up when a lease asks for it."""
+"""It would hit: it lies in a tier below host memory, and is promoted when a lease asks for it."""
 Global___BlockVerdict: typing_extensions.TypeAlias = BlockVerdict
 
 @typing.final
 class TellRequest(google.protobuf.message.Message):
-    """Asks about one topic."""
+    """Asks for one topic."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -80,12 +80,12 @@ class TellRequest(google.protobuf.message.Message):
     TOPIC_FIELD_NUMBER: builtins.int
     FILTERS_FIELD_NUMBER: builtins.int
     topic: builtins.str
-    """`server`, `tiers`, `key_spaces`, `sessions`, `blocks`, and what the server's capabilities tell
-    besides; empty for the topics and the filters of each.
+    """`server`, `tiers`, `key_spaces`, `sessions`, `blocks`, or a topic of one of the server's
+    capabilities. Empty for the list of topics with the filters of each.
     """
     @property
     def filters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Filters by name, as text: only what fits them is told of."""
+        """Filters by name, as text: the report covers only items that match all of them."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ Global___TellRequest: typing_extensions.TypeAlias = TellRequest
 
 @typing.final
 class TellResponse(google.protobuf.message.Message):
-    """What there is to tell."""
+    """The report."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -132,7 +132,7 @@ class EvictRequest(google.protobuf.message.Message):
     hashes: builtins.bytes
     """Packed hashes; empty with `all`."""
     all: builtins.bool
-    """Drop everything in the key space, or in all."""
+    """Drops all blocks of the key space, or of all key spaces."""
     def __init__(
         self,
         *,
@@ -147,7 +147,7 @@ Global___EvictRequest: typing_extensions.TypeAlias = EvictRequest
 
 @typing.final
 class EvictResponse(google.protobuf.message.Message):
-    """What was dropped."""
+    """The numbers of dropped and remaining blocks."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -156,7 +156,7 @@ class EvictResponse(google.protobuf.message.Message):
     evicted_block_count: builtins.int
     """Blocks dropped."""
     kept_block_count: builtins.int
-    """Blocks kept because they are pinned or being written."""
+    """Blocks that remain because they are pinned or being written."""
     def __init__(
         self,
         *,
@@ -169,7 +169,7 @@ Global___EvictResponse: typing_extensions.TypeAlias = EvictResponse
 
 @typing.final
 class FlushKeySpaceRequest(google.protobuf.message.Message):
-    """Asks to forget a key space's blocks."""
+    """Asks to drop a key space's blocks."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -187,7 +187,7 @@ Global___FlushKeySpaceRequest: typing_extensions.TypeAlias = FlushKeySpaceReques
 
 @typing.final
 class FlushKeySpaceResponse(google.protobuf.message.Message):
-    """They are forgotten."""
+    """The blocks are dropped."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -197,7 +197,7 @@ class FlushKeySpaceResponse(google.protobuf.message.Message):
     """Blocks that were ready."""
     @property
     def pending_tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """As of Flushed in session.proto."""
+        """As in Flushed of session.proto."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class WatchRequestsRequest(google.protobuf.message.Message):
 
     KEY_SPACE_ID_FIELD_NUMBER: builtins.int
     key_space_id: builtins.int
-    """Only this key space; zero for all."""
+    """Only requests of this key space; zero for all."""
     def __init__(
         self,
         *,
@@ -229,7 +229,7 @@ Global___WatchRequestsRequest: typing_extensions.TypeAlias = WatchRequestsReques
 
 @typing.final
 class WatchedRequest(google.protobuf.message.Message):
-    """One request, as its engine reported it: hashes, no tokens."""
+    """One request as its engine reported it: hashes, no tokens."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -250,7 +250,7 @@ class WatchedRequest(google.protobuf.message.Message):
     hit_token_count: builtins.int
     """Tokens that hit in the device cache or here."""
     unix_time_ms: builtins.int
-    """When the request came to its engine, in milliseconds since 1970."""
+    """Arrival of the request at its engine, in milliseconds since 1970."""
     def __init__(
         self,
         *,
@@ -274,10 +274,10 @@ class WatchRequestsResponse(google.protobuf.message.Message):
     REQUESTS_FIELD_NUMBER: builtins.int
     LOST_REQUEST_COUNT_FIELD_NUMBER: builtins.int
     lost_request_count: builtins.int
-    """Requests missed since the answer before, because this reader was too slow."""
+    """Requests missed since the previous answer, because this reader was too slow."""
     @property
     def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WatchedRequest]:
-        """In the order reported. The first answer of a stream has none and says that the watch has begun."""
+        """In the order reported. The first answer of a stream is empty and says that the watch has begun."""
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
 
 @typing.final
 class ExplainRequest(google.protobuf.message.Message):
-    """Asks about a prompt by its hashes, its token ids, or the session whose latest prompt it is."""
+    """Asks about a prompt: by its hashes, by its token ids, or as the latest prompt of a session."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -347,9 +347,9 @@ class ExplainRequest(google.protobuf.message.Message):
     token_ids: builtins.bytes
     """Packed little-endian int32 token ids; used if `hashes` is empty."""
     session_id: builtins.str
-    """A session that a router has named; without `hashes` and `token_ids`."""
+    """A session as a router has named it; used if `hashes` and `token_ids` are empty."""
     tenant: builtins.str
-    """Of `session_id`, only this tenant's; empty for all tenants."""
+    """For `session_id`: only this tenant's session; empty for all tenants."""
     def __init__(
         self,
         *,
@@ -384,10 +384,10 @@ class BlockExplanation(google.protobuf.message.Message):
     verdict: Global___BlockVerdict.ValueType
     """Whether it would hit."""
     detail: builtins.str
-    """More, for people."""
+    """Details, for people."""
     tier: builtins.str
-    """Where it lies, the fastest place: `host`, `disk` or the name of a tier that nodes share; empty
-    for nowhere.
+    """The fastest place that has it: `host`, `disk` or the name of a tier that nodes share; empty if
+    no place has it.
     """
     def __init__(
         self,
@@ -405,7 +405,7 @@ Global___BlockExplanation: typing_extensions.TypeAlias = BlockExplanation
 
 @typing.final
 class TierLoad(google.protobuf.message.Message):
-    """What it takes to bring the blocks of a hit from one tier into host memory."""
+    """The cost of promoting the blocks of a hit from one tier to host memory."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -420,7 +420,7 @@ class TierLoad(google.protobuf.message.Message):
     byte_count: builtins.int
     """Their bytes in slots."""
     load_s: builtins.float
-    """Seconds at the rate of the tier's last reads; zero if none was measured yet."""
+    """Seconds at the rate of the tier's last reads; zero without a measurement."""
     def __init__(
         self,
         *,
@@ -454,18 +454,18 @@ class KeySpaceExplanation(google.protobuf.message.Message):
     token_count: builtins.int
     """Tokens asked about."""
     limiting_group_index: builtins.int
-    """The group that limits the hit, or -1."""
+    """The group that limits the hit; -1 if no group does."""
     summary: builtins.str
     """One sentence."""
     tenant: builtins.str
-    """Of a session's prompt: its tenant; empty for none."""
+    """For a session's prompt: its tenant; empty for none."""
     @property
     def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___BlockExplanation]:
         """Per block and group."""
 
     @property
     def loads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierLoad]:
-        """What the tokens that would hit need from tiers, in the order in which these are asked."""
+        """The loads from tiers that the hit needs, in the order in which the tiers are asked."""
 
     def __init__(
         self,

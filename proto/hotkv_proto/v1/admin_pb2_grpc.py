@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """For operators: what the server holds, and levers.
+    """For operators: shows what the server holds, and changes it.
     """
 
     def __init__(self, channel):
@@ -68,11 +68,11 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """For operators: what the server holds, and levers.
+    """For operators: shows what the server holds, and changes it.
     """
 
     def Tell(self, request, context):
-        """Tells what the server says of itself on one topic; changes nothing.
+        """Returns the server's report on one topic; changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,31 +86,31 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no new work and stops when all has ended or the deadline passes.
+        """Refuses new work, and stops when all work has ended or the deadline passes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushKeySpace(self, request, context):
-        """Forgets a key space's blocks, pinned ones too. Once it has answered, no lookup finds a block
-        that was there, or was being stored, at the time of the call. Others are served meanwhile;
-        blocks that they store in that time may be forgotten, too.
+        """Drops a key space's blocks, pinned blocks too. After the answer, no lookup finds a block that
+        was cached, or was being stored, at the time of the call. Other calls are served during the
+        flush; blocks that they store in that time may be dropped, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchRequests(self, request, context):
-        """Streams the requests that engines report, from now on; a reader that is too slow misses some
-        and is told how many.
+        """Streams the requests that engines report, from now on. A reader that is too slow misses
+        requests; the answer says how many.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Says of each block of a prompt whether it would hit, and if not, why.
+        """Explains for each block of a prompt whether it would hit, and if not, why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,7 +158,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """For operators: what the server holds, and levers.
+    """For operators: shows what the server holds, and changes it.
     """
 
     @staticmethod

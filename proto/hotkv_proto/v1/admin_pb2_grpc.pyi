@@ -122,7 +122,7 @@ _AdminServiceExplainType = typing_extensions.TypeVar(
 )
 
 class AdminServiceStub(typing.Generic[_AdminServiceTellType, _AdminServiceEvictType, _AdminServiceDrainType, _AdminServiceFlushKeySpaceType, _AdminServiceWatchRequestsType, _AdminServiceExplainType]):
-    """For operators: what the server holds, and levers."""
+    """For operators: shows what the server holds, and changes it."""
 
     @typing.overload
     def __init__(self: AdminServiceStub[
@@ -181,27 +181,27 @@ class AdminServiceStub(typing.Generic[_AdminServiceTellType, _AdminServiceEvictT
     ], channel: grpc.aio.Channel) -> None: ...
 
     Tell: _AdminServiceTellType
-    """Tells what the server says of itself on one topic; changes nothing."""
+    """Returns the server's report on one topic; changes nothing."""
 
     Evict: _AdminServiceEvictType
     """Drops blocks that are not pinned."""
 
     Drain: _AdminServiceDrainType
-    """Takes no new work and stops when all has ended or the deadline passes."""
+    """Refuses new work, and stops when all work has ended or the deadline passes."""
 
     FlushKeySpace: _AdminServiceFlushKeySpaceType
-    """Forgets a key space's blocks, pinned ones too. Once it has answered, no lookup finds a block
-    that was there, or was being stored, at the time of the call. Others are served meanwhile;
-    blocks that they store in that time may be forgotten, too.
+    """Drops a key space's blocks, pinned blocks too. After the answer, no lookup finds a block that
+    was cached, or was being stored, at the time of the call. Other calls are served during the
+    flush; blocks that they store in that time may be dropped, too.
     """
 
     WatchRequests: _AdminServiceWatchRequestsType
-    """Streams the requests that engines report, from now on; a reader that is too slow misses some
-    and is told how many.
+    """Streams the requests that engines report, from now on. A reader that is too slow misses
+    requests; the answer says how many.
     """
 
     Explain: _AdminServiceExplainType
-    """Says of each block of a prompt whether it would hit, and if not, why."""
+    """Explains for each block of a prompt whether it would hit, and if not, why."""
 
 AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -231,7 +231,7 @@ AdminServiceAsyncStub: typing_extensions.TypeAlias = AdminServiceStub[
 ]
 
 class AdminServiceServicer(metaclass=abc.ABCMeta):
-    """For operators: what the server holds, and levers."""
+    """For operators: shows what the server holds, and changes it."""
 
     @abc.abstractmethod
     def Tell(
@@ -239,7 +239,7 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.admin_pb2.TellRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.admin_pb2.TellResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.TellResponse]]:
-        """Tells what the server says of itself on one topic; changes nothing."""
+        """Returns the server's report on one topic; changes nothing."""
 
     @abc.abstractmethod
     def Evict(
@@ -255,7 +255,7 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.admin_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.admin_pb2.DrainResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.DrainResponse]]:
-        """Takes no new work and stops when all has ended or the deadline passes."""
+        """Refuses new work, and stops when all work has ended or the deadline passes."""
 
     @abc.abstractmethod
     def FlushKeySpace(
@@ -263,9 +263,9 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.admin_pb2.FlushKeySpaceRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.admin_pb2.FlushKeySpaceResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.FlushKeySpaceResponse]]:
-        """Forgets a key space's blocks, pinned ones too. Once it has answered, no lookup finds a block
-        that was there, or was being stored, at the time of the call. Others are served meanwhile;
-        blocks that they store in that time may be forgotten, too.
+        """Drops a key space's blocks, pinned blocks too. After the answer, no lookup finds a block that
+        was cached, or was being stored, at the time of the call. Other calls are served during the
+        flush; blocks that they store in that time may be dropped, too.
         """
 
     @abc.abstractmethod
@@ -274,8 +274,8 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.admin_pb2.WatchRequestsRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[hotkv_proto.v1.admin_pb2.WatchRequestsResponse], collections.abc.AsyncIterator[hotkv_proto.v1.admin_pb2.WatchRequestsResponse]]:
-        """Streams the requests that engines report, from now on; a reader that is too slow misses some
-        and is told how many.
+        """Streams the requests that engines report, from now on. A reader that is too slow misses
+        requests; the answer says how many.
         """
 
     @abc.abstractmethod
@@ -284,6 +284,6 @@ class AdminServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.admin_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.admin_pb2.ExplainResponse, collections.abc.Awaitable[hotkv_proto.v1.admin_pb2.ExplainResponse]]:
-        """Says of each block of a prompt whether it would hit, and if not, why."""
+        """Explains for each block of a prompt whether it would hit, and if not, why."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -31,35 +31,35 @@ class _BlockResultEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     BLOCK_RESULT_STORED: _BlockResult.ValueType  # 1
     """Committed by all ranks: the next lookup finds it."""
     BLOCK_RESULT_PRESENT: _BlockResult.ValueType  # 2
-    """It was ready already; nothing was copied."""
+    """The block was ready already; no bytes were copied."""
     BLOCK_RESULT_WRITTEN: _BlockResult.ValueType  # 3
-    """This rank's shard is written; other ranks are outstanding."""
+    """This rank's shard is written; shards of other ranks are outstanding."""
     BLOCK_RESULT_RESERVED: _BlockResult.ValueType  # 4
     """A slot is reserved for the lease."""
     BLOCK_RESULT_NO_SPACE: _BlockResult.ValueType  # 5
     """Refused: no slot could be freed."""
     BLOCK_RESULT_IN_FLIGHT: _BlockResult.ValueType  # 6
-    """Refused: another lease is writing it."""
+    """Refused: another lease is writing the block."""
     BLOCK_RESULT_ABORTED: _BlockResult.ValueType  # 7
     """Refused: the copy failed or was cancelled."""
 
 class BlockResult(_BlockResult, metaclass=_BlockResultEnumTypeWrapper):
-    """What became of one block of a store; one byte each on the wire."""
+    """The result for one block of a store; one byte each on the wire."""
 
 BLOCK_RESULT_UNSPECIFIED: BlockResult.ValueType  # 0
 """Never sent."""
 BLOCK_RESULT_STORED: BlockResult.ValueType  # 1
 """Committed by all ranks: the next lookup finds it."""
 BLOCK_RESULT_PRESENT: BlockResult.ValueType  # 2
-"""It was ready already; nothing was copied."""
+"""The block was ready already; no bytes were copied."""
 BLOCK_RESULT_WRITTEN: BlockResult.ValueType  # 3
-"""This rank's shard is written; other ranks are outstanding."""
+"""This rank's shard is written; shards of other ranks are outstanding."""
 BLOCK_RESULT_RESERVED: BlockResult.ValueType  # 4
 """A slot is reserved for the lease."""
 BLOCK_RESULT_NO_SPACE: BlockResult.ValueType  # 5
 """Refused: no slot could be freed."""
 BLOCK_RESULT_IN_FLIGHT: BlockResult.ValueType  # 6
-"""Refused: another lease is writing it."""
+"""Refused: another lease is writing the block."""
 BLOCK_RESULT_ABORTED: BlockResult.ValueType  # 7
 """Refused: the copy failed or was cancelled."""
 Global___BlockResult: typing_extensions.TypeAlias = BlockResult
@@ -75,9 +75,9 @@ class _TransferStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     TRANSFER_STATUS_DONE: _TransferStatus.ValueType  # 1
     """All bytes were copied."""
     TRANSFER_STATUS_FAILED: _TransferStatus.ValueType  # 2
-    """It failed; nothing is being written any more."""
+    """The transfer failed; the server has stopped writing."""
     TRANSFER_STATUS_CANCELLED: _TransferStatus.ValueType  # 3
-    """It was cancelled; nothing is being written any more."""
+    """The transfer was cancelled; the server has stopped writing."""
 
 class TransferStatus(_TransferStatus, metaclass=_TransferStatusEnumTypeWrapper):
     """How a transfer ended."""
@@ -87,9 +87,9 @@ TRANSFER_STATUS_UNSPECIFIED: TransferStatus.ValueType  # 0
 TRANSFER_STATUS_DONE: TransferStatus.ValueType  # 1
 """All bytes were copied."""
 TRANSFER_STATUS_FAILED: TransferStatus.ValueType  # 2
-"""It failed; nothing is being written any more."""
+"""The transfer failed; the server has stopped writing."""
 TRANSFER_STATUS_CANCELLED: TransferStatus.ValueType  # 3
-"""It was cancelled; nothing is being written any more."""
+"""The transfer was cancelled; the server has stopped writing."""
 Global___TransferStatus: typing_extensions.TypeAlias = TransferStatus
 
 @typing.final
@@ -103,7 +103,7 @@ class GroupHashes(google.protobuf.message.Message):
     group_index: builtins.int
     """The group."""
     hashes: builtins.bytes
-    """Hashes, each `hash_byte_count` of the key space long."""
+    """Hashes; each has `hash_byte_count` bytes, as the key space declares."""
     def __init__(
         self,
         *,
@@ -147,12 +147,12 @@ class LookupRequest(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
     session_id: builtins.str
-    """The asking session, or empty with `key_space_id` set."""
+    """The calling session; empty if `key_space_id` is set."""
     key_space_id: builtins.int
-    """The key space; a session's own when zero."""
+    """The key space; zero for the session's own."""
     traceparent: builtins.str
-    """The caller's span as a W3C traceparent, at most 128 characters; empty for none. One that can't
-    be read counts as none.
+    """The caller's span as a W3C traceparent, at most 128 characters; empty for none. A traceparent
+    that can't be read is ignored.
     """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupHashes]:
@@ -203,17 +203,17 @@ class AcquireLeaseRequest(google.protobuf.message.Message):
     WANTS_OFFSETS_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
     session_id: builtins.str
-    """The asking session."""
+    """The calling session."""
     lease_id: builtins.str
-    """Chosen by the caller, unique in its engine. The same call again gets the same answer; the id
-    with other blocks is refused.
+    """Chosen by the caller, unique in its engine. Repeating the call gets the same answer; using the
+    id with different blocks is refused.
     """
     ttl_ms: builtins.int
     """Lifetime in milliseconds; zero for the server's default."""
     wants_offsets: builtins.bool
-    """Asks where the pinned blocks lie in the arena, too. Refused, without pinning anything, if the
-    session's link gives no arena. Blocks of an earlier server are compared with their check values
-    first; a block that does not agree is not pinned.
+    """Also asks where the pinned blocks lie in the arena. The call is refused, and pins no blocks, if
+    the session may not map the arena. Blocks of an earlier server are first compared with their
+    check values; a block that does not agree is not pinned.
     """
     traceparent: builtins.str
     """As in LookupRequest."""
@@ -252,7 +252,7 @@ class AcquireLeaseResponse(google.protobuf.message.Message):
 
     @property
     def offsets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___GroupOffsets]:
-        """Per group, in the order asked; empty unless the request wants them."""
+        """Per group, in the order asked; empty unless the request wants offsets."""
 
     def __init__(
         self,
@@ -278,8 +278,8 @@ class GroupOffsets(google.protobuf.message.Message):
     group_index: builtins.int
     """The group."""
     offsets: builtins.bytes
-    """Packed little-endian int64, one a hash: bytes from the arena's start to the block's slot; -1 if
-    the block is not pinned.
+    """Packed little-endian int64, one per hash: bytes from the arena's start to the block's slot; -1
+    if the block is not pinned.
     """
     def __init__(
         self,
@@ -293,7 +293,7 @@ Global___GroupOffsets: typing_extensions.TypeAlias = GroupOffsets
 
 @typing.final
 class ExtraKey(google.protobuf.message.Message):
-    """One of the keys besides tokens that an engine hashes into a block."""
+    """A key besides tokens that an engine hashes into a block."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -306,7 +306,7 @@ class ExtraKey(google.protobuf.message.Message):
     """Digest of prompt embeddings."""
     @property
     def multi_modal(self) -> Global___MultiModalKey:
-        """Place of a multi-modal input."""
+        """Position of a multi-modal input."""
 
     def __init__(
         self,
@@ -345,7 +345,7 @@ Global___MultiModalKey: typing_extensions.TypeAlias = MultiModalKey
 
 @typing.final
 class BlockExtraKeys(google.protobuf.message.Message):
-    """Extra keys of one block; empty for none."""
+    """Extra keys of one block; empty if it has none."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -365,9 +365,9 @@ Global___BlockExtraKeys: typing_extensions.TypeAlias = BlockExtraKeys
 
 @typing.final
 class BlockRun(google.protobuf.message.Message):
-    """A chain of consecutive blocks of one group, or representations of such. A representation is kept
-    if its block is ready when it is written: stored before, or by the same store. It is dropped with
-    its block. A block has one representation at most.
+    """A chain of consecutive blocks of one group, or of representations of such blocks. A
+    representation is stored if its block is ready when it is written: stored before, or by the same
+    store. It is dropped with its block. A block has at most one representation.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -385,14 +385,16 @@ class BlockRun(google.protobuf.message.Message):
     hashes: builtins.bytes
     """Packed hashes in chain order."""
     parent_hash: builtins.bytes
-    """Hash before the first; empty at the root."""
+    """Hash of the block before the first; empty at the root."""
     depth: builtins.int
     """Position of the first block in its chain, counted in blocks from 0."""
     block_ids: builtins.bytes
-    """Packed little-endian int32 block ids in engine memory, one a hash; empty when only reserving."""
+    """Packed little-endian int32 block ids in engine memory, one per hash; empty if the call only
+    reserves.
+    """
     token_ids: builtins.bytes
-    """Packed little-endian int32 token ids of the run, all of each block, for events; optional, see
-    SessionOpened.wants_token_ids.
+    """Packed little-endian int32 token ids of the run, with all tokens of each block. For events;
+    optional, see SessionOpened.wants_token_ids.
     """
     lora_name: builtins.str
     """Name of the adapter, for events; optional."""
@@ -440,7 +442,7 @@ Global___RunResults: typing_extensions.TypeAlias = RunResults
 
 @typing.final
 class Retention(google.protobuf.message.Message):
-    """What a request asks of eviction for the blocks it uses: a hint."""
+    """What a request asks of eviction for the blocks it uses. It is a hint."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -452,7 +454,9 @@ class Retention(google.protobuf.message.Message):
     ttl_ms: builtins.int
     """Milliseconds for which the blocks count as in use after the use; at most a day."""
     pin: builtins.bool
-    """Not evicted at all within `ttl_ms`, within the server's share for such blocks."""
+    """The blocks are not evicted within `ttl_ms`, as far as the server's share for such blocks
+    allows.
+    """
     def __init__(
         self,
         *,
@@ -476,7 +480,7 @@ class ReserveBlocksRequest(google.protobuf.message.Message):
     TTL_MS_FIELD_NUMBER: builtins.int
     RETENTION_FIELD_NUMBER: builtins.int
     session_id: builtins.str
-    """The asking session."""
+    """The calling session."""
     lease_id: builtins.str
     """Chosen by the caller, unique in its engine."""
     ttl_ms: builtins.int
@@ -487,7 +491,9 @@ class ReserveBlocksRequest(google.protobuf.message.Message):
 
     @property
     def retention(self) -> Global___Retention:
-        """For these blocks, from when they are ready; that of the lease's first call counts."""
+        """Applies to these blocks from the moment they are ready. The value of the lease's first call
+        counts.
+        """
 
     def __init__(
         self,
@@ -529,14 +535,14 @@ Global___ReserveBlocksResponse: typing_extensions.TypeAlias = ReserveBlocksRespo
 
 @typing.final
 class ReleaseLeaseRequest(google.protobuf.message.Message):
-    """Gives a lease back."""
+    """Releases a lease."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
     session_id: builtins.str
-    """The asking session."""
+    """The calling session."""
     lease_id: builtins.str
     """The lease."""
     def __init__(
@@ -551,7 +557,7 @@ Global___ReleaseLeaseRequest: typing_extensions.TypeAlias = ReleaseLeaseRequest
 
 @typing.final
 class ReleaseLeaseResponse(google.protobuf.message.Message):
-    """A lease was given back."""
+    """The answer to the release of a lease."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -579,9 +585,9 @@ class LoadRun(google.protobuf.message.Message):
     group_index: builtins.int
     """The group."""
     lease_positions: builtins.bytes
-    """Packed little-endian int32 positions in the group's list of the lease."""
+    """Packed little-endian int32 positions in the lease's list of this group."""
     block_ids: builtins.bytes
-    """Packed little-endian int32 block ids in engine memory, one a position."""
+    """Packed little-endian int32 block ids in engine memory, one per position."""
     def __init__(
         self,
         *,
@@ -607,7 +613,7 @@ class LoadRequest(google.protobuf.message.Message):
     AFTER_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
     session_id: builtins.str
-    """The asking session; its registered memory is the destination."""
+    """The calling session; its registered memory is the destination."""
     transfer_id: builtins.str
     """Chosen by the caller, unique in its session."""
     lease_id: builtins.str
@@ -622,7 +628,7 @@ class LoadRequest(google.protobuf.message.Message):
 
     @property
     def after(self) -> hotkv_proto.v1.layout_pb2.DeviceMark:
-        """Nothing is copied before the engine's device has passed this; absent: at once."""
+        """The copy begins after the engine's device has passed this mark; absent: at once."""
 
     def __init__(
         self,
@@ -687,24 +693,24 @@ class StoreRequest(google.protobuf.message.Message):
     RESIDENCY_ID_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
     session_id: builtins.str
-    """The asking session; its registered memory is the source."""
+    """The calling session; its registered memory is the source."""
     transfer_id: builtins.str
     """Chosen by the caller, unique in its session."""
     lease_id: builtins.str
-    """The write lease; taken on arrival if it was not reserved before. Ranks of one engine share it,
-    and name no blocks that its first call did not name.
+    """The write lease; acquired on arrival if it was not reserved before. Ranks of one engine share
+    it; their calls may name only blocks that its first call named.
     """
     timeout_ms: builtins.int
     """Milliseconds after which the server gives up; zero for its default."""
     fence_index: builtins.int
     """Word of the session's fence that revokes this store; zero for none. The server reads it after
-    the copy and before the commit. Refused if the session has linked no fence.
+    the copy and before the commit. The call is refused if the session has linked no fence.
     """
     residency_id: builtins.str
-    """A residency of the engine; empty for none. Blocks that this store makes ready are pinned in it
-    from the same moment on, those that are ready already from the start of the store on. The room
-    that was reserved for it counts for the store. If the residency is not open any more, the store
-    is as any other. Positions are those of the chain (BlockRun.depth).
+    """A residency of the engine; empty for none. It pins the blocks that this store makes ready from
+    the moment they are ready, and blocks that are ready already from the start of the store. The
+    store may use the room that is reserved for the residency. If the residency is not open any
+    more, the store proceeds without it. Positions are those of the chain (BlockRun.depth).
     """
     traceparent: builtins.str
     """As in LookupRequest."""
@@ -714,11 +720,11 @@ class StoreRequest(google.protobuf.message.Message):
 
     @property
     def retention(self) -> Global___Retention:
-        """As in ReserveBlocksRequest, if this call takes the lease."""
+        """As in ReserveBlocksRequest, if this call acquires the lease."""
 
     @property
     def after(self) -> hotkv_proto.v1.layout_pb2.DeviceMark:
-        """Nothing is copied before the engine's device has passed this; absent: at once."""
+        """The copy begins after the engine's device has passed this mark; absent: at once."""
 
     def __init__(
         self,
@@ -799,7 +805,7 @@ Global___CancelTransferRequest: typing_extensions.TypeAlias = CancelTransferRequ
 
 @typing.final
 class CancelTransferResponse(google.protobuf.message.Message):
-    """The cancel was noted; the transfer's own answer follows or has been sent."""
+    """The cancel was noted. The transfer's own answer follows or has been sent."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

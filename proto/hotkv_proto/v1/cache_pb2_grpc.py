@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """Lookup, leases and transfers as unary calls. The session stream carries the same messages at half
-    the cost.
+    """Lookups, leases and transfers as unary calls. The session stream carries the same messages at
+    half the cost.
     """
 
     def __init__(self, channel):
@@ -74,12 +74,12 @@ class CacheServiceStub(object):
 
 
 class CacheServiceServicer(object):
-    """Lookup, leases and transfers as unary calls. The session stream carries the same messages at half
-    the cost.
+    """Lookups, leases and transfers as unary calls. The session stream carries the same messages at
+    half the cost.
     """
 
     def Lookup(self, request, context):
-        """Says which blocks are ready: a hint until a lease is taken.
+        """Returns which blocks are ready. The answer is a hint until a lease pins the blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,28 +100,29 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseLease(self, request, context):
-        """Gives a lease back. Releasing an unknown lease is no error.
+        """Releases a lease. Releasing an unknown lease is no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Copies leased blocks into engine memory; answers when the copy has ended.
+        """Copies leased blocks into engine memory. The answer comes when the copy has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Store(self, request, context):
-        """Copies blocks from engine memory into slots and commits them; answers when the copy has ended.
+        """Copies blocks from engine memory into slots and commits them. The answer comes when the copy
+        has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelTransfer(self, request, context):
-        """Asks a transfer to end early; its own answer is the acknowledgement.
+        """Asks a transfer to end early. The transfer's own answer is the acknowledgement.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -174,8 +175,8 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """Lookup, leases and transfers as unary calls. The session stream carries the same messages at half
-    the cost.
+    """Lookups, leases and transfers as unary calls. The session stream carries the same messages at
+    half the cost.
     """
 
     @staticmethod

@@ -138,8 +138,8 @@ _CacheServiceCancelTransferType = typing_extensions.TypeVar(
 )
 
 class CacheServiceStub(typing.Generic[_CacheServiceLookupType, _CacheServiceAcquireLeaseType, _CacheServiceReserveBlocksType, _CacheServiceReleaseLeaseType, _CacheServiceLoadType, _CacheServiceStoreType, _CacheServiceCancelTransferType]):
-    """Lookup, leases and transfers as unary calls. The session stream carries the same messages at half
-    the cost.
+    """Lookups, leases and transfers as unary calls. The session stream carries the same messages at
+    half the cost.
     """
 
     @typing.overload
@@ -207,7 +207,7 @@ class CacheServiceStub(typing.Generic[_CacheServiceLookupType, _CacheServiceAcqu
     ], channel: grpc.aio.Channel) -> None: ...
 
     Lookup: _CacheServiceLookupType
-    """Says which blocks are ready: a hint until a lease is taken."""
+    """Returns which blocks are ready. The answer is a hint until a lease pins the blocks."""
 
     AcquireLease: _CacheServiceAcquireLeaseType
     """Pins ready blocks until the lease is released or expires."""
@@ -216,16 +216,18 @@ class CacheServiceStub(typing.Generic[_CacheServiceLookupType, _CacheServiceAcqu
     """Reserves slots for blocks that will be stored."""
 
     ReleaseLease: _CacheServiceReleaseLeaseType
-    """Gives a lease back. Releasing an unknown lease is no error."""
+    """Releases a lease. Releasing an unknown lease is no error."""
 
     Load: _CacheServiceLoadType
-    """Copies leased blocks into engine memory; answers when the copy has ended."""
+    """Copies leased blocks into engine memory. The answer comes when the copy has ended."""
 
     Store: _CacheServiceStoreType
-    """Copies blocks from engine memory into slots and commits them; answers when the copy has ended."""
+    """Copies blocks from engine memory into slots and commits them. The answer comes when the copy
+    has ended.
+    """
 
     CancelTransfer: _CacheServiceCancelTransferType
-    """Asks a transfer to end early; its own answer is the acknowledgement."""
+    """Asks a transfer to end early. The transfer's own answer is the acknowledgement."""
 
 CacheServiceAsyncStub: typing_extensions.TypeAlias = CacheServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -259,8 +261,8 @@ CacheServiceAsyncStub: typing_extensions.TypeAlias = CacheServiceStub[
 ]
 
 class CacheServiceServicer(metaclass=abc.ABCMeta):
-    """Lookup, leases and transfers as unary calls. The session stream carries the same messages at half
-    the cost.
+    """Lookups, leases and transfers as unary calls. The session stream carries the same messages at
+    half the cost.
     """
 
     @abc.abstractmethod
@@ -269,7 +271,7 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.cache_pb2.LookupRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.cache_pb2.LookupResponse, collections.abc.Awaitable[hotkv_proto.v1.cache_pb2.LookupResponse]]:
-        """Says which blocks are ready: a hint until a lease is taken."""
+        """Returns which blocks are ready. The answer is a hint until a lease pins the blocks."""
 
     @abc.abstractmethod
     def AcquireLease(
@@ -293,7 +295,7 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.cache_pb2.ReleaseLeaseRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.cache_pb2.ReleaseLeaseResponse, collections.abc.Awaitable[hotkv_proto.v1.cache_pb2.ReleaseLeaseResponse]]:
-        """Gives a lease back. Releasing an unknown lease is no error."""
+        """Releases a lease. Releasing an unknown lease is no error."""
 
     @abc.abstractmethod
     def Load(
@@ -301,7 +303,7 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.cache_pb2.LoadRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.cache_pb2.LoadResponse, collections.abc.Awaitable[hotkv_proto.v1.cache_pb2.LoadResponse]]:
-        """Copies leased blocks into engine memory; answers when the copy has ended."""
+        """Copies leased blocks into engine memory. The answer comes when the copy has ended."""
 
     @abc.abstractmethod
     def Store(
@@ -309,7 +311,9 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.cache_pb2.StoreRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.cache_pb2.StoreResponse, collections.abc.Awaitable[hotkv_proto.v1.cache_pb2.StoreResponse]]:
-        """Copies blocks from engine memory into slots and commits them; answers when the copy has ended."""
+        """Copies blocks from engine memory into slots and commits them. The answer comes when the copy
+        has ended.
+        """
 
     @abc.abstractmethod
     def CancelTransfer(
@@ -317,6 +321,6 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.cache_pb2.CancelTransferRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.cache_pb2.CancelTransferResponse, collections.abc.Awaitable[hotkv_proto.v1.cache_pb2.CancelTransferResponse]]:
-        """Asks a transfer to end early; its own answer is the acknowledgement."""
+        """Asks a transfer to end early. The transfer's own answer is the acknowledgement."""
 
 def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -31,17 +31,17 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_INVALID_FIELD: _ErrorReason.ValueType  # 1
     """A field is missing or contradicts another; `field` names it. INVALID_ARGUMENT."""
     ERROR_REASON_INVALID_HASH: _ErrorReason.ValueType  # 2
-    """A hash has another length than the key space declares. INVALID_ARGUMENT."""
+    """A hash has a different length than the key space declares. INVALID_ARGUMENT."""
     ERROR_REASON_INVALID_LAYOUT: _ErrorReason.ValueType  # 3
     """A layout contradicts itself, its key space or its memory. INVALID_ARGUMENT."""
     ERROR_REASON_TOO_LARGE: _ErrorReason.ValueType  # 4
     """A list is longer than the server accepts. INVALID_ARGUMENT."""
     ERROR_REASON_UNKNOWN_SESSION: _ErrorReason.ValueType  # 5
-    """No session with this id; open a new one. NOT_FOUND."""
+    """The session does not exist; open a new one. NOT_FOUND."""
     ERROR_REASON_UNKNOWN_LEASE: _ErrorReason.ValueType  # 6
-    """No lease with this id, or it has expired. NOT_FOUND."""
+    """The lease does not exist, or has expired. NOT_FOUND."""
     ERROR_REASON_UNKNOWN_KEY_SPACE: _ErrorReason.ValueType  # 7
-    """No key space with this id. NOT_FOUND."""
+    """The key space does not exist. NOT_FOUND."""
     ERROR_REASON_UNKNOWN_HANDLE: _ErrorReason.ValueType  # 9
     """The memory handle was never received. FAILED_PRECONDITION."""
     ERROR_REASON_FOREIGN_LEASE: _ErrorReason.ValueType  # 10
@@ -49,7 +49,7 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_NOT_ALLOWED: _ErrorReason.ValueType  # 11
     """The peer may not do this. PERMISSION_DENIED."""
     ERROR_REASON_DUPLICATE_ID: _ErrorReason.ValueType  # 12
-    """The id is in use for something else. ALREADY_EXISTS."""
+    """The id is in use for a different object. ALREADY_EXISTS."""
     ERROR_REASON_NO_MEMORY_REGISTERED: _ErrorReason.ValueType  # 13
     """The session has not registered its memory. FAILED_PRECONDITION."""
     ERROR_REASON_VERSION_MISMATCH: _ErrorReason.ValueType  # 14
@@ -61,15 +61,17 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 19
     """A defect in the server. INTERNAL."""
     ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 20
-    """The peer has not proven who it is, or the proof is no longer good. UNAUTHENTICATED."""
+    """The peer has not proven its identity, or the proof has expired. UNAUTHENTICATED."""
     ERROR_REASON_NO_ROOM_FOR_RESIDENCY: _ErrorReason.ValueType  # 21
-    """The arena has no room for this residency now; others hold it. RESOURCE_EXHAUSTED."""
+    """The arena has no room for this residency at the moment; other residencies hold it.
+    RESOURCE_EXHAUSTED.
+    """
     ERROR_REASON_RESIDENCY_TOO_LARGE: _ErrorReason.ValueType  # 22
-    """The residency asks for more than the server may ever reserve; the message names the setting.
+    """The residency needs more than the server may ever reserve; the message names the setting.
     FAILED_PRECONDITION.
     """
     ERROR_REASON_UNKNOWN_RESIDENCY: _ErrorReason.ValueType  # 23
-    """No residency with this id, or it has ended with its session. NOT_FOUND."""
+    """The residency does not exist, or has ended with its session. NOT_FOUND."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call was refused. Each reason has exactly one canonical gRPC code."""
@@ -79,17 +81,17 @@ ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 ERROR_REASON_INVALID_FIELD: ErrorReason.ValueType  # 1
 """A field is missing or contradicts another; `field` names it. INVALID_ARGUMENT."""
 ERROR_REASON_INVALID_HASH: ErrorReason.ValueType  # 2
-"""A hash has another length than the key space declares. INVALID_ARGUMENT."""
+"""A hash has a different length than the key space declares. INVALID_ARGUMENT."""
 ERROR_REASON_INVALID_LAYOUT: ErrorReason.ValueType  # 3
 """A layout contradicts itself, its key space or its memory. INVALID_ARGUMENT."""
 ERROR_REASON_TOO_LARGE: ErrorReason.ValueType  # 4
 """A list is longer than the server accepts. INVALID_ARGUMENT."""
 ERROR_REASON_UNKNOWN_SESSION: ErrorReason.ValueType  # 5
-"""No session with this id; open a new one. NOT_FOUND."""
+"""The session does not exist; open a new one. NOT_FOUND."""
 ERROR_REASON_UNKNOWN_LEASE: ErrorReason.ValueType  # 6
-"""No lease with this id, or it has expired. NOT_FOUND."""
+"""The lease does not exist, or has expired. NOT_FOUND."""
 ERROR_REASON_UNKNOWN_KEY_SPACE: ErrorReason.ValueType  # 7
-"""No key space with this id. NOT_FOUND."""
+"""The key space does not exist. NOT_FOUND."""
 ERROR_REASON_UNKNOWN_HANDLE: ErrorReason.ValueType  # 9
 """The memory handle was never received. FAILED_PRECONDITION."""
 ERROR_REASON_FOREIGN_LEASE: ErrorReason.ValueType  # 10
@@ -97,7 +99,7 @@ ERROR_REASON_FOREIGN_LEASE: ErrorReason.ValueType  # 10
 ERROR_REASON_NOT_ALLOWED: ErrorReason.ValueType  # 11
 """The peer may not do this. PERMISSION_DENIED."""
 ERROR_REASON_DUPLICATE_ID: ErrorReason.ValueType  # 12
-"""The id is in use for something else. ALREADY_EXISTS."""
+"""The id is in use for a different object. ALREADY_EXISTS."""
 ERROR_REASON_NO_MEMORY_REGISTERED: ErrorReason.ValueType  # 13
 """The session has not registered its memory. FAILED_PRECONDITION."""
 ERROR_REASON_VERSION_MISMATCH: ErrorReason.ValueType  # 14
@@ -109,20 +111,22 @@ ERROR_REASON_DRAINING: ErrorReason.ValueType  # 16
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 19
 """A defect in the server. INTERNAL."""
 ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 20
-"""The peer has not proven who it is, or the proof is no longer good. UNAUTHENTICATED."""
+"""The peer has not proven its identity, or the proof has expired. UNAUTHENTICATED."""
 ERROR_REASON_NO_ROOM_FOR_RESIDENCY: ErrorReason.ValueType  # 21
-"""The arena has no room for this residency now; others hold it. RESOURCE_EXHAUSTED."""
+"""The arena has no room for this residency at the moment; other residencies hold it.
+RESOURCE_EXHAUSTED.
+"""
 ERROR_REASON_RESIDENCY_TOO_LARGE: ErrorReason.ValueType  # 22
-"""The residency asks for more than the server may ever reserve; the message names the setting.
+"""The residency needs more than the server may ever reserve; the message names the setting.
 FAILED_PRECONDITION.
 """
 ERROR_REASON_UNKNOWN_RESIDENCY: ErrorReason.ValueType  # 23
-"""No residency with this id, or it has ended with its session. NOT_FOUND."""
+"""The residency does not exist, or has ended with its session. NOT_FOUND."""
 Global___ErrorReason: typing_extensions.TypeAlias = ErrorReason
 
 @typing.final
 class ErrorDetail(google.protobuf.message.Message):
-    """A refusal of a request on a stream, with what to change."""
+    """A refusal of a request on a stream, with the fix."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -131,11 +135,11 @@ class ErrorDetail(google.protobuf.message.Message):
     FIELD_FIELD_NUMBER: builtins.int
     RETRYABLE_FIELD_NUMBER: builtins.int
     reason: Global___ErrorReason.ValueType
-    """What kind of refusal."""
+    """The kind of refusal."""
     message: builtins.str
     """One sentence that names the field and the fix."""
     field: builtins.str
-    """The field at fault, as a path in the request; empty if it is none."""
+    """The field at fault, as a path in the request; empty if no field is."""
     retryable: builtins.bool
     """True if the same call, unchanged, may succeed later."""
     def __init__(
@@ -152,8 +156,8 @@ Global___ErrorDetail: typing_extensions.TypeAlias = ErrorDetail
 
 @typing.final
 class Status(google.protobuf.message.Message):
-    """google.rpc.Status, as its bytes are; in trailing metadata `grpc-status-details-bin` of a call
-    that failed.
+    """Has the same bytes as google.rpc.Status. A failed call has it in its trailing metadata
+    `grpc-status-details-bin`.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -182,7 +186,7 @@ Global___Status: typing_extensions.TypeAlias = Status
 
 @typing.final
 class ErrorInfo(google.protobuf.message.Message):
-    """google.rpc.ErrorInfo, as its bytes are."""
+    """Has the same bytes as google.rpc.ErrorInfo."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -206,12 +210,14 @@ class ErrorInfo(google.protobuf.message.Message):
     DOMAIN_FIELD_NUMBER: builtins.int
     METADATA_FIELD_NUMBER: builtins.int
     reason: builtins.str
-    """An ErrorReason, without `ERROR_REASON_`."""
+    """The name of an ErrorReason, without `ERROR_REASON_`."""
     domain: builtins.str
     """`hotkv`."""
     @property
     def metadata(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """`field`, if one is at fault: as in ErrorDetail. `retryable`: `true` or `false`."""
+        """`field`: the field at fault, as in ErrorDetail, if there is one. `retryable`: `true` or
+        `false`.
+        """
 
     def __init__(
         self,

@@ -27,11 +27,11 @@ class _Medium:
 class _MediumEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Medium.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     MEDIUM_UNSPECIFIED: _Medium.ValueType  # 0
-    """Sent by servers that know no tiers: host memory."""
+    """Sent by servers without support for tiers; it means host memory."""
     MEDIUM_CPU: _Medium.ValueType  # 1
     """Host memory."""
     MEDIUM_DISK: _Medium.ValueType  # 2
-    """The disk of this server."""
+    """This server's disk."""
     MEDIUM_REMOTE: _Medium.ValueType  # 3
     """A store that several nodes share."""
 
@@ -39,11 +39,11 @@ class Medium(_Medium, metaclass=_MediumEnumTypeWrapper):
     """Where blocks lie."""
 
 MEDIUM_UNSPECIFIED: Medium.ValueType  # 0
-"""Sent by servers that know no tiers: host memory."""
+"""Sent by servers without support for tiers; it means host memory."""
 MEDIUM_CPU: Medium.ValueType  # 1
 """Host memory."""
 MEDIUM_DISK: Medium.ValueType  # 2
-"""The disk of this server."""
+"""This server's disk."""
 MEDIUM_REMOTE: Medium.ValueType  # 3
 """A store that several nodes share."""
 Global___Medium: typing_extensions.TypeAlias = Medium
@@ -57,10 +57,10 @@ class SubscribeRequest(google.protobuf.message.Message):
     KEY_SPACE_ID_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
     key_space_id: builtins.int
-    """Only this key space; zero for all."""
+    """Only events of this key space; zero for all."""
     tiers: builtins.bool
-    """Also what happens in tiers. Without it only host memory is told of, as to older clients, which
-    know no medium.
+    """Also send events of tiers. If false, only events of host memory are sent, as to older clients,
+    which do not know media.
     """
     def __init__(
         self,
@@ -94,7 +94,7 @@ class BlocksStored(google.protobuf.message.Message):
     hashes: builtins.bytes
     """Packed hashes in chain order."""
     parent_hash: builtins.bytes
-    """Hash before the first; empty at the root, and if a tier moved the block."""
+    """Hash of the block before the first; empty at the root, and if a tier moved the block."""
     depth: builtins.int
     """Position of the first block in its chain, in blocks."""
     block_token_count: builtins.int
@@ -104,10 +104,10 @@ class BlocksStored(google.protobuf.message.Message):
     lora_name: builtins.str
     """Name of the adapter."""
     block_count: builtins.int
-    """How many blocks."""
+    """Number of blocks."""
     medium: Global___Medium.ValueType
-    """Where they are ready. A block that a tier moved has no token ids, adapter or extra
-    keys, and an event of its own.
+    """Where they are ready. A block that a tier moved is reported in a separate event, without token
+    ids, adapter and extra keys.
     """
     tier: builtins.str
     """Name of the tier, as in ListTiers; empty for host memory."""
@@ -136,7 +136,7 @@ Global___BlocksStored: typing_extensions.TypeAlias = BlocksStored
 
 @typing.final
 class BlocksRemoved(google.protobuf.message.Message):
-    """Blocks are no longer kept."""
+    """Blocks were removed."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -150,9 +150,9 @@ class BlocksRemoved(google.protobuf.message.Message):
     hashes: builtins.bytes
     """Packed hashes, in no order."""
     block_count: builtins.int
-    """How many blocks."""
+    """Number of blocks."""
     medium: Global___Medium.ValueType
-    """Where they are not kept any more. No server tells what a store that nodes share evicts."""
+    """Where they were removed. Servers do not report evictions in a store that nodes share."""
     tier: builtins.str
     """As in BlocksStored."""
     def __init__(
@@ -170,7 +170,7 @@ Global___BlocksRemoved: typing_extensions.TypeAlias = BlocksRemoved
 
 @typing.final
 class BlocksCleared(google.protobuf.message.Message):
-    """No block of the key space is kept, in any medium."""
+    """All blocks of the key space were removed, in all media."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -194,7 +194,7 @@ class Event(google.protobuf.message.Message):
     key_space_id: builtins.int
     """The key space."""
     unix_time_ms: builtins.int
-    """When, in milliseconds since 1970."""
+    """Time of the change, in milliseconds since 1970."""
     @property
     def stored(self) -> Global___BlocksStored:
         """Blocks became ready."""
@@ -224,17 +224,17 @@ Global___Event: typing_extensions.TypeAlias = Event
 
 @typing.final
 class SubscribeResponse(google.protobuf.message.Message):
-    """Changes."""
+    """Some events."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EVENTS_FIELD_NUMBER: builtins.int
     LOST_EVENT_COUNT_FIELD_NUMBER: builtins.int
     lost_event_count: builtins.int
-    """Events missed since the answer before, because this reader was too slow."""
+    """Events missed since the previous answer, because this reader was too slow."""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Event]:
-        """In order. The first answer of a stream has none and says that the subscription has begun."""
+        """In order. The first answer of a stream is empty and says that the subscription has begun."""
 
     def __init__(
         self,

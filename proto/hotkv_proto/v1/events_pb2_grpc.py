@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class EventServiceStub(object):
-    """What is cached, as it changes: for tools. Routers read the same from the ZMQ endpoint in vLLM's
-    format.
+    """Changes of what is cached, for tools. Routers read the same events from the ZMQ endpoint in
+    vLLM's format.
     """
 
     def __init__(self, channel):
@@ -44,12 +44,12 @@ class EventServiceStub(object):
 
 
 class EventServiceServicer(object):
-    """What is cached, as it changes: for tools. Routers read the same from the ZMQ endpoint in vLLM's
-    format.
+    """Changes of what is cached, for tools. Routers read the same events from the ZMQ endpoint in
+    vLLM's format.
     """
 
     def Subscribe(self, request, context):
-        """Streams events from now on; a reader that is too slow misses some and is told how many.
+        """Streams events from now on. A reader that is too slow misses events; the answer says how many.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,8 +72,8 @@ def add_EventServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EventService(object):
-    """What is cached, as it changes: for tools. Routers read the same from the ZMQ endpoint in vLLM's
-    format.
+    """Changes of what is cached, for tools. Routers read the same events from the ZMQ endpoint in
+    vLLM's format.
     """
 
     @staticmethod

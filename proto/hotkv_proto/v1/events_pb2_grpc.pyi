@@ -42,8 +42,8 @@ _EventServiceSubscribeType = typing_extensions.TypeVar(
 )
 
 class EventServiceStub(typing.Generic[_EventServiceSubscribeType]):
-    """What is cached, as it changes: for tools. Routers read the same from the ZMQ endpoint in vLLM's
-    format.
+    """Changes of what is cached, for tools. Routers read the same events from the ZMQ endpoint in
+    vLLM's format.
     """
 
     @typing.overload
@@ -63,7 +63,7 @@ class EventServiceStub(typing.Generic[_EventServiceSubscribeType]):
     ], channel: grpc.aio.Channel) -> None: ...
 
     Subscribe: _EventServiceSubscribeType
-    """Streams events from now on; a reader that is too slow misses some and is told how many."""
+    """Streams events from now on. A reader that is too slow misses events; the answer says how many."""
 
 EventServiceAsyncStub: typing_extensions.TypeAlias = EventServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
@@ -73,8 +73,8 @@ EventServiceAsyncStub: typing_extensions.TypeAlias = EventServiceStub[
 ]
 
 class EventServiceServicer(metaclass=abc.ABCMeta):
-    """What is cached, as it changes: for tools. Routers read the same from the ZMQ endpoint in vLLM's
-    format.
+    """Changes of what is cached, for tools. Routers read the same events from the ZMQ endpoint in
+    vLLM's format.
     """
 
     @abc.abstractmethod
@@ -83,6 +83,6 @@ class EventServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.events_pb2.SubscribeRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[hotkv_proto.v1.events_pb2.SubscribeResponse], collections.abc.AsyncIterator[hotkv_proto.v1.events_pb2.SubscribeResponse]]:
-        """Streams events from now on; a reader that is too slow misses some and is told how many."""
+        """Streams events from now on. A reader that is too slow misses events; the answer says how many."""
 
 def add_EventServiceServicer_to_server(servicer: EventServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -28,15 +28,15 @@ class _HintActionTypeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper.
     HINT_ACTION_TYPE_UNSPECIFIED: _HintActionType.ValueType  # 0
     """Sent for an action that was rejected before its type was known."""
     HINT_ACTION_TYPE_RETAIN: _HintActionType.ValueType  # 1
-    """To be evicted later than others."""
+    """Evict the blocks later than other blocks."""
     HINT_ACTION_TYPE_PIN: _HintActionType.ValueType  # 2
-    """Not to be evicted at all, for a time."""
+    """Do not evict the blocks, for a time."""
     HINT_ACTION_TYPE_DEMOTE: _HintActionType.ValueType  # 3
-    """To be evicted before others."""
+    """Evict the blocks before other blocks."""
     HINT_ACTION_TYPE_PREFETCH: _HintActionType.ValueType  # 4
-    """To be brought into host memory."""
+    """Promote the blocks to host memory."""
     HINT_ACTION_TYPE_RELEASE: _HintActionType.ValueType  # 5
-    """Its session has ended."""
+    """The session has ended."""
 
 class HintActionType(_HintActionType, metaclass=_HintActionTypeEnumTypeWrapper):
     """What an action asks for."""
@@ -44,15 +44,15 @@ class HintActionType(_HintActionType, metaclass=_HintActionTypeEnumTypeWrapper):
 HINT_ACTION_TYPE_UNSPECIFIED: HintActionType.ValueType  # 0
 """Sent for an action that was rejected before its type was known."""
 HINT_ACTION_TYPE_RETAIN: HintActionType.ValueType  # 1
-"""To be evicted later than others."""
+"""Evict the blocks later than other blocks."""
 HINT_ACTION_TYPE_PIN: HintActionType.ValueType  # 2
-"""Not to be evicted at all, for a time."""
+"""Do not evict the blocks, for a time."""
 HINT_ACTION_TYPE_DEMOTE: HintActionType.ValueType  # 3
-"""To be evicted before others."""
+"""Evict the blocks before other blocks."""
 HINT_ACTION_TYPE_PREFETCH: HintActionType.ValueType  # 4
-"""To be brought into host memory."""
+"""Promote the blocks to host memory."""
 HINT_ACTION_TYPE_RELEASE: HintActionType.ValueType  # 5
-"""Its session has ended."""
+"""The session has ended."""
 Global___HintActionType: typing_extensions.TypeAlias = HintActionType
 
 class _HintStatus:
@@ -66,34 +66,34 @@ class _HintStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     HINT_STATUS_ACCEPTED: _HintStatus.ValueType  # 1
     """Done for all blocks."""
     HINT_STATUS_CLIPPED: _HintStatus.ValueType  # 2
-    """Done for some of them, or less than was asked."""
+    """Done for some of the blocks, or for less than was asked."""
     HINT_STATUS_DEFERRED: _HintStatus.ValueType  # 3
-    """It will be done, or goes on."""
+    """Not done yet, or not finished."""
     HINT_STATUS_REJECTED: _HintStatus.ValueType  # 4
     """Not done."""
     HINT_STATUS_MISSING: _HintStatus.ValueType  # 5
-    """No such session, or none of the blocks is there."""
+    """The session does not exist, or no block of the target is cached."""
 
 class HintStatus(_HintStatus, metaclass=_HintStatusEnumTypeWrapper):
-    """What has come of an action."""
+    """The outcome of an action."""
 
 HINT_STATUS_UNSPECIFIED: HintStatus.ValueType  # 0
 """Never sent."""
 HINT_STATUS_ACCEPTED: HintStatus.ValueType  # 1
 """Done for all blocks."""
 HINT_STATUS_CLIPPED: HintStatus.ValueType  # 2
-"""Done for some of them, or less than was asked."""
+"""Done for some of the blocks, or for less than was asked."""
 HINT_STATUS_DEFERRED: HintStatus.ValueType  # 3
-"""It will be done, or goes on."""
+"""Not done yet, or not finished."""
 HINT_STATUS_REJECTED: HintStatus.ValueType  # 4
 """Not done."""
 HINT_STATUS_MISSING: HintStatus.ValueType  # 5
-"""No such session, or none of the blocks is there."""
+"""The session does not exist, or no block of the target is cached."""
 Global___HintStatus: typing_extensions.TypeAlias = HintStatus
 
 @typing.final
 class HintAction(google.protobuf.message.Message):
-    """One action, as an engine has read it."""
+    """One action, as the engine has read it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -111,19 +111,19 @@ class HintAction(google.protobuf.message.Message):
     action_type: Global___HintActionType.ValueType
     """What it asks for."""
     session_id: builtins.str
-    """The session whose latest prompt is meant; empty for the request that brings the action."""
+    """The session whose latest prompt the action names; empty for the request that brings the action."""
     start_token: builtins.int
-    """First token meant."""
+    """First token that the action names."""
     end_token: builtins.int
-    """Token after the last one meant; zero for all."""
+    """End of the tokens that the action names (exclusive); zero for the prompt's end."""
     priority: builtins.int
     """As in Retention."""
     ttl_ms: builtins.int
     """As in Retention."""
     deadline_ms: builtins.int
-    """Milliseconds in which a prefetch is of use."""
+    """Milliseconds within which a prefetch is useful."""
     clipped: builtins.str
-    """What the engine brought down to its bound, in words."""
+    """Says which values the engine reduced to their bounds."""
     def __init__(
         self,
         *,
@@ -151,11 +151,11 @@ class HintRejection(google.protobuf.message.Message):
     ACTION_TYPE_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     action_id: builtins.str
-    """As the router chose it, or its place; `*` for a message as a whole."""
+    """The router's id, or the position in the message; `*` for the message as a whole."""
     action_type: builtins.str
-    """Its type as it came."""
+    """Its type, as received."""
     reason: builtins.str
-    """Why."""
+    """The reason."""
     def __init__(
         self,
         *,
@@ -169,7 +169,7 @@ Global___HintRejection: typing_extensions.TypeAlias = HintRejection
 
 @typing.final
 class RequestHints(google.protobuf.message.Message):
-    """The hints that came with a request, as its engine has read them."""
+    """The hints of a request, as its engine has read them."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -177,14 +177,14 @@ class RequestHints(google.protobuf.message.Message):
     ACTIONS_FIELD_NUMBER: builtins.int
     REJECTIONS_FIELD_NUMBER: builtins.int
     message_id: builtins.str
-    """Chosen by the router; empty if the hints are the request's own parameters."""
+    """Chosen by the router; empty if the hints come from the request's own parameters."""
     @property
     def actions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HintAction]:
-        """What to do."""
+        """The actions to apply."""
 
     @property
     def rejections(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HintRejection]:
-        """What was rejected."""
+        """The rejected actions."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ Global___RequestHints: typing_extensions.TypeAlias = RequestHints
 
 @typing.final
 class EndedRequest(google.protobuf.message.Message):
-    """A request that has ended and has a session, or hints that were to wait for its end."""
+    """A request that has ended, and has a session or hints that wait for its end."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -211,10 +211,10 @@ class EndedRequest(google.protobuf.message.Message):
     tokens.
     """
     session_id: builtins.str
-    """Its session, as the router named it; empty for none."""
+    """Its session, as the router has named it; empty for none."""
     @property
     def hints(self) -> Global___RequestHints:
-        """What to do now."""
+        """The actions to apply now."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ Global___EndedRequest: typing_extensions.TypeAlias = EndedRequest
 
 @typing.final
 class HintOutcome(google.protobuf.message.Message):
-    """What has come of one action so far."""
+    """The outcome of one action so far."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -248,33 +248,33 @@ class HintOutcome(google.protobuf.message.Message):
     SEQUENCE_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     message_id: builtins.str
-    """The router's."""
+    """The router's id of the message."""
     action_id: builtins.str
-    """The router's, or `*` for a message as a whole."""
+    """The router's id of the action; `*` for the message as a whole."""
     action_type: builtins.str
-    """`retain`, `pin`, `demote`, `prefetch` or `release`; as it came if there is no such type."""
+    """`retain`, `pin`, `demote`, `prefetch` or `release`; an unknown type as received."""
     session_id: builtins.str
-    """The session meant; empty for the blocks of a request."""
+    """The session that the action names; empty for the blocks of a request."""
     status: Global___HintStatus.ValueType
-    """How it went."""
+    """The outcome."""
     reason: builtins.str
-    """Why, in a sentence."""
+    """The reason, in a sentence."""
     block_count: builtins.int
-    """Blocks meant, of all groups."""
+    """Blocks that the action names, of all groups."""
     done_block_count: builtins.int
-    """Blocks for which it was done."""
+    """Blocks for which the action is done."""
     reused_block_count: builtins.int
-    """Hash blocks meant that requests have hit here since, each counted once. Of `demote` and
-    `release`: blocks that were given up too early.
+    """Hash blocks of the target that requests have hit here since the action, each counted once. For
+    `demote` and `release`: blocks that were dropped too early.
     """
     saved_s: builtins.float
     """Seconds of prefill that these hits have saved, at the speed that the engine has measured; zero
-    if it has not.
+    without a measurement.
     """
     age_s: builtins.float
     """Seconds since the action came."""
     sequence: builtins.int
-    """Rises with each change of any outcome; a cursor."""
+    """Increases with each change of any outcome; serves as a cursor."""
     tenant: builtins.str
     """The tenant; empty for none."""
     def __init__(
@@ -310,16 +310,16 @@ class SendHintsRequest(google.protobuf.message.Message):
     KEY_SPACE_ID_FIELD_NUMBER: builtins.int
     HASHES_FIELD_NUMBER: builtins.int
     tenant: builtins.str
-    """The tenant to act for; the peer must prove that it may, as for a session."""
+    """The tenant to act for. The peer must prove that it may, as for a session."""
     ticket: builtins.bytes
     """As OpenSession.ticket."""
     kv_hints: builtins.str
     """The envelope as JSON, with the fields of vLLM's `kv_hints`."""
     key_space_id: builtins.int
-    """Of the hashes; zero if there are none."""
+    """The key space of the hashes; zero if there are none."""
     hashes: builtins.bytes
-    """Packed hashes of a prompt in chain order, one for each full `hash_block_token_count` tokens:
-    what actions without a session mean. May be empty.
+    """Packed hashes of a prompt in chain order, one for each full `hash_block_token_count` tokens.
+    Actions without a session apply to them. May be empty.
     """
     def __init__(
         self,
@@ -336,7 +336,7 @@ Global___SendHintsRequest: typing_extensions.TypeAlias = SendHintsRequest
 
 @typing.final
 class SendHintsResponse(google.protobuf.message.Message):
-    """What has come of it so far."""
+    """The outcomes so far."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -356,7 +356,7 @@ Global___SendHintsResponse: typing_extensions.TypeAlias = SendHintsResponse
 
 @typing.final
 class GetHintOutcomesRequest(google.protobuf.message.Message):
-    """Asks what has come of actions."""
+    """Asks for outcomes of actions."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -370,9 +370,9 @@ class GetHintOutcomesRequest(google.protobuf.message.Message):
     ticket: builtins.bytes
     """As OpenSession.ticket."""
     message_id: builtins.str
-    """Only this message; empty for all."""
+    """Only outcomes of this message; empty for all."""
     cursor: builtins.int
-    """Only what has changed since: `next_cursor` of an answer; zero for all."""
+    """Only outcomes that have changed since: `next_cursor` of an earlier answer; zero for all."""
     page_size: builtins.int
     """Most outcomes to return; zero for 100, at most 1,000."""
     def __init__(
@@ -390,17 +390,17 @@ Global___GetHintOutcomesRequest: typing_extensions.TypeAlias = GetHintOutcomesRe
 
 @typing.final
 class GetHintOutcomesResponse(google.protobuf.message.Message):
-    """What has come of them."""
+    """The outcomes."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OUTCOMES_FIELD_NUMBER: builtins.int
     NEXT_CURSOR_FIELD_NUMBER: builtins.int
     next_cursor: builtins.int
-    """To be asked with next."""
+    """The cursor for the next call."""
     @property
     def outcomes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___HintOutcome]:
-        """Oldest change first. Those that have fallen out of the server's memory are not listed."""
+        """Oldest change first. Outcomes that the server has forgotten are not listed."""
 
     def __init__(
         self,

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class HintServiceStub(object):
-    """Hints of routers: what to keep, give up or fetch, and what has come of it. docs/hints.md has the
-    actions and their payloads.
+    """Hints of routers (which blocks to retain, drop or fetch) and their outcomes. docs/hints.md has
+    the actions and their payloads.
     """
 
     def __init__(self, channel):
@@ -49,19 +49,19 @@ class HintServiceStub(object):
 
 
 class HintServiceServicer(object):
-    """Hints of routers: what to keep, give up or fetch, and what has come of it. docs/hints.md has the
-    actions and their payloads.
+    """Hints of routers (which blocks to retain, drop or fetch) and their outcomes. docs/hints.md has
+    the actions and their payloads.
     """
 
     def SendHints(self, request, context):
-        """Does what an envelope asks, without a request.
+        """Applies an envelope that comes without a request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetHintOutcomes(self, request, context):
-        """What has come of actions: of one message, or all that changed since a cursor.
+        """Returns outcomes of actions: of one message, or all that changed since a cursor.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,8 +89,8 @@ def add_HintServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class HintService(object):
-    """Hints of routers: what to keep, give up or fetch, and what has come of it. docs/hints.md has the
-    actions and their payloads.
+    """Hints of routers (which blocks to retain, drop or fetch) and their outcomes. docs/hints.md has
+    the actions and their payloads.
     """
 
     @staticmethod

@@ -58,8 +58,8 @@ _HintServiceGetHintOutcomesType = typing_extensions.TypeVar(
 )
 
 class HintServiceStub(typing.Generic[_HintServiceSendHintsType, _HintServiceGetHintOutcomesType]):
-    """Hints of routers: what to keep, give up or fetch, and what has come of it. docs/hints.md has the
-    actions and their payloads.
+    """Hints of routers (which blocks to retain, drop or fetch) and their outcomes. docs/hints.md has
+    the actions and their payloads.
     """
 
     @typing.overload
@@ -87,10 +87,10 @@ class HintServiceStub(typing.Generic[_HintServiceSendHintsType, _HintServiceGetH
     ], channel: grpc.aio.Channel) -> None: ...
 
     SendHints: _HintServiceSendHintsType
-    """Does what an envelope asks, without a request."""
+    """Applies an envelope that comes without a request."""
 
     GetHintOutcomes: _HintServiceGetHintOutcomesType
-    """What has come of actions: of one message, or all that changed since a cursor."""
+    """Returns outcomes of actions: of one message, or all that changed since a cursor."""
 
 HintServiceAsyncStub: typing_extensions.TypeAlias = HintServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -104,8 +104,8 @@ HintServiceAsyncStub: typing_extensions.TypeAlias = HintServiceStub[
 ]
 
 class HintServiceServicer(metaclass=abc.ABCMeta):
-    """Hints of routers: what to keep, give up or fetch, and what has come of it. docs/hints.md has the
-    actions and their payloads.
+    """Hints of routers (which blocks to retain, drop or fetch) and their outcomes. docs/hints.md has
+    the actions and their payloads.
     """
 
     @abc.abstractmethod
@@ -114,7 +114,7 @@ class HintServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.hints_pb2.SendHintsRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.hints_pb2.SendHintsResponse, collections.abc.Awaitable[hotkv_proto.v1.hints_pb2.SendHintsResponse]]:
-        """Does what an envelope asks, without a request."""
+        """Applies an envelope that comes without a request."""
 
     @abc.abstractmethod
     def GetHintOutcomes(
@@ -122,6 +122,6 @@ class HintServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.hints_pb2.GetHintOutcomesRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.hints_pb2.GetHintOutcomesResponse, collections.abc.Awaitable[hotkv_proto.v1.hints_pb2.GetHintOutcomesResponse]]:
-        """What has come of actions: of one message, or all that changed since a cursor."""
+        """Returns outcomes of actions: of one message, or all that changed since a cursor."""
 
 def add_HintServiceServicer_to_server(servicer: HintServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -30,7 +30,7 @@ class _KvGroupKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     KV_GROUP_KIND_FULL_ATTENTION: _KvGroupKind.ValueType  # 1
     """Every token: all blocks of the prefix are needed."""
     KV_GROUP_KIND_MLA: _KvGroupKind.ValueType  # 2
-    """Multi-head latent attention: as full attention, with latent pages."""
+    """Multi-head latent attention: like full attention, with latent pages."""
     KV_GROUP_KIND_SLIDING_WINDOW: _KvGroupKind.ValueType  # 3
     """The last `window_token_count` tokens."""
     KV_GROUP_KIND_CHUNKED_LOCAL: _KvGroupKind.ValueType  # 4
@@ -39,14 +39,14 @@ class _KvGroupKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """A recurrent state, exactly at the boundary."""
 
 class KvGroupKind(_KvGroupKind, metaclass=_KvGroupKindEnumTypeWrapper):
-    """What a KV cache group remembers of the past, which decides when it can serve a prefix."""
+    """How a KV cache group uses earlier tokens. This decides when it can serve a prefix."""
 
 KV_GROUP_KIND_UNSPECIFIED: KvGroupKind.ValueType  # 0
 """Refused."""
 KV_GROUP_KIND_FULL_ATTENTION: KvGroupKind.ValueType  # 1
 """Every token: all blocks of the prefix are needed."""
 KV_GROUP_KIND_MLA: KvGroupKind.ValueType  # 2
-"""Multi-head latent attention: as full attention, with latent pages."""
+"""Multi-head latent attention: like full attention, with latent pages."""
 KV_GROUP_KIND_SLIDING_WINDOW: KvGroupKind.ValueType  # 3
 """The last `window_token_count` tokens."""
 KV_GROUP_KIND_CHUNKED_LOCAL: KvGroupKind.ValueType  # 4
@@ -64,7 +64,7 @@ class _DeviceOrderKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     DEVICE_ORDER_KIND_UNSPECIFIED: _DeviceOrderKind.ValueType  # 0
     """Refused."""
     DEVICE_ORDER_KIND_HOST: _DeviceOrderKind.ValueType  # 1
-    """The engine waits by itself and sends a transfer when the device may do it."""
+    """The engine waits itself, and sends a transfer when the device is ready for it."""
     DEVICE_ORDER_KIND_EVENTS: _DeviceOrderKind.ValueType  # 2
     """CUDA interprocess events."""
     DEVICE_ORDER_KIND_FLAGS: _DeviceOrderKind.ValueType  # 3
@@ -76,7 +76,7 @@ class DeviceOrderKind(_DeviceOrderKind, metaclass=_DeviceOrderKindEnumTypeWrappe
 DEVICE_ORDER_KIND_UNSPECIFIED: DeviceOrderKind.ValueType  # 0
 """Refused."""
 DEVICE_ORDER_KIND_HOST: DeviceOrderKind.ValueType  # 1
-"""The engine waits by itself and sends a transfer when the device may do it."""
+"""The engine waits itself, and sends a transfer when the device is ready for it."""
 DEVICE_ORDER_KIND_EVENTS: DeviceOrderKind.ValueType  # 2
 """CUDA interprocess events."""
 DEVICE_ORDER_KIND_FLAGS: DeviceOrderKind.ValueType  # 3
@@ -98,11 +98,11 @@ class KvGroup(google.protobuf.message.Message):
     group_index: builtins.int
     """Position in the engine's list of groups."""
     kind: Global___KvGroupKind.ValueType
-    """What the group remembers."""
+    """How the group uses earlier tokens."""
     block_token_count: builtins.int
     """Tokens in one block; a multiple of the key space's `hash_block_token_count`."""
     window_token_count: builtins.int
-    """Window or chunk in tokens; zero for the kinds that have none."""
+    """Window or chunk in tokens; zero for the other kinds."""
     @property
     def shard_byte_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Bytes of one block in each shard, in shard order; the slot is their sum."""
@@ -127,7 +127,9 @@ Global___KvGroup: typing_extensions.TypeAlias = KvGroup
 
 @typing.final
 class KeySpace(google.protobuf.message.Message):
-    """Every field that changes the bytes of a block. Engines share blocks exactly when all are equal."""
+    """All fields that determine the bytes of a block. Engines share blocks exactly when all fields are
+    equal.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -147,7 +149,7 @@ class KeySpace(google.protobuf.message.Message):
     tenant: builtins.str
     """Owner of the blocks; empty for the default tenant."""
     model: builtins.str
-    """Model name as people know it."""
+    """Model name, for people."""
     weights_identity: builtins.str
     """Identity of the weights: a revision or a content hash, never just a path."""
     dtype: builtins.str
@@ -161,7 +163,7 @@ class KeySpace(google.protobuf.message.Message):
     hash_byte_count: builtins.int
     """Bytes in one block hash, 8 to 32."""
     hash_block_token_count: builtins.int
-    """Tokens covered by one hash of the engine's hash list."""
+    """Tokens that each hash of the engine's hash list covers."""
     parallel_shape: builtins.str
     """Parallel shape, such as `tp=2,pp=1,dcp=1`."""
     page_format: builtins.str
@@ -172,7 +174,7 @@ class KeySpace(google.protobuf.message.Message):
 
     @property
     def extra(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Anything else that changes the bytes, as sorted `name=value` pairs."""
+        """All other properties that change the bytes, as sorted `name=value` pairs."""
 
     def __init__(
         self,
@@ -198,7 +200,7 @@ Global___KeySpace: typing_extensions.TypeAlias = KeySpace
 @typing.final
 class Representation(google.protobuf.message.Message):
     """A kind of representation of the blocks of one group. Engines share representations exactly when
-    all fields are equal. Whether they share blocks does not depend on them.
+    all fields are equal. Sharing of blocks does not depend on them.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -210,9 +212,9 @@ class Representation(google.protobuf.message.Message):
     group_index: builtins.int
     """The group of the blocks."""
     format: builtins.str
-    """What the bytes are, such as `rot2u`."""
+    """Format of the bytes, such as `rot2u`."""
     version: builtins.int
-    """Version of everything else that gives the bytes their meaning; not negative."""
+    """Version of all other properties that give the bytes their meaning; not negative."""
     @property
     def shard_byte_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Bytes of one block's representation in each shard, in shard order; the slot is their sum."""
@@ -238,7 +240,7 @@ class StridedDim(google.protobuf.message.Message):
     COUNT_FIELD_NUMBER: builtins.int
     STRIDE_BYTE_COUNT_FIELD_NUMBER: builtins.int
     count: builtins.int
-    """How many times."""
+    """Number of repetitions."""
     stride_byte_count: builtins.int
     """Bytes between two repetitions."""
     def __init__(
@@ -254,8 +256,8 @@ Global___StridedDim: typing_extensions.TypeAlias = StridedDim
 @typing.final
 class PageTensor(google.protobuf.message.Message):
     """Where the pages of one or several layers of a group lie in engine memory. Block b starts at
-    base_byte_offset + b * block_stride_byte_count; its page is the runs that `dims` enumerate,
-    outermost first, each `run_byte_count` long.
+    base_byte_offset + b * block_stride_byte_count. Its page consists of the runs that `dims`
+    enumerate, outermost first; each run has `run_byte_count` bytes.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -269,11 +271,11 @@ class PageTensor(google.protobuf.message.Message):
     SHARD_BYTE_OFFSET_FIELD_NUMBER: builtins.int
     LAYER_NAMES_FIELD_NUMBER: builtins.int
     group_index: builtins.int
-    """The group whose block ids index this tensor; or a representation, whose block ids are those of
-    its blocks.
+    """The group whose block ids index this tensor. Or a representation: it uses the ids of its
+    blocks.
     """
     handle_id: builtins.str
-    """Memory that holds it."""
+    """Handle of the memory that holds it."""
     base_byte_offset: builtins.int
     """Offset of block 0 in that memory."""
     block_stride_byte_count: builtins.int
@@ -284,7 +286,7 @@ class PageTensor(google.protobuf.message.Message):
     """Offset of this page inside the shard."""
     @property
     def dims(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StridedDim]:
-        """Repetitions of the run, outermost first; empty for one run."""
+        """Repetitions of the run, outermost first; empty for a single run."""
 
     @property
     def layer_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -398,9 +400,9 @@ class Layout(google.protobuf.message.Message):
     TENSORS_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
     shard_index: builtins.int
-    """Which shard of each slot this rank holds."""
+    """Index of the shard that this rank holds in each slot."""
     block_count: builtins.int
-    """Blocks in the engine's pool; block ids are below it."""
+    """Number of blocks in the engine's pool; block ids are below it."""
     name: builtins.str
     """Name of the layout, such as `LBHNC`; informative."""
     @property
@@ -409,8 +411,8 @@ class Layout(google.protobuf.message.Message):
 
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PageTensor]:
-        """Pages; together they fill each group's shard exactly once, and that of each representation that
-        has any.
+        """Pages. Together they fill each group's shard exactly once, and the shard of each representation
+        that the layout has.
         """
 
     def __init__(
@@ -428,8 +430,8 @@ Global___Layout: typing_extensions.TypeAlias = Layout
 
 @typing.final
 class DeviceOrder(google.protobuf.message.Message):
-    """How the server may learn that an engine's device has passed a point in its queue. It takes the
-    first that works: words, events, none.
+    """How the server learns that an engine's device has passed a point in its queue. The server uses
+    the first kind that works: words, events, or neither.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -441,11 +443,11 @@ class DeviceOrder(google.protobuf.message.Message):
     device_uuid: builtins.bytes
     """UUID of the device, 16 bytes."""
     flags_handle_id: builtins.str
-    """Memory handle of the layout whose bytes are little-endian uint32 words, zero at first; empty
-    for none.
+    """Memory handle of the layout whose bytes are little-endian uint32 words, zero at first; empty if
+    the engine offers no words.
     """
     flag_count: builtins.int
-    """How many words."""
+    """Number of words."""
     @property
     def event_handles(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Interprocess events: IPC handles of 64 bytes."""
@@ -471,10 +473,10 @@ class DeviceMark(google.protobuf.message.Message):
     INDEX_FIELD_NUMBER: builtins.int
     VALUE_FIELD_NUMBER: builtins.int
     index: builtins.int
-    """Of the event or word."""
+    """Index of the event or word."""
     value: builtins.int
-    """Words only: the device has passed the mark when the word, as a number that wraps, is at this
-    value (32 bits) or beyond.
+    """For words: the device has passed the mark when the word, a number of 32 bits that wraps, has
+    reached this value.
     """
     def __init__(
         self,

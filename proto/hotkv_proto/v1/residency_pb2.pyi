@@ -20,17 +20,17 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class ResidencyGroup(google.protobuf.message.Message):
-    """Most blocks that a residency keeps of one group."""
+    """The most blocks of one group that a residency holds."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     GROUP_INDEX_FIELD_NUMBER: builtins.int
     BLOCK_COUNT_FIELD_NUMBER: builtins.int
     group_index: builtins.int
-    """The group; no representation."""
+    """The group; not a representation."""
     block_count: builtins.int
-    """Blocks, from 1 on. Their representations, of the kinds that the session declares, are reserved
-    for with them.
+    """Number of blocks, at least 1. Room for their representations, of the kinds that the session
+    declares, is reserved too.
     """
     def __init__(
         self,
@@ -44,8 +44,8 @@ Global___ResidencyGroup: typing_extensions.TypeAlias = ResidencyGroup
 
 @typing.final
 class OpenResidencyRequest(google.protobuf.message.Message):
-    """Asks to reserve room in the arena for the blocks of one request. The same call again, while the
-    residency is open, gets the same answer.
+    """Asks to reserve room in the arena for the blocks of one request. Repeating the call while the
+    residency is open gets the same answer.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -56,7 +56,7 @@ class OpenResidencyRequest(google.protobuf.message.Message):
     """Chosen by the caller, unique in its engine."""
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ResidencyGroup]:
-        """Room by group, each once."""
+        """Room per group; each group appears once."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ Global___OpenResidencyRequest: typing_extensions.TypeAlias = OpenResidencyReques
 
 @typing.final
 class OpenResidencyResponse(google.protobuf.message.Message):
-    """The room is reserved. What the client read in the arena was pinned all the time if, afterwards,
-    word 0 is at most `generation` and the word `word_index` is `word_value`.
+    """The room is reserved. Bytes that the client has read in the arena were pinned all the time if,
+    after the read, word 0 is at most `generation` and the word `word_index` equals `word_value`.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -85,9 +85,9 @@ class OpenResidencyResponse(google.protobuf.message.Message):
     word_index: builtins.int
     """Word of the session."""
     word_value: builtins.int
-    """Its value as long as no residency of the session has ended otherwise than by its client."""
+    """Its value; it changes when a residency of the session ends without its client's call."""
     generation: builtins.int
-    """Word 0 is at most this as long as the server, or the one after it, keeps the blocks."""
+    """Word 0 is at most this number as long as the server, or its successor, retains the blocks."""
     def __init__(
         self,
         *,
@@ -102,8 +102,8 @@ Global___OpenResidencyResponse: typing_extensions.TypeAlias = OpenResidencyRespo
 
 @typing.final
 class ExtendResidencyRequest(google.protobuf.message.Message):
-    """Asks to pin blocks of a residency, and where they lie. Answered later if blocks of an earlier
-    server must be compared with their check values first.
+    """Asks to pin blocks of a residency, and for their places. The answer is delayed if blocks of an
+    earlier server must be compared with their check values first.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -115,9 +115,9 @@ class ExtendResidencyRequest(google.protobuf.message.Message):
     residency_id: builtins.str
     """The residency."""
     group_index: builtins.int
-    """The group; no representation."""
+    """The group; not a representation."""
     first_position: builtins.int
-    """Position in the request of the first block, counted in blocks from 0. A position names one
+    """Position in the request of the first block, counted in blocks from 0. A position names the same
     block as long as the residency is open.
     """
     hashes: builtins.bytes
@@ -143,12 +143,12 @@ class ExtendResidencyResponse(google.protobuf.message.Message):
     OFFSETS_FIELD_NUMBER: builtins.int
     REPRESENTATION_OFFSETS_FIELD_NUMBER: builtins.int
     offsets: builtins.bytes
-    """Packed little-endian int64, one a hash: bytes from the arena's start to the block's slot; -1 if
-    the block is not pinned, because it is not ready or does not agree with its check value.
+    """Packed little-endian int64, one per hash: bytes from the arena's start to the block's slot; -1
+    if the block is not pinned, because it is not ready or does not agree with its check value.
     """
     representation_offsets: builtins.bytes
-    """The same of each block's representation; -1 if none is pinned with the block, or it has not been
-    compared with its check value. Empty from a server that does not say.
+    """The same for each block's representation; -1 if no representation is pinned with the block, or
+    it has not been compared with its check value. Empty if the server does not support this.
     """
     def __init__(
         self,
@@ -162,8 +162,8 @@ Global___ExtendResidencyResponse: typing_extensions.TypeAlias = ExtendResidencyR
 
 @typing.final
 class CloseResidencyRequest(google.protobuf.message.Message):
-    """Gives a residency back, with all of its pins and what is left of its room. The client has read
-    for the last time. Closing an unknown one is no error.
+    """Closes a residency: releases all of its pins and the rest of its room. The client must have
+    finished reading. Closing an unknown residency is no error.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -182,7 +182,7 @@ Global___CloseResidencyRequest: typing_extensions.TypeAlias = CloseResidencyRequ
 
 @typing.final
 class CloseResidencyResponse(google.protobuf.message.Message):
-    """It is closed."""
+    """The residency is closed."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -34,23 +34,23 @@ class _SessionRoleEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     SESSION_ROLE_UNSPECIFIED: _SessionRole.ValueType  # 0
     """Refused."""
     SESSION_ROLE_SCHEDULER: _SessionRole.ValueType  # 1
-    """Looks up and leases."""
+    """Looks up blocks and holds leases."""
     SESSION_ROLE_WORKER: _SessionRole.ValueType  # 2
-    """Registers memory and transfers."""
+    """Registers memory and transfers blocks."""
     SESSION_ROLE_TOOL: _SessionRole.ValueType  # 3
-    """Anything else: tools, tests, other clients."""
+    """All other clients, such as tools and tests."""
 
 class SessionRole(_SessionRole, metaclass=_SessionRoleEnumTypeWrapper):
-    """What a session does in its engine."""
+    """The role of a session in its engine."""
 
 SESSION_ROLE_UNSPECIFIED: SessionRole.ValueType  # 0
 """Refused."""
 SESSION_ROLE_SCHEDULER: SessionRole.ValueType  # 1
-"""Looks up and leases."""
+"""Looks up blocks and holds leases."""
 SESSION_ROLE_WORKER: SessionRole.ValueType  # 2
-"""Registers memory and transfers."""
+"""Registers memory and transfers blocks."""
 SESSION_ROLE_TOOL: SessionRole.ValueType  # 3
-"""Anything else: tools, tests, other clients."""
+"""All other clients, such as tools and tests."""
 Global___SessionRole: typing_extensions.TypeAlias = SessionRole
 
 class _Feature:
@@ -62,28 +62,28 @@ class _FeatureEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTy
     FEATURE_UNSPECIFIED: _Feature.ValueType  # 0
     """Ignored."""
     FEATURE_RESIDENCY: _Feature.ValueType  # 1
-    """Residencies: requests whose blocks stay pinned in the arena as long as they run, and the words
+    """Residencies: requests whose blocks stay pinned in the arena while they run, and the words
     behind the arena (LinkResponse.word_byte_offset).
     """
     FEATURE_TIERS: _Feature.ValueType  # 2
-    """The server has tiers below host memory: Lookup also finds blocks that the block table has not,
-    and AcquireLease waits for them to come up, within a bound of the server's.
+    """The server has tiers below host memory. Lookup also finds blocks that are not in the block
+    table. AcquireLease waits for their promotion, within the server's limit.
     """
 
 class Feature(_Feature, metaclass=_FeatureEnumTypeWrapper):
-    """Something that a session does only if both sides know it. Numbers that a side does not know are
-    ignored.
+    """A capability that a session uses only if both sides know it. A side ignores numbers that it does
+    not know.
     """
 
 FEATURE_UNSPECIFIED: Feature.ValueType  # 0
 """Ignored."""
 FEATURE_RESIDENCY: Feature.ValueType  # 1
-"""Residencies: requests whose blocks stay pinned in the arena as long as they run, and the words
+"""Residencies: requests whose blocks stay pinned in the arena while they run, and the words
 behind the arena (LinkResponse.word_byte_offset).
 """
 FEATURE_TIERS: Feature.ValueType  # 2
-"""The server has tiers below host memory: Lookup also finds blocks that the block table has not,
-and AcquireLease waits for them to come up, within a bound of the server's.
+"""The server has tiers below host memory. Lookup also finds blocks that are not in the block
+table. AcquireLease waits for their promotion, within the server's limit.
 """
 Global___Feature: typing_extensions.TypeAlias = Feature
 
@@ -96,17 +96,17 @@ class _MissReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     MISS_REASON_UNSPECIFIED: _MissReason.ValueType  # 0
     """Neither the engine nor the server can say."""
     MISS_REASON_ABSENT: _MissReason.ValueType  # 1
-    """The engine asked, and the server had no more; the server finds out why."""
+    """The engine asked, and the server had no more blocks. The server determines why."""
     MISS_REASON_NEVER_STORED: _MissReason.ValueType  # 2
-    """Never here, or evicted so long ago that the server has forgotten it."""
+    """The block was never stored here, or was evicted so long ago that the server has forgotten it."""
     MISS_REASON_EVICTED: _MissReason.ValueType  # 3
-    """It made room for others."""
+    """The block was evicted to make room for other blocks."""
     MISS_REASON_IN_FLIGHT: _MissReason.ValueType  # 4
-    """It was being written or brought up, or became ready after the engine had asked."""
+    """The block was being written or promoted, or became ready after the engine had asked."""
     MISS_REASON_REFUSED: _MissReason.ValueType  # 5
     """The server refused the lookup or lease, or pinned less than the lookup had found."""
     MISS_REASON_COMPUTED_SOONER: _MissReason.ValueType  # 6
-    """The engine left it where it lies, because it computes it sooner."""
+    """The engine did not load the block, because computing it is faster."""
     MISS_REASON_NO_SERVER: _MissReason.ValueType  # 7
     """The engine had no server when the request came."""
     MISS_REASON_NOT_ASKED: _MissReason.ValueType  # 8
@@ -118,7 +118,7 @@ class _MissReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     MISS_REASON_PARTIAL_BLOCK: _MissReason.ValueType  # 11
     """The tokens behind the last full block, or the block with the last token."""
     MISS_REASON_LEFT_BELOW: _MissReason.ValueType  # 12
-    """It lies in a tier below host memory and was not brought up."""
+    """The block lies in a tier below host memory and was not promoted."""
 
 class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
     """Why tokens of a prompt were computed although there is a cache."""
@@ -126,17 +126,17 @@ class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
 MISS_REASON_UNSPECIFIED: MissReason.ValueType  # 0
 """Neither the engine nor the server can say."""
 MISS_REASON_ABSENT: MissReason.ValueType  # 1
-"""The engine asked, and the server had no more; the server finds out why."""
+"""The engine asked, and the server had no more blocks. The server determines why."""
 MISS_REASON_NEVER_STORED: MissReason.ValueType  # 2
-"""Never here, or evicted so long ago that the server has forgotten it."""
+"""The block was never stored here, or was evicted so long ago that the server has forgotten it."""
 MISS_REASON_EVICTED: MissReason.ValueType  # 3
-"""It made room for others."""
+"""The block was evicted to make room for other blocks."""
 MISS_REASON_IN_FLIGHT: MissReason.ValueType  # 4
-"""It was being written or brought up, or became ready after the engine had asked."""
+"""The block was being written or promoted, or became ready after the engine had asked."""
 MISS_REASON_REFUSED: MissReason.ValueType  # 5
 """The server refused the lookup or lease, or pinned less than the lookup had found."""
 MISS_REASON_COMPUTED_SOONER: MissReason.ValueType  # 6
-"""The engine left it where it lies, because it computes it sooner."""
+"""The engine did not load the block, because computing it is faster."""
 MISS_REASON_NO_SERVER: MissReason.ValueType  # 7
 """The engine had no server when the request came."""
 MISS_REASON_NOT_ASKED: MissReason.ValueType  # 8
@@ -148,12 +148,12 @@ MISS_REASON_FAILED_LOAD: MissReason.ValueType  # 10
 MISS_REASON_PARTIAL_BLOCK: MissReason.ValueType  # 11
 """The tokens behind the last full block, or the block with the last token."""
 MISS_REASON_LEFT_BELOW: MissReason.ValueType  # 12
-"""It lies in a tier below host memory and was not brought up."""
+"""The block lies in a tier below host memory and was not promoted."""
 Global___MissReason: typing_extensions.TypeAlias = MissReason
 
 @typing.final
 class OpenSession(google.protobuf.message.Message):
-    """First message of a stream."""
+    """The first message of a stream."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -170,30 +170,30 @@ class OpenSession(google.protobuf.message.Message):
     protocol_version: builtins.int
     """Oldest protocol version that the client speaks."""
     engine_id: builtins.str
-    """Engine that the session belongs to; leases are the engine's."""
+    """The engine that the session belongs to; it owns the leases."""
     role: Global___SessionRole.ValueType
-    """What the session does."""
+    """The role of the session."""
     client_name: builtins.str
     """Software and version, for people."""
     ticket: builtins.bytes
     """On a Unix socket: proof of the peer's user, from the descriptor socket
-    (LinkRequest.wants_ticket); good once and for some seconds. May be empty if the server has no
-    tenants. Over TCP a bearer token in the metadata `authorization` or a client certificate is the
-    proof.
+    (LinkRequest.wants_ticket); valid once and for some seconds. May be empty if the server has no
+    tenants. Over TCP the proof is a bearer token in the metadata `authorization`, or a client
+    certificate.
     """
     without_eviction_notices: builtins.bool
-    """True if the server is to send no eviction notices."""
+    """True to receive no eviction notices."""
     newest_protocol_version: builtins.int
-    """Newest protocol version that the client speaks; zero if that is `protocol_version`."""
+    """Newest protocol version that the client speaks; zero if it is `protocol_version`."""
     @property
     def key_space(self) -> hotkv_proto.v1.layout_pb2.KeySpace:
         """The key space of its blocks."""
 
     @property
     def representations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv_proto.v1.layout_pb2.Representation]:
-        """Representations that go with the blocks. In this session the first of them has the group index
-        that follows the key space's groups, and so on: layouts, lookups, leases and transfers name it
-        like a group.
+        """Kinds of representations of the blocks. In this session the first kind has the group index that
+        follows the key space's groups, and so on. Layouts, lookups, leases and transfers use this
+        index like a group's.
         """
 
     @property
@@ -241,23 +241,23 @@ class SessionOpened(google.protobuf.message.Message):
     key_space_id: builtins.int
     """Number of the key space in this server."""
     epoch: builtins.int
-    """Changes whenever the cache is lost; nothing that a client learnt under another epoch is true
-    any more.
+    """Changes whenever the cache is lost. A client must drop all knowledge of blocks from another
+    epoch.
     """
     has_descriptor_socket: builtins.bool
-    """True if a descriptor socket serves the arena and the block table."""
+    """True if a descriptor socket provides the arena and the block table."""
     server_name: builtins.str
     """Software and version, for people."""
     wants_token_ids: builtins.bool
-    """True if the server publishes events, which need BlockRun.token_ids."""
+    """True if the server publishes events; they need BlockRun.token_ids."""
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Feature.ValueType]:
-        """Features of the session: those that both sides know."""
+        """Features that both sides know."""
 
     @property
     def salts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """What a lookup in the block table mixes into hashes, one salt for each group index of the
-        session, representations included: 64 bits, as a signed number.
+        """Salts that a lookup in the block table mixes into hashes: one for each group index of the
+        session, representations included. Each is a 64-bit value, sent as a signed number.
         """
 
     def __init__(
@@ -279,7 +279,7 @@ Global___SessionOpened: typing_extensions.TypeAlias = SessionOpened
 
 @typing.final
 class RegisterMemory(google.protobuf.message.Message):
-    """Declares the memory of a session, once. Other memory takes another session."""
+    """Registers the memory of a session, once. More memory needs another session."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -291,7 +291,7 @@ class RegisterMemory(google.protobuf.message.Message):
 
     @property
     def order(self) -> hotkv_proto.v1.layout_pb2.DeviceOrder:
-        """Devices only: what orders transfers after the engine's own work."""
+        """For devices: the kinds of marks that the engine offers to order transfers after its own work."""
 
     def __init__(
         self,
@@ -313,9 +313,9 @@ class MemoryRegistered(google.protobuf.message.Message):
     ORDER_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     order: hotkv_proto.v1.layout_pb2.DeviceOrderKind.ValueType
-    """How marks of transfers are made in this session."""
+    """The kind of marks that transfers of this session use."""
     message: builtins.str
-    """If less was taken than offered: why."""
+    """Why the server chose a lesser kind than offered; empty if it did not."""
     def __init__(
         self,
         *,
@@ -328,7 +328,7 @@ Global___MemoryRegistered: typing_extensions.TypeAlias = MemoryRegistered
 
 @typing.final
 class RequestReport(google.protobuf.message.Message):
-    """One request that the engine has scheduled."""
+    """A request that the engine has scheduled."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -353,28 +353,26 @@ class RequestReport(google.protobuf.message.Message):
     hit_token_count: builtins.int
     """Tokens that hit in the device cache or here."""
     age_ms: builtins.int
-    """Milliseconds since the request came to the engine."""
+    """Milliseconds since the request reached the engine."""
     session_id: builtins.str
-    """Its session, as the router named it; empty for none."""
+    """Its session, as the router has named it; empty for none."""
     miss_reason: Global___MissReason.ValueType
     """Why the tokens beyond the hit missed, as far as the engine knows."""
     saved_s: builtins.float
-    """Seconds of prefill that the hit here saves, by the engine's own measured speed; zero if it has
-    measured none.
+    """Seconds of prefill that the hit here saves, at the engine's measured speed; zero without a
+    measurement.
     """
     wait_s: builtins.float
     """Seconds that the request has waited for lookups and leases."""
     report_id: builtins.int
-    """Chosen by the client, to name the request in LoadEnd; zero for none."""
+    """Chosen by the client; names the request in LoadEnd. Zero for none."""
     @property
     def retention(self) -> hotkv_proto.v1.cache_pb2.Retention:
-        """For the ready blocks of the prompt."""
+        """Applies to the ready blocks of the prompt."""
 
     @property
     def hints(self) -> hotkv_proto.v1.hints_pb2.RequestHints:
-        """What the router asks for; those of its actions that `retention` says already have been done
-        with it.
-        """
+        """The router's hints. Actions that `retention` expresses already are not applied twice."""
 
     def __init__(
         self,
@@ -409,9 +407,9 @@ class LoadEnd(google.protobuf.message.Message):
     report_id: builtins.int
     """RequestReport.report_id, in this session."""
     wait_s: builtins.float
-    """Seconds from the beginning of the load to its end, which the request has waited."""
+    """Seconds from the begin of the load to its end. The request has waited for this time."""
     failed: builtins.bool
-    """True if it failed: the request computes what it would have loaded."""
+    """True if the load failed: the request computes the blocks instead."""
     def __init__(
         self,
         *,
@@ -425,7 +423,7 @@ Global___LoadEnd: typing_extensions.TypeAlias = LoadEnd
 
 @typing.final
 class ReportUse(google.protobuf.message.Message):
-    """What the engine used, so that it counts for hotness, even if the server was not asked."""
+    """Blocks that the engine used, also without asking the server. Their use counts for hotness."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -435,8 +433,8 @@ class ReportUse(google.protobuf.message.Message):
     ENDED_FIELD_NUMBER: builtins.int
     LOADS_FIELD_NUMBER: builtins.int
     prefill_tokens_per_s: builtins.float
-    """Tokens that the engine computes in a second of prefill, as it has measured; zero if it has not.
-    A lookup then leaves in a slow tier what the engine computes sooner.
+    """Tokens that the engine computes in a second of prefill, as measured; zero without a
+    measurement. A lookup then excludes blocks in a slow tier that the engine computes faster.
     """
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv_proto.v1.cache_pb2.GroupHashes]:
@@ -444,17 +442,17 @@ class ReportUse(google.protobuf.message.Message):
 
     @property
     def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RequestReport]:
-        """Requests, in the order scheduled; their device hits are derived from the prompt by the hit
-        rule.
+        """Requests, in the order scheduled. The server derives their device hits from the prompt by the
+        hit rule.
         """
 
     @property
     def ended(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv_proto.v1.hints_pb2.EndedRequest]:
-        """Requests that have ended, of those that have a session or hints."""
+        """Requests that have ended, if they have a session or hints."""
 
     @property
     def loads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LoadEnd]:
-        """Loads that have ended since the last message."""
+        """Loads that have ended since the previous message."""
 
     def __init__(
         self,
@@ -471,7 +469,7 @@ Global___ReportUse: typing_extensions.TypeAlias = ReportUse
 
 @typing.final
 class Flush(google.protobuf.message.Message):
-    """Asks to forget every block of the session's key space, as AdminService.FlushKeySpace."""
+    """Asks to drop every block of the session's key space, as AdminService.FlushKeySpace."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -483,7 +481,7 @@ Global___Flush: typing_extensions.TypeAlias = Flush
 
 @typing.final
 class Flushed(google.protobuf.message.Message):
-    """They are forgotten."""
+    """The blocks are dropped."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -493,9 +491,9 @@ class Flushed(google.protobuf.message.Message):
     """Blocks that were ready."""
     @property
     def pending_tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Tiers that the flush is not in yet, because they do not answer; they are told as soon as they
-        do. Until then other nodes may find blocks of before there (`disk`: this node, after a power
-        loss). Empty: no node that reaches the shared tiers loads a block of before.
+        """Tiers that do not answer, so the flush has not reached them. It reaches them as soon as they
+        answer. Until then other nodes may find older blocks in them (in `disk`: this node, after a
+        power loss). Empty: no node that reaches the shared tiers loads an older block.
         """
 
     def __init__(
@@ -534,7 +532,7 @@ Global___Pong: typing_extensions.TypeAlias = Pong
 
 @typing.final
 class ConnectRequest(google.protobuf.message.Message):
-    """One message from the client."""
+    """One message of the client."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -566,7 +564,7 @@ class ConnectRequest(google.protobuf.message.Message):
 
     @property
     def register_memory(self) -> Global___RegisterMemory:
-        """Declares memory."""
+        """Registers memory."""
 
     @property
     def lookup(self) -> hotkv_proto.v1.cache_pb2.LookupRequest:
@@ -606,7 +604,7 @@ class ConnectRequest(google.protobuf.message.Message):
 
     @property
     def flush(self) -> Global___Flush:
-        """Forgets the key space's blocks."""
+        """Drops the key space's blocks."""
 
     @property
     def create_sequence(self) -> hotkv_proto.v1.sparse_pb2.CreateSequenceRequest:
@@ -622,7 +620,7 @@ class ConnectRequest(google.protobuf.message.Message):
 
     @property
     def report_sparse(self) -> hotkv_proto.v1.sparse_pb2.ReportSparse:
-        """Reports what sparse decode did."""
+        """Reports the use of blocks and the counters of sparse decode."""
 
     @property
     def open_residency(self) -> hotkv_proto.v1.residency_pb2.OpenResidencyRequest:
@@ -630,11 +628,11 @@ class ConnectRequest(google.protobuf.message.Message):
 
     @property
     def extend_residency(self) -> hotkv_proto.v1.residency_pb2.ExtendResidencyRequest:
-        """Pins blocks of a request, and says where they lie."""
+        """Pins blocks of a request, and returns where they lie."""
 
     @property
     def close_residency(self) -> hotkv_proto.v1.residency_pb2.CloseResidencyRequest:
-        """Gives the room and the pins of a request back."""
+        """Releases the room and the pins of a request."""
 
     def __init__(
         self,
@@ -668,8 +666,8 @@ Global___ConnectRequest: typing_extensions.TypeAlias = ConnectRequest
 
 @typing.final
 class EvictionNotice(google.protobuf.message.Message):
-    """Blocks that are no longer kept. Those that are dropped within some milliseconds come in one
-    notice. No answer on the stream overtakes it.
+    """Blocks that were removed. A notice collects the removals of some milliseconds. No answer on the
+    stream overtakes it.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -690,7 +688,7 @@ Global___EvictionNotice: typing_extensions.TypeAlias = EvictionNotice
 
 @typing.final
 class DrainNotice(google.protobuf.message.Message):
-    """The server is about to stop; no new leases or transfers are taken."""
+    """The server is about to stop; it refuses new leases and transfers."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -708,7 +706,7 @@ Global___DrainNotice: typing_extensions.TypeAlias = DrainNotice
 
 @typing.final
 class ConnectResponse(google.protobuf.message.Message):
-    """One message from the server: the answer to a request, or a notice with request_id zero."""
+    """One message of the server: the answer to a request, or a notice with request_id zero."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -734,7 +732,7 @@ class ConnectResponse(google.protobuf.message.Message):
     EXTEND_RESIDENCY_FIELD_NUMBER: builtins.int
     CLOSE_RESIDENCY_FIELD_NUMBER: builtins.int
     request_id: builtins.int
-    """The request answered, or zero."""
+    """The request that this answers, or zero."""
     @property
     def error(self) -> hotkv_proto.v1.errors_pb2.ErrorDetail:
         """The request was refused."""
@@ -761,7 +759,7 @@ class ConnectResponse(google.protobuf.message.Message):
 
     @property
     def release_lease(self) -> hotkv_proto.v1.cache_pb2.ReleaseLeaseResponse:
-        """The lease was given back."""
+        """The lease is released."""
 
     @property
     def load(self) -> hotkv_proto.v1.cache_pb2.LoadResponse:
@@ -781,7 +779,7 @@ class ConnectResponse(google.protobuf.message.Message):
 
     @property
     def eviction_notice(self) -> Global___EvictionNotice:
-        """Stored blocks were evicted."""
+        """Blocks were removed."""
 
     @property
     def drain_notice(self) -> Global___DrainNotice:
@@ -789,7 +787,7 @@ class ConnectResponse(google.protobuf.message.Message):
 
     @property
     def flushed(self) -> Global___Flushed:
-        """The blocks are forgotten."""
+        """The blocks are dropped."""
 
     @property
     def create_sequence(self) -> hotkv_proto.v1.sparse_pb2.CreateSequenceResponse:
@@ -797,7 +795,7 @@ class ConnectResponse(google.protobuf.message.Message):
 
     @property
     def append_blocks(self) -> hotkv_proto.v1.sparse_pb2.AppendBlocksResponse:
-        """What the sequence has now."""
+        """The state of the sequence."""
 
     @property
     def delete_sequence(self) -> hotkv_proto.v1.sparse_pb2.DeleteSequenceResponse:
@@ -848,9 +846,9 @@ Global___ConnectResponse: typing_extensions.TypeAlias = ConnectResponse
 
 @typing.final
 class LinkRequest(google.protobuf.message.Message):
-    """First packet on the descriptor socket, with the descriptors of `handle_ids` attached in order.
-    The connection then stays open: the server closes it only when it can no longer touch that
-    memory, and the kernel closes it when the server dies.
+    """The first packet on the descriptor socket, with the descriptors of `handle_ids` attached in
+    order. The connection then stays open. The server closes it when it can no longer access that
+    memory, not before; the kernel closes it when the server dies.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -859,16 +857,16 @@ class LinkRequest(google.protobuf.message.Message):
     HANDLE_IDS_FIELD_NUMBER: builtins.int
     WANTS_TICKET_FIELD_NUMBER: builtins.int
     session_id: builtins.str
-    """The session, opened on the stream before."""
+    """The session, which must be open on a stream."""
     wants_ticket: builtins.bool
-    """Asks for a ticket instead of a link; the other fields are empty. The answer ends the
-    connection.
+    """Asks for a ticket instead of a link; the other fields are empty. The server closes the
+    connection after the answer.
     """
     @property
     def handle_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Memory handles whose descriptors are attached. `hotkv-fence` names a page of 1024 little-endian
-        uint32 words in which the client revokes stores (StoreRequest.fence_index) by writing 1: it may
-        then overwrite the blocks at once, whatever the server is doing.
+        uint32 words. By writing 1 to a word the client revokes a store (StoreRequest.fence_index). It
+        may then overwrite the blocks at once, in any state of the server.
         """
 
     def __init__(
@@ -884,8 +882,8 @@ Global___LinkRequest: typing_extensions.TypeAlias = LinkRequest
 
 @typing.final
 class LinkResponse(google.protobuf.message.Message):
-    """Answer to LinkRequest, with a read-only descriptor attached for each size that is not zero:
-    arena, then block table.
+    """Answer to LinkRequest. A read-only descriptor is attached for each size that is not zero: arena,
+    then block table.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -900,20 +898,20 @@ class LinkResponse(google.protobuf.message.Message):
     arena_byte_count: builtins.int
     """Size of the arena; zero if this session may not map it."""
     table_byte_count: builtins.int
-    """Size of the block table; zero if this session may not map it: it looks up by calls."""
+    """Size of the block table; zero if this session may not map it and must look up by calls."""
     ticket: builtins.bytes
-    """The ticket, if the request wants one."""
+    """The ticket, if the request asked for it."""
     linked: builtins.bool
     """True if the session is linked."""
     word_byte_offset: builtins.int
-    """Where the words lie in the arena's file, behind its blocks: bytes from the start, a multiple of
-    4096. Zero if this session may not map the arena.
+    """Where the words begin in the arena's file, behind its blocks: bytes from the start, a multiple
+    of 4096. Zero if this session may not map the arena.
     """
     word_count: builtins.int
-    """How many words of 64 bits there are."""
+    """Number of words of 64 bits."""
     @property
     def error(self) -> hotkv_proto.v1.errors_pb2.ErrorDetail:
-        """Set if the link or ticket was refused."""
+        """Set if the link or the ticket was refused."""
 
     def __init__(
         self,

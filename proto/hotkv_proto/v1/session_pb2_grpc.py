@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class SessionServiceStub(object):
-    """A session is one engine process; its liveness is the stream. When the stream ends, its transfers
-    are settled, its leases released and its memory closed.
+    """A session is one engine process; it lives as long as its stream. When the stream ends, its
+    transfers are settled, its leases released and its memory closed.
     """
 
     def __init__(self, channel):
@@ -44,12 +44,12 @@ class SessionServiceStub(object):
 
 
 class SessionServiceServicer(object):
-    """A session is one engine process; its liveness is the stream. When the stream ends, its transfers
-    are settled, its leases released and its memory closed.
+    """A session is one engine process; it lives as long as its stream. When the stream ends, its
+    transfers are settled, its leases released and its memory closed.
     """
 
     def Connect(self, request_iterator, context):
-        """Opens a session with the first message and carries all its calls.
+        """Carries a session: the first message opens it, the other messages are its calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,8 +72,8 @@ def add_SessionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SessionService(object):
-    """A session is one engine process; its liveness is the stream. When the stream ends, its transfers
-    are settled, its leases released and its memory closed.
+    """A session is one engine process; it lives as long as its stream. When the stream ends, its
+    transfers are settled, its leases released and its memory closed.
     """
 
     @staticmethod

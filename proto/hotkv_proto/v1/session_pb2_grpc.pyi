@@ -42,8 +42,8 @@ _SessionServiceConnectType = typing_extensions.TypeVar(
 )
 
 class SessionServiceStub(typing.Generic[_SessionServiceConnectType]):
-    """A session is one engine process; its liveness is the stream. When the stream ends, its transfers
-    are settled, its leases released and its memory closed.
+    """A session is one engine process; it lives as long as its stream. When the stream ends, its
+    transfers are settled, its leases released and its memory closed.
     """
 
     @typing.overload
@@ -63,7 +63,7 @@ class SessionServiceStub(typing.Generic[_SessionServiceConnectType]):
     ], channel: grpc.aio.Channel) -> None: ...
 
     Connect: _SessionServiceConnectType
-    """Opens a session with the first message and carries all its calls."""
+    """Carries a session: the first message opens it, the other messages are its calls."""
 
 SessionServiceAsyncStub: typing_extensions.TypeAlias = SessionServiceStub[
     grpc.aio.StreamStreamMultiCallable[
@@ -73,8 +73,8 @@ SessionServiceAsyncStub: typing_extensions.TypeAlias = SessionServiceStub[
 ]
 
 class SessionServiceServicer(metaclass=abc.ABCMeta):
-    """A session is one engine process; its liveness is the stream. When the stream ends, its transfers
-    are settled, its leases released and its memory closed.
+    """A session is one engine process; it lives as long as its stream. When the stream ends, its
+    transfers are settled, its leases released and its memory closed.
     """
 
     @abc.abstractmethod
@@ -83,6 +83,6 @@ class SessionServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[hotkv_proto.v1.session_pb2.ConnectRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[hotkv_proto.v1.session_pb2.ConnectResponse], collections.abc.AsyncIterator[hotkv_proto.v1.session_pb2.ConnectResponse]]:
-        """Opens a session with the first message and carries all its calls."""
+        """Carries a session: the first message opens it, the other messages are its calls."""
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

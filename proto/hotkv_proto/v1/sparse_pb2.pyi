@@ -43,7 +43,7 @@ Global___FusedScorer: typing_extensions.TypeAlias = FusedScorer
 
 @typing.final
 class FormatBias(google.protobuf.message.Message):
-    """By how much scores of one format are too high."""
+    """Bias of the scores of one format."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -65,7 +65,7 @@ Global___FormatBias: typing_extensions.TypeAlias = FormatBias
 
 @typing.final
 class LayerCentre(google.protobuf.message.Message):
-    """The centre of one layer's keys, which its codes of tokens leave out."""
+    """The centre of one layer's keys. Codes of tokens do not include it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -78,7 +78,7 @@ class LayerCentre(google.protobuf.message.Message):
     """Packed little-endian float32 [KV heads of all shards, head_size]."""
     @property
     def biases(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FormatBias]:
-        """As measured with this centre; formats that are not named have their usual bias."""
+        """Biases measured with this centre; other formats have their usual bias."""
 
     def __init__(
         self,
@@ -94,7 +94,8 @@ Global___LayerCentre: typing_extensions.TypeAlias = LayerCentre
 @typing.final
 class SelectConfig(google.protobuf.message.Message):
     """How the server selects for a sequence. A shard's part of a representation holds `layer_indices`
-    in order, each with its scorers in order (`fusion`, else `scorer`), each with its KV heads in order.
+    in order. Each layer holds its scorers in order (`fusion`, else `scorer`), each scorer its KV
+    heads in order.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -126,7 +127,7 @@ class SelectConfig(google.protobuf.message.Message):
     sparse_topk_ratio: builtins.float
     """As a share of the context, above 0 and at most 1."""
     adaptive_p: builtins.float
-    """Attention mass to reach, the budget then being a ceiling; zero for none."""
+    """Attention mass to reach; the budget is then an upper bound. Zero for none."""
     scorer: builtins.str
     """Scorer of all layers."""
     sink_token_count: builtins.int
@@ -134,26 +135,26 @@ class SelectConfig(google.protobuf.message.Message):
     recent_token_count: builtins.int
     """Tokens that are always kept at its end."""
     max_correction_block_count: builtins.int
-    """Blocks that a hot set takes in at most with one selection, but for its first."""
+    """Most blocks that join a hot set with one selection, except its first."""
     cache_policy: builtins.str
-    """Which block leaves a hot set: `lru`, or with `none` all that a selection leaves out."""
+    """How blocks leave a hot set: `lru`, or `none`, which drops all blocks outside the selection."""
     scale: builtins.float
     """Factor on products of queries and keys; zero for 1 / sqrt(head_size)."""
     hot_block_count: builtins.int
-    """Blocks of the hot set that the server keeps for each layer and shard; zero for none."""
+    """Blocks of the hot set that the server maintains for each layer and shard; zero for no hot set."""
     @property
     def layer_indices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Layers of the model that the representation covers, ascending."""
 
     @property
     def fusion(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___FusedScorer]:
-        """Scorers that are fused in place of `scorer`."""
+        """Scorers that are fused; they replace `scorer`."""
 
     @property
     def centres(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LayerCentre]:
-        """Centres that the representations were made with; none for layers that were made without. The
-        server can't tell whether they belong to the kind of representation that the session declares:
-        with another centre the selection is worse than with none.
+        """Centres that the representations were made with; empty for layers without a centre. The server
+        can't check that they match the kind of representation that the session declares. A wrong
+        centre makes the selection worse than no centre.
         """
 
     def __init__(
@@ -198,14 +199,12 @@ class CreateSequenceRequest(google.protobuf.message.Message):
     sequence_id: builtins.str
     """Chosen by the caller, unique in its session."""
     group_index: builtins.int
-    """The group whose blocks are selected from."""
+    """The group from whose blocks the server or the engine selects."""
     hashes: builtins.bytes
     """Packed hashes of the context's complete blocks, from the first on."""
     @property
     def select(self) -> Global___SelectConfig:
-        """Set if the server is to select. It then keeps a read lease on the blocks that it can select
-        from.
-        """
+        """Set if the server selects. It then holds a read lease on the blocks that it can select from."""
 
     def __init__(
         self,
@@ -230,9 +229,8 @@ class CreateSequenceResponse(google.protobuf.message.Message):
     LEASE_ID_FIELD_NUMBER: builtins.int
     COVERED_BLOCK_COUNT_FIELD_NUMBER: builtins.int
     lease_id: builtins.str
-    """The read lease for loading what was selected: positions of the context are positions in its
-    lists of the group and the representation. Empty if the server doesn't select, or covers
-    nothing.
+    """The read lease for loading selected blocks. Positions in the context are positions in its lists
+    of the group and the representation. Empty if the server does not select, or covers no block.
     """
     covered_block_count: builtins.int
     """Leading blocks under the lease: ready, with their representations."""
@@ -248,7 +246,9 @@ Global___CreateSequenceResponse: typing_extensions.TypeAlias = CreateSequenceRes
 
 @typing.final
 class AppendBlocksRequest(google.protobuf.message.Message):
-    """Adds complete blocks to a sequence. Where the server selects, it leases anew what is ready now."""
+    """Adds complete blocks to a sequence. If the server selects, it renews the lease for the blocks
+    that are ready.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -265,7 +265,7 @@ class AppendBlocksRequest(google.protobuf.message.Message):
     the same.
     """
     hashes: builtins.bytes
-    """Packed hashes; none just to look again."""
+    """Packed hashes; empty to only check again."""
     def __init__(
         self,
         *,
@@ -280,7 +280,7 @@ Global___AppendBlocksRequest: typing_extensions.TypeAlias = AppendBlocksRequest
 
 @typing.final
 class AppendBlocksResponse(google.protobuf.message.Message):
-    """What a sequence has now."""
+    """The state of a sequence."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -290,7 +290,7 @@ class AppendBlocksResponse(google.protobuf.message.Message):
     block_count: builtins.int
     """Complete blocks of the sequence."""
     lease_id: builtins.str
-    """As CreateSequenceResponse.lease_id; it takes the place of the lease before, which is released."""
+    """As CreateSequenceResponse.lease_id; it replaces the previous lease, which is released."""
     covered_block_count: builtins.int
     """Leading blocks under the lease."""
     def __init__(
@@ -330,8 +330,8 @@ class SelectBlocksRequest(google.protobuf.message.Message):
     context_token_count: builtins.int
     """Tokens in the context."""
     always_log_mass: builtins.bytes
-    """Log mass of what is always kept: packed little-endian float32 [query heads]. Empty: estimated
-    from the representations at hand.
+    """Log mass of the blocks that are always kept: packed little-endian float32 [query heads]. Empty:
+    estimated from the available representations.
     """
     def __init__(
         self,
@@ -364,19 +364,19 @@ class SelectBlocksResponse(google.protobuf.message.Message):
     HOT_POSITIONS_FIELD_NUMBER: builtins.int
     HOT_SLOTS_FIELD_NUMBER: builtins.int
     positions: builtins.bytes
-    """Selected blocks, ascending, always kept ones included."""
+    """Selected blocks, ascending, with the blocks that are always kept."""
     weights: builtins.bytes
     """Their weights: packed little-endian float32, infinite for blocks that are always kept."""
     estimated_mass: builtins.float
-    """Share of the attention mass that they are estimated to hold."""
+    """Estimated share of the attention mass that they hold."""
     load_positions: builtins.bytes
-    """Hot set: blocks to load before attending."""
+    """Hot set: blocks to load before attention."""
     load_slots: builtins.bytes
     """Hot set: the slots to load them into, packed little-endian int32 below `hot_block_count`."""
     evict_positions: builtins.bytes
     """Hot set: blocks that have lost their slot."""
     hot_positions: builtins.bytes
-    """Hot set: all blocks that may be attended once the loads are done, ascending."""
+    """Hot set: all blocks that may be attended to after the loads, ascending."""
     hot_slots: builtins.bytes
     """Hot set: their slots."""
     @property
@@ -450,10 +450,10 @@ class SequenceReport(google.protobuf.message.Message):
     SEQUENCE_ID_FIELD_NUMBER: builtins.int
     POSITIONS_FIELD_NUMBER: builtins.int
     sequence_id: builtins.str
-    """The sequence; unknown ones are ignored and counted."""
+    """The sequence; unknown sequences are ignored and counted."""
     positions: builtins.bytes
     """Packed little-endian int32 positions of blocks that were selected or joined a hot set, in any
-    layer. Those beyond the sequence's hashes don't count.
+    layer. Positions beyond the sequence's hashes are ignored.
     """
     def __init__(
         self,
@@ -467,7 +467,7 @@ Global___SequenceReport: typing_extensions.TypeAlias = SequenceReport
 
 @typing.final
 class LayerCounters(google.protobuf.message.Message):
-    """Growth of one layer's counters."""
+    """Increase of one layer's counters."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -506,11 +506,11 @@ class LayerCounters(google.protobuf.message.Message):
     corrected_blocks: builtins.float
     """Blocks that joined a hot set with the fresh query."""
     prefetched_blocks: builtins.float
-    """Blocks that joined a hot set a step after they were selected."""
+    """Blocks that joined a hot set one step after their selection."""
     wanted_blocks: builtins.float
-    """Selected blocks but for those always kept."""
+    """Selected blocks, without the blocks that are always kept."""
     hit_blocks: builtins.float
-    """Of those, blocks that the hot set had already."""
+    """Wanted blocks that were in the hot set already."""
     estimated_mass: builtins.float
     """Sum over selections of the estimated share of attention mass."""
     swap_bytes: builtins.float
@@ -522,7 +522,7 @@ class LayerCounters(google.protobuf.message.Message):
     build_s: builtins.float
     """Seconds spent on building them."""
     recall_samples: builtins.float
-    """Selections that were measured against exact attention."""
+    """Selections that were compared with exact attention."""
     recall: builtins.float
     """Sum over samples of the share of the exactly best blocks that was attended."""
     true_mass: builtins.float
@@ -561,7 +561,9 @@ Global___LayerCounters: typing_extensions.TypeAlias = LayerCounters
 
 @typing.final
 class ReportSparse(google.protobuf.message.Message):
-    """What an engine's sparse decode did since the report before: once a step at most, fire and forget."""
+    """Reports an engine's sparse decode since the previous report: at most once a step, without an
+    answer.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -573,7 +575,7 @@ class ReportSparse(google.protobuf.message.Message):
 
     @property
     def layers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LayerCounters]:
-        """Growth of counters, per layer."""
+        """Increase of counters, per layer."""
 
     def __init__(
         self,

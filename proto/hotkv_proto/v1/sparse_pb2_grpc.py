@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class SparseServiceStub(object):
-    """Sparse decode: sequences, and selections on behalf of clients that cannot map memory. A sequence
-    belongs to a session and ends with it. The session stream carries the same messages but for
-    selections; engines that select by themselves use it.
+    """Sparse decode: sequences, and selections for clients that cannot map memory. A sequence belongs
+    to a session and ends with it. The session stream carries the same messages except selections;
+    engines that select themselves use it.
     """
 
     def __init__(self, channel):
@@ -60,28 +60,27 @@ class SparseServiceStub(object):
 
 
 class SparseServiceServicer(object):
-    """Sparse decode: sequences, and selections on behalf of clients that cannot map memory. A sequence
-    belongs to a session and ends with it. The session stream carries the same messages but for
-    selections; engines that select by themselves use it.
+    """Sparse decode: sequences, and selections for clients that cannot map memory. A sequence belongs
+    to a session and ends with it. The session stream carries the same messages except selections;
+    engines that select themselves use it.
     """
 
     def CreateSequence(self, request, context):
-        """Begins a sequence. The same call again gets the same answer.
+        """Begins a sequence. Repeating the call gets the same answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AppendBlocks(self, request, context):
-        """Adds blocks that the context has gained, or looks again at which blocks are ready.
+        """Adds new blocks of the context, or checks again which blocks are ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SelectBlocks(self, request_iterator, context):
-        """Selects blocks, one answer for each request, in order. A refused request does not end the
-        stream.
+        """Selects blocks; answers each request, in order. A refused request does not end the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,9 +125,9 @@ def add_SparseServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SparseService(object):
-    """Sparse decode: sequences, and selections on behalf of clients that cannot map memory. A sequence
-    belongs to a session and ends with it. The session stream carries the same messages but for
-    selections; engines that select by themselves use it.
+    """Sparse decode: sequences, and selections for clients that cannot map memory. A sequence belongs
+    to a session and ends with it. The session stream carries the same messages except selections;
+    engines that select themselves use it.
     """
 
     @staticmethod

@@ -90,9 +90,9 @@ _SparseServiceDeleteSequenceType = typing_extensions.TypeVar(
 )
 
 class SparseServiceStub(typing.Generic[_SparseServiceCreateSequenceType, _SparseServiceAppendBlocksType, _SparseServiceSelectBlocksType, _SparseServiceDeleteSequenceType]):
-    """Sparse decode: sequences, and selections on behalf of clients that cannot map memory. A sequence
-    belongs to a session and ends with it. The session stream carries the same messages but for
-    selections; engines that select by themselves use it.
+    """Sparse decode: sequences, and selections for clients that cannot map memory. A sequence belongs
+    to a session and ends with it. The session stream carries the same messages except selections;
+    engines that select themselves use it.
     """
 
     @typing.overload
@@ -136,15 +136,13 @@ class SparseServiceStub(typing.Generic[_SparseServiceCreateSequenceType, _Sparse
     ], channel: grpc.aio.Channel) -> None: ...
 
     CreateSequence: _SparseServiceCreateSequenceType
-    """Begins a sequence. The same call again gets the same answer."""
+    """Begins a sequence. Repeating the call gets the same answer."""
 
     AppendBlocks: _SparseServiceAppendBlocksType
-    """Adds blocks that the context has gained, or looks again at which blocks are ready."""
+    """Adds new blocks of the context, or checks again which blocks are ready."""
 
     SelectBlocks: _SparseServiceSelectBlocksType
-    """Selects blocks, one answer for each request, in order. A refused request does not end the
-    stream.
-    """
+    """Selects blocks; answers each request, in order. A refused request does not end the stream."""
 
     DeleteSequence: _SparseServiceDeleteSequenceType
     """Ends a sequence. Deleting an unknown sequence is no error."""
@@ -169,9 +167,9 @@ SparseServiceAsyncStub: typing_extensions.TypeAlias = SparseServiceStub[
 ]
 
 class SparseServiceServicer(metaclass=abc.ABCMeta):
-    """Sparse decode: sequences, and selections on behalf of clients that cannot map memory. A sequence
-    belongs to a session and ends with it. The session stream carries the same messages but for
-    selections; engines that select by themselves use it.
+    """Sparse decode: sequences, and selections for clients that cannot map memory. A sequence belongs
+    to a session and ends with it. The session stream carries the same messages except selections;
+    engines that select themselves use it.
     """
 
     @abc.abstractmethod
@@ -180,7 +178,7 @@ class SparseServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.sparse_pb2.CreateSequenceRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.sparse_pb2.CreateSequenceResponse, collections.abc.Awaitable[hotkv_proto.v1.sparse_pb2.CreateSequenceResponse]]:
-        """Begins a sequence. The same call again gets the same answer."""
+        """Begins a sequence. Repeating the call gets the same answer."""
 
     @abc.abstractmethod
     def AppendBlocks(
@@ -188,7 +186,7 @@ class SparseServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.sparse_pb2.AppendBlocksRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.sparse_pb2.AppendBlocksResponse, collections.abc.Awaitable[hotkv_proto.v1.sparse_pb2.AppendBlocksResponse]]:
-        """Adds blocks that the context has gained, or looks again at which blocks are ready."""
+        """Adds new blocks of the context, or checks again which blocks are ready."""
 
     @abc.abstractmethod
     def SelectBlocks(
@@ -196,9 +194,7 @@ class SparseServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[hotkv_proto.v1.sparse_pb2.SelectBlocksRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[hotkv_proto.v1.sparse_pb2.SelectBlocksResponse], collections.abc.AsyncIterator[hotkv_proto.v1.sparse_pb2.SelectBlocksResponse]]:
-        """Selects blocks, one answer for each request, in order. A refused request does not end the
-        stream.
-        """
+        """Selects blocks; answers each request, in order. A refused request does not end the stream."""
 
     @abc.abstractmethod
     def DeleteSequence(

@@ -22,16 +22,16 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class ExportBlocksRequest(google.protobuf.message.Message):
-    """Which blocks are wanted."""
+    """Asks for the hottest blocks."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     KEY_SPACE_ID_FIELD_NUMBER: builtins.int
     BYTE_COUNT_FIELD_NUMBER: builtins.int
     key_space_id: builtins.int
-    """Of this key space."""
+    """The key space."""
     byte_count: builtins.int
-    """As many of the hottest as take so many bytes; zero for all."""
+    """Only the hottest blocks that fit into this number of bytes; zero for all."""
     def __init__(
         self,
         *,
@@ -44,7 +44,7 @@ Global___ExportBlocksRequest: typing_extensions.TypeAlias = ExportBlocksRequest
 
 @typing.final
 class ExportBlocksResponse(google.protobuf.message.Message):
-    """A part of the answer. The first part has the key space, every other one some blocks."""
+    """A part of the answer. The first part has the key space; every other part has some blocks."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -52,11 +52,11 @@ class ExportBlocksResponse(google.protobuf.message.Message):
     GROUPS_FIELD_NUMBER: builtins.int
     @property
     def key_space(self) -> hotkv_proto.v1.layout_pb2.KeySpace:
-        """What decides the bytes of the blocks."""
+        """The fields that determine the bytes of the blocks."""
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv_proto.v1.cache_pb2.GroupHashes]:
-        """Hashes by group, hottest first; a chain's head is hotter than its tail."""
+        """Hashes per group, hottest first; a chain's head is hotter than its tail."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ Global___ExportBlocksResponse: typing_extensions.TypeAlias = ExportBlocksRespons
 
 @typing.final
 class NamedPrompt(google.protobuf.message.Message):
-    """A prompt, by one of its two names."""
+    """A prompt, given either as hashes or as tokens."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -80,7 +80,7 @@ class NamedPrompt(google.protobuf.message.Message):
     hashes: builtins.bytes
     """One hash for each full hash block, in order."""
     token_ids: builtins.bytes
-    """Its tokens, packed little-endian int32, of which the server computes the hashes."""
+    """Its tokens, packed little-endian int32; the server computes the hashes."""
     def __init__(
         self,
         *,
@@ -93,7 +93,7 @@ Global___NamedPrompt: typing_extensions.TypeAlias = NamedPrompt
 
 @typing.final
 class PrefetchBlocksRequest(google.protobuf.message.Message):
-    """Which blocks to bring in. Blocks that are in host memory already stay as they are."""
+    """Names the blocks to promote. Blocks that are in host memory already are left unchanged."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -103,16 +103,16 @@ class PrefetchBlocksRequest(google.protobuf.message.Message):
     PROMPTS_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
     key_space_id: builtins.int
-    """Their key space by its number on this server; or key_space."""
+    """Their key space by its number on this server. Set this or key_space."""
     timeout_ms: builtins.int
-    """Longest wait; zero for 10 s, at most 60 s. What comes later is kept, too."""
+    """Longest wait; zero for 10 s, at most 60 s. Blocks that arrive later are retained, too."""
     @property
     def key_space(self) -> hotkv_proto.v1.layout_pb2.KeySpace:
-        """Their key space, which this server may not know yet; or key_space_id."""
+        """Their key space, which this server may not know yet. Set this or key_space_id."""
 
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[hotkv_proto.v1.cache_pb2.GroupHashes]:
-        """Hashes by group, the most wanted first."""
+        """Hashes per group, the most wanted first."""
 
     @property
     def prompts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NamedPrompt]:
@@ -134,7 +134,7 @@ Global___PrefetchBlocksRequest: typing_extensions.TypeAlias = PrefetchBlocksRequ
 
 @typing.final
 class PrefetchBlocksResponse(google.protobuf.message.Message):
-    """Where the blocks lie now; the sum of all counts is the number of blocks named."""
+    """Where the blocks lie after the call; the sum of all counts is the number of blocks named."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -143,13 +143,13 @@ class PrefetchBlocksResponse(google.protobuf.message.Message):
     LOWER_BLOCK_COUNT_FIELD_NUMBER: builtins.int
     ABSENT_BLOCK_COUNT_FIELD_NUMBER: builtins.int
     present_block_count: builtins.int
-    """In host memory before the call."""
+    """Blocks that were in host memory before the call."""
     fetched_block_count: builtins.int
-    """Came into host memory."""
+    """Blocks that came into host memory."""
     lower_block_count: builtins.int
-    """In a tier below or on their way up: there was no time or no room."""
+    """Blocks in a tier below, or on their way up: time or room did not suffice."""
     absent_block_count: builtins.int
-    """Nowhere."""
+    """Blocks that are in no tier."""
     def __init__(
         self,
         *,

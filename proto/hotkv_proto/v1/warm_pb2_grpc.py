@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class WarmStartServiceStub(object):
-    """Takes what one node uses most to another one, by name: a new node fetches it from the tiers that
-    both share before traffic comes. Guarded as AdminService.
+    """Copies the list of the most used blocks from one node to another: a new node fetches them, before
+    traffic comes, from the tiers that both share. Guarded as AdminService.
     """
 
     def __init__(self, channel):
@@ -49,8 +49,8 @@ class WarmStartServiceStub(object):
 
 
 class WarmStartServiceServicer(object):
-    """Takes what one node uses most to another one, by name: a new node fetches it from the tiers that
-    both share before traffic comes. Guarded as AdminService.
+    """Copies the list of the most used blocks from one node to another: a new node fetches them, before
+    traffic comes, from the tiers that both share. Guarded as AdminService.
     """
 
     def ExportBlocks(self, request, context):
@@ -61,7 +61,7 @@ class WarmStartServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PrefetchBlocks(self, request, context):
-        """Brings blocks from lower tiers into host memory, and waits for them.
+        """Promotes blocks from lower tiers to host memory, and waits for them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,8 +89,8 @@ def add_WarmStartServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WarmStartService(object):
-    """Takes what one node uses most to another one, by name: a new node fetches it from the tiers that
-    both share before traffic comes. Guarded as AdminService.
+    """Copies the list of the most used blocks from one node to another: a new node fetches them, before
+    traffic comes, from the tiers that both share. Guarded as AdminService.
     """
 
     @staticmethod

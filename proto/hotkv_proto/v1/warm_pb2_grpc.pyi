@@ -58,8 +58,8 @@ _WarmStartServicePrefetchBlocksType = typing_extensions.TypeVar(
 )
 
 class WarmStartServiceStub(typing.Generic[_WarmStartServiceExportBlocksType, _WarmStartServicePrefetchBlocksType]):
-    """Takes what one node uses most to another one, by name: a new node fetches it from the tiers that
-    both share before traffic comes. Guarded as AdminService.
+    """Copies the list of the most used blocks from one node to another: a new node fetches them, before
+    traffic comes, from the tiers that both share. Guarded as AdminService.
     """
 
     @typing.overload
@@ -90,7 +90,7 @@ class WarmStartServiceStub(typing.Generic[_WarmStartServiceExportBlocksType, _Wa
     """Names the hottest blocks of a key space, hottest first."""
 
     PrefetchBlocks: _WarmStartServicePrefetchBlocksType
-    """Brings blocks from lower tiers into host memory, and waits for them."""
+    """Promotes blocks from lower tiers to host memory, and waits for them."""
 
 WarmStartServiceAsyncStub: typing_extensions.TypeAlias = WarmStartServiceStub[
     grpc.aio.UnaryStreamMultiCallable[
@@ -104,8 +104,8 @@ WarmStartServiceAsyncStub: typing_extensions.TypeAlias = WarmStartServiceStub[
 ]
 
 class WarmStartServiceServicer(metaclass=abc.ABCMeta):
-    """Takes what one node uses most to another one, by name: a new node fetches it from the tiers that
-    both share before traffic comes. Guarded as AdminService.
+    """Copies the list of the most used blocks from one node to another: a new node fetches them, before
+    traffic comes, from the tiers that both share. Guarded as AdminService.
     """
 
     @abc.abstractmethod
@@ -122,6 +122,6 @@ class WarmStartServiceServicer(metaclass=abc.ABCMeta):
         request: hotkv_proto.v1.warm_pb2.PrefetchBlocksRequest,
         context: _ServicerContext,
     ) -> typing.Union[hotkv_proto.v1.warm_pb2.PrefetchBlocksResponse, collections.abc.Awaitable[hotkv_proto.v1.warm_pb2.PrefetchBlocksResponse]]:
-        """Brings blocks from lower tiers into host memory, and waits for them."""
+        """Promotes blocks from lower tiers to host memory, and waits for them."""
 
 def add_WarmStartServiceServicer_to_server(servicer: WarmStartServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
