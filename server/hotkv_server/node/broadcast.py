@@ -1,7 +1,7 @@
-"""Feeds: broadcast what happens in the node to readers.
+"""Feeds: broadcast the node's events to readers.
 
-Always true: a feed is bounded in bytes; a reader that is too slow misses the newest items and is
-told how many; the node never waits for a reader.
+Always true: a feed is bounded in bytes. A reader that is too slow loses the newest items and learns
+how many it lost. The node never waits for a reader.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from hotkv_proto.errors import HotKVError, Reason
 
 FEED_BYTES = 16 << 20
 ITEM_BYTES = 256
-"""Added for each item to its own bytes."""
+"""Added to the bytes of each item."""
 MAX_READERS = 64
 
 
@@ -23,14 +23,14 @@ class Measured(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its arrays."""
+        """Returns the bytes of the item's arrays."""
 
 
 T = TypeVar("T", bound=Measured)
 
 
 class Feed(Generic[T]):
-    """Items for one reader, in order. On the event loop only."""
+    """Holds the items for one reader, in order. On the event loop only."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
@@ -39,8 +39,10 @@ class Feed(Generic[T]):
         self._ready = asyncio.Event()
 
     def put(self, item: T) -> bool:
-        """Queues the item for the reader; False if it is lost. A single item is kept whatever its
-        size."""
+        """Queues the item for the reader. Returns False if the feed is full and the item is lost.
+
+        An empty feed accepts an item of any size.
+        """
         num_bytes = item.num_bytes + ITEM_BYTES
         kept = not self._items or self._num_bytes + num_bytes <= FEED_BYTES
         if kept:
@@ -52,12 +54,14 @@ class Feed(Generic[T]):
         return kept
 
     async def get(self, most: int) -> tuple[list[T], int]:
-        """Waits for items. Returns one at least, and how many were lost after those of the call
-        before."""
+        """Waits for items and returns 1 to `most` of them.
+
+        Also returns how many items were lost since those that the previous call returned.
+        """
         await self._ready.wait()
         items = [self._items.popleft() for _ in range(min(most, len(self._items)))]
         self._num_bytes -= sum(item.num_bytes + ITEM_BYTES for item in items)
-        # Lost items came after all that were kept, so their number goes with the last of those.
+        # A lost item is newer than every queued item: report the loss with the last queued item.
         lost, self._lost = (0, self._lost) if self._items else (self._lost, 0)
         if not self._items:
             self._ready.clear()
@@ -68,7 +72,7 @@ class Feed(Generic[T]):
 
 
 class Feeds(Generic[T]):
-    """All feeds of one kind of item."""
+    """Holds the feeds of all readers of one kind of item."""
 
     def __init__(self) -> None:
         self._open: set[Feed[T]] = set()
@@ -81,15 +85,15 @@ class Feeds(Generic[T]):
         return f"Feeds({len(self._open)} readers, {self.lost_items} lost)"
 
     def put(self, items: Iterable[T]) -> None:
-        """Gives the items to every reader."""
+        """Queues the items for every reader."""
         for item in items if self._open else ():
             for feed in self._open:
                 self.lost_items += not feed.put(item)
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Feed[T]]:
-        """A feed from now on until the end of the block. Raises OVERLOADED if there are
-        MAX_READERS."""
+        """Opens a feed until the end of the `with` block. Raises OVERLOADED if MAX_READERS are
+        open."""
         if len(self._open) >= MAX_READERS:
             raise HotKVError(
                 Reason.OVERLOADED, f"{MAX_READERS} readers are connected; end one of them"

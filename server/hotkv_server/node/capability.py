@@ -1,10 +1,10 @@
-"""The seam between the node and its capabilities: parts that the node can do without.
+"""The seam between the node and its capabilities, the parts that a node can run without.
 
-The node holds a tuple of capabilities. It calls each when something happens, and asks each for its
-figures and for the calls that it serves. Capabilities do not know each other: what one asks of
-another is a protocol here, and the node joins them. Every method of `Capability` has a default that
-adds nothing. All methods run on the event loop and wait for no file and for no other machine,
-unless they say so.
+The node holds a tuple of capabilities. It calls each capability when something happens, and asks
+each for its figures and for the calls that it serves. Capabilities do not know each other: if a
+capability needs another, a protocol in this module describes the need and the node connects the
+two. Every method of `Capability` has a default that adds nothing. All methods run on the event
+loop. They wait neither for files nor for other machines, unless their docstring says so.
 """
 
 import math
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from hotkv_proto.traces import Span
 
 
-# Topics: what a server tells of itself, as plain figures that any view can show.
+# Topics: the server's reports about itself, as plain figures that any view can show.
 #
-# Field names are those that `hotkv --json` shows; numbers are plain, hashes are hexadecimal, states
-# are words. An answer is made on the event loop and is bounded.
+# Field names are the names that `hotkv --json` shows. Numbers are plain, hashes are hexadecimal,
+# states are words. A topic is computed on the event loop and its size is bounded.
 
 
 Figures = dict[str, Any]
-"""Ready for JSON."""
+"""Figures that can be written as JSON."""
 MAX_KEY_SPACE_ID = (1 << 31) - 1
 
 
 class Filters:
-    """What a question is narrowed to: texts by name. Raises INVALID_FIELD for a value that can't be
-    meant."""
+    """Holds the filters of a question: texts by name. Methods raise INVALID_FIELD for a value that
+    is not valid."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self._given = given
@@ -51,11 +51,11 @@ class Filters:
         return f"Filters({dict(self._given)!r})"
 
     def text(self, name: str) -> str:
-        """Empty if it is not given."""
+        """Returns the filter's text; empty if it is not given."""
         return self._given.get(name, "")
 
     def whole(self, name: str, most: int) -> int:
-        """A whole number from 0 to `most`; 0 if it is not given."""
+        """Returns the filter as a whole number from 0 to `most`; 0 if it is not given."""
         text = self.text(name) or "0"
         if not (text.isascii() and text.isdecimal()) or len(text) > 20 or int(text) > most:
             raise HotKVError(
@@ -64,11 +64,11 @@ class Filters:
         return int(text)
 
     def page_size(self, default: int, most: int) -> int:
-        """How many rows to tell of; `default` for 0 and if it is not given."""
+        """Returns how many rows to report; `default` if the filter is 0 or not given."""
         return self.whole("page_size", most) or default
 
     def seconds(self, name: str) -> float:
-        """A time; 0 if it is not given."""
+        """Returns the filter as seconds; 0 if it is not given."""
         text = self.text(name) or "0"
         try:
             found = float(text)
@@ -86,15 +86,21 @@ NO_FILTERS = Filters({})
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """One topic. `filters`: the names of those that it heeds."""
+    """Answers questions about one subject.
+
+    tell: computes the answer.
+    filters: names of the filters that `tell` uses.
+    """
 
     tell: Callable[[Filters], "Figures | Awaitable[Figures]"]
     filters: tuple[str, ...] = ()
 
 
 async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str]) -> Figures:
-    """What there is to say of one topic; of no topic the list of topics. Raises INVALID_FIELD, and
-    as the topic."""
+    """Returns the figures of a topic; without a name, the list of topics.
+
+    Raises INVALID_FIELD for an unknown topic or filter, and the topic's own errors.
+    """
     if not name:
         return {"topics": {name: list(topic.filters) for name, topic in topics.items()}}
     topic = topics.get(name)
@@ -113,13 +119,17 @@ async def tell(topics: Mapping[str, Topic], name: str, given: Mapping[str, str])
     return told if isinstance(told, dict) else await told
 
 
-# What capabilities ask of each other, and of the node
+# Protocols: what capabilities need from each other and from the node.
 
 
 @dataclass(frozen=True, slots=True)
 class Lying:
-    """Where blocks of some lists lie in one tier: a mask a list. `is_up`: the tier can be read.
-    `bytes_per_s`: rate of its last reads, 0 if none has found any."""
+    """Locations of listed blocks in one tier.
+
+    masks: for each list, the blocks that lie in the tier.
+    is_up: whether the tier can be read.
+    bytes_per_s: rate of its last reads; 0 if no read has found a block.
+    """
 
     name: str
     masks: list[BoolMask]
@@ -128,23 +138,23 @@ class Lying:
 
 
 class Epochs(Protocol):
-    """Flushes, here and in tiers that nodes share."""
+    """Flushes key spaces, in this node and in tiers that nodes share."""
 
     def may_serve(self, key_space_id: int) -> bool:
-        """Returns whether blocks in host memory are surely of after all flushes."""
+        """Returns True if all blocks in host memory are known to be newer than every flush."""
 
     async def wait_to_serve(self, key_space_id: int) -> bool:
-        """Waits until that is known, for a bounded time; returns whether it is so."""
+        """Waits, for a bounded time, until that is known. Returns True if it is so."""
 
     async def meet(self, key_space_id: int) -> None:
-        """Asks shared tiers for the epoch of a key space that has become known."""
+        """Asks shared tiers for the epoch of a key space that has just been registered."""
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """Flushes a key space here and in all tiers."""
+        """Flushes a key space in this node and in all tiers."""
 
 
 class Lookups(Protocol):
-    """Questions for blocks below host memory."""
+    """Looks up blocks in the tiers below host memory."""
 
     def must_ask(self, session: LiveSession | None, groups: list[HashList]) -> bool:
         """Returns whether a lookup must wait for a tier's answer."""
@@ -159,16 +169,19 @@ class Lookups(Protocol):
         ready: Sequence[BoolMask],
         tokens_per_s: float = 0.0,
     ) -> list[BoolMask]:
-        """Returns which blocks are known to lie below, or to be on their way up, one mask a list.
-        `ready`: which are in host memory. `tokens_per_s`: prefill speed of the engine; blocks that
-        would come later than it computes them are left out, but for 0."""
+        """Returns which blocks lie in a tier below or are being promoted, one mask a list.
+
+        ready: for each list, the blocks that are in host memory.
+        tokens_per_s: prefill speed of the engine. Blocks that would arrive later than the engine
+            computes them are left out; 0 leaves out none.
+        """
 
     async def find(self, key_space_id: int, groups: list[HashList]) -> list[Lying]:
-        """Asks every tier, for operators."""
+        """Asks every tier where blocks lie. For operators."""
 
 
 class BlocksBelow(Protocol):
-    """Blocks below host memory."""
+    """Manages blocks below host memory."""
 
     @property
     def epochs(self) -> Epochs: ...
@@ -178,7 +191,7 @@ class BlocksBelow(Protocol):
 
     @property
     def names(self) -> list[str]:
-        """The tiers by their numbers in `Space.origins`, the first of which is 1."""
+        """Returns the tiers' names, in the order of their numbers in `Space.origins`, from 1."""
 
     def start(
         self,
@@ -187,17 +200,21 @@ class BlocksBelow(Protocol):
         flush: Callable[[int], Awaitable[int]],
         on_ready: "OnReady",
     ) -> None:
-        """Starts moving blocks. `tell` is called when blocks may have been evicted or condemned;
-        `flush` flushes a key space in this node alone."""
+        """Starts moving blocks.
+
+        tell: called when blocks may have been evicted or condemned.
+        flush: flushes a key space in this node only.
+        on_ready: called when blocks become ready in a medium.
+        """
 
     def trace(self, tracing: "Tracer") -> None:
-        """From now on reads and writes of traced calls have spans."""
+        """Makes spans, from this call on, for tier reads and writes of traced calls."""
 
     async def close(self) -> None:
-        """Begins no move any more and ends those under way, for a bounded time."""
+        """Begins no further move and waits, for a bounded time, for the moves under way."""
 
     def set_write_budget(self, bytes_per_day: int | None) -> None:
-        """Changes how much may be written to the tier below in 24 hours; None for no limit."""
+        """Sets how many bytes may be written to the tier below in 24 hours; None: no limit."""
 
     def fetch_ahead(
         self,
@@ -206,40 +223,40 @@ class BlocksBelow(Protocol):
         ready: Sequence[BoolMask],
         elsewhere: Sequence[BoolMask],
     ) -> None:
-        """Begins to bring in what a hit lacks in host memory: its lease follows."""
+        """Begins to promote the blocks of a hit that host memory lacks, before the lease asks."""
 
     def has_some(self, session: LiveSession, groups: list[HashList]) -> bool:
         """Returns whether a lease of these blocks must wait for a tier."""
 
     async def bring_up(self, session: LiveSession, groups: list[HashList]) -> Any:
-        """Brings blocks up and pins them, for a bounded time; `let_go` takes the result."""
+        """Promotes blocks and pins them, for a bounded time. Pass the result to `let_go`."""
 
     def let_go(self, held: Any) -> None:
-        """Gives back the pins of `bring_up`."""
+        """Releases the pins of `bring_up`."""
 
     async def prefetch(self, key_space_id: int, groups: list[HashList], until_s: float) -> None:
-        """Brings in what lies below of these lists, as far as there is room, and waits for it until
-        then."""
+        """Promotes the listed blocks that lie below, as far as there is room. Returns when they are
+        promoted, or at `until_s`."""
 
 
 class Tracer(Protocol):
-    """Spans of what is done for a call."""
+    """Makes spans for the work of a call."""
 
     def child(self, name: str) -> "Span | None":
-        """Begins a span below that of the call that is served; None if it is not traced."""
+        """Begins a span below the span of the current call; None if the call is not traced."""
 
     def begin_writes(self, hashes: Words, tier: str) -> "list[Span]":
-        """Begins a span for each traced store that brought some of these blocks, which are about to
-        be written to a tier."""
+        """Begins spans for blocks that are about to be written to a tier: a span for each traced
+        store that brought some of them."""
 
 
 OnReady = Callable[[Entries, Medium, str], None]
-"""Called on the event loop with blocks that are ready in a medium, and the tier's name, empty for
-host memory. Entries are of the tier below for DISK, else of host memory."""
+"""Called on the event loop when blocks become ready in a medium. The last argument is the tier's
+name, empty for host memory. For DISK, entries are of the tier below; otherwise of host memory."""
 
 
 def nobody(entries: Entries, medium: Medium, tier: str) -> None:
-    """Tells nobody."""
+    """Ignores the event: an `OnReady` that does nothing."""
 
 
 # Capabilities
@@ -248,14 +265,18 @@ def nobody(entries: Entries, medium: Medium, tier: str) -> None:
 Report = RequestReport[Words]
 Ended = EndedRequest[Words]
 SessionCall = Callable[[LiveSession, Any], Any]
-"""Serves one kind of message of a session's stream. Returns the message of the answer, a task or an
-awaitable of it, or None if there is no answer."""
+"""Serves one kind of message of a session's stream. Returns the answer's message, a task or
+awaitable of it, or None if the message has no answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A gRPC service. `name` contains its package. `add` registers `servicer` with a server, as the
-    code does that grpcio generates. `is_admin`: only operators may call it."""
+    """A gRPC service.
+
+    name: full name, with the package.
+    add: registers `servicer` with a server, as the code generated by grpcio does.
+    is_admin: whether only operators may call it.
+    """
 
     name: str
     add: Callable[[Any, Any], None]
@@ -265,8 +286,12 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """A metric with labels. `name` lacks the prefix `hotkv_`; `kind` is `counter`, `gauge` or
-    `histogram`; `samples` are pairs of labels and value."""
+    """A metric with labels.
+
+    name: without the prefix `hotkv_`.
+    kind: `counter`, `gauge` or `histogram`.
+    samples: pairs of label values and value.
+    """
 
     name: str
     kind: str
@@ -276,10 +301,10 @@ class Samples:
 class Capability:
     """A part of a server that adds something to the node."""
 
-    # Its life
+    # Life cycle
 
     def start(self, health: Health) -> None:
-        """Called when the node starts. `health` watches what the capability starts."""
+        """Called when the node starts. `health` watches the loops that the capability starts."""
 
     async def tick(self, now_s: float) -> None:
         """Called with each turn of the node's timer."""
@@ -291,10 +316,10 @@ class Capability:
         """Writes files for the next server. Blocks, on a clerk's thread."""
 
     def release(self) -> None:
-        """Closes what it holds outside the node. Called after the node has ended, or if it never
+        """Closes resources outside the node. Called after the node has ended, or if it never
         started. Blocks."""
 
-    # What happens
+    # Events
 
     def key_space_added(self, number: int, key_space: KeySpace) -> None:
         """Called when a key space becomes known."""
@@ -309,11 +334,14 @@ class Capability:
         contents: Sequence[RunContent],
         results: Sequence[NDArray[np.uint8]],
     ) -> None:
-        """Called when a store has ended. `results`: BlockResult values, an array a run.
-        `contents`: one a run, or empty."""
+        """Called when a store has ended.
+
+        results: BlockResult values, one array a run.
+        contents: one a run, or empty.
+        """
 
     def blocks_moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """Called when a tier has moved blocks; arguments as of `OnReady`."""
+        """Called when a tier has moved blocks. Arguments as for `OnReady`."""
 
     def blocks_removed(
         self,
@@ -321,20 +349,24 @@ class Capability:
         below: Sequence[EvictionNotice],
         flushed_key_space_id: int,
     ) -> None:
-        """Called when blocks were removed from host memory (`notices`) and from the tier below it.
-        `flushed_key_space_id`: the key space that a flush has emptied; 0 without a flush."""
+        """Called when blocks have been removed.
+
+        notices: blocks removed from host memory.
+        below: blocks removed from the tier below it.
+        flushed_key_space_id: key space that a flush has emptied; 0 without a flush.
+        """
 
     def session_closed(self, session: LiveSession, *, is_last: bool) -> None:
-        """Called when a session has closed. `is_last`: its engine has no other session."""
+        """Called when a session has closed. `is_last`: its engine has no other session open."""
 
     def request_scheduled(self, session: LiveSession, report: Report) -> None:
-        """Called when an engine has reported a request, before its blocks count as used."""
+        """Called when an engine reports a request, before its blocks count as used."""
 
     async def request_noted(self, session: LiveSession, report: Report) -> None:
-        """Called when the blocks of a reported request count as used. May let others run."""
+        """Called when the blocks of a reported request count as used. May yield to other tasks."""
 
     def request_ended(self, session: LiveSession, ended: Ended) -> None:
-        """Called when an engine has reported the end of a request."""
+        """Called when an engine reports the end of a request."""
 
     def load_ended(self, session: LiveSession, end: LoadEnd) -> None:
         """Called when the load of a reported request has ended."""
@@ -342,25 +374,28 @@ class Capability:
     def bytes_moved(self, session: LiveSession, loaded: int, stored: int) -> None:
         """Called when a transfer has ended, with the bytes that it has loaded and stored."""
 
-    # What it tells
+    # Reports
 
     def topics(self) -> Mapping[str, Topic]:
         """Returns the topics that operators can ask about, by name."""
         return {}
 
     def status(self, *, has_names: bool) -> Figures:
-        """Returns fields of the status page. `has_names`: False leaves out names of tenants, models
-        and engines. A value may be a function, which is called later on another thread."""
+        """Returns fields of the status page.
+
+        has_names: False leaves out the names of tenants, models and engines.
+        A value may be a function; it is called later, on another thread.
+        """
         return {}
 
     def tiers(self) -> Iterable[Figures]:
-        """Returns a row for each tier besides host memory, in the order in which they are asked:
-        `name`, `capacity_byte_count`, and its `activity`, if it says so."""
+        """Returns a row for each tier except host memory, in lookup order. Fields: `name`,
+        `capacity_byte_count`, and `activity` if the tier reports it."""
         return ()
 
     def session_figures(self) -> Mapping[str, Mapping[int, int]]:
-        """Returns columns for the list of sessions: counts by session number, 0 where one is
-        missing."""
+        """Returns columns for the list of sessions: counts by session number. A missing session
+        counts 0."""
         return {}
 
     def counters(self) -> Mapping[str, float]:
@@ -375,23 +410,23 @@ class Capability:
         """Returns metrics with labels."""
         return ()
 
-    # What it does for others
+    # Offers to the rest of the server
 
     def services(self, edge: Any) -> Iterable[Service]:
         """Returns the gRPC services for a listener. `edge`: a `wire.edge.Edge`."""
         return ()
 
     def session_calls(self) -> Mapping[str, SessionCall]:
-        """Returns calls of a session's stream, by their field in `hotkv.v1.ConnectRequest`."""
+        """Returns handlers of a session stream's messages by `hotkv.v1.ConnectRequest` field."""
         return {}
 
     def traced(self, calls: Any) -> Any:
-        """Returns the calls of `wire.calls`, wrapped if the capability traces them."""
+        """Returns the calls of `wire.calls`, wrapped if this capability traces them."""
         return calls
 
     @property
     def tracer(self) -> Tracer | None:
-        """Returns who makes spans for work below a call; None without tracing."""
+        """Returns the maker of spans for work below a call; None without tracing."""
         return None
 
     @property
@@ -400,6 +435,8 @@ class Capability:
         return False
 
     def session_prompts(self, session_id: str, tenant: str) -> Sequence[tuple[str, int, Words]]:
-        """Returns the latest prompts of a session that a router has named: tenant, key space id and
-        hash words of each. `tenant`: empty for all tenants."""
+        """Returns the latest prompts of a session that a router has named.
+
+        Each item: tenant, key space id, hash words. `tenant`: empty asks for all tenants.
+        """
         return ()

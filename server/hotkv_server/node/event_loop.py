@@ -1,4 +1,4 @@
-"""The event loop: long work in slices, and how late the loop is."""
+"""The event loop: runs long work in slices, and measures how late the loop is."""
 
 import asyncio
 import faulthandler
@@ -16,30 +16,32 @@ import numpy as np
 
 from hotkv_server.cache.room.removal import Parts
 
-# Slices: long work on the event loop, a slice at a time. Others are served between two slices.
+# Slices: run long work on the event loop in slices. Other tasks run between two slices.
 
 
 SLICE_S = 0.004
-"""Length of a slice: steps are taken until it is over. As a rule a step of the core is shorter."""
+"""Length of a slice. A step begins only before its end; most steps of the core are shorter."""
 T = TypeVar("T")
 
 
 class Breaks:
-    """Breaks in the work of a coroutine that has many short parts."""
+    """Yields to other tasks within a coroutine that does many short parts."""
 
     def __init__(self) -> None:
         self._ends_s = time.perf_counter() + SLICE_S
 
     async def between(self) -> None:
-        """Between two parts: others are served if a slice is over."""
+        """Call between two parts: yields to other tasks if the slice is over."""
         if time.perf_counter() >= self._ends_s:
             await asyncio.sleep(0)
             self._ends_s = time.perf_counter() + SLICE_S
 
 
 async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
-    """Yields the results of the steps of each slice, and whether more come: one slice at least. The
-    caller's loop body runs before others are served."""
+    """Runs the steps in slices. Yields each slice's results, and whether more slices follow.
+
+    Yields at least one slice. The caller's loop body runs before other tasks do.
+    """
     has_more = True
     taken: list[T]
     while has_more:
@@ -56,8 +58,10 @@ async def slices(steps: Iterator[T]) -> AsyncIterator[tuple[list[T], bool]]:
 
 
 async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
-    """Does all parts and returns their result. `after_slice` runs before others are served, and at
-    the end, also if a part raises."""
+    """Runs all parts in slices and returns their result.
+
+    after_slice: called after each slice, before other tasks run, also if a part raises.
+    """
     while True:
         ends_s = time.perf_counter() + SLICE_S
         try:
@@ -71,29 +75,31 @@ async def in_slices(parts: Parts[T], after_slice: Callable[[], object]) -> T:
         await asyncio.sleep(0)
 
 
-# Lag: measures how late the event loop is, and finds the function that held it longest.
+# Lag: measures how late the event loop is, and finds the function that blocked it longest.
 #
-# A call that is due every TICK_S measures: all calls have waited for as long as it comes late. If
-# it is late for long, a thread looks at the loop and notes which function of hotkv it runs.
-# Figures cover WINDOW_S.
+# A timer call is due every TICK_S; its delay is the delay of every other call. If it is late by
+# HELD_S, a thread looks at the loop and records which function of hotkv it runs. Figures cover
+# WINDOW_S.
 #
-# If the loop is HUNG_S late, the stacks of all threads are written to stderr, once: by
-# faulthandler, which does not need the GIL, so they are written whatever holds the loop.
+# If the loop is HUNG_S late, faulthandler writes the stacks of all threads to stderr, once. It does
+# not need the GIL, so it works whatever blocks the loop.
 
 
 TICK_S = 0.02
 WINDOW_S = 60.0
 HELD_S = 0.02
-"""The thread looks at the loop after this delay."""
+"""The thread looks at the loop if it is later than this."""
 HUNG_S = 10.0
 ARM_S = 1.0
-"""How often faulthandler is told anew to wait; each time costs a thread."""
+"""Interval at which faulthandler's timer is restarted. Each restart starts a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """Delays in the last WINDOW_S, in seconds. `held_by`: function in which the loop was seen when
-    it was latest; empty if the thread did not look."""
+    """Delays in the last WINDOW_S, in seconds.
+
+    held_by: function that held the loop in the longest delay that the thread saw; empty if none.
+    """
 
     p50_s: float
     p99_s: float
@@ -102,7 +108,7 @@ class Lag:
 
 
 class LoopLag:
-    """Watches the loop that it is started on. `read` from that loop only."""
+    """Measures the lag of the event loop on which it is started. Call `read` on that loop only."""
 
     def __init__(self) -> None:
         self._samples: deque[float] = deque([0.0], maxlen=int(WINDOW_S / TICK_S))
@@ -119,14 +125,14 @@ class LoopLag:
         return f"LoopLag({len(self._samples)} samples)"
 
     def start(self) -> None:
-        """Begins to watch the running loop. From the thread that runs it."""
+        """Begins to watch the running loop. Call it from the thread that runs the loop."""
         self._loop_thread = threading.get_ident()
         self._wait(asyncio.get_running_loop())
         self._thread = threading.Thread(target=self._look, name="hotkv-lag", daemon=True)
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """Whether the thread is, from `start` to `close`."""
+        """Returns whether the watching thread is alive; True before `start` and after `close`."""
         return self._ended.is_set() or self._thread is None or self._thread.is_alive()
 
     def close(self) -> None:
@@ -137,14 +143,14 @@ class LoopLag:
             self._timer.cancel()
 
     def read(self) -> Lag:
-        """Figures of the last WINDOW_S."""
+        """Returns the figures of the last WINDOW_S."""
         samples, since_s = np.fromiter(self._samples, np.float64), time.monotonic() - WINDOW_S
         p50_s, p99_s, longest_s = np.percentile(samples, (50, 99, 100)).tolist()
         named = [(lag_s, name) for at_s, lag_s, name in self._held if at_s > since_s]
         return Lag(p50_s, p99_s, longest_s, max(named)[1] if named else "")
 
     def longest_s(self, seconds: float) -> float:
-        """The longest delay of about the last so many seconds."""
+        """Returns the longest delay of about the last `seconds`."""
         newest = itertools.islice(reversed(self._samples), max(1, int(seconds / TICK_S)))
         return max(newest, default=0.0)
 
@@ -165,15 +171,17 @@ class LoopLag:
         self._wait(loop)
 
     def _look(self) -> None:
-        """In the thread: looks once for each time that the loop is late."""
+        """Runs in the thread: looks at the loop once each time it is late."""
         while not self._ended.wait(TICK_S):
             if not self._seen and time.monotonic() > self._due_s + HELD_S:
                 self._seen = _function_of(sys._current_frames().get(self._loop_thread))
 
 
 def _function_of(frame: FrameType | None) -> str:
-    """The function of hotkv that runs in a frame, as module:name; the innermost function if none
-    of hotkv's does."""
+    """Returns the innermost function of hotkv that runs in a frame, as module:name.
+
+    Without a function of hotkv on the stack: the innermost function.
+    """
     innermost = frame
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

@@ -1,13 +1,13 @@
-"""Health: starts and watches every loop of the server, and watches its threads, under their names.
+"""Health: starts and watches every loop of the server by name, and watches its threads.
 
-A loop is begun in one way: `async for _ in health.turns(name, pause_s)`, or `run` for work that has
-no turns. Both watch the task, so a loop that nobody watches can't be written by leaving a line out.
+There are two ways to start a loop, and both watch its task: `async for _ in health.turns(name,
+pause_s)`, or `run` for work without turns. So a loop can't be left unwatched by mistake.
 
-Always true: a part that has died stays named; a part that stalls is named for as long as it does;
-while any is named the server says that it does not serve, and its watchdog is not fed. A broken
-invariant of the core is final: its answers no longer count, so nothing is granted or kept any more
-and the process ends; the next server relies on what memory holds, not on these books. On the event
-loop only.
+Always true: a part that has died stays a problem. A part that stalls is a problem as long as it
+stalls. While there is a problem, the server reports that it does not serve, and systemd's watchdog
+is not notified. A broken invariant of the core is final. Its answers are not reliable, so the
+server grants and keeps nothing, and the process ends. The next server relies on the memory's
+contents, not on these books. On the event loop only.
 """
 
 import asyncio
@@ -36,11 +36,12 @@ BOOKS = (
     "hotkv_server.tiers.book",
     "hotkv_proto.table",
 )
-"""Modules whose assertions are invariants of the cache; any other fails only its call."""
+"""Modules whose assertions are invariants of the cache. An assertion elsewhere fails only its
+call."""
 BOOKS_PART, LOOK_PART = "the books", "the look at all others"
-"""Names of what is no sign: the cache's books, and the look itself."""
+"""Names of two parts that have no sign: the cache's books, and the check itself."""
 ENTRY_NAMES = ("entry", "entries", "bad")
-"""Names of variables of the core that hold entries of the index."""
+"""Names of the core's variables that hold entries of the index."""
 
 
 def _never(now_s: float) -> float:
@@ -49,8 +50,12 @@ def _never(now_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """A sign of life. `stalled_s`: given the time, how long the part has been stuck; 0 if it works
-    or waits for work."""
+    """A sign of life of a part.
+
+    stalled_s: given the time, returns how long the part has been stuck; 0 if it works or waits for
+        work.
+    limit_s: longest time before a stuck part counts as stalled.
+    """
 
     name: str
     is_alive: Callable[[], bool]
@@ -59,7 +64,11 @@ class Sign:
 
 
 class Health:
-    """See the module. `broken` is set with the first broken invariant, which `breach` names."""
+    """Watches the server's parts (see the module).
+
+    breach: describes the first broken invariant; empty before.
+    broken: set with it.
+    """
 
     def __init__(self) -> None:
         self.breach = ""
@@ -82,11 +91,11 @@ class Health:
         stalled_s: Callable[[float], float] = _never,
         limit_s: float = STALLED_S,
     ) -> None:
-        """Watches a part from now on."""
+        """Watches a part from this call on."""
         self._signs.append(Sign(name, is_alive, stalled_s, limit_s))
 
     def watch_fault(self, name: str, fault: Callable[[], str]) -> None:
-        """Watches a part that reports its own fault; empty while all is well."""
+        """Watches a part that reports its own fault. `fault` returns "" while the part works."""
         self._faults[name] = fault
 
     def run(
@@ -96,7 +105,7 @@ class Health:
         stalled_s: Callable[[float], float] = _never,
         limit_s: float = STALLED_S,
     ) -> "asyncio.Task[None]":
-        """Starts work that must not end, and watches it until it is cancelled."""
+        """Starts a task that must not end, and watches it until it is cancelled."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -106,11 +115,11 @@ class Health:
     async def turns(
         self, name: str, pause_s: float, limit_s: float = STALLED_S
     ) -> AsyncIterator[None]:
-        """Yields for ever, after a pause each time, and watches the running task as the loop
-        `name`. A turn, the body of the caller's loop, that lasts longer than `limit_s` is stuck.
+        """Yields for ever, each time after a pause, and watches the current task as `name`.
 
-        A loop may return: then it is watched no more. One that raises has died. A turn must not
-        wait for a place that may hang, such as a tier or a file: it starts a task for that.
+        A turn is the body of the caller's loop. A turn that lasts longer than `limit_s` is stuck.
+        A loop may return: its watch ends. A loop that raises has died. A turn must not wait for a
+        tier, a file or anything else that may hang: it starts a task for that.
         """
         task = asyncio.current_task()
         assert task is not None, "only a task has turns"
@@ -137,7 +146,7 @@ class Health:
             begun_s = 0.0
 
     def knows(self, task: "asyncio.Task[Any]") -> bool:
-        """Whether a task that runs is watched."""
+        """Returns whether a running task is watched."""
         return task in self._tasks
 
     def _ended(self, task: "asyncio.Task[Any]") -> None:
@@ -147,8 +156,8 @@ class Health:
             self.note(f"the {task.get_name()}", error)
 
     def check(self, now_s: float) -> None:
-        """Checks all signs. A stall counts when it is seen twice: a process that was stopped for a
-        while comes back at once."""
+        """Checks all signs. A stall counts when two checks in a row see it: a process that was
+        stopped for a while recovers at once."""
         found = {sign.name: f"{sign.name} has died" for sign in self._signs if not sign.is_alive()}
         found |= {name: said for name, fault in self._faults.items() if (said := fault())}
         times_s = {sign.name: sign.stalled_s(now_s) for sign in self._signs}
@@ -164,11 +173,11 @@ class Health:
         self._problems, self._stalled, self._checked_s = found, frozenset(stalled), now_s
 
     def problems(self, now_s: float) -> tuple[str, ...]:
-        """Problems that keep the server from serving, a sentence each; none if all is well."""
+        """Returns the problems that keep the server from serving, one sentence each."""
         return tuple(said for said in self.by_component(now_s).values() if said)
 
     def by_component(self, now_s: float) -> dict[str, str]:
-        """The problem of each part that is watched, by its name; empty if it works."""
+        """Returns the problem of each watched part, by its name; empty if the part works."""
         late_s = 0.0 if self._checked_s is None else now_s - self._checked_s
         return {
             BOOKS_PART: f"an invariant broke in {self.breach}" if self.breach else "",
@@ -181,8 +190,8 @@ class Health:
     # Broken invariants
 
     def note(self, where: str, error: BaseException) -> None:
-        """Takes note of an unexpected exception that was logged. An assertion of the core breaks
-        the server for good."""
+        """Handles an unexpected exception that was logged. An assertion of the core sets `broken`,
+        which ends the server."""
         if not isinstance(error, AssertionError) or not is_of_the_books(error):
             return
         log.critical("an invariant broke in %s: %s; the server ends", where, error)
@@ -192,7 +201,7 @@ class Health:
             log.critical("the books say of it: %s", line)
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """The event loop's exception handler: logs and notes errors of callbacks."""
+        """Handles exceptions of the event loop's callbacks: logs them and calls `note`."""
         loop.default_exception_handler(context)
         error = context.get("exception")
         if isinstance(error, BaseException):
@@ -207,15 +216,15 @@ def _frames(error: BaseException) -> Iterator[TracebackType]:
 
 
 def is_of_the_books(error: BaseException) -> bool:
-    """True if the exception came through the cache's books or the block table."""
+    """Returns True if the exception passed through the cache's books or the block table."""
     return any(
         str(at.tb_frame.f_globals.get("__name__", "")).startswith(BOOKS) for at in _frames(error)
     )
 
 
 def stories(error: BaseException) -> list[str]:
-    """Lines about the entries that the failing calls had in hand, innermost first; at most
-    MAX_STORIES."""
+    """Returns the stories of the entries in the failing calls' variables, innermost call first; at
+    most MAX_STORIES."""
     index: BlockIndex | None = None
     found: dict[int, None] = {}
     for at in reversed(list(_frames(error))):
@@ -232,8 +241,7 @@ def stories(error: BaseException) -> list[str]:
 
 
 async def keep_checking(health: Health, tell: Callable[[], Awaitable[None]]) -> None:
-    """Checks all signs every CHECK_S, and awaits `tell` after each check. Runs until it is
-    cancelled."""
+    """Checks all signs every CHECK_S and awaits `tell` after each check. Runs until cancelled."""
     while True:
         health.check(time.monotonic())
         await tell()

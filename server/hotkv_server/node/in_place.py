@@ -1,8 +1,8 @@
 """Leased blocks that a client reads in place, through its own mapping of the arena.
 
-Always true: a client learns no offset of a block that came back from an old server before its bytes
-have been compared and agree; the call that asks compares first, on a thread. A block that does not
-agree is condemned and is not granted. Each lease is compared once at a time, however many calls ask
+Always true: a client learns the offset of a restored block only after the block's bytes have been
+compared and agree. The call that asks for it compares first, on a thread. A block that does not
+agree is condemned and is not granted. A lease is compared once at a time, however many calls ask
 for it.
 """
 
@@ -22,7 +22,10 @@ from hotkv_server.node.session import LiveSession
 
 
 class InPlace:
-    """See the module. `tell` is called when blocks have been condemned. On the event loop only."""
+    """Grants offsets of leased blocks (see the module). On the event loop only.
+
+    tell: called when blocks have been condemned.
+    """
 
     def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:
         self._core = core
@@ -35,8 +38,10 @@ class InPlace:
         return f"InPlace({len(self._comparing)} leases being compared)"
 
     def grant(self, session: LiveSession, lease_id: str) -> "LeaseGrant | asyncio.Task[LeaseGrant]":
-        """The grant of the session's read lease with offsets, at once if all of it has been
-        compared. The task raises UNKNOWN_LEASE if the lease ends meanwhile.
+        """Returns the grant of the session's read lease, with offsets.
+
+        Returns it at once if all its blocks have been compared, otherwise a task. The task raises
+        UNKNOWN_LEASE if the lease ends before the comparison does.
         """
         offsets = self._core.slot_offsets(session.record.number, lease_id)
         lease = self._core.leases.get(session.record.engine_id, lease_id)
@@ -57,7 +62,7 @@ class InPlace:
                 session.settled.set()
 
             comparing.add_done_callback(ended)
-        # Shielded: what reads the arena runs to its end even if the client leaves.
+        # Shielded: the comparison reads the arena and runs to its end even if the client leaves.
         await asyncio.shield(self._comparing[lease.number])
         if lease.released or self._core.leases.get(lease.engine_id, lease.lease_id) is not lease:
             raise HotKVError(

@@ -1,8 +1,8 @@
 """The node: the core, its memory and its copy engine, driven by one event loop.
 
-Puts the parts together and owns the timer and the drain. Every method runs on the event loop and
-none blocks it but `save_use`: bytes are moved by the copy engine's threads (`transfers`), mappings
-are made on threads (`sessions`).
+Connects the parts, and owns the timer and the drain. Every method runs on the event loop. None
+blocks it, except `save_use`: the copy engine's threads move bytes (`transfers`), and threads make
+mappings (`sessions`).
 """
 
 import asyncio
@@ -41,15 +41,18 @@ log = logging.getLogger(__name__)
 TIMER_S = 0.2
 STALLED_TIMER_S = 5.0
 DEFAULT_DRAIN_S = 10.0
-"""As the setting's default."""
+"""Equal to the setting's default."""
 STALLED_WORK_S = 60.0
-"""Far above what a piece of work on a thread may take, also on a machine that swaps."""
+"""Far above the duration of any work on a thread, even on a machine that swaps."""
 C = TypeVar("C", bound=Capability)
 
 
 class Node:
-    """See the module. `capabilities`: what it can do besides keeping and moving blocks; they are
-    added before it starts. Whoever made `copy_engine` closes it."""
+    """Runs a cache server's parts (see the module).
+
+    capabilities: add them before `start`.
+    copy_engine: closed by its maker, not by the node.
+    """
 
     def __init__(
         self,
@@ -109,10 +112,10 @@ class Node:
         return f"Node({len(self.sessions)} sessions, {self.core!r})"
 
     def start(self, scrub_bytes_per_s: float = 0.0) -> None:
-        """Starts the timer, and the scrubber unless it may read nothing."""
+        """Starts the timer, and the scrubber if `scrub_bytes_per_s` is not 0."""
         self.lag.start()
         if self.core.grace.is_on:
-            # From now on engines can come back.
+            # Engines can reconnect from this moment on.
             self.core.grace.until_s = time.monotonic() + self.core.config.residency_grace_s
         for one in self.capabilities:
             one.start(self.health)
@@ -147,14 +150,13 @@ class Node:
             task.cancel()
 
     def save_use(self) -> None:
-        """Writes down for the next server when blocks were last used, and what capabilities have to
-        say. Blocks."""
+        """Writes times of last use and the capabilities' files, for the next server. Blocks."""
         self._persistence.save_use()
         for one in self.capabilities:
             one.save()
 
     def capability(self, kind: type[C]) -> C:
-        """The capability of this kind. Raises LookupError if the node has none."""
+        """Returns the capability of this kind. Raises LookupError if the node has none."""
         for one in self.capabilities:
             if isinstance(one, kind):
                 return one
@@ -166,7 +168,7 @@ class Node:
 
     @property
     def has_tenants(self) -> bool:
-        """True if sessions must not learn of each other across tenants."""
+        """Returns True if sessions must not learn of other tenants' sessions."""
         return bool(self.core.config.tenants)
 
     # Room for stores
@@ -179,8 +181,11 @@ class Node:
         ttl_s: float,
         retention: Retention = NO_RETENTION,
     ) -> tuple[list[NDArray[np.uint8]], float]:
-        """As CacheCore.reserve, and tells of what was evicted for it. Others are served between its
-        parts."""
+        """Reserves slots as `CacheCore.reserve`, and reports the evictions. Other tasks run between
+        its parts.
+
+        Returns the results, one array a run, and the lease's time to live in seconds.
+        """
         reserving = self.core.reserve(
             session.record.number, lease_id, runs, ttl_s, time.monotonic(), retention
         )
@@ -188,7 +193,7 @@ class Node:
         return list(reservation.results), reservation.ttl_s
 
     def _moved(self, entries: Entries, medium: Medium, tier: str) -> None:
-        """What was removed before is told of before."""
+        """Reports moved blocks. Reports earlier removals first."""
         self.effects.run()
         for one in self.capabilities:
             one.blocks_moved(entries, medium, tier)
@@ -198,8 +203,10 @@ class Node:
             await self.tiers.epochs.meet(key_space_id)
 
     async def flush(self, key_space_id: int) -> Flushed:
-        """As `Removals.flush`, also in tiers: no node finds a block of it afterwards. A caller that
-        is cancelled changes nothing."""
+        """Flushes a key space in host memory and in all tiers: no node finds its blocks afterwards.
+
+        Cancelling the caller does not stop the flush.
+        """
         self.core.key_space(key_space_id)
         if self.tiers is not None:
             return await self.tiers.epochs.flush(key_space_id)
@@ -211,8 +218,11 @@ class Node:
     # Draining and time
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Takes no new work from now on; sets `drained` when all has ended or the time is up, which
-        is `drain_timeout_s` unless given. Called again, it can only end sooner."""
+        """Refuses new work from this call on.
+
+        Sets `drained` when all work has ended, or after `timeout_s` (default: `drain_timeout_s`).
+        Another call can only shorten the time.
+        """
         timeout_s = self.drain_timeout_s if timeout_s is None else timeout_s
         loop = asyncio.get_running_loop()
         if self._drain_timer is not None:
@@ -232,15 +242,15 @@ class Node:
             session.notify(Drain(timeout_s))
 
     def abandon(self) -> None:
-        """Grants and keeps nothing from now on: an invariant has broken. The process ends without
-        closing anything."""
+        """Grants and keeps nothing from this call on, because an invariant has broken. The process
+        then ends without closing anything."""
         self.core.draining = True
         for session in self.sessions:
             session.cancel_transfers()
 
     async def _tick(self) -> None:
-        """Waits for no file and for no tier: one that hangs would stop leases from expiring, and
-        Health would end the server for it."""
+        """Runs the timer. A turn waits for no file and no tier: if one hung, leases would not
+        expire and Health would end the server."""
         async for _ in self.health.turns("timer", TIMER_S, STALLED_TIMER_S):
             self.last_tick_s = time.monotonic()
             async for _ in slices(self.core.expire(self.last_tick_s)):

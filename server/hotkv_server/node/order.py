@@ -1,12 +1,12 @@
 """Device order on the server's side: finds out whether an engine's device has passed a mark
 (`hotkv_proto.order`).
 
-Always true: no stream of this server waits for a mark. A device serialises much that this process
-does (closing memory, loading kernels) behind all of its streams, so a stream that waited for an
-engine which never gets there would hold up everybody. The server polls marks instead: it queries
-events, reads words in a file, and copies words in device memory to the host, all of them (at most 4
-KiB), one copy at a time and only while a transfer asks. A mark that is never reached holds up its
-own transfer only, and nothing is ever written into an engine's memory.
+Always true: no stream of this server waits for a mark. A device serialises many operations of this
+process (closing memory, loading kernels) behind all of its streams. So a stream that waited for a
+stuck engine would block every other session. The server polls marks instead. It queries events,
+reads words in a file, and copies words from device memory to the host. A copy takes all words (at
+most 4 KiB), one copy runs at a time, and only while a transfer asks. A mark that is never reached
+delays only its own transfer. The server writes nothing into an engine's memory.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 WORD_BYTES = 4
 PINNED_BYTES = 4096
-"""Size of `MAX_MARKS` words, and the least that can be pinned."""
+"""Bytes of `MAX_MARKS` words; also the smallest size that can be pinned."""
 
 
 class MarkReader(Protocol):
@@ -45,19 +45,22 @@ class MarkReader(Protocol):
     num_marks: int
 
     def has_passed(self, mark: DeviceMark) -> bool:
-        """Does not wait. Raises DeviceError if the mark can't be read any more."""
+        """Returns whether the mark has passed, without waiting.
+
+        Raises DeviceError if the mark can't be read.
+        """
 
     def close(self) -> None:
-        """Closes everything; `has_passed` raises DeviceError from then on."""
+        """Closes everything. After it, `has_passed` raises DeviceError."""
 
 
 class EventMarks:
-    """Marks in another process's events."""
+    """Reads marks in another process's events."""
 
     kind = OrderKind.EVENTS
 
     def __init__(self, runtime: DeviceRuntime, device: int, handles: Sequence[bytes]) -> None:
-        """Raises DeviceError, and has opened none then."""
+        """Opens the events. Raises DeviceError, with no event left open."""
         self.num_marks = len(handles)
         self._runtime = runtime
         self._lock = threading.Lock()
@@ -86,7 +89,7 @@ class EventMarks:
 
 
 class FileWords:
-    """Marks in words of a mapped file."""
+    """Reads marks in words of a mapped file."""
 
     kind = OrderKind.FLAGS
 
@@ -112,13 +115,15 @@ class FileWords:
 
 
 class DeviceWords:
-    """Marks in words of device memory. A copy in host memory is read; each question that it does
-    not answer renews it."""
+    """Reads marks in words of device memory, through a copy in host memory.
+
+    A question that the copy can't confirm starts a new copy.
+    """
 
     kind = OrderKind.FLAGS
 
     def __init__(self, devices: Devices, region: Region, num_words: int) -> None:
-        """Blocks until the words have been read once. Raises DeviceError."""
+        """Reads the words once. Blocks until they are read. Raises DeviceError."""
         self.num_marks = num_words
         self._devices = devices
         self._runtime = devices.runtime
@@ -143,8 +148,8 @@ class DeviceWords:
                 raise DeviceError("the session's words are closed")
             if self._reading and self._runtime.passed(self._queue.event):
                 self._reading = False
-            # While the words are copied, each is the old or the new one. Both are valid: words only
-            # count up.
+            # During the copy, a word has its old or its new value. Both are valid: words only count
+            # up.
             if has_reached(
                 ctypes.c_uint32.from_address(self._landing + mark.index * WORD_BYTES).value,
                 mark.value,
@@ -177,8 +182,11 @@ class DeviceWords:
 
 @dataclass(frozen=True, slots=True)
 class SessionOrder:
-    """How marks of a session are made: `marks` is None for HOST. `message`: why the server took
-    less than the engine offered."""
+    """How a session's marks are read.
+
+    marks: None for HOST.
+    message: why the server accepted less than the engine offered.
+    """
 
     marks: MarkReader | None = None
     message: str = ""
@@ -188,7 +196,7 @@ class SessionOrder:
         return OrderKind.HOST if self.marks is None else self.marks.kind
 
     def gate(self, mark: DeviceMark, on_released: Callable[[], None]) -> "MarkGate":
-        """A gate that holds a transfer until the mark has passed. Raises INVALID_FIELD."""
+        """Makes a gate that holds a transfer until the mark has passed. Raises INVALID_FIELD."""
         if self.marks is None:
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -208,14 +216,16 @@ class SessionOrder:
         return MarkGate(self.marks, mark, on_released)
 
     def close(self) -> None:
-        """Blocks."""
+        """Closes the marks. Blocks."""
         if self.marks is not None:
             self.marks.close()
 
 
 class MarkGate:
-    """Gate of one transfer, for copy engines. `on_released` is called from any thread when the gate
-    is asked no more."""
+    """Holds one transfer until its mark has passed; asked by copy engines.
+
+    on_released: called from any thread when the copy engine stops asking.
+    """
 
     def __init__(
         self, marks: MarkReader, mark: DeviceMark, on_released: Callable[[], None]
@@ -277,11 +287,10 @@ def open_order(
     mappings: dict[str, FileMapping],
     regions: dict[str, Region],
 ) -> SessionOrder:
-    """Takes what works of a checked offer: words, else events, else nothing. Blocks; what does not
-    work is said in `message`.
+    """Opens the best marks of a checked offer: words, else events, else none. Blocks.
 
-    Words first, since only the engine's queue writes them: CUDA does not document what an event
-    says when the engine that made it has died.
+    `message` names the marks that failed. Words come first, because only the engine's queue writes
+    them: CUDA does not document the state of an event whose engine has died.
     """
     reasons: list[str] = []
     if offer.flags_handle_id:

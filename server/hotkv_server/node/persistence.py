@@ -1,4 +1,4 @@
-"""What the node writes down for the next server, and what it takes over from an earlier one."""
+"""Persistence: writes the node's state for the next server, and restores an earlier server's."""
 
 import asyncio
 import logging
@@ -21,22 +21,21 @@ from hotkv_server.memory.state import KnownKeySpace, ServerState
 log = logging.getLogger(__name__)
 
 
-# Writing down: what the node keeps for the next server: its key spaces, and when blocks were last
-# used.
+# Writing: the node saves key spaces, and the time of last use of each block.
 #
-# Always true: nothing is stored in host memory under a key space before the key space is written
-# down beside the arena, since only that explains the blocks; one write runs at a time, and a write
-# that has begun ends, whoever waits for it. A write that fails is logged: a restart then loses what
-# it would have said. Tiers write down for themselves what lies in them.
+# Always true: host memory stores blocks of a key space only after the key space has been written
+# beside the arena, since blocks can't be read without it. One write runs at a time. A write that
+# has begun runs to its end even if its caller is cancelled. A failed write is logged: its contents
+# are lost at a restart. Tiers record their own blocks.
 
 
 CLOSE_S = 5.0
 USE_PARTS = 300
-"""Times of last use are written down once in so many turns of the timer."""
+"""Times of last use are written once in this many turns of the timer."""
 
 
 def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
-    """The key spaces, without which the next server could not read the blocks."""
+    """Returns the key spaces, which the next server needs to read the blocks."""
     known = (
         KnownKeySpace(number, record.key_space, record.representations)
         for number, record in sorted(core.key_spaces.items())
@@ -45,8 +44,8 @@ def state_of(core: CacheCore, slab_bytes: int) -> ServerState:
 
 
 class UseNotes:
-    """Notes when blocks were last used, a part at a time, so that no turn of the event loop is
-    long."""
+    """Collects the blocks' times of last use in parts, so that each turn of the event loop is
+    short."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core
@@ -54,11 +53,13 @@ class UseNotes:
         self._used_s = np.empty(0, np.float64)
 
     def take(self, num_parts: int) -> NDArray[np.float64] | None:
-        """Notes another of `num_parts` parts. Returns all times after the last part, else None:
-        float64 by entry number, nan for entries that are no ready blocks."""
+        """Collects the next of `num_parts` parts. Returns all times after the last part, else None.
+
+        Float64 by entry number; nan for entries that are not ready blocks.
+        """
         index = self._core.space.index
         if not self._turn:
-            # Not filled in advance: it can have hundreds of megabytes.
+            # Not filled in advance: it can be hundreds of megabytes.
             self._used_s = np.empty(index.num_numbers, np.float64)
         length = -(-len(self._used_s) // num_parts)
         first, end = (
@@ -73,15 +74,14 @@ class UseNotes:
 
 
 class Persistence:
-    """Writes down key spaces and times of last use. On the event loop; files are written by a
-    clerk."""
+    """Writes key spaces and times of last use. On the event loop; a clerk writes the files."""
 
     def __init__(self, core: CacheCore, memory: NodeMemory, clerk: Clerk) -> None:
         self._core = core
         self._memory = memory
         self._clerk = clerk
         self._notes = UseNotes(core)
-        # Revision of the catalog that is written down.
+        # Revision of the catalog on disk.
         self._saved = core.catalog.revision
         self._saving = asyncio.Lock()
         self._saves: set[asyncio.Task[None]] = set()
@@ -91,16 +91,16 @@ class Persistence:
         return f"Persistence(revision {self._saved} of {self._core.catalog.revision})"
 
     def start(self) -> None:
-        """Takes the present key spaces as written down: `take_over` has done so."""
+        """Marks the present key spaces as saved: `take_over` has saved them."""
         self._saved = self._core.catalog.revision
 
     async def close(self) -> None:
-        """Waits for writes of the state, for CLOSE_S at most."""
+        """Waits for writes of the state, at most CLOSE_S."""
         if self._saves:
             await asyncio.wait(self._saves, timeout=CLOSE_S)
 
     async def save_state(self) -> None:
-        """Writes the key spaces down if they have changed."""
+        """Writes the key spaces if they have changed."""
         if self._saved != self._core.catalog.revision:
             await asyncio.shield(self._begin_save())
 
@@ -125,8 +125,8 @@ class Persistence:
                 )
 
     def turn(self) -> None:
-        """One turn of the timer: notes a part of the times of last use, and has all written down
-        after the last part. Waits for no file."""
+        """Runs at each turn of the timer: collects a part of the times of last use. After the last
+        part it starts to write them. Waits for no file."""
         if self._noting is not None and not self._noting.done():
             return
         if (used_s := self._notes.take(USE_PARTS)) is not None:
@@ -135,7 +135,7 @@ class Persistence:
                 self._begin_save()
 
     def save_use(self) -> None:
-        """Writes down when blocks were last used, noted anew. Blocks."""
+        """Collects all times of last use and writes them. Blocks."""
         used_s = UseNotes(self._core).take(1)
         assert used_s is not None
         self._write_use(used_s)
@@ -147,18 +147,18 @@ class Persistence:
             log.warning("times of last use not saved: %s", error)
 
 
-# Recovery: takes over what an earlier server has left. Key spaces first, then blocks, then a first
+# Recovery: restores the state of an earlier server: key spaces, then blocks, then a first
 # comparison of their bytes.
 
 
 def take_over(
     core: CacheCore, memory: NodeMemory, verifier: Verifier, check_s: float | None
 ) -> None:
-    """Fills an empty core with what `memory` found, if anything. Blocks. Raises OSError if the
-    files can't be written.
+    """Fills an empty core with the blocks that `memory` found, if any. Blocks.
 
-    Compares bytes for `check_s` at most; None: nothing is ever compared, and all blocks count as
-    verified.
+    check_s: longest time to compare bytes; None: bytes are never compared, and all blocks count as
+        verified.
+    Raises OSError if the files can't be written.
     """
     core.space.grow(memory.filling.filled_bytes, memory.filling.coming_bytes)
     core.space.index.back(memory.records.num_entries)
@@ -200,10 +200,10 @@ def take_over(
 
 
 def _prefault_claimed(pool: SlabPool, memory: NodeMemory) -> None:
-    """Prefaults slabs beyond the filled part in which blocks came back: stores may use the rest of
-    them at once. Raises OSError.
+    """Prefaults slabs with restored blocks beyond the prefaulted part: stores may use their free
+    slots at once. Raises OSError.
 
-    There are none unless the old server ran with `arena.prefault` off.
+    There are such slabs only if the old server ran with `arena.prefault` off.
     """
     first = memory.filling.filled_bytes // pool.slab_bytes
     slabs = first + np.flatnonzero(pool.slab_owner()[first:] >= 0)

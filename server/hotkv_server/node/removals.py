@@ -1,4 +1,4 @@
-"""Removes blocks and key spaces on request, a part at a time, and tells of all that is removed."""
+"""Removes blocks and key spaces on request, in parts, and reports every removal."""
 
 import asyncio
 import itertools
@@ -18,20 +18,23 @@ from hotkv_server.node.capability import Capability
 from hotkv_server.node.event_loop import slices
 from hotkv_server.node.session import LiveSession
 
-# Effects: carries out what the core's decisions call for: eviction notices, what capabilities are
-# told, the end of a drain.
+# Effects: carries out the effects of the core's decisions: sends eviction notices, informs
+# capabilities, ends a drain.
 #
-# Always true: notices go out in the order of the decisions, and before anything that is decided
-# later. On the event loop only.
+# Always true: notices are sent in the order of the decisions, and before the effects of any later
+# decision. On the event loop only.
 
 
 NOTICE_BLOCKS = 1 << 16
-"""Most blocks of one eviction notice: 2 MiB of hashes."""
+"""Most blocks in an eviction notice: 2 MiB of hashes."""
 
 
 class Effects:
-    """Carries out what the core's decisions call for. `sessions` returns the open ones; `drained`
-    is set when a draining node has no transfer left."""
+    """Carries out the effects of the core's decisions.
+
+    sessions: returns the open sessions.
+    drained: set when a draining node has no transfer left.
+    """
 
     def __init__(
         self,
@@ -46,8 +49,10 @@ class Effects:
         self._drained = drained
 
     def run(self, flushed_key_space_id: int = 0) -> None:
-        """Takes the core's effects and carries them out. `flushed_key_space_id`: a key space of
-        which nothing is left."""
+        """Collects the core's effects and carries them out.
+
+        flushed_key_space_id: key space that is empty after a flush; 0 for none.
+        """
         notices = [piece for notice in self._core.take_effects() for piece in _pieces(notice)]
         places = [one.space for one in self._core.below if one.space is not None]
         below = [notice for space in places for notice in space.removal.take_effects()]
@@ -68,28 +73,30 @@ class Effects:
 
 
 def _pieces(notice: EvictionNotice) -> Iterator[EvictionNotice]:
-    """The notice in parts that fit a message."""
+    """Splits a notice into parts that fit a message."""
     for start in range(0, len(notice.hashes), NOTICE_BLOCKS):
         yield replace(notice, hashes=notice.hashes[start : start + NOTICE_BLOCKS])
 
 
-# Removals: blocks and key spaces that go on request, a part at a time.
+# Removals: removes blocks and key spaces on request, in parts.
 #
-# Always true: between two parts others are served, and subscribers have been told of all that was
-# removed before. On the event loop only.
+# Always true: other tasks run between two parts; subscribers have by then been notified of all
+# earlier removals. On the event loop only.
 
 
 log = logging.getLogger(__name__)
 
 MAX_FORGOTTEN = 64
-"""Most key spaces that are forgotten in one turn of the timer, or for one session."""
+"""Most key spaces to forget in a turn of the timer, or for a session."""
 KEEPING_S = 0.1
 KEEP_EVERY_S = 1.0
 
 
 class Removals:
-    """Removes blocks and key spaces, and keeps tenants within their bounds. `run_effects` carries
-    out what the core's decisions call for."""
+    """Removes blocks and key spaces, and keeps tenants within their bounds.
+
+    run_effects: carries out the effects of the core's decisions.
+    """
 
     def __init__(
         self,
@@ -102,19 +109,19 @@ class Removals:
         self._run_effects = run_effects
         self._keeping: Iterator[None] | None = None
         self._keep_at_s = 0.0
-        # Pins given back and blocks stored when all were looked at last: while these stay, no
-        # block comes to be evictable.
+        # Counts of released pins and of stored blocks when all blocks were last examined. While
+        # both are unchanged, no further block can become evictable.
         self._seen: tuple[int, int] | None = None
 
     async def evict(
         self, key_space_id: int, group_index: int, hashes: NDArray[np.uint32]
     ) -> tuple[int, int]:
-        """Evicts blocks, as `CacheCore.evict`. Returns how many were dropped and how many were
+        """Evicts blocks as `CacheCore.evict`. Returns how many were evicted and how many were
         kept."""
         return await self._evicted(self._core.evict(key_space_id, group_index, hashes))
 
     async def evict_all(self, key_space_id: int) -> tuple[int, int]:
-        """Evicts all blocks of a key space, as `CacheCore.evict_all`. Returns as `evict`."""
+        """Evicts all blocks of a key space as `CacheCore.evict_all`. Returns as `evict`."""
         return await self._evicted(self._core.evict_all(key_space_id))
 
     async def _evicted(self, evicting: Iterator[tuple[int, int]]) -> tuple[int, int]:
@@ -128,29 +135,34 @@ class Removals:
         return dropped, kept
 
     async def flush(self, key_space_id: int) -> int:
-        """Flushes a key space, as `CacheCore.flush`, and returns the number of blocks. Blocks
-        that others store meanwhile may be flushed, too."""
+        """Flushes a key space as `CacheCore.flush`. Returns the number of removed blocks.
+
+        May also flush blocks that other sessions store during the call.
+        """
         self._run_effects(0)
         num_stored, num_blocks = self._core.counters.stored_blocks, 0
         async for counts, has_more in slices(self._core.flush(key_space_id)):
             num_blocks += sum(counts)
-            # Removals are told of before anybody stores the blocks anew.
+            # Removals are reported before any session can store the blocks again.
             is_clear = not has_more and self._core.counters.stored_blocks == num_stored
             self._run_effects(key_space_id if is_clear else 0)
         log.info("key space flushed key_space=%d blocks=%d", key_space_id, num_blocks)
         return num_blocks
 
     def share_out(self, shares: Mapping[str, TenantShare]) -> None:
-        """Gives tenants other shares, of room and of the catalog; `keep_bounds` evicts what they
-        have beyond theirs. Raises INVALID_FIELD."""
+        """Sets the tenants' shares of the arena and of the catalog. `keep_bounds` then evicts the
+        blocks beyond them. Raises INVALID_FIELD."""
         self._core.space.tenants.share_out(shares)
         self._core.catalog.share_out(len(shares))
         self._keeping, self._keep_at_s, self._seen = None, 0.0, None
 
     async def keep_bounds(self, now_s: float) -> None:
-        """One turn of the timer: evicts what tenants have beyond a bound that was lowered, as far
-        as it is not in use, for KEEPING_S at most; the next turn goes on. Looks at all blocks again
-        KEEP_EVERY_S later, if some were let go meanwhile."""
+        """Runs at each turn of the timer: evicts evictable blocks of tenants that exceed their
+        bound.
+
+        Works for at most KEEPING_S a turn; the next turn continues. Examines all blocks again after
+        KEEP_EVERY_S, if pins were released or blocks stored since.
+        """
         space = self._core.space
         if self._keeping is None:
             let_go = (space.index.num_unpins, self._core.counters.stored_blocks)
@@ -171,8 +183,10 @@ class Removals:
     async def forget_for(
         self, key_space: KeySpace, representations: tuple[Representation, ...]
     ) -> None:
-        """Forgets key spaces, with their blocks, to make room for another one, as far as any may be
-        forgotten; opening a session says if not."""
+        """Forgets key spaces with their blocks to make room for `key_space`.
+
+        May forget too few: opening a session then raises the error.
+        """
         for _ in range(0 if self._core.draining else MAX_FORGOTTEN):
             number = self._core.catalog.surplus(key_space, representations)
             if not number:
@@ -183,12 +197,12 @@ class Removals:
                 return
 
     def forget_outlived(self, now_s: float) -> None:
-        """Forgets key spaces without blocks that no session has had for long."""
+        """Forgets key spaces that have no blocks and have had no session for long."""
         for number in list(itertools.islice(self._core.catalog.outlived(now_s), MAX_FORGOTTEN)):
             self._forget(number)
 
     def _forget(self, key_space_id: int) -> bool:
-        """Forgets a key space. False if a session has it, or it has a block, by now."""
+        """Forgets a key space. Returns False if it has a session or a block."""
         if not self._core.catalog.forget(key_space_id):
             return False
         for one in self._capabilities:

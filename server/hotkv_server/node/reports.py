@@ -1,8 +1,8 @@
-"""Reports of engines: the requests that they have scheduled, and what those used.
+"""Engines' reports of the requests that they have scheduled, and of the blocks these used.
 
-A report names the prompt by its hashes, never by its tokens. Which blocks a device hit used follows
-from the hit rule, so engines need not send hashes per group. A message of reports is accepted as a
-whole or not at all.
+A report names the prompt by its hashes, never by its tokens. The hit rule gives the blocks that a
+device hit used, so engines need not send hashes per group. A message of reports is accepted or
+refused as a whole.
 """
 
 import time
@@ -24,7 +24,7 @@ from hotkv_server.node.event_loop import Breaks, slices
 from hotkv_server.node.session import LiveSession
 
 MAX_PROMPT_TOKENS = 1 << 32
-"""Beyond any context. Sums over all reports stay numbers that 64 bits hold."""
+"""Larger than any context. It keeps sums over all reports within 64 bits."""
 
 
 def check(report: Report, key_space: KeySpace, max_blocks: int) -> None:
@@ -57,8 +57,8 @@ def check(report: Report, key_space: KeySpace, max_blocks: int) -> None:
 
 
 def used_blocks(report: Report, key_space: KeySpace) -> list[HashList]:
-    """The blocks that the device hit needed, a list for each group; with a retention, all
-    blocks of the prompt."""
+    """Returns the blocks that the device hit needed, a list for each group; if the request has a
+    retention, all blocks of the prompt."""
     lists, needs = [], needed_blocks(key_space.groups, report.device_hit_tokens)
     for index, (group, needed) in enumerate(zip(key_space.groups, needs, strict=True)):
         step = group.block_tokens // key_space.hash_block_tokens
@@ -71,7 +71,7 @@ def used_blocks(report: Report, key_space: KeySpace) -> list[HashList]:
 
 @dataclass(frozen=True, slots=True)
 class WatchedReport:
-    """A report for watchers. `unix_time_s`: when the request came to its engine."""
+    """A report, for watchers. `unix_time_s`: when the request reached its engine."""
 
     key_space_id: int
     hash_bytes: int
@@ -100,8 +100,12 @@ class ReportCounters:
 
 
 class Reports:
-    """All reports of a node: `counters` sums them up, `watched` hands them to watchers, and
-    capabilities are told of each one in its turn."""
+    """Handles the reports of all sessions.
+
+    counters: sums over all reports.
+    watched: hands the reports to watchers.
+    Capabilities are informed of each report in turn.
+    """
 
     def __init__(self, core: CacheCore, capabilities: Sequence[Capability]) -> None:
         self._core = core
@@ -110,10 +114,10 @@ class Reports:
         self.watched: Feeds[WatchedReport] = Feeds()
 
     async def note(self, session: LiveSession, reports: Sequence[Report]) -> None:
-        """Touches the blocks that the requests used and pins those that they ask to keep. Raises
-        before anything is noted.
+        """Touches the blocks that the requests used, and pins blocks with a retention.
 
-        Others are served meanwhile; for them, requests are noted one after the other.
+        Checks all reports first: if it raises, no report has an effect. Other tasks run between
+        requests.
         """
         for report in reports:
             check(report, session.key_space, self._core.config.max_blocks_per_call)
@@ -134,13 +138,13 @@ class Reports:
             await breaks.between()
 
     def ended(self, session: LiveSession, requests: Sequence[Ended]) -> None:
-        """Tells of requests that have ended."""
+        """Informs capabilities of requests that have ended."""
         for request in requests:
             for one in self._capabilities:
                 one.request_ended(session, request)
 
     def loads_ended(self, session: LiveSession, loads: Sequence[LoadEnd]) -> None:
-        """Tells of loads that have ended, whose requests were reported."""
+        """Informs capabilities of ended loads of reported requests."""
         for load in loads:
             for one in self._capabilities:
                 one.load_ended(session, load)

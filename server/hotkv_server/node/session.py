@@ -26,21 +26,23 @@ from hotkv_server.security.identity import Peer
 # Engine memory: mapped files and opened device allocations, from registration to the session's
 # end.
 #
-# Always true: it is closed as a whole, once, and not before the last transfer that touches it has
-# ended; a registration that fails leaves nothing open. No transfer begins into a file with holes:
-# the kernel charges a page to the process that touches it first, so a client could make the server
-# allocate memory for it. Opening and closing block: never on the event loop.
+# Always true: it is closed as a whole, once, after the last transfer that touches it. A failed
+# registration leaves nothing open. No transfer begins into a file with holes: the kernel charges a
+# page to the process that touches it first, so a client could make the server allocate its memory.
+# Opening and closing block: never call them on the event loop.
 
 
 HUGE_PAGE_BUDGET_S = 1.0
-"""Longest time that registration spends on huge pages. They make copies, and the engine's own work
-on the memory, faster."""
+"""Longest time that a registration spends on huge pages. They speed up copies, and the engine's own
+work on the memory."""
 
 
 @dataclass(slots=True)
 class SessionMemory:
-    """Registered memory of a session: its layout, and a region for each handle. `allocations`:
-    (device, IPC handle) that are open for it."""
+    """Registered memory of a session: its layout, and a region for each handle.
+
+    allocations: (device, IPC handle) of each open device allocation.
+    """
 
     layout: Layout
     devices: Devices
@@ -59,18 +61,21 @@ class SessionMemory:
 
     @property
     def waits_for_devices(self) -> bool:
-        """True if `close` waits for a device."""
+        """Returns True if `close` waits for a device."""
         return bool(self.allocations) or self.order.marks is not None
 
     def is_whole(self) -> bool:
-        """False if a file has been truncated since it was mapped."""
+        """Returns False if a file has been truncated since it was mapped."""
         return all(mapping.is_whole() for mapping in self.mappings.values())
 
     def check_use(
         self, block_ids: Sequence[NDArray[np.int64]], representations: Iterable[int]
     ) -> None:
-        """Raises HotKVError unless these blocks can be transferred, and these representations, as
-        the layout counts them."""
+        """Raises HotKVError if a transfer can't use these blocks or representations.
+
+        block_ids: block ids in the engine's memory, one array a run.
+        representations: group indexes as the layout numbers them.
+        """
         for ids in block_ids:
             if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self.layout.num_blocks):
                 raise HotKVError(
@@ -98,7 +103,7 @@ class SessionMemory:
                 )
 
     def close(self) -> None:
-        """Closes and unmaps everything. Blocks if it has memory of devices."""
+        """Closes and unmaps all memory. Blocks if device memory is open."""
         self.order.close()
         while self.allocations:
             self.devices.close_memory(*self.allocations.pop())
@@ -107,8 +112,8 @@ class SessionMemory:
 
 
 def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
-    """Raises HotKVError if the layout names a device that this server does not see, or the order
-    contradicts itself."""
+    """Raises HotKVError if the layout names a device that this server does not see, or if the
+    order contradicts itself."""
     for index, handle in enumerate(layout.handles):
         if handle.is_cuda:
             try:
@@ -126,10 +131,10 @@ def check_handles(layout: Layout, order: DeviceOrder, devices: Devices) -> None:
 def _opened(
     devices: Devices, device: int, index: int, handle: MemoryHandle, tenant: str
 ) -> Allocation:
-    """Opens the allocation of a layout's handle.
+    """Opens the device allocation of a layout's handle.
 
-    Raises DeviceError that names the handle and what containers need, ValueError that names the
-    field.
+    Raises DeviceError that names the handle and the needs of containers, or ValueError that names
+    the field.
     """
     try:
         return devices.open_memory(device, handle.cuda_handle, tenant)
@@ -147,8 +152,8 @@ def _opened(
 
 
 def _check_end(index: int, handle: MemoryHandle, allocation: Allocation) -> None:
-    """Raises ValueError if the handle states more bytes than the allocation has: copies beyond its
-    end would lose the device."""
+    """Raises ValueError if the handle states more bytes than its allocation has. A copy beyond the
+    end would make the device unusable."""
     end = handle.base_offset_bytes + handle.num_bytes
     if allocation.num_bytes is not None and end > allocation.num_bytes:
         raise ValueError(
@@ -166,11 +171,12 @@ def open_session_memory(
     on_cut: Callable[[], None],
     tenant: str = "",
 ) -> SessionMemory:
-    """Maps all files with their page tables and opens all allocations. Blocks. Raises
-    INVALID_LAYOUT.
+    """Maps all files with their page tables and opens all device allocations. Blocks.
 
-    Takes the descriptors over, also if it raises. `on_cut`: see FileMapping. `tenant`: owner of the
-    memory.
+    fds: descriptors by handle id; closed here, also if the call raises.
+    on_cut: see FileMapping.
+    tenant: owner of the memory.
+    Raises INVALID_LAYOUT.
     """
     memory = SessionMemory(layout, devices)
     try:
@@ -213,15 +219,15 @@ def open_session_memory(
 
 # A live session: its secret id, its memory, its transfers, and its outbox of notices.
 #
-# Always true: the outbox is bounded; a session that does not read is closed, and nobody else waits
-# for it.
+# Always true: the outbox is bounded. A session whose client does not read is closed; other sessions
+# do not wait for it.
 
 
 OUTBOX_MESSAGES = 4096
 
 
 def unread() -> HotKVError:
-    """The end of a session whose client does not read."""
+    """Returns the error that ends a session whose client does not read."""
     return HotKVError(
         Reason.OVERLOADED, "the client does not read what it is sent; the session is closed"
     )
@@ -239,21 +245,24 @@ Notice = EvictionNotice | Drain
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
-    """An open session. The holder of `secret_id` may make unary calls and use the descriptor socket
-    for the session; `on_end` ends the stream, given the reason."""
+    """An open session.
+
+    secret_id: whoever presents it may make unary calls and use the descriptor socket.
+    on_end: ends the stream, given the reason.
+    """
 
     record: SessionRecord
     secret_id: str
     key_space: KeySpace
     client_name: str
     peer: Peer | None = None
-    """Who has proven to act for its tenant; None if access is open."""
+    """The client's proven identity, which may act for the tenant; None if access is open."""
     notices: asyncio.Queue[Notice] = field(default_factory=lambda: asyncio.Queue(OUTBOX_MESSAGES))
     jobs: dict[str, CopyJob] = field(default_factory=dict)
     inflight_bytes: int = 0
-    """Bytes of its transfers."""
+    """Bytes of the transfers in flight."""
     num_reads: int = 0
-    """Selections and comparisons under way, which read the arena under its leases."""
+    """Running selections and comparisons. They read the arena under the session's leases."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     memory: SessionMemory | None = None
     received_fds: dict[str, int] = field(default_factory=dict)
@@ -263,18 +272,18 @@ class LiveSession:
     maps_arena: bool = True
     maps_table: bool = True
     knows_words: bool = False
-    """Whether its link hands out the descriptors of arena and table, and says where the words of
-    residencies are."""
+    """Whether its link passes the descriptors of arena and table, and the places of residencies'
+    words."""
     knows_tiers: bool = False
-    """Whether its lookups may be answered later, when a shared tier has been asked."""
+    """Whether the server may delay a lookup's answer until a shared tier has answered."""
     close_link: Callable[[], None] | None = None
     heard_s: float = field(default_factory=time.monotonic)
-    """When its last message came."""
+    """When its last message arrived."""
     on_end: Callable[[HotKVError], None] | None = None
     loaded_bytes: int = 0
     stored_bytes: int = 0
     prefill_tokens_per_s: float = 0.0
-    """As its engine has measured; 0 if it has not said."""
+    """Prefill speed that its engine measured; 0 if unknown."""
 
     def __repr__(self) -> str:
         return (
@@ -284,19 +293,19 @@ class LiveSession:
 
     @property
     def name(self) -> str:
-        """Its name in the log."""
+        """Returns its name for the log."""
         return f"session={self.record.number} engine={self.record.engine_id}"
 
     @property
     def has_arena(self) -> bool:
-        """Whether its link has handed out the arena."""
+        """Returns whether its link has passed the arena's descriptor."""
         return self.maps_arena and self.close_link is not None
 
     def group_index(self, named: int) -> int:
-        """The core's index of a group that this session names: its representations come after the
-        key space's groups.
+        """Returns the core's index of a group, given this session's number for it. A session
+        numbers its representations after the key space's groups.
 
-        Raises INVALID_FIELD; the core refuses negative numbers.
+        Raises INVALID_FIELD for a number that is too high. The core refuses negative numbers.
         """
         num_groups, kinds = len(self.key_space.groups), self.record.representations
         if named < num_groups:
@@ -310,7 +319,7 @@ class LiveSession:
         return kinds[named - num_groups]
 
     def named(self, group_index: int) -> int:
-        """The inverse of `group_index`."""
+        """Returns this session's number for a group of the core; the inverse of `group_index`."""
         if group_index < MAX_GROUPS:
             return group_index
         return len(self.key_space.groups) + self.record.representations.index(group_index)
@@ -323,15 +332,15 @@ class LiveSession:
             self.end(unread())
 
     def end(self, why: HotKVError) -> None:
-        """Ends its stream, and so the session."""
+        """Ends its stream, which closes the session."""
         if self.on_end is not None:
             self.on_end(why)
 
     def receive(self, handle_id: str, fd: int) -> None:
-        """Takes over a descriptor from the descriptor socket, also if it raises.
+        """Receives a descriptor from the descriptor socket and owns it, also if it raises.
 
-        Raises DUPLICATE_ID for a handle that has come before, ValueError for a fence that is too
-        short, OSError for one that can't be mapped.
+        Raises DUPLICATE_ID if the handle already has a descriptor, ValueError if a fence is too
+        short, OSError if it can't be mapped.
         """
         if handle_id in self.received_fds or (handle_id == FENCE_HANDLE and self.fence is not None):
             os.close(fd)
@@ -345,8 +354,8 @@ class LiveSession:
             self.received_fds[handle_id] = fd
 
     def take_files(self, handle_ids: Sequence[str]) -> dict[str, int]:
-        """Gives descriptors that have come to the caller. Raises UNKNOWN_HANDLE, and gives none, if
-        one has not."""
+        """Hands the handles' received descriptors to the caller. If a descriptor is missing, raises
+        UNKNOWN_HANDLE and keeps them all."""
         for handle_id in handle_ids:
             if handle_id not in self.received_fds:
                 raise HotKVError(
@@ -357,7 +366,7 @@ class LiveSession:
         return {handle_id: self.received_fds.pop(handle_id) for handle_id in handle_ids}
 
     def forget(self, handle_ids: Sequence[str]) -> None:
-        """Closes descriptors of a link that has failed, before anything is made of them."""
+        """Closes descriptors of a failed link, before anything uses them."""
         for handle_id in handle_ids:
             if handle_id == FENCE_HANDLE and self.fence is not None:
                 self.fence.close()
@@ -366,13 +375,13 @@ class LiveSession:
                 os.close(self.received_fds.pop(handle_id))
 
     def cancel_transfers(self) -> None:
-        """Asks all of its transfers to end early. From any thread."""
+        """Cancels all of its transfers. From any thread."""
         for job in list(self.jobs.values()):
             job.cancel()
 
     def check_fence(self, fence_index: int) -> None:
-        """Raises INVALID_FIELD unless a store with this fence index can be revoked; 0 stands for a
-        store that never is."""
+        """Raises INVALID_FIELD unless a store with this fence index can be revoked. 0 means that
+        the store is never revoked."""
         if not 0 <= fence_index < FENCE_WORDS:
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -393,8 +402,9 @@ class LiveSession:
             )
 
     def is_revoked(self, fence_index: int) -> bool:
-        """True if the engine has taken the store's blocks back, or could not have said so. Asked
-        after a copy and before its commit, so that no overwritten bytes are kept.
+        """Returns True if the engine has revoked the store, or could not have done so.
+
+        Call it after the copy and before the commit, so that overwritten bytes are not kept.
         """
         if not fence_index:
             return False
@@ -406,7 +416,7 @@ class LiveSession:
         )
 
     def release_memory(self) -> None:
-        """Unmaps its memory, closes descriptors that were never registered, and ends the link."""
+        """Unmaps its memory, closes descriptors that were never registered, and closes the link."""
         if self.memory is not None:
             self.memory.close()
             self.memory = None

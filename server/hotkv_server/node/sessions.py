@@ -1,8 +1,8 @@
-"""The open sessions of a node: from opening, over registered memory, to the end.
+"""The open sessions of a node, from opening, through registered memory, to closing.
 
-Always true: a key space is told of when it becomes known, and written down before anything of it is
-stored; a session that closes keeps its memory and leases until nothing touches them any more, and
-then gives all of it back. On the event loop; mappings are made on threads.
+Always true: a key space is announced when it becomes known, and saved before any of its blocks is
+stored. A closing session keeps its memory and leases until no transfer or read touches them, then
+releases them all. On the event loop; mappings are made on threads.
 """
 
 import asyncio
@@ -28,9 +28,12 @@ MAX_SESSIONS = 256
 
 
 class Sessions:
-    """See the module. Iterates over the open sessions. `save_state` writes new key spaces down;
-    `meet` lets tiers that nodes share say what they know of one; `run_effects` carries out what the
-    core's decisions call for."""
+    """Opens and closes sessions (see the module). Iterates over the open sessions.
+
+    save_state: saves new key spaces.
+    meet: asks tiers that nodes share about a key space.
+    run_effects: carries out the effects of the core's decisions.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class Sessions:
         return iter(list(self._open.values()))
 
     def get(self, secret_id: str) -> LiveSession:
-        """The open session with this secret id. Raises UNKNOWN_SESSION."""
+        """Returns the open session with this secret id. Raises UNKNOWN_SESSION."""
         session = self._open.get(secret_id)
         if session is None or session.closing:
             raise HotKVError(
@@ -80,8 +83,10 @@ class Sessions:
         *,
         hears_evictions: bool = True,
     ) -> LiveSession:
-        """Opens a session and writes its key space down. The holder of its secret id may use it.
-        Raises OVERLOADED, and as CacheCore.open_session."""
+        """Opens a session and saves its key space. Whoever presents its secret id may use it.
+
+        Raises OVERLOADED, and the errors of CacheCore.open_session.
+        """
         await self._removals.forget_for(key_space, representations)
         if len(self._open) >= MAX_SESSIONS:
             raise HotKVError(
@@ -114,8 +119,10 @@ class Sessions:
         return session
 
     async def declare(self, key_space: KeySpace) -> int:
-        """Makes a key space known that may have no session yet, and writes it down; returns its
-        number. Raises DRAINING, and as Catalog.register."""
+        """Registers a key space, with or without a session, and saves it. Returns its number.
+
+        Raises DRAINING, and the errors of Catalog.register.
+        """
         self._core.sessions.check_takes_new("takes no new key spaces")
         await self._removals.forget_for(key_space, ())
         is_new = not self._core.catalog.knows(key_space)
@@ -131,8 +138,8 @@ class Sessions:
             one.key_space_added(number, key_space)
 
     async def close(self, session: LiveSession) -> None:
-        """Cancels its transfers, waits until nothing touches its memory, then gives everything
-        back."""
+        """Cancels the session's transfers, waits until its memory is idle, then releases its
+        memory, pins and leases."""
         if session.closing:
             return
         session.closing = True
@@ -164,11 +171,12 @@ class Sessions:
     async def register_memory(
         self, session: LiveSession, layout: Layout, order: DeviceOrder = NO_ORDER
     ) -> tuple[OrderKind, str]:
-        """Maps and opens the memory of a session. Its files' descriptors must have come over the
-        descriptor socket.
+        """Maps and opens a session's memory. The descriptors of its files must have arrived over
+        the descriptor socket.
 
-        Returns how marks are made in this session, and, if less was taken than offered, the reason.
-        Raises INVALID_LAYOUT, INVALID_FIELD, DUPLICATE_ID, UNKNOWN_HANDLE, UNKNOWN_SESSION.
+        Returns how the session's marks are made, and, if the server accepted less than was offered,
+        the reason. Raises INVALID_LAYOUT, INVALID_FIELD, DUPLICATE_ID, UNKNOWN_HANDLE,
+        UNKNOWN_SESSION.
         """
         await self._prepare(session, layout)
         _check_first(session, layout)
@@ -196,13 +204,14 @@ class Sessions:
         return memory.order.kind, memory.order.message
 
     async def _prepare(self, session: LiveSession, layout: Layout) -> None:
-        """Checks the layout against the key space and makes its recipes. Raises INVALID_LAYOUT."""
+        """Checks the layout against the key space and computes its recipes. Raises
+        INVALID_LAYOUT."""
         try:
             kinds = self._core.catalog.record(session.record.key_space_id)
             representations = {
                 session.named(g): kinds.representation(g) for g in session.record.representations
             }
-            # In a thread: thousands of tensors take a while.
+            # In a thread: with thousands of tensors it takes long.
             await asyncio.to_thread(layout.prepare, session.key_space.groups, representations)
         except ValueError as error:
             raise HotKVError(Reason.INVALID_LAYOUT, f"layout.{error}") from error
@@ -210,8 +219,8 @@ class Sessions:
     async def _open_memory(
         self, session: LiveSession, layout: Layout, order: DeviceOrder, fds: dict[str, int]
     ) -> SessionMemory:
-        """As `open_session_memory`, on a thread; if the call is cancelled, what is being opened is
-        closed again."""
+        """Runs `open_session_memory` on a thread. If the call is cancelled, the memory is closed as
+        soon as it is open."""
         loop = asyncio.get_running_loop()
         opening = loop.run_in_executor(
             None,
@@ -226,7 +235,7 @@ class Sessions:
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            # The session's stream has broken meanwhile.
+            # The session's stream has broken during the wait.
             opening.add_done_callback(
                 lambda done: (
                     None if done.exception() else loop.run_in_executor(None, done.result().close)
@@ -236,7 +245,7 @@ class Sessions:
 
 
 def _check_first(session: LiveSession, layout: Layout) -> None:
-    """Raises if the session has memory already, or no link though the layout needs one."""
+    """Raises if the session already has memory, or lacks the link that its layout needs."""
     if session.memory is not None:
         raise HotKVError(
             Reason.DUPLICATE_ID,

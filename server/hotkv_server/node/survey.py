@@ -1,8 +1,8 @@
-"""Surveys all entries for those who watch the node: a census, and the map of the arena.
+"""Surveys all entries for observers of the node: a census, and the map of the arena.
 
-Always true: nobody waits for a survey of many entries. It is made in the background while somebody
-asks, in steps with breaks between them, so that it takes some BUSY_SHARE of the event loop's time
-while it is made and RESTING_SHARE in the long run. On the event loop only.
+Always true: a caller never waits for a survey of many entries. Such a survey runs in the
+background, in steps with pauses between them. It runs only when asked for. It uses about BUSY_SHARE
+of the event loop's time while it runs, and RESTING_SHARE in the long run. On the event loop only.
 """
 
 import asyncio
@@ -17,14 +17,18 @@ from hotkv_server.cache.inspect import ArenaMap, Census
 BUSY_SHARE = 0.2
 RESTING_SHARE = 0.05
 AT_ONCE_ENTRIES = 1 << 15
-"""So many entries are surveyed when somebody asks: some milliseconds."""
+"""Up to this many entries, a survey is made within the call: it takes some milliseconds."""
 FRESH_S = 0.5
-"""A survey that is younger is not made anew."""
+"""A survey younger than this is not repeated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was found, and when it was, in seconds of the core. `took_s`: of the event loop."""
+    """The result of a survey.
+
+    ended_s: when it ended, seconds of the core's clock.
+    took_s: time of the event loop that it took.
+    """
 
     census: Census
     arena: ArenaMap
@@ -33,7 +37,7 @@ class Survey:
 
 
 class LiveSurvey:
-    """Keeps the latest survey of a node, and makes a new one if it is asked for and old."""
+    """Keeps a node's latest survey. Makes another when it is asked for and the latest is old."""
 
     def __init__(self, core: CacheCore) -> None:
         self._core = core
@@ -46,8 +50,8 @@ class LiveSurvey:
         )
 
     def latest(self, now_s: float) -> Survey | None:
-        """The newest survey; None if the first one is still being made. Has another one made if it
-        is time."""
+        """Returns the latest survey; None until the first one is complete. Starts another survey if
+        the latest is old."""
         latest = self._latest
         if not self._is_idle:
             return latest
@@ -67,7 +71,7 @@ class LiveSurvey:
         return self._making is None or self._making.done()
 
     def close(self) -> None:
-        """Gives up a survey that is being made."""
+        """Cancels a survey in progress."""
         if self._making is not None:
             self._making.cancel()
 
@@ -76,7 +80,7 @@ class LiveSurvey:
             await asyncio.sleep(took_s * (1 / BUSY_SHARE - 1))
 
     def _make(self) -> Iterator[float]:
-        """Makes a survey, a step at a time: yields how long each took."""
+        """Makes a survey in steps. Yields the duration of each step."""
         sum_s, census, arena = 0.0, None, None
         began_s = time.perf_counter()
         for census in inspect.census(self._core):  # noqa: B007 - each has more of the same count
@@ -92,6 +96,6 @@ class LiveSurvey:
 
 
 def _raise(task: "asyncio.Task[None]") -> None:
-    """Raises what the task raised, so that the event loop's handler hears of it."""
+    """Raises the task's exception, so that the event loop's handler receives it."""
     if not task.cancelled():
         task.result()

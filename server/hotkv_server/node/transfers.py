@@ -1,8 +1,8 @@
-"""Loads and stores of a node: admitted, begun in the core, and ended there.
+"""Loads and stores of a node: checks them, begins them in the core, copies, and ends them there.
 
-Always true: a store's blocks are kept only if the engine has not revoked the store before it ends;
-one session's transfers are bounded in number and bytes, so that others always find room. On the
-event loop; bytes are moved by the copy engine's threads.
+Always true: a store's blocks are kept only if the engine has not revoked the store before its end.
+A session's transfers are bounded in number and bytes, so that other sessions find room. On the
+event loop; the copy engine's threads move bytes.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from hotkv_server.node.health import Health
 from hotkv_server.node.order import MarkGate
 from hotkv_server.node.session import LiveSession, SessionMemory
 
-# Timings: how long calls and transfers took and how large they were: histograms for metrics.
+# Timings: histograms of the durations of calls and transfers, and of transfers' sizes, for metrics.
 #
 # Always true: memory is fixed. On the event loop only.
 
@@ -46,11 +46,14 @@ LOAD, STORE = "load", "store"
 
 
 class Timings:
-    """How long calls and transfers took. Calls, in seconds from message to answer: `lookup_s`;
-    `lease_s`, reads from tiers included. Transfers: `ends` counts all by direction and outcome. Of
-    those that were done, `load_s` and `store_s` are seconds from call to end, waits included, and
-    `load_bytes` and `store_bytes` sizes. `wait_s`: how long copies waited for a thread or
-    device."""
+    """Durations and sizes of calls and transfers.
+
+    lookup_s, lease_s: seconds from message to answer; leases include reads from tiers.
+    ends: counts all transfers by direction and outcome.
+    load_s, store_s: seconds from call to end, waits included; only transfers that were done.
+    load_bytes, store_bytes: sizes of the same transfers.
+    wait_s: how long copies waited for a thread or a device.
+    """
 
     def __init__(self) -> None:
         self.lookup_s, self.lease_s = Histogram(SECONDS), Histogram(SECONDS)
@@ -63,8 +66,8 @@ class Timings:
         return f"Timings({self.lookup_s.count} lookups, {self.ends.total()} transfers)"
 
     def answered(self, times: Histogram, began_s: float, answer: Answer) -> Answer:
-        """Counts the time since `began_s` when there is an answer: now, or, if it is a task, when
-        that has ended. Returns it."""
+        """Counts the time from `began_s` to the answer. If `answer` is a task, that is when it
+        ends. Returns `answer`."""
         if isinstance(answer, asyncio.Task):
             answer.add_done_callback(lambda done: times.add(time.monotonic() - began_s))
         else:
@@ -80,7 +83,7 @@ class Timings:
         *,
         to_engine: bool,
     ) -> None:
-        """Counts a transfer that has ended. `waited_s`: None if no copy of it has begun."""
+        """Counts a transfer that has ended. `waited_s`: None if no copy began."""
         self.ends[LOAD if to_engine else STORE, outcome] += 1
         if waited_s is not None:
             self.wait_s.add(waited_s)
@@ -93,26 +96,26 @@ log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 30.0
 MARK_TIMEOUT_S = 600.0
-"""Longest wait for a mark: far above what an engine queues for its device."""
+"""Longest wait for a mark, far above the time of all work that an engine queues on its device."""
 CONDEMNED_MESSAGE = "a block's bytes are not those that were stored; it is dropped"
 MAX_TRANSFERS_OF_SESSION = 2048
-"""In flight at a time. A session also begins no transfer while its transfers have as many bytes as
-the arena, or, if the arena is smaller, MIN_INFLIGHT_BYTES."""
+"""Most transfers of a session in flight. A session also begins no transfer while the bytes of its
+transfers reach the size of the arena, or MIN_INFLIGHT_BYTES if that is larger."""
 MIN_INFLIGHT_BYTES = 1 << 30
 TRANSFER_BYTES, RUN_BYTES, BLOCK_BYTES = 2048, 1024, 40
-"""About what is kept of a transfer until it ends, besides its message: for itself, for each run,
-for each block."""
+"""Estimated memory that a transfer uses until it ends, without its message: for the transfer, for
+each run, for each block."""
 
 
 class Deadline:
-    """The deadline of a transfer: cancels a job that is late, and says so in `message`.
+    """The deadline of a transfer: cancels a late job, and explains it in `message`.
 
-    Always true: a transfer that waits for the engine's own device is not late; its timeout begins
-    when the mark has passed, or at once if there is none. On the event loop, but for `mark_passed`.
+    Always true: waiting for the engine's device does not make a transfer late. Its timeout begins
+    when the mark has passed, or at once without a mark. On the event loop, except `mark_passed`.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: 0 for the default."""
+        """Makes a deadline. `timeout_s`: 0 for the default."""
         self.message = ""
         self._timeout_s = timeout_s or DEFAULT_TIMEOUT_S
         self._loop = asyncio.get_running_loop()
@@ -120,7 +123,7 @@ class Deadline:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, job: CopyJob, *, has_mark: bool) -> None:
-        """Watches the job from now on."""
+        """Watches the job from this call on."""
         self._job = job
         if has_mark:
             self._timer = self._loop.call_later(
@@ -130,11 +133,11 @@ class Deadline:
             self._start()
 
     def mark_passed(self) -> None:
-        """Begins the transfer's own time. From any thread."""
+        """Begins the transfer's timeout. From any thread."""
         self._loop.call_soon_threadsafe(self._start)
 
     def end(self) -> None:
-        """Stops watching: the job has ended."""
+        """Stops watching, because the job has ended."""
         self._job = None
         if self._timer is not None:
             self._timer.cancel()
@@ -156,13 +159,16 @@ class Deadline:
 BlockIds = Sequence[NDArray[np.int64]]
 """Block ids in the engine's memory, one array a run."""
 Finish = Callable[[Outcome, int], list[NDArray[np.uint8]]]
-"""Ends a transfer in the core, given how it went and the bytes moved; returns the results a run."""
+"""Ends a transfer in the core, given its outcome and the bytes moved. Returns results, one array a
+run."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransferEnd(TransferResult):
-    """How a transfer ended. `copy_began_s`, `copy_ended_s`: by the monotonic clock; the former is
-    None if no byte was copied."""
+    """How a transfer ended. Times are of the monotonic clock.
+
+    copy_began_s: None if no byte was copied.
+    """
 
     copy_began_s: float | None = None
     copy_ended_s: float = 0.0
@@ -170,9 +176,12 @@ class TransferEnd(TransferResult):
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What all transfers of a node use. `kept_bytes`: account of what transfers keep until they
-    end; `run_effects` carries out what the core's decisions call for; `timings` counts their
-    ends."""
+    """Parts that all transfers of a node share.
+
+    kept_bytes: account of the memory that transfers use until they end.
+    run_effects: carries out the effects of the core's decisions.
+    timings: counts the transfers' ends.
+    """
 
     core: CacheCore
     arena: Region
@@ -186,8 +195,11 @@ class Means:
 
 @dataclass(frozen=True, slots=True)
 class TransferCall:
-    """What a call asks for. Nothing moves before `gate` has passed, if there is one. `kept_bytes`:
-    about what is kept of the transfer until it ends."""
+    """The checked arguments of a transfer call.
+
+    gate: nothing moves before it has passed; None for no gate.
+    kept_bytes: estimated memory that the transfer uses until it ends.
+    """
 
     session: LiveSession
     transfer_id: str
@@ -199,12 +211,13 @@ class TransferCall:
 
 
 class Transfer:
-    """One transfer, from its plan to its answer. `finish` is called once; `after_copy` in a copy
-    thread, when all has been copied: if it raises, the transfer has failed.
+    """One transfer, from its plan to its answer.
 
-    Always true: the answer comes only when nothing touches the transfer's memory any more; a load
-    copies no block that has not been compared, and has failed if one was condemned meanwhile; the
-    core's books hear of the end exactly once, also if the plan can't be made.
+    finish: called exactly once, also if the plan can't be made.
+    after_copy: called in a copy thread when all bytes are copied; if it raises, the transfer fails.
+
+    Always true: the answer comes after the last access to the transfer's memory. A load copies only
+    blocks that have been compared, and fails if one of them is condemned before it ends.
     """
 
     def __init__(
@@ -233,14 +246,14 @@ class Transfer:
         return f"Transfer({word} {self._call.transfer_id!r}, {self._job!r})"
 
     def start(self, slots: Sequence[SlotRun]) -> "asyncio.Future[TransferEnd]":
-        """Starts a transfer that the core has begun with these slots. The future is done when
-        nothing touches its memory any more."""
+        """Starts a transfer that the core has begun with these slots. The future is done after the
+        last access to its memory."""
         means, call = self._means, self._call
         self._slots = slots
         try:
             plans = self._plans()
         except BaseException:
-            # The core has begun the transfer; it must not stay in its books.
+            # The core has begun the transfer: end it there, too.
             self._finish(Outcome.FAILED, 0)
             raise
         self._job = job = CopyJob(plans, self._copied, call.gate, self._owner)
@@ -277,7 +290,7 @@ class Transfer:
     def _judged(
         self, cases: Sequence[Case], judging: "asyncio.Future[list[NDArray[np.bool_]]]"
     ) -> None:
-        """Submits the copy if all blocks agree with their check values."""
+        """Submits the copy if all blocks match their check values."""
         assert self._job is not None, "blocks are judged after the start"
         if (error := judging.exception()) is not None:
             self._ended(Outcome.FAILED, f"{type(error).__name__}: {error}")
@@ -287,7 +300,7 @@ class Transfer:
             self._means.copy_engine.submit(self._job)
 
     def _copied(self, outcome: Outcome, message: str) -> None:
-        """The job has ended. From a copy thread."""
+        """Handles the end of the job. From a copy thread."""
         try:
             if self._after_copy is not None and outcome is Outcome.DONE:
                 self._after_copy()
@@ -296,7 +309,7 @@ class Transfer:
         self._loop.call_soon_threadsafe(self._ended, outcome, message)
 
     def _ended(self, outcome: Outcome, message: str) -> None:
-        """Gives back what the transfer kept, tells the core, and answers."""
+        """Releases the transfer's bookkeeping, ends it in the core, and answers."""
         call, job, copy_ended_s = self._call, self._job, time.monotonic()
         assert job is not None, "a transfer ends after its start"
         call.deadline.end()
@@ -325,7 +338,7 @@ class Transfer:
             )
 
     def _verdict(self, outcome: Outcome, message: str) -> tuple[Outcome, str]:
-        """The outcome and message, FAILED if what was copied can't be relied on."""
+        """Returns the outcome and message: FAILED if the copied bytes can't be relied on."""
         call = self._call
         if self._means.health.breach:
             return Outcome.FAILED, "the server ends: its books can't be trusted"
@@ -339,8 +352,11 @@ class Transfer:
 
 
 class Transfers:
-    """See the module. `run_effects`: carries out what the core's decisions call for. `timings`:
-    counts their ends."""
+    """Starts and cancels the loads and stores of a node (see the module).
+
+    run_effects: carries out the effects of the core's decisions.
+    timings: counts the transfers' ends.
+    """
 
     def __init__(
         self,
@@ -383,7 +399,7 @@ class Transfers:
         self._sums.close()
 
     def cancel(self, session: LiveSession, transfer_id: str) -> bool:
-        """Asks a transfer to end early; False if it has ended."""
+        """Cancels a transfer. Returns False if it has ended."""
         job = session.jobs.get(transfer_id)
         if job is None:
             return False
@@ -401,9 +417,10 @@ class Transfers:
         after: DeviceMark | None = None,
         message_bytes: int = 0,
     ) -> "asyncio.Future[TransferEnd]":
-        """Starts a load. The future is done when nothing is written any more.
+        """Starts a load. The future is done after the last write to the engine's memory.
 
-        `after`: nothing is written before this mark has passed. `message_bytes`: of the request.
+        after: nothing is written before this mark has passed.
+        message_bytes: size of the request's message.
         """
         groups = [run.group_index for run in runs]
         call = self._admit(session, transfer_id, groups, block_ids, timeout_s, after, message_bytes)
@@ -434,10 +451,11 @@ class Transfers:
         message_bytes: int = 0,
     ) -> "asyncio.Future[TransferEnd]":
         """Makes room for a store, then starts it. The future is done when the blocks are committed
-        or refused and nothing is read any more.
+        or refused, after the last read of the engine's memory.
 
-        `contents`: one a run, for events; or none. `after`: nothing is read before this mark has
-        passed. `message_bytes`: of the request.
+        contents: one a run, for events; or empty.
+        after: nothing is read before this mark has passed.
+        message_bytes: size of the request's message.
         """
         groups = [run.group_index for run in runs]
         call = self._admit(session, transfer_id, groups, block_ids, timeout_s, after, message_bytes)
@@ -469,7 +487,7 @@ class Transfers:
 
         take_sums = partial(self._take_sums, session.record.key_space_id, shard_index, slots, sums)
         try:
-            # Others were served while room was made.
+            # Other tasks ran while room was made: check again.
             self._check_room(session, call.kept_bytes)
             _usable_memory(session, block_ids, groups)
         except HotKVError:
@@ -487,8 +505,8 @@ class Transfers:
         after: DeviceMark | None,
         message_bytes: int,
     ) -> TransferCall:
-        """Checks a call and its bounds; its deadline and gate are made, and nothing is taken yet.
-        Raises HotKVError."""
+        """Checks a call and its bounds, and makes its deadline and gate. Reserves nothing. Raises
+        HotKVError."""
         kept_bytes = message_bytes + _plan_bytes(block_ids)
         self._check_room(session, kept_bytes)
         memory = _usable_memory(session, block_ids, groups)
@@ -497,7 +515,7 @@ class Transfers:
         return TransferCall(session, transfer_id, memory, block_ids, deadline, gate, kept_bytes)
 
     def _check_room(self, session: LiveSession, kept_bytes: int) -> None:
-        """Raises OVERLOADED if the session has as much under way as one alone may have."""
+        """Raises OVERLOADED if the session has as much in flight as a session may have."""
         owner = self._core.sessions.owner(session.record)
         if kept_bytes > self.kept_bytes.room(owner):
             raise HotKVError(
@@ -517,8 +535,8 @@ class Transfers:
     def _take_sums(
         self, key_space_id: int, shard_index: int, slots: Sequence[SlotRun], sums: list[Sums]
     ) -> None:
-        """Takes the sums of what a store has written, for check values. In the copy thread that
-        wrote last."""
+        """Computes the sums of the bytes that a store has written, for check values. In the copy
+        thread that wrote last."""
         stride, record = self._core.config.check_stride, self._core.catalog.record(key_space_id)
         for run in slots if stride else ():
             shard_bytes = record.shape(run.group_index).shard_bytes
@@ -545,7 +563,7 @@ def _check_lengths(runs: Sequence[Run], block_ids: BlockIds) -> None:
 
 
 def _plan_bytes(block_ids: BlockIds) -> int:
-    """About what is kept of a transfer besides its message."""
+    """Estimates the memory that a transfer uses besides its message."""
     return (
         TRANSFER_BYTES
         + RUN_BYTES * len(block_ids)
@@ -556,7 +574,7 @@ def _plan_bytes(block_ids: BlockIds) -> int:
 def _usable_memory(
     session: LiveSession, block_ids: BlockIds, groups: Sequence[int]
 ) -> SessionMemory:
-    """The session's memory, checked against the block ids and groups of a transfer."""
+    """Returns the session's memory, after checking it for a transfer's block ids and groups."""
     if session.closing:
         raise HotKVError(Reason.UNKNOWN_SESSION, "session_id is closing")
     if session.memory is None:
