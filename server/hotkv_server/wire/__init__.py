@@ -1,1 +1,2 @@
-"""The only package of the server that sees protobuf: one thin file per service."""
+"""The server's gRPC side: one thin file per service. Only this package and a few modules that an
+import contract names see protobuf types."""

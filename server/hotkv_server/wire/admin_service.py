@@ -1,6 +1,4 @@
-"""AdminService: tells what the server says of itself; explains, evicts, flushes and drains for
-operators.
-"""
+"""AdminService: reports figures, explains prompts, evicts, flushes and drains, for operators."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -27,22 +25,21 @@ from hotkv_server.told.kernel import all_topics
 from hotkv_server.wire.edge import of_groups, prompt_hashes
 from hotkv_server.wire.errors import answer, stream
 
-# Explain: says of each block of a prompt where it lies and whether it would hit, and if not, why.
+# Explain: says for each block of a prompt where it lies, whether it would hit, and if not, why.
 #
-# The cache is asked on the event loop, which takes a moment; hashing and the wording of the answer
-# run on a thread.
+# The cache is queried on the event loop, which is quick. Hashing and wording run on a thread.
 
 
 HITS = (admin_pb2.BLOCK_VERDICT_READY, admin_pb2.BLOCK_VERDICT_BELOW)
 """Verdicts of blocks that would hit."""
 HOST = "host"
 MAX_BLOCKS = 1 << 16
-"""Most blocks of one answer, over all key spaces."""
+"""Most blocks of an answer, over all key spaces."""
 
 
 async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
-    """Explains the prompt in the key space asked about, or in all whose hashes can be computed; or
-    the latest prompts of a session."""
+    """Explains a prompt in the requested key space, or in all whose hashes can be computed; or
+    explains the latest prompts of a session."""
     prompts = _of_session(node, request) if request.session_id else _of_prompt(node, request)
     response = admin_pb2.ExplainResponse()
     room = MAX_BLOCKS
@@ -50,7 +47,7 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
         try:
             space = node.core.key_space(number)
             hashes = await asyncio.to_thread(prompt_hashes, space, packed, token_ids)
-            # It may have been forgotten meanwhile.
+            # The key space may have been forgotten since.
             node.core.key_space(number)
         except HotKVError:
             if request.key_space_id:
@@ -90,7 +87,8 @@ async def explain(node: Node, request: admin_pb2.ExplainRequest) -> admin_pb2.Ex
 
 
 Prompt = tuple[str, int, bytes, bytes]
-"""Tenant of the session that has it, key space, packed hashes, packed token ids."""
+"""Tenant of the session (empty for a given prompt), key space id, packed hashes, packed token
+ids."""
 
 
 def _of_prompt(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
@@ -104,7 +102,7 @@ def _of_prompt(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
 
 
 def _of_session(node: Node, request: admin_pb2.ExplainRequest) -> list[Prompt]:
-    """The latest prompts of the sessions of this name."""
+    """Returns the latest prompts of the sessions with this name."""
     if request.hashes or request.token_ids:
         raise HotKVError(Reason.INVALID_FIELD, "session_id: give it without a prompt")
     return [
@@ -123,7 +121,7 @@ def _explain(
     lying: Sequence[Lying],
     num_tokens: int,
 ) -> None:
-    """Words the answer. Filled in place: to copy a message of this size would hold the GIL."""
+    """Writes the explanation into the response: copying a message this large would hold the GIL."""
     masks, tiers = [], [_tiers(group, index, lying) for index, group in enumerate(found)]
     for index, group in enumerate(found):
         is_ready = (group.words != 0) & (group.words < RESERVED_FLAG)
@@ -170,7 +168,8 @@ def _explain(
 
 
 def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> NDArray[np.int64]:
-    """The first tier in which each block [n] of a group lies, -1 for none or host memory."""
+    """Returns, for each block [n] of a group, the index of the first tier in which it lies; -1 if
+    it is in host memory or in no tier."""
     first = np.full(len(group.words), -1, np.int64)
     for number, one in reversed(list(enumerate(lying))):
         first[one.masks[index]] = number
@@ -181,7 +180,7 @@ def _tiers(group: inspect.PromptBlocks, index: int, lying: Sequence[Lying]) -> N
 def _loads(
     space: KeySpace, lying: Sequence[Lying], tiers: list[NDArray[np.int64]], hit: int
 ) -> Iterator[admin_pb2.TierLoad]:
-    """What the hit needs from each tier."""
+    """Yields the load that the hit needs from each tier."""
     needed = needed_blocks(space.groups, hit)
     for number, one in enumerate(lying):
         counts = [
@@ -203,8 +202,8 @@ def _loads(
 def _limiting_group(
     space: KeySpace, masks: list[NDArray[np.bool_]], hit: int, num_tokens: int
 ) -> int:
-    """The first group that misses a block which one aligned step more would need; -1 if the whole
-    prompt hits."""
+    """Returns the first group that lacks a block needed to hit one aligned step more; -1 if the
+    whole prompt hits."""
     groups = space.groups
     step = max(group.block_tokens for group in groups)
     if hit + step > num_tokens:
@@ -232,13 +231,13 @@ def _summary(
     return f"{hit} of {num_tokens} tokens hit; group {limiting} stops there: {why}"
 
 
-# WatchRequests: the requests that engines report, as they come.
+# WatchRequests: streams the requests that engines report.
 
 
 def watch_requests(
     node: Node, request: admin_pb2.WatchRequestsRequest, context: Any
 ) -> AsyncIterator[admin_pb2.WatchRequestsResponse]:
-    """Streams reports of one key space, or of all if the request names none."""
+    """Streams reports of a key space, or of all key spaces if the request names none."""
 
     def message(value: WatchedReport) -> admin_pb2.WatchedRequest | None:
         if request.key_space_id not in (0, value.key_space_id):
@@ -254,7 +253,7 @@ def watch_requests(
 
 
 def _watched_request(value: WatchedReport) -> admin_pb2.WatchedRequest:
-    """One reported request on the wire."""
+    """Returns the wire message of a reported request."""
     return admin_pb2.WatchedRequest(
         key_space_id=value.key_space_id,
         hashes=packed_words(value.report.hashes, value.hash_bytes),
@@ -269,7 +268,7 @@ def _watched_request(value: WatchedReport) -> admin_pb2.WatchedRequest:
 
 
 MAX_TOLD = MAX_MESSAGE_BYTES - (1 << 10)
-"""Most characters of an answer: names are ASCII as nearly always."""
+"""Most characters of an answer. Names are nearly always ASCII: a byte each."""
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):

@@ -1,4 +1,5 @@
-"""Calls that the session stream and CacheService share: message in, message out, on a session."""
+"""The calls that the session stream and CacheService share: message in, message out, for a
+session."""
 
 import asyncio
 import os
@@ -37,7 +38,7 @@ def _hash_lists(session: LiveSession, messages: Sequence[cache_pb2.GroupHashes])
 
 
 def block_runs(session: LiveSession, messages: Sequence[cache_pb2.BlockRun]) -> list[Run]:
-    """Chains of blocks as the cache takes them. Raises HotKVError."""
+    """Reads chains of blocks from the wire. Raises HotKVError."""
     named = cache.read_runs(messages, session.key_space.hash_bytes, session.group_index)
     return [Run(*one) for one in named]
 
@@ -45,16 +46,19 @@ def block_runs(session: LiveSession, messages: Sequence[cache_pb2.BlockRun]) -> 
 def lookup(
     node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
 ) -> "cache_pb2.LookupResponse | asyncio.Task[cache_pb2.LookupResponse]":
-    """Says which blocks are ready or can be brought in, later if a tier must be asked. Without a
-    session the request must name its key space."""
+    """Looks up which blocks are ready or can be promoted. Returns a task if a tier must answer
+    first.
+
+    Without a session, the request must name its key space.
+    """
     began_s = time.monotonic()
     number = request.key_space_id or (session.record.key_space_id if session else 0)
     if number == 0:
         raise HotKVError(
             Reason.INVALID_FIELD, "key_space_id is 0 and session_id is empty; give one of them"
         )
-    # A session has representations only in its own key space; elsewhere a group index is the
-    # core's.
+    # A session declares representations only in its own key space. In any other key space, a
+    # group index is the core's.
     is_own = session is not None and number == session.record.key_space_id
     if node.has_tenants and not is_own:
         raise _hidden(session, number)
@@ -91,7 +95,7 @@ def _lookup(
 async def _lookup_later(
     node: Node, session: LiveSession, request: cache_pb2.LookupRequest, groups: list[HashList]
 ) -> cache_pb2.LookupResponse:
-    """The same when shared tiers have said what they have, or the time is up."""
+    """Does the same after shared tiers have answered, or after a bounded time."""
     assert node.tiers is not None
     key_space_id = session.record.key_space_id
     await node.tiers.lookups.ask(session, key_space_id, groups)
@@ -99,8 +103,10 @@ async def _lookup_later(
 
 
 def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
-    """The refusal of another key space than the session's own, if there are tenants: as if it did
-    not exist, and without looking whether it does."""
+    """Returns the refusal of a key space that is not the session's own, if there are tenants.
+
+    It does not reveal whether the key space exists, and does not check.
+    """
     if session is None:
         return HotKVError(
             Reason.UNAUTHENTICATED,
@@ -113,8 +119,8 @@ def _hidden(session: LiveSession | None, key_space_id: int) -> HotKVError:
 
 
 def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError) -> HotKVError:
-    """The refusal of a lease. If there are tenants, another engine's lease is refused as if it did
-    not exist."""
+    """Returns the refusal of a lease. If there are tenants, another engine's lease is refused as
+    unknown."""
     if error.reason is not Reason.FOREIGN_LEASE or not node.has_tenants:
         return error
     rights_log.warning("refused %s: %s", session.name, error)
@@ -127,8 +133,10 @@ def _of_lease(node: Node, session: LiveSession, lease_id: str, error: HotKVError
 def acquire(
     node: Node, session: LiveSession, request: cache_pb2.AcquireLeaseRequest
 ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
-    """Pins ready blocks, later if some must come up from a tier first. Tells a session that has the
-    arena where they lie, later if they must be compared first."""
+    """Pins ready blocks. A session that has the arena can also ask for their offsets.
+
+    Returns a task if blocks must first be promoted from a tier, or compared.
+    """
     began_s = time.monotonic()
     if request.wants_offsets and not session.has_arena:
         raise HotKVError(
@@ -156,8 +164,8 @@ async def _acquire_later(
     lease_id: str,
     groups: list[HashList],
 ) -> cache_pb2.AcquireLeaseResponse:
-    """The same when what lies below has come up, or nobody waits for it any more. Nothing is pinned
-    that may be of before a flush on another node."""
+    """Does the same after the blocks below have been promoted, or after a bounded time. Pins no
+    block that may be older than a flush on another node."""
     assert node.tiers is not None
     held = await node.tiers.bring_up(session, groups)
     try:
@@ -171,8 +179,8 @@ async def _acquire_later(
 async def unless_flushed(
     node: Node, session: LiveSession, groups: list[HashList]
 ) -> list[HashList]:
-    """The lists, if blocks in host memory may be granted now; else lists of as many hashes of no
-    block."""
+    """Returns the lists if blocks in host memory may be granted; otherwise lists of random hashes,
+    of the same lengths, that match no block."""
     key_space_id = session.record.key_space_id
     if node.tiers is None or await node.tiers.epochs.wait_to_serve(key_space_id):
         return groups
@@ -192,7 +200,7 @@ def _acquire(
     lease_id: str,
     groups: list[HashList],
 ) -> "cache_pb2.AcquireLeaseResponse | asyncio.Task[cache_pb2.AcquireLeaseResponse]":
-    """Pins what is ready now."""
+    """Pins the blocks that are ready at this moment."""
     ttl_s = fields.seconds("ttl_ms", request.ttl_ms)
     grant = node.core.acquire(session.record.number, lease_id, groups, ttl_s, time.monotonic())
     if not request.wants_offsets:
@@ -288,7 +296,7 @@ async def store(
 
 
 async def report_use(node: Node, session: LiveSession, request: session_pb2.ReportUse) -> None:
-    """Notes the requests and blocks that an engine reports."""
+    """Records the requests and blocks that an engine reports."""
     num_hashes = (
         sum(len(one.hashes) for one in request.requests)
         + sum(len(one.hashes) for one in request.ended)
@@ -330,7 +338,7 @@ async def flush(node: Node, session: LiveSession) -> session_pb2.Flushed:
 def cancel(
     node: Node, session: LiveSession, request: cache_pb2.CancelTransferRequest
 ) -> cache_pb2.CancelTransferResponse:
-    """Asks a transfer to end early."""
+    """Cancels a transfer."""
     return cache_pb2.CancelTransferResponse(
         found=node.transfers.cancel(session, request.transfer_id)
     )

@@ -1,10 +1,10 @@
 """The descriptor socket: issues tickets, receives engine memory, and sends read-only descriptors of
 arena and table, by SCM_RIGHTS. docs/wire.md has its protocol.
 
-The user of a peer is known by SO_PEERCRED; it must be an allowed user or one of a tenant's. A peer
-asks for a ticket, which proves its user in a session, or links a session. Always true: the server
-closes a link only when nothing touches the session's memory any more, and the kernel closes it when
-this process dies; so the end of a link tells the client that its memory is its own again.
+SO_PEERCRED gives the peer's user, who must be an allowed user or a tenant's. A peer asks for a
+ticket, which proves its user in a session, or links a session. Always true: the server closes a
+link only after the last access to the session's memory, and the kernel closes it when this process
+dies. So the end of a link tells the client that it may reuse its memory.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ MAX_PENDING_OF_USER = 256
 REQUEST_TIMEOUT_S = 10.0
 ACCEPT_PAUSE_S = 0.5
 SPARE_DESCRIPTORS = 256
-"""Descriptors that are kept for connections and not used for clients' memory; at most a quarter of
-the process's limit."""
+"""Descriptors reserved for connections; clients' memory can't use them. At most a quarter of the
+process's limit."""
 
 
 def _resolve(future: "asyncio.Future[None]") -> None:
@@ -49,9 +49,12 @@ def _resolve(future: "asyncio.Future[None]") -> None:
 
 
 class DescriptorServer:
-    """Listens on `path`; serves tickets and links until closed. `allowed_uids`: users that may link
-    though no tenant lists them. `arena_writers`: users whose arena is writable, if they may map
-    it. Both may be replaced, for links to come."""
+    """Listens on `path`, and serves tickets and links until closed.
+
+    allowed_uids: users that may link even if no tenant lists them.
+    arena_writers: users who get a writable arena, if they may map it.
+    Both can be replaced; a change affects later links only.
+    """
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class DescriptorServer:
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Stops listening; links of live sessions stay."""
+        """Stops listening. Links of live sessions stay open."""
         if self._paused is not None:
             self._paused.cancel()
         self._loop.remove_reader(self._listener.fileno())
@@ -101,7 +104,7 @@ class DescriptorServer:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            # Out of descriptors: the next attempt would fail as well, at once and for ever.
+            # Out of descriptors: an immediate retry would fail again, in an endless loop.
             log.error(
                 "descriptor socket: can't accept, tries again in %.1f s: %s", ACCEPT_PAUSE_S, error
             )
@@ -153,7 +156,7 @@ class DescriptorServer:
             self._loop.remove_reader(connection.fileno())
 
     def _answer(self, connection: socket.socket, peer: Peer) -> bool:
-        """Answers one request; True if the connection is now a session's link."""
+        """Answers a request. Returns True if the connection has become a session's link."""
         fds: list[int] = []
         kept: set[int] = set()
         try:
@@ -218,8 +221,8 @@ class DescriptorServer:
     def _take(
         self, session: LiveSession, request: session_pb2.LinkRequest, fds: list[int], kept: set[int]
     ) -> None:
-        """Hands the descriptors to the session, all or none of them. Adds to `kept` those that it
-        owns now."""
+        """Hands all of the descriptors to the session, or none. Adds to `kept` the descriptors that
+        the session owns."""
         if len(request.handle_ids) != len(fds) or len(set(request.handle_ids)) != len(fds):
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -250,7 +253,7 @@ class DescriptorServer:
             raise HotKVError(Reason.INVALID_FIELD, "the packet is no LinkRequest") from error
 
     def _send(self, connection: socket.socket, session: LiveSession, peer: Peer) -> None:
-        """Sends descriptors of what the session may map, and no others."""
+        """Sends the descriptors that the session may map, and only these."""
         writes_arena = session.maps_arena and peer.uid in self.arena_writers
         arena, table = self._node.memory.open_for_engine(writes_arena)
         try:

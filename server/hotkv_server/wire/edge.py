@@ -1,5 +1,5 @@
-"""What the services of a listener share: what they know of it, the calls as capabilities serve
-them, and prompts that a call names.
+"""Shared by a listener's services: the listener's objects, the calls as capabilities serve them,
+and the prompts that a call names.
 """
 
 import asyncio
@@ -24,13 +24,16 @@ from hotkv_server.wire import calls
 from hotkv_server.wire.guard.limits import Guests, Pace
 
 MAX_SELECT_STREAMS = 64
-"""Streams of selections on one listener; they count in the bound of all calls."""
+"""Most selection streams on a listener. The bound of all calls includes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One listener. `identify`: what the peer of a call has proven, given its message, which may
-    have a ticket, and its context; raises HotKVError for a proof that is of no use."""
+    """One listener.
+
+    identify: given a call's message, which may hold a ticket, and its context, returns the peer
+        with its proofs. Raises HotKVError for an invalid proof.
+    """
 
     node: Node
     access: AccessControl
@@ -41,13 +44,13 @@ class Edge:
 
 
 def full_name(module: Any, service: str) -> str:
-    """The name of a service of a generated module, with its package."""
+    """Returns the full name of a generated module's service, with its package."""
     return str(module.DESCRIPTOR.services_by_name[service].full_name)
 
 
 class Calls(Protocol):
-    """The calls that a capability may serve in its own way, such as with spans around them: the
-    module `calls` has them."""
+    """The calls that a capability may wrap, for example with spans. The module `calls` implements
+    them."""
 
     def lookup(
         self, node: Node, session: LiveSession | None, request: cache_pb2.LookupRequest
@@ -64,19 +67,21 @@ class Calls(Protocol):
 
 
 def calls_of(node: Node) -> Calls:
-    """The calls as this node serves them."""
+    """Returns the calls, wrapped by this node's capabilities."""
     served: Calls = calls
     for one in node.capabilities:
         served = one.traced(served)
     return served
 
 
-# Prompts: those that a call names by their hashes or by their tokens.
+# Prompts: named in a call by their hashes or by their tokens.
 
 
 def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
-    """Words [n, 8], one for each full hash block: `hashes`, or those of `token_ids`, packed int32.
+    """Returns words [n, 8], one row for each full hash block.
 
+    hashes: packed hashes; if empty, they are computed from the tokens.
+    token_ids: packed int32.
     Takes long for long prompts. Raises INVALID_HASH, or INVALID_FIELD if the key space's hashes
     can't be computed from tokens.
     """
@@ -95,7 +100,7 @@ def prompt_hashes(space: KeySpace, hashes: bytes, token_ids: bytes) -> Words:
 
 
 def of_groups(space: KeySpace, hashes: Words) -> list[HashList]:
-    """A prompt's blocks in each group, by the last hash of each block."""
+    """Returns a prompt's blocks in each group. A block's hash is its last hash block's."""
     steps = [group.block_tokens // space.hash_block_tokens for group in space.groups]
     return [
         HashList(index, np.ascontiguousarray(hashes[step - 1 :: step]))

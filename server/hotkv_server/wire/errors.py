@@ -1,8 +1,7 @@
-"""How calls end: refusals of calls, one table from reasons to canonical gRPC codes, and server
-streams over a feed.
+"""How calls end: refusals, the table from reasons to gRPC codes, and server streams over a feed.
 
-Each refusal is counted by reason, and logged if it is about rights. The lines of that log are
-bounded: a client that is refused a thousand times a second fills no disk.
+Each refusal is counted by reason. Refusals about rights are logged, at a bounded rate: a client
+refused a thousand times a second can't fill the disk.
 """
 
 import logging
@@ -44,7 +43,7 @@ CODES: dict[Reason, grpc.StatusCode] = {
     Reason.RESIDENCY_TOO_LARGE: grpc.StatusCode.FAILED_PRECONDITION,
     Reason.UNKNOWN_RESIDENCY: grpc.StatusCode.NOT_FOUND,
 }
-"""Total over `Reason`; a test proves it."""
+"""Covers every `Reason`; a test proves it."""
 
 ABOUT_RIGHTS = frozenset(
     {
@@ -56,14 +55,14 @@ ABOUT_RIGHTS = frozenset(
         Reason.UNKNOWN_HANDLE,
     }
 )
-"""Reasons for which a peer without rights is refused; each is logged with the peer."""
+"""Reasons that refuse a peer without rights. Each such refusal is logged with the peer."""
 MAX_LINES_PER_S = 50
 
 Answer = TypeVar("Answer", bound=Message)
 
 
 class _Throttle(logging.Filter):
-    """Lets at most `lines_per_s` lines a second through."""
+    """Passes at most `lines_per_s` lines a second."""
 
     def __init__(self, lines_per_s: int) -> None:
         super().__init__()
@@ -90,8 +89,10 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(_is_of_the_server)
 
 
 def as_refusal(node: Node, error: Exception, who: str) -> HotKVError:
-    """Returns the refusal for any exception: itself, or INTERNAL for a defect, which is logged
-    here. `who`: the caller, for the log."""
+    """Returns the refusal for any exception: the exception itself, or INTERNAL for a defect.
+
+    Logs defects and refusals about rights. `who`: the caller, for the log.
+    """
     if isinstance(error, HotKVError):
         refusal = error
     else:
@@ -116,17 +117,17 @@ async def abort(context: Any, error: HotKVError) -> NoReturn:
 
 
 async def answer(node: Node, context: Any, call: Callable[[], Awaitable[Answer]]) -> Answer:
-    """Runs a unary call; the edge where exceptions become codes."""
+    """Runs a unary call. This is the edge that turns exceptions into codes."""
     try:
         return await call()
     except Exception as error:  # noqa: BLE001 The edge of unary calls: every failure is an answer.
         await abort(context, as_refusal(node, error, f"peer={context.peer()}"))
 
 
-# Streams over a feed: the part that both kinds share.
+# Streams over a feed: shared by both kinds of server stream.
 #
-# The first answer is empty and says that reading has begun. A reader that is too slow misses items
-# and is told how many.
+# The first answer is empty: it says that reading has begun. A reader that is too slow misses items
+# and learns how many it missed.
 
 
 Item = TypeVar("Item", bound=Measured)
@@ -145,9 +146,10 @@ async def stream(
     message: Callable[[Item], Part | None],
     response: Callable[[list[Part], int], Response],
 ) -> AsyncIterator[Response]:
-    """Answers until the client ends the call; refuses an unknown key space.
+    """Answers until the client ends the call. Refuses an unknown key space.
 
-    `message` puts an item on the wire; None for an item that the client did not ask for.
+    message: returns the wire message of an item; None if the client did not ask for it.
+    response: makes an answer of messages and the number of lost items.
     """
     try:
         if key_space_id:

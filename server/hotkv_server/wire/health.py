@@ -1,9 +1,9 @@
-"""Health checking as gRPC's own service (grpc.health.v1). A watcher that does not read holds up
-nobody.
+"""Health checking by gRPC's standard service (grpc.health.v1). A watcher that does not read blocks
+neither the server nor other watchers.
 
-The servicer of grpcio-health-checking holds a lock while it writes to a watcher, and takes the same
-lock to note a change: one client with a closed window would keep the server from reporting its
-health, and so from feeding its watchdog.
+The servicer of grpcio-health-checking holds a lock while it writes to a watcher, and needs the same
+lock to record a change. A client with a closed window would stop the server from reporting its
+health, and so from notifying its watchdog.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """States by name of service; the empty name is the server. Event loop only."""
+    """Holds states by service name; the empty name is the server. Event loop only."""
 
     def __init__(self) -> None:
         self._states: dict[str, health_pb2.HealthCheckResponse.ServingStatus.ValueType] = {}
@@ -25,7 +25,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return f"HealthService({self._states})"
 
     def set(self, serving: Mapping[str, bool]) -> None:
-        """Sets the state of services from now on."""
+        """Sets the state of services from this call on."""
         kinds = health_pb2.HealthCheckResponse
         states = {
             name: kinds.SERVING if is_serving else kinds.NOT_SERVING
@@ -49,8 +49,8 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """Sends the present state, and each later state that still holds when the watcher has read
-        the one before."""
+        """Sends the present state, then later states. Skips a state that changed again before the
+        watcher read the previous one."""
         told = None
         while True:
             changed, state = (

@@ -1,12 +1,12 @@
-"""Puts the gRPC servers together, one for each listener, and says what each serves.
+"""Builds the gRPC servers, one for each listener, and lists the services of each.
 
-- `grpc.sock`: sessions, cache, and what capabilities have for users; health, reflection.
-- `admin.sock`: admin, and what capabilities have for operators; health, reflection, channelz.
-- TCP, if the settings ask for it: what users have, and health. Reflection, and what operators have
-  behind a proof, if the settings ask for them.
+- `grpc.sock`: sessions, cache, and the capabilities' services for users; health, reflection.
+- `admin.sock`: admin, and the capabilities' services for operators; health, reflection, channelz.
+- TCP, if the settings ask for it: the users' services, and health. If the settings ask for them,
+  also reflection, and the operators' services behind a proof.
 
-Always true: connections, calls and message sizes are bounded on each, so what clients can make the
-server hold of messages that have not come whole is bounded by MAX_INCOMPLETE_BYTES.
+Always true: connections, calls and message sizes are bounded on each. So MAX_INCOMPLETE_BYTES
+bounds the memory that the server holds for incomplete messages of clients.
 """
 
 import asyncio
@@ -52,28 +52,28 @@ MAX_CONNECTIONS = MAX_SESSIONS + 512
 MAX_GUESTS = 256
 GUESTS_TURN_S = 0.1
 MAX_ANSWERED = 2048
-"""Calls without a session whose message has come, on one listener: transfers above all."""
+"""Calls without a session whose message has arrived, on a listener: mostly transfers."""
 MAX_CALLS = MAX_SESSIONS + MAX_SELECT_STREAMS + MAX_GUESTS + MAX_ANSWERED
-"""Calls at a time on one listener; the next one gets RESOURCE_EXHAUSTED. Each kind of call that may
-last has a bound of its own that no client uses up for others, so there is always room for calls
-that are answered at once, health above all.
+"""Most concurrent calls on a listener; the next call gets RESOURCE_EXHAUSTED. Each kind of call
+that may last has its own bound, which a client can't use up for other kinds. So there is always
+room for calls that are answered at once, above all health.
 """
 WINDOW_BYTES = 64 << 10
-"""What gRPC takes in of a message that nobody waits for."""
+"""Bytes that gRPC receives of a message that no code reads."""
 NUM_LISTENERS = 3
 MAX_INCOMPLETE_BYTES = (
     MAX_SESSIONS + 2 * MAX_SELECT_STREAMS + MAX_GUESTS
 ) * MAX_MESSAGE_BYTES + NUM_LISTENERS * MAX_CALLS * WINDOW_BYTES
-"""Most bytes of messages that have not come whole: gRPC takes a message in as far as it has been
-sent, up to the size that its head declares, of every stream from which the server reads. A head
-that declares more than MAX_MESSAGE_BYTES ends the call. Two of the listeners have selections.
+"""Most bytes of incomplete messages. From every stream that the server reads, gRPC buffers the
+bytes sent so far, up to the size that the message's head declares. A head that declares more than
+MAX_MESSAGE_BYTES ends the call. Two of the listeners have selections.
 """
 MAX_CALLS_OF_CONNECTION = 256
 HANDSHAKE_TIMEOUT_S = 10
 MAX_SOCKET_PATH_BYTES = 107
-"""The kernel's bound for a Unix socket (sun_path)."""
+"""The kernel's bound for a Unix socket's path (sun_path)."""
 IDLE_CONNECTION_S = 600
-"""A connection without a call is closed; clients open it again when they need it."""
+"""A connection without a call for this long is closed. Clients reopen it when they need it."""
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -89,18 +89,22 @@ OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 LIVENESS = "live"
-"""Under this name health says whether a restart would help; under all others, whether calls are
+"""Health name that says whether a restart would help. All other names say whether calls are
 answered."""
 CHANNELZ_NAME = "grpc.channelz.v1.Channelz"
 
 
 TICKET_KEY = "hotkv-ticket-bin"
-"""Metadata of an admin call on the Unix socket: a ticket, for the audit log."""
+"""Metadata key of an admin call on the Unix socket: a ticket, for the audit log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where to listen and how. `tcp_address`: empty for no TCP. `tls`: None for TCP without TLS."""
+    """Where to listen and how.
+
+    tcp_address: empty for no TCP.
+    tls: None for TCP without TLS.
+    """
 
     socket: Path
     socket_mode: int
@@ -137,7 +141,7 @@ class RpcServer:
             endpoints.socket: endpoints.socket_mode,
             endpoints.admin_socket: endpoints.admin_socket_mode,
         }
-        # In the order of their starts: where the server serves, its operators are heard.
+        # In the order of their starts: operators can connect before users can.
         self._servers = [self._admins(), self._users()]
         self.tcp_port = 0
         if endpoints.tcp_address:
@@ -163,7 +167,7 @@ class RpcServer:
         has_descriptor_socket: bool = False,
         is_admin: bool = False,
     ) -> list[Service]:
-        """Those for users, or for operators, of one listener."""
+        """Returns a listener's services, for users or for operators."""
         node = self._node
         edge = Edge(node, self._access, identify, self.pace, self._guests, has_descriptor_socket)
         found = [
@@ -243,8 +247,8 @@ class RpcServer:
         return server
 
     def _peer_of_ticket(self, opening: Any, context: Any) -> Peer:
-        """The peer of the message's ticket; without a ticket a peer that has proven nothing. Raises
-        UNAUTHENTICATED if a ticket is needed and this one is not valid."""
+        """Returns the peer of the message's ticket; without a ticket, a peer without proofs. Raises
+        UNAUTHENTICATED if access needs a ticket and this ticket is not valid."""
         if not opening.ticket:
             return Peer("unix socket, no ticket")
         peer = self._tickets.redeem(opening.ticket, time.monotonic())
@@ -256,14 +260,14 @@ class RpcServer:
         return peer or Peer("unix socket, a ticket of no use")
 
     def _admin_of_ticket(self, context: Any) -> Peer:
-        """The peer of an admin call on a Unix socket, for the audit log: whoever may open the
-        socket is an admin, and a ticket says who that is."""
+        """Returns the peer of an admin call on a Unix socket, for the audit log. Whoever may open
+        the socket is an admin; a ticket identifies the user."""
         ticket = dict(context.invocation_metadata() or ()).get(TICKET_KEY, b"")
         peer = self._tickets.redeem(ticket, time.monotonic()) if ticket else None
         return peer or Peer("unix socket, no ticket")
 
     async def start(self) -> None:
-        """Begins to serve; health says SERVING from here on."""
+        """Begins to serve, and sets health to SERVING."""
         for server in self._servers:
             await server.start()
         for path, mode in self._modes.items():
@@ -276,8 +280,11 @@ class RpcServer:
             self._guests.end_late(time.monotonic())
 
     def set_health(self, *, is_ready: bool, is_alive: bool) -> None:
-        """Sets what health answers: `is_ready` for the server and for each service, `is_alive`
-        under the name LIVENESS."""
+        """Sets the health states.
+
+        is_ready: state of the server and of each service.
+        is_alive: state under the name LIVENESS.
+        """
         self._health.set(
             {
                 "": is_ready,
@@ -287,7 +294,7 @@ class RpcServer:
         )
 
     async def stop(self, grace_s: float) -> None:
-        """Stops taking calls, and ends those in flight after `grace_s`."""
+        """Stops accepting calls, and ends calls in flight after `grace_s`."""
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
         if self._ending is not None:
             self._ending.cancel()

@@ -44,15 +44,15 @@ from hotkv_server.wire.guard.limits import Pace
 log = logging.getLogger(__name__)
 
 
-# The calls of one session's stream: which function serves which message, and when it is answered.
+# The calls of a session's stream: which function serves which message, and when it answers.
 #
-# Always true: a call that names a request id is answered once. Transfers are answered when they
-# end, and leases and residencies whose blocks are compared with their check values first when that
-# is done; all others at once.
+# Always true: a call with a request id is answered once. Transfers are answered when they end.
+# Leases and residencies whose blocks must be compared with their check values are answered after
+# the comparison. All other calls are answered at once.
 
 
 class SessionCalls:
-    """Serves the calls of one session. `send`: for answers that come later."""
+    """Serves the calls of a session. `send`: sends answers that come later."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class SessionCalls:
         }
 
     def refused(self, error: Exception) -> session_pb2.ConnectResponse:
-        """The answer to a call that failed."""
+        """Returns the answer to a failed call."""
         return session_pb2.ConnectResponse(
             error=error_detail(as_refusal(self._node, error, self._session.name))
         )
@@ -79,8 +79,8 @@ class SessionCalls:
     async def handle(
         self, request: session_pb2.ConnectRequest
     ) -> session_pb2.ConnectResponse | None:
-        """Serves a request; None if it is answered later, or not at all. Raises whatever the call
-        fails with."""
+        """Serves a request. Returns None if the answer comes later, or if there is no answer.
+        Raises the call's errors."""
         node, session = self._node, self._session
         match request.WhichOneof("body"):
             case "lookup":
@@ -107,7 +107,7 @@ class SessionCalls:
                 )
             case "load":
                 load = self._traceable.load(node, session, request.load)
-                # What answers a transfer does not keep its message.
+                # The callback does not hold the transfer's message.
                 load.add_done_callback(partial(self._answer_load, request.request_id))
                 return None
             case "store":
@@ -152,7 +152,8 @@ class SessionCalls:
     async def _served(
         self, request: session_pb2.ConnectRequest, body: str, answer: Any
     ) -> session_pb2.ConnectResponse | None:
-        """The answer of a capability's call; None if it comes later, or never."""
+        """Returns the answer of a capability's call; None if it comes later, or if there is no
+        answer."""
         if isinstance(answer, asyncio.Task):
             answer.add_done_callback(partial(self._answer_task, request.request_id, body))
             return None
@@ -161,12 +162,12 @@ class SessionCalls:
         return None if answer is None else session_pb2.ConnectResponse(**{body: answer})
 
     async def _slowed(self, error: HotKVError) -> HotKVError:
-        """The error, when it may be answered."""
+        """Returns the error when the pace allows an answer."""
         await self._pace.turn()
         return error
 
     def _answer_task(self, request_id: int, body: str, done: "asyncio.Task[Any]") -> None:
-        """Sends what a task has come to, as the field `body` of the answer."""
+        """Sends a task's result as the field `body` of the answer, or its error."""
         if done.cancelled():
             return
         try:
@@ -189,31 +190,34 @@ class SessionCalls:
             self._send(session_pb2.ConnectResponse(request_id=request_id, store=answer))
 
 
-# The stream of one open session: requests in, answers and notices out.
+# The stream of an open session: requests in, answers and notices out.
 #
-# Always true: requests are taken one at a time, and no more of them while the client has many
-# answers to read. No answer overtakes a notice from before.
+# Always true: requests are read one at a time, and no more are read while the client has many
+# unread answers. No answer overtakes an earlier notice.
 
 
 LAST_WORDS_S = 2.0
 NOTICE_PAUSE_S = 0.02
-"""Between two messages with notices that nothing else calls for."""
+"""Pause between two messages of notices, unless an answer sends them earlier."""
 
 
 UNREAD_ANSWERS, UNREAD_BYTES = 256, 4 << 20
-"""A client that has so many to read, or so much, is asked for nothing more until it has read
+"""A client with this many unread answers, or unread bytes, is not read from until it has read
 some."""
 KEPT_BYTES, SLOW_READER_S = 64 << 10, 5.0
-"""A client that leaves more than this unread, and reads none of it for so long, is closed."""
+"""A client that leaves more bytes than this unread, and reads none for this time, is
+disconnected."""
 OUTBOX_BYTES = 32 << 20
 
 
 class SessionOutbox:
-    """What a session's client has yet to read. `write`: sends a message, and waits while the client
-    reads too slowly. `on_end`: ends the session, given why.
+    """Holds the messages that a session's client has not yet read.
 
-    Always true: the outbox is bounded, by messages and by bytes. A client that lets it fill up, or
-    leaves much in it and reads none of that for some seconds, is told to go.
+    write: sends a message, and waits while the client reads too slowly.
+    on_end: ends the session, given the reason.
+
+    Always true: the outbox is bounded, by messages and by bytes. The session ends if the client
+    lets it fill up, or leaves much unread and reads none of it for some seconds.
     """
 
     def __init__(
@@ -233,7 +237,7 @@ class SessionOutbox:
         return f"SessionOutbox({self._queue.qsize()} messages, {self._unread_bytes} bytes)"
 
     def put(self, message: session_pb2.ConnectResponse) -> None:
-        """Adds a message; ends the session if it is one too many."""
+        """Adds a message. Ends the session if the outbox is full."""
         try:
             self._queue.put_nowait(message)
         except asyncio.QueueFull:
@@ -246,13 +250,13 @@ class SessionOutbox:
             self._look_later()
 
     async def room(self) -> None:
-        """Waits until the client has so little to read that it may ask for more."""
+        """Waits until the client has few enough unread answers to make another request."""
         while self._has_much():
             self._was_read.clear()
             await self._was_read.wait()
 
     async def send_all(self) -> None:
-        """Writes messages for ever, in order."""
+        """Writes messages in order, until cancelled."""
         while True:
             message = await self._queue.get()
             await self._write(message)
@@ -260,11 +264,11 @@ class SessionOutbox:
             self._num_written += 1
             self._queue.task_done()
             self._was_read.set()
-            # The next one may be long in coming.
+            # Free this message: the next may come much later.
             del message
 
     async def drained(self, timeout_s: float) -> None:
-        """Waits until all is written, or the time is up."""
+        """Waits until all messages are written, at most `timeout_s`."""
         await asyncio.wait({asyncio.create_task(self._queue.join())}, timeout=timeout_s)
 
     def close(self) -> None:
@@ -281,8 +285,8 @@ class SessionOutbox:
         )
 
     def _judge(self, num_written: int) -> None:
-        """Ends the session if its client has read nothing since so much was written, and much
-        waits."""
+        """Ends the session if much is unread and the client has read nothing since `num_written`
+        messages were written."""
         self._watch = None
         if self._unread_bytes > KEPT_BYTES or self._has_much():
             if self._num_written == num_written:
@@ -292,7 +296,7 @@ class SessionOutbox:
 
 
 class SessionStream:
-    """Runs the stream of one open session."""
+    """Runs the stream of an open session."""
 
     def __init__(self, node: Node, session: LiveSession, context: Any, pace: Pace) -> None:
         self._session = session
@@ -308,7 +312,8 @@ class SessionStream:
         requests: AsyncIterator[session_pb2.ConnectRequest],
         opened: session_pb2.ConnectResponse,
     ) -> HotKVError | None:
-        """Serves the session until the client or the server ends it; returns why the server did."""
+        """Serves the session until the client or the server ends it. Returns the server's reason;
+        None if the client ended it."""
         self._send(opened)
         reader = asyncio.create_task(self._read(requests))
         endings = {
@@ -320,7 +325,7 @@ class SessionStream:
         try:
             await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
             if reader.done():
-                # What is on its way is still sent, to a client that reads.
+                # Answers in the outbox are still sent, if the client reads.
                 await self._outbox.drained(LAST_WORDS_S)
         finally:
             self._outbox.close()
@@ -331,7 +336,7 @@ class SessionStream:
 
     async def _read(self, requests: AsyncIterator[session_pb2.ConnectRequest]) -> None:
         while True:
-            # Before a message is taken: it may be large.
+            # Wait before reading a message: it may be large.
             await self._outbox.room()
             request = await anext(requests, None)
             if request is None:
@@ -351,7 +356,7 @@ class SessionStream:
             if response is not None and request.request_id:
                 response.request_id = request.request_id
                 self._send(response)
-            # The next one may be long in coming.
+            # Free these messages: the next may come much later.
             del request, response
 
     def _end(self, why: HotKVError) -> None:
@@ -359,20 +364,20 @@ class SessionStream:
         self._ended.set()
 
     def _send(self, message: session_pb2.ConnectResponse) -> None:
-        """Sends an answer, after all notices from before."""
+        """Sends an answer, after all earlier notices."""
         if not self._session.notices.empty():
             self._send_notices([])
         self._outbox.put(message)
 
     async def _forward_notices(self) -> None:
-        """Sends notices as they come. One store may evict blocks that many sessions know, so
-        evictions of some milliseconds share a message."""
+        """Sends notices as they come. A store may evict blocks that many sessions know, so
+        evictions within some milliseconds share a message."""
         while True:
             self._send_notices([await self._session.notices.get()])
             await asyncio.sleep(NOTICE_PAUSE_S)
 
     def _send_notices(self, notices: list[Notice]) -> None:
-        """Sends these and all that wait, with those of evictions in few messages."""
+        """Sends these notices and all queued notices, with evictions combined into few messages."""
         while not self._session.notices.empty():
             notices.append(self._session.notices.get_nowait())
         groups, num_blocks = list[cache_pb2.GroupHashes](), 0
@@ -398,8 +403,8 @@ class SessionStream:
 # SessionService: opens sessions, one for each stream.
 #
 # Always true: however the stream ends, its session is settled and closed. A session acts for one
-# tenant. If there are tenants, its peer has proven that it may, and its engine id is made the
-# tenant's own, so that no other tenant can name its leases.
+# tenant. If there are tenants, its peer has proven its right to act for the tenant. Its engine id
+# gets the tenant's name as prefix, so that no other tenant can name its leases.
 
 
 FIRST_MESSAGE_TIMEOUT_S = 10.0
@@ -434,7 +439,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         try:
             why = await stream.run(request_iterator, self._opened(first, session))
         finally:
-            # Shielded, so that a broken stream cannot cut the settling short.
+            # Shielded, so that a broken stream cannot interrupt the settling.
             await asyncio.shield(self._node.sessions.close(session))
         if why is not None:
             # Last, because it waits for the client to read.
@@ -470,7 +475,8 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         if tenant is not None:
             session.peer, session.maps_arena = peer, False
             try:
-                # Other settings may have come meanwhile; from here on they end the session.
+                # The settings may have changed during the wait. From here on, a change ends the
+                # session.
                 tenant = self._edge.access.admit(peer, key_space.tenant)
             except HotKVError:
                 await self._node.sessions.close(session)
@@ -522,7 +528,7 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
 
 
 def _version(opening: session_pb2.OpenSession) -> int:
-    """The protocol version of a session. Raises VERSION_MISMATCH."""
+    """Returns the session's protocol version. Raises VERSION_MISMATCH."""
     oldest = opening.protocol_version
     newest = opening.newest_protocol_version or oldest
     version = agreed_version(oldest, newest)
@@ -537,7 +543,7 @@ def _version(opening: session_pb2.OpenSession) -> int:
 
 
 def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
-    """Salts of the block table, as signed numbers, by group index as the session names it."""
+    """Returns the block table's salts, as signed numbers, in the session's order of groups."""
     salts = [
         *map(space.group_salt, range(len(space.groups))),
         *map(space.representation_salt, read_representations(opening.representations)),
@@ -546,7 +552,7 @@ def _salts(opening: session_pb2.OpenSession, space: KeySpace) -> list[int]:
 
 
 async def _first(requests: AsyncIterator[session_pb2.ConnectRequest]) -> session_pb2.ConnectRequest:
-    """The message that opens the session, without a proof that it may. Raises INVALID_FIELD."""
+    """Returns the message that opens the session; does not check rights. Raises INVALID_FIELD."""
     try:
         first = await asyncio.wait_for(anext(requests), FIRST_MESSAGE_TIMEOUT_S)
     except (StopAsyncIteration, asyncio.TimeoutError):

@@ -1,1 +1,1 @@
-"""What stands before every service: peers, limits, audit."""
+"""Checks that run before every service: peers, limits, audit."""

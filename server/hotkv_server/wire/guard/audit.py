@@ -1,7 +1,8 @@
-"""The audit log: which calls of operators were made, by whom, with what outcome.
+"""The audit log: records which operator calls were made, by whom, and how they ended.
 
-No hash, no token and no other content of a prompt is written: bytes and lists only by their size. A
-caller on the admin socket is known by the ticket that it sends, over TCP by token or certificate.
+It contains no hash, token or other content of a prompt: bytes and lists appear only by their size.
+A caller on the admin socket is identified by the ticket that it sends, over TCP by token or
+certificate.
 """
 
 import errno
@@ -26,18 +27,22 @@ log = logging.getLogger("hotkv_server.audit")
 log.setLevel(logging.INFO)  # Whatever the server's level is.
 
 CHANGING = frozenset(("Drain", "Evict", "FlushKeySpace", "PrefetchBlocks"))
-"""Methods that change what the server holds, or whether it serves. All others read."""
+"""Methods that change the cache, or whether it serves. All other methods read."""
 MAX_TEXT = 64
 FILE_MODE = 0o600
 MAX_REFUSED_PER_S = 10
-"""Calls that were not let in, written down a second: who is no admin fills no disk."""
+"""Most refused calls recorded a second: a caller without admin rights can't fill the disk."""
 Who = Callable[[Any], Peer]
-"""The peer of a call, given its context."""
+"""Returns the peer of a call, given its context."""
 
 
 class AuditLog:
-    """See the module. `covers`: off, changes (calls of CHANGING) or all. `path`: a file of JSON
-    lines; None: the server's log. Raises OSError if the file can't be written."""
+    """Writes the audit log (see the module).
+
+    covers: off, changes (the methods of CHANGING) or all.
+    path: a file of JSON lines; None: the server's log.
+    Raises OSError if the file can't be written.
+    """
 
     def __init__(self, covers: str = "changes", path: Path | None = None) -> None:
         self.covers = covers
@@ -49,25 +54,27 @@ class AuditLog:
         return f"AuditLog({self.covers!r}, {self._file!r}, {self._refused!r})"
 
     def close(self) -> None:
-        """Writes how many lines were left out last."""
+        """Writes how many lines were left out since the last report, and closes the file."""
         self._tell_left_out()
         if self._file is not None:
             try:
                 self._file.close()
             except OSError as error:
-                # A disk that is full; what waited for it is in the log.
+                # A full disk. Lines that the file did not get are in the log.
                 log.error("the audit file was not closed: %s", error)
 
     def wants(self, method: str) -> bool:
-        """Whether calls of this method, as `/package.Service/Method`, are written down."""
+        """Returns whether calls of this method, as `/package.Service/Method`, are recorded."""
         return self.covers == "all" or (
             self.covers == "changes" and method.rpartition("/")[2] in CHANGING
         )
 
     def note(self, method: str, peer: Peer, request: Any, outcome: str) -> None:
-        """Writes a call down; never raises, for what was asked has been done. `request`: None for a
-        call that was not let in, of which MAX_REFUSED_PER_S are written. `outcome`: `ok`, or the
-        status that it ended with."""
+        """Records a call. Never raises, because the call has already been carried out.
+
+        request: None for a refused call; at most MAX_REFUSED_PER_S of these are recorded a second.
+        outcome: `ok`, or the status that ended the call.
+        """
         if request is None and not self._refused.take(time.monotonic()):
             return
         self._tell_left_out()
@@ -87,8 +94,8 @@ class AuditLog:
             log.warning("lines of %d refused calls were left out", count)
 
     def _write(self, fields: Mapping[str, object]) -> bool:
-        """Writes a line to the file, with the time. False if there is none, or it can't be written;
-        that is logged once."""
+        """Writes a line with the time to the file. Returns False if there is no file, or if the
+        write fails; the first failure is logged."""
         if self._file is None:
             return False
         line = json.dumps({"time": utc(time.time()), **fields})
@@ -104,8 +111,8 @@ class AuditLog:
 
 
 class _PrivateFile(logging.handlers.WatchedFileHandler):
-    """A regular file of mode FILE_MODE, no link; one that was moved away is made anew. Raises
-    OSError, also when a line is written."""
+    """A regular file of mode FILE_MODE, reopened if it was moved away. It must not be a symbolic
+    link. Raises OSError, also when a line is written."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -119,8 +126,8 @@ class _PrivateFile(logging.handlers.WatchedFileHandler):
 
 
 def _open_private(path: str, flags: int) -> int:
-    # Nobody may read a FIFO, and opening it would wait for ever. A link could lead to a file that
-    # is no log, whose mode would be changed.
+    # O_NONBLOCK: opening a FIFO without a reader would wait for ever. O_NOFOLLOW: a link could lead
+    # to another file, whose mode would be changed.
     safe_flags = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | safe_flags, FILE_MODE)
@@ -139,7 +146,8 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def arguments(request: Any) -> dict[str, object]:
-    """The fields of a message that are set: numbers, short texts, sizes of all else."""
+    """Returns the fields of a message that are set: numbers, short texts, sizes of everything
+    else."""
     found: dict[str, object] = {}
     for field, value in request.ListFields() if hasattr(request, "ListFields") else ():
         if isinstance(value, bytes):

@@ -1,10 +1,10 @@
 """Checks every request of every method before its service sees it.
 
-Bytes that can't be parsed, or a message of too many parts, get a canonical code with a reason, like
-every other bad input: gRPC itself would answer UNKNOWN and log a traceback. Health, reflection and
-channelz are treated the same; their streams are guests (`Guests`). If admin methods are guarded,
-each call of one needs a proof. Each call has a request id, its own or the one that its metadata
-name as `x-request-id`; calls of admin methods are audited.
+Bytes that can't be parsed, and messages with too many parts, get a canonical code with a reason,
+like any other bad input. gRPC itself would answer UNKNOWN and log a traceback. Health, reflection
+and channelz are checked in the same way; their streams are guests (`Guests`). If admin methods are
+guarded, each call of an admin method needs a proof. Each call has a request id: the `x-request-id`
+of its metadata, or a generated id. Calls of admin methods are audited.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ from hotkv_server.wire.errors import abort, as_refusal
 from hotkv_server.wire.guard.audit import AuditLog, Who
 from hotkv_server.wire.guard.limits import ARRIVAL_S, Guests, Pace
 
-# Weights of messages: counts the parts of a message before it is parsed: a parser makes an object
-# of each, and two bytes are enough for one.
+# Weights of messages: counts the parts of a message before it is parsed. A parser makes an object
+# of each part, and a part can be as short as two bytes.
 #
-# Walks the wire format without making objects, counts those that a parser would make, and gives up
-# above a bound. Packed bytes (hashes, ids, tokens) are skipped in one step: they cost next to
-# nothing here, and the calls bound them.
+# Walks the wire format without making objects, counts the objects that a parser would make, and
+# stops above a bound. Packed bytes (hashes, ids, tokens) are skipped in one step: they cost little
+# here, and the calls bound them.
 
 
 MAX_PARTS = 1 << 15
-"""Most fields, list entries and messages in one request: some 20 ms of the event loop. A layout of
-100 layers has a tenth of it."""
+"""Most fields, list entries and messages in a request: some 20 ms of the event loop. A layout of
+100 layers has a tenth of this."""
 FREE_BYTES = 8192
 """A message this short is not weighed: it can't have many parts."""
 _WORD_KINDS: Final = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
@@ -59,7 +59,7 @@ def _children(kind: Descriptor) -> Children:
 
 def is_light(kind: Descriptor, data: bytes) -> bool:
     """Returns whether a message of this kind has at most MAX_PARTS parts. Raises DecodeError if it
-    ends too soon."""
+    is incomplete."""
     if len(data) <= FREE_BYTES:
         return True
     try:
@@ -69,8 +69,8 @@ def is_light(kind: Descriptor, data: bytes) -> bool:
 
 
 def count(kind: Descriptor, data: bytes) -> int:
-    """Returns the number of parts; stops early above MAX_PARTS. Raises IndexError if the bytes end
-    too soon."""
+    """Returns the number of parts; stops early above MAX_PARTS. Raises IndexError if the message is
+    incomplete."""
     parts = 0
     todo: list[tuple[Descriptor, int, int]] = [(kind, 0, len(data))]
     while todo and parts <= MAX_PARTS:
@@ -79,8 +79,8 @@ def count(kind: Descriptor, data: bytes) -> int:
         while at < end and parts <= MAX_PARTS:
             tag, at = _varint(data, at)
             parts += 1
-            # The wire type: varint, 8 bytes, length and bytes, 4 bytes; groups are tags without
-            # content.
+            # The wire type: 0 varint, 1 8 bytes, 2 length and bytes, 5 4 bytes. Groups (3, 4) are
+            # tags without content.
             match tag & 7:
                 case 0:
                     _, at = _varint(data, at)
@@ -121,30 +121,30 @@ PREFIX = "/hotkv.v1."
 REQUEST_ID_KEY = "x-request-id"
 GOOD_REQUEST_ID = re.compile("[A-Za-z0-9._:-]{1,64}")
 Guard = Callable[[Any], None]
-"""Given a call's context, raises HotKVError if its peer is no admin."""
+"""Raises HotKVError, given a call's context, if its peer is not an admin."""
 
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Stands for a request that could not be parsed, or had too many parts to be; says which.
+    """Replaces a request that could not be parsed or had too many parts; names the reason.
 
-    It holds no exception: one that is raised again keeps the frames of all its raises, with their
-    requests, for as long as it lives.
+    It holds no exception object. An exception that is raised several times keeps the frames of all
+    its raises alive, with their requests.
     """
 
     reason: Reason
     message: str
 
     def error(self) -> HotKVError:
-        """A new refusal, to be raised once."""
+        """Returns a new refusal, to be raised once."""
         return HotKVError(self.reason, self.message)
 
     def WhichOneof(self, name: str) -> str:
-        """As of a message: the stream's dispatch sees the body "malformed"."""
+        """Behaves like a message's method: the stream's dispatch sees the body "malformed"."""
         return "malformed"
 
     request_id = -1
-    """The client's number is lost with its message."""
+    """Unknown: the client's number is lost with its message."""
 
 
 MALFORMED = Malformed(
@@ -172,15 +172,19 @@ def _lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _begin(context: Any) -> None:
-    """Gives the call's task the id that its metadata name, or a new one."""
+    """Sets the request id for the call's task: from its metadata, or a new one."""
     given = dict(context.invocation_metadata() or ()).get(REQUEST_ID_KEY, "")
     is_good = isinstance(given, str) and GOOD_REQUEST_ID.fullmatch(given)
     REQUEST_ID.set(given if is_good else secrets.token_hex(8))
 
 
 class EdgeInterceptor(grpc.aio.ServerInterceptor):
-    """Replaces the parsing of requests; with `guard`, asks it before each method of the services
-    for operators, whose names are `admins`. `who` names their peers for the `audit` log."""
+    """Replaces the parsing of requests, and guards and audits admin methods.
+
+    who: names the peers of admin calls for the `audit` log.
+    admins: names of the services for operators.
+    guard: checked before each of their methods; None for no check.
+    """
 
     def __init__(
         self,
@@ -214,9 +218,9 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
         is_admin = details.method[1:].rpartition("/")[0] in self._admins
         guard = self._guard if is_admin else None
         audited = details.method if is_admin and self._audit.wants(details.method) else ""
-        # Each method takes a stream, so that a request that is long in coming can be ended for a
-        # newer one (`Guests`): of a method that takes one message, gRPC shows nothing before it is
-        # whole, and as many as MAX_CALLS would wait for ever.
+        # Each method takes a stream, so that a request that arrives slowly can be ended for a newer
+        # guest (`Guests`). If a method took a single message, gRPC would show nothing before it is
+        # complete, and MAX_CALLS such calls could wait for ever.
         if handler.unary_unary is not None:
 
             async def answered(requests: AsyncIterator[Any], context: Any) -> Any:
@@ -263,8 +267,11 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def _audited(self, method: str, context: Any) -> Iterator[Callable[[Any], None]]:
-        """Writes a call of an admin method down at its end, a stream with its last answer; `method`
-        is empty for one that is not audited. Yields what takes its request, once it is let in."""
+        """Records a call of an admin method at its end; for a stream, after the last answer.
+
+        method: empty if the call is not audited.
+        Yields a function that takes the request, once it is accepted.
+        """
         if not method:
             yield lambda request: None
             return
@@ -276,7 +283,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             outcome = "cancelled"
             raise
         except BaseException:
-            # A call that was not aborted has no status: an exception that nobody expected.
+            # A call without an aborted status: an unexpected exception.
             name = getattr(context.code(), "name", "OK")
             outcome = "unknown" if name == "OK" else name.lower()
             raise
@@ -284,7 +291,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             self._audit.note(method, peer, requests[0] if requests else None, outcome)
 
     async def _only(self, requests: AsyncIterator[Any], context: Any, guard: Guard | None) -> Any:
-        """Returns the one request of a call if it may be served; else ends the call."""
+        """Returns the single request of a call if it may be served; otherwise ends the call."""
         try:
             with self._guests.stay(ARRIVAL_S):
                 request = await anext(requests, None)
@@ -304,7 +311,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
 
     async def _as_guest(self, answers: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Yields the answers of a call that is not hotkv's and may last."""
+        """Yields the answers of a call of a foreign service, which may last."""
         try:
             with self._guests.stay():
                 async for response in answers:
@@ -313,7 +320,7 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             await abort(context, as_refusal(self._node, error, f"peer={context.peer()}"))
 
     async def _each(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        """Yields the requests of a stream; a malformed one ends the call."""
+        """Yields the requests of a stream. A malformed request ends the call."""
         async for request in requests:
             await self._check(request, context, None)
             yield request

@@ -1,5 +1,5 @@
-"""Bounds on what clients make a server do: the pace of answers to malformed messages, lines of the
-log, and calls that may last without a session.
+"""Bounds on the work that clients cause: the rate of answers to malformed messages, lines of the
+log, and long calls without a session.
 """
 
 import asyncio
@@ -9,22 +9,22 @@ from contextlib import contextmanager
 
 from hotkv_proto.errors import HotKVError, Reason
 
-# Paces: they throttle answers to malformed messages, and lines of the log.
+# Paces: throttle answers to malformed messages, and lines of the log.
 #
-# A malformed message costs the event loop as much as a call, and its sender sends the next one as
-# soon as it is answered. So a few are answered at once each second; all others wait their turn, in
-# one line for all clients. Clients that speak the protocol send none.
+# A malformed message costs the event loop as much as a call, and its sender can send the next as
+# soon as it has the answer. So only a few are answered at once each second. The others wait in one
+# queue for all clients. Clients that follow the protocol send none.
 
 
 BURST_S = 2.0
 """Burst that is answered at once, in seconds of the rate."""
 MAX_WAIT_S = 1.0
-"""Longest wait of an answer. A flood over many connections is bounded by the calls that the server
-takes at a time."""
+"""Longest wait for an answer. The number of calls that the server accepts at a time bounds a flood
+over many connections."""
 
 
 class LineBound:
-    """Lets `lines_per_s` lines a second through, and counts the others."""
+    """Passes `lines_per_s` lines a second, and counts the lines left out."""
 
     def __init__(self, lines_per_s: int) -> None:
         self._lines_per_s = lines_per_s
@@ -34,7 +34,7 @@ class LineBound:
         return f"LineBound({self._lines_per_s} a second, {self._left_out} left out)"
 
     def take(self, now_s: float) -> bool:
-        """Whether a line may be written now."""
+        """Returns whether a line may be written; counts it."""
         if int(now_s) != self._second:
             self._second, self._lines = int(now_s), 0
         self._lines += 1
@@ -43,35 +43,37 @@ class LineBound:
         return may_go
 
     def take_left_out(self) -> int:
-        """How many lines were left out since the last call."""
+        """Returns how many lines were left out since the last call."""
         left_out, self._left_out = self._left_out, 0
         return left_out
 
 
 class Pace:
-    """`per_s`: malformed messages and refused sessions that are answered a second. Event loop
-    only."""
+    """Delays answers to malformed messages and refused sessions. Event loop only.
+
+    per_s: answers a second.
+    """
 
     def __init__(self, per_s: float) -> None:
         self.set_rate(per_s)
         self._due_s = 0.0
 
     def set_rate(self, per_s: float) -> None:
-        """Answers so many a second from now on."""
+        """Sets the answers per second from this call on."""
         self._interval_s = 1 / per_s
 
     def __repr__(self) -> str:
         return f"Pace({1 / self._interval_s:g} a second)"
 
     async def turn(self) -> None:
-        """Waits until the next answer may go out."""
+        """Waits until the next answer may be sent."""
         now_s = time.monotonic()
         wait_s = self.wait_s(now_s)
         if wait_s > 0:
             await asyncio.sleep(wait_s)
 
     def wait_s(self, now_s: float) -> float:
-        """Takes a turn and returns how long to wait for it."""
+        """Reserves the next answer's turn and returns how long to wait for it."""
         self._due_s = max(self._due_s, now_s - BURST_S) + self._interval_s
         return min(max(self._due_s - now_s, 0.0), MAX_WAIT_S)
 
@@ -79,23 +81,22 @@ class Pace:
 # Guests: calls that may last without a session. They watch health, read reflection, open a
 # session, or have not sent their whole request.
 #
-# Always true: a new guest is always admitted; if there are too many, the one that has lasted
-# longest ends for it, so no client keeps others out by holding calls open. A guest with a time
-# limit ends after it.
+# Always true: a new guest is always admitted. If there are too many, the oldest guest is ended, so
+# a client can't block others by holding calls open. A guest with a time limit ends after it.
 
 
 ARRIVAL_S = 10.0
-"""Time in which a request must have come whole."""
+"""Time within which a whole request must have arrived."""
 _NEVER_S = float("inf")
 
 
 class Guests:
-    """At most `most` guests at a time. Event loop only."""
+    """Admits at most `most` guests at a time. Event loop only."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        # Oldest first, with the time by which each must have ended; and the reasons of those that
-        # have been told to end.
+        # `_until_s`: when each guest must have ended, oldest guest first. `_told`: guests that are
+        # being ended, with the reasons.
         self._until_s: dict[asyncio.Task[object], float] = {}
         self._told: dict[asyncio.Task[object], str] = {}
 
@@ -107,8 +108,8 @@ class Guests:
 
     @contextmanager
     def stay(self, for_s: float = _NEVER_S) -> Iterator[None]:
-        """Counts the running task as a guest. To end it, raises OVERLOADED in it, wherever it
-        waits."""
+        """Counts the current task as a guest. Raises OVERLOADED in the task, wherever it waits, to
+        end it."""
         task = asyncio.current_task()
         assert task is not None, "only a task can be told to go"
         if len(self._until_s) >= self._most:

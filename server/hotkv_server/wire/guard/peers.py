@@ -1,5 +1,4 @@
-"""Finds out who a peer is: on a Unix socket by SO_PEERCRED, over TCP by its token or client
-certificate."""
+"""Identifies peers: on a Unix socket by SO_PEERCRED, over TCP by token or client certificate."""
 
 import socket
 import struct
@@ -12,27 +11,28 @@ BEARER = "bearer "
 CERTIFICATE_NAMES = ("x509_common_name", "x509_subject_alternative_name")
 SO_PEERGROUPS = 59
 GROUPS_BYTES = 1024
-"""The most that Python reads: 256 groups."""
+"""Size of the buffer that Python reads: 256 groups."""
 MAX_TOKEN = 4096
 
 
 def of_socket(connection: socket.socket) -> Peer:
-    """The process that connected, with all the groups that it had then. Raises OSError."""
+    """Returns the process that connected, with all the groups it had at that time. Raises
+    OSError."""
     pid, uid, gid = struct.unpack(
         "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     )
     try:
         packed = connection.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, GROUPS_BYTES)
     except OSError:
-        # A kernel before 4.13, or more groups than fit; the primary group counts all the same.
+        # A kernel before 4.13, or more groups than fit. The primary group counts in any case.
         packed = b""
     gids = frozenset({gid, *struct.unpack(f"{len(packed) // 4}I", packed[: len(packed) // 4 * 4])})
     return Peer(f"pid={pid} uid={uid}", uid, gids)
 
 
 def of_call(context: Any) -> Peer:
-    """The peer of a call over TCP. It has names of a certificate only if the handshake has verified
-    it."""
+    """Returns the peer of a call over TCP. It has certificate names only if the handshake has
+    verified them."""
     names = {
         name.decode(errors="replace")
         for key, values in context.auth_context().items()

@@ -1,8 +1,7 @@
-"""The server's certificates for TCP: read at start, read again when their files change.
+"""The server's certificates for TCP: read at start, and read again when their files change.
 
-New files that can't be used (a key that does not match, half a file, a key that everybody may
-read) are logged once, and the old ones stay in use. gRPC asks at each handshake, in a thread of its
-own.
+Unusable files (a key that does not match, half a file, a key that everybody may read) are logged
+once, and the previous certificates stay in use. gRPC asks at each handshake, on its own thread.
 """
 
 import logging
@@ -22,8 +21,10 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files. `client_ca`: authority of client certificates; if given, every client must have
-    one."""
+    """PEM files.
+
+    client_ca: authority of client certificates. If given, every client must have a certificate.
+    """
 
     certificate: Path
     key: Path
@@ -52,13 +53,13 @@ class TlsFiles:
         )
 
     def stamp(self) -> Stamp:
-        """A value that changes whenever a file does. Raises OSError."""
+        """Returns a value that changes whenever a file changes. Raises OSError."""
         stats = [path.stat() for path in self.paths]
         return tuple((status.st_ino, status.st_mtime_ns, status.st_size) for status in stats)
 
 
 class Certificates:
-    """Credentials of a server port, which follow the files. Raises as `TlsFiles.read`."""
+    """Credentials of a server port that follow the files. Raises as `TlsFiles.read`."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
@@ -72,17 +73,18 @@ class Certificates:
         )
 
     def fits(self, files: TlsFiles) -> bool:
-        """Whether these files can be followed: as the earlier ones, they ask clients for
-        certificates or do not."""
+        """Returns whether these files can replace the current files: both sets, or neither, require
+        client certificates."""
         return (files.client_ca is None) == (self._files.client_ca is None)
 
     def follow(self, files: TlsFiles) -> None:
-        """Serves these files, which fit and can be read, from the next handshake on."""
+        """Serves these files, which must fit and be readable, from the next handshake on."""
         with self._lock:
             self._files, self._stamp = files, ()
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """New credentials since the handshake before; None if there are none that can be used."""
+        """Returns new credentials if the files have changed since the last handshake; None if they
+        have not, or can't be used."""
         with self._lock:
             try:
                 stamp = self._files.stamp()
