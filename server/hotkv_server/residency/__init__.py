@@ -1,1 +1,1 @@
-"""Residencies: requests whose blocks stay in the arena as long as they run."""
+"""Residency: pins the blocks of running requests. See README.md."""

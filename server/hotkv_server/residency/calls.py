@@ -1,4 +1,4 @@
-"""Calls of residencies: message in, message out, on a session that maps the arena."""
+"""Calls of residencies: message in, message out, for a session that maps the arena."""
 
 import asyncio
 
@@ -15,12 +15,12 @@ from hotkv_server.wire.calls import unless_flushed
 
 
 def residency_id(text: str) -> str:
-    """The id of a residency, which operators are shown."""
+    """Checks the id of a residency; operators see it."""
     return fields.name("residency_id", text)
 
 
 def _check_reads(session: LiveSession) -> None:
-    """Raises NOT_ALLOWED unless the session was given the arena."""
+    """Raises NOT_ALLOWED unless the session has received the arena."""
     if not session.has_arena:
         raise HotKVError(
             Reason.NOT_ALLOWED,
@@ -32,7 +32,7 @@ def _check_reads(session: LiveSession) -> None:
 async def open_residency(
     desk: ResidencyDesk, session: LiveSession, request: residency_pb2.OpenResidencyRequest
 ) -> residency_pb2.OpenResidencyResponse:
-    """Reserves room for a request."""
+    """Opens a residency: reserves room for a request."""
     _check_reads(session)
     fields.check_lists("groups", request.groups)
     num_blocks = {session.group_index(g.group_index): g.block_count for g in request.groups}
@@ -53,8 +53,11 @@ def extend_residency(
     session: LiveSession,
     request: residency_pb2.ExtendResidencyRequest,
 ) -> "residency_pb2.ExtendResidencyResponse | asyncio.Task[residency_pb2.ExtendResidencyResponse]":
-    """Pins blocks; answered later if they must be compared first, or a tier that nodes share must
-    confirm that they are of after all flushes."""
+    """Pins blocks for a residency.
+
+    Returns a task if blocks must first be compared, or if a tier that nodes share must first
+    confirm that they are newer than every flush.
+    """
     _check_reads(session)
     group_index = session.group_index(request.group_index)
     named = HashList(
@@ -97,7 +100,7 @@ def _answer(extended: Extended) -> residency_pb2.ExtendResidencyResponse:
 async def close_residency(
     desk: ResidencyDesk, session: LiveSession, request: residency_pb2.CloseResidencyRequest
 ) -> residency_pb2.CloseResidencyResponse:
-    """Gives a residency back."""
+    """Closes a residency."""
     return residency_pb2.CloseResidencyResponse(
         closed=await desk.close(session, residency_id(request.residency_id))
     )

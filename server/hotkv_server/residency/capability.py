@@ -12,12 +12,12 @@ from hotkv_server.settings import Settings
 
 
 def attach(settings: Settings, node: Node) -> "ResidencyCapability":
-    """Residency for this node."""
+    """Makes the residency capability of this node."""
     return ResidencyCapability(node)
 
 
 class ResidencyCapability(Capability):
-    """See the folder's README."""
+    """Connects residency to the node. See the folder's README."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -1,9 +1,8 @@
-"""Residencies of a node: the core's decisions, with blocks of an earlier server compared first.
+"""Residencies of a node: carries out the core's decisions, after comparing restored blocks.
 
-Always true: a client learns no offset of a block that came back from an old server before its bytes
-have been compared and agree; while they are compared the blocks are pinned, and the session that
-asks is not closed. A residency is given back in parts, and others are served between two. On the
-event loop only.
+Always true: a client learns the offset of a restored block only after the block's bytes have been
+compared and agree. During the comparison the blocks are pinned and the session is not closed. A
+residency is closed in parts, and other tasks run between them. On the event loop only.
 """
 
 import asyncio
@@ -24,7 +23,10 @@ Extended = tuple[Int64s, Int64s]
 
 
 class ResidencyDesk:
-    """See the module. `tell` is called when blocks have been evicted or condemned."""
+    """Opens, extends and closes residencies (see the module).
+
+    tell: called when blocks have been evicted or condemned.
+    """
 
     def __init__(self, core: CacheCore, verifier: Verifier, tell: Callable[[], None]) -> None:
         self.residencies = Residencies(core)
@@ -38,8 +40,7 @@ class ResidencyDesk:
     async def open(
         self, session: LiveSession, residency_id: str, num_blocks: Mapping[int, int]
     ) -> ResidencyOpened:
-        """As the core's, after making room, in this turn of the loop. Others are served
-        meanwhile."""
+        """Makes room, then opens as `Residencies.open`. Other tasks run while room is made."""
         if not self._core.draining:
             making = self.residencies.make_room(session.record.number, residency_id, num_blocks)
             async for _ in slices(making):
@@ -56,8 +57,10 @@ class ResidencyDesk:
         first_position: int,
         hashes: Words,
     ) -> "Extended | asyncio.Task[Extended]":
-        """As the core's, with the offsets of the blocks' representations; at once if all blocks
-        have been compared."""
+        """Extends as `Residencies.extend`, and also returns the offsets of the representations.
+
+        Returns at once if all blocks have been compared, otherwise a task.
+        """
 
         def extended() -> Extended:
             record, residencies = session.record, self.residencies
@@ -88,7 +91,7 @@ class ResidencyDesk:
             session.settled.set()
 
     async def close(self, session: LiveSession, residency_id: str) -> bool:
-        """Gives a residency back. Returns False if there is none."""
+        """Closes a residency. Returns False if there is none."""
         residency = self.residencies.book.named(session.record, residency_id)
         if residency is None:
             return False
@@ -98,6 +101,6 @@ class ResidencyDesk:
 
 
 async def _after(comparing: "asyncio.Task[None]", extended: Callable[[], Extended]) -> Extended:
-    # Shielded: what reads the arena runs to its end even if the client leaves.
+    # Shielded: the comparison reads the arena and runs to its end even if the client leaves.
     await asyncio.shield(comparing)
     return extended()

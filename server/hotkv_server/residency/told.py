@@ -1,4 +1,4 @@
-"""What operators are told of residencies."""
+"""Figures of residencies for operators."""
 
 import math
 import time
@@ -12,12 +12,12 @@ DEFAULT_PAGE, MAX_PAGE = 100, 1000
 
 
 def residencies(core: CacheCore, residencies: Residencies, filters: Filters) -> Figures:
-    """The residencies with the most room, the engines that wait for some, those refused most often
-    first, and what all residencies have together.
+    """Returns the largest residencies, the engines that wait for room (most refusals first), and
+    totals.
 
-    `pinned_byte_count`: each block once; it and `promised_byte_count`, at most `bound_byte_count`
-    together, count slots with what their slabs lose. `grace_byte_count`: slots that are kept for
-    readers of the server before this one, for `grace_s` yet.
+    `pinned_byte_count`: each block once. `pinned_byte_count` and `promised_byte_count` together are
+    at most `bound_byte_count`; they count slots with their part of the slabs' unused ends.
+    `grace_byte_count`: slots kept for readers of the previous server, for another `grace_s`.
     """
     most, now_s = filters.page_size(DEFAULT_PAGE, MAX_PAGE), time.monotonic()
     bound, book, grace = residencies.bound, residencies.book, core.grace
@@ -47,7 +47,8 @@ def residencies(core: CacheCore, residencies: Residencies, filters: Filters) -> 
 
 
 def _residency(core: CacheCore, residencies: Residencies, one: Residency, now_s: float) -> Figures:
-    """`pinned_byte_count`: of its slots, which others may pin, too."""
+    """Returns a residency's row. `pinned_byte_count`: of its slots, which other residencies may pin
+    as well."""
     index = core.space.index
     return {
         "engine_id": one.engine_id,

@@ -1,1 +1,1 @@
-"""What a node says of itself."""
+"""A node's reports about itself: topics, status, metrics, HTTP."""

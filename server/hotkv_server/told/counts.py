@@ -8,12 +8,12 @@ from hotkv_server.cache.inspect import Census
 from hotkv_server.node.node import Node
 
 FRESH_PARTS = 8
-"""A census of so many parts, a million entries, takes some 20 ms."""
+"""A census of this many parts, a million entries, takes some 20 ms."""
 
 
 class RecentCensus:
-    """The census for somebody who asks again and again: a fresh one, or, of a core with very many
-    entries, the one that was begun when it was asked for last."""
+    """Gives a census to a caller that asks repeatedly. The census is fresh if counting is short;
+    otherwise it is the one that the previous call began."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -21,7 +21,7 @@ class RecentCensus:
         self._counting: asyncio.Task[Census] | None = None
 
     def begin(self) -> None:
-        """Begins the first count if it is a long one. On the event loop."""
+        """Begins the first count if counting takes long. On the event loop."""
         if not self._is_short:
             self._count()
 
@@ -33,7 +33,7 @@ class RecentCensus:
         self._counting = asyncio.create_task(census(self._node), name="census")
 
     async def read(self) -> Census:
-        """Waits for a count only if it is short, or the first one."""
+        """Returns a census. Waits for the count only if it is short, or the first."""
         if self._counting is not None and (self._counting.done() or self._last is None):
             self._last, self._counting = await self._counting, None
         if self._last is None or self._is_short:
@@ -44,7 +44,7 @@ class RecentCensus:
 
 
 async def census(node: Node) -> Census:
-    """Counts all entries; others are served meanwhile."""
+    """Counts all entries. Other tasks run between its parts."""
     counting = inspect.census(node.core)
     whole = next(counting)
     for whole in counting:  # noqa: B007 - each part is more of the same count
@@ -53,7 +53,7 @@ async def census(node: Node) -> Census:
 
 
 def counters(node: Node) -> dict[str, float]:
-    """Counters by their metric names, without the `hotkv_` prefix."""
+    """Returns counters by metric name, without the `hotkv_` prefix."""
     values = {f"{name}_total": float(value) for name, value in inspect.counters(node.core).items()}
     values["loaded_bytes_total"] = float(node.transfers.loaded_bytes)
     values["stored_bytes_total"] = float(node.transfers.stored_bytes)
@@ -72,7 +72,7 @@ def counters(node: Node) -> dict[str, float]:
 
 
 def gauges(node: Node, counted: Census) -> dict[str, float]:
-    """Gauges by their metric names, without the `hotkv_` prefix."""
+    """Returns gauges by metric name, without the `hotkv_` prefix."""
     host, live = inspect.tier(node.core, counted), inspect.counts(node.core)
     pool, lag = host.pool, node.lag.read()
     values = {

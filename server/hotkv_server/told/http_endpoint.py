@@ -1,10 +1,10 @@
 """HTTP for probes, Prometheus and people: /metrics, /livez, /readyz, the status page and its API.
 
-Runs on a thread and an event loop of its own and asks the node's loop for figures, so an answer
-also proves that the node's loop turns. /livez fails if only a restart helps, /readyz also while the
-server drains; both name the problem. `pages` has what each path gives.
+Runs on its own thread and event loop, and asks the node's loop for figures. So an answer also
+proves that the node's loop runs. /livez fails if only a restart helps; /readyz fails also while the
+server drains. Both name the problem. `pages` has the contents of each path.
 
-Always true: a request is answered, however many connections others hold open.
+Always true: a request is answered, however many connections other clients hold open.
 """
 
 import asyncio
@@ -26,16 +26,16 @@ log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 2.0
 CONNECTION_S = 10.0
-"""How long a connection may last."""
+"""Longest time that a connection may last."""
 TURN_S = 0.5
 MAX_CONNECTIONS = 64
 MAX_REQUEST_BYTES = 8192
 OPEN_HERE = PageAccess()
-"""Pages for this machine, without a token."""
+"""Access to the pages from this machine, without a token."""
 
 
 def _request(event: h11.Request) -> Request:
-    """The parts of a request that matter."""
+    """Returns the parts of a request that the pages use."""
     path, _, query = event.target.decode("ascii", "replace").partition("?")
     named = {name: value.decode("latin-1") for name, value in event.headers}
     return Request(
@@ -48,7 +48,7 @@ def _request(event: h11.Request) -> Request:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: one request, one answer."""
+    """A connection: one request, one answer."""
 
     def __init__(self, server: "HttpServer") -> None:
         self._server = server
@@ -71,7 +71,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_being_answered(self) -> bool:
-        """True from the request until all of its answer is handed to the transport."""
+        """Returns True from the request until its whole answer is handed to the transport."""
         return self._answering is not None and not self._answering.done()
 
     def drop(self) -> None:
@@ -101,10 +101,10 @@ class _Connection(asyncio.Protocol):
             answer = self._server.routes.answer(_request(request))
             self._send(await asyncio.wait_for(answer, ANSWER_TIMEOUT_S))
         except asyncio.TimeoutError:
-            # A loop that does not answer is a failed probe.
+            # If the node's loop does not answer, the probe must fail.
             self._send(Reply.text(503, "TimeoutError: the event loop does not answer", {}))
         except Exception as error:
-            # The edge of HTTP.
+            # The edge of HTTP: every failure is an answer.
             log.exception("no answer to a request of HTTP")
             text = f"{type(error).__name__}: a defect; the server's log says more"
             self._send(Reply.text(500, text, {}))
@@ -128,7 +128,7 @@ class _Connection(asyncio.Protocol):
 
 
 async def _give_up() -> None:
-    """Ends all other tasks of this loop: those that wait for the node."""
+    """Cancels all other tasks of this loop: they wait for the node."""
     waiting = asyncio.all_tasks() - {asyncio.current_task()}
     for task in waiting:
         task.cancel()
@@ -136,16 +136,19 @@ async def _give_up() -> None:
 
 
 class HttpServer:
-    """See the module. Serves until it is closed. Raises OSError if it can't listen."""
+    """Serves HTTP (see the module) until it is closed. Raises OSError if it can't listen."""
 
     def __init__(self, host: str, port: int, node: Node, access: PageAccess = OPEN_HERE) -> None:
-        """`access`: to the pages; this server knows whether it listens to this machine alone."""
+        """Starts to listen.
+
+        access: to the pages. `is_local` and `own_name` are set here.
+        """
         self._connections: dict[_Connection, None] = {}
         self._last_turn_s = time.monotonic()
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # `::` is every address, of IPv4 too.
+        # `::` means every address, IPv4 included.
         both = address[0] == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server(
             address[:2], family=family, backlog=MAX_CONNECTIONS, dualstack_ipv6=both
@@ -181,13 +184,13 @@ class HttpServer:
         self._loop.call_later(TURN_S, self._turn)
 
     def opened(self, connection: _Connection) -> None:
-        """Counts a new connection. If there are too many, drops the oldest that has not asked yet,
-        or does not read its answer, or else this one."""
+        """Counts a new connection. If there are too many, drops the oldest that is not being
+        answered, or else the new one."""
         self._connections[connection] = None
         if len(self._connections) > MAX_CONNECTIONS:
             idle = (one for one in self._connections if not one.is_being_answered)
             going = next(idle, connection)
-            # At once: many may come before `closed` is called for one.
+            # At once: more connections may come before `closed` is called.
             del self._connections[going]
             going.drop()
 
@@ -196,15 +199,15 @@ class HttpServer:
         self._connections.pop(connection, None)
 
     def is_alive(self) -> bool:
-        """False if the thread has died."""
+        """Returns False if the thread has died."""
         return self._thread.is_alive()
 
     def stalled_s(self, now_s: float) -> float:
-        """How long ago the thread last took up work or an idle turn."""
+        """Returns how long ago the thread's loop last turned."""
         return now_s - self._last_turn_s
 
     def close(self) -> None:
-        """Stops listening, and ends connections."""
+        """Stops listening and ends all connections."""
         self._loop.call_soon_threadsafe(self._end)
         self._thread.join()
         self._loop.close()

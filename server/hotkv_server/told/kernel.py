@@ -1,6 +1,6 @@
-"""What the kernel tells: the server, tiers, key spaces, sessions, blocks, devices.
+"""The kernel's topics: the server, tiers, key spaces, sessions, blocks, devices.
 
-The rows are made once, here, for `hotkv`, its `--json`, the status page and its API. On the event
+The rows are made here, once, for `hotkv`, its `--json`, the status page and its API. On the event
 loop only.
 """
 
@@ -31,7 +31,7 @@ from hotkv_server.told.counts import census, counters, gauges
 # ------------------------------------------------------------------------------------------- Topics
 
 MAX_ROWS = 256
-"""Most sessions, and most key spaces, that are listed unless more are asked for."""
+"""Most sessions, and most key spaces, in a list unless the caller asks for more."""
 MAX_KEY_SPACES = 4096
 DEFAULT_BLOCKS, MAX_BLOCKS = 100, 10_000
 SERVED_BLOCKS = 2000
@@ -39,7 +39,7 @@ SERVED_BLOCKS = 2000
 
 
 def all_topics(node: Node) -> dict[str, Topic]:
-    """What operators can ask this node, by name."""
+    """Returns the topics that operators can ask about, by name."""
     found = _topics(node)
     for one in node.capabilities:
         found.update(one.topics())
@@ -47,7 +47,7 @@ def all_topics(node: Node) -> dict[str, Topic]:
 
 
 def _topics(node: Node) -> dict[str, Topic]:
-    """Those of the kernel."""
+    """Returns the kernel's topics."""
 
     async def server(filters: Filters) -> Figures:
         counted = await census(node)
@@ -104,8 +104,11 @@ def _topics(node: Node) -> dict[str, Topic]:
 
 
 def server_figures(node: Node, now_s: float) -> Figures:
-    """Which server this is and how it is. `state`: `ready`, `draining` or `unhealthy`; `problems`:
-    a sentence each; `progress`: what the start still does, empty for nothing."""
+    """Returns the server's identity and state.
+
+    `state`: `ready`, `draining` or `unhealthy`. `problems`: a sentence each. `progress`: the part
+    of the start that still runs; empty if none.
+    """
     problems, lag = node.health.problems(now_s), node.lag.read()
     return {
         "version": hotkv_proto.__version__,
@@ -131,7 +134,8 @@ def server_figures(node: Node, now_s: float) -> Figures:
 
 
 def tier_rows(node: Node, counted: Census) -> list[Figures]:
-    """Host memory, then the other tiers in the order in which they are asked, with what they do."""
+    """Returns a row for host memory, then a row for each other tier in lookup order, with its
+    activity."""
     rows = [_places(HOST_TIER, inspect.tier(node.core, counted))]
     if (lower := inspect.lower_tier(node.core)) is not None:
         rows.append(_places(DISK_TIER, lower))
@@ -145,7 +149,7 @@ def tier_rows(node: Node, counted: Census) -> list[Figures]:
 
 
 def _places(name: str, figures: inspect.RoomFigures) -> Figures:
-    """What a tier has whose places the core knows."""
+    """Returns the figures of a tier whose slots the core manages."""
     return {
         "name": name,
         "capacity_byte_count": figures.capacity_bytes,
@@ -171,7 +175,7 @@ def _places(name: str, figures: inspect.RoomFigures) -> Figures:
 
 
 def key_space_row(one: inspect.KeySpaceFigures) -> Figures:
-    """What everybody may know of a key space, in a few words."""
+    """Returns a short description of a key space, without anything secret."""
     return {
         "key_space_id": one.number,
         "fingerprint": one.key_space.fingerprint.hex(),
@@ -185,7 +189,7 @@ def key_space_row(one: inspect.KeySpaceFigures) -> Figures:
 
 
 def _key_space(value: KeySpace) -> Figures:
-    """All of it, by the names of `hotkv.v1.KeySpace`."""
+    """Returns all fields, by the names of `hotkv.v1.KeySpace`."""
     return {
         "tenant": value.tenant,
         "model": value.model,
@@ -217,12 +221,12 @@ def _key_space(value: KeySpace) -> Figures:
 
 
 def busiest(node: Node) -> list[LiveSession]:
-    """The MAX_ROWS sessions that have moved most bytes."""
+    """Returns the MAX_ROWS sessions that have moved the most bytes."""
     return heapq.nlargest(MAX_ROWS, node.sessions, lambda one: one.loaded_bytes + one.stored_bytes)
 
 
 def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> list[Figures]:
-    """A row for each of these sessions, in the order of opening."""
+    """Returns a row for each of these sessions, in the order of opening."""
     held = inspect.leases_of_engines(node.core)
     more = [one.session_figures() for one in node.capabilities]
     rows = []
@@ -255,7 +259,7 @@ def session_rows(node: Node, sessions: Iterable[LiveSession], now_s: float) -> l
 
 
 async def _blocks(node: Node, filters: Filters) -> Figures:
-    """One page of blocks, in no particular order."""
+    """Returns a page of blocks, in no particular order."""
     token, number = filters.text("page_token"), filters.whole("key_space_id", MAX_KEY_SPACE_ID)
     if token and not (token.isascii() and token.isdecimal()):
         raise HotKVError(
@@ -296,13 +300,15 @@ def _block(node: Node, block: inspect.BlockFigures, now_s: float) -> dict[str, A
 
 
 # ------------------------------------------------------------------------------------------ Devices
-# Bytes copied, the measured speed of each method, and what is wrong.
+# Bytes copied, the measured speed of each method, and problems.
 
 
 def device_figures(devices: Devices) -> Figures:
-    """The GPUs, and the part of the arena that they reach. `why_none`: if there is no GPU;
-    `registering_error`: why no more of the arena is registered, empty while it goes on and when all
-    is."""
+    """Returns figures of the GPUs, and of the part of the arena that they reach.
+
+    `why_none`: why there is no GPU. `registering_error`: why registration of the arena stopped;
+    empty while it runs and when it is complete.
+    """
     pinner = devices.pinner
     return {
         "devices": [_device(devices, info, figures) for info, figures in devices.figures()],

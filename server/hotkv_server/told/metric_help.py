@@ -1,7 +1,7 @@
-"""The HELP text of every metric: what is counted, and when it matters to an operator.
+"""The HELP text of every metric: what it counts, and when it matters to an operator.
 
 Always true: each counter, gauge and histogram of a node has a text here, under its name without the
-prefix `hotkv_`; a test compares both. Labels have few values: none is named by a client.
+prefix `hotkv_`; a test compares both. Labels have few values, and clients can't add any.
 """
 
 HELP_BY_TOPIC: dict[str, dict[str, str]] = {
@@ -283,7 +283,7 @@ HELP_BY_TOPIC: dict[str, dict[str, str]] = {
         "sparse_sequence_blocks": "Blocks of those sequences.",
     },
 }
-"""In the order of the questions that an operator asks."""
+"""In the order of an operator's questions."""
 HELP: dict[str, str] = {
     name: text for texts in HELP_BY_TOPIC.values() for name, text in texts.items()
 }
@@ -304,7 +304,7 @@ LABELS: dict[str, tuple[str, ...]] = {
     "device_pieces_in_flight": ("device",),
     "device_usable": ("device",),
 }
-"""Of metrics that have some; those of `SPARSE_LAYER_HELP` have `layer`."""
+"""Labels of metrics that have labels. Metrics of `SPARSE_LAYER_HELP` have `layer`."""
 LABEL_HELP: dict[str, str] = {
     "component": "a part of the server that is watched, or `tier NAME`; some 15",
     "device": "number of a GPU of the node",
@@ -318,7 +318,7 @@ LABEL_HELP: dict[str, str] = {
     "tier": "`host`, `disk` or the name of a shared tier; of hits also `device`",
     "version": "version of hotkv",
 }
-"""What each label names; all have few values."""
+"""The meaning of each label. Each has few values."""
 
 SPARSE_LAYER_HELP: dict[str, str] = {
     "selects": "Selections, one for each sequence and step.",
@@ -344,4 +344,4 @@ SPARSE_LAYER_HELP: dict[str, str] = {
     "faults": "Faults of sparse attention; the call fell back to dense attention.",
     "loaded_blocks": "Representations that engines loaded.",
 }
-"""By name of `hotkv_proto.reports.SPARSE_COUNTERS`; each is per layer, summed over all engines."""
+"""By name of `hotkv_proto.reports.SPARSE_COUNTERS`. Each is per layer, summed over all engines."""

@@ -1,8 +1,8 @@
-"""Metrics of a node for Prometheus, as they were last read.
+"""Metrics of a node for Prometheus.
 
-Always true: the node is read on its own event loop, and Prometheus' registry only gets what was
-read; names and units are as Prometheus asks for, and counters begin with the server and never fall.
-`metric_help` has texts and labels.
+Always true: the node is read on its own event loop, and Prometheus' registry only receives the
+latest reading. Names and units follow Prometheus' rules. Counters start at 0 with the server and
+never fall. `metric_help` has texts and labels.
 """
 
 import platform
@@ -31,11 +31,11 @@ from hotkv_server.told.counts import RecentCensus, counters, gauges
 from hotkv_server.told.metric_help import HELP, LABELS, SPARSE_LAYER_HELP
 
 REFUSED = "refused_total"
-"""Labelled here: a sum beside it would count each refusal twice."""
+"""Exported here with labels: a sum beside it would count each refusal twice."""
 
 
 def in_seconds(name: str) -> str:
-    """A name whose unit is written as Prometheus does: `build_seconds` of `build_s`."""
+    """Returns the name with its unit as Prometheus writes it: `build_seconds` for `build_s`."""
     return f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name
 
 
@@ -43,7 +43,7 @@ LAYER_HELP = {f"sparse_layer_{in_seconds(name)}": text for name, text in SPARSE_
 
 
 class NodeCollector(Collector):
-    """The registry's source: the metrics that `read` took last."""
+    """Source of the registry's metrics: the latest reading."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -51,11 +51,11 @@ class NodeCollector(Collector):
         self._metrics: list[Metric] = []
 
     def prepare(self) -> None:
-        """Begins what the first reading would wait for. On the node's loop."""
+        """Begins the long count that the first reading would wait for. On the node's loop."""
         self._census.begin()
 
     async def read(self) -> None:
-        """Reads all metrics off the node. On the node's loop."""
+        """Reads all metrics of the node. On the node's loop."""
         node, counted = self._node, await self._census.read()
         counts = counters(node)
         del counts[REFUSED]
@@ -86,17 +86,17 @@ def _labels(name: str) -> tuple[str, ...] | None:
 
 
 def _counter(name: str, value: float | None = None) -> CounterMetricFamily:
-    """A counter with this value, or one with labels that has no sample yet."""
+    """Makes a counter with this value, or a labelled counter without samples."""
     return CounterMetricFamily(f"hotkv_{name}", _help(name), value, _labels(name))
 
 
 def _gauge(name: str, value: float | None = None) -> GaugeMetricFamily:
-    """A gauge with this value, or one with labels that has no sample yet."""
+    """Makes a gauge with this value, or a labelled gauge without samples."""
     return GaugeMetricFamily(f"hotkv_{name}", _help(name), value, _labels(name))
 
 
 def _histogram(name: str, counted: Histogram | None = None) -> HistogramMetricFamily:
-    """A histogram with these counts, or one with labels that has no sample yet."""
+    """Makes a histogram with these counts, or a labelled histogram without samples."""
     family = HistogramMetricFamily(f"hotkv_{name}", _help(name), labels=_labels(name))
     if counted is not None:
         family.add_metric([], counted.cumulative(), counted.sum)
@@ -104,14 +104,14 @@ def _histogram(name: str, counted: Histogram | None = None) -> HistogramMetricFa
 
 
 def _health(node: Node, now_s: float) -> Iterator[Metric]:
-    """Which version runs, whether it serves, and which part keeps it from that."""
+    """Yields the version, whether the server serves, and the problem of each part."""
     built = _gauge("build_info")
     built.add_metric([__version__, str(NEWEST_VERSION), platform.python_version()], 1.0)
     found = node.health.by_component(now_s)
     ready = not node.core.draining and not any(found.values())
     problem = _gauge("problem")
     for name, said in found.items():
-        # "a copy thread" in a sentence.
+        # The label is a noun phrase: drop the article.
         problem.add_metric([name.removeprefix("the ").removeprefix("a ")], float(bool(said)))
     for tier in (tier for one in node.capabilities for tier in one.tiers()):
         problem.add_metric([f"tier {tier['name']}"], float(not tier["activity"]["is_up"]))
@@ -119,7 +119,7 @@ def _health(node: Node, now_s: float) -> Iterator[Metric]:
 
 
 def _timings(timings: Timings) -> Iterator[Metric]:
-    """How long calls and transfers took, how large they were, and how they ended."""
+    """Yields durations, sizes and outcomes of calls and transfers."""
     yield _histogram("lookup_seconds", timings.lookup_s)
     yield _histogram("lease_seconds", timings.lease_s)
     yield _histogram("load_seconds", timings.load_s)
@@ -135,7 +135,7 @@ def _timings(timings: Timings) -> Iterator[Metric]:
 
 
 def _refusals(node: Node) -> Metric:
-    """How often each reason was given."""
+    """Returns how often each reason was given."""
     family = _counter(REFUSED)
     for reason in Reason:
         family.add_metric([reason.name.lower()], float(node.refusals[reason]))
@@ -143,7 +143,7 @@ def _refusals(node: Node) -> Metric:
 
 
 def _device_metrics(devices: Devices) -> list[Metric]:
-    """Metrics of devices' copy engines, by device."""
+    """Returns metrics of the devices' copy engines, by device."""
     moved, pieces = _counter("device_copied_bytes_total"), _counter("device_pieces_total")
     busy, failed = _counter("device_busy_seconds_total"), _counter("device_failed_jobs_total")
     queued, flying = _gauge("device_pieces_queued"), _gauge("device_pieces_in_flight")
@@ -164,7 +164,7 @@ def _device_metrics(devices: Devices) -> list[Metric]:
 
 
 def _of(samples: Samples) -> Metric:
-    """A metric of a capability."""
+    """Makes a metric of a capability's samples."""
     name = in_seconds(samples.name)
     if samples.kind == "histogram":
         family = _histogram(name)

@@ -1,9 +1,9 @@
 """The state of a node for the status page and `/api/v1/status`.
 
-Always true: reading takes a bounded time of the event loop, however many blocks there are; what
-only a walk over all entries can tell is that of the latest survey, None before the first. Nothing
-here is content of prompts or a hash of a block. Lists are bounded; a count beside each says how
-many there are. docs/status_page.md has each field.
+Always true: a reading takes a bounded time of the event loop, however many blocks there are.
+Figures that need a walk over all entries come from the latest survey; they are None before the
+first. The status has no content of prompts and no block hash. Lists are bounded; a count beside
+each gives its full length. docs/status_page.md describes each field.
 """
 
 import time
@@ -40,14 +40,14 @@ NO_CENSUS = Census(0, 0, 0, 0, *(np.zeros(KEY_SPACE_ROWS, np.int64) for _ in ran
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """What was read of a node, to be written as JSON by `as_json_values` on any thread."""
+    """A reading of a node; `as_json_values` turns it into JSON values on any thread."""
 
     figures: Figures
     arena: ArenaMap | None
 
 
 def read_status(node: Node, *, has_names: bool) -> NodeStatus:
-    """Reads all of it. `has_names`: False leaves out what names tenants, models or engines."""
+    """Reads the status. `has_names`: False leaves out the names of tenants, models and engines."""
     now_s = time.monotonic()
     survey = node.survey.latest(now_s)
     figures: Figures = {
@@ -68,7 +68,7 @@ def read_status(node: Node, *, has_names: bool) -> NodeStatus:
 
 
 def as_json_values(status: NodeStatus) -> Figures:
-    """The whole answer as values for `json`."""
+    """Returns the whole answer as values for `json`."""
     figures = {name: one() if callable(one) else one for name, one in status.figures.items()}
     figures["arena"] = None if status.arena is None else _arena(status.arena)
     return figures
@@ -85,7 +85,7 @@ def _live(node: Node) -> Figures:
 
 
 def _surveyed(node: Node, survey: Survey | None, *, has_names: bool) -> Figures:
-    """Tiers, and the key spaces with most blocks, in the order of their numbers."""
+    """Returns tiers, and the key spaces with most blocks in the order of their numbers."""
     counted = NO_CENSUS if survey is None else survey.census
     found = inspect.key_spaces(node.core, counted, MAX_ROWS) if has_names else []
     rows = {"tiers": tier_rows(node, counted), "key_spaces": [key_space_row(one) for one in found]}
@@ -96,7 +96,8 @@ def _surveyed(node: Node, survey: Survey | None, *, has_names: bool) -> Figures:
 
 
 def _arena(drawn: ArenaMap) -> Figures:
-    """`slot_size_indexes`: of each cell in `slot_byte_counts`, or its negative word."""
+    """Returns the map of the arena. `slot_size_indexes`: for each cell, the index of its slot size
+    in `slot_byte_counts`, or its negative word."""
     sizes = np.unique(drawn.slot_bytes[drawn.slot_bytes >= 0])
     at = np.where(drawn.slot_bytes < 0, drawn.slot_bytes, np.searchsorted(sizes, drawn.slot_bytes))
     return {

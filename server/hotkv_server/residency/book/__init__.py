@@ -1,1 +1,1 @@
-"""Decides what residencies may hold, and pins it. Pure."""
+"""Decides what residencies may pin, and pins it. Pure."""

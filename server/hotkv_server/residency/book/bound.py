@@ -1,12 +1,12 @@
-"""How much of the arena may be promised to residencies, and what is.
+"""Bounds the room that residencies are promised and pin.
 
-Always true: what a tenant's residencies are promised and pin (each entry counted once) is within
-`residency.share` of what is surely the tenant's, and all together within that share of the arena,
-with every other tenant's guarantee counted as taken; and slabs are within reach of each slot size
-for all that it was promised (`slab_floors`). So evicting what is not pinned makes room for whatever
-was promised. A slot counts with its part of what its slab loses at the end.
+Always true: a tenant's residencies are promised and pin (each entry counted once) at most
+`residency.share` of the room that is guaranteed available to the tenant. All residencies together
+are within that share of the arena, with every other tenant's guarantee counted as used. Slabs can
+be had for each slot size's promises (`slab_floors`). So evicting unpinned blocks makes room for
+every promise. A slot counts with its part of the unused end of its slab.
 
-The bytes that holds and leases pin count, too, at the time a promise is made: see `PinBudget`.
+Bytes pinned by holds and leases also count, at the time of a promise: see `PinBudget`.
 """
 
 from collections.abc import Mapping
@@ -20,14 +20,15 @@ from hotkv_server.cache.values import Int64s
 
 
 def slot_cost(slot_bytes: int, slab_bytes: int) -> int:
-    """Bytes of the arena that a slot takes: its share of the slab, or the slabs that it spans."""
+    """Returns the bytes of the arena that a slot costs: its share of a slab, or the slabs that it
+    spans."""
     size = aligned(slot_bytes)
     spans = -(-size // slab_bytes)
     return -(-spans * slab_bytes // max(1, slab_bytes // size))
 
 
 def slots_of(sizes: Int64s) -> dict[int, int]:
-    """How many of the slots [n] have each size."""
+    """Returns how many of the slots [n] have each size."""
     if not len(sizes):
         return {}
     if (sizes == sizes[0]).all():
@@ -37,7 +38,7 @@ def slots_of(sizes: Int64s) -> dict[int, int]:
 
 
 class ResidencyBound:
-    """Bytes promised and pinned, by tenant. `share`: see the module."""
+    """Counts the bytes promised and pinned, by tenant. `share`: `residency.share`."""
 
     def __init__(
         self, tenants: TenantBook, budget: PinBudget, share: float, pool: SlabPool
@@ -60,30 +61,30 @@ class ResidencyBound:
 
     @property
     def bound_bytes(self) -> int:
-        """Most that all residencies together may be promised and pin, as far as the arena has
-        memory."""
+        """Returns the bytes that all residencies together may be promised and pin, in the part of
+        the arena that has memory."""
         capacity = self._tenants.capacity_bytes
         return min(int(self._share * capacity), most_pinned(capacity))
 
     def cost(self, slot_bytes: int) -> int:
-        """As `slot_cost`."""
+        """Returns `slot_cost` of a slot in this arena."""
         if slot_bytes not in self._costs:
             self._costs[slot_bytes] = slot_cost(slot_bytes, self._slab_bytes)
         return self._costs[slot_bytes]
 
     def costs(self, slots: Mapping[int, int]) -> int:
-        """What so many slots by size take together."""
+        """Returns the bytes that these slots, counted by size, cost together."""
         return sum(count * self.cost(size) for size, count in slots.items())
 
     def promise(self, tenant: int, slots: Mapping[int, int], sign: int = 1) -> None:
-        """Counts slots by size as promised to a tenant; not any more, if `sign` is -1."""
+        """Counts slots by size as promised to a tenant. `sign` -1 takes them back off the count."""
         more = sign * self.costs(slots)
         self.promised_bytes += more
         self._change(tenant, more, slots, sign)
 
     def pin(self, tenant: int, sizes: Int64s, sign: int = 1) -> None:
-        """Counts slots of these sizes [n] as pinned for a tenant; not any more, if `sign` is
-        -1."""
+        """Counts slots of these sizes [n] as pinned for a tenant. `sign` -1 takes them back off the
+        count."""
         slots = slots_of(sizes)
         more = sign * self.costs(slots)
         self.pinned_bytes += more
@@ -98,17 +99,17 @@ class ResidencyBound:
             del self._taken[tenant]
 
     def taken_bytes(self, tenant: int) -> int:
-        """What the tenant's residencies are promised and pin."""
+        """Returns the bytes that the tenant's residencies are promised and pin."""
         return self._taken.get(tenant, 0)
 
     def room_bytes(self, tenant: int) -> int:
-        """What may be promised to the tenant now."""
+        """Returns the bytes that may be promised to the tenant at this moment."""
         room = self._most(tenant, self._tenants.capacity_bytes, self._taken)
         return max(0, min(room - self.taken_bytes(tenant), self._budget.for_residencies))
 
     def most_bytes(self, tenant: int) -> int:
-        """What may be promised to the tenant if nobody has anything and the whole arena has
-        memory."""
+        """Returns the bytes that could be promised to the tenant in an empty arena whose memory is
+        complete."""
         return max(0, self._most(tenant, self._tenants.arena_bytes, {}))
 
     def _most(self, tenant: int, capacity_bytes: int, taken: dict[int, int]) -> int:
@@ -117,7 +118,7 @@ class ResidencyBound:
         return min(bound - others, int(self._share * self._tenants.burst_bytes(tenant)))
 
     def check_ever(self, tenant: int, asked_bytes: int) -> None:
-        """Raises RESIDENCY_TOO_LARGE if so much may never be promised."""
+        """Raises RESIDENCY_TOO_LARGE if this many bytes can never be promised."""
         most = self.most_bytes(tenant)
         if asked_bytes > most:
             needed = int(asked_bytes / self._share) + 1
@@ -132,7 +133,7 @@ class ResidencyBound:
             )
 
     def check_room(self, tenant: int, slots: Mapping[int, int]) -> None:
-        """Raises NO_ROOM_FOR_RESIDENCY unless so many slots by size may be promised now."""
+        """Raises NO_ROOM_FOR_RESIDENCY unless these slots, counted by size, can be promised now."""
         room, asked_bytes = self.room_bytes(tenant), self.costs(slots)
         if asked_bytes <= room and not self._floors.would_fit(slots):
             raise HotKVError(
@@ -161,7 +162,7 @@ class ResidencyBound:
     def check(
         self, promised: Mapping[int, int], pinned: Mapping[int, int], slots: Mapping[int, int]
     ) -> None:
-        """Raises AssertionError if bytes by tenant, or all slots by size, are others, or beyond the
+        """Raises AssertionError if bytes by tenant, or all slots by size, differ or exceed the
         bound."""
         self._floors.check(slots)
         taken = {

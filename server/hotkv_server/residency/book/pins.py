@@ -1,9 +1,9 @@
-"""Pins of residencies: which entries they keep, and the marks of what readers may read.
+"""Pins of residencies: the entries that they pin, and the marks of entries that clients may read.
 
-Always true: an entry has one pin from each position of a residency that names it; an entry that is
-pinned here, or kept by the grace, is marked before anybody is told where it lies, and no other is
-marked. A residency that pins what another has pinned already is promised less all the same; the
-entry counts once.
+Always true: an entry has one pin for each position of a residency that names it. An entry that is
+pinned here or kept by the grace is marked before any client learns its offset; no other entry is
+marked. If a residency pins an entry that another residency has pinned, its own promise still
+shrinks, and the entry counts once.
 """
 
 import numpy as np
@@ -17,10 +17,13 @@ from hotkv_server.residency.book.register import Residency
 
 
 class ResidencyPins:
-    """See the module. `counts` uint32 by entry number: pins from residencies."""
+    """Pins entries for residencies (see the module).
+
+    counts: pins from residencies, uint32 by entry number.
+    """
 
     def __init__(self, space: Space, bound: ResidencyBound, grace: Grace, marks: Marks) -> None:
-        # Memory comes with the first pin of an entry nearby.
+        # The kernel allocates memory at the first pin of an entry nearby.
         self.counts = np.zeros(space.index.capacity + 1, np.uint32)
         self._space = space
         self._bound = bound
@@ -34,9 +37,12 @@ class ResidencyPins:
     def representation_offsets(
         self, residency: Residency, group_index: int, first_position: int, block_count: int
     ) -> Int64s:
-        """Slot offsets of the representations that a residency pins with its blocks from
-        `first_position` on, -1 for none. Those of an earlier server count as none until they have
-        been compared with their check values."""
+        """Returns the slot offsets of the representations that a residency pins with its blocks,
+        from `first_position` on; -1 for none.
+
+        Representations of an earlier server count as none until they have been compared with their
+        check values.
+        """
         group, index = residency.groups[group_index], self._space.index
         linked = group.linked_at(first_position + np.arange(block_count, dtype=np.int64))
         is_known = (linked != 0) & ~index.unverified[linked]
@@ -47,7 +53,9 @@ class ResidencyPins:
         self, residency: Residency, group_index: int, positions: Int64s, entries: Entries
     ) -> None:
         """Pins ready, verified blocks at rising positions, as many as the residency has left.
-        Positions that it has stay as they are."""
+
+        Positions that already have a block keep it.
+        """
         group = residency.groups.get(group_index)
         if group is None or residency.is_closing or not len(positions):
             return
@@ -58,8 +66,8 @@ class ResidencyPins:
         self._pin(residency, entries, group.block_bytes)
 
     def pin_linked(self, residency: Residency, group_index: int, positions: Int64s) -> None:
-        """Pins the representations of those blocks that the residency has at these positions, each
-        if it is of a kind that the session declares; one a position."""
+        """Pins the representation of each block at `positions` whose kind the session declared; at
+        most one a position."""
         group = residency.groups.get(group_index)
         if group is None or residency.is_closing or not group.kinds:
             return
@@ -75,9 +83,9 @@ class ResidencyPins:
         self._pin(residency, linked, group.kind_bytes)
 
     def _pin(self, residency: Residency, entries: Entries, slot_bytes: int) -> None:
-        """Pins entries in slots of this size; as many are promised no longer."""
+        """Pins entries in slots of this size, and reduces the promise by as many slots."""
         fresh = entries[self.counts[entries] == 0]
-        # Before anybody is told where they lie: a server that is killed leaves them marked.
+        # Mark before any client learns the offsets: a killed server then leaves them marked.
         self._marks[entries] = 1
         np.add.at(self.counts, entries, np.uint32(1))
         if np.any(self.counts[fresh] > 1):
@@ -87,8 +95,8 @@ class ResidencyPins:
         self._bound.pin(residency.tenant, np.full(len(fresh), slot_bytes))
 
     def unpin(self, tenant: int, entries: Entries) -> None:
-        """Takes one pin each from entries of a tenant's residency, and frees what was flushed
-        meanwhile."""
+        """Removes one pin from each entry of a tenant's residency, and frees entries that were
+        flushed while pinned."""
         index, distinct = self._space.index, np.unique(entries)
         np.subtract.at(self.counts, entries, np.uint32(1))
         last = distinct[self.counts[distinct] == 0]
@@ -98,29 +106,32 @@ class ResidencyPins:
         self._space.removal.reap(distinct)
 
     def hold(self, entries: Entries) -> Entries:
-        """Pins entries, each once, that are compared with their check values before a residency may
-        pin them; returns them."""
+        """Pins entries, once each, while they are compared with their check values. Returns
+        them; pass them to `let_go`."""
         if len(entries):
             self._space.index.pin(entries, 1)
             self._held.append(entries)
         return entries
 
     def let_go(self, entries: Entries) -> None:
-        """The entries of one `hold` have been compared, or will not be."""
+        """Releases the pins of one `hold`."""
         self._held = [held for held in self._held if held is not entries]
         self._space.index.pin(entries, -1)
         self._space.removal.reap(entries)
 
     def all(self) -> Int64s:
-        """Pins of each entry [capacity + 1]. Linear in capacity."""
+        """Returns the pins of each entry [capacity + 1]. Linear in capacity."""
         pins = self.counts.astype(np.int64)
         for entries in self._held:
             np.add.at(pins, entries, 1)
         return pins
 
     def check(self, counts: Int64s) -> tuple[dict[int, int], dict[int, int]]:
-        """Raises AssertionError unless pins are `counts` by entry number, and marks as they must
-        be. Returns bytes of arena by tenant, and slots by size."""
+        """Raises AssertionError unless the pins equal `counts` (by entry number) and the marks
+        agree.
+
+        Returns the pinned bytes of the arena by tenant, and the pinned slots by size.
+        """
         index = self._space.index
         assert np.array_equal(counts, self.counts), "pins of residencies miscounted"
         pinned = np.flatnonzero(counts).astype(np.uint32)
@@ -139,7 +150,7 @@ class ResidencyPins:
 
 
 class ResidencyStore:
-    """What a store pins for its residency; as `StorePins`."""
+    """Pins a store's blocks for its residency; implements `StorePins`."""
 
     def __init__(self, residency: Residency, pins: ResidencyPins) -> None:
         self._residency, self._pins = residency, pins

@@ -1,11 +1,11 @@
-"""The residencies of all engines: which blocks each pins, what is still promised to it, and what
-was refused for want of room.
+"""The residencies of all engines: the blocks that each pins, its remaining promise, and refusals
+for lack of room.
 
-Always true: an id names one open residency of its engine; one that is closing has no id any more.
-A position of a residency names one entry; a group has no more positions than were asked for, and no
-more representations than positions; rows are in the order of positions. Residencies count for their
-owner, by number and by the memory that they take, see `bounds`. A refusal is remembered for each
-engine that has a session, until it opens the residency.
+Always true: an id names one open residency of its engine; a closing residency has no id. A position
+of a residency names one entry. A group has at most as many positions as were asked for, and at most
+as many representations as positions. Rows are in the order of positions. Residencies count for
+their owner, by number and by the memory of their lists (see `bounds`). An engine's latest refusal
+is kept while it has a session, until it opens the residency.
 """
 
 from collections import Counter
@@ -21,7 +21,8 @@ from hotkv_server.cache.values import BoolMask, Entries, Int64s, SessionRecord
 RESIDENCY_BYTES = 1024
 GROUP_BYTES = 512
 BLOCK_BYTES = 16
-"""Bytes that a residency takes by itself, for each group, and for each block that it may pin."""
+"""Estimated bytes of a residency's lists: for itself, for each group, for each block that it may
+pin."""
 MAX_RESIDENCIES = 1 << 14
 
 
@@ -30,11 +31,15 @@ MAX_RESIDENCIES = 1 << 14
 
 @dataclass(slots=True, eq=False)
 class ResidentGroup:
-    """Blocks of one group. `most`: positions that there may be. `block_bytes`, `kind_bytes`: slot
-    sizes of a block, and of a representation of one of `kinds`, all of one size; 0 without any.
+    """Blocks of one group.
 
-    `positions` [n], rising; `entries` [n] of the blocks; `linked` [n] of their representations, 0
-    for none.
+    most: positions that the group may have.
+    block_bytes, kind_bytes: slot sizes of a block, and of a representation; all `kinds` have the
+        same size, 0 if there are none.
+    kinds: kinds of representations to pin.
+    positions: rising, int64 [n].
+    entries: of the blocks, uint32 [n].
+    linked: of their representations, uint32 [n]; 0 for none.
     """
 
     most: int
@@ -47,7 +52,7 @@ class ResidentGroup:
     num_linked: int = 0
 
     def left(self) -> dict[int, int]:
-        """Slots by size for what it may still pin."""
+        """Returns the slots, by size, that the group may still pin."""
         left = {self.block_bytes: self.most - len(self.positions)}
         if self.kinds:
             kinds = self.most - self.num_linked
@@ -55,7 +60,8 @@ class ResidentGroup:
         return left
 
     def rows(self, positions: Int64s) -> tuple[Int64s, BoolMask]:
-        """Per position [n] its row, or the row that it would get; and whether it has one."""
+        """Returns for each position [n] its row, or the row where it would be inserted, and whether
+        it has one."""
         rows = np.searchsorted(self.positions, positions)
         known = np.zeros(len(positions), np.bool_)
         inside = rows < len(self.positions)
@@ -63,26 +69,27 @@ class ResidentGroup:
         return rows, known
 
     def linked_at(self, positions: Int64s) -> Entries:
-        """Per position [n] the representation that is pinned with its block, 0 for none."""
+        """Returns for each position [n] the representation pinned with its block; 0 for none."""
         rows, known = self.rows(positions)
         found = np.zeros(len(positions), np.uint32)
         found[known] = self.linked[rows[known]]
         return found
 
     def add(self, positions: Int64s, entries: Entries) -> None:
-        """Adds blocks at rising positions that it does not have, without representations."""
+        """Adds blocks at rising positions that are not yet there, without representations."""
         rows = np.searchsorted(self.positions, positions)
         self.positions = np.insert(self.positions, rows, positions)
         self.entries = np.insert(self.entries, rows, entries)
         self.linked = np.insert(self.linked, rows, np.uint32(0))
 
     def link(self, rows: Int64s, linked: Entries) -> None:
-        """Notes representations [n] of rows that have none."""
+        """Records representations [n] for rows that have none."""
         self.linked[rows] = linked
         self.num_linked += len(rows)
 
     def take(self, most: int) -> Entries:
-        """Removes the last rows, `most` at most; returns their entries, representations too."""
+        """Removes the last rows, at most `most`. Returns their entries, including
+        representations."""
         keep = max(0, len(self.positions) - most)
         linked = self.linked[keep:]
         gone: Entries = np.concatenate((self.entries[keep:], linked[linked != 0]))
@@ -95,15 +102,19 @@ class ResidentGroup:
         return gone
 
     def pinned(self) -> Entries:
-        """All its entries, representations too."""
+        """Returns all its entries, including representations."""
         entries: Entries = np.concatenate((self.entries, self.linked[self.linked != 0]))
         return entries
 
 
 @dataclass(slots=True, eq=False)
 class Residency:
-    """`asked`: blocks by group, as the call that opened it said. `is_closing`: it promises nothing
-    and takes no blocks any more, and its pins are being given back. `is_gone`: all of them are."""
+    """A residency of an engine.
+
+    asked: blocks by group, from the call that opened it.
+    is_closing: it has no promise, accepts no blocks, and its pins are being released.
+    is_gone: all its pins are released.
+    """
 
     engine_id: str
     owner: str
@@ -125,11 +136,11 @@ class Residency:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that it pins."""
+        """Returns how many blocks it pins."""
         return sum(len(group.positions) for group in self.groups.values())
 
     def left(self) -> dict[int, int]:
-        """Slots by size for what it may still pin."""
+        """Returns the slots, by size, that it may still pin."""
         left: Counter[int] = Counter()
         for group in () if self.is_closing else self.groups.values():
             left.update(group.left())
@@ -137,28 +148,29 @@ class Residency:
 
     @property
     def weight(self) -> int:
-        """Most bytes, about, that it takes itself."""
+        """Returns the most bytes that its lists may use, estimated."""
         return weight_of(self.asked)
 
     def pinned(self) -> Iterator[Entries]:
-        """Its entries, a group at a time."""
+        """Yields its entries, a group at a time."""
         for group in self.groups.values():
             yield group.pinned()
 
     def check_invariants(self) -> None:
-        """Raises AssertionError if rows disagree."""
+        """Raises AssertionError if its rows disagree."""
         for group in self.groups.values():
             assert len(group.positions) <= group.most, "more blocks than were asked for"
             assert np.all(np.diff(group.positions) > 0), "a position is there twice"
             assert group.num_linked == np.count_nonzero(group.linked), "kinds miscounted"
 
     def reads(self, entries: Entries) -> bool:
-        """True if one of these is a block that its readers may read."""
+        """Returns True if its clients may read one of these blocks."""
         return any(np.isin(group.entries, entries).any() for group in self.groups.values())
 
 
 def weight_of(asked: Mapping[int, int]) -> int:
-    """Most bytes, about, that a residency for so many blocks a group takes."""
+    """Returns the most bytes, estimated, that the lists of a residency for these blocks by group
+    use."""
     return RESIDENCY_BYTES + GROUP_BYTES * len(asked) + BLOCK_BYTES * sum(asked.values())
 
 
@@ -167,7 +179,10 @@ def weight_of(asked: Mapping[int, int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The last residency that an engine was refused for want of room. `num_attempts`: in a row."""
+    """An engine's latest residency that was refused for lack of room.
+
+    num_attempts: refusals of this residency in a row.
+    """
 
     engine_id: str
     residency_id: str
@@ -179,8 +194,10 @@ class Refusal:
 
 
 class ResidencyBook:
-    """Residencies by id and by session. `orphans`: sessions that have ended while the server
-    drained."""
+    """Residencies by id and by session.
+
+    orphans: sessions that ended while the server drained; their residencies stay.
+    """
 
     def __init__(self, memory: BoundShare) -> None:
         self.bound = FairBound(MAX_RESIDENCIES)
@@ -199,8 +216,10 @@ class ResidencyBook:
         return f"ResidencyBook({len(self)} residencies, {len(self._refusals)} refused)"
 
     def of_call(self, session: SessionRecord, residency_id: str) -> Residency | None:
-        """The open residency that a call repeats; None if the id is new. Raises DUPLICATE_ID if the
-        engine uses the id under another key space."""
+        """Returns the open residency that a call repeats; None if the id is new.
+
+        Raises DUPLICATE_ID if the engine uses the id in another key space.
+        """
         if not residency_id:
             raise HotKVError(
                 Reason.INVALID_FIELD,
@@ -215,18 +234,18 @@ class ResidencyBook:
         return residency
 
     def get(self, engine_id: str, residency_id: str) -> Residency | None:
-        """The engine's open residency with this id."""
+        """Returns the engine's open residency with this id; None if there is none."""
         return self._by_id.get((engine_id, residency_id))
 
     def named(self, session: SessionRecord, residency_id: str) -> Residency | None:
-        """The residency that a call names, None if it is not open in this key space."""
+        """Returns the residency that a call names; None if it is not open in this key space."""
         residency = self.get(session.engine_id, residency_id)
         if residency is None or residency.key_space_id != session.key_space_id:
             return None
         return residency
 
     def live(self, session: SessionRecord, residency_id: str) -> Residency:
-        """The residency that a call works on. Raises UNKNOWN_RESIDENCY."""
+        """Returns the residency that a call works on. Raises UNKNOWN_RESIDENCY."""
         residency = self.named(session, residency_id)
         if residency is None:
             raise HotKVError(
@@ -237,8 +256,8 @@ class ResidencyBook:
         return residency
 
     def check_room(self, residency: Residency) -> None:
-        """Raises RESIDENCY_TOO_LARGE if nobody may ever have this one, OVERLOADED unless the owner
-        may have one more."""
+        """Raises RESIDENCY_TOO_LARGE if the residency exceeds what any owner may have, OVERLOADED
+        if the owner may have no other."""
         owner = residency.owner
         if residency.weight > self.memory.capacity // 2:
             raise HotKVError(
@@ -259,7 +278,7 @@ class ResidencyBook:
             )
 
     def add(self, residency: Residency) -> None:
-        """Takes a residency in, and counts it for its owner."""
+        """Registers a residency and counts it for its owner."""
         self._by_id[residency.engine_id, residency.residency_id] = residency
         self._by_session.setdefault(residency.session_number, []).append(residency)
         self.bound.take(residency.owner, 1)
@@ -274,7 +293,7 @@ class ResidencyBook:
         del self._by_id[residency.engine_id, residency.residency_id]
 
     def remove(self, residency: Residency) -> None:
-        """Forgets a residency that was closing and pins nothing any more."""
+        """Forgets a closing residency that has no pins left."""
         of_session = self._by_session[residency.session_number]
         of_session.remove(residency)
         if not of_session:
@@ -283,11 +302,11 @@ class ResidencyBook:
         self.memory.give(residency.owner, residency.weight)
 
     def all(self) -> list[Residency]:
-        """All residencies, also those that are closing."""
+        """Returns all residencies, including closing ones."""
         return [residency for mine in self._by_session.values() for residency in mine]
 
     def of_session(self, session_number: int) -> list[Residency]:
-        """Those that a session has opened, also those that are closing."""
+        """Returns the residencies that a session has opened, including closing ones."""
         return list(self._by_session.get(session_number, ()))
 
     def note_refusal(
@@ -298,7 +317,7 @@ class ResidencyBook:
         message: str,
         now_s: float,
     ) -> None:
-        """Remembers that the engine was refused this for want of room."""
+        """Records that the engine was refused this residency for lack of room."""
         self.num_refused += 1
         before = self._refusals.get(residency.engine_id)
         again = before is not None and before.residency_id == residency.residency_id
@@ -314,11 +333,11 @@ class ResidencyBook:
         )
 
     def forget_engine(self, engine_id: str) -> None:
-        """The engine has no session any more."""
+        """Forgets the refusal of an engine whose last session has closed."""
         self._refusals.pop(engine_id, None)
 
     def refusals(self) -> list[Refusal]:
-        """What engines were refused last, and have not opened since."""
+        """Returns each engine's latest refusal that it has not resolved."""
         return list(self._refusals.values())
 
     def check_invariants(self) -> None:

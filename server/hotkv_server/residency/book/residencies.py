@@ -1,12 +1,12 @@
 """Residencies: requests whose blocks stay in the arena as long as they run, for engines that read
-them there and keep no copy.
+them there without a copy.
 
-Opening one reserves room; extending it, or storing into it, pins blocks and says where they lie.
-Always true: what is pinned and what is promised is within `ResidencyBound`; before anything is
-unpinned that its engine did not give back, the session's word has changed (`cache.readers`).
-Residencies belong to their engine, as leases do, and end with the session that opened them; if the
-server drains they stay as they are, for the next server. `resident` pins; the core's `grace` keeps
-what an earlier server's residencies had.
+Opening a residency reserves room. Extending it, or storing into it, pins blocks and returns their
+offsets. Always true: the pinned and promised bytes are within `ResidencyBound`. Before the server
+unpins blocks that their engine has not released, the session's word has changed (`cache.readers`).
+Residencies belong to their engine, as leases do, and end with the session that opened them. If the
+server drains, they stay for the next server. `resident` pins; the core's `grace` keeps the blocks
+of an earlier server's residencies.
 """
 
 from collections import Counter
@@ -36,11 +36,11 @@ from hotkv_server.residency.book.register import Residency, ResidencyBook, Resid
 
 MAX_POSITION = 1 << 31
 PART_BLOCKS = 1 << 14
-"""Blocks of a residency that one part unpins."""
+"""Blocks of a residency to unpin in one part."""
 
 
 class Residencies:
-    """See the module. A `Pinner` of the core that it is made for."""
+    """Opens, extends and closes residencies (see the module). A `Pinner` of its core."""
 
     def __init__(self, core: CacheCore) -> None:
         space = core.space
@@ -64,11 +64,12 @@ class Residencies:
     def open(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int], now_s: float
     ) -> ResidencyOpened:
-        """Reserves room for so many blocks a group, and for their representations of the kinds that
-        the session declares. The same call again for an open residency gets the same answer.
+        """Reserves room for a residency, with representations of the session's declared kinds.
 
-        Raises NO_ROOM_FOR_RESIDENCY or RESIDENCY_TOO_LARGE, among others; a refusal is noted for
-        operators and changes nothing else.
+        num_blocks: blocks to reserve, by group.
+        Repeating the call for an open residency returns the same answer. Raises
+        NO_ROOM_FOR_RESIDENCY, RESIDENCY_TOO_LARGE and others. A refusal is recorded for operators
+        and changes nothing else.
         """
         session = self._sessions.record(session_number)
         record = self._catalog.record(session.key_space_id)
@@ -106,8 +107,10 @@ class Residencies:
     def make_room(
         self, session_number: int, residency_id: str, num_blocks: Mapping[int, int]
     ) -> Iterator[None]:
-        """Makes room for opening a residency, in parts: slabs of the slot sizes that it needs. Does
-        nothing if there are enough, or the call would be refused anyway."""
+        """Frees slabs of the slot sizes that the residency needs, in parts.
+
+        Does nothing if there are enough, or if the call would be refused anyway.
+        """
         session = self._sessions.record(session_number)
         record = self._catalog.record(session.key_space_id)
         slots: Counter[int] = Counter()
@@ -133,10 +136,10 @@ class Residencies:
         hashes: Words,
         now_s: float,
     ) -> Int64s:
-        """Pins those of the blocks that are ready and verified, with their representations; returns
-        the slot offset of each, -1 for a block that is not pinned.
+        """Pins the listed blocks that are ready and verified, with their representations.
 
-        A block that the residency has already keeps its offset, also if it was flushed meanwhile.
+        Returns the slot offset of each block; -1 if it is not pinned. A block that the residency
+        already has keeps its offset, even if it has been flushed since.
         """
         session = self._sessions.record(session_number)
         _check_position(first_position, len(hashes))
@@ -168,7 +171,7 @@ class Residencies:
     def _named(
         self, session: SessionRecord, residency_id: str, group_index: int, num_blocks: int
     ) -> tuple[Residency, ResidentGroup]:
-        """The residency and group of a call. Raises HotKVError."""
+        """Returns the residency and group of a call. Raises HotKVError."""
         residency = self.book.live(session, residency_id)
         if group_index not in residency.groups:
             raise HotKVError(
@@ -189,8 +192,8 @@ class Residencies:
     def begin_comparing(
         self, session: SessionRecord, residency_id: str, group_index: int, hashes: Words
     ) -> Entries:
-        """The ready blocks among these that have not been compared with their check values; pinned
-        until `resident.let_go`, which the caller owes."""
+        """Pins the listed ready blocks that have not been compared with their check values, and
+        returns them. The caller must pass them to `resident.let_go`."""
         residency, _ = self._named(session, residency_id, group_index, len(hashes))
         index = self._space.index
         words = index.find(residency.key_space_id, group_index, hashes)
@@ -200,36 +203,37 @@ class Residencies:
     # Ending
 
     def end(self, session: SessionRecord) -> Iterator[None]:
-        """Ends the residencies of a session; its readers are told first. None if the server drains:
-        all stay as they are, so that the next server can keep them for their readers."""
+        """Ends the residencies of a session in parts, after notifying its readers.
+
+        If the server drains, ends none: the next server keeps them for their readers.
+        """
         for residency in self._begin_ending(session):
             yield from self.closing(residency)
             yield
 
     def closing(self, residency: Residency) -> Iterator[None]:
-        """Gives a residency back that its engine has closed, or whose readers have been told."""
+        """Unpins a residency in parts. Its engine has closed it, or its readers have been
+        notified."""
         self.begin_closing(residency)
         while not self.give_back(residency, PART_BLOCKS):
             yield
 
     def begin_closing(self, residency: Residency) -> None:
-        """Gives the promise of a residency back; its id is free from now on. `give_back` does the
-        rest."""
+        """Cancels the residency's promise and frees its id. `give_back` unpins its blocks."""
         if not residency.is_closing:
             self.bound.promise(residency.tenant, residency.left(), -1)
             residency.is_closing = True
             self.book.begin_closing(residency)
 
     def close(self, residency: Residency) -> None:
-        """Gives a residency back in one go. If its engine did not ask for it, its readers have been
-        told before."""
+        """Unpins a whole residency at once. If its engine did not close it, its readers must have
+        been notified before."""
         self.begin_closing(residency)
         while not self.give_back(residency, MAX_POSITION):
             pass
 
     def give_back(self, residency: Residency, most: int) -> bool:
-        """Unpins up to `most` blocks of a residency that is closing; True if none is left and it is
-        gone."""
+        """Unpins up to `most` blocks of a closing residency. Returns True once it is gone."""
         if residency.is_gone:
             return True
         for group in residency.groups.values():
@@ -243,7 +247,7 @@ class Residencies:
         return True
 
     def _begin_ending(self, session: SessionRecord) -> list[Residency]:
-        """The residencies of a session that are to be given back: its readers have been told."""
+        """Notifies the readers of a session's residencies. Returns the residencies to unpin."""
         residencies = self.book.of_session(session.number)
         if residencies and self._sessions.draining:
             self.book.orphans.add(session.number)
@@ -254,8 +258,10 @@ class Residencies:
         return residencies
 
     def condemned(self, entries: Entries) -> None:
-        """These blocks do not agree with their check values: ends all residencies of sessions that
-        read one of them, whose readers have had other bytes than were stored."""
+        """Ends the residencies of every session that reads one of these blocks.
+
+        The blocks do not match their check values, so readers have seen bytes that were not stored.
+        """
         reading = {
             residency.session_number for residency in self.book.all() if residency.reads(entries)
         }
@@ -302,8 +308,8 @@ class Residencies:
 def _new_groups(
     session: SessionRecord, record: KeySpaceRecord, num_blocks: Mapping[int, int]
 ) -> dict[int, ResidentGroup]:
-    """Groups of a new residency, without a block. Raises INVALID_FIELD unless one may be opened for
-    them."""
+    """Returns the groups of a new residency, without blocks. Raises INVALID_FIELD unless a
+    residency may be opened for them."""
     check_named(record, num_blocks, 0, 0, only_blocks=True)
     if not num_blocks or min(num_blocks.values()) < 1 or max(num_blocks.values()) >= MAX_POSITION:
         raise HotKVError(
@@ -346,7 +352,7 @@ def _new_group(
     return ResidentGroup(
         count,
         aligned(record.shape(group_index).slot_bytes),
-        # One size, so that what is pinned is what was promised.
+        # Kinds of one size only, so that the pinned bytes equal the promised bytes.
         frozenset(kind for kind, slot_bytes in kinds.items() if slot_bytes == largest),
         largest,
     )

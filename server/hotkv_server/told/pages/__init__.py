@@ -1,1 +1,1 @@
-"""What HTTP serves: probes, metrics, and the status page with its API."""
+"""The HTTP pages: probes, metrics, and the status page with its API."""

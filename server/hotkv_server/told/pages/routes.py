@@ -1,7 +1,7 @@
-"""Which path gives what: probes and metrics for everybody, the page and its API by `PageAccess`.
+"""The paths of HTTP: probes and metrics for everybody, the page and its API by `PageAccess`.
 
-Always true: figures are read on the node's loop and written on this one; however many ask for
-metrics, for the status or for savings, the node is asked once at a time.
+Always true: figures are read on the node's loop, and written as JSON on the loop of HTTP. However
+many clients ask for metrics, the status or savings, the node computes each answer once at a time.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ from hotkv_server.told.metrics import NodeCollector
 from hotkv_server.told.status import NodeStatus, as_json_values, read_status
 
 # ----------------------------------------------------------------------------- Requests and answers
-# Of HTTP, as values.
+# Requests and answers of HTTP, as values.
 
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""As Prometheus has it for metrics; the other texts get it, too."""
+"""Prometheus' type for metrics; also used for the other texts."""
 JSON_TYPE = "application/json"
 PRIVATE: Mapping[str, str] = {
     "Cache-Control": "no-store",
@@ -48,12 +48,12 @@ PRIVATE: Mapping[str, str] = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""Headers of whatever is not for everybody."""
+"""Headers of every answer that is not public."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A GET request. `host`, `authorization`, `accept`: headers, empty if they are not there."""
+    """A GET request. `host`, `authorization` and `accept` are headers, empty if missing."""
 
     path: str
     query: str = ""
@@ -64,7 +64,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer."""
+    """An answer of HTTP."""
 
     status: int
     body: bytes
@@ -73,29 +73,29 @@ class Reply:
 
     @staticmethod
     def text(status: int, line: str, headers: Mapping[str, str] = PRIVATE) -> "Reply":
-        """One line for people."""
+        """Makes an answer of one line of text."""
         return Reply(status, f"{line}\n".encode(), headers=headers)
 
     @staticmethod
     def json(value: Any) -> "Reply":
-        """Figures, for who may see them."""
+        """Makes a private answer of JSON."""
         body = orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
         return Reply(200, body, JSON_TYPE, PRIVATE)
 
 
 # ----------------------------------------------------------------------------------------- The page
-# One file that needs nothing else, and the headers that keep it so.
+# A single file without dependencies, and the headers that enforce this.
 #
-# Always true: the page has no figures in it, it asks the API for them. The browser runs the one
-# script and the one style sheet of the file, by their hashes, loads nothing from anywhere else,
-# and makes no elements out of text.
+# Always true: the page contains no figures; it asks the API for them. The browser runs only the
+# file's one script and one style sheet, by their hashes. It loads nothing from elsewhere, and
+# makes no elements out of text.
 
 HTML_TYPE = "text/html; charset=utf-8"
 FILE = "page.html"
 
 
 def _hash(tag: str, text: str) -> str:
-    """What a Content-Security-Policy calls the one element of this name."""
+    """Returns the hash by which a Content-Security-Policy names the single element of this tag."""
     (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
     return base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
@@ -118,7 +118,7 @@ def _policy(text: str) -> str:
 
 
 class Page:
-    """The file, read once."""
+    """The page's file, read once."""
 
     def __init__(self) -> None:
         text = resources.files(__package__).joinpath(FILE).read_text("utf-8")
@@ -131,24 +131,24 @@ class Page:
         }
 
     def reply(self, status: int = 200) -> Reply:
-        """The page. With status 401, it begins by asking for a token."""
+        """Returns the page. With status 401, it first asks for a token."""
         return Reply(status, self._body, HTML_TYPE, self._headers)
 
 
 # ------------------------------------------------------------------------------------------ Savings
-# Answers `/api/v1/savings`: while the node rests, with the latest answer and its age.
+# Answers `/api/v1/savings`. While the node rests, the answer is the latest one, with its age.
 #
-# Always true: the node computes one answer at a time and then rests, so that all of them together
-# take about RESTING_SHARE of its loop's time, however many ask and for whatever windows. On the
+# Always true: the node computes one answer at a time and then rests. So all answers together take
+# about RESTING_SHARE of its loop's time, however many clients ask, and for whatever windows. On the
 # loop of HTTP only.
 
 RESTING_SHARE = 0.05
 MAX_REST_S = 5.0
-"""Longest rest after an answer, however long a busy node took for it."""
+"""Longest rest after an answer, however long the node took for it."""
 MAX_SINCE_S = 8 * 86_400.0
-"""The ledger looks back no further, but for all that it has."""
+"""The ledger's longest window, except 0, which asks for everything it has."""
 MAX_KEPT = 32
-"""Most answers that are kept: by window, with names and without."""
+"""Most answers in the cache: by window, with names and without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +157,14 @@ class _Made:
     made_s: float
 
     def at(self, now_s: float) -> Reply:
-        """The answer with its age in whole seconds, as HTTP has it."""
+        """Returns the answer with its age in whole seconds in the Age header."""
         headers = {**self.reply.headers, "Age": str(int(now_s - self.made_s))}
         return dataclasses.replace(self.reply, headers=headers)
 
 
 class SavingsPage:
-    """See above. `read(since_s, has_names)` asks the node."""
+    """Caches and schedules answers about savings (see above). `read(since_s, has_names)` asks the
+    node."""
 
     def __init__(
         self,
@@ -181,9 +182,11 @@ class SavingsPage:
         return f"SavingsPage({len(self._made)} answers, {len(self._making)} in the making)"
 
     async def reply(self, since_s: float, *, has_names: bool) -> Reply:
-        """The answer for the last `since_s` seconds; 0 for all. Has it computed anew, each window
-        in its turn. Waits for that if the node does not rest, or if there is no answer for this
-        window yet. Raises whatever the node raises."""
+        """Returns the answer for the last `since_s` seconds; 0 for all.
+
+        Starts a new computation, which waits for its turn. Returns the latest answer if there is
+        one and the node rests; otherwise waits for the new answer. Raises the node's errors.
+        """
         asked = 60 * math.ceil(min(since_s, MAX_SINCE_S) / 60), has_names
         is_resting = self._turn.locked() or self._clock() < self._rests_until_s
         task = self._making.get(asked)
@@ -227,7 +230,7 @@ T = TypeVar("T")
 
 
 async def _probe(node: Node, *, also_draining: bool) -> Reply:
-    """The answer of a probe."""
+    """Returns the answer of a probe."""
     problems = node.health.problems(time.monotonic())
     if also_draining and node.core.draining:
         problems += ("the server drains",)
@@ -244,7 +247,7 @@ async def _status(node: Node, *, has_names: bool) -> NodeStatus:
 
 
 def since(query: str) -> float:
-    """The seconds of `since_s=`, 0 if it is not there. Raises ValueError."""
+    """Returns the seconds of `since_s=`; 0 if it is missing. Raises ValueError."""
     values = urllib.parse.parse_qs(query).get("since_s", ["0"])
     try:
         seconds = float(values[-1])
@@ -256,7 +259,7 @@ def since(query: str) -> float:
 
 
 class Routes:
-    """See the module. Used on the loop of HTTP only."""
+    """Answers requests (see the module). On the loop of HTTP only."""
 
     def __init__(
         self, node: Node, node_loop: asyncio.AbstractEventLoop, access: PageAccess
@@ -273,11 +276,11 @@ class Routes:
         self._savings = SavingsPage(self._read_savings)
 
     def prepare(self) -> None:
-        """As `NodeCollector.prepare`."""
+        """Runs `NodeCollector.prepare`."""
         self._collector.prepare()
 
     async def answer(self, request: Request) -> Reply:
-        """Answers a request. Raises whatever the node raises."""
+        """Answers a request. Raises the node's errors."""
         match request.path:
             case "/metrics":
                 return await self._once("metrics", self._metrics)
@@ -320,8 +323,8 @@ class Routes:
         return await self._savings.reply(since_s, has_names=has_names)
 
     async def _once(self, name: str, make: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply:
-        """The answer that is being made under this name, or a new one: all requests that come
-        meanwhile get the same."""
+        """Returns the answer in progress under this name, or starts one. Requests that come while
+        it is in progress share it."""
         task = self._shared.get(name)
         if task is None or task.done():
             task = self._shared[name] = asyncio.create_task(make())
